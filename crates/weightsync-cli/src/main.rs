@@ -1,0 +1,2 @@
+//! The `weightsync` command.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Fuzz targets for every decoder, as tests that run on stable.

@@ -1,0 +1,2 @@
+//! `cargo xtask test | ci | bench | arrows`.
+fn main() {}
