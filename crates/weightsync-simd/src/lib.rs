@@ -1,1 +1,18 @@
-//! Placeholder of the first commit.
+//! The kernels of weightsync: copy, checksum, digest and cast.
+//!
+//! Everything here is a pure function over bytes: no allocation, no formats, no policy. Each kernel
+//! has a portable scalar twin, and the widest path the processor offers is chosen at run time; all
+//! paths give the same bytes, which the tests check path against path. Linux on x86-64 has the fast
+//! paths (SSE2, AVX2, AVX-512, AES-NI, VAES); every other target runs the scalar twins.
+//!
+//! | kernel | entry points |
+//! |---|---|
+//! | copy past the cache | [`stream_copy`], [`stream_copy_slice`] |
+//! | copy and checksum in one pass | [`stream_copy_crc`], [`stream_copy_crc_slice`] |
+//! | checksum (CRC-64/NVME) | [`crc64`], [`Crc64`], [`crc64_combine`] |
+
+mod copy;
+mod crc;
+
+pub use copy::{STREAM_THRESHOLD, stream_copy, stream_copy_slice};
+pub use crc::{Crc64, crc64, crc64_combine, stream_copy_crc, stream_copy_crc_slice};
