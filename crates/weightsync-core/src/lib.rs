@@ -1,1 +1,19 @@
-//! Placeholder of the first commit.
+//! The pure part of weightsync: what a model's weights look like and which state of them is meant.
+//!
+//! Everything here is a value and a decision about values.
+#![forbid(unsafe_code)]
+
+pub mod dtype;
+pub mod error;
+mod hex;
+pub mod ids;
+pub mod layout;
+pub mod record;
+pub mod version;
+
+pub use dtype::Dtype;
+pub use error::{Error, Remedy, Result};
+pub use ids::{ModelId, WorkerId, WriterId};
+pub use layout::{ByteRange, Layout, LayoutId, LayoutMismatch, TensorSpec};
+pub use record::{CommitRecord, RECORD_WORDS, RecordFault};
+pub use version::{Epoch, Run, Version};

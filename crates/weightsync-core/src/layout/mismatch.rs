@@ -1,0 +1,208 @@
+//! How two layouts differ, in words a person can act on.
+
+use std::fmt;
+
+use super::Layout;
+use crate::dtype::Dtype;
+
+/// How many names of each kind a message lists before it counts the rest.
+const NAMES_SHOWN: usize = 8;
+
+/// Every way in which a layout differs from the one that was expected.
+///
+/// The lists are complete and in layout order; the message shows the first few of each.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct LayoutMismatch {
+    /// Names that were expected and are absent.
+    pub missing: Vec<String>,
+    /// Names that are there and were not expected.
+    pub unknown: Vec<String>,
+    /// Tensors of the expected name and another shape.
+    pub shapes: Vec<ShapeDifference>,
+    /// Tensors of the expected name and another dtype.
+    pub dtypes: Vec<DtypeDifference>,
+    /// The first place where the order differs, if both have the same names.
+    pub order: Option<Box<OrderDifference>>,
+}
+
+/// A tensor whose shape is not the expected one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShapeDifference {
+    /// The tensor.
+    pub name: String,
+    /// The shape it should have.
+    pub expected: Vec<u64>,
+    /// The shape it has.
+    pub got: Vec<u64>,
+}
+
+/// A tensor whose dtype is not the expected one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DtypeDifference {
+    /// The tensor.
+    pub name: String,
+    /// The dtype it should have.
+    pub expected: Dtype,
+    /// The dtype it has.
+    pub got: Dtype,
+}
+
+/// The first position at which two orders of the same names differ.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OrderDifference {
+    /// The position, from 0.
+    pub position: usize,
+    /// The name that should be there.
+    pub expected: String,
+    /// The name that is there.
+    pub got: String,
+}
+
+impl Layout {
+    /// Compares what came with what was expected.
+    ///
+    /// ```
+    /// use weightsync_core::{Dtype, Layout};
+    ///
+    /// let expected = Layout::new([("bias".to_owned(), Dtype::F32, vec![8])])?;
+    /// let got = Layout::new([("bias".to_owned(), Dtype::F32, vec![9])])?;
+    /// let mismatch = Layout::compare(&expected, &got).unwrap_err();
+    /// assert_eq!(
+    ///     mismatch.to_string(),
+    ///     "layouts differ: 1 with another shape: \"bias\" (expected [8], got [9])",
+    /// );
+    /// # Ok::<(), weightsync_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A [`LayoutMismatch`] unless the two are equal.
+    pub fn compare(expected: &Layout, got: &Layout) -> Result<(), LayoutMismatch> {
+        if expected == got {
+            return Ok(());
+        }
+        let mut mismatch = LayoutMismatch::default();
+        for tensor in expected.tensors() {
+            let name = || tensor.name.clone();
+            let Some(other) = got.tensor(&tensor.name) else {
+                mismatch.missing.push(name());
+                continue;
+            };
+            if other.shape != tensor.shape {
+                mismatch.shapes.push(ShapeDifference {
+                    name: name(),
+                    expected: tensor.shape.clone(),
+                    got: other.shape.clone(),
+                });
+            }
+            if other.dtype != tensor.dtype {
+                mismatch.dtypes.push(DtypeDifference {
+                    name: name(),
+                    expected: tensor.dtype,
+                    got: other.dtype,
+                });
+            }
+        }
+        mismatch.unknown = got
+            .tensors()
+            .iter()
+            .filter(|tensor| expected.index_of(&tensor.name).is_none())
+            .map(|tensor| tensor.name.clone())
+            .collect();
+        if mismatch.missing.is_empty() && mismatch.unknown.is_empty() {
+            mismatch.order = first_order_difference(expected, got);
+        }
+        Err(mismatch)
+    }
+}
+
+fn first_order_difference(expected: &Layout, got: &Layout) -> Option<Box<OrderDifference>> {
+    let pairs = expected.tensors().iter().zip(got.tensors());
+    pairs
+        .enumerate()
+        .find(|(_, (expected, got))| expected.name != got.name)
+        .map(|(position, (expected, got))| {
+            Box::new(OrderDifference {
+                position,
+                expected: expected.name.clone(),
+                got: got.name.clone(),
+            })
+        })
+}
+
+impl std::error::Error for LayoutMismatch {}
+
+impl fmt::Display for LayoutMismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("layouts differ")?;
+        let mut separator = ": ";
+        let mut section = |f: &mut fmt::Formatter<'_>| {
+            f.write_str(separator)?;
+            separator = "; ";
+            Ok(())
+        };
+        if !self.missing.is_empty() {
+            section(f)?;
+            write_list(f, "missing", &self.missing, |f, name| write!(f, "{name:?}"))?;
+        }
+        if !self.unknown.is_empty() {
+            section(f)?;
+            write_list(f, "unknown", &self.unknown, |f, name| write!(f, "{name:?}"))?;
+        }
+        if !self.shapes.is_empty() {
+            section(f)?;
+            write_list(f, "with another shape", &self.shapes, |f, difference| {
+                let ShapeDifference {
+                    name,
+                    expected,
+                    got,
+                } = difference;
+                write!(f, "{name:?} (expected {expected:?}, got {got:?})")
+            })?;
+        }
+        if !self.dtypes.is_empty() {
+            section(f)?;
+            write_list(f, "with another dtype", &self.dtypes, |f, difference| {
+                let DtypeDifference {
+                    name,
+                    expected,
+                    got,
+                } = difference;
+                write!(f, "{name:?} (expected {expected}, got {got})")
+            })?;
+        }
+        if let Some(OrderDifference {
+            position,
+            expected,
+            got,
+        }) = self.order.as_deref()
+        {
+            section(f)?;
+            write!(
+                f,
+                "in another order: tensor {position} should be {expected:?}, is {got:?}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes `2 missing: "a", "b"`, or `9 missing: …, … and 1 more`.
+fn write_list<T>(
+    f: &mut fmt::Formatter<'_>,
+    what: &str,
+    items: &[T],
+    write_item: impl Fn(&mut fmt::Formatter<'_>, &T) -> fmt::Result,
+) -> fmt::Result {
+    write!(f, "{} {what}: ", items.len())?;
+    for (position, item) in items.iter().take(NAMES_SHOWN).enumerate() {
+        if position > 0 {
+            f.write_str(", ")?;
+        }
+        write_item(f, item)?;
+    }
+    match items.len().saturating_sub(NAMES_SHOWN) {
+        0 => Ok(()),
+        more => write!(f, " … and {more} more"),
+    }
+}
