@@ -4,7 +4,13 @@ use core::mem::MaybeUninit;
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
-use crate::copy;
+use crate::copy::{Copier, copy_unfenced};
+
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+#[cfg(test)]
+mod tests;
 
 /// The CRC-64/NVME of `bytes`; 0 for no bytes.
 ///
@@ -70,8 +76,9 @@ impl Default for Crc64 {
 /// Copies as [`stream_copy`](crate::stream_copy) does and returns the CRC-64/NVME of the bytes
 /// written to `dst`, in one pass over memory.
 ///
-/// The checksum is of what was stored, also when something outside the program writes the source
-/// meanwhile: each block is read once into the cache, and both checksummed and stored from there.
+/// Every byte of the source is read once, and both checksummed and stored from the register it was
+/// read into. So the checksum is of what was stored, also when something outside the program writes
+/// the source meanwhile, and it costs next to nothing where memory is the limit.
 ///
 /// # Safety
 ///
@@ -80,8 +87,8 @@ impl Default for Crc64 {
 /// # Example
 ///
 /// ```
-/// let source = vec![7_u8; 1 << 20];
-/// let mut copy = vec![0_u8; 1 << 20];
+/// let source = vec![7_u8; 2 << 20];
+/// let mut copy = vec![0_u8; 2 << 20];
 /// // SAFETY: both pointers come from distinct vectors of that length.
 /// let crc = unsafe {
 ///     weightsync_simd::stream_copy_crc(copy.as_mut_ptr(), source.as_ptr(), source.len())
@@ -89,16 +96,13 @@ impl Default for Crc64 {
 /// assert_eq!(crc, weightsync_simd::crc64(&copy));
 /// ```
 pub unsafe fn stream_copy_crc(dst: *mut u8, src: *const u8, len: usize) -> u64 {
-    let path = if len < copy::STREAM_THRESHOLD {
-        copy::Path::Scalar
-    } else {
-        copy::Path::best()
-    };
-    // SAFETY: same contract; `path` is available.
-    unsafe { copy_crc_with(path, dst, src, len) }
+    let copier = Copier::new(len);
+    // SAFETY: same contract; the copier is dropped, and so fences, before this function returns.
+    unsafe { copier.copy_crc(dst, src, len) }
 }
 
-/// Copies `src` into `dst` and returns the checksum of the bytes; see [`stream_copy_crc`].
+/// Copies `src` into `dst` and returns the checksum of the bytes; the safe face of
+/// [`stream_copy_crc`].
 ///
 /// # Panics
 ///
@@ -110,23 +114,159 @@ pub fn stream_copy_crc_slice(dst: &mut [u8], src: &[u8]) -> u64 {
         "source and destination lengths differ"
     );
     // SAFETY: both slices are valid for `src.len()` bytes, checked equal above; `dst` is borrowed
-    // exclusively, so they do not overlap and no other reference to it is alive.
+    // exclusively, so they do not overlap and nobody else uses it.
     unsafe { stream_copy_crc(dst.as_mut_ptr(), src.as_ptr(), src.len()) }
 }
 
-/// Bytes that are read, checksummed and stored together: a third of the smallest first-level cache
-/// in use, so that a block is still there when it is stored.
+impl Copier {
+    /// Copies one part of `len` bytes and returns the CRC-64/NVME of the bytes stored; see
+    /// [`stream_copy_crc`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Copier::copy`].
+    pub unsafe fn copy_crc(&self, dst: *mut u8, src: *const u8, len: usize) -> u64 {
+        // SAFETY: same contract; `best` is available, and the fence follows in `drop`.
+        unsafe { copy_crc_unfenced(Path::best(), self.streams, dst, src, len) }
+    }
+}
+
+/// The instruction sets a checksummed copy can use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Path {
+    /// Block by block through a buffer that stays in the cache.
+    Scalar,
+    #[cfg(target_arch = "x86_64")]
+    Pclmul,
+    #[cfg(target_arch = "x86_64")]
+    Vpclmul512,
+}
+
+impl Path {
+    /// The fastest path this processor has.
+    fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if Self::has_vpclmul512() {
+                return Self::Vpclmul512;
+            }
+            if std::arch::is_x86_feature_detected!("pclmulqdq") {
+                return Self::Pclmul;
+            }
+        }
+        Self::Scalar
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn has_vpclmul512() -> bool {
+        std::arch::is_x86_feature_detected!("avx512f")
+            && std::arch::is_x86_feature_detected!("vpclmulqdq")
+    }
+}
+
+/// # Safety
+///
+/// As [`Copier::copy_crc`], and the processor has `path`'s instructions.
+unsafe fn copy_crc_unfenced(
+    path: Path,
+    streams: bool,
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+) -> u64 {
+    let mut crc = crc_fast::Digest::new(Crc64Nvme);
+    let mut done = 0;
+    #[cfg(target_arch = "x86_64")]
+    if path != Path::Scalar {
+        // SAFETY: same contract.
+        (crc, done) = unsafe { fold_lines(path, streams, dst, src, len) };
+    }
+    // SAFETY: `done <= len`.
+    let to = unsafe { dst.add(done) };
+    // SAFETY: likewise for the source.
+    let from = unsafe { src.add(done) };
+    // SAFETY: `len - done` bytes are left in both ranges.
+    unsafe { copy_crc_blocks(&mut crc, streams, to, from, len - done) };
+    crc.finalize()
+}
+
+/// Copies and checksums from the start up to the last whole group of lines; returns the checksum so
+/// far and how many bytes that is.
+///
+/// # Safety
+///
+/// As [`copy_crc_unfenced`]; `path` is not `Scalar`.
+#[cfg(target_arch = "x86_64")]
+unsafe fn fold_lines(
+    path: Path,
+    streams: bool,
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+) -> (crc_fast::Digest, usize) {
+    let mut crc = crc_fast::Digest::new(Crc64Nvme);
+    let group = if path == Path::Vpclmul512 {
+        x86::GROUP_512
+    } else {
+        x86::GROUP_128
+    };
+    let head = dst.align_offset(64).min(len);
+    let groups = (len - head) / group;
+    if groups == 0 {
+        return (crc, 0);
+    }
+    // SAFETY: `head <= len`.
+    unsafe { copy_crc_blocks(&mut crc, false, dst, src, head) };
+    // SAFETY: `head <= len`.
+    let to = unsafe { dst.add(head) };
+    // SAFETY: likewise for the source.
+    let from = unsafe { src.add(head) };
+    let mut remainder = [0; x86::GROUP_512];
+    let remainder = &mut remainder[..group];
+    let state = crc.get_state();
+    match (path, streams) {
+        // SAFETY: `groups` groups are left in both ranges, `to` is 64-byte aligned, and the caller
+        // promises the path's instructions.
+        (Path::Vpclmul512, true) => unsafe {
+            x86::fold_512::<true>(to, from, groups, state, remainder)
+        },
+        // SAFETY: likewise.
+        (Path::Vpclmul512, false) => unsafe {
+            x86::fold_512::<false>(to, from, groups, state, remainder)
+        },
+        // SAFETY: likewise.
+        (_, true) => unsafe { x86::fold_128::<true>(to, from, groups, state, remainder) },
+        // SAFETY: likewise.
+        (_, false) => unsafe { x86::fold_128::<false>(to, from, groups, state, remainder) },
+    }
+    // The remainder stands for everything before it, initial state included.
+    let mut crc = crc_fast::Digest::new_with_init_state(Crc64Nvme, 0);
+    crc.update(remainder);
+    (crc, head + groups * group)
+}
+
+/// Bytes that are read, checksummed and stored together on the scalar path: a third of the smallest
+/// first-level cache in use, so that a block is still there when it is stored.
 const BLOCK: usize = 16 * 1024;
 
 /// A block on its way, aligned so that no load of it crosses a line.
 #[repr(align(64))]
 struct Block([MaybeUninit<u8>; BLOCK]);
 
+/// Copies and checksums through a buffer, so that what is checksummed is what is stored.
+///
 /// # Safety
 ///
-/// As [`copy::stream_with`].
-unsafe fn copy_crc_with(path: copy::Path, dst: *mut u8, src: *const u8, len: usize) -> u64 {
-    let mut crc = Crc64::new();
+/// As [`Copier::copy`].
+unsafe fn copy_crc_blocks(
+    crc: &mut crc_fast::Digest,
+    streams: bool,
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+) {
+    use crate::copy::Path;
+    let path = if streams { Path::best() } else { Path::Scalar };
     let mut block = Block([MaybeUninit::uninit(); BLOCK]);
     let buffer = block.0.as_mut_ptr().cast::<u8>();
     let mut at = 0;
@@ -141,8 +281,7 @@ unsafe fn copy_crc_with(path: copy::Path, dst: *mut u8, src: *const u8, len: usi
         // SAFETY: the copy above initialised `part` bytes of the block, which is ours alone.
         crc.update(unsafe { core::slice::from_raw_parts(buffer, part) });
         // SAFETY: the block holds `part` bytes, `to` has room for them, and the two are distinct.
-        unsafe { copy::stream_with(path, to, buffer, part) };
+        unsafe { copy_unfenced(path, to, buffer, part) };
         at += part;
     }
-    crc.value()
 }

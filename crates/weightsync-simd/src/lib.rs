@@ -7,12 +7,15 @@
 //!
 //! | kernel | entry points |
 //! |---|---|
-//! | copy past the cache | [`stream_copy`], [`stream_copy_slice`] |
+//! | copy past the cache | [`stream_copy`], [`stream_copy_slice`], [`Copier`] |
 //! | copy and checksum in one pass | [`stream_copy_crc`], [`stream_copy_crc_slice`] |
 //! | checksum (CRC-64/NVME) | [`crc64`], [`Crc64`], [`crc64_combine`] |
 
 mod copy;
 mod crc;
 
-pub use copy::{STREAM_THRESHOLD, stream_copy, stream_copy_slice};
+#[cfg(test)]
+mod testing;
+
+pub use copy::{Copier, STREAM_THRESHOLD, stream_copy, stream_copy_slice};
 pub use crc::{Crc64, crc64, crc64_combine, stream_copy_crc, stream_copy_crc_slice};
