@@ -1,1 +1,21 @@
-//! Placeholder of the first commit.
+//! Collectors, environments and a small PPO on top of `weightsync`.
+//!
+//! The journey of a frame: an [environment](env) is stepped by a
+//! [policy](policy::MlpPolicy) in a [rollout](rollout::Rollout), inside a
+//! worker process of a collector, which hands [`Frames`](frames::Frames) to
+//! the trainer; `ppo` (feature `candle`) turns them into better weights, and
+//! these go back to the workers through `weightsync`.
+//!
+//! Absent here: shared memory, wire formats of weights, sockets. Weights travel
+//! by `weightsync`'s sessions, frames by its worker processes' pipes.
+#![forbid(unsafe_code)]
+
+pub mod env;
+mod error;
+pub mod frames;
+pub mod policy;
+#[cfg(feature = "candle")]
+pub mod ppo;
+pub mod rollout;
+
+pub use error::Error;

@@ -1,0 +1,279 @@
+//! Acting: a small network evaluated straight from borrowed weights.
+//!
+//! A worker runs its policy one observation at a time, where a tensor library
+//! spends more on bookkeeping than on arithmetic. [`MlpPolicy`] holds nothing
+//! but slices, so it can read the weights out of a pinned snapshot in shared
+//! memory: no copy is made between the trainer's send and the worker's action.
+
+use rand::RngExt;
+
+use crate::{Error, env::EnvRng};
+
+/// One fully connected layer, `y = W x + b`, on borrowed weights.
+#[derive(Clone, Copy, Debug)]
+struct Layer<'w> {
+    /// Row-major, `[outputs, inputs]`.
+    weight: &'w [f32],
+    bias: &'w [f32],
+    inputs: usize,
+}
+
+/// A multi-layer perceptron with `tanh` between its layers, whose outputs are
+/// the logits of a categorical distribution over actions.
+///
+/// ```
+/// use weightsync_rl::policy::MlpPolicy;
+///
+/// let (weight, bias) = ([1.0, 0.0, 0.0, 1.0], [0.0, 0.5]);
+/// let policy = MlpPolicy::from_tensors(2, "actor", |name| match name {
+///     "actor.0.weight" => Some(&weight),
+///     "actor.0.bias" => Some(&bias),
+///     _ => None,
+/// })?;
+/// let mut scratch = policy.scratch();
+/// assert_eq!(policy.logits(&[0.25, 0.25], &mut scratch), [0.25, 0.75]);
+/// # Ok::<(), weightsync_rl::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct MlpPolicy<'w> {
+    layers: Vec<Layer<'w>>,
+}
+
+/// Room for the activations of one forward pass; reuse it between passes.
+#[derive(Clone, Debug)]
+pub struct Scratch {
+    input: Vec<f32>,
+    output: Vec<f32>,
+}
+
+/// An action drawn from a policy.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// The action, in `0..ACTIONS`.
+    pub action: u32,
+    /// Natural logarithm of the probability it had.
+    pub log_prob: f32,
+}
+
+impl<'w> MlpPolicy<'w> {
+    /// The layers `{prefix}.0`, `{prefix}.1`, … as far as `tensor` knows them:
+    /// each has a `.weight` of shape `[outputs, inputs]` and a `.bias` of shape
+    /// `[outputs]`; the first one takes `inputs` quantities.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] without a first layer or without the bias of a
+    /// layer, [`Error::TensorLen`] where a length does not fit the layer before.
+    pub fn from_tensors(
+        inputs: usize,
+        prefix: &str,
+        tensor: impl Fn(&str) -> Option<&'w [f32]>,
+    ) -> Result<Self, Error> {
+        let mut layers = Vec::new();
+        let mut width = inputs;
+        loop {
+            let name = format!("{prefix}.{}.weight", layers.len());
+            let Some(weight) = tensor(&name) else {
+                if layers.is_empty() {
+                    return Err(Error::MissingTensor { name });
+                }
+                return Ok(Self { layers });
+            };
+            let bias_name = format!("{prefix}.{}.bias", layers.len());
+            let bias = tensor(&bias_name).ok_or(Error::MissingTensor { name: bias_name })?;
+            if width == 0 || bias.is_empty() || weight.len() != bias.len() * width {
+                return Err(Error::TensorLen {
+                    name,
+                    expected: bias.len() * width,
+                    got: weight.len(),
+                });
+            }
+            layers.push(Layer {
+                weight,
+                bias,
+                inputs: width,
+            });
+            width = bias.len();
+        }
+    }
+
+    /// Number of logits, that is of actions.
+    pub fn outputs(&self) -> usize {
+        self.layers.last().map_or(0, |layer| layer.bias.len())
+    }
+
+    /// Room for the forward passes of this policy.
+    pub fn scratch(&self) -> Scratch {
+        let widest = self.layers.iter().map(|layer| layer.bias.len()).max();
+        let buffer = vec![0.0; widest.unwrap_or(0)];
+        Scratch {
+            input: buffer.clone(),
+            output: buffer,
+        }
+    }
+
+    /// The logits for one observation; their sum of exponentials is not 1.
+    pub fn logits<'s>(&self, observation: &[f32], scratch: &'s mut Scratch) -> &'s [f32] {
+        for (i, layer) in self.layers.iter().enumerate() {
+            let input = if i == 0 {
+                observation
+            } else {
+                &scratch.input[..layer.inputs]
+            };
+            layer.forward(input, &mut scratch.output);
+            if i + 1 < self.layers.len() {
+                for y in &mut scratch.output[..layer.bias.len()] {
+                    *y = y.tanh();
+                }
+                std::mem::swap(&mut scratch.input, &mut scratch.output);
+            }
+        }
+        &scratch.output[..self.outputs()]
+    }
+
+    /// Draws an action for one observation.
+    pub fn sample(&self, observation: &[f32], scratch: &mut Scratch, rng: &mut EnvRng) -> Choice {
+        let logits = self.logits(observation, scratch);
+        draw(logits, rng.random())
+    }
+
+    /// The most likely action for one observation.
+    pub fn greedy(&self, observation: &[f32], scratch: &mut Scratch) -> Choice {
+        let logits = self.logits(observation, scratch);
+        let mut best = 0;
+        for (i, logit) in logits.iter().enumerate() {
+            if *logit > logits[best] {
+                best = i;
+            }
+        }
+        Choice {
+            action: best as u32,
+            log_prob: logits[best] - log_sum_exp(logits),
+        }
+    }
+}
+
+impl Layer<'_> {
+    fn forward(&self, input: &[f32], output: &mut [f32]) {
+        let rows = self.weight.chunks_exact(self.inputs);
+        for ((y, row), bias) in output.iter_mut().zip(rows).zip(self.bias) {
+            *y = bias + dot(row, input);
+        }
+    }
+}
+
+/// Sixteen partial sums, so that the compiler may use vectors: it must not
+/// reorder the additions of a single one.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut sums = [0.0; LANES];
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (b, b_rest) = b.as_chunks::<LANES>();
+    for (a, b) in a.iter().zip(b) {
+        for lane in 0..LANES {
+            sums[lane] += a[lane] * b[lane];
+        }
+    }
+    let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum();
+    sums.iter().sum::<f32>() + rest
+}
+
+fn log_sum_exp(logits: &[f32]) -> f32 {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    max + logits.iter().map(|l| (l - max).exp()).sum::<f32>().ln()
+}
+
+/// The action whose share of `[0, 1)` contains `uniform`.
+fn draw(logits: &[f32], uniform: f32) -> Choice {
+    let total = log_sum_exp(logits);
+    let mut left = uniform;
+    let mut action = logits.len() - 1;
+    for (i, logit) in logits.iter().enumerate() {
+        left -= (logit - total).exp();
+        if left < 0.0 {
+            action = i;
+            break;
+        }
+    }
+    Choice {
+        action: action as u32,
+        log_prob: logits[action] - total,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::SeedableRng;
+
+    use super::*;
+
+    #[test]
+    fn a_tensor_that_is_missing_or_does_not_fit_is_named() {
+        let (weight, bias) = ([0.0; 6], [0.0; 2]);
+        let refused = |names: &'static [&'static str], inputs| {
+            MlpPolicy::from_tensors(inputs, "actor", |name| {
+                names.contains(&name).then(|| {
+                    if name.ends_with("weight") {
+                        &weight[..]
+                    } else {
+                        &bias[..]
+                    }
+                })
+            })
+            .unwrap_err()
+            .to_string()
+        };
+        assert!(refused(&[], 3).contains("actor.0.weight"));
+        assert!(refused(&["actor.0.weight"], 3).contains("actor.0.bias"));
+        let both: &[&str] = &["actor.0.weight", "actor.0.bias"];
+        assert!(refused(both, 4).contains("8"), "2 × 4 elements expected");
+        // A second layer over two inputs would need four weights, not six.
+        assert!(
+            refused(
+                &[
+                    "actor.0.weight",
+                    "actor.0.bias",
+                    "actor.1.weight",
+                    "actor.1.bias"
+                ],
+                3
+            )
+            .contains("actor.1.weight")
+        );
+    }
+
+    #[test]
+    fn actions_are_drawn_with_their_probabilities() {
+        let bias = [0.0_f32, 2.0_f32.ln(), 5.0_f32.ln()];
+        let weight = [0.0; 3];
+        let policy = MlpPolicy::from_tensors(1, "p", |name| match name {
+            "p.0.weight" => Some(&weight[..]),
+            "p.0.bias" => Some(&bias[..]),
+            _ => None,
+        })
+        .unwrap();
+        let mut rng = EnvRng::seed_from_u64(1);
+        let mut scratch = policy.scratch();
+        let mut counts = [0_u32; 3];
+        for _ in 0..16_000 {
+            let choice = policy.sample(&[1.0], &mut scratch, &mut rng);
+            counts[choice.action as usize] += 1;
+            let expected = [0.125_f32, 0.25, 0.625][choice.action as usize];
+            assert!((choice.log_prob.exp() - expected).abs() < 1e-6);
+        }
+        for (count, expected) in counts.iter().zip([2000.0, 4000.0, 10_000.0]) {
+            let error = (f64::from(*count) - expected).abs();
+            assert!(error < 5.0 * f64::sqrt(expected), "{counts:?}");
+        }
+        assert_eq!(policy.greedy(&[1.0], &mut scratch).action, 2);
+    }
+
+    #[test]
+    fn extreme_logits_neither_overflow_nor_leave_the_range() {
+        for uniform in [0.0, 0.5, 1.0 - f32::EPSILON] {
+            let choice = draw(&[-1e4, 1e4], uniform);
+            assert_eq!(choice.action, 1);
+            assert_eq!(choice.log_prob, 0.0);
+        }
+        assert!(draw(&[f32::NAN, f32::NAN], 0.3).action < 2);
+    }
+}

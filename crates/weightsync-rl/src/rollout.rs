@@ -1,0 +1,149 @@
+//! Collecting in the caller's own thread: the inner loop of every collector.
+
+use rand::SeedableRng;
+
+use crate::{
+    env::{BatchedEnv, Env, EnvRng},
+    frames::{Episode, Frames},
+    policy::MlpPolicy,
+};
+
+/// Environments, their generators and the episodes under way.
+///
+/// ```
+/// use weightsync_rl::{env::CartPole, policy::MlpPolicy, rollout::Rollout};
+///
+/// let (weight, bias) = ([0.0; 8], [0.0; 2]);
+/// let policy = MlpPolicy::from_tensors(4, "actor", |name| match name {
+///     "actor.0.weight" => Some(&weight),
+///     "actor.0.bias" => Some(&bias),
+///     _ => None,
+/// })?;
+/// let mut rollout = Rollout::<CartPole>::new(2, 1);
+/// let frames = rollout.collect(&policy, 0, 100);
+/// assert_eq!(frames.shape, [1, 2, 100]);
+/// # Ok::<(), weightsync_rl::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Rollout<E> {
+    env: BatchedEnv<E>,
+    /// Draws actions. One per environment, so that the number of environments
+    /// does not change what one of them sees.
+    rngs: Vec<EnvRng>,
+    episodes: Vec<Episode>,
+}
+
+impl<E: Env> Rollout<E> {
+    /// `envs` environments at the start of their episodes, all randomness
+    /// derived from `seed`.
+    pub fn new(envs: usize, seed: u64) -> Self {
+        // The environments fork their generators from `seed` itself.
+        let mut seeds = EnvRng::seed_from_u64(seed ^ 0x9e37_79b9_7f4a_7c15);
+        Self {
+            env: BatchedEnv::new(envs, seed),
+            rngs: (0..envs).map(|_| seeds.fork()).collect(),
+            episodes: vec![
+                Episode {
+                    reward: 0.0,
+                    steps: 0
+                };
+                envs
+            ],
+        }
+    }
+
+    /// Takes `steps` steps in every environment with actions drawn from
+    /// `policy`, resetting where an episode ends, and stamps every frame with
+    /// `version`.
+    pub fn collect(&mut self, policy: &MlpPolicy<'_>, version: u64, steps: usize) -> Frames {
+        let envs = self.env.len();
+        let mut frames = Frames::zeroed(envs, steps, E::OBSERVATION_LEN);
+        let mut scratch = policy.scratch();
+        for t in 0..steps {
+            for p in 0..envs {
+                let i = p * steps + t;
+                let at = i * E::OBSERVATION_LEN..(i + 1) * E::OBSERVATION_LEN;
+                let observation = &mut frames.observations[at.clone()];
+                self.env.observe_one(p, observation);
+                let choice = policy.sample(observation, &mut scratch, &mut self.rngs[p]);
+                let transition = self.env.step(p, choice.action);
+                self.env
+                    .observe_one(p, &mut frames.next_observations[at]);
+                frames.actions[i] = choice.action;
+                frames.log_probs[i] = choice.log_prob;
+                frames.rewards[i] = transition.reward;
+                frames.terminated[i] = transition.terminated;
+                frames.truncated[i] = transition.truncated;
+                frames.policy_versions[i] = version;
+
+                let episode = &mut self.episodes[p];
+                episode.reward += transition.reward;
+                episode.steps += 1;
+                if transition.done() {
+                    frames.episodes.push(std::mem::replace(
+                        episode,
+                        Episode {
+                            reward: 0.0,
+                            steps: 0,
+                        },
+                    ));
+                    self.env.reset(p);
+                }
+            }
+        }
+        frames
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::env::CartPole;
+
+    fn coin() -> MlpPolicy<'static> {
+        MlpPolicy::from_tensors(4, "a", |name| match name {
+            "a.0.weight" => Some(&[0.0; 8]),
+            "a.0.bias" => Some(&[0.0; 2]),
+            _ => None,
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn frames_chain_within_an_episode_and_restart_after_it() {
+        let frames = Rollout::<CartPole>::new(2, 5).collect(&coin(), 9, 200);
+        let row = |of: &[f32], i: usize| of[i * 4..i * 4 + 4].to_vec();
+        for p in 0..2 {
+            for i in p * 200..p * 200 + 199 {
+                let (next, seen) = (
+                    row(&frames.next_observations, i),
+                    row(&frames.observations, i + 1),
+                );
+                if frames.done(i) {
+                    assert_ne!(next, seen, "a new episode starts near zero");
+                    assert!(seen.iter().all(|s| s.abs() <= 0.05));
+                } else {
+                    assert_eq!(next, seen);
+                }
+            }
+        }
+        let ends = (0..400).filter(|&i| frames.done(i)).count();
+        assert_eq!(frames.episodes.len(), ends);
+        assert!(ends > 4, "a coin does not balance a pole");
+        assert!(frames.episodes.iter().all(|e| e.reward == e.steps as f32));
+        assert_eq!(frames.policy_versions, vec![9; 400]);
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_frames_whatever_the_batch_length() {
+        let whole = Rollout::<CartPole>::new(1, 5).collect(&coin(), 0, 100);
+        let mut rollout = Rollout::<CartPole>::new(1, 5);
+        let mut pieces = rollout.collect(&coin(), 0, 30);
+        pieces
+            .observations
+            .extend(rollout.collect(&coin(), 0, 70).observations);
+        assert_eq!(whole.observations, pieces.observations);
+        let other = Rollout::<CartPole>::new(1, 6).collect(&coin(), 0, 100);
+        assert_ne!(whole.observations, other.observations);
+    }
+}
