@@ -1,2 +1,65 @@
-//! `cargo xtask test | ci | bench | arrows`.
-fn main() {}
+//! `cargo xtask test | ci | arrows | bench`: what a contributor and the CI run.
+//!
+//! The module order is the order in which a run uses them: [`places`] says where build output and
+//! tools live, [`tools`] provides the tools, [`step`] runs one command, and the commands
+//! themselves are [`mod@test`], [`ci`], [`arrows`] and [`bench`].
+
+#![forbid(unsafe_code)]
+
+mod arrows;
+mod bench;
+mod ci;
+mod error;
+mod places;
+mod step;
+mod test;
+mod tools;
+
+use std::process::ExitCode;
+
+use error::Error;
+use places::Places;
+
+const USAGE: &str = "\
+usage: cargo xtask <command>
+
+  test                            every test, with what the tests need set up first
+  ci                              every check, then every test
+  arrows                          the crate graph, held against the design's table
+  bench GROUP [--json] [--plot]   one group of benchmarks
+
+environment:
+  WEIGHTSYNC_SOAK    how long the long tests run: a factor such as 0.1 or 3, or `full`
+  CARGO_TARGET_DIR   build output; unset, a cache outside the clone is used";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            match &error {
+                Error::Usage(text) => eprintln!("{text}"),
+                // nextest has already said what failed, and its summary is the run's last word.
+                error if error.is_reported() => {}
+                error => eprintln!("error: {error}"),
+            }
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn run(args: &[&str]) -> Result<(), Error> {
+    match args {
+        ["test"] => test::run(&Places::open()?),
+        ["ci"] => ci::run(&Places::open()?),
+        ["arrows"] => arrows::run(&Places::open()?).map(drop),
+        ["bench", rest @ ..] => bench::run(&Places::open()?, rest),
+        ["help" | "--help" | "-h"] => {
+            println!("{USAGE}\n\nbench groups:\n{}", bench::listing());
+            Ok(())
+        }
+        [] => Err(Error::Usage(USAGE.into())),
+        [other, ..] => Err(Error::Usage(format!("cannot run `{other}`\n\n{USAGE}"))),
+    }
+}

@@ -1,0 +1,197 @@
+//! Where things live: the clone, the cache outside it, build output and tools.
+//!
+//! A fresh clone should be warm, so build output goes to a cache keyed by the compiler that made
+//! it. Cargo's own fingerprints tell everything else apart (lock file, features, flags, and the
+//! path of the clone), hence no further key: one on the lock file would only build every
+//! dependency anew when a single one changes.
+
+use std::ffi::OsString;
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::error::Error;
+use crate::step;
+
+/// The directories of one run. Holding it holds the lock on shared build output.
+#[derive(Debug)]
+pub struct Places {
+    root: PathBuf,
+    cache: PathBuf,
+    target: PathBuf,
+    rustc: Rustc,
+    /// Two clones building into one directory would swap the programs their tests start.
+    _lock: Option<File>,
+}
+
+impl Places {
+    /// Finds the directories and, where build output is shared with other clones, waits until no
+    /// other run uses it. The lock ends with this process, however it dies.
+    pub fn open() -> Result<Self, Error> {
+        // `cargo run` says which clone asks; the path compiled in is that of the clone which built.
+        let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
+            .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+        let root = Path::new(&manifest)
+            .parent()
+            .map(Path::to_path_buf)
+            .filter(|root| root.join("Cargo.lock").exists())
+            .ok_or_else(|| Error::Missing {
+                what: "the clone xtask was built in".into(),
+                fix: "run `cargo xtask` from the clone you work in".into(),
+            })?;
+        let rustc = Rustc::ask()?;
+        let cache = cache_root(std::env::var_os("XDG_CACHE_HOME"), std::env::var_os("HOME"))?;
+        let chosen = ["CARGO_TARGET_DIR", "CARGO_BUILD_TARGET_DIR"]
+            .into_iter()
+            .find_map(|name| std::env::var_os(name).filter(|value| !value.is_empty()));
+        let (target, lock) = match chosen {
+            Some(dir) => (root.join(dir), None),
+            None => {
+                let dir = cache.join("target").join(rustc.key());
+                let lock = lock(&dir)?;
+                (dir, Some(lock))
+            }
+        };
+        Ok(Self {
+            root,
+            cache,
+            target,
+            rustc,
+            _lock: lock,
+        })
+    }
+
+    /// Where cargo builds to.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// The compiler in use.
+    pub fn rustc(&self) -> &Rustc {
+        &self.rustc
+    }
+
+    /// Where one version of a tool is installed when the machine does not bring it.
+    pub fn tool(&self, name: &str, version: &str) -> PathBuf {
+        self.cache
+            .join("tools")
+            .join(format!("{name}-{version}-{}", self.rustc.host))
+    }
+
+    /// A cargo command in the clone, building to [`Places::target`].
+    pub fn cargo(&self) -> Command {
+        self.command(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    }
+
+    /// Any program in the clone that may call cargo.
+    pub fn command(&self, program: impl Into<OsString>) -> Command {
+        let mut command = Command::new(program.into());
+        command
+            .current_dir(&self.root)
+            .env("CARGO_TARGET_DIR", &self.target);
+        command
+    }
+}
+
+/// What identifies the compiler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rustc {
+    /// Such as `1.95.0`.
+    pub release: String,
+    /// Such as `x86_64-unknown-linux-gnu`.
+    pub host: String,
+    commit: String,
+}
+
+impl Rustc {
+    fn ask() -> Result<Self, Error> {
+        let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+        let text = step::output(Command::new(rustc).arg("-vV"), "rustc -vV")?;
+        Self::parse(&text).ok_or_else(|| Error::Unreadable {
+            what: "`rustc -vV`".into(),
+        })
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let field = |name: &str| {
+            text.lines()
+                .find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
+                .map(|value| value.trim().to_owned())
+        };
+        Some(Self {
+            release: field("release")?,
+            host: field("host")?,
+            commit: field("commit-hash")?,
+        })
+    }
+
+    /// A directory name that differs between compilers whose output does not mix.
+    fn key(&self) -> String {
+        let commit: String = self.commit.chars().take(9).collect();
+        format!("{}-{commit}-{}", self.release, self.host)
+    }
+}
+
+fn cache_root(xdg: Option<OsString>, home: Option<OsString>) -> Result<PathBuf, Error> {
+    // The XDG specification has relative paths ignored.
+    xdg.map(PathBuf::from)
+        .filter(|path| path.is_absolute())
+        .or_else(|| {
+            home.filter(|home| !home.is_empty())
+                .map(|home| PathBuf::from(home).join(".cache"))
+        })
+        .map(|base| base.join("weightsync"))
+        .ok_or_else(|| Error::Missing {
+            what: "a cache directory".into(),
+            fix: "set HOME, or XDG_CACHE_HOME to an absolute path".into(),
+        })
+}
+
+fn lock(dir: &Path) -> Result<File, Error> {
+    let path = dir.join("xtask.lock");
+    let io = |source| Error::Io {
+        doing: format!("locking {}", path.display()),
+        source,
+    };
+    fs::create_dir_all(dir).map_err(io)?;
+    let file = File::create(&path).map_err(io)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            eprintln!("waiting for another run to leave {}", dir.display());
+            file.lock().map_err(io)?;
+        }
+        Err(TryLockError::Error(source)) => return Err(io(source)),
+    }
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_key_tells_compilers_apart() {
+        let text = "rustc 1.95.0 (59807616e 2026-04-14)\nbinary: rustc\n\
+                    commit-hash: 59807616e1fa2540724bfbac14d7976d7e4a3860\n\
+                    host: x86_64-unknown-linux-gnu\nrelease: 1.95.0\nLLVM version: 22.1\n";
+        let rustc = Rustc::parse(text).expect("rustc's own text");
+        assert_eq!(rustc.key(), "1.95.0-59807616e-x86_64-unknown-linux-gnu");
+        assert_eq!(Rustc::parse("rustc 1.95.0"), None);
+    }
+
+    #[test]
+    fn the_cache_follows_xdg_then_home() {
+        let cases: [(Option<&str>, Option<&str>, Option<&str>); 5] = [
+            (Some("/x"), Some("/h"), Some("/x/weightsync")),
+            (Some("relative"), Some("/h"), Some("/h/.cache/weightsync")),
+            (None, Some("/h"), Some("/h/.cache/weightsync")),
+            (None, Some(""), None),
+            (None, None, None),
+        ];
+        for (xdg, home, expected) in cases {
+            let got = cache_root(xdg.map(Into::into), home.map(Into::into)).ok();
+            assert_eq!(got, expected.map(PathBuf::from), "{xdg:?} {home:?}");
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! `cargo xtask test`: every test, with what the tests need set up first.
+//!
+//! Doc tests, then the loom models of the shared-memory protocol, then everything else under
+//! nextest: unit and integration tests and the fuzz targets, each in its own process with its own
+//! time limit. nextest comes last so that its summary ends the run.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::path::Path;
+use std::process::Command;
+
+use crate::error::Error;
+use crate::places::Places;
+use crate::step;
+use crate::tools;
+
+/// The variable that says how long the long tests run. The tests read it themselves.
+const SOAK: &str = "WEIGHTSYNC_SOAK";
+
+/// The crate whose protocol is modelled in loom.
+const LOOM_PACKAGE: &str = "weightsync-mem";
+
+/// Runs every test.
+pub fn run(places: &Places) -> Result<(), Error> {
+    let soak = Soak::parse(std::env::var_os(SOAK))?;
+    eprintln!("rustc {}, {SOAK}: {soak}", places.rustc().release);
+    eprintln!("build output: {}", places.target().display());
+    let nextest = tools::NEXTEST.provide(places)?;
+
+    step::run(
+        "doc tests",
+        places
+            .cargo()
+            .args(["test", "--workspace", "--doc", "--quiet"]),
+    )?;
+    step::run("loom", &mut loom(places, &nextest))?;
+    step::run_last(
+        "tests",
+        places
+            .command(&nextest)
+            .args(["nextest", "run", "--workspace", "--no-tests=fail"])
+            .args(["--profile", soak.nextest_profile()]),
+    )
+}
+
+/// Every crate is compiled for loom, hence a build directory of its own: one shared with ordinary
+/// builds would be rebuilt at each change between the two. An empty filter would pass silently, so
+/// nextest is told to fail on it.
+fn loom(places: &Places, nextest: &Path) -> Command {
+    let flags = match std::env::var("RUSTFLAGS") {
+        Ok(flags) if !flags.trim().is_empty() => format!("{flags} --cfg loom"),
+        _ => "--cfg loom".into(),
+    };
+    let mut command = places.command(nextest);
+    command
+        .args([
+            "nextest",
+            "run",
+            "--package",
+            LOOM_PACKAGE,
+            "--profile",
+            "loom",
+        ])
+        .args([
+            "--cargo-profile",
+            "release",
+            "--filterset",
+            "test(loom)",
+            "--no-tests=fail",
+        ])
+        .env("CARGO_TARGET_DIR", places.target().join("loom"))
+        .env("RUSTFLAGS", flags);
+    command
+}
+
+/// How long the long tests run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Soak {
+    /// Not set: the length the tests choose for every day.
+    Daily,
+    /// A multiple of the daily length.
+    Factor(f64),
+    /// The full counts the issues name.
+    Full,
+}
+
+impl Soak {
+    fn parse(value: Option<OsString>) -> Result<Self, Error> {
+        let Some(value) = value.filter(|value| !value.is_empty()) else {
+            return Ok(Soak::Daily);
+        };
+        match value.to_str() {
+            Some("full") => Ok(Soak::Full),
+            text => text
+                .and_then(|text| text.parse().ok())
+                .filter(|factor: &f64| factor.is_finite() && *factor > 0.0)
+                .map(Soak::Factor)
+                .ok_or_else(|| Error::Soak {
+                    got: value.display().to_string(),
+                }),
+        }
+    }
+
+    /// Longer runs get longer time limits; a hang is still found.
+    fn nextest_profile(self) -> &'static str {
+        match self {
+            Soak::Daily => "default",
+            Soak::Factor(factor) if factor <= 1.0 => "default",
+            Soak::Factor(_) | Soak::Full => "soak",
+        }
+    }
+}
+
+impl fmt::Display for Soak {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Soak::Daily => f.write_str("not set (every-day lengths)"),
+            Soak::Factor(factor) => write!(f, "{factor}"),
+            Soak::Full => f.write_str("full"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn soak_is_a_factor_or_full() {
+        let cases = [
+            (None, Ok((Soak::Daily, "default"))),
+            (Some(""), Ok((Soak::Daily, "default"))),
+            (Some("0.1"), Ok((Soak::Factor(0.1), "default"))),
+            (Some("1"), Ok((Soak::Factor(1.0), "default"))),
+            (Some("2.5"), Ok((Soak::Factor(2.5), "soak"))),
+            (Some("full"), Ok((Soak::Full, "soak"))),
+            (Some("0"), Err(())),
+            (Some("-1"), Err(())),
+            (Some("inf"), Err(())),
+            (Some("NaN"), Err(())),
+            (Some("Full"), Err(())),
+            (Some("long"), Err(())),
+        ];
+        for (value, expected) in cases {
+            let got = Soak::parse(value.map(OsString::from))
+                .map(|soak| (soak, soak.nextest_profile()))
+                .map_err(drop);
+            assert_eq!(got, expected, "{value:?}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_soak_says_what_is_expected() {
+        let error = Soak::parse(Some("long".into())).expect_err("not a factor");
+        assert!(error.to_string().contains("`long`"), "{error}");
+    }
+}

@@ -1,0 +1,203 @@
+//! The tools a run needs that cargo does not bring: found where they are new enough, else
+//! installed into the cache.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::error::Error;
+use crate::places::Places;
+use crate::step;
+
+/// Runs the tests: one process per test, a time limit on each.
+pub const NEXTEST: Tool = Tool {
+    name: "cargo-nextest",
+    // The first with a leak limit that fails the test.
+    at_least: Version(0, 9, 95),
+    install: Version(0, 9, 143),
+};
+
+/// Checks licences, sources and bans of the dependencies.
+pub const DENY: Tool = Tool {
+    name: "cargo-deny",
+    at_least: Version(0, 20, 0),
+    install: Version(0, 20, 2),
+};
+
+/// A program from the registry, with the versions that will do.
+#[derive(Debug, Clone, Copy)]
+pub struct Tool {
+    name: &'static str,
+    at_least: Version,
+    install: Version,
+}
+
+impl Tool {
+    /// The path of a version that will do: the one on `PATH`, the one in the cache, or one
+    /// installed now (some minutes, and the registry must be reachable).
+    pub fn provide(&self, places: &Places) -> Result<PathBuf, Error> {
+        let home = places.tool(self.name, &self.install.to_string());
+        let cached = home.join("bin").join(self.name);
+        for candidate in [PathBuf::from(self.name), cached.clone()] {
+            if let Some(version) = installed(&candidate).filter(|version| self.accepts(*version)) {
+                eprintln!("{} {version}: {}", self.name, candidate.display());
+                return Ok(candidate);
+            }
+        }
+        self.install(places, &home)?;
+        match installed(&cached) {
+            Some(version) if self.accepts(version) => Ok(cached),
+            _ => Err(self.missing("it was installed and does not run")),
+        }
+    }
+
+    /// Tools below 1.0 change their configuration with the minor version, so a newer minor
+    /// version is as unfit as an older patch.
+    fn accepts(&self, version: Version) -> bool {
+        (version.0, version.1) == (self.at_least.0, self.at_least.1) && version >= self.at_least
+    }
+
+    fn install(&self, places: &Places, home: &Path) -> Result<(), Error> {
+        let build = home.join("build");
+        let mut install = places.cargo();
+        install
+            .args(["install", "--locked", "--quiet", self.name, "--version"])
+            .arg(self.install.to_string())
+            .arg("--root")
+            .arg(home)
+            .arg("--target-dir")
+            .arg(&build)
+            // Built once and run for seconds: a fast build matters more than a fast program.
+            .env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1")
+            .env("CARGO_PROFILE_RELEASE_LTO", "off")
+            .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")
+            .env("CARGO_PROFILE_RELEASE_DEBUG", "0")
+            .env_remove("RUSTFLAGS");
+        let outcome = step::run(&format!("install {}", self.name), &mut install);
+        // Hundreds of megabytes nobody will use again; a leftover does no harm.
+        let _ = fs::remove_dir_all(&build);
+        outcome
+            .map(drop)
+            .map_err(|error| self.missing(&error.to_string()))
+    }
+
+    fn missing(&self, why: &str) -> Error {
+        let Self {
+            name,
+            at_least,
+            install,
+        } = self;
+        Error::Missing {
+            what: format!(
+                "{name} {}.{}, at least {at_least} ({why})",
+                at_least.0, at_least.1
+            ),
+            fix: format!("cargo install --locked {name} --version {install}"),
+        }
+    }
+}
+
+/// Fails with the command that brings it when a component of the toolchain is not installed.
+pub fn component(places: &Places, subcommand: &str, component: &str) -> Result<(), Error> {
+    let found = places
+        .cargo()
+        .args([subcommand, "--version"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success());
+    match found {
+        true => Ok(()),
+        false => Err(Error::Missing {
+            what: format!("`cargo {subcommand}`"),
+            fix: format!("rustup component add {component}"),
+        }),
+    }
+}
+
+/// Major, minor, patch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Version(u32, u32, u32);
+
+impl Version {
+    /// The version in a line such as `cargo-deny 0.20.2` or `cargo-nextest 0.9.143 (60fa45f63)`.
+    /// A pre-release counts as none: it may lack what its release has.
+    fn find(text: &str) -> Option<Self> {
+        text.split_whitespace().find_map(|word| {
+            let mut parts = word.split('.').map(|part| part.parse().ok());
+            let version = Self(parts.next()??, parts.next()??, parts.next()??);
+            parts.next().is_none().then_some(version)
+        })
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.0, self.1, self.2)
+    }
+}
+
+fn installed(program: &Path) -> Option<Version> {
+    let output = Command::new(program)
+        .arg("--version")
+        .stdin(Stdio::null())
+        .output()
+        .ok()?;
+    Version::find(&String::from_utf8_lossy(&output.stdout)).filter(|_| output.status.success())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_found_in_what_tools_print() {
+        let cases = [
+            ("cargo-deny 0.20.2", Some(Version(0, 20, 2))),
+            (
+                "cargo-nextest 0.9.143 (60fa45f63 2026-08-04)\nrelease: 0.9.143",
+                Some(Version(0, 9, 143)),
+            ),
+            ("cargo-nextest 0.9.143-rc.1 (60fa45f63 2026-08-04)", None),
+            ("cargo-deny", None),
+            ("1.2", None),
+            ("1.2.3.4", None),
+            ("", None),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(Version::find(text), expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn only_the_same_minor_version_and_a_recent_patch_will_do() {
+        let cases = [
+            (Version(0, 9, 94), false),
+            (Version(0, 9, 95), true),
+            (Version(0, 9, 143), true),
+            (Version(0, 10, 0), false),
+            (Version(1, 9, 100), false),
+        ];
+        for (version, expected) in cases {
+            assert_eq!(NEXTEST.accepts(version), expected, "{version}");
+        }
+    }
+
+    #[test]
+    fn what_would_be_installed_will_do() {
+        for tool in [NEXTEST, DENY] {
+            assert!(tool.accepts(tool.install), "{tool:?}");
+        }
+    }
+
+    #[test]
+    fn a_missing_tool_names_the_command_that_brings_it() {
+        let text = DENY.missing("not found").to_string();
+        assert!(
+            text.contains("cargo install --locked cargo-deny --version 0.20.2"),
+            "{text}"
+        );
+    }
+}
