@@ -6,11 +6,11 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use weightsync_simd::{crc64, stream_copy_crc_slice, stream_copy_slice};
+use weightsync_simd::{crc64, digest_lines, stream_copy_crc_slice, stream_copy_slice};
 
 type Case = (&'static str, fn(&mut [u8], &[u8]));
 
-const CASES: [Case; 4] = [
+const CASES: [Case; 5] = [
     ("memcpy", |dst, src| dst.copy_from_slice(src)),
     ("stream_copy", stream_copy_slice),
     ("stream_copy_crc", |dst, src| {
@@ -18,6 +18,9 @@ const CASES: [Case; 4] = [
     }),
     ("crc64 alone", |_, src| {
         black_box(crc64(src));
+    }),
+    ("digest_lines alone", |_, src| {
+        black_box(digest_lines(src, 0));
     }),
 ];
 

@@ -10,12 +10,15 @@
 //! | copy past the cache | [`stream_copy`], [`stream_copy_slice`], [`Copier`] |
 //! | copy and checksum in one pass | [`stream_copy_crc`], [`stream_copy_crc_slice`] |
 //! | checksum (CRC-64/NVME) | [`crc64`], [`Crc64`], [`crc64_combine`] |
+//! | digest of lines | [`digest_lines`], [`digest_line_delta`], [`digest_add`] |
 
 mod copy;
 mod crc;
+mod digest;
 
 #[cfg(test)]
 mod testing;
 
 pub use copy::{Copier, STREAM_THRESHOLD, stream_copy, stream_copy_slice};
 pub use crc::{Crc64, crc64, crc64_combine, stream_copy_crc, stream_copy_crc_slice};
+pub use digest::{LINE_BYTES, digest_add, digest_line_delta, digest_lines};
