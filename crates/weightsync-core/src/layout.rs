@@ -4,22 +4,19 @@ mod codec;
 mod mismatch;
 mod serde_impl;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
-use std::collections::hash_map::RandomState;
 use std::fmt;
-use std::hash::BuildHasher;
 use std::ops::Range;
 use std::sync::Arc;
 
-use hashbrown::HashTable;
-use hashbrown::hash_table::Entry;
 use serde::{Deserialize, Serialize};
 
 pub use self::mismatch::{DtypeDifference, LayoutMismatch, OrderDifference, ShapeDifference};
 use crate::dtype::Dtype;
 use crate::error::Error;
 use crate::hex;
+use crate::index::NameIndex;
 
 /// Every tensor begins at a multiple of this many bytes.
 pub const ALIGNMENT: u64 = 64;
@@ -129,7 +126,7 @@ impl Layout {
 
     /// The position of a tensor in [`tensors`](Layout::tensors), found in constant time.
     pub fn index_of(&self, name: &str) -> Option<usize> {
-        self.0.names.find(name, &self.0.tensors)
+        self.0.names.find(name, |at| &self.0.tensors[at].name)
     }
 
     /// The tensor of a name, found in constant time.
@@ -284,7 +281,13 @@ impl Builder {
             shape,
             range: ByteRange { offset, len },
         });
-        self.names.insert(index, &self.tensors)
+        let tensors = &self.tensors;
+        if !self.names.insert(index, |at| &tensors[at].name) {
+            return Err(Error::DuplicateName {
+                name: tensors[index].name.clone(),
+            });
+        }
+        Ok(())
     }
 
     fn finish(self) -> Result<Layout, Error> {
@@ -302,44 +305,6 @@ impl Builder {
             payload_bytes: self.payload_bytes,
             id,
         })))
-    }
-}
-
-/// Positions by name, without a second copy of the names.
-///
-/// The hash is keyed at random: names come from outside.
-#[derive(Default)]
-struct NameIndex {
-    table: HashTable<u32>,
-    hasher: RandomState,
-}
-
-impl NameIndex {
-    /// Adds the tensor at `index`, unless its name is taken.
-    fn insert(&mut self, index: usize, tensors: &[TensorSpec]) -> Result<(), Error> {
-        let NameIndex { table, hasher } = self;
-        let name = &tensors[index].name;
-        let entry = table.entry(
-            hasher.hash_one(name),
-            |&other| tensors[other as usize].name == *name,
-            |&other| hasher.hash_one(&tensors[other as usize].name),
-        );
-        match entry {
-            Entry::Occupied(_) => Err(Error::DuplicateName { name: name.clone() }),
-            Entry::Vacant(entry) => {
-                // MAX_TENSORS fits in 32 bits.
-                entry.insert(index as u32);
-                Ok(())
-            }
-        }
-    }
-
-    fn find(&self, name: &str, tensors: &[TensorSpec]) -> Option<usize> {
-        self.table
-            .find(self.hasher.hash_one(name), |&index| {
-                tensors[index as usize].name == name
-            })
-            .map(|&index| index as usize)
     }
 }
 
@@ -369,7 +334,7 @@ pub(crate) fn size_error(name: String, dtype: Dtype, shape: Vec<u64>, bits: Opti
     }
 }
 
-fn within(what: &'static str, got: usize, limit: usize) -> Result<(), Error> {
+pub(crate) fn within(what: &'static str, got: usize, limit: usize) -> Result<(), Error> {
     if got > limit {
         return Err(Error::TooLarge {
             what,
