@@ -1,1 +1,3 @@
 //! Placeholder of the first commit.
+
+pub mod worker;

@@ -1,0 +1,65 @@
+//! Worker processes: started, watched and ended, so that none outlives its trainer.
+//!
+//! A *trainer* starts a group of [`Workers`] with [`Spawn`]; a worker is usually the same program,
+//! run again, which finds its end of the pipe with [`current`]:
+//!
+//! ```no_run
+//! use weightsync::worker::{self, Event, Spawn};
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     // In a worker: before anything else.
+//!     if let Some(worker) = worker::current()? {
+//!         while let Some(frame) = worker.recv(None)? {
+//!             worker.send(&[worker.init(), &frame[..]].concat())?;
+//!         }
+//!         return Ok(()); // the trainer closed the pipe
+//!     }
+//!
+//!     // In the trainer.
+//!     let workers = Spawn::this_program()?.count(4).init(b"hello ".to_vec()).start()?;
+//!     workers.send(2, b"world", None)?;
+//!     match workers.recv_any(None) {
+//!         Some((worker, Event::Frame(frame))) => assert_eq!((worker, &frame[..]), (2, &b"hello world"[..])),
+//!         Some((worker, Event::Exited(exit))) => println!("worker {worker}: {exit}"),
+//!         Some(_) | None => println!("no worker is left"),
+//!     }
+//!     Ok(()) // dropping `workers` ends them
+//! }
+//! ```
+//!
+//! # What is guaranteed
+//!
+//! * **No worker outlives its trainer**, however that dies. A worker's standard input is its
+//!   *lifeline*: a Unix socket whose other end only the trainer holds. A thread in the worker ends
+//!   the process, by SIGKILL, a short grace after the lifeline hangs up, whatever the main thread
+//!   is doing; and the kernel is asked to send SIGKILL when the trainer dies. Both nets are in
+//!   place once [`current`] was called, so call it first.
+//! * **Death is an event.** A worker that ends is noticed through its pidfd at once and reported
+//!   as [`Event::Exited`] after everything it sent, with its status or signal and the end of its
+//!   standard error. What is left of its process group is killed with it.
+//! * **The pipe is bounded** both ways: by the longest frame, by the bytes queued for a reader,
+//!   and by the kernel's socket buffer. Whoever is ahead waits.
+//! * **Every wait ends**: by its timeout, by the death of the other side, or by shutdown.
+//! * **Nothing is left** after [`Workers::shutdown`] or a drop: no process, thread or descriptor.
+//!
+//! Workers are in process groups of their own, so a terminal's Ctrl-C reaches the trainer alone.
+//! Their standard output is the trainer's.
+
+mod error;
+mod exit;
+mod frame;
+mod pipe;
+mod process;
+mod spawn;
+mod wait;
+mod watch;
+mod workers;
+
+pub use error::{PipeFault, WorkerError};
+pub use exit::{Exit, STDERR_TAIL};
+pub use process::{WorkerProcess, current};
+pub use spawn::{Restart, Spawn};
+pub use workers::{Event, Workers};
+
+/// The environment variable by which a worker knows itself: `<inode of its pipe>:<trainer's pid>`.
+const MARK: &str = "WEIGHTSYNC_WORKER";

@@ -1,0 +1,123 @@
+//! Frames through a socket, never blocking: what is possible now is done, the rest is for later.
+
+use std::io::IoSlice;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType, recv,
+    sendmsg, socketpair,
+};
+
+use super::error::{PipeFault, WorkerError};
+use super::frame::{FrameAssembler, Kind};
+
+/// Two connected ends; both close on exec.
+pub(super) fn pair() -> Result<(OwnedFd, OwnedFd), WorkerError> {
+    socketpair(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .map_err(WorkerError::os("making a socket pair"))
+}
+
+/// What an attempt to read brought.
+#[derive(Debug)]
+pub(super) enum Read {
+    /// A whole frame.
+    Frame(Kind, Vec<u8>),
+    /// Nothing more for now.
+    Pending,
+    /// The other end is closed and everything it sent has been read.
+    HungUp,
+}
+
+/// Reads until `assembler` has a frame, or nothing more can be read.
+pub(super) fn read(socket: impl AsFd, assembler: &mut FrameAssembler) -> Result<Read, PipeFault> {
+    loop {
+        match recv(&socket, assembler.missing(), RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => return Ok(Read::HungUp),
+            Ok((_, read)) => {
+                if let Some((kind, payload)) = assembler.advance(read)? {
+                    return Ok(Read::Frame(kind, payload));
+                }
+            }
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(Read::Pending),
+            // ECONNRESET: closed with unread data of ours. Nothing else can happen to a socket
+            // pair that would leave it usable.
+            Err(_) => return Ok(Read::HungUp),
+        }
+    }
+}
+
+/// The other end of the pipe is closed.
+#[derive(Debug)]
+pub(super) struct HungUp;
+
+/// Writes what fits of `first` followed by `second`, leaving out their first `done` bytes, and
+/// returns how many bytes are now done.
+pub(super) fn write(
+    socket: impl AsFd,
+    first: &[u8],
+    second: &[u8],
+    mut done: usize,
+) -> Result<usize, HungUp> {
+    while done < first.len() + second.len() {
+        let parts = [
+            IoSlice::new(&first[done.min(first.len())..]),
+            IoSlice::new(&second[done.saturating_sub(first.len())..]),
+        ];
+        // NOSIGNAL: a closed pipe is an error here, not a SIGPIPE.
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        match sendmsg(&socket, &parts, &mut SendAncillaryBuffer::default(), flags) {
+            Ok(written) => done += written,
+            Err(Errno::INTR) => {}
+            // ENOBUFS and ENOMEM pass, as a full socket does.
+            Err(Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM) => break,
+            Err(_) => return Err(HungUp),
+        }
+    }
+    Ok(done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker::frame::{HEADER, header};
+
+    #[test]
+    fn a_frame_larger_than_the_socket_arrives_in_turns() {
+        let (ours, theirs) = pair().expect("a socket pair");
+        let payload: Vec<u8> = (0..1_000_000_u32).map(|i| (i % 251) as u8).collect();
+        let header = header(Kind::User, payload.len() as u32);
+        let mut assembler = FrameAssembler::new(payload.len());
+        let (mut done, mut turns) = (0, 0);
+        let frame = loop {
+            done = write(&ours, &header, &payload, done).expect("the other end is open");
+            turns += 1;
+            match read(&theirs, &mut assembler).expect("no fault") {
+                Read::Frame(kind, frame) => break (kind, frame),
+                Read::Pending => assert!(done < HEADER + payload.len()),
+                Read::HungUp => panic!("the other end is open"),
+            }
+        };
+        assert!(turns > 1, "the socket took everything at once");
+        assert_eq!(frame, (Kind::User, payload));
+    }
+
+    #[test]
+    fn a_closed_end_is_told_after_what_it_sent() {
+        let (ours, theirs) = pair().expect("a socket pair");
+        write(&ours, &header(Kind::User, 1), &[5], 0).expect("the other end is open");
+        drop(ours);
+        let mut assembler = FrameAssembler::new(1);
+        assert!(
+            matches!(read(&theirs, &mut assembler), Ok(Read::Frame(Kind::User, frame)) if frame == [5])
+        );
+        assert!(matches!(read(&theirs, &mut assembler), Ok(Read::HungUp)));
+        assert!(write(&theirs, &header(Kind::User, 0), &[], 0).is_err());
+    }
+}

@@ -1,0 +1,478 @@
+//! A worker's side: finding the pipe, and ending with it.
+
+use std::collections::VecDeque;
+use std::ffi::CString;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::process;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{FileType, Mode, OFlags, fstat};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group,
+    pidfd_open, set_parent_process_death_signal,
+};
+use serde::de::DeserializeOwned;
+
+use super::error::{PipeFault, WorkerError};
+use super::frame::{FrameAssembler, Greeting, Kind, header};
+use super::pipe::{self, Read};
+use super::wait::{Owner, Waker, deadline, lock, wait};
+use super::{MARK, spawn};
+
+/// The running program, also when its file has been replaced or removed.
+pub(super) const THIS_PROGRAM: &str = "/proc/self/exe";
+
+/// What a queued frame is counted as beyond its payload, so that empty frames are bounded too.
+pub(super) const FRAME_COST: usize = 64;
+
+/// This process's end of the pipe, if it was started as a worker, else `None`.
+///
+/// Call it first in `main`: from here on the process ends with its trainer. It waits for the init
+/// bytes, which the trainer sends at once. Standard input is an empty file afterwards.
+///
+/// # Errors
+/// * [`WorkerError::Closed`] when the trainer is gone already;
+/// * [`WorkerError::NotAttached`] when standard input is not the pipe;
+/// * [`WorkerError::AlreadyTaken`] when called a second time;
+/// * [`WorkerError::Peer`] when the trainer speaks another version of the pipe.
+pub fn current() -> Result<Option<WorkerProcess>, WorkerError> {
+    let Some(mark) = Mark::of_this_process() else {
+        return Ok(None);
+    };
+    if TAKEN.load(Ordering::Acquire) {
+        return Err(WorkerError::AlreadyTaken);
+    }
+    if !mark.is_on_stdin() {
+        let parent = getppid().map_or(0, |pid| pid.as_raw_pid().unsigned_abs());
+        // The mark came down with the environment: a worker started this process for itself.
+        if parent != mark.trainer {
+            return Ok(None);
+        }
+        return Err(WorkerError::NotAttached {
+            trainer: mark.trainer,
+        });
+    }
+    if TAKEN.swap(true, Ordering::AcqRel) {
+        return Err(WorkerError::AlreadyTaken);
+    }
+    WorkerProcess::attach(mark.trainer).map(Some)
+}
+
+/// A worker's end of the pipe to its trainer.
+///
+/// It can be shared between threads. The process ends with the trainer also after this is dropped.
+#[derive(Debug)]
+pub struct WorkerProcess {
+    shared: Arc<Shared>,
+    greeting: Greeting,
+    init: Vec<u8>,
+    /// Held for the length of a send: frames never mix.
+    sending: Mutex<()>,
+    owner: Owner,
+}
+
+impl WorkerProcess {
+    /// Which worker of the group this is, counted from 0.
+    pub fn index(&self) -> usize {
+        self.greeting.index as usize
+    }
+
+    /// How many workers the group has.
+    pub fn count(&self) -> usize {
+        self.greeting.count as usize
+    }
+
+    /// The longest frame either side may send, in bytes.
+    pub fn max_frame(&self) -> usize {
+        self.greeting.max_frame as usize
+    }
+
+    /// The bytes given to [`Spawn::init`](super::Spawn::init), or to the last
+    /// [`Workers::restart`](super::Workers::restart).
+    pub fn init(&self) -> &[u8] {
+        &self.init
+    }
+
+    /// The value given to [`Spawn::init_value`](super::Spawn::init_value).
+    ///
+    /// # Errors
+    /// [`WorkerError::Init`] or [`WorkerError::InitTooLong`] when the init bytes are not one `T`.
+    pub fn init_value<T: DeserializeOwned>(&self) -> Result<T, WorkerError> {
+        match postcard::take_from_bytes(&self.init)? {
+            (value, []) => Ok(value),
+            (_, rest) => Err(WorkerError::InitTooLong { extra: rest.len() }),
+        }
+    }
+
+    /// Sends a frame to the trainer; waits while the pipe is full. Frames of several threads are
+    /// sent one after the other, each whole.
+    ///
+    /// # Errors
+    /// * [`WorkerError::FrameTooLong`], before anything is sent;
+    /// * [`WorkerError::Closed`] when the trainer closed the pipe or is dead.
+    pub fn send(&self, frame: &[u8]) -> Result<(), WorkerError> {
+        self.owner.check()?;
+        spawn::check_len(frame.len(), self.greeting.max_frame)?;
+        let header = header(Kind::User, frame.len() as u32);
+        let total = header.len() + frame.len();
+        let socket = &self.shared.socket;
+        let _whole = lock(&self.sending);
+        let mut done = 0;
+        loop {
+            done = pipe::write(socket, &header, frame, done).map_err(|_| WorkerError::Closed)?;
+            if done == total {
+                return Ok(());
+            }
+            // A hang-up ends this wait too; the next write tells. An interrupted wait is repeated.
+            let _ = poll(&mut [PollFd::new(socket, PollFlags::OUT)], None);
+        }
+    }
+
+    /// The next frame from the trainer; `None` when `timeout` has passed, or when the trainer
+    /// closed the pipe or died ([`is_closed`](Self::is_closed) tells which) and nothing it sent is
+    /// left: then the process is to end within the group's grace. Without a timeout it waits
+    /// until then.
+    ///
+    /// # Errors
+    /// [`WorkerError::Peer`] when the trainer sent something else than frames. The process is
+    /// about to end then, as if the pipe were closed.
+    pub fn recv(&self, timeout: Option<Duration>) -> Result<Option<Vec<u8>>, WorkerError> {
+        self.owner.check()?;
+        let deadline = deadline(timeout);
+        let mut state = lock(&self.shared.state);
+        loop {
+            if let Some(frame) = state.queue.pop_front() {
+                state.queued -= frame.len() + FRAME_COST;
+                if std::mem::take(&mut state.paused) {
+                    self.shared.waker.wake();
+                }
+                return Ok(Some(frame));
+            }
+            if let Some(fault) = state.fault {
+                return Err(fault.into());
+            }
+            if state.closed {
+                return Ok(None);
+            }
+            state = match wait(&self.shared.changed, state, deadline) {
+                Ok(state) => state,
+                Err(_) => return Ok(None),
+            };
+        }
+    }
+
+    /// Whether the trainer closed the pipe or died: then this process is to end.
+    pub fn is_closed(&self) -> bool {
+        lock(&self.shared.state).closed
+    }
+
+    fn attach(trainer: u32) -> Result<Self, WorkerError> {
+        // The second net. It fires when the trainer's spawning thread dies, which lives as long as
+        // the workers do.
+        set_parent_process_death_signal(Some(Signal::KILL))
+            .map_err(WorkerError::os("asking for a death signal"))?;
+        let socket = take_stdin()?;
+        restore_process_name();
+
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            waker: Waker::new()?,
+            socket,
+        });
+        let lifeline = Lifeline {
+            shared: Arc::clone(&shared),
+            trainer: watch_parent(trainer),
+            grace: Duration::ZERO,
+            queue_bytes: 0,
+        };
+        thread::Builder::new()
+            .name("ws-lifeline".into())
+            .spawn(move || lifeline.run())
+            .map_err(WorkerError::os("starting the lifeline thread"))?;
+
+        let mut state = lock(&shared.state);
+        let (greeting, init) = loop {
+            if let Some(welcome) = state.welcome.take() {
+                break welcome;
+            }
+            if let Some(fault) = state.fault {
+                return Err(fault.into());
+            }
+            if state.closed {
+                return Err(WorkerError::Closed);
+            }
+            state = wait(&shared.changed, state, None).unwrap_or_else(|state| state);
+        };
+        drop(state);
+        Ok(Self {
+            shared,
+            greeting,
+            init,
+            sending: Mutex::default(),
+            owner: Owner::this_process(),
+        })
+    }
+}
+
+/// Refuses to go on in a worker that has not taken its pipe: it would do what its trainer does,
+/// and start workers that do the same.
+pub(super) fn refuse_if_not_taken() -> Result<(), WorkerError> {
+    match Mark::of_this_process() {
+        Some(mark) if !TAKEN.load(Ordering::Acquire) && mark.is_on_stdin() => {
+            Err(WorkerError::NotTaken)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether [`current`] has taken this process's pipe.
+static TAKEN: AtomicBool = AtomicBool::new(false);
+
+/// The [`MARK`] a trainer puts on its workers. It goes down to their children as well, whose
+/// standard input is another file: the inode tells them apart.
+#[derive(Debug, PartialEq, Eq)]
+struct Mark {
+    inode: u64,
+    trainer: u32,
+}
+
+impl Mark {
+    fn of_this_process() -> Option<Self> {
+        Self::parse(&std::env::var(MARK).ok()?)
+    }
+
+    fn parse(mark: &str) -> Option<Self> {
+        let (inode, trainer) = mark.split_once(':')?;
+        Some(Self {
+            inode: inode.parse().ok()?,
+            trainer: trainer.parse().ok()?,
+        })
+    }
+
+    fn is_on_stdin(&self) -> bool {
+        fstat(std::io::stdin()).is_ok_and(|stat| {
+            stat.st_ino == self.inode && FileType::from_raw_mode(stat.st_mode) == FileType::Socket
+        })
+    }
+}
+
+/// What the lifeline thread and the callers share.
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    waker: Waker,
+    socket: OwnedFd,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The greeting and the init bytes, until taken.
+    welcome: Option<(Greeting, Vec<u8>)>,
+    queue: VecDeque<Vec<u8>>,
+    /// The cost of what is in `queue`.
+    queued: usize,
+    /// The lifeline thread waits for room in `queue`.
+    paused: bool,
+    closed: bool,
+    fault: Option<PipeFault>,
+}
+
+/// The thread that reads the pipe, and ends the process with it.
+struct Lifeline {
+    shared: Arc<Shared>,
+    /// A pidfd of the trainer, where it is our parent and alive. It covers the case that another
+    /// process has inherited the trainer's end of the pipe through a fork, and holds it open.
+    trainer: Option<OwnedFd>,
+    grace: Duration,
+    queue_bytes: usize,
+}
+
+/// Why the lifeline thread stopped reading.
+enum End {
+    /// The pipe was closed: the process may take its grace.
+    HungUp,
+    /// The trainer broke the rules of the pipe.
+    Fault(PipeFault),
+    /// The trainer is dead: nobody is left to end for.
+    Orphaned,
+}
+
+impl Lifeline {
+    fn run(mut self) {
+        let end = self.read_to_the_end();
+        let mut state = lock(&self.shared.state);
+        state.closed = true;
+        if let End::Fault(fault) = end {
+            state.fault = Some(fault);
+        }
+        drop(state);
+        self.shared.changed.notify_all();
+        if !matches!(end, End::Orphaned) {
+            // The process normally ends while this sleeps.
+            thread::sleep(self.grace);
+        }
+        end_this_process();
+    }
+
+    fn read_to_the_end(&mut self) -> End {
+        let mut assembler = FrameAssembler::new(0);
+        let mut greeting = None;
+        loop {
+            let room = {
+                let mut state = lock(&self.shared.state);
+                let room = state.queued < self.queue_bytes.max(1);
+                state.paused = !room;
+                room
+            };
+            if !room {
+                match self.sleep(PollFlags::RDHUP) {
+                    Some(end) => return end,
+                    None => continue,
+                }
+            }
+            let (kind, payload) = match pipe::read(&self.shared.socket, &mut assembler) {
+                Ok(Read::Frame(kind, payload)) => (kind, payload),
+                Ok(Read::HungUp) => return End::HungUp,
+                Ok(Read::Pending) => match self.sleep(PollFlags::IN | PollFlags::RDHUP) {
+                    // What it sent before it hung up is still to be read.
+                    Some(End::HungUp) | None => continue,
+                    Some(end) => return end,
+                },
+                Err(fault) => return End::Fault(fault),
+            };
+            match (kind, greeting) {
+                (Kind::Greeting, None) => match Greeting::parse(&payload) {
+                    Ok(parsed) => {
+                        self.grace = Duration::from_millis(parsed.grace_ms);
+                        self.queue_bytes =
+                            usize::try_from(parsed.queue_bytes).unwrap_or(usize::MAX);
+                        assembler.set_max_frame(parsed.max_frame as usize);
+                        greeting = Some((parsed, false));
+                    }
+                    Err(fault) => return End::Fault(fault),
+                },
+                (Kind::Init, Some((parsed, false))) => {
+                    greeting = Some((parsed, true));
+                    lock(&self.shared.state).welcome = Some((parsed, payload));
+                    self.shared.changed.notify_all();
+                }
+                (Kind::User, Some((_, true))) => {
+                    let mut state = lock(&self.shared.state);
+                    state.queued += payload.len() + FRAME_COST;
+                    state.queue.push_back(payload);
+                    drop(state);
+                    self.shared.changed.notify_all();
+                }
+                (kind, _) => return End::Fault(PipeFault::OutOfTurn { kind: kind as u8 }),
+            }
+        }
+    }
+
+    /// Sleeps until the socket has one of `events`, the callers made room, or the end has come.
+    fn sleep(&self, events: PollFlags) -> Option<End> {
+        let Shared { socket, waker, .. } = &*self.shared;
+        let mut fds = vec![
+            PollFd::new(socket, events),
+            PollFd::new(waker, PollFlags::IN),
+        ];
+        if let Some(trainer) = &self.trainer {
+            fds.push(PollFd::new(trainer, PollFlags::IN));
+        }
+        if poll(&mut fds, None).is_err() {
+            // EINTR: look again.
+            return None;
+        }
+        let ready = |index: usize| fds.get(index).map_or(PollFlags::empty(), PollFd::revents);
+        if !ready(2).is_empty() {
+            return Some(End::Orphaned);
+        }
+        waker.clear();
+        ready(0)
+            .intersects(PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR)
+            .then_some(End::HungUp)
+    }
+}
+
+/// Moves the pipe from standard input to a descriptor that closes on exec, and leaves an empty
+/// file in its place, so that no child of this process inherits the lifeline.
+fn take_stdin() -> Result<OwnedFd, WorkerError> {
+    let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), 3)
+        .map_err(WorkerError::os("duplicating standard input"))?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+        .map_err(WorkerError::os("opening /dev/null"))?;
+    rustix::stdio::dup2_stdin(null.as_fd()).map_err(WorkerError::os("replacing standard input"))?;
+    Ok(socket)
+}
+
+/// A pidfd of the trainer, if it is our parent. If it is not, either it is dead already, which the
+/// pipe tells, or a launcher stands between us, which the death signal then follows.
+fn watch_parent(trainer: u32) -> Option<OwnedFd> {
+    let parent = getppid().filter(|pid| pid.as_raw_pid().unsigned_abs() == trainer)?;
+    let pidfd = pidfd_open(parent, PidfdFlags::empty()).ok()?;
+    // Still our parent after opening: the pidfd is of no later process with the same number.
+    (getppid() == Some(parent)).then_some(pidfd)
+}
+
+/// A program run through [`THIS_PROGRAM`] is called "exe" in process lists; gives it its own name.
+fn restore_process_name() {
+    let is_exe = rustix::thread::name().is_ok_and(|name| name.as_bytes() == b"exe");
+    let Some(arg0) = std::env::args_os().next().filter(|_| is_exe) else {
+        return;
+    };
+    let name = std::path::Path::new(&arg0).file_name().unwrap_or(&arg0);
+    if let Ok(name) = CString::new(name.as_bytes()) {
+        // Cosmetic: the kernel cuts it to 15 bytes, and nothing depends on it.
+        let _ = rustix::thread::set_name(&name);
+    }
+}
+
+/// Ends this process at once, with its process group where it leads one. SIGKILL rather than an
+/// orderly exit, which runs handlers that may wait for the very thread that hangs.
+fn end_this_process() -> ! {
+    let this: Pid = getpid();
+    if getpgrp() == this {
+        let _ = kill_process_group(this, Signal::KILL);
+    }
+    let _ = kill_process(this, Signal::KILL);
+    // Not reached: the signal is delivered before the call returns.
+    process::abort()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mark_is_read_exactly() {
+        let mark = Mark {
+            inode: 12,
+            trainer: 7,
+        };
+        assert_eq!(Mark::parse("12:7"), Some(mark));
+        for wrong in [
+            "",
+            ":",
+            "12",
+            "12:",
+            ":7",
+            "12:7:",
+            "-1:7",
+            "12:99999999999",
+            "a:b",
+        ] {
+            assert_eq!(Mark::parse(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_process_nobody_started_as_a_worker_is_none() {
+        assert!(matches!(current(), Ok(None)));
+    }
+}

@@ -1,0 +1,89 @@
+//! Locks, deadlines and wake-ups shared by both ends.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::error::WorkerError;
+
+/// Locks `mutex`. Every critical section leaves its state whole at each step that can panic, so a
+/// poisoned lock is as good as any.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The moment `timeout` from now; `None` is never, as is a moment beyond the clock's range.
+pub(super) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
+}
+
+/// Waits for `changed` until `deadline`; `Err` when that has passed.
+pub(super) fn wait<'a, T>(
+    changed: &Condvar,
+    guard: MutexGuard<'a, T>,
+    deadline: Option<Instant>,
+) -> Result<MutexGuard<'a, T>, MutexGuard<'a, T>> {
+    let Some(deadline) = deadline else {
+        return Ok(changed.wait(guard).unwrap_or_else(PoisonError::into_inner));
+    };
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(guard);
+    }
+    let (guard, _) = changed
+        .wait_timeout(guard, left)
+        .unwrap_or_else(PoisonError::into_inner);
+    Ok(guard)
+}
+
+/// The process that made something. After a fork, the copy has neither the threads nor the right.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Owner(u32);
+
+impl Owner {
+    pub(super) fn this_process() -> Self {
+        Self(process::id())
+    }
+
+    /// Refuses the call in a forked copy of the owning process.
+    pub(super) fn check(self) -> Result<(), WorkerError> {
+        match process::id() {
+            here if here == self.0 => Ok(()),
+            here => Err(WorkerError::Forked {
+                owner: self.0,
+                here,
+            }),
+        }
+    }
+}
+
+/// Wakes a thread out of `poll`.
+#[derive(Debug)]
+pub(super) struct Waker(OwnedFd);
+
+impl Waker {
+    pub(super) fn new() -> Result<Self, WorkerError> {
+        eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map(Self)
+            .map_err(WorkerError::os("making an eventfd"))
+    }
+
+    pub(super) fn wake(&self) {
+        // It can only fail when 2^64 - 2 wake-ups are pending: the thread is awake by then.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+
+    pub(super) fn clear(&self) {
+        // It fails when nothing is pending: then it is clear.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+}
+
+impl AsFd for Waker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}

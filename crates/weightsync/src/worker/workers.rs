@@ -1,0 +1,496 @@
+//! The trainer's side: a group of workers, what it sends them and what it hears from them.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, pidfd_send_signal};
+
+use super::error::WorkerError;
+use super::exit::Exit;
+use super::frame::{Kind, header};
+use super::pipe;
+use super::process::FRAME_COST;
+use super::spawn::{Spawn, check_len};
+use super::wait::{Owner, Waker, deadline, lock, wait};
+use super::watch::Watcher;
+
+/// How long a process may take to die of SIGKILL. Only an uninterruptible wait in the kernel
+/// takes longer.
+const DEATH: Duration = Duration::from_secs(5);
+
+/// Something heard from a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// A frame it sent.
+    Frame(Vec<u8>),
+    /// Its process has ended. Everything it sent has been delivered before; whatever comes after
+    /// is from the process that was started in its place.
+    Exited(Exit),
+}
+
+/// A running group of worker processes; made with [`Spawn::start`].
+///
+/// It can be shared between threads. Dropping it shuts the group down with the group's grace as
+/// timeout. In a forked copy of the trainer every call fails with [`WorkerError::Forked`], and
+/// dropping it there does nothing.
+pub struct Workers {
+    shared: Arc<Shared>,
+    watcher: Mutex<Option<JoinHandle<()>>>,
+    count: usize,
+    max_frame: u32,
+    grace: Duration,
+    owner: Owner,
+}
+
+impl Workers {
+    /// How many workers the group has, running or not.
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Whether the group was started with a count of 0.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// How many workers have a running process.
+    pub fn running(&self) -> usize {
+        lock(&self.shared.state).running()
+    }
+
+    /// The process id of a worker; `None` while it has no process, or when there is no such worker.
+    pub fn pid(&self, worker: usize) -> Option<u32> {
+        let state = lock(&self.shared.state);
+        Some(state.slots.get(worker)?.link.as_ref()?.pid)
+    }
+
+    /// Sends a frame to a worker, and returns once it is in the worker's pipe: at once unless the
+    /// worker lags behind. Without a timeout it waits until the worker reads, dies, or the group
+    /// is shut down.
+    ///
+    /// # Errors
+    /// * [`WorkerError::Gone`] when the worker is dead or dies meanwhile;
+    /// * [`WorkerError::SendTimeout`] when it does not read in time;
+    /// * [`WorkerError::FrameTooLong`] before anything is sent;
+    /// * [`WorkerError::NoSuchWorker`], [`WorkerError::ShutDown`], [`WorkerError::Forked`].
+    pub fn send(
+        &self,
+        worker: usize,
+        frame: &[u8],
+        timeout: Option<Duration>,
+    ) -> Result<(), WorkerError> {
+        self.check(worker)?;
+        check_len(frame.len(), self.max_frame)?;
+        let deadline = deadline(timeout);
+        let too_late = |begun| WorkerError::SendTimeout {
+            worker,
+            waited: timeout.unwrap_or_default(),
+            begun,
+        };
+
+        // Our turn comes when the frame before ours is in the pipe.
+        let mut state = lock(&self.shared.state);
+        let link = loop {
+            let link = state.link(worker)?;
+            if state.slots[worker].outbox.is_empty() {
+                break link;
+            }
+            state = wait(&self.shared.changed, state, deadline).map_err(|_| too_late(false))?;
+        };
+
+        let header = header(Kind::User, frame.len() as u32);
+        let done = pipe::write(&*link.socket, &header, frame, 0)
+            .map_err(|_| state.slots[worker].gone(worker))?;
+        if done == header.len() + frame.len() {
+            return Ok(());
+        }
+
+        // The rest is for the watching thread to write, as the worker makes room.
+        let pid = link.pid;
+        let turn = state.slots[worker].outbox.fill(&header, frame, done);
+        self.shared.waker.wake();
+        loop {
+            state = match wait(&self.shared.changed, state, deadline) {
+                Ok(state) => state,
+                Err(mut state) => {
+                    let outbox = &mut state.slots[worker].outbox;
+                    if !outbox.is_waiting(turn) {
+                        return Ok(());
+                    }
+                    if outbox.begun() {
+                        return Err(too_late(true));
+                    }
+                    outbox.clear();
+                    self.shared.changed.notify_all();
+                    return Err(too_late(false));
+                }
+            };
+            if state.link(worker)?.pid != pid {
+                return Err(state.slots[worker].gone(worker));
+            }
+            if !state.slots[worker].outbox.is_waiting(turn) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The next event of any worker, in the order in which they were read. `None` when `timeout`
+    /// has passed, or when no worker is running and everything has been delivered: then nothing
+    /// can come. Without a timeout it waits until then.
+    pub fn recv_any(&self, timeout: Option<Duration>) -> Option<(usize, Event)> {
+        self.owner.check().ok()?;
+        let deadline = deadline(timeout);
+        let mut state = lock(&self.shared.state);
+        loop {
+            if let Some((worker, event)) = state.events.pop_front() {
+                let slot = &mut state.slots[worker];
+                if let Event::Frame(frame) = &event {
+                    slot.queued -= frame.len() + FRAME_COST;
+                }
+                if std::mem::take(&mut slot.paused) {
+                    self.shared.waker.wake();
+                }
+                return Some((worker, event));
+            }
+            if state.finished || (state.running() == 0 && state.restarting == 0) {
+                return None;
+            }
+            state = wait(&self.shared.changed, state, deadline).ok()?;
+        }
+    }
+
+    /// Starts a new process for a worker, with new init bytes or, with `None`, those of before. A
+    /// process that still runs is killed first, and its [`Event::Exited`] comes before anything of
+    /// the new one. Returns the new process id.
+    ///
+    /// # Errors
+    /// * [`WorkerError::Spawn`] and [`WorkerError::Os`] when the process cannot be started: the
+    ///   worker then has none;
+    /// * [`WorkerError::FrameTooLong`] when the init bytes are longer than a frame may be;
+    /// * [`WorkerError::Unkillable`], [`WorkerError::NoSuchWorker`], [`WorkerError::ShutDown`],
+    ///   [`WorkerError::Forked`].
+    pub fn restart(&self, worker: usize, init: Option<Vec<u8>>) -> Result<u32, WorkerError> {
+        self.check(worker)?;
+        check_len(init.as_ref().map_or(0, Vec::len), self.max_frame)?;
+        let (reply, answer) = sync_channel(1);
+        let mut state = lock(&self.shared.state);
+        if state.closing || state.finished {
+            return Err(WorkerError::ShutDown);
+        }
+        state.restarting += 1;
+        state.requests.push(RestartRequest {
+            worker,
+            init: init.map(Arc::from),
+            reply,
+        });
+        drop(state);
+        self.shared.waker.wake();
+
+        let answer = answer.recv_timeout(DEATH);
+        lock(&self.shared.state).restarting -= 1;
+        self.shared.changed.notify_all();
+        match answer {
+            Ok(answer) => answer,
+            Err(RecvTimeoutError::Timeout) => Err(WorkerError::Unkillable {
+                worker,
+                waited: DEATH,
+            }),
+            Err(RecvTimeoutError::Disconnected) => Err(WorkerError::ShutDown),
+        }
+    }
+
+    /// Kills a worker's process, if it has one. Its [`Event::Exited`] follows, and the restart
+    /// policy lets it rest.
+    ///
+    /// # Errors
+    /// [`WorkerError::NoSuchWorker`], [`WorkerError::Forked`].
+    pub fn kill(&self, worker: usize) -> Result<(), WorkerError> {
+        self.check(worker)?;
+        let mut state = lock(&self.shared.state);
+        let slot = &mut state.slots[worker];
+        if let Some(link) = &slot.link {
+            slot.killed = true;
+            link.kill();
+        }
+        Ok(())
+    }
+
+    /// Ends the group: closes every pipe, which asks the workers to end; kills those that have not
+    /// ended within `timeout`; and returns how each worker last ended, by index. A worker whose
+    /// grace is shorter than `timeout` has only that. What workers sent before can still be
+    /// received. Shutting down again changes nothing and returns the same.
+    ///
+    /// Every process, thread and descriptor of the group is gone when it returns, except for a
+    /// process the kernel holds in an uninterruptible wait: its exit has neither status nor signal.
+    pub fn shutdown(&self, timeout: Duration) -> Vec<Exit> {
+        if self.owner.check().is_err() {
+            return Vec::new();
+        }
+        let mut state = lock(&self.shared.state);
+        state.closing = true;
+        self.shared.waker.wake();
+        state = self.until_none_runs(state, deadline(Some(timeout)));
+        if state.running() > 0 {
+            state
+                .slots
+                .iter()
+                .filter_map(|slot| slot.link.as_ref())
+                .for_each(Link::kill);
+            state = self.until_none_runs(state, deadline(Some(DEATH)));
+        }
+        state.abandoned = true;
+        drop(state);
+        self.shared.waker.wake();
+
+        // A second caller waits here for the first.
+        let mut watcher = lock(&self.watcher);
+        if let Some(watcher) = watcher.take()
+            && watcher.join().is_err()
+        {
+            tracing::error!("the thread that watches the workers panicked; the workers are ended");
+        }
+        let state = lock(&self.shared.state);
+        state
+            .slots
+            .iter()
+            .filter_map(|slot| slot.exit.clone())
+            .collect()
+    }
+
+    /// Starts the watching thread, which starts the workers.
+    pub(super) fn start(spawn: Spawn, inits: Vec<Arc<[u8]>>) -> Result<Self, WorkerError> {
+        let count = spawn.worker_count();
+        let (max_frame, grace) = (spawn.max_frame, spawn.grace);
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State {
+                slots: (0..count).map(|_| Slot::default()).collect(),
+                ..State::default()
+            }),
+            changed: Condvar::new(),
+            waker: Waker::new()?,
+        });
+        let (started, answer) = sync_channel(1);
+        let theirs = Arc::clone(&shared);
+        let watcher = thread::Builder::new()
+            .name("ws-workers".into())
+            .spawn(move || Watcher::new(theirs, spawn, inits).run(&started))
+            .map_err(WorkerError::os("starting the thread that watches workers"))?;
+        match answer.recv() {
+            Ok(Ok(())) => Ok(Self {
+                shared,
+                watcher: Mutex::new(Some(watcher)),
+                count,
+                max_frame,
+                grace,
+                owner: Owner::this_process(),
+            }),
+            Ok(Err(error)) => {
+                // The answer is its last act but for cleaning up; nothing is left once it is joined.
+                let _ = watcher.join();
+                Err(error)
+            }
+            Err(_) => {
+                let _ = watcher.join();
+                Err(WorkerError::ShutDown)
+            }
+        }
+    }
+
+    fn until_none_runs<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        deadline: Option<Instant>,
+    ) -> MutexGuard<'a, State> {
+        while state.running() > 0 && !state.finished {
+            state = match wait(&self.shared.changed, state, deadline) {
+                Ok(state) => state,
+                Err(state) => return state,
+            };
+        }
+        state
+    }
+
+    fn check(&self, worker: usize) -> Result<(), WorkerError> {
+        self.owner.check()?;
+        if worker >= self.count {
+            return Err(WorkerError::NoSuchWorker {
+                worker,
+                count: self.count,
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.shutdown(self.grace);
+    }
+}
+
+impl fmt::Debug for Workers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Workers")
+            .field("len", &self.count)
+            .field("running", &self.running())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the callers and the watching thread share.
+pub(super) struct Shared {
+    pub(super) state: Mutex<State>,
+    pub(super) changed: Condvar,
+    pub(super) waker: Waker,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) slots: Vec<Slot>,
+    pub(super) events: VecDeque<(usize, Event)>,
+    pub(super) requests: Vec<RestartRequest>,
+    /// How many callers wait for a restart.
+    restarting: usize,
+    /// The group is being shut down.
+    pub(super) closing: bool,
+    /// The watching thread is to end whatever still runs.
+    pub(super) abandoned: bool,
+    /// The watching thread is gone.
+    pub(super) finished: bool,
+}
+
+impl State {
+    fn running(&self) -> usize {
+        self.slots.iter().filter(|slot| slot.link.is_some()).count()
+    }
+
+    /// Queues frames of a worker for the callers.
+    pub(super) fn deliver(&mut self, worker: usize, frames: Vec<Vec<u8>>) {
+        let cost: usize = frames.iter().map(|frame| frame.len() + FRAME_COST).sum();
+        self.slots[worker].queued += cost;
+        let events = frames
+            .into_iter()
+            .map(|frame| (worker, Event::Frame(frame)));
+        self.events.extend(events);
+    }
+
+    /// The way to a worker's process, if it can be sent to.
+    fn link(&self, worker: usize) -> Result<Link, WorkerError> {
+        if self.closing || self.finished {
+            return Err(WorkerError::ShutDown);
+        }
+        let slot = &self.slots[worker];
+        match &slot.link {
+            Some(link) if !slot.hung_up => Ok(link.clone()),
+            _ => Err(slot.gone(worker)),
+        }
+    }
+}
+
+/// One worker, as the callers see it.
+#[derive(Default)]
+pub(super) struct Slot {
+    /// Its process, from the start until it has been reaped.
+    pub(super) link: Option<Link>,
+    /// It has closed its end of the pipe.
+    pub(super) hung_up: bool,
+    /// It was killed on request.
+    pub(super) killed: bool,
+    pub(super) outbox: Outbox,
+    /// The cost of its frames among the events.
+    pub(super) queued: usize,
+    /// The watching thread has stopped reading its pipe until events are taken.
+    pub(super) paused: bool,
+    /// How its last process ended.
+    pub(super) exit: Option<Exit>,
+}
+
+impl Slot {
+    fn gone(&self, worker: usize) -> WorkerError {
+        // While a process is there, `exit` is that of the one before.
+        let exit = self.exit.as_ref().filter(|_| self.link.is_none());
+        WorkerError::Gone {
+            worker,
+            exit: exit.cloned().map(Box::new),
+        }
+    }
+}
+
+/// The way to a running process.
+#[derive(Clone)]
+pub(super) struct Link {
+    pub(super) pid: u32,
+    pub(super) pidfd: Arc<OwnedFd>,
+    pub(super) socket: Arc<OwnedFd>,
+}
+
+impl Link {
+    pub(super) fn kill(&self) {
+        // It fails when the process has ended already, which is what was asked for.
+        let _ = pidfd_send_signal(&*self.pidfd, Signal::KILL);
+    }
+}
+
+/// The rest of a frame that did not fit into the pipe at once.
+#[derive(Default)]
+pub(super) struct Outbox {
+    rest: Vec<u8>,
+    written: usize,
+    /// Part of the frame went into the pipe before the rest came here.
+    begun: bool,
+    turn: u64,
+}
+
+impl Outbox {
+    pub(super) fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    /// Takes in what follows the first `done` bytes of a frame, and returns its turn.
+    pub(super) fn fill(&mut self, first: &[u8], second: &[u8], done: usize) -> u64 {
+        self.rest.reserve_exact(first.len() + second.len() - done);
+        self.rest.extend_from_slice(&first[done.min(first.len())..]);
+        self.rest
+            .extend_from_slice(&second[done.saturating_sub(first.len())..]);
+        self.written = 0;
+        self.begun = done > 0;
+        self.turn += 1;
+        self.turn
+    }
+
+    /// Writes what fits; `Ok(true)` when nothing is left.
+    pub(super) fn flush(&mut self, socket: &OwnedFd) -> Result<bool, pipe::HungUp> {
+        self.written = pipe::write(socket, &self.rest, &[], self.written)?;
+        let done = self.written == self.rest.len();
+        if done {
+            self.clear();
+        }
+        Ok(done)
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.rest = Vec::new();
+        self.written = 0;
+    }
+
+    fn is_waiting(&self, turn: u64) -> bool {
+        self.turn == turn && !self.rest.is_empty()
+    }
+
+    fn begun(&self) -> bool {
+        self.begun || self.written > 0
+    }
+}
+
+/// A worker to be started again, and who wants to know.
+pub(super) struct RestartRequest {
+    pub(super) worker: usize,
+    pub(super) init: Option<Arc<[u8]>>,
+    pub(super) reply: SyncSender<Result<u32, WorkerError>>,
+}
