@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 pub mod chunk;
+pub mod digest;
 pub mod dtype;
 pub mod error;
 mod hex;
@@ -15,6 +16,7 @@ pub mod record;
 pub mod version;
 
 pub use chunk::{Chunking, Chunks, Placement, WeightChunk};
+pub use digest::{Digest, DigestError, Digester};
 pub use dtype::Dtype;
 pub use error::{Error, Remedy, Result};
 pub use ids::{ModelId, WorkerId, WriterId};
