@@ -1,0 +1,191 @@
+//! What can go wrong in shared memory, and whose doing it is.
+
+use std::time::Duration;
+
+use weightsync_core::{Epoch, LayoutId, Version, WorkerId};
+
+/// One reader that keeps a slot from being written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// The worker, or `None` for the sender itself (a digest being made, say).
+    pub worker: Option<WorkerId>,
+    /// Its process.
+    pub pid: u32,
+    /// The versions it holds, oldest first.
+    pub versions: Vec<Version>,
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.worker {
+            Some(worker) => write!(f, "worker {worker} (pid {})", self.pid)?,
+            None => write!(f, "the sender itself (pid {})", self.pid)?,
+        }
+        let versions: Vec<_> = self.versions.iter().map(ToString::to_string).collect();
+        write!(f, " holds version {}", versions.join(", "))
+    }
+}
+
+fn list(holders: &[Holder]) -> String {
+    let lines: Vec<_> = holders.iter().map(ToString::to_string).collect();
+    lines.join("; ")
+}
+
+/// An error of either end of a segment.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A call to the operating system failed.
+    #[error("{action} failed: {source}")]
+    Os {
+        /// What was tried, as a verb phrase.
+        action: &'static str,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// A sender already serves this address.
+    #[error(
+        "a sender already serves {address}: two senders cannot feed one model; \
+         shut the other one down, or give this one a name or run directory of its own"
+    )]
+    AddressInUse {
+        /// The address asked for.
+        address: String,
+    },
+    /// Nobody answered at the address before the deadline.
+    #[error(
+        "no sender answered at {address} within {waited:?}: is the trainer running, \
+         has it called connect, and does the init info belong to this run?"
+    )]
+    NoSender {
+        /// The address tried.
+        address: String,
+        /// How long it was tried.
+        waited: Duration,
+    },
+    /// The sender turned this reader away.
+    #[error("the sender refused this worker: {reason}")]
+    Denied {
+        /// The sender's words.
+        reason: String,
+    },
+    /// The sender belongs to a run that a newer one has replaced.
+    #[error(
+        "the sender's run has epoch {got}, but this worker has already seen epoch {seen}: \
+         a trainer that was replaced must not be listened to"
+    )]
+    Fenced {
+        /// The highest epoch seen before.
+        seen: Epoch,
+        /// The epoch of the sender that answered.
+        got: Epoch,
+    },
+    /// Every slot is pinned and none came free before the deadline.
+    #[error(
+        "all {slots} slots are pinned after {waited:?}: {}; drop those snapshots, \
+         give the sender more slots, or let it grow",
+        list(holders)
+    )]
+    AllSlotsPinned {
+        /// How many slots the segment has.
+        slots: u8,
+        /// How long the sender waited.
+        waited: Duration,
+        /// Who holds them.
+        holders: Vec<Holder>,
+    },
+    /// The sender died; what it published last stays readable.
+    #[error("the sender (pid {pid}) died; the last whole version stays readable")]
+    SenderDied {
+        /// Its process.
+        pid: u32,
+    },
+    /// The sender shut down in order.
+    #[error("the sender shut down")]
+    SenderClosed,
+    /// A process that forked tried to use an end its parent opened.
+    #[error(
+        "this end was opened by process {owner} and cannot be used in its forked child {child}: \
+         open another one in the child from the init info"
+    )]
+    Forked {
+        /// The process that opened the end.
+        owner: u32,
+        /// The process that made the call.
+        child: u32,
+    },
+    /// A version number that does not grow.
+    #[error("version {got} cannot follow version {live}: versions only grow within a run")]
+    VersionNotNewer {
+        /// The live version.
+        live: Version,
+        /// The one offered.
+        got: Version,
+    },
+    /// The commit record of a slot does not hold together.
+    #[error("the commit record of slot {slot} is corrupt ({what}); the version is not used")]
+    CorruptCommit {
+        /// The slot.
+        slot: u8,
+        /// Which check failed.
+        what: &'static str,
+    },
+    /// A version whose bytes differ from its checksums.
+    #[error("chunk {chunk} of version {version} does not match its checksum")]
+    ChecksumMismatch {
+        /// The version.
+        version: Version,
+        /// The chunk, counted in checksum blocks from 0.
+        chunk: usize,
+    },
+    /// The two ends speak of different layouts.
+    #[error("the sender's layout is {got}, this worker expects {expected}")]
+    LayoutMismatch {
+        /// What the reader asked for.
+        expected: LayoutId,
+        /// What the sender serves.
+        got: LayoutId,
+    },
+    /// The other end broke the protocol.
+    #[error("the other end sent {got} where {expected} was expected")]
+    Protocol {
+        /// What the protocol allows here.
+        expected: &'static str,
+        /// What came.
+        got: String,
+    },
+    /// An option out of range.
+    #[error("{option} must be {expected}, but is {got}")]
+    BadOption {
+        /// The option.
+        option: &'static str,
+        /// The allowed range.
+        expected: &'static str,
+        /// What was given.
+        got: String,
+    },
+    /// The layout that travelled could not be read.
+    #[error("the sender's layout cannot be read: {0}")]
+    Layout(#[from] weightsync_core::Error),
+}
+
+impl Error {
+    /// Whether this is the other end's misbehaviour rather than a condition of
+    /// this machine or a mistake of the caller.
+    pub fn is_peer_fault(&self) -> bool {
+        matches!(
+            self,
+            Self::Protocol { .. }
+                | Self::CorruptCommit { .. }
+                | Self::ChecksumMismatch { .. }
+                | Self::Layout(_)
+        )
+    }
+}
+
+pub(crate) fn os(action: &'static str) -> impl FnOnce(rustix::io::Errno) -> Error {
+    move |errno| Error::Os {
+        action,
+        source: errno.into(),
+    }
+}

@@ -1,0 +1,283 @@
+//! A free slot, lent to be written.
+
+use std::ops::Range;
+
+use weightsync_core::{Layout, Version};
+use weightsync_simd::Copier;
+
+use crate::error::Error;
+use crate::spans::Span;
+use crate::writer::Writer;
+
+/// Where one tensor's bytes come from.
+pub enum Source<'a> {
+    /// They lie there as the layout wants them: contiguous, same dtype.
+    Bytes(&'a [u8]),
+    /// A function writes them (a cast, a gather) into the place they go to.
+    Fill(&'a (dyn Fn(&mut [u8]) + Sync)),
+}
+
+impl std::fmt::Debug for Source<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Bytes(bytes) => write!(f, "Bytes({} bytes)", bytes.len()),
+            Self::Fill(_) => f.write_str("Fill"),
+        }
+    }
+}
+
+/// How [`Loan::write`] goes over the source.
+#[derive(Clone, Copy, Debug)]
+pub struct CopyOptions {
+    /// Threads that copy, this one included; at least 1.
+    pub threads: usize,
+    /// Whether to make chunk checksums in the same pass.
+    pub checksums: bool,
+}
+
+impl Default for CopyOptions {
+    fn default() -> Self {
+        Self {
+            threads: 1,
+            checksums: false,
+        }
+    }
+}
+
+/// A slot that nobody reads, to be filled and then published.
+///
+/// **Guarantee.** Until [`Loan::publish`] no reader can see any of it; dropped
+/// without publishing, it leaves everything as it was. The bytes in it at the
+/// beginning are those of some older version (or zeros): write every tensor.
+#[derive(Debug)]
+pub struct Loan<'a> {
+    writer: &'a mut Writer,
+    slot: u8,
+    checksums: bool,
+}
+
+impl<'a> Loan<'a> {
+    pub(crate) fn new(writer: &'a mut Writer, slot: u8) -> Self {
+        Self {
+            writer,
+            slot,
+            checksums: false,
+        }
+    }
+
+    /// The layout to write by.
+    pub fn layout(&self) -> &Layout {
+        self.writer.layout()
+    }
+
+    /// One tensor's place, by its index in the layout.
+    ///
+    /// # Panics
+    ///
+    /// If the layout has no such index.
+    pub fn tensor_mut(&mut self, index: usize) -> &mut [u8] {
+        let range = self.layout().tensors()[index].range;
+        let start = range.offset as usize;
+        self.checksums = false;
+        self.part(start..start + range.len as usize)
+    }
+
+    /// Every tensor's place, in layout order, to be written in any order and
+    /// from any number of threads.
+    pub fn tensors_mut(&mut self) -> Vec<&mut [u8]> {
+        let layout = self.layout().clone();
+        let end = layout.bytes() as usize;
+        self.checksums = false;
+        let mut rest = self.part(0..end);
+        let mut at = 0;
+        let mut places = Vec::with_capacity(layout.len());
+        for tensor in layout.tensors() {
+            let start = tensor.range.offset as usize;
+            let (_, tail) = rest.split_at_mut(start - at);
+            let (place, tail) = tail.split_at_mut(tensor.range.len as usize);
+            places.push(place);
+            at = start + tensor.range.len as usize;
+            rest = tail;
+        }
+        places
+    }
+
+    /// Writes every tensor from `sources`, in layout order, in one pass over
+    /// the source.
+    ///
+    /// # Panics
+    ///
+    /// If there is not one source per tensor, or one has another length than
+    /// its tensor: the caller compares layouts first.
+    pub fn write(&mut self, sources: &[Source<'_>], options: CopyOptions) {
+        let layout = self.layout().clone();
+        assert_eq!(sources.len(), layout.len(), "one source per tensor");
+        for (tensor, source) in layout.tensors().iter().zip(sources) {
+            if let Source::Bytes(bytes) = source {
+                assert_eq!(
+                    bytes.len() as u64,
+                    tensor.range.len,
+                    "length of {}",
+                    tensor.name
+                );
+            }
+        }
+        let spans: Vec<Span> = self.writer.spans().iter().cloned().collect();
+        let mut sums = vec![0; if options.checksums { spans.len() } else { 0 }];
+        let image = Image {
+            start: self.writer.slot(self.slot).map.as_ptr(),
+            layout: &layout,
+            sources,
+            bytes: layout.bytes() as usize,
+        };
+        let cuts = cut(&spans, sources, options.threads.max(1));
+        let (first, others) = cuts
+            .split_first()
+            .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
+        std::thread::scope(|scope| {
+            let wanted = |range: &Range<usize>| if options.checksums { range.len() } else { 0 };
+            let (own, mut rest) = sums.split_at_mut(wanted(&first));
+            for range in others {
+                let (part, tail) = std::mem::take(&mut rest).split_at_mut(wanted(range));
+                rest = tail;
+                let (image, spans) = (&image, &spans[range.clone()]);
+                scope.spawn(move || image.write(spans, part));
+            }
+            image.write(&spans[first], own);
+        });
+        if options.checksums {
+            let table: Vec<u8> = sums.iter().flat_map(|sum| u64::to_le_bytes(*sum)).collect();
+            let start = self.writer.spans().table_offset();
+            self.part(start..start + table.len())
+                .copy_from_slice(&table);
+        }
+        self.checksums = options.checksums;
+    }
+
+    /// Makes what was written the live version, in one atomic step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::VersionNotNewer`] if `version` does not grow.
+    pub fn publish(mut self, version: Version) -> Result<(), Error> {
+        let table = self.checksums.then(|| {
+            let start = self.writer.spans().table_offset();
+            let end = start + self.writer.spans().table_bytes();
+            weightsync_simd::crc64(self.part(start..end))
+        });
+        self.writer.publish(self.slot, version, table)
+    }
+
+    /// A stretch of the slot.
+    fn part(&mut self, range: Range<usize>) -> &mut [u8] {
+        let map = &self.writer.slot(self.slot).map;
+        assert!(range.start <= range.end && range.end <= map.len());
+        // SAFETY: the range lies in the mapping (asserted).
+        let start = unsafe { map.as_ptr().add(range.start) };
+        // SAFETY: the sender's mapping is writable and lives as long as the
+        // writer; the slot is neither live nor pinned (`Writer::loan`), so no
+        // reader reads it, and `&mut self` is the only way to it here.
+        unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
+    }
+}
+
+/// Cuts the spans into one run per thread, of about the same number of bytes.
+/// A tensor that a function fills is never cut.
+fn cut(spans: &[Span], sources: &[Source<'_>], threads: usize) -> Vec<Range<usize>> {
+    let total: usize = spans.iter().map(|span| span.image.len()).sum();
+    let share = total.div_ceil(threads).max(1);
+    let mut cuts = Vec::with_capacity(threads);
+    let (mut start, mut bytes) = (0, 0);
+    for (index, span) in spans.iter().enumerate() {
+        bytes += span.image.len();
+        let goes_on = spans.get(index + 1).is_some_and(|next| {
+            next.tensors == span.tensors && matches!(sources[span.tensors.start], Source::Fill(_))
+        });
+        if bytes >= share && !goes_on && cuts.len() + 1 < threads {
+            cuts.push(start..index + 1);
+            (start, bytes) = (index + 1, 0);
+        }
+    }
+    cuts.push(start..spans.len());
+    cuts
+}
+
+/// The slot being written, shared by the copying threads.
+struct Image<'a> {
+    start: *mut u8,
+    bytes: usize,
+    layout: &'a Layout,
+    sources: &'a [Source<'a>],
+}
+
+// SAFETY: each thread writes the spans it was given and no others (`cut`), and
+// the slot outlives the scope in which they run.
+unsafe impl Sync for Image<'_> {}
+
+impl Image<'_> {
+    /// Writes some spans; with room in `sums`, their checksums too.
+    fn write(&self, spans: &[Span], sums: &mut [u64]) {
+        let total = spans.iter().map(|span| span.image.len()).sum();
+        // Its drop orders the streaming stores before this thread is joined.
+        let copier = Copier::new(total);
+        for (index, span) in spans.iter().enumerate() {
+            let sum = sums.get_mut(index);
+            match &self.sources[span.tensors.clone()] {
+                [Source::Bytes(source)] => {
+                    let tensor = self.layout.tensors()[span.tensors.start].range;
+                    let from = span.image.start - tensor.offset as usize;
+                    let part = &source[from..from + span.image.len()];
+                    let to = self.place(&span.image);
+                    if let Some(sum) = sum {
+                        // SAFETY: `place` checked the range; only this thread
+                        // writes the span; the source cannot overlap a slot
+                        // that nobody else maps writable.
+                        *sum = unsafe { copier.copy_crc(to, part.as_ptr(), part.len()) };
+                    } else {
+                        // SAFETY: as above.
+                        unsafe { copier.copy(to, part.as_ptr(), part.len()) };
+                    }
+                }
+                _ => {
+                    self.write_tensors(span, &copier);
+                    if let Some(sum) = sum {
+                        // SAFETY: this thread has just written the span, and
+                        // nobody writes it while it is summed.
+                        let bytes = unsafe {
+                            std::slice::from_raw_parts(self.place(&span.image), span.image.len())
+                        };
+                        *sum = weightsync_simd::crc64(bytes);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes the whole tensors of a span; one that is filled by a function and
+    /// cut into several spans is written at the first.
+    fn write_tensors(&self, span: &Span, copier: &Copier) {
+        for index in span.tensors.clone() {
+            let range = self.layout.tensors()[index].range;
+            let start = range.offset as usize;
+            if start < span.image.start {
+                continue;
+            }
+            let len = range.len as usize;
+            let to = self.place(&(start..start + len));
+            match &self.sources[index] {
+                // SAFETY: as in `write`.
+                Source::Bytes(source) => unsafe { copier.copy(to, source.as_ptr(), len) },
+                // SAFETY: `place` checked the range, and this thread alone was
+                // given the tensor's spans (`cut`).
+                Source::Fill(fill) => fill(unsafe { std::slice::from_raw_parts_mut(to, len) }),
+            }
+        }
+    }
+
+    fn place(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.bytes);
+        // SAFETY: the range lies in the image (asserted), and the image in the
+        // slot's mapping.
+        unsafe { self.start.add(range.start) }
+    }
+}

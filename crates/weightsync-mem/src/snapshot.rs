@@ -1,0 +1,155 @@
+//! A pinned, read-only view of one whole version.
+
+use std::sync::Arc;
+
+use weightsync_core::record::CommitRecord;
+use weightsync_core::{Digest, Layout, Run, Version};
+
+use crate::error::Error;
+use crate::map::Mapping;
+use crate::pins::Pin;
+use crate::spans::{CHECKSUM_BLOCK, Spans};
+
+/// One whole version, for as long as it is held.
+///
+/// **Guarantee.** The bytes do not change while a snapshot (or a clone of it)
+/// lives, whatever the sender does, and also after the sender's death. Holding
+/// one costs the segment one slot.
+///
+/// Cloning is cheap and shares the hold. The last clone to go gives the slot
+/// back. A process that forks does not pass its snapshots on: in the child the
+/// memory is not mapped.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    slot: Arc<Mapping>,
+    record: CommitRecord,
+    layout: Layout,
+    pin: Arc<Pin>,
+}
+
+impl Snapshot {
+    /// Checks the commit record of a slot just pinned.
+    pub(crate) fn new(
+        pin: Pin,
+        slot: Arc<Mapping>,
+        layout: &Layout,
+        run: Run,
+    ) -> Result<Self, Error> {
+        let number = pin.live.slot;
+        let record = pin.book.header().read_record(number)?;
+        let corrupt = |what| Err(Error::CorruptCommit { slot: number, what });
+        if record.run != run {
+            return corrupt("it belongs to another run");
+        }
+        if record.layout != layout.id() {
+            return corrupt("it names another layout");
+        }
+        if record.bytes != layout.bytes() {
+            return corrupt("its length is not the layout's");
+        }
+        if record.checksum_block != 0 && record.checksum_block != CHECKSUM_BLOCK as u64 {
+            return corrupt("its checksum blocks have an unknown size");
+        }
+        Ok(Self {
+            slot,
+            record,
+            layout: layout.clone(),
+            pin: Arc::new(pin),
+        })
+    }
+
+    /// The version's number in its run.
+    pub fn version(&self) -> Version {
+        self.record.version
+    }
+
+    /// The run the version belongs to.
+    pub fn run(&self) -> Run {
+        self.record.run
+    }
+
+    /// Names, dtypes, shapes and places of the tensors.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// All tensors at their places in the layout, padding included.
+    pub fn bytes(&self) -> &[u8] {
+        let len = self.record.bytes as usize;
+        debug_assert!(len <= self.slot.len());
+        // SAFETY: the slot is pinned for as long as `self` lives, so the sender
+        // does not write it (`protocol`), the mapping lives as long as `self`
+        // and covers the image (the segment's slot size is checked at attach,
+        // the record's length in `new`).
+        unsafe { std::slice::from_raw_parts(self.slot.as_ptr(), len) }
+    }
+
+    /// One tensor's bytes, by its index in the layout: contiguous, row-major,
+    /// little-endian.
+    ///
+    /// # Panics
+    ///
+    /// If the layout has no such index.
+    pub fn tensor_bytes(&self, index: usize) -> &[u8] {
+        let range = self.layout.tensors()[index].range;
+        &self.bytes()[range.offset as usize..][..range.len as usize]
+    }
+
+    /// The digest the sender has made of this version, if it has.
+    pub fn published_digest(&self) -> Option<Digest> {
+        self.pin
+            .book
+            .header()
+            .read_digest(self.pin.live.slot, self.version())
+    }
+
+    /// Makes the digest of the bytes as this process sees them: one pass.
+    pub fn digest(&self) -> Digest {
+        Digest::of(&self.layout, self.bytes()).expect("a snapshot's bytes are its layout's image")
+    }
+
+    /// Compares the bytes with the chunk checksums the sender made in its copy
+    /// pass. False if it was not asked to make any.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ChecksumMismatch`] names the first chunk that differs,
+    /// [`Error::CorruptCommit`] says that the checksums themselves do.
+    pub fn verify_checksums(&self) -> Result<bool, Error> {
+        if self.record.checksum_block == 0 {
+            return Ok(false);
+        }
+        let spans = Spans::new(&self.layout);
+        // SAFETY: the table lies behind the image in the same slot, whose size
+        // covers both (checked at attach).
+        let start = unsafe { self.slot.as_ptr().add(spans.table_offset()) };
+        // SAFETY: as in `bytes`.
+        let table = unsafe { std::slice::from_raw_parts(start, spans.table_bytes()) };
+        if weightsync_simd::crc64(table) != self.record.checksum_table {
+            let slot = self.pin.live.slot;
+            return Err(Error::CorruptCommit {
+                slot,
+                what: "its checksum table does not hold",
+            });
+        }
+        let sums = table.as_chunks::<8>().0;
+        for (chunk, (span, sum)) in spans.iter().zip(sums).enumerate() {
+            let bytes = &self.bytes()[span.image.clone()];
+            if weightsync_simd::crc64(bytes) != u64::from_le_bytes(*sum) {
+                return Err(Error::ChecksumMismatch {
+                    version: self.version(),
+                    chunk,
+                });
+            }
+        }
+        Ok(true)
+    }
+
+    /// Stores a digest beside the version. Only the sender's own snapshots do.
+    pub(crate) fn publish_digest(&self, digest: Digest) {
+        self.pin
+            .book
+            .header()
+            .write_digest(self.pin.live.slot, self.version(), digest);
+    }
+}

@@ -1,0 +1,232 @@
+//! Packets with descriptors, over a Unix socket in the abstract namespace.
+//!
+//! An abstract name lives exactly as long as the socket bound to it: there is
+//! no file that a killed sender could leave behind, and a second sender on the
+//! same name is refused by the kernel. The namespace has no file modes, so both
+//! ends check the other's user id, and the sender asks for the secret that only
+//! the init info carries.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+use crate::error::{Error, os};
+use crate::protocol::MAX_SLOTS;
+use crate::wire::MAX_PACKET;
+
+/// Header, layout, doorbell and every slot.
+const MAX_FDS: usize = MAX_SLOTS + 3;
+
+/// One end of a connection: non-blocking, closed on exec.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    fd: OwnedFd,
+    /// Readable once the other end's process is gone, where the kernel can say.
+    peer: Option<OwnedFd>,
+    peer_pid: u32,
+}
+
+/// What a read brought.
+#[derive(Debug)]
+pub(crate) enum Packet {
+    /// One packet.
+    Data(Vec<u8>, Vec<OwnedFd>),
+    /// Nothing yet.
+    Empty,
+    /// The other end hung up.
+    HungUp,
+}
+
+impl Socket {
+    /// Listens on an abstract name.
+    pub(crate) fn listen(name: &str) -> Result<OwnedFd, Error> {
+        let fd = endpoint()?;
+        let address = abstract_address(name)?;
+        match rustix::net::bind(&fd, &address) {
+            Ok(()) => {}
+            Err(Errno::ADDRINUSE) => {
+                return Err(Error::AddressInUse {
+                    address: name.into(),
+                });
+            }
+            Err(errno) => return Err(os("binding the segment's socket")(errno)),
+        }
+        rustix::net::listen(&fd, 1024).map_err(os("listening for readers"))?;
+        Ok(fd)
+    }
+
+    /// Takes the next connection; `None` if there is none.
+    pub(crate) fn accept(listener: &OwnedFd) -> Result<Option<Self>, Error> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        match rustix::net::accept_with(listener, flags) {
+            Ok(fd) => Self::with_checked_peer(fd).map(Some),
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
+            Err(errno) => Err(os("accepting a reader")(errno)),
+        }
+    }
+
+    /// Connects; `None` if nobody listens there (yet).
+    pub(crate) fn connect(name: &str) -> Result<Option<Self>, Error> {
+        let fd = endpoint()?;
+        match rustix::net::connect(&fd, &abstract_address(name)?) {
+            Ok(()) => Self::with_checked_peer(fd).map(Some),
+            Err(Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR) => Ok(None),
+            Err(errno) => Err(os("connecting to the sender")(errno)),
+        }
+    }
+
+    fn with_checked_peer(fd: OwnedFd) -> Result<Self, Error> {
+        let peer = peer_credentials(fd.as_fd())?;
+        let own = rustix::process::geteuid().as_raw();
+        if peer.uid != own {
+            return Err(Error::Protocol {
+                expected: "a peer of the same user",
+                got: format!("user id {} (this process runs as {own})", peer.uid),
+            });
+        }
+        let pidfd = peer_pidfd(fd.as_fd());
+        Ok(Self {
+            fd,
+            peer: pidfd,
+            peer_pid: peer.pid.cast_unsigned(),
+        })
+    }
+
+    pub(crate) fn peer_pid(&self) -> u32 {
+        self.peer_pid
+    }
+
+    /// Becomes readable when the peer's process is gone.
+    pub(crate) fn peer_death(&self) -> Option<BorrowedFd<'_>> {
+        self.peer.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Sends one packet. False if the peer does not drain its socket or is gone.
+    pub(crate) fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<bool, Error> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(Error::Protocol {
+                expected: "at most 67 descriptors in a packet",
+                got: fds.len().to_string(),
+            });
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::net::sendmsg(&self.fd, &[IoSlice::new(bytes)], &mut ancillary, flags) {
+            Ok(_) => Ok(true),
+            Err(Errno::AGAIN | Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => Ok(false),
+            Err(errno) => Err(os("sending to the peer")(errno)),
+        }
+    }
+
+    /// Reads one packet without waiting.
+    pub(crate) fn receive(&self) -> Result<Packet, Error> {
+        let mut bytes = [0; MAX_PACKET];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let got = loop {
+            let mut part = [IoSliceMut::new(&mut bytes)];
+            match rustix::net::recvmsg(&self.fd, &mut part, &mut ancillary, flags) {
+                Ok(got) => break got,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(Packet::Empty),
+                Err(Errno::CONNRESET) => return Ok(Packet::HungUp),
+                Err(errno) => return Err(os("receiving from the peer")(errno)),
+            }
+        };
+        let fds = ancillary
+            .drain()
+            .filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            })
+            .flatten()
+            .collect();
+        // The ends never send an empty packet, so no bytes means end of file.
+        if got.bytes == 0 {
+            return Ok(Packet::HungUp);
+        }
+        Ok(Packet::Data(bytes[..got.bytes].to_vec(), fds))
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+fn endpoint() -> Result<OwnedFd, Error> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        .map_err(os("making a Unix socket"))
+}
+
+fn abstract_address(name: &str) -> Result<SocketAddrUnix, Error> {
+    SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|_| Error::BadOption {
+        option: "the segment's name",
+        expected: "1 to 107 bytes",
+        got: format!("{} bytes", name.len()),
+    })
+}
+
+/// Who is at the other end. The process id is 0 if it is of another process
+/// namespace (which is why rustix's own call, whose ids are never 0, is not used).
+fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Error> {
+    let mut peer = libc::ucred {
+        pid: 0,
+        uid: libc::uid_t::MAX,
+        gid: libc::gid_t::MAX,
+    };
+    let got = socket_option(socket, libc::SO_PEERCRED, &mut peer);
+    got.map_err(|source| Error::Os {
+        action: "asking who the peer is",
+        source,
+    })?;
+    Ok(peer)
+}
+
+/// A descriptor of the process at the other end, which cannot be confused with
+/// a later process of the same number. Kernels before 6.5 cannot give one; the
+/// hang-up of the socket is then what tells of a death.
+fn peer_pidfd(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let mut fd: libc::c_int = -1;
+    socket_option(socket, SO_PEERPIDFD, &mut fd).ok()?;
+    // SAFETY: the kernel has just opened this descriptor (close-on-exec) for
+    // this process, so nobody else owns it.
+    (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Reads a socket option whose value is a plain C structure of integers.
+fn socket_option<T: Copy>(
+    socket: BorrowedFd<'_>,
+    option: libc::c_int,
+    value: &mut T,
+) -> std::io::Result<()> {
+    let mut len = size_of::<T>() as libc::socklen_t;
+    // SAFETY: `value` and `len` are valid for writes of the sizes passed, any
+    // bytes are a valid value of the integers behind `value`, and the
+    // descriptor is open for as long as it is borrowed.
+    let answer = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            std::ptr::from_mut(value).cast(),
+            &raw mut len,
+        )
+    };
+    if answer == 0 {
+        Ok(())
+    } else {
+        Err(std::io::Error::last_os_error())
+    }
+}

@@ -1,0 +1,130 @@
+//! How an image is cut for checksums and for several copying threads.
+
+use std::ops::Range;
+
+use weightsync_core::Layout;
+
+/// The most bytes one checksum covers. Small enough to be checksummed while it
+/// is in the cache, large enough that the table of sums is nothing beside it.
+pub(crate) const CHECKSUM_BLOCK: usize = 1 << 20;
+
+/// A stretch of the image: a part of one large tensor, or several small ones
+/// with the padding between them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    /// Where in the image, at most [`CHECKSUM_BLOCK`] bytes.
+    pub(crate) image: Range<usize>,
+    /// The tensors it touches; more than one only if it holds them whole.
+    pub(crate) tensors: Range<usize>,
+}
+
+/// All spans of a layout, in order. Together they cover every tensor's bytes
+/// exactly once.
+#[derive(Debug)]
+pub(crate) struct Spans {
+    spans: Vec<Span>,
+    image_bytes: usize,
+}
+
+impl Spans {
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let mut spans: Vec<Span> = Vec::new();
+        let mut open: Option<Span> = None;
+        for (index, tensor) in layout.tensors().iter().enumerate() {
+            let (start, len) = (tensor.range.offset as usize, tensor.range.len as usize);
+            if len > CHECKSUM_BLOCK {
+                spans.extend(open.take());
+                spans.extend((0..len).step_by(CHECKSUM_BLOCK).map(|at| Span {
+                    image: start + at..start + len.min(at + CHECKSUM_BLOCK),
+                    tensors: index..index + 1,
+                }));
+                continue;
+            }
+            match &mut open {
+                Some(span) if start + len - span.image.start <= CHECKSUM_BLOCK => {
+                    span.image.end = start + len;
+                    span.tensors.end = index + 1;
+                }
+                _ => {
+                    let next = Span {
+                        image: start..start + len,
+                        tensors: index..index + 1,
+                    };
+                    spans.extend(open.replace(next));
+                }
+            }
+        }
+        spans.extend(open);
+        Self {
+            spans,
+            image_bytes: layout.bytes() as usize,
+        }
+    }
+
+    pub(crate) fn iter(&self) -> std::slice::Iter<'_, Span> {
+        self.spans.iter()
+    }
+
+    /// Where the table of checksums begins in the slot: right behind the image,
+    /// whose length is a multiple of 64.
+    pub(crate) fn table_offset(&self) -> usize {
+        self.image_bytes
+    }
+
+    pub(crate) fn table_bytes(&self) -> usize {
+        self.spans.len() * 8
+    }
+
+    /// Bytes of a slot's mapping, in whole pages.
+    pub(crate) fn slot_bytes(&self) -> usize {
+        (self.table_offset() + self.table_bytes())
+            .max(1)
+            .next_multiple_of(4096)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use weightsync_core::Dtype;
+
+    fn layout(lens: &[u64]) -> Layout {
+        let tensors = lens
+            .iter()
+            .enumerate()
+            .map(|(i, len)| (format!("t{i}"), Dtype::U8, vec![*len]));
+        Layout::new(tensors).unwrap()
+    }
+
+    #[test]
+    fn spans_cover_each_tensor_once_and_stay_small() {
+        let block = CHECKSUM_BLOCK as u64;
+        for lens in [
+            vec![1, 2, 3],
+            vec![block, block + 1, 0, 5],
+            vec![0],
+            vec![3 * block + 17, 1, 1, block - 1, block],
+            vec![1024; 3000],
+        ] {
+            let layout = layout(&lens);
+            let spans = Spans::new(&layout);
+            let mut covered = vec![0u64; lens.len()];
+            let mut end = 0;
+            for span in spans.iter() {
+                assert!(
+                    span.image.start >= end && span.image.len() <= CHECKSUM_BLOCK,
+                    "{span:?}"
+                );
+                end = span.image.end;
+                for index in span.tensors.clone() {
+                    let tensor = layout.tensors()[index].range;
+                    let from = span.image.start.max(tensor.offset as usize);
+                    let to = span.image.end.min((tensor.offset + tensor.len) as usize);
+                    covered[index] += to.saturating_sub(from) as u64;
+                }
+            }
+            assert_eq!(covered, lens);
+            assert!(spans.slot_bytes() >= layout.bytes() as usize + 8 * spans.iter().len());
+        }
+    }
+}

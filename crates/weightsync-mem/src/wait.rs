@@ -1,0 +1,119 @@
+//! Waiting: deadlines, the yield-then-sleep style, and polls that a death ends.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use crate::error::{Error, os};
+
+/// When a wait ends at the latest. `None`: only by what is waited for, by the
+/// peer's death, or by shutdown.
+pub type Deadline = Option<Instant>;
+
+/// How an end waits for the other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WaitStyle {
+    /// Sleep in the kernel at once: costs no processor time, 50–75 µs to wake.
+    Sleep,
+    /// Give the processor away up to 400 times, looking each time, then sleep:
+    /// a few microseconds while the other end is busy with the same version.
+    /// There is no bare spinning: with more processes than cores it collapses.
+    #[default]
+    YieldThenSleep,
+}
+
+/// How often [`WaitStyle::YieldThenSleep`] yields before it sleeps.
+const YIELDS: u32 = 400;
+
+impl WaitStyle {
+    /// Looks, and yields, up to the style's bound.
+    pub(crate) fn brief<T>(
+        self,
+        deadline: Deadline,
+        mut look: impl FnMut() -> Option<T>,
+    ) -> Option<T> {
+        let found = look();
+        if found.is_some() || self == Self::Sleep {
+            return found;
+        }
+        for _ in 0..YIELDS {
+            rustix::thread::sched_yield();
+            let found = look();
+            if found.is_some() || passed(deadline) {
+                return found;
+            }
+        }
+        None
+    }
+}
+
+/// Whether the deadline has come.
+pub(crate) fn passed(deadline: Deadline) -> bool {
+    deadline.is_some_and(|at| Instant::now() >= at)
+}
+
+/// Waits until one of the descriptors has something to say or the deadline
+/// comes; says which have.
+pub(crate) fn poll<const N: usize>(
+    fds: [BorrowedFd<'_>; N],
+    deadline: Deadline,
+) -> Result<[bool; N], Error> {
+    let mut polled = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    poll_slice(&mut polled, deadline)?;
+    Ok(std::array::from_fn(|i| !polled[i].revents().is_empty()))
+}
+
+/// The same over any number of descriptors; the answers stay in `polled`.
+pub(crate) fn poll_slice(polled: &mut [PollFd<'_>], deadline: Deadline) -> Result<(), Error> {
+    loop {
+        let left = deadline.map(|at| timespec(at.saturating_duration_since(Instant::now())));
+        match rustix::event::poll(polled, left.as_ref()) {
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(os("waiting for the peer")(errno)),
+        }
+    }
+}
+
+fn timespec(left: Duration) -> Timespec {
+    Timespec::try_from(left).unwrap_or(Timespec {
+        tv_sec: i64::MAX,
+        tv_nsec: 0,
+    })
+}
+
+/// A bell that many can ring and one listens to. Rings add up to one.
+#[derive(Debug)]
+pub(crate) struct Doorbell(OwnedFd);
+
+impl Doorbell {
+    pub(crate) fn new() -> Result<Self, Error> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        rustix::event::eventfd(0, flags)
+            .map(Self)
+            .map_err(os("making an eventfd"))
+    }
+
+    /// A bell received from its owner.
+    pub(crate) fn from_fd(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+
+    pub(crate) fn ring(&self) {
+        // It can fail only if the counter is full, and then the bell rings
+        // already, or if its owner is gone, and then nobody listens.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    pub(crate) fn silence(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
+    }
+}
+
+impl AsFd for Doorbell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
