@@ -20,6 +20,10 @@ const SOAK: &str = "WEIGHTSYNC_SOAK";
 /// The crate whose protocol is modelled in loom.
 const LOOM_PACKAGE: &str = "weightsync-mem";
 
+/// The tests are built with the development profile's assertions and overflow checks, but optimised
+/// a little: the fuzz targets try sixty times as many inputs, and training in tests ends in seconds.
+const OPT_LEVEL: (&str, &str) = ("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
+
 /// Runs every test.
 pub fn run(places: &Places) -> Result<(), Error> {
     let soak = Soak::parse(std::env::var_os(SOAK))?;
@@ -39,7 +43,8 @@ pub fn run(places: &Places) -> Result<(), Error> {
         places
             .command(&nextest)
             .args(["nextest", "run", "--workspace", "--no-tests=fail"])
-            .args(["--profile", soak.nextest_profile()]),
+            .args(["--profile", soak.nextest_profile()])
+            .env(name, level),
     )
 }
 

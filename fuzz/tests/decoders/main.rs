@@ -1,0 +1,4 @@
+//! One test per decoder; see the crate's documentation for what each input is and what is checked.
+
+mod layout;
+mod record;
