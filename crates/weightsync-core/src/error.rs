@@ -164,6 +164,10 @@ pub enum Error {
         got: LayoutId,
     },
 
+    /// A manifest for version 0, which stands for "nothing published".
+    #[error("version 0 is never published; the first version of a run is 1")]
+    NoVersion,
+
     /// One writer has two parts in a manifest.
     #[error("{writer} has more than one part; give all its ranges in one")]
     DuplicateWriter {

@@ -17,6 +17,14 @@ pub(crate) struct NameIndex {
 }
 
 impl NameIndex {
+    /// An index with room for `count` names, which then never hashes a name twice.
+    pub(crate) fn with_capacity(count: usize) -> Self {
+        NameIndex {
+            table: HashTable::with_capacity(count),
+            hasher: RandomState::new(),
+        }
+    }
+
     /// Notes the name at `position`; says `false`, and notes nothing, if the name is taken.
     ///
     /// Positions must fit in 32 bits; all bounds of this crate do.

@@ -102,7 +102,8 @@ impl Layout {
     pub fn new(
         tensors: impl IntoIterator<Item = (String, Dtype, Vec<u64>)>,
     ) -> Result<Self, Error> {
-        let mut builder = Builder::default();
+        let tensors = tensors.into_iter();
+        let mut builder = Builder::with_capacity(tensors.size_hint().0);
         for (name, dtype, shape) in tensors {
             builder.push(name, dtype, shape)?;
         }
@@ -246,12 +247,19 @@ impl fmt::Debug for LayoutId {
 #[derive(Default)]
 struct Builder {
     tensors: Vec<TensorSpec>,
-    names: NameIndex,
     bytes: u64,
     payload_bytes: u64,
 }
 
 impl Builder {
+    /// A builder with room for `count` tensors, as far as the caller can know.
+    fn with_capacity(count: usize) -> Self {
+        Builder {
+            tensors: Vec::with_capacity(count.min(MAX_TENSORS)),
+            ..Builder::default()
+        }
+    }
+
     fn push(&mut self, name: String, dtype: Dtype, shape: Vec<u64>) -> Result<(), Error> {
         let index = self.tensors.len();
         within("tensors in a layout", index + 1, MAX_TENSORS)?;
@@ -281,16 +289,19 @@ impl Builder {
             shape,
             range: ByteRange { offset, len },
         });
-        let tensors = &self.tensors;
-        if !self.names.insert(index, |at| &tensors[at].name) {
-            return Err(Error::DuplicateName {
-                name: tensors[index].name.clone(),
-            });
-        }
         Ok(())
     }
 
     fn finish(self) -> Result<Layout, Error> {
+        let tensors = &self.tensors;
+        let mut names = NameIndex::with_capacity(tensors.len());
+        for (index, tensor) in tensors.iter().enumerate() {
+            if !names.insert(index, |at| &tensors[at].name) {
+                return Err(Error::DuplicateName {
+                    name: tensor.name.clone(),
+                });
+            }
+        }
         let encoded = codec::encode(&self.tensors);
         within(
             "bytes in an encoded layout",
@@ -300,7 +311,7 @@ impl Builder {
         let id = LayoutId(*blake3::hash(&encoded).as_bytes());
         Ok(Layout(Arc::new(Inner {
             tensors: self.tensors,
-            names: self.names,
+            names,
             bytes: self.bytes,
             payload_bytes: self.payload_bytes,
             id,

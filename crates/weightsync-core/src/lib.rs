@@ -1,6 +1,19 @@
-//! The pure part of weightsync: what a model's weights look like and which state of them is meant.
+//! The pure part of weightsync: what a model's weights look like, which state of them is meant, and
+//! how they are told apart.
 //!
-//! Everything here is a value and a decision about values.
+//! Everything here is a value, or a decision about values. There is no input and output, no clock,
+//! no thread and no unsafe code here; whatever comes from outside becomes a checked type once, or a
+//! typed [`Error`].
+//!
+//! | to | see |
+//! |---|---|
+//! | say which tensors a model has and where their bytes lie | [`layout`], [`dtype`] |
+//! | name models, workers, versions and runs | [`ids`], [`version`] |
+//! | go from dotted to nested names and back | [`names`] |
+//! | decide which tensors travel together | [`chunk`] |
+//! | identify a version's bytes | [`digest`] |
+//! | describe a version and who writes it | [`manifest`] |
+//! | mark a version in shared memory as whole | [`record`] |
 #![forbid(unsafe_code)]
 
 pub mod chunk;
@@ -11,6 +24,7 @@ mod hex;
 pub mod ids;
 mod index;
 pub mod layout;
+pub mod manifest;
 pub mod names;
 pub mod record;
 pub mod version;
@@ -21,6 +35,7 @@ pub use dtype::Dtype;
 pub use error::{Error, Remedy, Result};
 pub use ids::{ModelId, WorkerId, WriterId};
 pub use layout::{ByteRange, Layout, LayoutId, LayoutMismatch, TensorSpec};
+pub use manifest::{Manifest, Part};
 pub use names::{Node, Tree};
 pub use record::{CommitRecord, RECORD_WORDS, RecordFault};
 pub use version::{Epoch, Run, Version};

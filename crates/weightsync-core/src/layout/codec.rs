@@ -53,8 +53,7 @@ impl Layout {
         if count > reader.remaining() / MIN_TENSOR_BYTES {
             return Err(reader.malformed("fewer bytes than that many tensors need"));
         }
-        let mut builder = Builder::default();
-        builder.tensors.reserve_exact(count);
+        let mut builder = Builder::with_capacity(count);
         for _ in 0..count {
             let (name, dtype, shape) = reader.tensor()?;
             builder.push(name, dtype, shape)?;
