@@ -31,26 +31,27 @@ pub fn run(places: &Places) -> Result<(), Error> {
     eprintln!("build output: {}", places.target().display());
     let nextest = tools::NEXTEST.provide(places)?;
 
-    step::run(
-        "doc tests",
-        places
-            .cargo()
-            .args(["test", "--workspace", "--doc", "--quiet"]),
-    )?;
+    let (level, value) = OPT_LEVEL;
+    let mut doc = places.cargo();
+    doc.args("test --workspace --all-features --doc --quiet".split(' '))
+        .env(level, value);
+    step::run("doc tests", &mut doc)?;
+
     step::run("loom", &mut loom(places, &nextest))?;
-    step::run_last(
-        "tests",
-        places
-            .command(&nextest)
-            .args(["nextest", "run", "--workspace", "--no-tests=fail"])
-            .args(["--profile", soak.nextest_profile()])
-            .env(name, level),
-    )
+
+    let mut tests = places.command(&nextest);
+    tests
+        .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
+        .args(["--profile", soak.nextest_profile()])
+        .env(level, value);
+    step::run_last("tests", &mut tests)
 }
 
+/// The models of the shared-memory protocol.
+///
 /// Every crate is compiled for loom, hence a build directory of its own: one shared with ordinary
-/// builds would be rebuilt at each change between the two. An empty filter would pass silently, so
-/// nextest is told to fail on it.
+/// builds would be rebuilt at each change between the two. Models that went missing would pass
+/// silently, so nextest is told to fail where it finds none.
 fn loom(places: &Places, nextest: &Path) -> Command {
     let flags = match std::env::var("RUSTFLAGS") {
         Ok(flags) if !flags.trim().is_empty() => format!("{flags} --cfg loom"),
@@ -58,21 +59,8 @@ fn loom(places: &Places, nextest: &Path) -> Command {
     };
     let mut command = places.command(nextest);
     command
-        .args([
-            "nextest",
-            "run",
-            "--package",
-            LOOM_PACKAGE,
-            "--profile",
-            "loom",
-        ])
-        .args([
-            "--cargo-profile",
-            "release",
-            "--filterset",
-            "test(loom)",
-            "--no-tests=fail",
-        ])
+        .args("nextest run --profile loom --cargo-profile release --no-tests=fail".split(' '))
+        .args(["--package", LOOM_PACKAGE, "--filterset", "test(loom)"])
         .env("CARGO_TARGET_DIR", places.target().join("loom"))
         .env("RUSTFLAGS", flags);
     command
