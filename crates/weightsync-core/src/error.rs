@@ -230,16 +230,11 @@ impl Error {
             _ => Remedy::GiveUp,
         }
     }
-
-    /// An error about a layout mismatch.
-    pub(crate) fn mismatch(mismatch: LayoutMismatch) -> Self {
-        Error::LayoutMismatch(Box::new(mismatch))
-    }
 }
 
 impl From<LayoutMismatch> for Error {
     fn from(mismatch: LayoutMismatch) -> Self {
-        Error::mismatch(mismatch)
+        Error::LayoutMismatch(Box::new(mismatch))
     }
 }
 
