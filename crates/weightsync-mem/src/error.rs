@@ -18,11 +18,11 @@ pub struct Holder {
 impl std::fmt::Display for Holder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.worker {
-            Some(worker) => write!(f, "worker {worker} (pid {})", self.pid)?,
+            Some(worker) => write!(f, "{worker} (pid {})", self.pid)?,
             None => write!(f, "the sender itself (pid {})", self.pid)?,
         }
         let versions: Vec<_> = self.versions.iter().map(ToString::to_string).collect();
-        write!(f, " holds version {}", versions.join(", "))
+        write!(f, " holds {}", versions.join(", "))
     }
 }
 
@@ -115,7 +115,7 @@ pub enum Error {
         child: u32,
     },
     /// A version number that does not grow.
-    #[error("version {got} cannot follow version {live}: versions only grow within a run")]
+    #[error("{got} cannot follow {live}: versions only grow within a run")]
     VersionNotNewer {
         /// The live version.
         live: Version,
@@ -131,7 +131,7 @@ pub enum Error {
         what: &'static str,
     },
     /// A version whose bytes differ from its checksums.
-    #[error("chunk {chunk} of version {version} does not match its checksum")]
+    #[error("chunk {chunk} of {version} does not match its checksum")]
     ChecksumMismatch {
         /// The version.
         version: Version,

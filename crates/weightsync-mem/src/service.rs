@@ -556,7 +556,7 @@ impl Shared {
             } else if !old.has_left() {
                 let pid = old.socket.peer_pid();
                 return Err(format!(
-                    "worker {worker} is already connected (pid {pid}); give this one another number"
+                    "{worker} is already connected (pid {pid}); give this one another number"
                 ));
             }
         }

@@ -1,0 +1,221 @@
+//! What readers see.
+
+use weightsync_core::{Version, WorkerId};
+use weightsync_mem::{CopyOptions, Error, Outcome, Reader};
+
+use crate::{address, attach, check, pattern, publish, slots, take, within, writer};
+
+#[test]
+fn versions_arrive_whole_and_are_acknowledged() {
+    let address = address();
+    let mut writer = writer(&address, slots(2, 2));
+    let mut readers: Vec<_> = (0..3)
+        .map(|w| Reader::attach(&attach(&address, w), within(20)).unwrap())
+        .collect();
+    assert!(readers[0].latest().unwrap().is_none());
+    for version in 1..=20 {
+        publish(&mut writer, version, CopyOptions::default());
+        for reader in &mut readers {
+            assert_eq!(take(reader).version(), Version(version));
+        }
+        let lines = writer.wait_applied(Version(version), within(20)).unwrap();
+        assert_eq!(lines.len(), 3);
+        for (worker, line) in lines.iter().enumerate() {
+            assert_eq!(line.worker, WorkerId(worker as u32));
+            assert_eq!(
+                (&line.outcome, line.applied),
+                (&Outcome::Applied, Version(version))
+            );
+            assert_eq!(line.pid, std::process::id());
+        }
+    }
+}
+
+#[test]
+fn the_newest_version_is_what_comes() {
+    let address = address();
+    let mut writer = writer(&address, slots(3, 3));
+    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    for version in [1, 2, 7] {
+        publish(&mut writer, version, CopyOptions::default());
+    }
+    assert_eq!(take(&mut reader).version(), Version(7));
+    assert!(
+        reader.next(within(0)).unwrap().is_none(),
+        "nothing newer, and no error"
+    );
+    assert_eq!(reader.latest().unwrap().unwrap().version(), Version(7));
+}
+
+#[test]
+fn a_held_snapshot_does_not_change() {
+    let address = address();
+    let mut writer = writer(&address, slots(3, 3));
+    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    publish(&mut writer, 1, CopyOptions::default());
+    let held = take(&mut reader);
+    let digest = held.digest();
+    for version in 2..30 {
+        publish(&mut writer, version, CopyOptions::default());
+        drop(take(&mut reader));
+    }
+    check(&held);
+    assert_eq!((held.version(), held.digest()), (Version(1), digest));
+    let other_reference = held.clone();
+    drop((held, reader, writer));
+    check(&other_reference);
+}
+
+#[test]
+fn holding_every_slot_is_an_error_that_names_the_holders() {
+    let address = address();
+    let mut writer = writer(&address, slots(2, 2));
+    let mut reader = Reader::attach(&attach(&address, 7), within(20)).unwrap();
+    publish(&mut writer, 1, CopyOptions::default());
+    let held = take(&mut reader);
+    publish(&mut writer, 2, CopyOptions::default());
+    let error = writer.loan(within(0)).map(drop).unwrap_err();
+    let Error::AllSlotsPinned {
+        slots: 2, holders, ..
+    } = &error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!(holders.len(), 1);
+    assert_eq!(
+        (holders[0].worker, &holders[0].versions[..]),
+        (Some(WorkerId(7)), &[Version(1)][..])
+    );
+    let words = error.to_string();
+    assert!(
+        words.contains("worker 7") && words.contains("holds v1"),
+        "{words}"
+    );
+    // Given back, it is free at once, also for a sender that sleeps on it.
+    let waiting = std::thread::spawn(move || {
+        publish(&mut writer, 3, CopyOptions::default());
+        writer
+    });
+    drop(held);
+    let writer = waiting.join().unwrap();
+    assert_eq!(take(&mut reader).version(), Version(3));
+    drop(writer);
+}
+
+#[test]
+fn a_segment_grows_instead_where_it_may() {
+    let address = address();
+    let mut writer = writer(&address, slots(2, 4));
+    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut held = Vec::new();
+    for version in 1..=4 {
+        publish(&mut writer, version, CopyOptions::default());
+        held.push(take(&mut reader));
+    }
+    assert_eq!(writer.slots(), 4);
+    assert!(matches!(
+        writer.loan(within(0)).map(drop),
+        Err(Error::AllSlotsPinned { slots: 4, .. })
+    ));
+    // One that joins now gets all four.
+    let mut late = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    assert_eq!(take(&mut late).version(), Version(4));
+    held.iter().for_each(check);
+}
+
+#[test]
+fn a_loan_writes_in_place_and_an_abandoned_one_shows_nothing() {
+    let address = address();
+    let mut writer = writer(&address, slots(2, 2));
+    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    publish(&mut writer, 1, CopyOptions::default());
+    let mut abandoned = writer.loan(within(20)).unwrap();
+    abandoned
+        .tensors_mut()
+        .into_iter()
+        .for_each(|place| place.fill(0xee));
+    drop(abandoned);
+    assert_eq!(take(&mut reader).version(), Version(1));
+    let mut loan = writer.loan(within(20)).unwrap();
+    let lens: Vec<_> = loan
+        .layout()
+        .tensors()
+        .iter()
+        .map(|tensor| tensor.range.len)
+        .collect();
+    for (place, len) in loan.tensors_mut().into_iter().zip(lens) {
+        place.copy_from_slice(&pattern(2, len));
+    }
+    loan.publish(Version(2)).unwrap();
+    assert_eq!(take(&mut reader).version(), Version(2));
+}
+
+#[test]
+fn versions_only_grow() {
+    let address = address();
+    let mut writer = writer(&address, slots(2, 2));
+    publish(&mut writer, 4, CopyOptions::default());
+    for stale in [4, 3, 0] {
+        let error = writer
+            .loan(within(20))
+            .unwrap()
+            .publish(Version(stale))
+            .unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::VersionNotNewer {
+                    live: Version(4),
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+    assert_eq!(writer.version(), Version(4));
+}
+
+#[test]
+fn checksums_cover_every_byte_with_any_number_of_threads() {
+    let address = address();
+    let mut writer = writer(&address, slots(2, 2));
+    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    for (version, threads) in [(1, 1), (2, 2), (3, 5)] {
+        publish(
+            &mut writer,
+            version,
+            CopyOptions {
+                threads,
+                checksums: true,
+            },
+        );
+        assert!(take(&mut reader).verify_checksums().unwrap());
+    }
+    publish(&mut writer, 4, CopyOptions::default());
+    assert!(
+        !take(&mut reader).verify_checksums().unwrap(),
+        "none were asked for"
+    );
+}
+
+#[test]
+fn the_digest_comes_when_it_is_made() {
+    let address = address();
+    let mut writer = writer(&address, slots(2, 2));
+    assert!(writer.publish_digest().unwrap().is_none());
+    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    publish(&mut writer, 1, CopyOptions::default());
+    let snapshot = take(&mut reader);
+    assert_eq!(snapshot.published_digest(), None);
+    let digest = writer.publish_digest().unwrap().unwrap();
+    assert_eq!(snapshot.published_digest(), Some(digest));
+    assert_eq!(snapshot.digest(), digest);
+    publish(&mut writer, 2, CopyOptions::default());
+    let next = take(&mut reader);
+    assert_eq!(
+        next.published_digest(),
+        None,
+        "a recycled record forgets it"
+    );
+    assert_ne!(next.digest(), digest);
+}
