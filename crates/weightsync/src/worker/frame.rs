@@ -157,6 +157,8 @@ impl FrameAssembler {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     /// Feeds `bytes` in pieces of at most `step` and returns the frames and the fault, if any.
@@ -230,6 +232,27 @@ mod tests {
                 ..
             })
         ));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_frames_or_a_fault(
+            bytes in prop::collection::vec(prop_oneof![0..4_u8, any::<u8>()], 0..200),
+            step in 1..50_usize,
+            max_frame in 0..100_usize,
+        ) {
+            let (frames, fault) = assemble(&bytes, step, max_frame);
+            let mut again = Vec::new();
+            for (kind, payload) in &frames {
+                prop_assert!(payload.len() <= max_frame.max(MAX_GREETING));
+                again.extend(frame(*kind, payload));
+            }
+            prop_assert!(bytes.starts_with(&again));
+            // However it is cut, the same comes out.
+            prop_assert_eq!(assemble(&bytes, bytes.len().max(1), max_frame), (frames, fault));
+            // A greeting is parsed or refused, never a panic.
+            let _ = Greeting::parse(&bytes);
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! A *trainer* starts a group of [`Workers`] with [`Spawn`]; a worker is usually the same program,
 //! run again, which finds its end of the pipe with [`current`]:
 //!
-//! ```no_run
+//! ```standalone_crate
 //! use weightsync::worker::{self, Event, Spawn};
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -20,8 +20,8 @@
 //!     workers.send(2, b"world", None)?;
 //!     match workers.recv_any(None) {
 //!         Some((worker, Event::Frame(frame))) => assert_eq!((worker, &frame[..]), (2, &b"hello world"[..])),
-//!         Some((worker, Event::Exited(exit))) => println!("worker {worker}: {exit}"),
-//!         Some(_) | None => println!("no worker is left"),
+//!         Some((worker, Event::Exited(exit))) => panic!("worker {worker}: {exit}"),
+//!         other => unreachable!("{other:?}"),
 //!     }
 //!     Ok(()) // dropping `workers` ends them
 //! }
@@ -36,14 +36,16 @@
 //!   place once [`current`] was called, so call it first.
 //! * **Death is an event.** A worker that ends is noticed through its pidfd at once and reported
 //!   as [`Event::Exited`] after everything it sent, with its status or signal and the end of its
-//!   standard error. What is left of its process group is killed with it.
+//!   standard error.
 //! * **The pipe is bounded** both ways: by the longest frame, by the bytes queued for a reader,
 //!   and by the kernel's socket buffer. Whoever is ahead waits.
 //! * **Every wait ends**: by its timeout, by the death of the other side, or by shutdown.
 //! * **Nothing is left** after [`Workers::shutdown`] or a drop: no process, thread or descriptor.
 //!
 //! Workers are in process groups of their own, so a terminal's Ctrl-C reaches the trainer alone.
-//! Their standard output is the trainer's.
+//! When a worker ends, the trainer kills what is left of its group. Once the trainer is dead
+//! nobody is left to do so: a worker that needs processes of its own starts them as [`Workers`]
+//! too, and the lifelines form a chain. Workers' standard output is the trainer's.
 
 mod error;
 mod exit;

@@ -87,3 +87,25 @@ impl AsFd for Waker {
         self.0.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forked_copy_is_told_whose_end_it_holds() {
+        assert!(Owner::this_process().check().is_ok());
+        // Process 0 is nobody's, so this end is another process's.
+        match Owner(0).check() {
+            Err(WorkerError::Forked { owner: 0, here }) => assert_eq!(here, process::id()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_timeout_beyond_the_clock_is_none() {
+        assert_eq!(deadline(Some(Duration::MAX)), None);
+        assert_eq!(deadline(None), None);
+        assert!(deadline(Some(Duration::ZERO)).is_some_and(|deadline| deadline <= Instant::now()));
+    }
+}

@@ -143,7 +143,8 @@ impl Watcher {
             }
             self.shared.changed.notify_all();
         }
-        !abandoned && !(closing && self.running.iter().all(Option::is_none))
+        let over = closing && self.running.iter().all(Option::is_none);
+        !(abandoned || over)
     }
 
     /// Sleeps until something is ready, and returns it; deaths last, so that what a worker said
@@ -328,7 +329,9 @@ impl Watcher {
         // sees a group in which nothing is left to happen. Its frames are read later, by this
         // same thread.
         let request = self.awaited[worker].take();
+        let closing = lock(&self.shared.state).closing;
         let next = match &request {
+            _ if closing => None,
             Some(request) => Some(self.launch(worker, request.init.clone())),
             None if self.policy_restarts(worker, &exit) => Some(self.launch(worker, None)),
             None => None,
@@ -350,6 +353,7 @@ impl Watcher {
         self.shared.changed.notify_all();
         match (request, next) {
             (Some(request), Some(next)) => answer(request, next),
+            (Some(request), None) => answer(request, Err(WorkerError::ShutDown)),
             (_, Some(Err(error))) => {
                 tracing::error!(worker, %error, "a worker could not be started again");
             }
@@ -363,10 +367,8 @@ impl Watcher {
             return false;
         };
         let state = lock(&self.shared.state);
-        let wanted = !exit.is_success()
-            && !state.closing
-            && !state.slots[worker].killed
-            && self.restarts[worker] < times;
+        let wanted =
+            !exit.is_success() && !state.slots[worker].killed && self.restarts[worker] < times;
         self.restarts[worker] += u32::from(wanted);
         wanted
     }
@@ -427,6 +429,9 @@ impl Watcher {
         slot.hung_up = false;
         slot.killed = false;
         slot.outbox.fill(&first, &init, 0);
+        // Usually all of it fits, and the pipe is free for the first send. If the process is dead
+        // already, the next turn finds that.
+        let _ = slot.outbox.flush(&running.link.socket);
         self.running[worker] = Some(running);
         pid
     }

@@ -37,8 +37,8 @@ pub enum Event {
 /// A running group of worker processes; made with [`Spawn::start`].
 ///
 /// It can be shared between threads. Dropping it shuts the group down with the group's grace as
-/// timeout. In a forked copy of the trainer every call fails with [`WorkerError::Forked`], and
-/// dropping it there does nothing.
+/// timeout. A forked copy of the trainer cannot use it: calls fail with
+/// [`WorkerError::Forked`] or find no worker, and dropping it there does nothing.
 pub struct Workers {
     shared: Arc<Shared>,
     watcher: Mutex<Option<JoinHandle<()>>>,
@@ -61,11 +61,16 @@ impl Workers {
 
     /// How many workers have a running process.
     pub fn running(&self) -> usize {
-        lock(&self.shared.state).running()
+        // In a forked copy the lock may be held forever, by a thread that is not there.
+        match self.owner.check() {
+            Ok(()) => lock(&self.shared.state).running(),
+            Err(_) => 0,
+        }
     }
 
     /// The process id of a worker; `None` while it has no process, or when there is no such worker.
     pub fn pid(&self, worker: usize) -> Option<u32> {
+        self.check(worker).ok()?;
         let state = lock(&self.shared.state);
         Some(state.slots.get(worker)?.link.as_ref()?.pid)
     }

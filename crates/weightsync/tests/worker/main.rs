@@ -1,0 +1,65 @@
+//! Worker processes, tested with real ones: workers and trainers are this binary, run again.
+
+mod act;
+mod death;
+mod group;
+mod leaks;
+mod stage;
+
+use libtest_mimic::{Arguments, Failed, Trial};
+
+fn main() {
+    if act::perform() {
+        return;
+    }
+    let arguments = Arguments::from_args();
+    libtest_mimic::run(&arguments, trials()).exit();
+}
+
+fn trials() -> Vec<Trial> {
+    macro_rules! trials {
+        ($($module:ident :: $name:ident,)*) => {
+            vec![$(trial(
+                concat!(stringify!($module), "::", stringify!($name)),
+                $module::$name,
+            ),)*]
+        };
+    }
+    trials![
+        group::frames_go_both_ways_whole_and_in_order,
+        group::every_worker_gets_its_own_init,
+        group::a_worker_is_set_apart_from_the_terminal_and_from_stdin,
+        group::a_frame_too_long_is_refused_on_both_ends,
+        group::a_worker_that_breaks_the_rules_of_the_pipe_is_killed_and_reported,
+        group::a_worker_that_sends_too_fast_waits,
+        group::a_send_to_a_worker_that_does_not_read_ends_by_its_deadline,
+        group::a_restart_follows_the_end_of_the_process_before,
+        group::the_restart_policy_counts,
+        group::lines_of_standard_error_come_as_they_are_written,
+        group::shutdown_is_idempotent,
+        group::what_was_sent_before_the_shutdown_can_still_be_received,
+        group::a_worker_that_ignores_the_end_is_killed,
+        group::a_program_that_cannot_be_started_is_an_error,
+        group::a_worker_cannot_start_workers_before_it_knows_itself,
+        group::the_pipe_is_taken_once_and_not_by_children,
+        group::a_launcher_may_stand_between_if_it_leaves_stdin_alone,
+        group::a_call_for_no_worker_is_an_error,
+        death::a_killed_worker_is_an_event_with_its_signal_and_last_words,
+        death::a_panic_is_an_exit_with_its_text,
+        death::everything_sent_comes_before_the_exit,
+        death::a_send_ends_when_the_worker_dies,
+        death::what_a_worker_started_dies_with_it,
+        death::workers_survive_the_thread_that_started_them,
+        death::no_worker_survives_a_killed_trainer,
+        death::no_worker_survives_an_aborted_trainer,
+        death::no_worker_survives_a_trainer_killed_before_it_attached,
+        leaks::two_hundred_rounds_leave_nothing,
+    ]
+}
+
+fn trial(name: &str, test: fn()) -> Trial {
+    Trial::test(name, move || {
+        test();
+        Ok::<(), Failed>(())
+    })
+}
