@@ -51,7 +51,7 @@ fn holds_together(layout: &Layout) {
 }
 
 /// Valid layouts, from empty to every dtype.
-fn samples() -> impl Iterator<Item = Layout> {
+pub fn samples() -> impl Iterator<Item = Layout> {
     let tensor = |name: &str, dtype, shape: &[u64]| (name.to_owned(), dtype, shape.to_vec());
     let every = Dtype::ALL
         .iter()
