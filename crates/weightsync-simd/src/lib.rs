@@ -11,7 +11,9 @@
 //! | copy and checksum in one pass | [`stream_copy_crc`], [`stream_copy_crc_slice`] |
 //! | checksum (CRC-64/NVME) | [`crc64`], [`Crc64`], [`crc64_combine`] |
 //! | digest of lines | [`digest_lines`], [`digest_line_delta`], [`digest_add`] |
+//! | casts and gathers | [`cast`], [`cast_strided`], [`gather`] |
 
+mod cast;
 mod copy;
 mod crc;
 mod digest;
@@ -19,6 +21,7 @@ mod digest;
 #[cfg(test)]
 mod testing;
 
+pub use cast::{Float, cast, cast_strided, gather};
 pub use copy::{Copier, STREAM_THRESHOLD, stream_copy, stream_copy_slice};
 pub use crc::{Crc64, crc64, crc64_combine, stream_copy_crc, stream_copy_crc_slice};
 pub use digest::{LINE_BYTES, digest_add, digest_line_delta, digest_lines};
