@@ -164,6 +164,14 @@ pub enum Error {
         /// What was given.
         got: String,
     },
+    /// A tensor's bytes could not be had from the source; nothing was published.
+    #[error("tensor {tensor:?} could not be extracted: {source}")]
+    Fill {
+        /// The tensor.
+        tensor: String,
+        /// What its source said.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The layout that travelled could not be read.
     #[error("the sender's layout cannot be read: {0}")]
     Layout(#[from] weightsync_core::Error),

@@ -54,7 +54,7 @@ mod writer;
 #[cfg(not(loom))]
 pub use crate::{
     error::{Error, Holder},
-    loan::{CopyOptions, Loan, Source},
+    loan::{BoxedError, CopyOptions, Fill, Loan, Source},
     reader::{AttachOptions, Reader},
     snapshot::Snapshot,
     wait::{Deadline, WaitStyle},

@@ -13,9 +13,16 @@ use crate::writer::Writer;
 pub enum Source<'a> {
     /// They lie there as the layout wants them: contiguous, same dtype.
     Bytes(&'a [u8]),
-    /// A function writes them (a cast, a gather) into the place they go to.
-    Fill(&'a (dyn Fn(&mut [u8]) + Sync)),
+    /// A function writes them (a cast, a gather, a read from a file) into the
+    /// place they go to.
+    Fill(&'a Fill<'a>),
 }
+
+/// Writes one tensor's bytes, all of them, or says why it cannot.
+pub type Fill<'a> = dyn Fn(&mut [u8]) -> Result<(), BoxedError> + Sync + 'a;
+
+/// Any error, on its way through a [`Loan`].
+pub type BoxedError = Box<dyn std::error::Error + Send + Sync>;
 
 impl std::fmt::Debug for Source<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -105,11 +112,17 @@ impl<'a> Loan<'a> {
     /// Writes every tensor from `sources`, in layout order, in one pass over
     /// the source.
     ///
+    /// # Errors
+    ///
+    /// [`Error::Fill`] with the first failure of a [`Source::Fill`]; the loan
+    /// can be written again.
+    ///
     /// # Panics
     ///
     /// If there is not one source per tensor, or one has another length than
     /// its tensor: the caller compares layouts first.
-    pub fn write(&mut self, sources: &[Source<'_>], options: CopyOptions) {
+    pub fn write(&mut self, sources: &[Source<'_>], options: CopyOptions) -> Result<(), Error> {
+        self.checksums = false;
         let layout = self.layout().clone();
         assert_eq!(sources.len(), layout.len(), "one source per tensor");
         for (tensor, source) in layout.tensors().iter().zip(sources) {
@@ -137,14 +150,23 @@ impl<'a> Loan<'a> {
         std::thread::scope(|scope| {
             let wanted = |range: &Range<usize>| if options.checksums { range.len() } else { 0 };
             let (own, mut rest) = sums.split_at_mut(wanted(&first));
+            let mut threads = Vec::with_capacity(others.len());
             for range in others {
                 let (part, tail) = std::mem::take(&mut rest).split_at_mut(wanted(range));
                 rest = tail;
                 let (image, spans) = (&image, &spans[range.clone()]);
-                scope.spawn(move || image.write(spans, part));
+                threads.push(scope.spawn(move || image.write(spans, part)));
             }
-            image.write(&spans[first], own);
-        });
+            let mut result = image.write(&spans[first], own);
+            for thread in threads {
+                // A panic of a fill function goes on in the caller.
+                let other = thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                result = result.and(other);
+            }
+            result
+        })?;
         if options.checksums {
             let table: Vec<u8> = sums.iter().flat_map(|sum| u64::to_le_bytes(*sum)).collect();
             let start = self.writer.spans().table_offset();
@@ -152,6 +174,7 @@ impl<'a> Loan<'a> {
                 .copy_from_slice(&table);
         }
         self.checksums = options.checksums;
+        Ok(())
     }
 
     /// Makes what was written the live version, in one atomic step.
@@ -216,7 +239,7 @@ unsafe impl Sync for Image<'_> {}
 
 impl Image<'_> {
     /// Writes some spans; with room in `sums`, their checksums too.
-    fn write(&self, spans: &[Span], sums: &mut [u64]) {
+    fn write(&self, spans: &[Span], sums: &mut [u64]) -> Result<(), Error> {
         let total = spans.iter().map(|span| span.image.len()).sum();
         // Its drop orders the streaming stores before this thread is joined.
         let copier = Copier::new(total);
@@ -239,7 +262,7 @@ impl Image<'_> {
                     }
                 }
                 _ => {
-                    self.write_tensors(span, &copier);
+                    self.write_tensors(span, &copier)?;
                     if let Some(sum) = sum {
                         // SAFETY: this thread has just written the span, and
                         // nobody writes it while it is summed.
@@ -251,11 +274,12 @@ impl Image<'_> {
                 }
             }
         }
+        Ok(())
     }
 
     /// Writes the whole tensors of a span; one that is filled by a function and
     /// cut into several spans is written at the first.
-    fn write_tensors(&self, span: &Span, copier: &Copier) {
+    fn write_tensors(&self, span: &Span, copier: &Copier) -> Result<(), Error> {
         for index in span.tensors.clone() {
             let range = self.layout.tensors()[index].range;
             let start = range.offset as usize;
@@ -267,11 +291,19 @@ impl Image<'_> {
             match &self.sources[index] {
                 // SAFETY: as in `write`.
                 Source::Bytes(source) => unsafe { copier.copy(to, source.as_ptr(), len) },
-                // SAFETY: `place` checked the range, and this thread alone was
-                // given the tensor's spans (`cut`).
-                Source::Fill(fill) => fill(unsafe { std::slice::from_raw_parts_mut(to, len) }),
+                Source::Fill(fill) => {
+                    // SAFETY: `place` checked the range, and this thread alone
+                    // was given the tensor's spans (`cut`).
+                    let place = unsafe { std::slice::from_raw_parts_mut(to, len) };
+                    let tensor = || self.layout.tensors()[index].name.clone();
+                    fill(place).map_err(|source| Error::Fill {
+                        tensor: tensor(),
+                        source,
+                    })?;
+                }
             }
         }
+        Ok(())
     }
 
     fn place(&self, range: &Range<usize>) -> *mut u8 {

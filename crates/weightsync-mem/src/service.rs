@@ -302,6 +302,10 @@ impl Shared {
         std::mem::take(&mut self.state().rejected)
     }
 
+    pub(crate) fn has_rejected(&self) -> bool {
+        !self.state().rejected.is_empty()
+    }
+
     /// Tells everybody that this sender closes, and ends the service thread.
     pub(crate) fn close(&self) {
         self.header().closed.0.store(1, Ordering::Release);

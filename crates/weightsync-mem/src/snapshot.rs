@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use weightsync_core::digest::Digester;
 use weightsync_core::record::CommitRecord;
 use weightsync_core::{Digest, Layout, Run, Version};
 
 use crate::error::Error;
 use crate::map::Mapping;
-use crate::pins::Pin;
+use crate::pins::{Home, Pin};
 use crate::spans::{CHECKSUM_BLOCK, Spans};
 
 /// One whole version, for as long as it is held.
@@ -108,6 +109,25 @@ impl Snapshot {
         Digest::of(&self.layout, self.bytes()).expect("a snapshot's bytes are its layout's image")
     }
 
+    /// As [`Snapshot::digest`], but asks `give_up` after each tensor and each
+    /// few megabytes of a large one.
+    pub fn digest_unless(&self, give_up: impl Fn() -> bool) -> Option<Digest> {
+        const PART: usize = 4 << 20;
+        let mut digester = Digester::new(self.record.bytes);
+        for (index, tensor) in self.layout.tensors().iter().enumerate() {
+            for (part, bytes) in self.tensor_bytes(index).chunks(PART).enumerate() {
+                let offset = tensor.range.offset + (part * PART) as u64;
+                digester
+                    .tensor(offset, bytes)
+                    .expect("tensors lie in the image, aligned");
+            }
+            if give_up() {
+                return None;
+            }
+        }
+        Some(digester.finish().expect("every part was fed once"))
+    }
+
     /// Compares the bytes with the chunk checksums the sender made in its copy
     /// pass. False if it was not asked to make any.
     ///
@@ -145,11 +165,17 @@ impl Snapshot {
         Ok(true)
     }
 
-    /// Stores a digest beside the version. Only the sender's own snapshots do.
-    pub(crate) fn publish_digest(&self, digest: Digest) {
-        self.pin
-            .book
-            .header()
-            .write_digest(self.pin.live.slot, self.version(), digest);
+    /// Stores a digest beside the version, where readers find it. False if
+    /// this is not a snapshot the sender took of its own: nobody else writes
+    /// the header.
+    pub fn publish_digest(&self, digest: Digest) -> bool {
+        let own = matches!(self.pin.book.home, Home::Sender(_));
+        if own {
+            self.pin
+                .book
+                .header()
+                .write_digest(self.pin.live.slot, self.version(), digest);
+        }
+        own
     }
 }

@@ -208,8 +208,8 @@ impl Writer {
         self.shared.readers()
     }
 
-    /// Waits until `enough` says that the readers present are the ones wanted.
-    /// False if the deadline came first.
+    /// Waits until `enough` says that the readers present are the ones wanted,
+    /// or a reader has been rejected. False if the deadline came first.
     ///
     /// # Errors
     ///
@@ -221,7 +221,9 @@ impl Writer {
     ) -> Result<bool, Error> {
         self.shared.header.map.usable()?;
         let shared = self.shared.clone();
-        let met = self.wait_until(deadline, || enough(&shared.readers()).then_some(()))?;
+        let met = self.wait_until(deadline, || {
+            (enough(&shared.readers()) || shared.has_rejected()).then_some(())
+        })?;
         Ok(met.is_some())
     }
 
@@ -242,21 +244,6 @@ impl Writer {
         };
         let slot = self.slots[usize::from(pin.live.slot)].map.clone();
         Snapshot::new(pin, slot, &self.layout, self.shared.run).map(Some)
-    }
-
-    /// Makes the digest of the version published last and stores it beside the
-    /// version, where readers find it.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Forked`] in a forked child.
-    pub fn publish_digest(&self) -> Result<Option<weightsync_core::Digest>, Error> {
-        let Some(snapshot) = self.snapshot()? else {
-            return Ok(None);
-        };
-        let digest = snapshot.digest();
-        snapshot.publish_digest(digest);
-        Ok(Some(digest))
     }
 
     pub(crate) fn spans(&self) -> &Spans {

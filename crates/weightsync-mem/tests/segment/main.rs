@@ -79,7 +79,7 @@ fn publish(writer: &mut Writer, version: u64, options: CopyOptions) {
         .collect();
     let sources: Vec<_> = tensors.iter().map(|bytes| Source::Bytes(bytes)).collect();
     let mut loan = writer.loan(within(20)).unwrap();
-    loan.write(&sources, options);
+    loan.write(&sources, options).unwrap();
     loan.publish(Version(version)).unwrap();
 }
 

@@ -202,12 +202,20 @@ fn checksums_cover_every_byte_with_any_number_of_threads() {
 fn the_digest_comes_when_it_is_made() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    assert!(writer.publish_digest().unwrap().is_none());
+    assert!(writer.snapshot().unwrap().is_none());
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     let snapshot = take(&mut reader);
     assert_eq!(snapshot.published_digest(), None);
-    let digest = writer.publish_digest().unwrap().unwrap();
+    let own = writer.snapshot().unwrap().unwrap();
+    let digest = own.digest_unless(|| false).unwrap();
+    assert!(own.publish_digest(digest));
+    assert!(
+        !snapshot.publish_digest(digest),
+        "a reader's snapshot cannot"
+    );
+    assert_eq!(own.digest_unless(|| true), None);
+    drop(own);
     assert_eq!(snapshot.published_digest(), Some(digest));
     assert_eq!(snapshot.digest(), digest);
     publish(&mut writer, 2, CopyOptions::default());
