@@ -11,6 +11,7 @@
 //! | name models, workers, versions and runs | [`ids`], [`version`] |
 //! | go from dotted to nested names and back | [`names`] |
 //! | decide which tensors travel together | [`chunk`] |
+//! | read a trainer's tensors: cast, contiguous, in one pass | [`extract`] |
 //! | identify a version's bytes | [`digest`] |
 //! | describe a version and who writes it | [`manifest`] |
 //! | mark a version in shared memory as whole | [`record`] |
@@ -20,6 +21,7 @@ pub mod chunk;
 pub mod digest;
 pub mod dtype;
 pub mod error;
+pub mod extract;
 mod hex;
 pub mod ids;
 mod index;
@@ -33,6 +35,7 @@ pub use chunk::{Chunking, Chunks, Placement, WeightChunk};
 pub use digest::{Digest, DigestError, Digester};
 pub use dtype::Dtype;
 pub use error::{Error, Remedy, Result};
+pub use extract::{ExtractError, TensorRef};
 pub use ids::{ModelId, WorkerId, WriterId};
 pub use layout::{ByteRange, Layout, LayoutId, LayoutMismatch, TensorSpec};
 pub use manifest::{Manifest, Part};
