@@ -59,7 +59,7 @@ fn loom(places: &Places, nextest: &Path) -> Command {
     };
     let mut command = places.command(nextest);
     command
-        .args("nextest run --profile loom --cargo-profile release --no-tests=fail".split(' '))
+        .args("nextest run --lib --profile loom --cargo-profile release --no-tests=fail".split(' '))
         .args(["--package", LOOM_PACKAGE, "--filterset", "test(loom)"])
         .env("CARGO_TARGET_DIR", places.target().join("loom"))
         .env("RUSTFLAGS", flags);
