@@ -169,6 +169,15 @@ impl<'a> TensorRef<'a> {
         self.dims.is_empty()
     }
 
+    /// The elements as they lie, if they lie side by side in row-major order.
+    pub fn contiguous_bytes(&self) -> Option<&'a [u8]> {
+        let len = usize::try_from(bits_of(self.dtype, self.shape).ok()? / 8).ok()?;
+        self.data
+            .get(self.start..)?
+            .get(..len)
+            .filter(|_| self.is_contiguous())
+    }
+
     /// Bytes that the tensor takes as `dtype`, contiguous.
     ///
     /// # Errors
@@ -320,11 +329,11 @@ impl Conversion {
         }
     }
 
-    /// Bytes of an element in the source and in the destination.
-    fn sizes(self) -> (usize, usize) {
+    /// Bytes of an element of the result.
+    fn result_size(self) -> usize {
         match self {
-            Self::Copy { size } => (size, size),
-            Self::Cast { from, to } => (from.bytes(), to.bytes()),
+            Self::Copy { size } => size,
+            Self::Cast { to, .. } => to.bytes(),
         }
     }
 
@@ -377,20 +386,29 @@ fn extent(shape: &[u64], strides: &[i64], offset: u64, size: u32, data: usize) -
     usize::try_from(offset.checked_mul(u64::from(size))?).ok()
 }
 
-/// Elements of a tile along the dimension that is dense in the source: a line of 1-byte elements.
-const TILE_ROWS: usize = 64;
+/// Elements of a tile along the dimension that is dense in the destination.
+const TILE_COLUMNS: usize = 64;
 
-/// Elements of a tile along the dimension that is dense in the destination: a line of 2-byte elements.
-const TILE_COLUMNS: usize = 32;
+/// Bytes of a tile's column, along the dimension that is dense in the source: long, because each
+/// column is likely to be on a page of its own, and short enough for a tile to fit the first-level
+/// cache.
+const TILE_COLUMN_BYTES: usize = 512;
+
+/// Bytes from one column of a tile to the next, unlike a power of two, so that a row of the tile
+/// spreads over the cache.
+const TILE_PITCH: usize = TILE_COLUMN_BYTES + LINE;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// Writes a view of one or more dimensions, innermost last, row by row of its result.
 ///
 /// If the elements of a row are far apart, but those of some outer dimension share cache lines (a
-/// transpose), the two dimensions are taken tile by tile: a tile is read along the source's lines
-/// into a buffer and written along the destination's, so every line is visited once, and lines that
+/// transpose), the two dimensions are taken tile by tile: a tile is read, and cast, along the source's
+/// lines into a buffer and written along the destination's, so every line is visited once, and lines that
 /// a large stride maps to the same few sets of the cache do not have to stay there.
 fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usize, dims: &[Dim]) {
-    let (from_size, to_size) = conversion.sizes();
+    let to_size = conversion.result_size();
     let Some((&row, outer)) = dims.split_last() else {
         return;
     };
@@ -411,7 +429,7 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
         return;
     };
 
-    let mut buffer = [0; TILE_ROWS * TILE_COLUMNS * 8];
+    let mut tile = [0; TILE_PITCH * TILE_COLUMNS];
     let dense_dim = outer[dense];
     // Bytes between results that are neighbours along each outer dimension.
     let pitches: Vec<usize> = (0..outer.len())
@@ -427,16 +445,16 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
         .filter(|&index| index != dense)
         .map(|index| (outer[index], pitches[index]))
         .collect();
+    let tile_rows = TILE_COLUMN_BYTES / to_size;
     for_each_place(&others, start, |first, place| {
-        for top in (0..dense_dim.len).step_by(TILE_ROWS) {
-            let height = TILE_ROWS.min(dense_dim.len - top);
+        for top in (0..dense_dim.len).step_by(tile_rows) {
+            let height = tile_rows.min(dense_dim.len - top);
             for left in (0..row.len).step_by(TILE_COLUMNS) {
                 let width = TILE_COLUMNS.min(row.len - left);
                 let corner = moved(moved(first, top, dense_dim.stride), left, row.stride);
-                let copy = Conversion::Copy { size: from_size };
-                let columns = buffer.chunks_exact_mut(height * from_size).take(width);
-                for (column, into) in columns.enumerate() {
-                    copy.walk(
+                for (column, into) in tile.chunks_exact_mut(TILE_PITCH).take(width).enumerate() {
+                    let into = &mut into[..height * to_size];
+                    conversion.walk(
                         into,
                         src,
                         moved(corner, column, row.stride),
@@ -446,20 +464,12 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
                 for line in 0..height {
                     let at = place + (top + line) * pitches[dense] + left * to_size;
                     let result = &mut dst[at..][..width * to_size];
-                    conversion.walk(
-                        result,
-                        &buffer,
-                        line * from_size,
-                        (height * from_size) as isize,
-                    );
+                    gather(result, &tile, line * to_size, TILE_PITCH as isize, to_size);
                 }
             }
         }
     });
 }
-
-/// Bytes of a cache line.
-const LINE: usize = 64;
 
 /// Calls `each` with the byte of the source where every index of `dims` begins, in row-major order.
 fn for_each_index(dims: &[Dim], start: usize, mut each: impl FnMut(usize)) {

@@ -10,7 +10,7 @@
 
 use half::{bf16, f16};
 
-use crate::copy::{STREAM_THRESHOLD, stream_copy_slice};
+use crate::copy::stream_copy_slice;
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -156,14 +156,33 @@ enum Path {
 }
 
 impl Path {
+    /// Every path of this target, the fastest first.
+    const ALL: &[Self] = &[
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512,
+        Self::Scalar,
+    ];
+
     /// The fastest path this processor has.
     #[inline]
     fn best() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            return Self::Avx512;
+        Self::available().next().unwrap_or(Self::Scalar)
+    }
+
+    /// The paths this processor has, the fastest first.
+    #[inline]
+    fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|path| path.is_available())
+    }
+
+    /// Whether the processor has the instructions; detected once, then remembered.
+    #[inline]
+    fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => std::arch::is_x86_feature_detected!("avx512f"),
         }
-        Self::Scalar
     }
 }
 
@@ -186,7 +205,8 @@ fn cast_with(path: Path, to: Float, dst: &mut [u8], from: Float, src: &[u8]) {
         Path::Scalar => 0,
         #[cfg(target_arch = "x86_64")]
         Path::Avx512 => {
-            let streams = dst.len() >= STREAM_THRESHOLD && dst.as_ptr().align_offset(64) == 0;
+            let streams =
+                dst.len() >= crate::STREAM_THRESHOLD && dst.as_ptr().align_offset(64) == 0;
             // SAFETY: both slices hold `count` elements of their formats, checked above, and the
             // path was chosen because the processor has AVX-512F.
             unsafe { x86::cast(to, dst.as_mut_ptr(), from, src.as_ptr(), count, streams) }

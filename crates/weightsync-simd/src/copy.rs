@@ -159,21 +159,41 @@ pub(crate) enum Path {
 }
 
 impl Path {
+    /// Every path of this target, the fastest first.
+    const ALL: &[Self] = &[
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx2,
+        #[cfg(target_arch = "x86_64")]
+        Self::Sse2,
+        Self::Scalar,
+    ];
+
     /// The fastest path this processor has.
     #[inline]
     pub(crate) fn best() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if std::arch::is_x86_feature_detected!("avx512f") {
-                Self::Avx512
-            } else if std::arch::is_x86_feature_detected!("avx2") {
-                Self::Avx2
-            } else {
-                Self::Sse2
-            }
+        Self::available().next().unwrap_or(Self::Scalar)
+    }
+
+    /// The paths this processor has, the fastest first.
+    #[inline]
+    fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|path| path.is_available())
+    }
+
+    /// Whether the processor has the instructions; detected once, then remembered.
+    #[inline]
+    fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Sse2 => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => std::arch::is_x86_feature_detected!("avx2"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => std::arch::is_x86_feature_detected!("avx512f"),
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        Self::Scalar
     }
 }
 

@@ -143,24 +143,40 @@ enum Path {
 }
 
 impl Path {
-    /// The fastest path this processor has.
-    fn best() -> Self {
+    /// Every path of this target, the fastest first.
+    const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
-        {
-            if Self::has_vpclmul512() {
-                return Self::Vpclmul512;
-            }
-            if std::arch::is_x86_feature_detected!("pclmulqdq") {
-                return Self::Pclmul;
-            }
-        }
-        Self::Scalar
+        Self::Vpclmul512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Pclmul,
+        Self::Scalar,
+    ];
+
+    /// The fastest path this processor has.
+    #[inline]
+    fn best() -> Self {
+        Self::available().next().unwrap_or(Self::Scalar)
     }
 
-    #[cfg(target_arch = "x86_64")]
-    fn has_vpclmul512() -> bool {
-        std::arch::is_x86_feature_detected!("avx512f")
-            && std::arch::is_x86_feature_detected!("vpclmulqdq")
+    /// The paths this processor has, the fastest first.
+    #[inline]
+    fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|path| path.is_available())
+    }
+
+    /// Whether the processor has the instructions; detected once, then remembered.
+    #[inline]
+    fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Pclmul => std::arch::is_x86_feature_detected!("pclmulqdq"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Vpclmul512 => {
+                std::arch::is_x86_feature_detected!("avx512f")
+                    && std::arch::is_x86_feature_detected!("vpclmulqdq")
+            }
+        }
     }
 }
 
@@ -174,13 +190,12 @@ unsafe fn copy_crc_unfenced(
     src: *const u8,
     len: usize,
 ) -> u64 {
-    let mut crc = crc_fast::Digest::new(Crc64Nvme);
-    let mut done = 0;
-    #[cfg(target_arch = "x86_64")]
-    if path != Path::Scalar {
+    let (mut crc, done) = match path {
+        Path::Scalar => (crc_fast::Digest::new(Crc64Nvme), 0),
+        #[cfg(target_arch = "x86_64")]
         // SAFETY: same contract.
-        (crc, done) = unsafe { fold_lines(path, streams, dst, src, len) };
-    }
+        _ => unsafe { fold_lines(path, streams, dst, src, len) },
+    };
     // SAFETY: `done <= len`.
     let to = unsafe { dst.add(done) };
     // SAFETY: likewise for the source.

@@ -124,24 +124,40 @@ enum Path {
 }
 
 impl Path {
-    /// The fastest path this processor has.
-    fn best() -> Self {
+    /// Every path of this target, the fastest first.
+    const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
-        {
-            if Self::has_vaes512() {
-                return Self::Vaes512;
-            }
-            if std::arch::is_x86_feature_detected!("aes") {
-                return Self::AesNi;
-            }
-        }
-        Self::Scalar
+        Self::Vaes512,
+        #[cfg(target_arch = "x86_64")]
+        Self::AesNi,
+        Self::Scalar,
+    ];
+
+    /// The fastest path this processor has.
+    #[inline]
+    fn best() -> Self {
+        Self::available().next().unwrap_or(Self::Scalar)
     }
 
-    #[cfg(target_arch = "x86_64")]
-    fn has_vaes512() -> bool {
-        std::arch::is_x86_feature_detected!("avx512f")
-            && std::arch::is_x86_feature_detected!("vaes")
+    /// The paths this processor has, the fastest first.
+    #[inline]
+    fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|path| path.is_available())
+    }
+
+    /// Whether the processor has the instructions; detected once, then remembered.
+    #[inline]
+    fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::AesNi => std::arch::is_x86_feature_detected!("aes"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Vaes512 => {
+                std::arch::is_x86_feature_detected!("avx512f")
+                    && std::arch::is_x86_feature_detected!("vaes")
+            }
+        }
     }
 }
 

@@ -1,18 +1,10 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::STREAM_THRESHOLD;
 use crate::testing::{Arena, Noise, noise};
 
 const FLOATS: [Float; 4] = [Float::F64, Float::F32, Float::F16, Float::Bf16];
-
-fn paths() -> Vec<Path> {
-    let mut paths = vec![Path::Scalar];
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx512f") {
-        paths.push(Path::Avx512);
-    }
-    paths
-}
 
 fn cast_bytes(path: Path, to: Float, from: Float, src: &[u8]) -> Vec<u8> {
     let mut dst = vec![0; src.len() / from.bytes() * to.bytes()];
@@ -29,7 +21,7 @@ fn check<T: Copy, R: PartialEq + std::fmt::Debug>(
     result: impl Fn(&[u8]) -> R,
 ) {
     let src: Vec<u8> = values.iter().flat_map(|&value| bytes(value)).collect();
-    for path in paths() {
+    for path in Path::available() {
         let dst = cast_bytes(path, to, from, &src);
         for (index, (&value, got)) in values.iter().zip(dst.chunks(to.bytes())).enumerate() {
             assert_eq!(
@@ -243,7 +235,7 @@ fn nearest(values: &[f64], value: f64) -> u16 {
 
 #[test]
 fn nans_stay_quiet_nans_with_sign_and_upper_payload() {
-    for path in paths() {
+    for path in Path::available() {
         for (sign, payload) in [(0, 1), (1, 1 << 28), (0, 5 << 45), (1, (1 << 52) - 1)] {
             let nan = f64::from_bits(sign << 63 | 0x7ff << 52 | payload);
             let src = [nan.to_le_bytes(); 17].concat();
@@ -278,7 +270,7 @@ fn paths_agree_at_every_length_and_alignment() {
         let source = noise(src_offset + count * from.bytes(), 8);
         let source = &source[src_offset..];
         let expected = cast_bytes(Path::Scalar, to, from, source);
-        for path in paths() {
+        for path in Path::available() {
             let mut arena = Arena::new(dst_offset, expected.len());
             cast_with(path, to, arena.bytes_mut(), from, source);
             let case = format!("{path:?} {from:?} to {to:?} {count} {dst_offset} {src_offset}");

@@ -2,19 +2,23 @@
 
 use core::arch::x86_64::{
     __m256i, __m512, __m512d, __m512i, _CMP_NEQ_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
-    _MM_FROUND_TO_ZERO, _mm256_castpd_ps, _mm256_castps_pd, _mm256_loadu_si256,
-    _mm256_storeu_si256, _mm256_stream_si256, _mm512_add_epi32, _mm512_and_si512, _mm512_castpd_ps,
-    _mm512_castpd_si512, _mm512_castps_pd, _mm512_castps_si512, _mm512_castps256_ps512,
-    _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_pd_mask, _mm512_cmpgt_epu32_mask,
-    _mm512_cvt_roundpd_ps, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtpd_ps,
-    _mm512_cvtph_ps, _mm512_cvtps_pd, _mm512_cvtps_ph, _mm512_extractf64x4_pd, _mm512_insertf64x4,
-    _mm512_loadu_pd, _mm512_loadu_ps, _mm512_mask_mov_epi32, _mm512_mask_or_epi32, _mm512_or_si512,
-    _mm512_set1_epi32, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_si512,
-    _mm512_stream_si512,
+    _MM_FROUND_TO_ZERO, _MM_HINT_T0, _mm_prefetch, _mm256_castpd_ps, _mm256_castps_pd,
+    _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256, _mm512_add_epi32,
+    _mm512_and_si512, _mm512_castpd_ps, _mm512_castpd_si512, _mm512_castps_pd, _mm512_castps_si512,
+    _mm512_castps256_ps512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_pd_mask,
+    _mm512_cmpgt_epu32_mask, _mm512_cvt_roundpd_ps, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32,
+    _mm512_cvtpd_ps, _mm512_cvtph_ps, _mm512_cvtps_pd, _mm512_cvtps_ph, _mm512_extractf64x4_pd,
+    _mm512_insertf64x4, _mm512_loadu_pd, _mm512_loadu_ps, _mm512_mask_mov_epi32,
+    _mm512_mask_or_epi32, _mm512_or_si512, _mm512_set1_epi32, _mm512_slli_epi32, _mm512_srli_epi32,
+    _mm512_storeu_si512, _mm512_stream_si512,
 };
 
 use super::Float;
 use crate::copy::fence;
+
+/// How far ahead of the loads the source is prefetched, in bytes; past the end it is harmless. One
+/// page, because the hardware's own prefetcher stops at a page's end.
+const AHEAD: usize = 4096;
 
 /// Elements of a step.
 const STEP: usize = 16;
@@ -78,6 +82,7 @@ unsafe fn run<const FROM: u8, const TO: u8, const STREAMS: bool>(
     steps: usize,
 ) {
     for step in 0..steps {
+        _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(step * STEP * width(FROM) + AHEAD).cast());
         // SAFETY: the step lies inside the `steps` steps of the source.
         let from = unsafe { src.add(step * STEP * width(FROM)) };
         // SAFETY: likewise for the destination.

@@ -1,21 +1,6 @@
 use super::*;
 use crate::testing::{Arena, noise};
 
-fn paths() -> Vec<Path> {
-    let mut paths = vec![Path::Scalar];
-    #[cfg(target_arch = "x86_64")]
-    {
-        paths.push(Path::Sse2);
-        if std::arch::is_x86_feature_detected!("avx2") {
-            paths.push(Path::Avx2);
-        }
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            paths.push(Path::Avx512);
-        }
-    }
-    paths
-}
-
 /// Copies over `path` inside guarded buffers and checks the bytes and what surrounds them.
 fn check(path: Path, dst_offset: usize, src_offset: usize, len: usize) {
     let source = noise(src_offset + len, 1);
@@ -35,7 +20,7 @@ fn check(path: Path, dst_offset: usize, src_offset: usize, len: usize) {
 
 #[test]
 fn every_path_copies_every_short_length_at_every_alignment() {
-    for path in paths() {
+    for path in Path::available() {
         for len in 0..300 {
             for dst_offset in [0, 1, 7, 16, 31, 32, 33, 48, 63] {
                 for src_offset in [0, 1, 15, 40, 63] {
@@ -52,7 +37,7 @@ fn every_path_copies_every_short_length_at_every_alignment() {
 
 #[test]
 fn every_path_copies_large_ranges() {
-    for path in paths() {
+    for path in Path::available() {
         for len in [STREAM_THRESHOLD - 1, STREAM_THRESHOLD, (3 << 20) + 17] {
             check(path, 5, 11, len);
             check(path, 0, 0, len);

@@ -2,20 +2,6 @@ use super::*;
 use crate::copy::fence;
 use crate::testing::{Arena, noise};
 
-fn paths() -> Vec<Path> {
-    let mut paths = vec![Path::Scalar];
-    #[cfg(target_arch = "x86_64")]
-    {
-        if std::arch::is_x86_feature_detected!("pclmulqdq") {
-            paths.push(Path::Pclmul);
-        }
-        if Path::has_vpclmul512() {
-            paths.push(Path::Vpclmul512);
-        }
-    }
-    paths
-}
-
 /// CRC-64/NVME bit by bit, from its definition.
 fn reference(bytes: &[u8]) -> u64 {
     let polynomial = 0xad93_d235_94c9_3659_u64.reverse_bits();
@@ -53,7 +39,7 @@ fn the_checksum_is_crc64_nvme() {
 
 #[test]
 fn every_path_copies_and_checksums_every_short_length() {
-    for path in paths() {
+    for path in Path::available() {
         for streams in [false, true] {
             for len in 0..300 {
                 for (dst_offset, src_offset) in [(0, 0), (1, 0), (0, 1), (17, 5), (63, 63)] {
@@ -66,7 +52,7 @@ fn every_path_copies_and_checksums_every_short_length() {
 
 #[test]
 fn every_path_copies_and_checksums_around_group_and_block_edges() {
-    for path in paths() {
+    for path in Path::available() {
         for streams in [false, true] {
             for edge in [512, 1024, 4096, BLOCK, 3 * BLOCK] {
                 for len in [edge - 1, edge, edge + 1, edge + 63, edge + 64, edge + 577] {
