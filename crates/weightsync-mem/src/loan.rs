@@ -177,18 +177,20 @@ impl<'a> Loan<'a> {
         Ok(())
     }
 
-    /// Makes what was written the live version, in one atomic step.
+    /// Makes what was written the live version, in one atomic step, and gives
+    /// the writer back.
     ///
     /// # Errors
     ///
     /// [`Error::VersionNotNewer`] if `version` does not grow.
-    pub fn publish(mut self, version: Version) -> Result<(), Error> {
+    pub fn publish(mut self, version: Version) -> Result<&'a mut Writer, Error> {
         let table = self.checksums.then(|| {
             let start = self.writer.spans().table_offset();
             let end = start + self.writer.spans().table_bytes();
             weightsync_simd::crc64(self.part(start..end))
         });
-        self.writer.publish(self.slot, version, table)
+        self.writer.publish(self.slot, version, table)?;
+        Ok(self.writer)
     }
 
     /// A stretch of the slot.

@@ -239,26 +239,22 @@ impl Shared {
     ) -> Vec<ReaderOutcome> {
         let mut state = self.state();
         let gone = std::mem::take(&mut state.gone);
-        let mut lines: Vec<_> = gone
-            .into_iter()
-            .map(
-                |Gone {
-                     key,
-                     pid,
-                     applied,
-                     outcome,
-                 }| {
-                    pending.retain(|one| *one != key);
-                    ReaderOutcome {
-                        worker: key.0,
-                        pid,
-                        outcome,
-                        applied,
-                        after,
-                    }
-                },
-            )
-            .collect();
+        let mut lines = Vec::with_capacity(gone.len() + pending.len());
+        for one in gone {
+            pending.retain(|key| *key != one.key);
+            let outcome = match one.outcome {
+                // It did its part before it went.
+                Outcome::Left if one.applied >= version => Outcome::Applied,
+                outcome => outcome,
+            };
+            lines.push(ReaderOutcome {
+                worker: one.key.0,
+                pid: one.pid,
+                outcome,
+                applied: one.applied,
+                after,
+            });
+        }
         pending.retain(|key| {
             // Whoever is removed from the table is put among the gone in the
             // same step, so a pending reader is in one of the two.

@@ -1,3 +1,85 @@
-//! Placeholder of the first commit.
+//! `weightsync` moves a model's weights from the trainer to every worker that
+//! runs it: versioned, verified, never half-written, in time set by what changed
+//! and not by how many workers listen.
+//!
+//! The journey of a weight, and where each step lives:
+//!
+//! | step | here |
+//! |---|---|
+//! | extract: read the trainer's tensors, cast and made contiguous in one pass | [`WeightExtractor`], for [`Tensors`], [`SafetensorsFile`] and candle's `VarMap` |
+//! | transport and stage: into a free slot of shared memory | [`Sender::send`], [`Sender::loan`] |
+//! | swap: one atomic step makes it the live version | inside both |
+//! | load: a worker reads it in place, or into its own model | [`Receiver::receive`], [`Receiver::receive_into`], [`WeightLoader`] |
+//!
+//! Around it: [`SenderSetup`] and [`ReceiverSetup`] prepare without
+//! communicating, [`InitInfo`] is what a worker needs to join, `connect` on both
+//! is the rendez-vous, and [`worker`] starts, watches and ends worker processes.
+//!
+//! Calls block, and every wait ends: by its deadline, by the other end's death,
+//! or by shutdown. A failure of one worker is a line in the [`Report`].
+//!
+//! ```
+//! use std::time::Duration;
+//! use weightsync::{Expect, ReceiverSetup, SenderSetup, Tensors};
+//!
+//! let mut weights = Tensors::new();
+//! weights.insert("layer.weight", [2, 2], vec![1.0_f32, 2.0, 3.0, 4.0])?;
+//! let setup = SenderSetup::new("policy", &weights)?;
+//! let info = setup.init_info();
+//!
+//! // In truth a process of its own.
+//! let worker = std::thread::spawn(move || -> weightsync::Result<f32> {
+//!     let mut receiver = ReceiverSetup::new(info, 0).connect(Duration::from_secs(10))?;
+//!     let first = receiver.receive(None)?.expect("no timeout was given");
+//!     assert_eq!(first.slice::<f32>("layer.weight")?[3], 4.0);
+//!     let second = receiver.receive(None)?.expect("no timeout was given");
+//!     Ok(second.slice::<f32>("layer.weight")?[3])
+//! });
+//!
+//! let mut sender = setup.connect(&weights, Expect::Count(1), Duration::from_secs(10))?;
+//! weights.slice_mut::<f32>("layer.weight")?[3] = 5.0;
+//! let report = sender.send(&weights)?;
+//! assert!(report.all_applied(), "{report}");
+//! assert_eq!(worker.join().unwrap()?, 5.0);
+//! # Ok::<(), weightsync::Error>(())
+//! ```
+//!
+//! Absent here: async runtimes, `unsafe` code, terminal output, anything of
+//! reinforcement learning.
+#![forbid(unsafe_code)]
 
+#[cfg(feature = "candle")]
+mod candle;
+mod digest;
+mod error;
+mod extract;
+mod init_info;
+mod load;
+mod receiver;
+mod report;
+mod run_dir;
+mod safetensors_file;
+mod sender;
+mod snapshot;
+mod tensors;
 pub mod worker;
+
+pub use crate::{
+    error::{Error, Remedy, Result},
+    extract::{Extracted, TensorData, WeightExtractor},
+    init_info::InitInfo,
+    load::{TensorView, WeightLoader},
+    receiver::{Receiver, ReceiverSetup},
+    report::{Report, WorkerReport},
+    safetensors_file::SafetensorsFile,
+    sender::{DigestPolicy, Expect, Loan, Sender, SenderSetup, WaitFor},
+    snapshot::Snapshot,
+    tensors::{Element, Tensors},
+};
+
+pub use weightsync_core::{
+    Chunking, Chunks, Digest, Dtype, Epoch, Layout, LayoutId, LayoutMismatch, Manifest, ModelId,
+    Run, TensorRef, TensorSpec, Version, WeightChunk, WorkerId, WriterId, chunk,
+    extract::ExtractError, layout, manifest, names,
+};
+pub use weightsync_mem::{Error as MemoryError, Holder, Outcome, ReaderStatus, WaitStyle};

@@ -130,6 +130,16 @@ fn first_order_difference(expected: &Layout, got: &Layout) -> Option<Box<OrderDi
         })
 }
 
+impl LayoutMismatch {
+    /// Whether the tensors are the same and only their order differs.
+    pub fn is_order_alone(&self) -> bool {
+        self.missing.is_empty()
+            && self.unknown.is_empty()
+            && self.shapes.is_empty()
+            && self.dtypes.is_empty()
+    }
+}
+
 impl std::error::Error for LayoutMismatch {}
 
 impl fmt::Display for LayoutMismatch {

@@ -1,0 +1,154 @@
+//! candle models: a `VarMap` is a source of weights and a place to load them.
+
+use std::collections::HashMap;
+use std::sync::PoisonError;
+
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor, Var};
+use candle_nn::VarMap;
+use weightsync_core::{Dtype, Layout, TensorRef};
+use zerocopy::IntoBytes;
+
+use crate::error::{Error, Result};
+use crate::extract::{Extracted, TensorData, WeightExtractor};
+use crate::load::{TensorView, WeightLoader};
+
+/// The variables by name, as candle keeps them: in no order. Here they come
+/// sorted by name. They must be on the CPU.
+impl WeightExtractor for VarMap {
+    fn layout(&self) -> Result<Layout> {
+        layout_of(&sorted(self))
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        let vars = sorted(self);
+        let guards: Vec<_> = vars
+            .iter()
+            .map(|(_, var)| var.storage_and_layout())
+            .collect();
+        let mut shapes = Vec::with_capacity(vars.len());
+        for (_, layout) in &guards {
+            shapes.push(
+                layout
+                    .dims()
+                    .iter()
+                    .map(|&len| len as u64)
+                    .collect::<Vec<_>>(),
+            );
+        }
+        let mut lent = Vec::with_capacity(vars.len());
+        for (((name, var), (storage, layout)), shape) in vars.iter().zip(&guards).zip(&shapes) {
+            let failed = |source| Error::Extract {
+                name: name.clone(),
+                source,
+            };
+            let bytes = match &**storage {
+                Storage::Cpu(storage) => bytes_of(storage),
+                _ => None,
+            };
+            let bytes = bytes.ok_or_else(|| {
+                let place = format!("{:?} {:?}", var.device().location(), var.dtype());
+                failed(format!("it is {place}; only plain dtypes on the CPU can be read").into())
+            })?;
+            let strides: Vec<_> = layout
+                .stride()
+                .iter()
+                .map(|&stride| stride as i64)
+                .collect();
+            let dtype = dtype_of(var.dtype());
+            let tensor =
+                TensorRef::strided(dtype, shape, &strides, layout.start_offset() as u64, bytes);
+            let tensor = tensor.map_err(|source| failed(source.into()))?;
+            lent.push(Extracted {
+                name,
+                data: TensorData::InMemory(tensor),
+            });
+        }
+        take(&lent)
+    }
+}
+
+impl WeightLoader for VarMap {
+    fn layout(&self) -> Result<Layout> {
+        layout_of(&sorted(self))
+    }
+
+    fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {
+        let vars: HashMap<_, _> = sorted(self).into_iter().collect();
+        // Everything that can fail comes before the first variable changes.
+        let mut loaded = Vec::with_capacity(tensors.len());
+        for view in tensors {
+            let failed = |source| Error::Load {
+                name: view.name().into(),
+                source,
+            };
+            let var = vars
+                .get(view.name())
+                .ok_or_else(|| failed("no such variable".into()))?;
+            let shape: Vec<_> = view.shape().iter().map(|&len| len as usize).collect();
+            let tensor = Tensor::from_raw_buffer(view.bytes(), var.dtype(), &shape, &Device::Cpu)
+                .and_then(|tensor| tensor.to_device(var.device()))
+                .map_err(|source| failed(source.into()))?;
+            loaded.push((view.name(), var, tensor));
+        }
+        for (name, var, tensor) in loaded {
+            var.set(&tensor).map_err(|source| Error::Load {
+                name: name.into(),
+                source: source.into(),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn sorted(map: &VarMap) -> Vec<(String, Var)> {
+    let data = map.data().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut vars: Vec<_> = data
+        .iter()
+        .map(|(name, var)| (name.clone(), var.clone()))
+        .collect();
+    vars.sort_by(|(a, _), (b, _)| a.cmp(b));
+    vars
+}
+
+fn layout_of(vars: &[(String, Var)]) -> Result<Layout> {
+    let tensors = vars.iter().map(|(name, var)| {
+        let shape = var.dims().iter().map(|&len| len as u64).collect();
+        (name.clone(), dtype_of(var.dtype()), shape)
+    });
+    Ok(Layout::new(tensors)?)
+}
+
+fn dtype_of(dtype: DType) -> Dtype {
+    match dtype {
+        DType::U8 => Dtype::U8,
+        DType::U32 => Dtype::U32,
+        DType::I16 => Dtype::I16,
+        DType::I32 => Dtype::I32,
+        DType::I64 => Dtype::I64,
+        DType::BF16 => Dtype::BF16,
+        DType::F16 => Dtype::F16,
+        DType::F32 => Dtype::F32,
+        DType::F64 => Dtype::F64,
+        DType::F8E4M3 => Dtype::F8_E4M3,
+        DType::F6E2M3 => Dtype::F6_E2M3,
+        DType::F6E3M2 => Dtype::F6_E3M2,
+        DType::F4 => Dtype::F4,
+        DType::F8E8M0 => Dtype::F8_E8M0,
+    }
+}
+
+/// The elements' bytes; `None` for dtypes whose storage has no plain bytes.
+fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
+    Some(match storage {
+        CpuStorage::U8(values) => values,
+        CpuStorage::U32(values) => values.as_bytes(),
+        CpuStorage::I16(values) => values.as_bytes(),
+        CpuStorage::I32(values) => values.as_bytes(),
+        CpuStorage::I64(values) => values.as_bytes(),
+        CpuStorage::BF16(values) => values.as_bytes(),
+        CpuStorage::F16(values) => values.as_bytes(),
+        CpuStorage::F32(values) => values.as_bytes(),
+        CpuStorage::F64(values) => values.as_bytes(),
+        _ => return None,
+    })
+}

@@ -1,0 +1,191 @@
+//! What can go wrong, and what to do about it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use weightsync_core::{Dtype, LayoutMismatch, ModelId, WorkerId};
+
+use crate::worker::WorkerError;
+
+/// A result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What to do about an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remedy {
+    /// The same call may succeed later: somebody was slow or absent.
+    Retry,
+    /// This end must be opened anew from the init info; weights already held
+    /// stay valid.
+    Reconnect,
+    /// The caller must change something first.
+    GiveUp,
+}
+
+/// Any error of the public API.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The weights offered are not those the model was set up with. Nothing
+    /// was sent; every worker goes on with the version it had.
+    #[error("these are not the weights of model {model}: {mismatch}")]
+    WrongWeights {
+        /// The model.
+        model: ModelId,
+        /// Missing, unknown and differing tensors by name.
+        mismatch: Box<LayoutMismatch>,
+    },
+    /// The sender's model is not the one this worker has room for.
+    #[error("the sender's {model} does not fit this worker's model: {mismatch}")]
+    WrongModel {
+        /// The model.
+        model: ModelId,
+        /// Missing, unknown and differing tensors by name.
+        mismatch: Box<LayoutMismatch>,
+    },
+    /// A worker cannot use the model; it said so while connecting.
+    #[error("{} refused {model}: {}", .refusals[0].0, .refusals[0].1)]
+    Refused {
+        /// The model.
+        model: ModelId,
+        /// Which workers, and why; at least one.
+        refusals: Vec<(WorkerId, String)>,
+    },
+    /// Not every expected worker had joined and loaded the initial weights by
+    /// the deadline.
+    #[error(
+        "only {} of {expected} workers joined {model} within {waited:?}{}: \
+         did the others start, and do they call connect with this init info?",
+        .joined.len(), missing_text(.missing)
+    )]
+    MissingWorkers {
+        /// The model.
+        model: ModelId,
+        /// How many were expected.
+        expected: usize,
+        /// Those that are there.
+        joined: Vec<WorkerId>,
+        /// Those that are not, where they were expected by number.
+        missing: Vec<WorkerId>,
+        /// How long they were waited for.
+        waited: Duration,
+    },
+    /// No such tensor.
+    #[error("the model has no tensor {name:?}; it has {}", some_names(.known))]
+    NoSuchTensor {
+        /// The name asked for.
+        name: String,
+        /// The names there are.
+        known: Vec<String>,
+    },
+    /// A tensor was asked for as another type than it has.
+    #[error("tensor {name:?} is {got}, not {expected}")]
+    WrongDtype {
+        /// The tensor.
+        name: String,
+        /// The type asked for.
+        expected: Dtype,
+        /// The type it has.
+        got: Dtype,
+    },
+    /// A tensor's data has another length than its dtype and shape say.
+    #[error("tensor {name:?} of {dtype} {shape:?} takes {expected} bytes, but {got} were given")]
+    WrongLength {
+        /// The tensor.
+        name: String,
+        /// Its dtype.
+        dtype: Dtype,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// What the shape takes.
+        expected: u64,
+        /// What came.
+        got: u64,
+    },
+    /// A tensor cannot be extracted.
+    #[error("tensor {name:?} cannot be extracted: {source}")]
+    Extract {
+        /// The tensor.
+        name: String,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Weights could not be loaded into the worker's model. The worker goes on
+    /// with the version it had, and the sender is told.
+    #[error("tensor {name:?} cannot be loaded: {source}")]
+    Load {
+        /// The tensor.
+        name: String,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A file could not be used.
+    #[error("{action} {path}: {source}", path = .path.display())]
+    File {
+        /// What was tried, as a verb phrase.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// An init info that was not made by `init_info`.
+    #[error("this init info cannot be used: {0}")]
+    BadInitInfo(String),
+    /// The operating system refused something.
+    #[error("{action} failed: {source}")]
+    Os {
+        /// What was tried.
+        action: &'static str,
+        /// Its answer.
+        source: std::io::Error,
+    },
+    /// A layout or a name is not a valid one.
+    #[error(transparent)]
+    Layout(#[from] weightsync_core::Error),
+    /// Shared memory.
+    #[error(transparent)]
+    Memory(#[from] weightsync_mem::Error),
+    /// Worker processes.
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+}
+
+impl Error {
+    /// What to do about it.
+    pub fn remedy(&self) -> Remedy {
+        use weightsync_mem::Error as Memory;
+        match self {
+            Self::MissingWorkers { .. } => Remedy::Retry,
+            Self::Memory(Memory::AllSlotsPinned { .. } | Memory::NoSender { .. }) => Remedy::Retry,
+            Self::Memory(
+                Memory::SenderDied { .. } | Memory::SenderClosed | Memory::Forked { .. },
+            ) => Remedy::Reconnect,
+            _ => Remedy::GiveUp,
+        }
+    }
+}
+
+fn missing_text(missing: &[WorkerId]) -> String {
+    if missing.is_empty() {
+        return String::new();
+    }
+    let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
+    format!(" (missing: {})", names.join(", "))
+}
+
+/// A few of the names, so that a typing error is seen at once.
+fn some_names(known: &[String]) -> String {
+    let mut text = known
+        .iter()
+        .take(5)
+        .map(|name| format!("{name:?}"))
+        .collect::<Vec<_>>()
+        .join(", ");
+    match known.len() {
+        0 => text.push_str("none"),
+        more if more > 5 => text.push_str(&format!(" and {} more", more - 5)),
+        _ => {}
+    }
+    text
+}

@@ -1,0 +1,234 @@
+//! Safetensors files, as a source of weights and as a place to keep them.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use safetensors::SafeTensors;
+use weightsync_core::{Digest, Dtype, Layout};
+
+use crate::error::{Error, Result};
+use crate::extract::{Extracted, TensorData, WeightExtractor};
+use crate::snapshot::Snapshot;
+
+/// The longest header that is read: that of the format's own implementation.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// A safetensors file as a source of weights. Each tensor is read straight into
+/// its place; the file is not held in memory.
+///
+/// ```no_run
+/// use weightsync::{SafetensorsFile, SenderSetup};
+///
+/// let checkpoint = SafetensorsFile::open("model.safetensors")?;
+/// let setup = SenderSetup::new("policy", &checkpoint)?;
+/// # Ok::<(), weightsync::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct SafetensorsFile {
+    path: PathBuf,
+    file: File,
+    layout: Layout,
+    /// Where each tensor begins in the file, in layout order.
+    offsets: Vec<u64>,
+    metadata: HashMap<String, String>,
+}
+
+impl SafetensorsFile {
+    /// Opens a file and reads its header. The tensors come in the order of
+    /// their places in the file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] if it cannot be read or is no safetensors file.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let failed = |source| Error::File {
+            action: "opening",
+            path: path.into(),
+            source,
+        };
+        let mut file = File::open(path).map_err(|error| failed(error.into()))?;
+        let file_bytes = file.metadata().map_err(|error| failed(error.into()))?.len();
+        let mut start = [0; 8];
+        file.read_exact(&mut start)
+            .map_err(|_| failed("it is shorter than 8 bytes".into()))?;
+        let header_bytes = u64::from_le_bytes(start);
+        if header_bytes > MAX_HEADER || header_bytes > file_bytes - 8 {
+            return Err(failed(
+                format!("it says that its header has {header_bytes} bytes: not a safetensors file")
+                    .into(),
+            ));
+        }
+        let mut header = start.to_vec();
+        header.resize(8 + header_bytes as usize, 0);
+        file.read_exact(&mut header[8..])
+            .map_err(|error| failed(error.into()))?;
+        let (_, metadata) =
+            SafeTensors::read_metadata(&header).map_err(|error| failed(error.into()))?;
+        let data_start = 8 + header_bytes;
+        if metadata.data_len() as u64 != file_bytes - data_start {
+            return Err(failed(
+                format!(
+                    "its header describes {} bytes of tensors, but {} follow: it is cut short or not whole",
+                    metadata.data_len(),
+                    file_bytes - data_start
+                )
+                .into(),
+            ));
+        }
+        let names = metadata.offset_keys();
+        let mut specs = Vec::with_capacity(names.len());
+        let mut offsets = Vec::with_capacity(names.len());
+        for name in names {
+            let Some(info) = metadata.info(&name) else {
+                continue;
+            };
+            let dtype: Dtype = info.dtype.to_string().parse()?;
+            offsets.push(data_start + info.data_offsets.0 as u64);
+            specs.push((
+                name,
+                dtype,
+                info.shape.iter().map(|&len| len as u64).collect(),
+            ));
+        }
+        Ok(Self {
+            path: path.into(),
+            file,
+            layout: Layout::new(specs)?,
+            offsets,
+            metadata: metadata.metadata().clone().unwrap_or_default(),
+        })
+    }
+
+    /// The file's metadata.
+    pub fn metadata(&self) -> &HashMap<String, String> {
+        &self.metadata
+    }
+}
+
+impl WeightExtractor for SafetensorsFile {
+    fn layout(&self) -> Result<Layout> {
+        Ok(self.layout.clone())
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        let reads: Vec<_> = self
+            .offsets
+            .iter()
+            .map(|&offset| {
+                move |place: &mut [u8]| {
+                    self.file.read_exact_at(place, offset).map_err(|error| {
+                        std::io::Error::new(
+                            error.kind(),
+                            format!("{}: {error}", self.path.display()),
+                        )
+                    })
+                }
+            })
+            .collect();
+        let lent = self
+            .layout
+            .tensors()
+            .iter()
+            .zip(&reads)
+            .map(|(tensor, read)| Extracted {
+                name: &tensor.name,
+                data: TensorData::Read {
+                    dtype: tensor.dtype,
+                    shape: &tensor.shape,
+                    read,
+                },
+            });
+        take(&lent.collect::<Vec<_>>())
+    }
+}
+
+/// Writes a snapshot: a temporary file beside the place, synced, renamed.
+pub(crate) fn save(snapshot: &Snapshot, path: &Path) -> Result<Digest> {
+    let failed = |source| Error::File {
+        action: "writing",
+        path: path.into(),
+        source,
+    };
+    let digest = snapshot.digest();
+    let metadata = HashMap::from([
+        ("format".to_owned(), "pt".to_owned()),
+        ("weightsync.model".to_owned(), snapshot.model().to_string()),
+        (
+            "weightsync.version".to_owned(),
+            snapshot.version().0.to_string(),
+        ),
+        ("weightsync.digest".to_owned(), digest.to_string()),
+    ]);
+    let views = snapshot.tensors().map(|view| {
+        let shape = view.shape().iter().map(|&len| len as usize).collect();
+        let dtype = safetensors_dtype(view.dtype()).ok_or_else(|| {
+            failed(
+                format!(
+                    "safetensors has no dtype {} (tensor {:?})",
+                    view.dtype(),
+                    view.name()
+                )
+                .into(),
+            )
+        })?;
+        let tensor = safetensors::tensor::TensorView::new(dtype, shape, view.bytes());
+        Ok((
+            view.name().to_owned(),
+            tensor.map_err(|error| failed(error.into()))?,
+        ))
+    });
+    let views = views.collect::<Result<Vec<_>>>()?;
+    let bytes =
+        safetensors::serialize(views, Some(metadata)).map_err(|error| failed(error.into()))?;
+    write_whole(path, &bytes).map_err(|error| failed(error.into()))?;
+    Ok(digest)
+}
+
+fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let beside = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
+    let written = File::create(&beside).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        std::fs::rename(&beside, path)
+    });
+    if written.is_err() {
+        // The part that was written is of no use to anybody.
+        let _ = std::fs::remove_file(&beside);
+    }
+    written
+}
+
+/// The format's own name for a dtype.
+fn safetensors_dtype(dtype: Dtype) -> Option<safetensors::Dtype> {
+    use safetensors::Dtype as Theirs;
+    Some(match dtype {
+        Dtype::BOOL => Theirs::BOOL,
+        Dtype::F4 => Theirs::F4,
+        Dtype::F6_E2M3 => Theirs::F6_E2M3,
+        Dtype::F6_E3M2 => Theirs::F6_E3M2,
+        Dtype::U8 => Theirs::U8,
+        Dtype::I8 => Theirs::I8,
+        Dtype::F8_E5M2 => Theirs::F8_E5M2,
+        Dtype::F8_E4M3 => Theirs::F8_E4M3,
+        Dtype::F8_E8M0 => Theirs::F8_E8M0,
+        Dtype::F8_E4M3FNUZ => Theirs::F8_E4M3FNUZ,
+        Dtype::F8_E5M2FNUZ => Theirs::F8_E5M2FNUZ,
+        Dtype::I16 => Theirs::I16,
+        Dtype::U16 => Theirs::U16,
+        Dtype::F16 => Theirs::F16,
+        Dtype::BF16 => Theirs::BF16,
+        Dtype::I32 => Theirs::I32,
+        Dtype::U32 => Theirs::U32,
+        Dtype::F32 => Theirs::F32,
+        Dtype::C64 => Theirs::C64,
+        Dtype::F64 => Theirs::F64,
+        Dtype::I64 => Theirs::I64,
+        Dtype::U64 => Theirs::U64,
+        _ => return None,
+    })
+}

@@ -1,0 +1,570 @@
+//! The trainer's end: set up, connect, send.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use weightsync_core::{Digest, Dtype, Layout, ModelId, Run, Version, WorkerId};
+use weightsync_mem::{CopyOptions, ReaderStatus, SegmentOptions, Source, WaitStyle, Writer};
+
+use crate::digest::DigestThread;
+use crate::error::{Error, Result};
+use crate::extract::{Extracted, TensorData, WeightExtractor, cast_layout};
+use crate::init_info::InitInfo;
+use crate::report::Report;
+use crate::run_dir::{self, Place};
+
+/// How far a send waits. Each level includes the one before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WaitFor {
+    /// The version is live: a worker that looks finds it.
+    Sent,
+    /// Every worker has loaded it, or has a line in the report that says why
+    /// not.
+    #[default]
+    Applied,
+}
+
+/// Which workers [`SenderSetup::connect`] waits for. Others may join later.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Expect {
+    /// Any so many workers.
+    Count(usize),
+    /// These workers.
+    Workers(Vec<WorkerId>),
+}
+
+impl Expect {
+    fn len(&self) -> usize {
+        match self {
+            Self::Count(count) => *count,
+            Self::Workers(workers) => workers.len(),
+        }
+    }
+
+    fn missing(&self, joined: &[WorkerId]) -> Vec<WorkerId> {
+        match self {
+            Self::Count(_) => Vec::new(),
+            Self::Workers(workers) => workers
+                .iter()
+                .filter(|worker| !joined.contains(worker))
+                .copied()
+                .collect(),
+        }
+    }
+
+    fn met_by(&self, joined: &[WorkerId]) -> bool {
+        match self {
+            Self::Count(count) => joined.len() >= *count,
+            Self::Workers(_) => self.missing(joined).is_empty(),
+        }
+    }
+}
+
+/// When a version's digest is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DigestPolicy {
+    /// When [`Sender::digest`] asks for it.
+    #[default]
+    OnRequest,
+    /// After every send, by a thread beside the sender. A version that is
+    /// replaced before its turn gets none.
+    Background,
+}
+
+/// The first phase at the trainer: everything is decided, nothing has been
+/// communicated.
+///
+/// ```no_run
+/// use std::time::Duration;
+/// use weightsync::{Expect, SenderSetup, Tensors};
+///
+/// let mut weights = Tensors::new();
+/// weights.insert("layer.weight", [2, 3], vec![0.0_f32; 6])?;
+/// let setup = SenderSetup::new("policy", &weights)?;
+/// let info = setup.init_info(); // hand this to the workers
+/// let mut sender = setup.connect(&weights, Expect::Count(4), Duration::from_secs(30))?;
+/// weights.slice_mut::<f32>("layer.weight")?[0] = 1.0;
+/// println!("{}", sender.send(&weights)?);
+/// # Ok::<(), weightsync::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct SenderSetup {
+    model: ModelId,
+    source: Layout,
+    layout: Layout,
+    place: Place,
+    run_dir: Option<PathBuf>,
+    segment: SegmentOptions,
+    copy: CopyOptions,
+    digest: DigestPolicy,
+    deadline: Duration,
+}
+
+impl SenderSetup {
+    /// Sets a sender up for the tensors that `source` has now. Later sends must
+    /// have the same names, dtypes and shapes.
+    ///
+    /// # Errors
+    ///
+    /// If the model's name is empty or longer than 255 bytes, or the source has
+    /// tensors that no layout can have.
+    pub fn new(model: &str, source: &impl WeightExtractor) -> Result<Self> {
+        let model = ModelId::new(model)?;
+        let layout = source.layout()?;
+        Ok(Self {
+            place: run_dir::anonymous(&model)?,
+            model,
+            source: layout.clone(),
+            layout,
+            run_dir: None,
+            segment: SegmentOptions::default(),
+            copy: CopyOptions::default(),
+            digest: DigestPolicy::default(),
+            deadline: Duration::from_secs(60),
+        })
+    }
+
+    /// Sends floating-point tensors as `dtype` (F64, F32, F16 or BF16), cast in
+    /// the one pass over the source.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Extract`] for any other dtype.
+    pub fn cast(mut self, dtype: Dtype) -> Result<Self> {
+        self.layout = cast_layout(&self.source, Some(dtype))?;
+        Ok(self)
+    }
+
+    /// Keeps the run's epoch and its address in a directory (made if absent),
+    /// so that a restarted trainer takes over: workers find it again by
+    /// themselves, and its predecessor is fenced off.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] if the directory cannot be used.
+    pub fn run_dir(mut self, dir: impl Into<PathBuf>) -> Result<Self> {
+        let dir = dir.into();
+        self.place = run_dir::at(&dir, &self.model)?;
+        self.run_dir = Some(dir);
+        Ok(self)
+    }
+
+    /// How many versions there is room for: `slots` from the beginning (at
+    /// least 2), growing to `max_slots` when workers hold so many. With both
+    /// equal, a send waits instead, and fails by its deadline.
+    pub fn slots(mut self, slots: u8, max_slots: u8) -> Self {
+        self.segment.slots = slots;
+        self.segment.max_slots = max_slots;
+        self
+    }
+
+    /// How the sender waits for its workers.
+    pub fn wait_style(mut self, wait: WaitStyle) -> Self {
+        self.segment.wait = wait;
+        self
+    }
+
+    /// How many threads copy (1 by default).
+    pub fn copy_threads(mut self, threads: usize) -> Self {
+        self.copy.threads = threads.max(1);
+        self
+    }
+
+    /// Makes a checksum of every chunk in the copy pass, for workers that want
+    /// to [verify](crate::Snapshot::verify_checksums) (off by default).
+    pub fn checksums(mut self, on: bool) -> Self {
+        self.copy.checksums = on;
+        self
+    }
+
+    /// When the digest of a version is made.
+    pub fn digest(mut self, policy: DigestPolicy) -> Self {
+        self.digest = policy;
+        self
+    }
+
+    /// How long a send waits at most: for a free slot, and for its workers
+    /// (60 s by default).
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// What workers need to join.
+    pub fn init_info(&self) -> InitInfo {
+        let Place {
+            address,
+            secret,
+            restarts,
+        } = self.place.clone();
+        InitInfo {
+            model: self.model.clone(),
+            address,
+            secret,
+            restarts,
+        }
+    }
+
+    /// The tensors as workers will see them.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The rendez-vous: makes the shared memory, publishes `weights` as the
+    /// first version, and waits until the expected workers have loaded it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingWorkers`] at the deadline, [`Error::Refused`] as soon as
+    /// a worker says that the model does not fit its own,
+    /// [`Error::WrongWeights`], and those of the memory.
+    pub fn connect(
+        self,
+        weights: &impl WeightExtractor,
+        expect: Expect,
+        deadline: Duration,
+    ) -> Result<Sender> {
+        let since = Instant::now();
+        let run = match &self.run_dir {
+            Some(dir) => run_dir::next_run(dir)?,
+            None => run_dir::anonymous_run()?,
+        };
+        let Place {
+            address, secret, ..
+        } = &self.place;
+        let writer = Writer::create(address, *secret, run, &self.layout, self.segment)?;
+        let digest = match self.digest {
+            DigestPolicy::OnRequest => None,
+            DigestPolicy::Background => Some(DigestThread::start()?),
+        };
+        let mut sender = Sender {
+            setup: self,
+            writer,
+            run,
+            digest,
+        };
+        sender.publish(weights, Some(since + deadline))?;
+        let joined = |readers: &[ReaderStatus]| -> Vec<WorkerId> {
+            let ready = readers.iter().filter(|reader| !reader.applied.is_none());
+            ready.map(|reader| reader.worker).collect()
+        };
+        let met = sender
+            .writer
+            .wait_readers(Some(since + deadline), |readers| {
+                expect.met_by(&joined(readers))
+            })?;
+        let model = sender.setup.model.clone();
+        let refusals = sender.writer.rejected();
+        if !refusals.is_empty() {
+            return Err(Error::Refused { model, refusals });
+        }
+        if !met {
+            let joined = joined(&sender.writer.readers());
+            return Err(Error::MissingWorkers {
+                model,
+                expected: expect.len(),
+                missing: expect.missing(&joined),
+                joined,
+                waited: since.elapsed(),
+            });
+        }
+        tracing::debug!(model = %model, %run, workers = expect.len(), "connected");
+        Ok(sender)
+    }
+}
+
+/// The trainer's end of a connected model.
+///
+/// Dropping it shuts it down: workers are told, keep what they hold, and
+/// nothing of it is left in the system.
+#[derive(Debug)]
+pub struct Sender {
+    setup: SenderSetup,
+    writer: Writer,
+    run: Run,
+    digest: Option<DigestThread>,
+}
+
+impl Sender {
+    /// Publishes `weights` as the next version and waits until every worker
+    /// has loaded it, or has a line in the report that says why not.
+    ///
+    /// The source is read during the call and at no other time.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongWeights`] names every tensor that is not as it was set up;
+    /// then, as with any error here, nothing was published and the old version
+    /// serves on. [`weightsync_mem::Error::AllSlotsPinned`] names the workers
+    /// that hold every slot.
+    pub fn send(&mut self, weights: &impl WeightExtractor) -> Result<Report> {
+        self.send_and(weights, WaitFor::Applied, self.setup.deadline)
+    }
+
+    /// As [`send`](Self::send), waiting as far and as long as is said here.
+    ///
+    /// # Errors
+    ///
+    /// As [`send`](Self::send).
+    pub fn send_and(
+        &mut self,
+        weights: &impl WeightExtractor,
+        wait: WaitFor,
+        deadline: Duration,
+    ) -> Result<Report> {
+        let since = Instant::now();
+        self.publish(weights, Some(since + deadline))?;
+        report(&mut self.writer, &self.setup, since, wait, deadline)
+    }
+
+    /// Lends a free slot to write the next version into: the model's own
+    /// extraction is then the only pass over memory.
+    ///
+    /// # Errors
+    ///
+    /// As [`send`](Self::send).
+    pub fn loan(&mut self) -> Result<Loan<'_>> {
+        let since = Instant::now();
+        let version = self.writer.version().next();
+        let slot = self.writer.loan(Some(since + self.setup.deadline))?;
+        Ok(Loan {
+            slot,
+            setup: &self.setup,
+            digest: self.digest.as_ref(),
+            version,
+            since,
+        })
+    }
+
+    /// The version published last.
+    pub fn version(&self) -> Version {
+        self.writer.version()
+    }
+
+    /// The run this sender belongs to.
+    pub fn run(&self) -> Run {
+        self.run
+    }
+
+    /// The tensors as workers see them.
+    pub fn layout(&self) -> &Layout {
+        &self.setup.layout
+    }
+
+    /// What further workers need to join.
+    pub fn init_info(&self) -> InitInfo {
+        self.setup.init_info()
+    }
+
+    /// Every connected worker with the version it has loaded.
+    pub fn workers(&self) -> Vec<ReaderStatus> {
+        self.writer.readers()
+    }
+
+    /// The sender's own view of the version published last, to save or compare.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn snapshot(&self) -> Result<crate::Snapshot> {
+        let held = self.writer.snapshot()?;
+        // `connect` publishes before it returns a sender.
+        let held = held.unwrap_or_else(|| unreachable!("a connected sender has published"));
+        Ok(crate::Snapshot::new(self.setup.model.clone(), held))
+    }
+
+    /// Makes the digest of the version published last, and stores it where
+    /// workers find it.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn digest(&self) -> Result<Digest> {
+        let snapshot = self.writer.snapshot()?;
+        let snapshot = snapshot.unwrap_or_else(|| unreachable!("a connected sender has published"));
+        let digest = snapshot.digest();
+        snapshot.publish_digest(digest);
+        Ok(digest)
+    }
+
+    fn publish(
+        &mut self,
+        weights: &impl WeightExtractor,
+        deadline: weightsync_mem::Deadline,
+    ) -> Result<()> {
+        let Self {
+            setup,
+            writer,
+            digest,
+            ..
+        } = self;
+        weights.extract(&mut |tensors| {
+            let ordered = in_order(setup, tensors)?;
+            let fills: Vec<_> = ordered
+                .iter()
+                .zip(setup.layout.tensors())
+                .map(|(data, spec)| |place: &mut [u8]| data.write_into(place, spec.dtype))
+                .collect();
+            let sources: Vec<_> = ordered
+                .iter()
+                .zip(&fills)
+                .zip(setup.layout.tensors())
+                .map(|((data, fill), spec)| match as_it_lies(data, spec.dtype) {
+                    Some(bytes) => Source::Bytes(bytes),
+                    None => Source::Fill(fill),
+                })
+                .collect();
+            let version = writer.version().next();
+            let mut loan = writer.loan(deadline)?;
+            loan.write(&sources, setup.copy)?;
+            loan.publish(version)?;
+            Ok(())
+        })?;
+        order_digest(writer, digest.as_ref())
+    }
+}
+
+/// A slot lent to the trainer's own extraction; see [`Sender::loan`].
+///
+/// Dropped without [`publish`](Self::publish), nothing has happened.
+#[derive(Debug)]
+pub struct Loan<'a> {
+    slot: weightsync_mem::Loan<'a>,
+    setup: &'a SenderSetup,
+    digest: Option<&'a DigestThread>,
+    version: Version,
+    since: Instant,
+}
+
+impl Loan<'_> {
+    /// The tensors to write.
+    pub fn layout(&self) -> &Layout {
+        &self.setup.layout
+    }
+
+    /// One tensor's place: contiguous, row-major, little-endian. It holds bytes
+    /// of some older version at first: write all of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchTensor`].
+    pub fn tensor_mut(&mut self, name: &str) -> Result<&mut [u8]> {
+        let layout = &self.setup.layout;
+        let index = layout.index_of(name).ok_or_else(|| Error::NoSuchTensor {
+            name: name.into(),
+            known: layout
+                .tensors()
+                .iter()
+                .map(|tensor| tensor.name.clone())
+                .collect(),
+        })?;
+        Ok(self.slot.tensor_mut(index))
+    }
+
+    /// Every tensor's place in layout order, to be written in any order and
+    /// from any number of threads.
+    pub fn tensors_mut(&mut self) -> Vec<&mut [u8]> {
+        self.slot.tensors_mut()
+    }
+
+    /// Makes what was written the next version and waits until every worker has
+    /// loaded it, or has a line in the report that says why not.
+    ///
+    /// # Errors
+    ///
+    /// Those of the memory.
+    pub fn publish(self) -> Result<Report> {
+        let Self {
+            slot,
+            setup,
+            digest,
+            version,
+            since,
+        } = self;
+        let writer = slot.publish(version)?;
+        order_digest(writer, digest)?;
+        report(writer, setup, since, WaitFor::Applied, setup.deadline)
+    }
+}
+
+/// Has the digest of what was just published made, where that is wanted.
+fn order_digest(writer: &Writer, thread: Option<&DigestThread>) -> Result<()> {
+    if let Some(thread) = thread
+        && let Some(snapshot) = writer.snapshot()?
+    {
+        thread.digest_next(snapshot);
+    }
+    Ok(())
+}
+
+/// Waits as far as wanted, and says what became of the version published last.
+fn report(
+    writer: &mut Writer,
+    setup: &SenderSetup,
+    since: Instant,
+    wait: WaitFor,
+    deadline: Duration,
+) -> Result<Report> {
+    let copied = since.elapsed();
+    let version = writer.version();
+    let workers = match wait {
+        WaitFor::Sent => Vec::new(),
+        WaitFor::Applied => writer.wait_applied(version, Some(since + deadline))?,
+    };
+    Ok(Report {
+        model: setup.model.clone(),
+        version,
+        bytes: setup.layout.payload_bytes(),
+        copied,
+        took: since.elapsed(),
+        workers: workers.into_iter().map(Into::into).collect(),
+    })
+}
+
+/// The tensors in the order of the layout, if they are those of the setup.
+fn in_order<'a, 'b>(
+    setup: &SenderSetup,
+    tensors: &'a [Extracted<'b>],
+) -> Result<Vec<&'a TensorData<'b>>> {
+    let expected = setup.source.tensors();
+    let same = tensors.len() == expected.len()
+        && tensors.iter().zip(expected).all(|(got, expected)| {
+            got.name == expected.name
+                && got.data.dtype() == expected.dtype
+                && got.data.shape() == expected.shape
+        });
+    if same {
+        return Ok(tensors.iter().map(|tensor| &tensor.data).collect());
+    }
+    // Another order is fine; anything else is named in full.
+    let specs = tensors.iter().map(|tensor| {
+        (
+            tensor.name.to_owned(),
+            tensor.data.dtype(),
+            tensor.data.shape().to_vec(),
+        )
+    });
+    let got = Layout::new(specs)?;
+    if let Err(mismatch) = Layout::compare(&setup.source, &got)
+        && !mismatch.is_order_alone()
+    {
+        let model = setup.model.clone();
+        return Err(Error::WrongWeights {
+            model,
+            mismatch: Box::new(mismatch),
+        });
+    }
+    let place = |name: &str| got.index_of(name).map(|index| &tensors[index].data);
+    Ok(expected
+        .iter()
+        .filter_map(|spec| place(&spec.name))
+        .collect())
+}
+
+/// The bytes, if they need no more than a copy.
+fn as_it_lies<'a>(data: &TensorData<'a>, dtype: Dtype) -> Option<&'a [u8]> {
+    match data {
+        TensorData::InMemory(tensor) if tensor.dtype() == dtype => tensor.contiguous_bytes(),
+        _ => None,
+    }
+}
