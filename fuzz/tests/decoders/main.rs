@@ -1,6 +1,8 @@
 //! One test per decoder; see the crate's documentation for what each input is and what is checked.
 
 mod attach;
+mod checkpoint;
+mod init;
 mod layout;
 mod manifest;
 mod record;
