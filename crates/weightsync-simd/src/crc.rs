@@ -126,8 +126,21 @@ impl Copier {
     ///
     /// As [`Copier::copy`].
     pub unsafe fn copy_crc(&self, dst: *mut u8, src: *const u8, len: usize) -> u64 {
+        let mut crc = Crc64::new();
+        // SAFETY: same contract.
+        unsafe { self.copy_update(&mut crc, dst, src, len) };
+        crc.value()
+    }
+
+    /// Copies one part of `len` bytes and appends the bytes stored to `crc`, for a checksum that
+    /// spans several parts.
+    ///
+    /// # Safety
+    ///
+    /// As [`Copier::copy`].
+    pub unsafe fn copy_update(&self, crc: &mut Crc64, dst: *mut u8, src: *const u8, len: usize) {
         // SAFETY: same contract; `best` is available, and the fence follows in `drop`.
-        unsafe { copy_crc_unfenced(Path::best(), self.streams, dst, src, len) }
+        unsafe { copy_crc_unfenced(&mut crc.0, Path::best(), self.streams, dst, src, len) };
     }
 }
 
@@ -182,44 +195,44 @@ impl Path {
 
 /// # Safety
 ///
-/// As [`Copier::copy_crc`], and the processor has `path`'s instructions.
+/// As [`Copier::copy_update`], and the processor has `path`'s instructions.
 unsafe fn copy_crc_unfenced(
+    crc: &mut crc_fast::Digest,
     path: Path,
     streams: bool,
     dst: *mut u8,
     src: *const u8,
     len: usize,
-) -> u64 {
-    let (mut crc, done) = match path {
-        Path::Scalar => (crc_fast::Digest::new(Crc64Nvme), 0),
+) {
+    let done = match path {
+        Path::Scalar => 0,
         #[cfg(target_arch = "x86_64")]
         // SAFETY: same contract.
-        _ => unsafe { fold_lines(path, streams, dst, src, len) },
+        _ => unsafe { fold_lines(crc, path, streams, dst, src, len) },
     };
     // SAFETY: `done <= len`.
     let to = unsafe { dst.add(done) };
     // SAFETY: likewise for the source.
     let from = unsafe { src.add(done) };
     // SAFETY: `len - done` bytes are left in both ranges.
-    unsafe { copy_crc_blocks(&mut crc, streams, to, from, len - done) };
-    crc.finalize()
+    unsafe { copy_crc_blocks(crc, streams, to, from, len - done) };
 }
 
-/// Copies and checksums from the start up to the last whole group of lines; returns the checksum so
-/// far and how many bytes that is.
+/// Copies and checksums from the start up to the last whole group of lines; returns how many bytes
+/// that is.
 ///
 /// # Safety
 ///
 /// As [`copy_crc_unfenced`]; `path` is not `Scalar`.
 #[cfg(target_arch = "x86_64")]
 unsafe fn fold_lines(
+    crc: &mut crc_fast::Digest,
     path: Path,
     streams: bool,
     dst: *mut u8,
     src: *const u8,
     len: usize,
-) -> (crc_fast::Digest, usize) {
-    let mut crc = crc_fast::Digest::new(Crc64Nvme);
+) -> usize {
     let group = if path == Path::Vpclmul512 {
         x86::GROUP_512
     } else {
@@ -227,11 +240,11 @@ unsafe fn fold_lines(
     };
     let head = dst.align_offset(64).min(len);
     let groups = (len - head) / group;
-    if groups == 0 {
-        return (crc, 0);
+    if groups * group < FOLD_FROM {
+        return 0;
     }
     // SAFETY: `head <= len`.
-    unsafe { copy_crc_blocks(&mut crc, false, dst, src, head) };
+    unsafe { copy_crc_blocks(crc, false, dst, src, head) };
     // SAFETY: `head <= len`.
     let to = unsafe { dst.add(head) };
     // SAFETY: likewise for the source.
@@ -255,10 +268,14 @@ unsafe fn fold_lines(
         (_, false) => unsafe { x86::fold_128::<false>(to, from, groups, state, remainder) },
     }
     // The remainder stands for everything before it, initial state included.
-    let mut crc = crc_fast::Digest::new_with_init_state(Crc64Nvme, 0);
+    *crc = crc_fast::Digest::new_with_init_state(Crc64Nvme, 0);
     crc.update(remainder);
-    (crc, head + groups * group)
+    head + groups * group
 }
+
+/// Ranges shorter than this many bytes are not worth the fold's start and end.
+#[cfg(target_arch = "x86_64")]
+const FOLD_FROM: usize = 2048;
 
 /// Bytes that are read, checksummed and stored together on the scalar path: a third of the smallest
 /// first-level cache in use, so that a block is still there when it is stored.

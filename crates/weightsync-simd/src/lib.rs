@@ -3,7 +3,7 @@
 //! Everything here is a pure function over bytes: no allocation, no formats, no policy. Each kernel
 //! has a portable scalar twin, and the widest path the processor offers is chosen at run time; all
 //! paths give the same bytes, which the tests check path against path. Linux on x86-64 has the fast
-//! paths (SSE2, AVX2, AVX-512, AES-NI, VAES); every other target runs the scalar twins.
+//! paths (SSE2, AVX2, AVX-512, AES-NI, VAES, PCLMULQDQ); every other target runs the scalar twins.
 //!
 //! | kernel | entry points |
 //! |---|---|

@@ -2,11 +2,10 @@
 
 /// `len` bytes of splitmix64 noise from `seed`.
 pub(crate) fn noise(len: usize, seed: u64) -> Vec<u8> {
-    let words = Noise(seed);
-    let mut bytes: Vec<u8> = words
-        .take(len.div_ceil(8))
-        .flat_map(u64::to_le_bytes)
-        .collect();
+    let mut bytes = vec![0; len.next_multiple_of(8)];
+    for (chunk, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(Noise(seed)) {
+        *chunk = word.to_le_bytes();
+    }
     bytes.truncate(len);
     bytes
 }

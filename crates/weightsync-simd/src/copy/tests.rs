@@ -22,8 +22,8 @@ fn check(path: Path, dst_offset: usize, src_offset: usize, len: usize) {
 fn every_path_copies_every_short_length_at_every_alignment() {
     for path in Path::available() {
         for len in 0..300 {
-            for dst_offset in [0, 1, 7, 16, 31, 32, 33, 48, 63] {
-                for src_offset in [0, 1, 15, 40, 63] {
+            for dst_offset in [0, 1, 16, 33, 63] {
+                for src_offset in [0, 1, 40] {
                     check(path, dst_offset, src_offset, len);
                 }
             }
@@ -77,8 +77,8 @@ fn the_whole_transfer_decides_how_its_parts_are_stored() {
 #[test]
 fn another_thread_sees_everything_a_release_store_publishes() {
     use std::sync::atomic::{AtomicPtr, Ordering};
-    let len = 4 << 20;
-    for round in 0..20 {
+    let len = 2 << 20;
+    for round in 0..4 {
         let source = noise(len, round);
         let published = AtomicPtr::new(core::ptr::null_mut());
         let mut copy = vec![0_u8; len];

@@ -20,13 +20,23 @@ fn check(path: Path, streams: bool, dst_offset: usize, src_offset: usize, len: u
     let source = noise(src_offset + len, 3);
     let source = &source[src_offset..];
     let mut arena = Arena::new(dst_offset, len);
+    let mut crc = Crc64::new();
     // SAFETY: the arena has `len` bytes at its pointer, and so has the source.
-    let crc = unsafe { copy_crc_unfenced(path, streams, arena.as_mut_ptr(), source.as_ptr(), len) };
+    unsafe {
+        copy_crc_unfenced(
+            &mut crc.0,
+            path,
+            streams,
+            arena.as_mut_ptr(),
+            source.as_ptr(),
+            len,
+        )
+    };
     fence();
     let case = format!("{path:?} streams {streams} {dst_offset} {src_offset} {len}");
     assert!(arena.bytes() == source, "{case}");
     assert!(arena.guards_intact(), "wrote outside: {case}");
-    assert_eq!(crc, crc64(source), "{case}");
+    assert_eq!(crc.value(), crc64(source), "{case}");
 }
 
 #[test]
@@ -54,7 +64,7 @@ fn every_path_copies_and_checksums_every_short_length() {
 fn every_path_copies_and_checksums_around_group_and_block_edges() {
     for path in Path::available() {
         for streams in [false, true] {
-            for edge in [512, 1024, 4096, BLOCK, 3 * BLOCK] {
+            for edge in [512, 2048, 2560, 4096, BLOCK, 3 * BLOCK] {
                 for len in [edge - 1, edge, edge + 1, edge + 63, edge + 64, edge + 577] {
                     check(path, streams, 0, 0, len);
                     check(path, streams, 33, 7, len);
@@ -91,5 +101,26 @@ fn slices_are_checksummed_below_and_above_the_threshold() {
         let mut copy = vec![0; len];
         assert_eq!(stream_copy_crc_slice(&mut copy, &source), crc64(&source));
         assert!(copy == source, "{len} bytes");
+    }
+}
+
+#[test]
+fn parts_of_one_transfer_are_copied_and_checksummed_each() {
+    for total in [10_000, crate::STREAM_THRESHOLD + 999] {
+        let source = noise(total, 7);
+        let mut copy = vec![0; total];
+        let copier = Copier::new(total);
+        let mut whole = Crc64::new();
+        for (index, part) in source.chunks(1000).enumerate() {
+            let to = &mut copy[index * 1000..][..part.len()];
+            // SAFETY: source and destination are `part.len()` bytes; the copier is dropped below.
+            let crc = unsafe { copier.copy_crc(to.as_mut_ptr(), part.as_ptr(), part.len()) };
+            assert_eq!(crc, crc64(part), "part {index} of {total} bytes");
+            // SAFETY: likewise.
+            unsafe { copier.copy_update(&mut whole, to.as_mut_ptr(), part.as_ptr(), part.len()) };
+        }
+        drop(copier);
+        assert_eq!(whole.value(), crc64(&source), "{total} bytes");
+        assert!(copy == source, "{total} bytes");
     }
 }

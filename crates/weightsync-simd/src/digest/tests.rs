@@ -216,7 +216,7 @@ fn structured_lines_do_not_collide() {
     for index in 0..300_000 {
         add(&[0; 64], index);
     }
-    // A counter in one place: 64 places of 5,000 values from 1.
+    // A 16-bit counter in one place, zeros elsewhere: 32 places, 10,000 values from 1.
     for place in 0..32 {
         for value in 1..=10_000_u16 {
             let mut line = [0; 64];
