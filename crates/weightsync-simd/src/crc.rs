@@ -274,7 +274,7 @@ unsafe fn fold_lines(
 }
 
 /// Ranges shorter than this many bytes are not worth the fold's start and end.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", test))]
 const FOLD_FROM: usize = 2048;
 
 /// Bytes that are read, checksummed and stored together on the scalar path: a third of the smallest

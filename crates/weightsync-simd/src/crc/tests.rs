@@ -70,6 +70,15 @@ fn every_path_copies_and_checksums_around_group_and_block_edges() {
                     check(path, streams, 33, 7, len);
                 }
             }
+            for offset in 0..64 {
+                check(
+                    path,
+                    streams,
+                    offset,
+                    (offset * 5 + 1) % 64,
+                    FOLD_FROM + 63 + offset * 17,
+                );
+            }
             check(path, streams, 3, 1, (2 << 20) + 12_345);
         }
     }
