@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs, hint, process, thread};
 
-use rustix::process::{Signal, getpgrp, getpid, kill_process, set_parent_process_death_signal};
+use rustix::process::{
+    Signal, getpgrp, getpid, kill_process, parent_process_death_signal,
+    set_parent_process_death_signal,
+};
 use serde::{Deserialize, Serialize};
 use weightsync::worker::{self, Event, Spawn, WorkerError, WorkerProcess, Workers};
 
@@ -31,7 +34,7 @@ pub enum Role {
     Spin,
     /// Spins, without the kernel's death signal: the lifeline alone ends it.
     SpinWithoutSignal,
-    /// Sends its index and stops itself, as a debugger would.
+    /// Sends its index and stops itself: its lifeline thread stands still too.
     Stop,
     /// Sends so many frames of so many bytes, each beginning with its number, writing the number
     /// to standard error first; then echoes.
@@ -196,6 +199,10 @@ fn describe(worker: &WorkerProcess) -> String {
             fs::read_to_string("/proc/self/comm")
                 .unwrap_or_default()
                 .trim()
+        ),
+        format!(
+            "killed with its trainer: {}",
+            parent_process_death_signal() == Ok(Some(Signal::KILL))
         ),
     ]
     .join("\n")

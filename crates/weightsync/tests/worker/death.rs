@@ -151,6 +151,19 @@ pub fn no_worker_survives_a_killed_trainer() {
     }
 }
 
+pub fn no_worker_survives_although_another_process_holds_its_lifeline() {
+    let mut trainer = Trainer::start("spinning without a signal", &[]);
+    let workers = trainer.workers();
+    // As a forked copy of the trainer would.
+    let held = trainer.sockets();
+    assert!(held.len() >= workers.len(), "one for each worker");
+    trainer.kill();
+    for worker in &workers {
+        assert!(ends(worker, LONG));
+    }
+    drop(held);
+}
+
 pub fn no_worker_survives_an_aborted_trainer() {
     let mut trainer = Trainer::start("spinning", &[]);
     let workers = trainer.workers();

@@ -73,6 +73,7 @@ pub fn a_worker_is_set_apart_from_the_terminal_and_from_stdin() {
         facts[7],
         format!("name: {}", own.chars().take(15).collect::<String>())
     );
+    assert_eq!(facts[8], "killed with its trainer: true");
 }
 
 pub fn the_pipe_is_taken_once_and_not_by_children() {

@@ -51,6 +51,7 @@ fn trials() -> Vec<Trial> {
         death::what_a_worker_started_dies_with_it,
         death::workers_survive_the_thread_that_started_them,
         death::no_worker_survives_a_killed_trainer,
+        death::no_worker_survives_although_another_process_holds_its_lifeline,
         death::no_worker_survives_an_aborted_trainer,
         death::no_worker_survives_a_trainer_killed_before_it_attached,
         leaks::two_hundred_rounds_leave_nothing,

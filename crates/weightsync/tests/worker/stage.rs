@@ -1,6 +1,6 @@
 //! What the tests stand on: waiting for processes with deadlines, gates, trainers to be killed.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use tempfile::TempDir;
 use weightsync::worker::{Event, Exit, Spawn, Workers};
 
@@ -138,6 +138,28 @@ impl Trainer {
             .split_whitespace()
             .map(|pid| pid.parse().expect("a process id"));
         pids.map(watch).collect()
+    }
+
+    /// Copies of all its sockets.
+    pub fn sockets(&self) -> Vec<OwnedFd> {
+        let pid = self.child.id();
+        let trainer = watch(pid);
+        let files = fs::read_dir(format!("/proc/{pid}/fd")).expect("there is /proc");
+        files
+            .flatten()
+            .filter(|file| {
+                let target = fs::read_link(file.path()).unwrap_or_default();
+                target.to_string_lossy().starts_with("socket:")
+            })
+            .map(|file| {
+                let number = file
+                    .file_name()
+                    .to_string_lossy()
+                    .parse()
+                    .expect("a number");
+                pidfd_getfd(&trainer, number, PidfdGetfdFlags::empty()).expect("it is our child's")
+            })
+            .collect()
     }
 
     /// Ends it, without a chance to clean up.
