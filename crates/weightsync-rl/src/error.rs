@@ -1,3 +1,7 @@
+use std::time::Duration;
+
+use weightsync::worker::{Exit, WorkerError};
+
 /// Why collecting or training failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -27,6 +31,77 @@ pub enum Error {
         /// `[B, P, T]` claimed.
         got: [usize; 3],
     },
+    /// The frames of a batch cannot be shared out evenly.
+    #[error(
+        "{frames_per_batch} frames per batch cannot be shared by {workers} workers with {envs} \
+         environments each: make it a multiple of {}", .workers * .envs
+    )]
+    UnevenBatch {
+        /// Frames asked for.
+        frames_per_batch: usize,
+        /// Workers of the collector.
+        workers: usize,
+        /// Environments of each worker.
+        envs: usize,
+    },
+    /// The collector's settings leave nothing to collect, or more than fits.
+    #[error("a batch of {frames_per_batch} frames is not between 1 and {limit}")]
+    BatchSize {
+        /// Frames asked for.
+        frames_per_batch: usize,
+        /// The most that one batch may have.
+        limit: usize,
+    },
+    /// A message of a worker or of the trainer cannot be read. In a trainer
+    /// this ends that worker's process, and another takes its place.
+    #[error("a message of {len} bytes is none of protocol {expected}: {reason}")]
+    Message {
+        /// Its length in bytes.
+        len: usize,
+        /// The protocol version spoken here.
+        expected: u8,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A worker died again and again without delivering a batch: its program or
+    /// its surroundings are at fault, not chance.
+    #[error("worker {worker} died {deaths} times in a row, the last time so: {exit}")]
+    KeepsDying {
+        /// The worker.
+        worker: usize,
+        /// How often in a row.
+        deaths: u32,
+        /// Its last end.
+        exit: Box<Exit>,
+    },
+    /// Some workers did not deliver in time.
+    #[error("workers {missing:?} delivered no frames within {waited:?}")]
+    CollectTimeout {
+        /// The workers waited for.
+        missing: Vec<usize>,
+        /// How long.
+        waited: Duration,
+    },
+    /// The trainer asked for frames by newer weights than will come: the
+    /// receiver of this worker has ended.
+    #[error("waited for version {expected} of the weights, but only {got} came: {reason}")]
+    NoSuchVersion {
+        /// The version asked for.
+        expected: u64,
+        /// The newest one received.
+        got: u64,
+        /// Why no other will come.
+        reason: String,
+    },
+    /// The worker processes.
+    #[error(transparent)]
+    Workers(#[from] WorkerError),
+    /// The weights on their way.
+    #[error(transparent)]
+    Weights(#[from] weightsync::Error),
+    /// The system refused a thread.
+    #[error("cannot start the thread that receives weights: {0}")]
+    Thread(#[source] std::io::Error),
     /// The tensor library refused an operation.
     #[cfg(feature = "candle")]
     #[error("candle: {0}")]

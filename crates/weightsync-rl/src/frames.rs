@@ -1,7 +1,5 @@
 //! What a collector delivers: steps of environments, with time last.
 
-use serde::{Deserialize, Serialize};
-
 use crate::Error;
 
 /// Steps of `B` workers with `P` environments each over `T` steps.
@@ -9,7 +7,7 @@ use crate::Error;
 /// Every field holds `B × P × T` entries in row-major order (time runs
 /// fastest), observations times [`observation_len`](Self::observation_len).
 /// This is the documents' `[B, P, T]`, `cat_results = "stack"`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Frames {
     /// `[B, P, T]`.
@@ -38,7 +36,7 @@ pub struct Frames {
 }
 
 /// An episode that has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Episode {
     /// Sum of its rewards, undiscounted.
     pub reward: f32,

@@ -10,6 +10,7 @@
 //! by `weightsync`'s sessions, frames by its worker processes' pipes.
 #![forbid(unsafe_code)]
 
+pub mod collector;
 pub mod env;
 mod error;
 pub mod frames;

@@ -67,8 +67,7 @@ impl<E: Env> Rollout<E> {
                 self.env.observe_one(p, observation);
                 let choice = policy.sample(observation, &mut scratch, &mut self.rngs[p]);
                 let transition = self.env.step(p, choice.action);
-                self.env
-                    .observe_one(p, &mut frames.next_observations[at]);
+                self.env.observe_one(p, &mut frames.next_observations[at]);
                 frames.actions[i] = choice.action;
                 frames.log_probs[i] = choice.log_prob;
                 frames.rewards[i] = transition.reward;

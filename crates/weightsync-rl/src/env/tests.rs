@@ -80,7 +80,12 @@ fn whole_short_episodes_agree_without_correction() {
     for trajectory in golden(include_str!("../../tests/data/cartpole.json")) {
         let mut env = CartPole::new(&mut rng);
         env.set_state(trajectory.states[0].as_slice().try_into().unwrap());
-        for (step, next) in trajectory.steps.iter().zip(&trajectory.states[1..]).take(60) {
+        for (step, next) in trajectory
+            .steps
+            .iter()
+            .zip(&trajectory.states[1..])
+            .take(60)
+        {
             env.step(step.action);
             for (ours, theirs) in env.state().iter().zip(next) {
                 assert!((ours - theirs).abs() <= 1e-6);

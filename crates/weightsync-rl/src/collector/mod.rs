@@ -1,0 +1,77 @@
+//! Collectors: environments and policies in worker processes, frames to the
+//! trainer, weights to the workers.
+//!
+//! [`MultiSync`] is the trainer's end, [`serve`] the worker's. Both ends are
+//! usually the same program, which asks [`weightsync::worker::current`] first:
+//!
+//! ```no_run
+//! use weightsync::{Tensors, worker};
+//! use weightsync_rl::collector::{self, MultiSync, Task};
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     if let Some(process) = worker::current()? {
+//!         return Ok(collector::serve(&process)?);
+//!     }
+//!     let mut weights = Tensors::new();
+//!     weights.insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])?;
+//!     weights.insert("actor.0.bias", [2], vec![0.0_f32; 2])?;
+//!     let mut collector = MultiSync::builder(Task::CartPole)
+//!         .workers(4)
+//!         .frames_per_batch(512)
+//!         .start(&weights)?;
+//!     for _ in 0..100 {
+//!         let batch = collector.collect()?;
+//!         println!("{} frames of version {}", batch.frames.len(), collector.version());
+//!         weights.slice_mut::<f32>("actor.0.bias")?[0] += 0.01; // training, in truth
+//!         println!("{}", collector.update_policy_weights(&weights)?);
+//!     }
+//!     Ok(()) // dropping the collector ends its workers
+//! }
+//! ```
+
+mod multi_sync;
+mod serve;
+mod wire;
+
+use serde::{Deserialize, Serialize};
+
+use crate::env::{CartPole, Env, MountainCar};
+
+pub use multi_sync::{Batch, Builder, MultiSync, Restarted};
+pub use serve::serve;
+
+/// The built-in tasks, as a worker is told which one to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Task {
+    /// [`CartPole`].
+    CartPole,
+    /// [`MountainCar`].
+    MountainCar,
+}
+
+impl Task {
+    /// The name the task is registered under in Gymnasium.
+    pub fn name(self) -> &'static str {
+        match self {
+            Task::CartPole => CartPole::NAME,
+            Task::MountainCar => MountainCar::NAME,
+        }
+    }
+
+    /// Number of `f32`s in one observation.
+    pub fn observation_len(self) -> usize {
+        match self {
+            Task::CartPole => CartPole::OBSERVATION_LEN,
+            Task::MountainCar => MountainCar::OBSERVATION_LEN,
+        }
+    }
+
+    /// Number of actions.
+    pub fn actions(self) -> usize {
+        match self {
+            Task::CartPole => CartPole::ACTIONS,
+            Task::MountainCar => MountainCar::ACTIONS,
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! What trainer and workers say to each other over a worker's pipe: postcard
+//! behind a version byte, in types of their own.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use weightsync::InitInfo;
+
+use super::Task;
+use crate::{
+    Error,
+    frames::{Episode, Frames},
+};
+
+/// The first byte of every message.
+const VERSION: u8 = 1;
+
+/// What a worker process is started with.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Start {
+    pub task: Task,
+    pub envs: u32,
+    pub seed: u64,
+    pub weights: InitInfo,
+}
+
+/// Trainer to worker: take `steps` steps in every environment, with weights of
+/// version `version` or newer.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Collect {
+    pub batch: u64,
+    pub steps: u32,
+    pub version: u64,
+}
+
+/// Worker to trainer: the frames of a batch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Collected {
+    pub batch: u64,
+    columns: Columns,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Columns {
+    envs: u32,
+    steps: u32,
+    observation_len: u32,
+    observations: Vec<f32>,
+    next_observations: Vec<f32>,
+    actions: Vec<u32>,
+    log_probs: Vec<f32>,
+    rewards: Vec<f32>,
+    terminated: Vec<bool>,
+    truncated: Vec<bool>,
+    policy_versions: Vec<u64>,
+    episodes: Vec<(f32, u32)>,
+}
+
+/// The most bytes the frames of one worker take on the wire.
+pub(super) fn longest(envs: usize, steps: usize, observation_len: usize) -> usize {
+    const HEAD: usize = 256;
+    // Two observations; varints of 5 and 10 bytes; three times 4; two flags; an
+    // episode of 4 + 5.
+    let frame = 2 * 4 * observation_len + 5 + 10 + 3 * 4 + 2 + 9;
+    HEAD + envs * steps * frame
+}
+
+pub(super) fn encode(message: &impl Serialize) -> Result<Vec<u8>, Error> {
+    postcard::to_extend(message, vec![VERSION]).map_err(|error| unreadable(0, error.to_string()))
+}
+
+/// Reads a message; everything in it is as long as the bytes are, at most.
+pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Error> {
+    let refuse = |reason| unreadable(bytes.len(), reason);
+    match bytes.split_first() {
+        None => Err(refuse("it is empty".into())),
+        Some((&VERSION, body)) => match postcard::take_from_bytes(body) {
+            Ok((message, [])) => Ok(message),
+            Ok((_, rest)) => Err(refuse(format!("{} bytes too many", rest.len()))),
+            Err(error) => Err(refuse(error.to_string())),
+        },
+        Some((other, _)) => Err(refuse(format!("it is of protocol {other}"))),
+    }
+}
+
+impl Collected {
+    pub fn new(batch: u64, frames: Frames) -> Self {
+        let [_, envs, steps] = frames.shape;
+        let episodes = frames.episodes.iter();
+        Self {
+            batch,
+            columns: Columns {
+                envs: envs as u32,
+                steps: steps as u32,
+                observation_len: frames.observation_len as u32,
+                episodes: episodes.map(|e| (e.reward, e.steps)).collect(),
+                observations: frames.observations,
+                next_observations: frames.next_observations,
+                actions: frames.actions,
+                log_probs: frames.log_probs,
+                rewards: frames.rewards,
+                terminated: frames.terminated,
+                truncated: frames.truncated,
+                policy_versions: frames.policy_versions,
+            },
+        }
+    }
+
+    /// The frames, if they are what was asked for.
+    pub fn into_frames(self, shape: [usize; 3], task: Task) -> Result<Frames, Error> {
+        let columns = self.columns;
+        let episodes = columns.episodes.into_iter();
+        let frames = Frames {
+            shape: [1, columns.envs as usize, columns.steps as usize],
+            observation_len: columns.observation_len as usize,
+            observations: columns.observations,
+            next_observations: columns.next_observations,
+            actions: columns.actions,
+            log_probs: columns.log_probs,
+            rewards: columns.rewards,
+            terminated: columns.terminated,
+            truncated: columns.truncated,
+            policy_versions: columns.policy_versions,
+            episodes: episodes
+                .map(|(reward, steps)| Episode { reward, steps })
+                .collect(),
+        };
+        frames.check(shape, task.observation_len())?;
+        let actions = task.actions() as u32;
+        match frames.actions.iter().find(|&&action| action >= actions) {
+            None => Ok(frames),
+            Some(action) => Err(unreadable(
+                0,
+                format!("action {action} of a task with {actions}"),
+            )),
+        }
+    }
+}
+
+fn unreadable(len: usize, reason: String) -> Error {
+    Error::Message {
+        len,
+        expected: VERSION,
+        reason,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::{Rng, RngExt, SeedableRng};
+
+    use super::*;
+    use crate::env::EnvRng;
+
+    fn frames() -> Frames {
+        let mut frames = Frames::zeroed(1, 2, 4);
+        frames.observations[7] = 1.0;
+        frames.actions[1] = 1;
+        frames.log_probs[0] = -0.5;
+        frames.rewards.fill(1.0);
+        frames.terminated[1] = true;
+        frames.policy_versions.fill(300);
+        frames.episodes.push(Episode {
+            reward: 2.0,
+            steps: 2,
+        });
+        frames
+    }
+
+    #[test]
+    fn messages_keep_their_bytes_on_the_wire() {
+        let collect = Collect {
+            batch: 3,
+            steps: 64,
+            version: 300,
+        };
+        let bytes = encode(&collect).unwrap();
+        assert_eq!(bytes, [1, 3, 64, 0xac, 2]);
+        assert_eq!(decode::<Collect>(&bytes).unwrap(), collect);
+
+        let bytes = encode(&Collected::new(3, frames())).unwrap();
+        let zeros = |n: usize| "00".repeat(n);
+        let golden = [
+            "01030102",
+            "04",
+            "08",
+            &zeros(28),
+            "0000803f",
+            "08",
+            &zeros(32),
+            "020001",
+            "02000000bf00000000",
+            "020000803f0000803f",
+            "020001",
+            "020000",
+            "02ac02ac02",
+            "010000004002",
+        ]
+        .concat();
+        let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, golden);
+        let back: Collected = decode(&bytes).unwrap();
+        let back = back.into_frames([1, 1, 2], Task::CartPole).unwrap();
+        assert_eq!(back, frames());
+        assert!(bytes.len() <= longest(1, 2, 4));
+    }
+
+    #[test]
+    fn frames_that_were_not_asked_for_are_refused() {
+        let refused = |frames, shape| {
+            Collected::new(0, frames)
+                .into_frames(shape, Task::CartPole)
+                .is_err()
+        };
+        assert!(refused(frames(), [1, 2, 1]));
+        assert!(refused(Frames::zeroed(1, 2, 3), [1, 1, 2]));
+        let mut wild = frames();
+        wild.actions[0] = 2;
+        assert!(refused(wild, [1, 1, 2]));
+    }
+
+    #[test]
+    fn random_and_damaged_bytes_are_refused_or_harmless() {
+        let mut rng = EnvRng::seed_from_u64(20);
+        let good = encode(&Collected::new(3, frames())).unwrap();
+        let mut read = 0;
+        for _ in 0..20_000 {
+            let mut bytes = good.clone();
+            if rng.random_bool(0.5) {
+                bytes.resize(rng.random_range(0..80), 0);
+                rng.fill_bytes(&mut bytes);
+                if let Some(first) = bytes.first_mut() {
+                    *first = VERSION;
+                }
+            } else {
+                for _ in 0..rng.random_range(1..4) {
+                    let at = rng.random_range(0..bytes.len());
+                    bytes[at] = rng.random();
+                }
+                bytes.truncate(rng.random_range(0..=bytes.len()));
+            }
+            if let Ok(collected) = decode::<Collected>(&bytes)
+                && let Ok(frames) = collected.into_frames([1, 1, 2], Task::CartPole)
+            {
+                assert_eq!(frames.len(), 2);
+                read += 1;
+            }
+            let _ = decode::<Collect>(&bytes);
+            let _ = decode::<Start>(&bytes);
+        }
+        assert!(read > 0, "some damage hits nothing but values");
+        // A length that promises far more than there is.
+        let huge = [VERSION, 3, 1, 2, 4, 0xff, 0xff, 0xff, 0xff, 0x0f];
+        assert!(decode::<Collected>(&huge).is_err());
+    }
+}

@@ -1,0 +1,91 @@
+use super::*;
+use crate::{env::CartPole, rollout::Rollout};
+
+#[test]
+fn the_borrowed_policy_computes_what_candle_computes() {
+    let model = ActorCritic::new(4, &[64, 64], 2, 3).unwrap();
+    // The last layer starts small; larger weights test more of the range.
+    for (_, var) in model.vars() {
+        var.set(&(var.as_tensor() * 3.0).unwrap()).unwrap();
+    }
+    let weights = model.weights().unwrap();
+    let policy = weights.policy().unwrap();
+    let frames = Rollout::<CartPole>::new(4, 1).collect(&policy, 0, 64);
+    let shape = (frames.len(), 4);
+    let observations = Tensor::from_slice(&frames.observations, shape, &Device::Cpu).unwrap();
+    let logits = model.logits(&observations).unwrap();
+    let log_probs = log_softmax(&logits, D::Minus1).unwrap();
+    let (logits, log_probs) = (
+        logits.to_vec2::<f32>().unwrap(),
+        log_probs.to_vec2::<f32>().unwrap(),
+    );
+    let mut scratch = policy.scratch();
+    for (i, observation) in frames.observations.chunks(4).enumerate() {
+        for (ours, theirs) in policy
+            .logits(observation, &mut scratch)
+            .iter()
+            .zip(&logits[i])
+        {
+            assert!((ours - theirs).abs() <= 1e-5, "{ours} ≠ {theirs}");
+        }
+        let theirs = log_probs[i][frames.actions[i] as usize];
+        assert!((frames.log_probs[i] - theirs).abs() <= 1e-5);
+    }
+}
+
+#[test]
+fn advantages_of_a_worked_example() {
+    let mut frames = Frames::zeroed(1, 4, 1);
+    frames.rewards = vec![1.0, 2.0, 3.0, 4.0];
+    frames.terminated[1] = true;
+    frames.truncated[2] = true;
+    let values = [10.0, 20.0, 30.0, 40.0];
+    let next = [20.0, 99.0, 50.0, 60.0];
+    let got = advantages(&frames, &values, &next, 0.5, 0.5);
+    // Backwards: 4 + 30 − 40; truncated: 3 + 25 − 30, cut from what follows;
+    // terminated: 2 − 20; 1 + 10 − 10 + ¼ × −18.
+    assert_eq!(got, [-3.5, -18.0, -2.0, -6.0]);
+}
+
+#[test]
+fn training_repeats_with_the_seed_and_raises_the_return() {
+    let train = |seed| {
+        let model = ActorCritic::new(4, &[64, 64], 2, seed).unwrap();
+        let mut ppo = Ppo::new(model, PpoConfig::default(), seed).unwrap();
+        let mut rollout = Rollout::<CartPole>::new(4, seed);
+        let mut means = Vec::new();
+        for version in 0..14 {
+            let weights = ppo.model().weights().unwrap();
+            let frames = rollout.collect(&weights.policy().unwrap(), version, 128);
+            let total: f32 = frames.episodes.iter().map(|e| e.reward).sum();
+            means.push(total / frames.episodes.len().max(1) as f32);
+            ppo.update(&frames).unwrap();
+        }
+        (means, ppo.model().weights().unwrap())
+    };
+    let (means, weights) = train(1);
+    let (again, same) = train(1);
+    assert_eq!(means, again);
+    assert_eq!(format!("{weights:?}"), format!("{same:?}"));
+    assert!(
+        means[13] > 2.0 * means[0],
+        "fourteen updates should help: {means:?}"
+    );
+}
+
+#[test]
+fn a_gradient_is_cut_to_the_allowed_norm() {
+    let model = ActorCritic::new(4, &[8], 2, 1).unwrap();
+    let ppo = Ppo::new(model, PpoConfig::default(), 1).unwrap();
+    let ones = Tensor::ones((16, 4), candle_core::DType::F32, &Device::Cpu).unwrap();
+    let loss = (ppo.model.values(&ones).unwrap() * 1e3).unwrap().sum_all();
+    let mut gradients = loss.unwrap().backward().unwrap();
+    ppo.clip_gradients(&mut gradients).unwrap();
+    let mut squares = 0.0;
+    for (_, var) in ppo.model.vars() {
+        if let Some(gradient) = gradients.get(var) {
+            squares += scalar(&gradient.sqr().unwrap().sum_all().unwrap()).unwrap();
+        }
+    }
+    assert!((squares.sqrt() - 0.5).abs() < 1e-3, "{squares}");
+}

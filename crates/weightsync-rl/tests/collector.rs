@@ -1,0 +1,286 @@
+//! The multi-sync collector with real worker processes: this binary, run again.
+
+use std::{
+    io,
+    path::Path,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use libtest_mimic::{Arguments, Trial};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use weightsync::{
+    Tensors,
+    worker::{self, Spawn, WorkerProcess},
+};
+use weightsync_rl::{
+    Error,
+    collector::{self, Builder, MultiSync, Task},
+};
+
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+/// Tells a worker of this binary how to misbehave; see [`misbehave`].
+const MISCHIEF: &str = "COLLECTOR_TEST_MISCHIEF";
+
+fn main() -> ExitCode {
+    match worker::current() {
+        Ok(None) => {}
+        Ok(Some(process)) => {
+            let served = misbehave(&process).and_then(|()| Ok(collector::serve(&process)?));
+            return match served {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => {
+                    eprintln!("{error}");
+                    ExitCode::FAILURE
+                }
+            };
+        }
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::FAILURE;
+        }
+    }
+    let tests = [
+        (
+            "the_same_seed_gives_the_same_frames",
+            the_same_seed_gives_the_same_frames as fn() -> Outcome,
+        ),
+        (
+            "frames_carry_the_version_sent",
+            frames_carry_the_version_sent,
+        ),
+        (
+            "workers_act_on_the_weights_sent",
+            workers_act_on_the_weights_sent,
+        ),
+        (
+            "an_idle_worker_that_dies_is_replaced",
+            an_idle_worker_that_dies_is_replaced,
+        ),
+        (
+            "a_worker_that_dies_in_a_batch_is_replaced",
+            a_worker_that_dies_in_a_batch_is_replaced,
+        ),
+        (
+            "a_worker_that_talks_nonsense_is_replaced",
+            a_worker_that_talks_nonsense_is_replaced,
+        ),
+        (
+            "workers_that_cannot_start_are_given_up",
+            workers_that_cannot_start_are_given_up,
+        ),
+        (
+            "no_worker_outlives_the_collector",
+            no_worker_outlives_the_collector,
+        ),
+        (
+            "impossible_batches_are_refused",
+            impossible_batches_are_refused,
+        ),
+    ];
+    let trials = tests.map(|(name, test)| {
+        Trial::test(name, move || {
+            test().map_err(|error| error.to_string().into())
+        })
+    });
+    libtest_mimic::run(&Arguments::from_args(), trials.into()).exit_code()
+}
+
+fn the_same_seed_gives_the_same_frames() -> Outcome {
+    let run = |seed| -> Result<_, Box<dyn std::error::Error>> {
+        let mut weights = weights()?;
+        let mut collector = builder().seed(seed).start(&weights)?;
+        let mut batches = Vec::new();
+        for _ in 0..5 {
+            batches.push(collector.collect()?.frames);
+            weights.slice_mut::<f32>("actor.0.weight")?[2] += 0.5;
+            collector.update_policy_weights(&weights)?;
+        }
+        Ok(batches)
+    };
+    let batches = run(1)?;
+    assert_eq!(batches[0].shape, [3, 2, 50]);
+    assert_eq!(batches, run(1)?);
+    assert_ne!(batches, run(2)?);
+    let first = &batches[0].observations;
+    let part = first.len() / 3;
+    assert_ne!(first[..part], first[part..2 * part], "workers differ");
+    Ok(())
+}
+
+fn frames_carry_the_version_sent() -> Outcome {
+    let weights = weights()?;
+    let mut collector = builder().start(&weights)?;
+    let first = collector.version();
+    for update in 0..20 {
+        let batch = collector.collect()?;
+        assert_eq!(batch.frames.policy_versions, vec![first + update; 300]);
+        assert!(batch.restarts.is_empty());
+        let report = collector.update_policy_weights(&weights)?;
+        assert!(report.all_applied(), "{report}");
+        assert_eq!(report.workers.len(), 3);
+        let versions = collector.worker_versions();
+        assert!(versions.iter().all(|v| v.applied == report.version));
+    }
+    Ok(())
+}
+
+fn workers_act_on_the_weights_sent() -> Outcome {
+    let mut weights = weights()?;
+    let mut collector = builder().start(&weights)?;
+    for action in [0_u32, 1, 0] {
+        let bias = weights.slice_mut::<f32>("actor.0.bias")?;
+        bias.fill(-100.0);
+        bias[action as usize] = 100.0;
+        collector.update_policy_weights(&weights)?;
+        assert_eq!(collector.collect()?.frames.actions, vec![action; 300]);
+    }
+    // An in-place change that was not sent is not acted on.
+    weights.slice_mut::<f32>("actor.0.bias")?.reverse();
+    assert_eq!(collector.collect()?.frames.actions, vec![0; 300]);
+    Ok(())
+}
+
+fn an_idle_worker_that_dies_is_replaced() -> Outcome {
+    let mut weights = weights()?;
+    let mut collector = builder().start(&weights)?;
+    collector.collect()?;
+    let victim = collector.pid(1).ok_or("no worker 1")?;
+    kill_process(pid(victim)?, Signal::KILL)?;
+    // Sent whether or not its death has been noticed; it concerns nobody else.
+    weights.slice_mut::<f32>("actor.0.bias")?[0] = 100.0;
+    let report = collector.update_policy_weights(&weights)?;
+    assert!(report.workers.iter().filter(|w| w.worker.0 != 1).count() == 2);
+    assert!(report.failed().all(|line| line.pid == victim), "{report}");
+
+    let mut restarts = Vec::new();
+    let mut batch = collector.collect()?;
+    restarts.append(&mut batch.restarts);
+    if restarts.is_empty() {
+        // It was asked before the kernel had ended it.
+        restarts.append(&mut collector.collect()?.restarts);
+    }
+    assert_eq!(restarts.len(), 1);
+    assert_eq!((restarts[0].worker, restarts[0].exit.signal), (1, Some(9)));
+    assert_eq!(restarts[0].exit.pid, victim);
+    assert_eq!(collector.pid(1), Some(restarts[0].pid));
+    assert_eq!(batch.frames.shape, [3, 2, 50]);
+    assert_eq!(
+        batch.frames.actions,
+        vec![0; 300],
+        "with the current weights"
+    );
+    assert_eq!(batch.frames.policy_versions, vec![collector.version(); 300]);
+
+    let report = collector.update_policy_weights(&weights)?;
+    assert!(
+        report.all_applied() && report.workers.len() == 3,
+        "{report}"
+    );
+    Ok(())
+}
+
+fn a_worker_that_dies_in_a_batch_is_replaced() -> Outcome {
+    replaced_once("die", |exit| exit.signal == Some(6))
+}
+
+fn a_worker_that_talks_nonsense_is_replaced() -> Outcome {
+    replaced_once("babble", |exit| exit.signal == Some(9))
+}
+
+fn replaced_once(mischief: &str, ended: fn(&worker::Exit) -> bool) -> Outcome {
+    let dir = tempfile::tempdir()?;
+    let once = dir.path().join("done");
+    let spawn = Spawn::this_program()?.env(MISCHIEF, format!("{mischief}:{}", once.display()));
+    let mut collector = builder().spawn(spawn).start(&weights()?)?;
+    let batch = collector.collect()?;
+    assert_eq!(batch.restarts.len(), 1);
+    assert_eq!(batch.restarts[0].worker, 1);
+    assert!(ended(&batch.restarts[0].exit), "{}", batch.restarts[0].exit);
+    assert_eq!(batch.frames.shape, [3, 2, 50]);
+    assert!(collector.collect()?.restarts.is_empty());
+    Ok(())
+}
+
+fn workers_that_cannot_start_are_given_up() -> Outcome {
+    let spawn = Spawn::this_program()?.env(MISCHIEF, "fail:now");
+    let begun = Instant::now();
+    match builder().spawn(spawn).start(&weights()?) {
+        Err(Error::KeepsDying { exit, .. }) => {
+            assert_eq!(exit.status, Some(1));
+            assert!(exit.stderr_text().contains("out of order"), "{exit}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(
+        begun.elapsed() < Duration::from_secs(20),
+        "an event, not a deadline"
+    );
+    Ok(())
+}
+
+fn no_worker_outlives_the_collector() -> Outcome {
+    let collector = builder().start(&weights()?)?;
+    let pids: Vec<u32> = (0..3).filter_map(|worker| collector.pid(worker)).collect();
+    assert_eq!(pids.len(), 3);
+    collector.shutdown();
+    for worker in pids {
+        assert!(test_kill_process(pid(worker)?).is_err(), "{worker} lives");
+    }
+    Ok(())
+}
+
+fn impossible_batches_are_refused() -> Outcome {
+    let uneven = builder().frames_per_batch(301).start(&weights()?);
+    assert!(matches!(uneven, Err(Error::UnevenBatch { .. })));
+    let none = builder().frames_per_batch(0).start(&weights()?);
+    assert!(matches!(none, Err(Error::BatchSize { .. })));
+    let idle = builder().workers(0).start(&weights()?);
+    assert!(matches!(idle, Err(Error::UnevenBatch { .. })));
+    Ok(())
+}
+
+fn builder() -> Builder {
+    MultiSync::builder(Task::CartPole)
+        .workers(3)
+        .envs_per_worker(2)
+        .frames_per_batch(300)
+}
+
+fn weights() -> Result<Tensors, weightsync::Error> {
+    let mut weights = Tensors::new();
+    weights.insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])?;
+    weights.insert("actor.0.bias", [2], vec![0.0_f32; 2])?;
+    Ok(weights)
+}
+
+fn pid(id: u32) -> Result<Pid, io::Error> {
+    Pid::from_raw(id as i32).ok_or_else(|| io::Error::other("no process has id 0"))
+}
+
+/// In a worker: `fail:` ends it at once; `die:FILE` and `babble:FILE` have
+/// worker 1 abort on its first real request, or answer it with bytes that mean
+/// nothing, once, with FILE as the memory of it.
+fn misbehave(process: &WorkerProcess) -> Outcome {
+    let Ok(mischief) = std::env::var(MISCHIEF) else {
+        return Ok(());
+    };
+    let (what, file) = mischief.split_once(':').ok_or("no colon")?;
+    if what == "fail" {
+        return Err("out of order".into());
+    }
+    let file = Path::new(file);
+    if process.index() != 1 || file.exists() {
+        return Ok(());
+    }
+    std::fs::write(file, what)?;
+    // It has heard the request and will never answer it as asked.
+    process.recv(None)?;
+    if what == "die" {
+        std::process::abort();
+    }
+    process.send(b"\x01nonsense")?;
+    process.recv(None)?;
+    Ok(())
+}
