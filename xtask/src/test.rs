@@ -50,7 +50,8 @@ pub fn run(places: &Places) -> Result<(), Error> {
 /// The models of the shared-memory protocol.
 ///
 /// Every crate is compiled for loom, hence a build directory of its own: one shared with ordinary
-/// builds would be rebuilt at each change between the two. Models that went missing would pass
+/// builds would be rebuilt at each change between the two. Integration tests use what loom does not
+/// model, hence the library's own tests only. Models that went missing would pass
 /// silently, so nextest is told to fail where it finds none.
 fn loom(places: &Places, nextest: &Path) -> Command {
     let flags = match std::env::var("RUSTFLAGS") {
