@@ -1,2 +1,35 @@
 //! The `weightsync` command.
-fn main() {}
+#![forbid(unsafe_code)]
+
+mod bench;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Moves a model's weights from the trainer to every worker that runs it.
+#[derive(Parser)]
+#[command(version, about)]
+struct Command {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Measure a scheme on this machine, beside a plain memcpy of the same run
+    Bench(bench::Args),
+}
+
+fn main() -> ExitCode {
+    let done = match Command::parse().what {
+        What::Bench(args) => bench::run(args),
+    };
+    match done {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("weightsync: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

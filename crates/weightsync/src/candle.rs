@@ -54,7 +54,7 @@ impl WeightExtractor for VarMap {
                 .iter()
                 .map(|&stride| stride as i64)
                 .collect();
-            let dtype = dtype_of(var.dtype());
+            let dtype = dtype_of(name, var.dtype())?;
             let tensor =
                 TensorRef::strided(dtype, shape, &strides, layout.start_offset() as u64, bytes);
             let tensor = tensor.map_err(|source| failed(source.into()))?;
@@ -113,13 +113,14 @@ fn sorted(map: &VarMap) -> Vec<(String, Var)> {
 fn layout_of(vars: &[(String, Var)]) -> Result<Layout> {
     let tensors = vars.iter().map(|(name, var)| {
         let shape = var.dims().iter().map(|&len| len as u64).collect();
-        (name.clone(), dtype_of(var.dtype()), shape)
+        Ok((name.clone(), dtype_of(name, var.dtype())?, shape))
     });
-    Ok(Layout::new(tensors)?)
+    Ok(Layout::new(tensors.collect::<Result<Vec<_>>>()?)?)
 }
 
-fn dtype_of(dtype: DType) -> Dtype {
-    match dtype {
+/// Candle's list of dtypes may grow; one that is not known here is refused.
+fn dtype_of(name: &str, dtype: DType) -> Result<Dtype> {
+    Ok(match dtype {
         DType::U8 => Dtype::U8,
         DType::U32 => Dtype::U32,
         DType::I16 => Dtype::I16,
@@ -134,7 +135,14 @@ fn dtype_of(dtype: DType) -> Dtype {
         DType::F6E3M2 => Dtype::F6_E3M2,
         DType::F4 => Dtype::F4,
         DType::F8E8M0 => Dtype::F8_E8M0,
-    }
+        other => {
+            let source = format!("weightsync knows no candle dtype {other:?}").into();
+            return Err(Error::Extract {
+                name: name.into(),
+                source,
+            });
+        }
+    })
 }
 
 /// The elements' bytes; `None` for dtypes whose storage has no plain bytes.

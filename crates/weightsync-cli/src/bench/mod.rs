@@ -1,0 +1,44 @@
+//! `weightsync bench`: what a scheme does on this machine.
+//!
+//! Everything is timed from the publication's call to the moment the sender
+//! knows that the version is live on every worker, beside one `memcpy` of the
+//! same bytes in the same round.
+
+mod group;
+mod numbers;
+mod reader;
+mod shared_mem;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+/// What `bench` is asked for.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    scheme: Scheme,
+}
+
+#[derive(Subcommand)]
+enum Scheme {
+    /// Shared memory: worker processes that take snapshots without a copy
+    SharedMem(shared_mem::Args),
+    /// The project's own group of cases, with their targets (`cargo xtask bench mem`)
+    #[command(hide = true)]
+    Mem(group::Args),
+    /// A worker process of a benchmark
+    #[command(hide = true)]
+    Reader,
+}
+
+/// Runs a benchmark.
+pub fn run(args: Args) -> Result<ExitCode, Box<dyn Error>> {
+    match args.scheme {
+        Scheme::SharedMem(args) => shared_mem::run(&args)?,
+        Scheme::Mem(args) => group::run(&args)?,
+        Scheme::Reader => reader::run()?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
