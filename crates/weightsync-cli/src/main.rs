@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod demo;
 
 use std::process::ExitCode;
 
@@ -17,12 +18,15 @@ struct Command {
 
 #[derive(Subcommand)]
 enum What {
+    /// Train a policy in worker processes that get every update through shared memory
+    Demo(demo::Args),
     /// Measure a scheme on this machine, beside a plain memcpy of the same run
     Bench(bench::Args),
 }
 
 fn main() -> ExitCode {
     let done = match Command::parse().what {
+        What::Demo(args) => demo::run(&args),
         What::Bench(args) => bench::run(args),
     };
     match done {

@@ -210,6 +210,13 @@ impl Ppo {
     }
 }
 
+/// Keeps candle's matrix products, in the whole process, to the thread that
+/// asks for them. Minibatches of small networks gain nothing from more threads,
+/// and workers on the same machine have a use for the other cores.
+pub fn keep_to_one_thread() {
+    gemm::set_threading_threshold(usize::MAX);
+}
+
 /// Frames as tensors, first dimension `B × P × T` or a selection of it.
 struct Batch {
     observations: Tensor,

@@ -1,0 +1,138 @@
+//! What is seen while the demo runs: a few lines that change in place on a
+//! terminal, a line every second or so anywhere else.
+
+use std::{
+    io::{self, IsTerminal, Write},
+    time::Duration,
+};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// How often a line is printed where lines stay.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// How often the terminal is redrawn, per second.
+const REDRAWS: u8 = 10;
+
+/// Where the training stands.
+pub struct Status {
+    pub elapsed: Duration,
+    pub frames: usize,
+    /// `None` before there are enough episodes.
+    pub mean_return: Option<f64>,
+    /// The trainer's version.
+    pub version: u64,
+    /// Each worker's number and version.
+    pub workers: Vec<(u32, u64)>,
+    /// From the call of send until every worker had the version.
+    pub latency: Duration,
+}
+
+/// Shows a [`Status`] as often as is good to read.
+pub struct Progress {
+    /// On a terminal.
+    bar: Option<ProgressBar>,
+    workers: usize,
+    next_line: Duration,
+}
+
+impl Progress {
+    pub fn new(goal: f64, workers: usize) -> Self {
+        let bar = io::stdout().is_terminal().then(|| {
+            let target = ProgressDrawTarget::stdout_with_hz(REDRAWS);
+            let bar = ProgressBar::with_draw_target(Some(goal as u64), target);
+            let style = ProgressStyle::with_template("return {bar:40.cyan} {pos} of {len}\n{msg}");
+            match style {
+                Ok(style) => bar.with_style(style),
+                Err(_) => bar,
+            }
+        });
+        Self {
+            bar,
+            workers,
+            next_line: Duration::ZERO,
+        }
+    }
+
+    pub fn show(&mut self, status: &Status) {
+        match &self.bar {
+            Some(bar) => {
+                let goal = bar.length().unwrap_or(u64::MAX);
+                bar.set_position((status.mean_return.unwrap_or(0.0) as u64).min(goal));
+                bar.set_message(self.several_lines(status));
+            }
+            None if status.elapsed >= self.next_line => {
+                self.next_line = status.elapsed + INTERVAL;
+                let line = self.one_line(status);
+                self.say(&line);
+            }
+            None => {}
+        }
+    }
+
+    /// A line that stays.
+    pub fn say(&mut self, line: &str) {
+        match &self.bar {
+            Some(bar) if !bar.is_finished() => bar.println(line),
+            // Nobody listens any more: the training is worth finishing.
+            _ => drop(writeln!(io::stdout(), "{line}")),
+        }
+    }
+
+    /// Leaves the last status where it is.
+    pub fn finish(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.abandon();
+        }
+    }
+
+    fn several_lines(&self, status: &Status) -> String {
+        let frames_per_second = status.frames as f64 / status.elapsed.as_secs_f64();
+        format!(
+            "{:.1} s, {} frames, {frames_per_second:.0} frames/s\n\
+             version {} at the trainer; {}\n\
+             send → applied on all workers: {}",
+            status.elapsed.as_secs_f64(),
+            status.frames,
+            status.version,
+            self.versions(status),
+            micros(status.latency),
+        )
+    }
+
+    fn one_line(&self, status: &Status) -> String {
+        let mean = status.mean_return.map_or("–".into(), |m| format!("{m:.1}"));
+        format!(
+            "{:5.1} s  {:>6} frames  {:>5.0} frames/s  return {mean:>5}  version {}; {}  \
+             send → applied {}",
+            status.elapsed.as_secs_f64(),
+            status.frames,
+            status.frames as f64 / status.elapsed.as_secs_f64(),
+            status.version,
+            self.versions(status),
+            micros(status.latency),
+        )
+    }
+
+    /// What each worker has, in the order of the workers.
+    fn versions(&self, status: &Status) -> String {
+        let of = |worker| {
+            let mut found = status
+                .workers
+                .iter()
+                .filter(|(number, _)| *number == worker);
+            found
+                .next()
+                .map_or("gone".into(), |(_, version)| version.to_string())
+        };
+        let versions: Vec<String> = (0..self.workers as u32).map(of).collect();
+        format!("workers {}", versions.join(" "))
+    }
+}
+
+/// A latency as people read it.
+pub fn micros(duration: Duration) -> String {
+    match duration.as_micros() {
+        micros if micros < 10_000 => format!("{micros} µs"),
+        micros => format!("{} ms", micros / 1000),
+    }
+}
