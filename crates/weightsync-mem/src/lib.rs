@@ -27,6 +27,8 @@ mod sync;
 #[cfg(not(loom))]
 mod error;
 #[cfg(not(loom))]
+mod fork;
+#[cfg(not(loom))]
 mod loan;
 #[cfg(not(loom))]
 mod map;

@@ -12,6 +12,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, os};
+use crate::fork::process_id;
 
 /// Seals every shared file carries: no resizing, and after the owner's own
 /// mapping no writable mapping and no `write` by anybody.
@@ -68,7 +69,7 @@ pub(crate) struct Mapping {
     len: usize,
     /// The process that made it: in a forked child the addresses are not mapped
     /// (`MADV_DONTFORK`), and something else may live there.
-    pid: rustix::process::Pid,
+    pid: u32,
 }
 
 // SAFETY: the mapping is plain memory; every access through it goes through
@@ -113,7 +114,7 @@ impl Mapping {
                 got: "address 0".into(),
             })?,
             len,
-            pid: rustix::process::getpid(),
+            pid: process_id(),
         };
         // SAFETY: the range is exactly the mapping made above; keeping it out
         // of forked children changes nothing in this process.
@@ -144,14 +145,13 @@ impl Mapping {
     /// Whether this process is the one that made the mapping. Everything that
     /// touches the memory asks first.
     pub(crate) fn usable(&self) -> Result<(), Error> {
-        let child = rustix::process::getpid();
+        let child = process_id();
         if child == self.pid {
             return Ok(());
         }
-        let number = |pid: rustix::process::Pid| pid.as_raw_nonzero().get() as u32;
         Err(Error::Forked {
-            owner: number(self.pid),
-            child: number(child),
+            owner: self.pid,
+            child,
         })
     }
 

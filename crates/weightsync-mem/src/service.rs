@@ -239,7 +239,8 @@ impl Shared {
     ) -> Vec<ReaderOutcome> {
         let mut state = self.state();
         let gone = std::mem::take(&mut state.gone);
-        let mut lines = Vec::with_capacity(gone.len() + pending.len());
+        // Allocates only once there is a line: this is looked at in a loop.
+        let mut lines = Vec::new();
         for one in gone {
             pending.retain(|key| *key != one.key);
             let outcome = match one.outcome {
