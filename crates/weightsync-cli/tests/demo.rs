@@ -1,0 +1,225 @@
+//! `weightsync demo` as a user meets it: the real binary, its files, its exit
+//! codes, and what is left after it is killed.
+
+use std::{
+    collections::HashMap,
+    fs,
+    io::{BufRead, BufReader, Read},
+    path::Path,
+    process::{Child, ChildStdout, Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fd::OwnedFd,
+    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
+};
+
+/// More than an unoptimised build on a busy machine needs.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+#[test]
+fn it_learns_and_writes_the_curve_and_the_policy() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("results");
+    let demo = demo(&["--seed", "2", "--time-limit", "600"], Some(&out)).output();
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = demo.unwrap();
+    let (stdout, stderr) = (text(&stdout), text(&stderr));
+    assert!(status.success(), "{status}\n{stdout}\n{stderr}");
+    assert_eq!(stderr, "");
+    for word in [
+        "goal reached",
+        "frames/s",
+        "send → applied",
+        "workers 2 2 2 2",
+    ] {
+        assert!(stdout.contains(word), "no {word:?} in\n{stdout}");
+    }
+
+    let svg = fs::read_to_string(out.join("learning.svg")).unwrap();
+    assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"));
+    assert!(svg.contains("mean of the last 100 episodes"));
+
+    let bytes = fs::read(out.join("policy.safetensors")).unwrap();
+    let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let notes: HashMap<String, String> = metadata.metadata().clone().unwrap();
+    let version = &notes["weightsync.version"];
+    assert!(stdout.contains(&format!("policy.safetensors (version {version})")));
+    assert!(metadata.tensors().contains_key("actor.2.weight"));
+    assert_eq!(fs::read_dir(&out).unwrap().count(), 2, "no other file");
+}
+
+#[test]
+fn a_goal_missed_in_time_is_said_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("results");
+    let demo = demo(&["--time-limit", "0"], Some(&out)).output().unwrap();
+    assert_eq!(demo.status.code(), Some(1));
+    assert!(text(&demo.stdout).contains("goal NOT reached"));
+    assert!(!out.exists());
+}
+
+#[test]
+fn results_go_into_a_new_folder_unless_one_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let (taken, fresh) = (
+        dir.path().join("weightsync-demo"),
+        dir.path().join("weightsync-demo-2"),
+    );
+    fs::create_dir(&taken).unwrap();
+    let mut running = Running::start(demo(&[], None).current_dir(dir.path()));
+    running.line_with("send → applied");
+    assert!(fresh.exists());
+    running.signal(Signal::TERM);
+    assert_eq!(running.end(), Some(128 + 15));
+    assert!(!fresh.exists());
+    assert!(taken.exists(), "it was not the demo's own");
+}
+
+#[test]
+fn ctrl_c_ends_it_cleanly() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("results");
+    let mut running = Running::start(&mut demo(&["--workers", "3"], Some(&out)));
+    running.line_with("send → applied");
+    let workers = running.workers(3);
+    running.signal(Signal::INT);
+    assert_eq!(running.end(), Some(130));
+    assert!(!out.exists());
+    all_end(&workers);
+}
+
+#[test]
+fn a_killed_worker_is_reported_and_the_training_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut running = Running::start(&mut demo(&["--workers", "2"], Some(dir.path())));
+    running.line_with("send → applied");
+    let workers = running.workers(2);
+    let victim = workers[0].0;
+    kill_process(victim, Signal::KILL).unwrap();
+    let report = running.line_with("took its place");
+    assert!(report.contains("was killed (signal 9)"), "{report}");
+    let named = format!("process {} ", victim.as_raw_nonzero());
+    assert!(report.contains(&named), "{report}");
+
+    // Both workers have the trainer's version again.
+    let line = running.line_with("; workers ");
+    let (_, versions) = line.split_once("version ").unwrap();
+    let (trainer, workers) = versions.split_once("; workers ").unwrap();
+    let workers: Vec<&str> = workers.split_whitespace().take(2).collect();
+    assert_eq!(workers, [trainer, trainer], "{line}");
+    running.signal(Signal::INT);
+    assert_eq!(running.end(), Some(130));
+}
+
+#[test]
+fn killing_the_demo_leaves_no_worker() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut running = Running::start(&mut demo(&[], Some(dir.path())));
+    running.line_with("send → applied");
+    let workers = running.workers(4);
+    running.signal(Signal::KILL);
+    assert_eq!(running.end(), None, "no exit code after SIGKILL");
+    all_end(&workers);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+fn demo(args: &[&str], out: Option<&Path>) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_weightsync"));
+    command.arg("demo").args(args);
+    if let Some(out) = out {
+        command.arg("--out").arg(out);
+    }
+    command
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A demo whose output is read line by line.
+struct Running {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Running {
+    fn start(command: &mut Command) -> Self {
+        let mut child = command
+            // It must not give up while it is tested.
+            .args(["--time-limit", "600"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    fn line_with(&mut self, word: &str) -> String {
+        let mut seen = String::new();
+        let begun = Instant::now();
+        loop {
+            let mut line = String::new();
+            let read = self.lines.read_line(&mut line).unwrap();
+            if line.contains(word) {
+                return line;
+            }
+            seen += &line;
+            assert!(
+                read > 0 && begun.elapsed() < PATIENCE,
+                "no {word:?} in\n{seen}"
+            );
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Its worker processes, with handles that outlast them.
+    fn workers(&self, count: usize) -> Vec<(Pid, OwnedFd)> {
+        let mut found = Vec::new();
+        for task in fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap() {
+            let children = fs::read_to_string(task.unwrap().path().join("children")).unwrap();
+            for pid in children.split_whitespace() {
+                let pid = Pid::from_raw(pid.parse().unwrap()).unwrap();
+                found.push((pid, pidfd_open(pid, PidfdFlags::empty()).unwrap()));
+            }
+        }
+        assert_eq!(found.len(), count);
+        found
+    }
+
+    /// Waits for its end and that of everyone who shares its output; the exit
+    /// code, if it was not a signal that ended it.
+    fn end(&mut self) -> Option<i32> {
+        let mut rest = String::new();
+        self.lines.read_to_string(&mut rest).unwrap();
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // After a failed assertion; otherwise it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn all_end(workers: &[(Pid, OwnedFd)]) {
+    let patience = Timespec {
+        tv_sec: 10,
+        tv_nsec: 0,
+    };
+    for (pid, handle) in workers {
+        let mut ended = [PollFd::new(handle, PollFlags::IN)];
+        let count = poll(&mut ended, Some(&patience)).unwrap();
+        assert_eq!(count, 1, "{pid:?} lives");
+    }
+}
