@@ -29,6 +29,8 @@ mod error;
 #[cfg(not(loom))]
 mod fork;
 #[cfg(not(loom))]
+mod futex;
+#[cfg(not(loom))]
 mod loan;
 #[cfg(not(loom))]
 mod map;
@@ -48,6 +50,8 @@ mod socket;
 mod spans;
 #[cfg(not(loom))]
 mod wait;
+#[cfg(not(loom))]
+mod watch;
 #[cfg(not(loom))]
 pub mod wire;
 #[cfg(not(loom))]

@@ -55,6 +55,22 @@ impl PinBook {
         }
     }
 
+    /// A reader's control page.
+    pub(crate) fn control(&self) -> Result<&Control, Error> {
+        match &self.home {
+            Home::Reader { control, .. } => Ok(control.map.table()),
+            Home::Sender(_) => Err(not_a_reader()),
+        }
+    }
+
+    /// A reader's connection to its sender.
+    pub(crate) fn socket(&self) -> Result<&Socket, Error> {
+        match &self.home {
+            Home::Reader { socket, .. } => Ok(socket),
+            Home::Sender(_) => Err(not_a_reader()),
+        }
+    }
+
     /// Pins the live slot, whichever that is by then. `None` before the first
     /// publication.
     ///
@@ -86,7 +102,7 @@ impl PinBook {
     /// Rings the sender's doorbell if it sleeps.
     pub(crate) fn tell_sender(&self) {
         order();
-        if self.header().sender.0.sleeping().is_some() {
+        if self.header().sender.0.sleeping() {
             self.doorbell.ring();
         }
     }
@@ -119,5 +135,12 @@ impl Drop for Pin {
             drop(counts);
             self.book.tell_sender();
         }
+    }
+}
+
+fn not_a_reader() -> Error {
+    Error::Protocol {
+        expected: "a reader's end",
+        got: "the sender's own pins".into(),
     }
 }

@@ -79,6 +79,12 @@ impl LiveWord {
         Live::unpack(self.0.load(Ordering::Acquire))
     }
 
+    /// The word as it is, to tell whether it has changed.
+    #[cfg(not(loom))]
+    pub(crate) fn raw(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+
     /// Makes `live` the live slot. Everything written before is visible to
     /// readers that pin it; the fence makes every pin announced before the swap
     /// visible to the scan that follows.
@@ -157,8 +163,7 @@ impl SlotSet {
 /// The sleep protocol, for either direction: the sleeper says that it sleeps,
 /// then looks once more; the waker changes what is looked at, then asks whether
 /// anybody sleeps. The same pair of fences as above makes a lost wake-up
-/// impossible. An odd count means asleep, and a count is never used twice, so a
-/// waker can ring at most once per sleep.
+/// impossible. An odd count means asleep.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct SleepWord(AtomicU64);
@@ -189,12 +194,11 @@ impl SleepWord {
         self.0.store((now | 1).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// The number of the present sleep if the other side sleeps. To be called
-    /// after the change it waits for, with a fence between (a
-    /// [`LiveWord::swap_in`] brings one, else [`order`]).
-    pub fn sleeping(&self) -> Option<u64> {
-        let now = self.0.load(Ordering::Relaxed);
-        (now & 1 == 1).then_some(now)
+    /// Whether the other side sleeps. To be called after the change it waits
+    /// for, with a fence between (a [`LiveWord::swap_in`] brings one, else
+    /// [`order`]).
+    pub fn sleeping(&self) -> bool {
+        self.0.load(Ordering::Relaxed) & 1 == 1
     }
 }
 

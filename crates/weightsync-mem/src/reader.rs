@@ -1,5 +1,6 @@
 //! A worker's end of a segment.
 
+use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,18 +11,19 @@ use weightsync_core::{Epoch, Layout, LayoutId, Run, Version, WorkerId};
 use crate::error::Error;
 use crate::map::{Mapping, OwnedFile};
 use crate::pins::{Home, PinBook};
-use crate::shared::{CONTROL_BYTES, Control, HEADER_BYTES};
+use crate::shared::{CONTROL_BYTES, HEADER_BYTES};
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
 use crate::spans::Spans;
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
+use crate::watch::Watch;
 use crate::wire::{FromReader, FromSender};
 
 /// The longest encoded layout a reader accepts, in bytes.
 const MAX_LAYOUT_BYTES: u64 = 1 << 30;
 
 /// Who joins, and on what terms.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct AttachOptions {
     /// The segment's abstract socket name.
     pub address: String,
@@ -37,22 +39,34 @@ pub struct AttachOptions {
     pub wait: WaitStyle,
 }
 
+impl fmt::Debug for AttachOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The secret stays out of logs.
+        f.debug_struct("AttachOptions")
+            .field("address", &self.address)
+            .field("worker", &self.worker)
+            .field("seen", &self.seen)
+            .field("layout", &self.layout)
+            .field("wait", &self.wait)
+            .finish_non_exhaustive()
+    }
+}
+
 /// A worker's end of a segment: takes snapshots without a copy.
 ///
 /// **Guarantee.** What it hands out is one whole version, checked against its
 /// commit record, and stays so until dropped. Every wait ends by its deadline,
-/// by the sender's death, or by the sender's shutdown. There is no thread.
+/// by the sender's death, or by the sender's shutdown: a thread of its own, which
+/// ends with it, watches for both.
 #[derive(Debug)]
 pub struct Reader {
     book: Arc<PinBook>,
     layout: Layout,
     run: Run,
-    slots: Vec<Arc<Mapping>>,
-    slot_bytes: usize,
+    watch: Watch,
     wait: WaitStyle,
     /// The newest publication handed out.
     sequence: u64,
-    sender_gone: bool,
 }
 
 impl Reader {
@@ -140,15 +154,14 @@ impl Reader {
             .map(|_| Mapping::of_peer(next()?.as_fd(), needed).map(Arc::new))
             .collect::<Result<Vec<_>, _>>()?;
         let book = PinBook::new(Home::Reader { control, socket }, header, doorbell);
+        let book = Arc::new(book);
         Ok(Self {
-            book: Arc::new(book),
+            watch: Watch::start(book.clone(), slots, needed)?,
+            book,
             layout,
             run,
-            slots,
-            slot_bytes: needed,
             wait: options.wait,
             sequence: 0,
-            sender_gone: false,
         })
     }
 
@@ -164,7 +177,7 @@ impl Reader {
 
     /// The sender's process.
     pub fn sender_pid(&self) -> u32 {
-        self.socket().peer_pid()
+        self.book.socket().map_or(0, Socket::peer_pid)
     }
 
     /// The newest version, without waiting; `None` before the first.
@@ -176,12 +189,8 @@ impl Reader {
         let Some(pin) = self.book.pin_live()? else {
             return Ok(None);
         };
-        let live = pin.live;
-        while usize::from(live.slot) >= self.slots.len() {
-            self.take_new_slot(live.slot)?;
-        }
-        let slot = self.slots[usize::from(live.slot)].clone();
-        self.sequence = live.sequence;
+        let slot = self.watch.slot(pin.live.slot)?;
+        self.sequence = pin.live.sequence;
         Snapshot::new(pin, slot, &self.layout, self.run).map(Some)
     }
 
@@ -205,26 +214,19 @@ impl Reader {
             return self.latest();
         }
         loop {
-            if self.sender_gone {
-                return self.why_gone(look());
+            // Asked before the last look: what was published before the end is
+            // still handed out.
+            let over = self.watch.is_over();
+            if look().is_some() {
+                return self.latest();
             }
-            let sleep = &book.word_of_sleep()?.sleep.0;
-            sleep.announce();
-            if look().is_some() || passed(deadline) {
-                sleep.awake();
-                return if look().is_some() {
-                    self.latest()
-                } else {
-                    Ok(None)
-                };
+            if over {
+                return Err(self.why_over());
             }
-            let woken = match self.socket().peer_death() {
-                Some(death) => poll([self.socket().as_fd(), death], deadline).map(|[_, died]| died),
-                None => poll([self.socket().as_fd()], deadline).map(|_| false),
-            };
-            sleep.awake();
-            self.sender_gone |= woken?;
-            self.drain()?;
+            if passed(deadline) {
+                return Ok(None);
+            }
+            self.watch.sleep(|| look().is_none(), deadline)?;
         }
     }
 
@@ -236,7 +238,7 @@ impl Reader {
     pub fn applied(&self, version: Version) -> Result<(), Error> {
         self.book.header.usable()?;
         self.book
-            .word_of_sleep()?
+            .control()?
             .applied
             .0
             .fetch_max(version.0, Ordering::Release);
@@ -256,71 +258,16 @@ impl Reader {
             reason: reason.into(),
         }
         .encode();
-        self.socket().send(&packet, &[]).map(|_| ())
+        self.book.socket()?.send(&packet, &[]).map(|_| ())
     }
 
-    fn socket(&self) -> &Socket {
-        match &self.book.home {
-            Home::Reader { socket, .. } => socket,
-            Home::Sender(_) => unreachable!("a reader's book has a reader's home"),
-        }
-    }
-
-    fn why_gone(&mut self, unseen: Option<()>) -> Result<Option<Snapshot>, Error> {
-        if unseen.is_some() {
-            return self.latest();
-        }
+    fn why_over(&self) -> Error {
         if self.book.header().closed.0.load(Ordering::Acquire) != 0 {
-            return Err(Error::SenderClosed);
+            return Error::SenderClosed;
         }
-        Err(Error::SenderDied {
+        self.watch.take_fault().unwrap_or(Error::SenderDied {
             pid: self.sender_pid(),
         })
-    }
-
-    /// Reads everything the sender has said.
-    fn drain(&mut self) -> Result<(), Error> {
-        loop {
-            match self.socket().receive()? {
-                Packet::Empty => return Ok(()),
-                Packet::HungUp => {
-                    self.sender_gone = true;
-                    return Ok(());
-                }
-                Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
-                    FromSender::Bell => {}
-                    FromSender::Slot { index } => self.add_slot(index, fds)?,
-                    other => return Err(unexpected("a bell or a slot", format!("{other:?}"))),
-                },
-            }
-        }
-    }
-
-    fn add_slot(&mut self, index: u8, fds: Vec<OwnedFd>) -> Result<(), Error> {
-        let [fd] = <[OwnedFd; 1]>::try_from(fds)
-            .map_err(|fds| unexpected("one slot", format!("{} descriptors", fds.len())))?;
-        if usize::from(index) != self.slots.len() {
-            return Err(unexpected(
-                "the next slot in order",
-                format!("slot {index} after {}", self.slots.len()),
-            ));
-        }
-        self.slots
-            .push(Arc::new(Mapping::of_peer(fd.as_fd(), self.slot_bytes)?));
-        Ok(())
-    }
-
-    /// The sender hands a slot out before it uses it, so the packet is here.
-    fn take_new_slot(&mut self, slot: u8) -> Result<(), Error> {
-        let before = self.slots.len();
-        self.drain()?;
-        if self.slots.len() > before {
-            return Ok(());
-        }
-        Err(unexpected(
-            "the descriptor of every slot in use",
-            format!("none for slot {slot}"),
-        ))
     }
 }
 
@@ -329,23 +276,10 @@ impl Drop for Reader {
         // Snapshots may live on, and with them the socket and the pins; the
         // sender only stops waiting for this worker.
         if self.book.header.usable().is_ok()
-            && let Ok(control) = self.book.word_of_sleep()
+            && let Ok(control) = self.book.control()
         {
             control.left.0.store(1, Ordering::Release);
             self.book.tell_sender();
-        }
-    }
-}
-
-impl PinBook {
-    /// A reader's control page.
-    fn word_of_sleep(&self) -> Result<&Control, Error> {
-        match &self.home {
-            Home::Reader { control, .. } => Ok(control.map.table()),
-            Home::Sender(_) => Err(unexpected(
-                "a reader's control page",
-                "the sender's own pins".into(),
-            )),
         }
     }
 }

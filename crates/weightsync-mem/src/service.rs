@@ -1,7 +1,11 @@
 //! The sender's service thread: it accepts readers and notices their deaths,
 //! so that a send never waits for either.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
+use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,7 +32,6 @@ const MAX_STRANGERS: usize = 64;
 const STRANGER_TIME: Duration = Duration::from_secs(2);
 
 /// What the sender and its service thread share.
-#[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) run: Run,
     pub(crate) header: OwnedFile,
@@ -41,6 +44,17 @@ pub(crate) struct Shared {
     secret: [u8; 16],
     stop: Doorbell,
     state: Mutex<State>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The secret stays out of logs.
+        f.debug_struct("Shared")
+            .field("run", &self.run)
+            .field("layout", &self.layout)
+            .field("readers", &self.readers())
+            .finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug)]
@@ -65,8 +79,6 @@ struct Reader {
     socket: Arc<Socket>,
     control: Mapping,
     refused: Option<(Version, String)>,
-    /// The sleep it was last woken from.
-    bell: u64,
 }
 
 #[derive(Debug)]
@@ -102,16 +114,6 @@ impl Reader {
         (*refused >= version).then(|| Outcome::Refused {
             reason: reason.clone(),
         })
-    }
-
-    fn wake(&mut self) {
-        if let Some(sleep) = self.control().sleep.0.sleeping()
-            && sleep != self.bell
-        {
-            self.bell = sleep;
-            // Unsent only if the reader is gone, which the service thread sees.
-            let _ = self.socket.send(&FromSender::Bell.encode(), &[]);
-        }
     }
 }
 
@@ -193,16 +195,25 @@ impl Shared {
         let packet = FromSender::Slot { index }.encode();
         for reader in state.readers.values() {
             // A reader that is gone is noticed by its hang-up; one whose socket
-            // is full can only be broken (at most 64 slots and one bell per
-            // sleep ever wait there), and asks for a slot it does not have.
+            // is full can only be broken (at most 64 slots ever
+            // wait there), and asks for a slot it does not have.
             reader.socket.send(&packet, &[file.fd.as_fd()])?;
         }
         state.slots.push(share(file)?);
         Ok(())
     }
 
+    /// Wakes the readers that sleep, all with one call. To be made after the
+    /// live word was swapped.
     pub(crate) fn wake_sleepers(&self) {
-        self.state().readers.values_mut().for_each(Reader::wake);
+        let state = self.state();
+        if state
+            .readers
+            .values()
+            .any(|reader| reader.control().sleep.0.sleeping())
+        {
+            self.header().live.0.futex_wake();
+        }
     }
 
     pub(crate) fn readers(&self) -> Vec<ReaderStatus> {
@@ -468,8 +479,9 @@ impl Shared {
         let Some(socket) = state.readers.get(&key).map(|reader| reader.socket.clone()) else {
             return;
         };
+        // What a reader said before it died is heard too: why it refused, say.
         let mut over = died;
-        while !over {
+        loop {
             match socket.receive() {
                 Ok(Packet::Empty) => break,
                 Ok(Packet::Data(bytes, _)) => match FromReader::decode(&bytes) {
@@ -481,9 +493,15 @@ impl Shared {
                         }
                     }
                     // One that breaks the protocol is cut off.
-                    Ok(FromReader::Hello { .. }) | Err(_) => over = true,
+                    Ok(FromReader::Hello { .. }) | Err(_) => {
+                        over = true;
+                        break;
+                    }
                 },
-                Ok(Packet::HungUp) => over = true,
+                Ok(Packet::HungUp) => {
+                    over = true;
+                    break;
+                }
                 // Short of memory: the reader lives and its pins count.
                 Err(_) => break,
             }
@@ -594,7 +612,6 @@ impl Shared {
                 socket,
                 control,
                 refused: None,
-                bell: 0,
             };
             state.joined += 1;
             let key = (worker, state.joined);

@@ -77,7 +77,7 @@ pub(crate) fn poll_slice(polled: &mut [PollFd<'_>], deadline: Deadline) -> Resul
     }
 }
 
-fn timespec(left: Duration) -> Timespec {
+pub(crate) fn timespec(left: Duration) -> Timespec {
     Timespec::try_from(left).unwrap_or(Timespec {
         tv_sec: i64::MAX,
         tv_nsec: 0,

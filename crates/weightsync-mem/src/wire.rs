@@ -67,8 +67,6 @@ pub enum FromSender {
         /// Its number, the next one.
         index: u8,
     },
-    /// Look at the live word: it has moved while you slept.
-    Bell,
 }
 
 impl FromReader {
@@ -158,7 +156,6 @@ impl FromSender {
                 packet.push(*index);
                 packet
             }
-            Self::Bell => begin(68),
         }
     }
 
@@ -194,7 +191,6 @@ impl FromSender {
                 }
                 Self::Slot { index }
             }
-            68 => Self::Bell,
             other => return Err(unexpected("a sender's message", format!("kind {other}"))),
         };
         rest.end()?;
@@ -315,7 +311,6 @@ mod tests {
                 reason: String::new(),
             },
             FromSender::Slot { index: 63 },
-            FromSender::Bell,
         ]
     }
 
@@ -366,7 +361,7 @@ mod tests {
 
     #[test]
     fn another_protocol_version_is_named() {
-        let mut packet = FromSender::Bell.encode();
+        let mut packet = FromSender::Slot { index: 0 }.encode();
         packet[4] = 9;
         let error = FromSender::decode(&packet).unwrap_err().to_string();
         assert!(

@@ -49,7 +49,6 @@ fn from_sender() {
             reason: "no such model".into(),
         },
         FromSender::Slot { index: 2 },
-        FromSender::Bell,
     ];
     let seeds = seeds.iter().map(FromSender::encode);
     fuzz!("from_sender", seeds, |bytes: &[u8]| {

@@ -271,7 +271,7 @@ fn no_wake_up_is_lost() {
             sequence: 1,
             slot: 0,
         });
-        if sleep.sleeping().is_some() {
+        if sleep.sleeping() {
             bell.notify();
         }
         sleeper.join().unwrap();

@@ -92,7 +92,7 @@ fn a_sender_that_talks_nonsense_is_an_error() {
     for nonsense in [
         b"nonsense".to_vec(),
         welcome.encode(),
-        FromSender::Bell.encode(),
+        FromSender::Slot { index: 0 }.encode(),
     ] {
         let options = attach(&address, 0);
         let joining = std::thread::spawn(move || Reader::attach(&options, within(20)).map(drop));
@@ -109,7 +109,8 @@ proptest! {
     fn every_decoder_survives_random_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..200), kind in any::<u8>()) {
         let _ = FromReader::decode(&bytes);
         let _ = FromSender::decode(&bytes);
-        let mut packet = FromSender::Bell.encode();
+        let mut packet = FromSender::Slot { index: 0 }.encode();
+        packet.truncate(7);
         packet[6] = kind;
         packet.extend_from_slice(&bytes);
         if let Ok(message) = FromReader::decode(&packet) {

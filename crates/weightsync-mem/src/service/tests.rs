@@ -1,0 +1,63 @@
+//! What the service thread does, one step at a time.
+
+use std::thread;
+
+use weightsync_core::{Dtype, Epoch};
+
+use super::*;
+use crate::reader::{AttachOptions, Reader as Worker};
+use crate::wait::WaitStyle;
+
+const SECRET: [u8; 16] = *b"\x01\x02 hidden word \x03";
+
+fn shared() -> Arc<Shared> {
+    let layout = Layout::new([("bias".to_owned(), Dtype::F32, vec![3])]).unwrap();
+    let slots = [(); 2].map(|()| OwnedFile::new("weightsync-slot", 4096).unwrap());
+    let run = Run {
+        epoch: Epoch(1),
+        id: [7; 16],
+    };
+    let doorbell = Arc::new(Doorbell::new().unwrap());
+    Shared::new(run, &layout, SECRET, &slots, doorbell).unwrap()
+}
+
+fn options(address: &str) -> AttachOptions {
+    AttachOptions {
+        address: address.into(),
+        secret: SECRET,
+        worker: WorkerId(3),
+        seen: Epoch(0),
+        layout: None,
+        wait: WaitStyle::Sleep,
+    }
+}
+
+#[test]
+fn what_a_reader_said_before_it_died_is_heard() {
+    let address = format!("weightsync-test/service/{}", std::process::id());
+    let shared = shared();
+    let listener = Socket::listen(&address).unwrap();
+    let joining = thread::spawn(move || {
+        let until = Instant::now() + Duration::from_secs(20);
+        Worker::attach(&options(&address), Some(until)).unwrap()
+    });
+    poll([listener.as_fd()], None).unwrap();
+    let socket = Socket::accept(&listener).unwrap().unwrap();
+    poll([socket.as_fd()], None).unwrap();
+    shared.meet(socket);
+    let worker = joining.join().unwrap();
+
+    worker
+        .refuse(Version::NONE, "no room for the bias")
+        .unwrap();
+    shared.listen_to((WorkerId(3), 1), true);
+    let rejected = shared.take_rejected();
+    assert_eq!(rejected, [(WorkerId(3), "no room for the bias".to_owned())]);
+    assert!(shared.readers().is_empty(), "it is buried as well");
+}
+
+#[test]
+fn no_debug_output_shows_the_secret() {
+    let shown = format!("{:?} {:?}", shared(), options("here"));
+    assert!(!shown.contains(&format!("{SECRET:?}")), "{shown}");
+}
