@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use safetensors::SafeTensors;
+use safetensors::tensor::Metadata;
 use weightsync_core::{Digest, Dtype, Layout};
 
 use crate::error::{Error, Result};
@@ -15,6 +15,9 @@ use crate::snapshot::Snapshot;
 
 /// The longest header that is read: that of the format's own implementation.
 const MAX_HEADER: u64 = 100_000_000;
+
+/// The entry of the header that is not a tensor.
+const METADATA: &str = "__metadata__";
 
 /// A safetensors file as a source of weights. Each tensor is read straight into
 /// its place; the file is not held in memory.
@@ -62,12 +65,13 @@ impl SafetensorsFile {
                     .into(),
             ));
         }
-        let mut header = start.to_vec();
-        header.resize(8 + header_bytes as usize, 0);
-        file.read_exact(&mut header[8..])
+        let mut header = vec![0; header_bytes as usize];
+        file.read_exact(&mut header)
             .map_err(|error| failed(error.into()))?;
-        let (_, metadata) =
-            SafeTensors::read_metadata(&header).map_err(|error| failed(error.into()))?;
+        // The crate's own `read_metadata` wants the tensors' bytes as well.
+        let metadata: Metadata = serde_json::from_slice(&header).map_err(|error| {
+            failed(format!("its header is not that of a safetensors file: {error}").into())
+        })?;
         let data_start = 8 + header_bytes;
         if metadata.data_len() as u64 != file_bytes - data_start {
             return Err(failed(
@@ -79,13 +83,14 @@ impl SafetensorsFile {
                 .into(),
             ));
         }
-        let names = metadata.offset_keys();
-        let mut specs = Vec::with_capacity(names.len());
-        let mut offsets = Vec::with_capacity(names.len());
-        for name in names {
-            let Some(info) = metadata.info(&name) else {
-                continue;
-            };
+        let mut tensors: Vec<_> = metadata.tensors().into_iter().collect();
+        // Empty tensors share a place: their names keep the order the same each time.
+        tensors.sort_by(|(a, first), (b, second)| {
+            (first.data_offsets, a).cmp(&(second.data_offsets, b))
+        });
+        let mut specs = Vec::with_capacity(tensors.len());
+        let mut offsets = Vec::with_capacity(tensors.len());
+        for (name, info) in tensors {
             let dtype: Dtype = info.dtype.to_string().parse()?;
             offsets.push(data_start + info.data_offsets.0 as u64);
             specs.push((
@@ -163,6 +168,11 @@ pub(crate) fn save(snapshot: &Snapshot, path: &Path) -> Result<Digest> {
         ),
         ("weightsync.digest".to_owned(), digest.to_string()),
     ]);
+    if snapshot.layout().index_of(METADATA).is_some() {
+        let reserved =
+            format!("the format keeps the name {METADATA:?} for itself; rename the tensor");
+        return Err(failed(reserved.into()));
+    }
     let views = snapshot.tensors().map(|view| {
         let shape = view.shape().iter().map(|&len| len as usize).collect();
         let dtype = safetensors_dtype(view.dtype()).ok_or_else(|| {
