@@ -184,7 +184,8 @@ impl SenderSetup {
     }
 
     /// How long a send waits at most: for a free slot, and for its workers
-    /// (60 s by default).
+    /// (60 s by default). One too long for the clock is none: then only what is
+    /// waited for, or the death of who holds it up, ends the wait.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
@@ -225,6 +226,7 @@ impl SenderSetup {
         deadline: Duration,
     ) -> Result<Sender> {
         let since = Instant::now();
+        let until = since.checked_add(deadline);
         let run = match &self.run_dir {
             Some(dir) => run_dir::next_run(dir)?,
             None => run_dir::anonymous_run()?,
@@ -243,16 +245,14 @@ impl SenderSetup {
             run,
             digest,
         };
-        sender.publish(weights, Some(since + deadline))?;
+        sender.publish(weights, until)?;
         let joined = |readers: &[ReaderStatus]| -> Vec<WorkerId> {
             let ready = readers.iter().filter(|reader| !reader.applied.is_none());
             ready.map(|reader| reader.worker).collect()
         };
         let met = sender
             .writer
-            .wait_readers(Some(since + deadline), |readers| {
-                expect.met_by(&joined(readers))
-            })?;
+            .wait_readers(until, |readers| expect.met_by(&joined(readers)))?;
         let model = sender.setup.model.clone();
         let refusals = sender.writer.rejected();
         if !refusals.is_empty() {
@@ -313,7 +313,7 @@ impl Sender {
         deadline: Duration,
     ) -> Result<Report> {
         let since = Instant::now();
-        self.publish(weights, Some(since + deadline))?;
+        self.publish(weights, since.checked_add(deadline))?;
         report(&mut self.writer, &self.setup, since, wait, deadline)
     }
 
@@ -326,7 +326,7 @@ impl Sender {
     pub fn loan(&mut self) -> Result<Loan<'_>> {
         let since = Instant::now();
         let version = self.writer.version().next();
-        let slot = self.writer.loan(Some(since + self.setup.deadline))?;
+        let slot = self.writer.loan(since.checked_add(self.setup.deadline))?;
         Ok(Loan {
             slot,
             setup: &self.setup,
@@ -398,7 +398,11 @@ impl Sender {
             digest,
             ..
         } = self;
+        let version = writer.version().next();
+        let mut writer = Some(writer);
+        let mut written = None;
         weights.extract(&mut |tensors| {
+            let writer = writer.take().ok_or_else(|| lent(setup, "more than once"))?;
             let ordered = in_order(setup, tensors)?;
             let fills: Vec<_> = ordered
                 .iter()
@@ -414,13 +418,14 @@ impl Sender {
                     None => Source::Fill(fill),
                 })
                 .collect();
-            let version = writer.version().next();
             let mut loan = writer.loan(deadline)?;
             loan.write(&sources, setup.copy)?;
-            loan.publish(version)?;
+            written = Some(loan);
             Ok(())
         })?;
-        order_digest(writer, digest.as_ref())
+        // Only now is it known that the source has nothing to object.
+        let loan = written.ok_or_else(|| lent(setup, "not at all"))?;
+        order_digest(loan.publish(version)?, digest.as_ref())
     }
 }
 
@@ -474,6 +479,17 @@ impl Loan<'_> {
     ///
     /// Those of the memory.
     pub fn publish(self) -> Result<Report> {
+        let deadline = self.setup.deadline;
+        self.publish_and(WaitFor::Applied, deadline)
+    }
+
+    /// As [`publish`](Self::publish), waiting as far and as long as is said
+    /// here; the time since the slot was lent counts.
+    ///
+    /// # Errors
+    ///
+    /// As [`publish`](Self::publish).
+    pub fn publish_and(self, wait: WaitFor, deadline: Duration) -> Result<Report> {
         let Self {
             slot,
             setup,
@@ -483,7 +499,18 @@ impl Loan<'_> {
         } = self;
         let writer = slot.publish(version)?;
         order_digest(writer, digest)?;
-        report(writer, setup, since, WaitFor::Applied, setup.deadline)
+        report(writer, setup, since, wait, deadline)
+    }
+}
+
+/// An extractor that breaks its guarantee.
+fn lent(setup: &SenderSetup, how_often: &str) -> Error {
+    Error::Extract {
+        name: format!("every tensor of {}", setup.model),
+        source: format!(
+            "its extractor lent the tensors {how_often}: it must call `take` once, and pass on what that returns"
+        )
+        .into(),
     }
 }
 
@@ -509,7 +536,7 @@ fn report(
     let version = writer.version();
     let workers = match wait {
         WaitFor::Sent => Vec::new(),
-        WaitFor::Applied => writer.wait_applied(version, Some(since + deadline))?,
+        WaitFor::Applied => writer.wait_applied(version, since.checked_add(deadline))?,
     };
     Ok(Report {
         model: setup.model.clone(),

@@ -1,0 +1,215 @@
+//! Room for versions: who holds what, waiting and growing, and what to do about an error.
+
+use std::io;
+use std::thread;
+use std::time::Duration;
+
+use weightsync::worker::WorkerError;
+use weightsync::{
+    Epoch, Error, Holder, MemoryError, Remedy, SenderSetup, Version, WaitFor, WaitStyle, WorkerId,
+};
+
+use crate::{BRIEF, SOON, pair_by, send_to, weights};
+
+#[test]
+fn when_every_slot_is_pinned_the_holder_is_named() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let (mut sender, mut receiver) = pair_by(setup, &weights());
+    let first = receiver.latest().unwrap().unwrap();
+    let second = send_to(&mut sender, &weights(), &mut receiver);
+    let error = sender
+        .send_and(&weights(), WaitFor::Applied, BRIEF)
+        .unwrap_err();
+    assert_eq!(error.remedy(), Remedy::Retry);
+    let Error::Memory(MemoryError::AllSlotsPinned {
+        slots,
+        waited,
+        holders,
+    }) = &error
+    else {
+        panic!("{error}")
+    };
+    assert!(*slots == 2 && *waited >= BRIEF, "{error}");
+    let holder = Holder {
+        worker: Some(WorkerId(0)),
+        pid: std::process::id(),
+        versions: vec![Version(1), Version(2)],
+    };
+    assert_eq!(*holders, [holder]);
+    assert!(
+        error.to_string().contains(&format!(
+            "worker 0 (pid {}) holds v1, v2",
+            std::process::id()
+        )),
+        "{error}"
+    );
+    assert_eq!(
+        (sender.version(), first.slice::<i64>("step").unwrap()),
+        (Version(2), &[41][..])
+    );
+
+    drop(first);
+    assert_eq!(
+        send_to(&mut sender, &weights(), &mut receiver).version(),
+        Version(3)
+    );
+    drop(second);
+}
+
+#[test]
+fn the_senders_own_hold_is_named_as_such() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let (mut sender, mut receiver) = pair_by(setup, &weights());
+    let _own = sender.snapshot().unwrap();
+    send_to(&mut sender, &weights(), &mut receiver);
+    let error = sender
+        .send_and(&weights(), WaitFor::Sent, BRIEF)
+        .unwrap_err();
+    assert!(error.to_string().contains("the sender itself"), "{error}");
+}
+
+#[test]
+fn a_send_waits_until_a_snapshot_is_dropped() {
+    for style in [WaitStyle::Sleep, WaitStyle::YieldThenSleep] {
+        let setup = SenderSetup::new("policy", &weights())
+            .unwrap()
+            .wait_style(style);
+        let (mut sender, mut receiver) = pair_by(setup, &weights());
+        let first = receiver.latest().unwrap().unwrap();
+        let second = send_to(&mut sender, &weights(), &mut receiver);
+        let report = thread::scope(|scope| {
+            let sending = scope.spawn(|| sender.send_and(&weights(), WaitFor::Sent, SOON));
+            drop(first);
+            sending.join().unwrap().unwrap()
+        });
+        assert_eq!(report.version, Version(3));
+        assert_eq!(second.version(), Version(2));
+    }
+}
+
+#[test]
+fn a_segment_grows_to_its_bound_and_then_waits() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 5);
+    let (mut sender, mut receiver) = pair_by(setup, &weights());
+    let mut held = vec![receiver.latest().unwrap().unwrap()];
+    for step in 2..=5 {
+        let mut next = weights();
+        next.slice_mut::<i64>("step").unwrap()[0] = step;
+        held.push(send_to(&mut sender, &next, &mut receiver));
+    }
+    let steps: Vec<_> = held
+        .iter()
+        .map(|one| one.slice::<i64>("step").unwrap()[0])
+        .collect();
+    assert_eq!(steps, [41, 2, 3, 4, 5]);
+    let error = sender
+        .send_and(&weights(), WaitFor::Sent, BRIEF)
+        .unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Memory(MemoryError::AllSlotsPinned { slots: 5, .. })
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn numbers_of_slots_out_of_range_are_refused() {
+    for (slots, max_slots) in [(1, 2), (0, 0), (3, 2), (2, 65), (65, 65)] {
+        let setup = SenderSetup::new("policy", &weights())
+            .unwrap()
+            .slots(slots, max_slots);
+        let error = setup
+            .connect(&weights(), weightsync::Expect::Count(0), SOON)
+            .unwrap_err();
+        assert!(
+            matches!(&error, Error::Memory(MemoryError::BadOption { .. })),
+            "{error}"
+        );
+        assert_eq!(error.remedy(), Remedy::GiveUp);
+    }
+}
+
+#[test]
+fn a_deadline_too_long_for_the_clock_is_none() {
+    let setup = SenderSetup::new("policy", &weights())
+        .unwrap()
+        .deadline(Duration::MAX);
+    let info = setup.init_info();
+    let worker = thread::spawn(move || {
+        let mut receiver = weightsync::ReceiverSetup::new(info, 0)
+            .connect(Duration::MAX)
+            .unwrap();
+        receiver.receive(Some(Duration::MAX)).unwrap().unwrap();
+        receiver
+    });
+    let mut sender = setup
+        .connect(&weights(), weightsync::Expect::Count(1), Duration::MAX)
+        .unwrap();
+    let mut receiver = worker.join().unwrap();
+    assert_eq!(
+        send_to(&mut sender, &weights(), &mut receiver).version(),
+        Version(2)
+    );
+    sender.loan().unwrap();
+}
+
+#[test]
+fn every_error_says_what_to_do_about_it() {
+    let os = || io::Error::from(io::ErrorKind::OutOfMemory);
+    let cases = [
+        (
+            MemoryError::NoSender {
+                address: "x".into(),
+                waited: BRIEF,
+            },
+            Remedy::Retry,
+        ),
+        (
+            MemoryError::AllSlotsPinned {
+                slots: 2,
+                waited: BRIEF,
+                holders: vec![],
+            },
+            Remedy::Retry,
+        ),
+        (MemoryError::SenderDied { pid: 1 }, Remedy::Reconnect),
+        (MemoryError::SenderClosed, Remedy::Reconnect),
+        (
+            MemoryError::Forked { owner: 1, child: 2 },
+            Remedy::Reconnect,
+        ),
+        (
+            MemoryError::AddressInUse {
+                address: "x".into(),
+            },
+            Remedy::GiveUp,
+        ),
+        (
+            MemoryError::Denied {
+                reason: "no".into(),
+            },
+            Remedy::GiveUp,
+        ),
+        (
+            MemoryError::Fenced {
+                seen: Epoch(2),
+                got: Epoch(1),
+            },
+            Remedy::GiveUp,
+        ),
+        (
+            MemoryError::Os {
+                action: "mapping",
+                source: os(),
+            },
+            Remedy::GiveUp,
+        ),
+    ];
+    for (error, remedy) in cases {
+        assert_eq!(Error::from(error).remedy(), remedy);
+    }
+    assert_eq!(Error::BadInitInfo("x".into()).remedy(), Remedy::GiveUp);
+    assert_eq!(Error::Worker(WorkerError::Closed).remedy(), Remedy::GiveUp);
+}
