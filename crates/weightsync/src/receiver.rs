@@ -75,8 +75,9 @@ impl ReceiverSetup {
     /// (the sender is told), and those of the memory, at the latest by the
     /// deadline.
     pub fn connect(self, deadline: Duration) -> Result<Receiver> {
-        let reader = self.join(Epoch(0), Some(Instant::now() + deadline))?;
+        let reader = self.join(Epoch(0), Instant::now().checked_add(deadline))?;
         Ok(Receiver {
+            run: reader.run(),
             reader,
             setup: self,
             applied: Version::NONE,
@@ -117,7 +118,9 @@ impl ReceiverSetup {
 pub struct Receiver {
     reader: Reader,
     setup: ReceiverSetup,
+    /// What the worker runs: its version, and the run that version is of.
     applied: Version,
+    run: Run,
     /// The sender died, and that has been said.
     sender_lost: bool,
 }
@@ -187,9 +190,10 @@ impl Receiver {
         self.applied
     }
 
-    /// The run the sender belongs to.
+    /// The run of that version; before the first, the run of the sender. A
+    /// restarted trainer's run shows here once a version of it is loaded.
     pub fn run(&self) -> Run {
-        self.reader.run()
+        self.run
     }
 
     /// This worker's number.
@@ -263,6 +267,7 @@ impl Receiver {
     fn report_applied(&mut self, version: Version) -> Result<()> {
         self.reader.applied(version)?;
         self.applied = version;
+        self.run = self.reader.run();
         Ok(())
     }
 }
