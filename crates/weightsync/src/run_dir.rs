@@ -4,6 +4,7 @@
 //! restarted trainer takes the next epoch from a counter file, comes back at
 //! the same address with the same secret, and fences its predecessor off.
 
+use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -14,13 +15,26 @@ use weightsync_core::{Epoch, ModelId, Run};
 
 use crate::error::{Error, Result};
 
+/// The most that is read of the epoch file, in bytes.
+const MAX_EPOCH_FILE: u64 = 64;
+
 /// Where a model's sender listens, what lets a worker in, and whether it may
 /// come back after a restart.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Place {
     pub(crate) address: String,
     pub(crate) secret: [u8; 16],
     pub(crate) restarts: bool,
+}
+
+impl fmt::Debug for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The secret stays out of logs.
+        f.debug_struct("Place")
+            .field("address", &self.address)
+            .field("restarts", &self.restarts)
+            .finish_non_exhaustive()
+    }
 }
 
 /// A place that no other process can know or reuse.
@@ -58,7 +72,9 @@ pub(crate) fn next_run(dir: &Path) -> Result<Run> {
     let path = dir.join("epoch");
     let mut file = locked(dir, &path)?;
     let mut text = String::new();
-    file.read_to_string(&mut text)
+    (&mut file)
+        .take(MAX_EPOCH_FILE)
+        .read_to_string(&mut text)
         .map_err(failed("reading", &path))?;
     let last: u64 = match text.trim() {
         "" => 0,
@@ -75,10 +91,13 @@ pub(crate) fn next_run(dir: &Path) -> Result<Run> {
         source: "no epoch is left".into(),
     })?;
     // Longer or equal text over shorter: a crash in between leaves a number
-    // that is not lower.
+    // that is not lower. Only a person's own text may have been longer.
+    let text = format!("{epoch}\n");
     file.seek(SeekFrom::Start(0))
         .map_err(failed("writing", &path))?;
-    file.write_all(format!("{epoch}\n").as_bytes())
+    file.write_all(text.as_bytes())
+        .map_err(failed("writing", &path))?;
+    file.set_len(text.len() as u64)
         .map_err(failed("writing", &path))?;
     file.sync_all().map_err(failed("writing", &path))?;
     Ok(Run {

@@ -1,0 +1,288 @@
+//! Trainers that come one after the other, and the directory that tells them apart.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::thread;
+
+use weightsync::{
+    Epoch, Error, Expect, MemoryError, Receiver, Remedy, Sender, SenderSetup, Tensors, Version,
+};
+
+use crate::{BRIEF, SOON, pair_by, send, send_to, weights};
+
+fn setup(dir: &Path) -> SenderSetup {
+    SenderSetup::new("policy", &weights())
+        .unwrap()
+        .run_dir(dir)
+        .unwrap()
+}
+
+/// Starts a trainer while a worker does its part.
+fn restart<T: Send>(dir: &Path, at_worker: impl FnOnce() -> T + Send) -> (Sender, T) {
+    thread::scope(|scope| {
+        let worker = scope.spawn(at_worker);
+        let sender = setup(dir)
+            .connect(&weights(), Expect::Count(1), SOON)
+            .unwrap();
+        (sender, worker.join().unwrap())
+    })
+}
+
+fn lost(receiver: &mut Receiver) {
+    let error = receiver.receive(None).unwrap_err();
+    assert!(
+        matches!(error, Error::Memory(MemoryError::SenderClosed)),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_receiver_finds_the_next_trainer_by_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
+    let info = first.init_info();
+    send_to(&mut first, &weights(), &mut receiver);
+    send_to(&mut first, &weights(), &mut receiver);
+    let first_run = first.run();
+    assert_eq!(
+        (first_run.epoch, receiver.run(), receiver.version()),
+        (Epoch(1), first_run, Version(3))
+    );
+    drop(first);
+
+    lost(&mut receiver);
+    assert!(
+        receiver.receive(Some(BRIEF)).unwrap().is_none(),
+        "nobody is there yet"
+    );
+    assert_eq!(
+        (receiver.run(), receiver.version()),
+        (first_run, Version(3)),
+        "it still runs that"
+    );
+
+    let (mut second, snapshot) = restart(dir.path(), || receiver.receive(None).unwrap().unwrap());
+    assert_eq!(
+        second.init_info(),
+        info,
+        "an init info holds for every trainer of the directory"
+    );
+    assert_eq!(second.run().epoch, Epoch(2));
+    assert_ne!(second.run().id, first_run.id);
+    assert_eq!(
+        (snapshot.run(), snapshot.version()),
+        (second.run(), Version(1))
+    );
+    assert_eq!(
+        (receiver.run(), receiver.version()),
+        (second.run(), Version(1))
+    );
+    drop(snapshot);
+    assert_eq!(
+        send_to(&mut second, &weights(), &mut receiver).version(),
+        Version(2)
+    );
+}
+
+#[test]
+fn a_new_run_is_not_claimed_before_a_version_of_it_is_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
+    send_to(&mut first, &weights(), &mut receiver);
+    let first_run = first.run();
+    drop(first);
+    lost(&mut receiver);
+
+    let mut second = setup(dir.path())
+        .connect(&weights(), Expect::Count(0), SOON)
+        .unwrap();
+    let mut other = Tensors::new();
+    receiver.receive_into(&mut other, Some(SOON)).unwrap_err();
+    assert_eq!(
+        (receiver.run(), receiver.version()),
+        (first_run, Version(2))
+    );
+    assert!(second.workers()[0].applied.is_none());
+
+    let mut own = weights();
+    let (report, loaded) = send(&mut second, &weights(), || {
+        receiver.receive_into(&mut own, Some(SOON))
+    });
+    assert!(report.unwrap().all_applied());
+    assert_eq!(loaded.unwrap(), Some(Version(2)));
+    assert_eq!(
+        (receiver.run(), receiver.version()),
+        (second.run(), Version(2))
+    );
+}
+
+#[test]
+fn a_second_trainer_beside_a_living_one_is_refused_and_harms_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
+    let error = setup(dir.path())
+        .connect(&weights(), Expect::Count(0), SOON)
+        .unwrap_err();
+    assert!(
+        matches!(error, Error::Memory(MemoryError::AddressInUse { .. })),
+        "{error}"
+    );
+    assert_eq!(error.remedy(), Remedy::GiveUp);
+    assert_eq!(
+        send_to(&mut first, &weights(), &mut receiver).version(),
+        Version(2)
+    );
+    // Another model has an address of its own.
+    let other = SenderSetup::new("critic", &weights())
+        .unwrap()
+        .run_dir(dir.path())
+        .unwrap();
+    other.connect(&weights(), Expect::Count(0), SOON).unwrap();
+}
+
+#[test]
+fn a_trainer_of_an_older_epoch_is_fenced_off() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("epoch"), "6").unwrap();
+    let (first, mut receiver) = pair_by(setup(dir.path()), &weights());
+    assert_eq!(first.run().epoch, Epoch(7));
+    drop(first);
+    lost(&mut receiver);
+    // Somebody puts an old copy of the directory back.
+    fs::write(dir.path().join("epoch"), "3").unwrap();
+    let old = setup(dir.path())
+        .connect(&weights(), Expect::Count(0), SOON)
+        .unwrap();
+    assert_eq!(old.run().epoch, Epoch(4));
+    let error = receiver.receive(Some(SOON)).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Memory(MemoryError::Denied { .. } | MemoryError::Fenced { .. })
+        ),
+        "{error}"
+    );
+    assert!(
+        error.to_string().contains("epoch 4") && error.to_string().contains("epoch 7"),
+        "{error}"
+    );
+    assert_eq!(
+        (receiver.run().epoch, receiver.version()),
+        (Epoch(7), Version(1))
+    );
+    assert!(old.workers().is_empty());
+    drop(old);
+    // The true successor is found all the same.
+    fs::write(dir.path().join("epoch"), "7").unwrap();
+    let (new, snapshot) = restart(dir.path(), || receiver.receive(None).unwrap().unwrap());
+    assert_eq!((new.run().epoch, snapshot.run()), (Epoch(8), new.run()));
+}
+
+#[test]
+fn a_successor_with_another_model_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, mut receiver) = pair_by(setup(dir.path()), &weights());
+    drop(first);
+    lost(&mut receiver);
+    let mut other = weights();
+    other.insert("layer.bias", [8], [0.0_f32; 8]).unwrap();
+    let successor = SenderSetup::new("policy", &other)
+        .unwrap()
+        .run_dir(dir.path())
+        .unwrap();
+    let _second = successor.connect(&other, Expect::Count(0), SOON).unwrap();
+    let error = receiver.receive(Some(SOON)).unwrap_err();
+    assert!(
+        matches!(&error, Error::WrongModel { mismatch, .. } if mismatch.shapes[0].name == "layer.bias"),
+        "{error}"
+    );
+    assert_eq!(receiver.version(), Version(1));
+    assert_eq!(receiver.latest().unwrap().unwrap().version(), Version(1));
+}
+
+#[test]
+fn the_directory_is_for_this_user_alone() {
+    let parent = tempfile::tempdir().unwrap();
+    let dir = parent.path().join("runs").join("seven");
+    setup(&dir)
+        .connect(&weights(), Expect::Count(0), SOON)
+        .unwrap();
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&dir), 0o700);
+    assert_eq!(
+        (mode(&dir.join("key")), mode(&dir.join("epoch"))),
+        (0o600, 0o600)
+    );
+    assert_eq!(fs::read_to_string(dir.join("epoch")).unwrap(), "1\n");
+    assert_eq!(fs::read(dir.join("key")).unwrap().len(), 32);
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 2);
+}
+
+#[test]
+fn a_counter_written_by_hand_is_counted_on_from() {
+    let dir = tempfile::tempdir().unwrap();
+    for (text, epoch) in [
+        ("", 1),
+        ("41", 42),
+        ("  0099\n\n", 100),
+        ("9", 10),
+        ("99999\n", 100_000),
+    ] {
+        fs::write(dir.path().join("epoch"), text).unwrap();
+        for epoch in epoch..epoch + 3 {
+            let sender = setup(dir.path())
+                .connect(&weights(), Expect::Count(0), SOON)
+                .unwrap();
+            assert_eq!(sender.run().epoch, Epoch(epoch), "{text:?}");
+        }
+    }
+}
+
+#[test]
+fn corrupt_files_are_refused_in_words_and_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = setup(dir.path());
+    let epoch = dir.path().join("epoch");
+    let long = "7".repeat(1 << 20);
+    for (text, words) in [
+        (&b"seven"[..], "\"seven\" is not a number"),
+        (b"-1", "is not a number"),
+        (b"18446744073709551615", "no epoch is left"),
+        (b"\xff\xfe", "UTF-8"),
+        (long.as_bytes(), "is not a number"),
+    ] {
+        fs::write(&epoch, text).unwrap();
+        let error = good
+            .clone()
+            .connect(&weights(), Expect::Count(0), SOON)
+            .unwrap_err();
+        let said = error.to_string();
+        assert!(
+            matches!(&error, Error::File { path, .. } if *path == epoch),
+            "{said}"
+        );
+        assert!(said.contains(words) && said.len() < 400, "{said}");
+        assert_eq!(fs::read(&epoch).unwrap(), text);
+    }
+    let key = dir.path().join("key");
+    for len in [31, 33, 5000] {
+        fs::write(&key, vec![1; len]).unwrap();
+        let error = SenderSetup::new("policy", &weights())
+            .unwrap()
+            .run_dir(dir.path())
+            .unwrap_err();
+        assert!(
+            error.to_string().contains("it is not 32 bytes long"),
+            "{error}"
+        );
+    }
+    let error = SenderSetup::new("policy", &weights())
+        .unwrap()
+        .run_dir(&key)
+        .unwrap_err();
+    assert!(
+        matches!(error, Error::File { .. }),
+        "a file where the directory should be: {error}"
+    );
+}
