@@ -44,7 +44,7 @@ pub enum Error {
         mismatch: Box<LayoutMismatch>,
     },
     /// A worker cannot use the model; it said so while connecting.
-    #[error("{} refused {model}: {}", .refusals[0].0, .refusals[0].1)]
+    #[error("{model} was refused by {}", refusals_text(.refusals))]
     Refused {
         /// The model.
         model: ModelId,
@@ -55,8 +55,8 @@ pub enum Error {
     /// the deadline.
     #[error(
         "only {} of {expected} workers joined {model} within {waited:?}{}: \
-         did the others start, and do they call connect with this init info?",
-        .joined.len(), missing_text(.missing)
+         did the others start, and do they call connect with this init info, and then receive?",
+        expected_among(.expected, .joined, .missing), missing_text(.missing)
     )]
     MissingWorkers {
         /// The model.
@@ -166,12 +166,29 @@ impl Error {
     }
 }
 
+/// How many of the expected workers joined: where they were expected by number,
+/// others that are there too do not count.
+fn expected_among(expected: &usize, joined: &[WorkerId], missing: &[WorkerId]) -> usize {
+    match missing.len() {
+        0 => joined.len(),
+        missing => expected.saturating_sub(missing),
+    }
+}
+
 fn missing_text(missing: &[WorkerId]) -> String {
     if missing.is_empty() {
         return String::new();
     }
     let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
     format!(" (missing: {})", names.join(", "))
+}
+
+fn refusals_text(refusals: &[(WorkerId, String)]) -> String {
+    let lines: Vec<_> = refusals
+        .iter()
+        .map(|(worker, reason)| format!("{worker}: {reason}"))
+        .collect();
+    lines.join("; ")
 }
 
 /// A few of the names, so that a typing error is seen at once.

@@ -107,6 +107,7 @@ impl fmt::Display for WorkerReport {
                 write!(f, "refused it: {reason}")?;
                 still(f)
             }
+            Outcome::Died if self.version.is_none() => write!(f, "died; it had no version yet"),
             Outcome::Died => write!(f, "died; its last version was {}", self.version),
             Outcome::Left => write!(f, "left in order"),
             Outcome::Late => {

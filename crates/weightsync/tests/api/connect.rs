@@ -1,0 +1,303 @@
+//! The rendez-vous: who is expected, who is missing, who comes later.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use weightsync::{
+    Error, Expect, MemoryError, Outcome, ReceiverSetup, Remedy, SenderSetup, Version, WaitFor,
+    WorkerId,
+};
+
+use crate::{BRIEF, SOON, bytes_of, connect, join, pair, send, send_to, weights};
+
+#[test]
+fn every_worker_gets_every_version() {
+    let mut source = weights();
+    let (mut sender, receivers) = connect(SenderSetup::new("policy", &source).unwrap(), &source, 4);
+    let workers: Vec<_> = sender
+        .workers()
+        .iter()
+        .map(|worker| (worker.worker.0, worker.applied))
+        .collect();
+    assert_eq!(workers, [0, 1, 2, 3].map(|worker| (worker, Version(1))));
+    let working: Vec<_> = receivers
+        .into_iter()
+        .map(|mut receiver| {
+            thread::spawn(move || {
+                let mut steps = Vec::new();
+                while let Ok(Some(snapshot)) = receiver.receive(Some(SOON)) {
+                    steps.push((
+                        snapshot.version(),
+                        snapshot.slice::<i64>("step").unwrap()[0],
+                    ));
+                    assert_eq!(receiver.version(), snapshot.version());
+                }
+                steps
+            })
+        })
+        .collect();
+    for step in 0..50 {
+        source.slice_mut::<i64>("step").unwrap()[0] = step;
+        let report = sender.send(&source).unwrap();
+        assert!(
+            report.all_applied() && report.workers.len() == 4,
+            "{report}"
+        );
+        assert_eq!(report.bytes, (33 * 7 + 7) * 4 + 8);
+    }
+    drop(sender);
+    for worker in working {
+        let expected: Vec<_> = (0..50_i64)
+            .map(|step| (Version(step as u64 + 2), step))
+            .collect();
+        assert_eq!(worker.join().unwrap(), expected);
+    }
+}
+
+#[test]
+fn missing_workers_are_named() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let info = setup.init_info();
+    let others = thread::spawn(move || {
+        (
+            join(ReceiverSetup::new(info.clone(), 5)),
+            join(ReceiverSetup::new(info, 6)),
+        )
+    });
+    let expect = Expect::Workers(vec![WorkerId(5), WorkerId(2), WorkerId(9)]);
+    let error = setup
+        .connect(&weights(), expect, Duration::from_millis(500))
+        .unwrap_err();
+    assert_eq!(error.remedy(), Remedy::Retry);
+    let words = error.to_string();
+    let Error::MissingWorkers {
+        model,
+        expected,
+        joined,
+        missing,
+        waited,
+    } = error
+    else {
+        panic!("{words}")
+    };
+    assert_eq!((model.as_str(), expected), ("policy", 3));
+    assert_eq!(
+        (joined, missing),
+        (
+            vec![WorkerId(5), WorkerId(6)],
+            vec![WorkerId(2), WorkerId(9)]
+        )
+    );
+    assert!(waited >= Duration::from_millis(500));
+    assert!(
+        words.starts_with("only 1 of 3 workers joined policy within"),
+        "{words}"
+    );
+    assert!(words.contains("(missing: worker 2, worker 9)"), "{words}");
+    let (a, b) = others.join().unwrap();
+    assert!(a.is_ok() && b.is_ok());
+}
+
+#[test]
+fn a_count_that_is_not_reached_ends_by_the_deadline() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let since = Instant::now();
+    let error = setup
+        .clone()
+        .connect(&weights(), Expect::Count(2), BRIEF)
+        .unwrap_err();
+    assert!(since.elapsed() >= BRIEF);
+    assert!(
+        error
+            .to_string()
+            .starts_with("only 0 of 2 workers joined policy"),
+        "{error}"
+    );
+    assert!(matches!(error, Error::MissingWorkers { missing, .. } if missing.is_empty()));
+    // What to do about it is to try again, with the same setup.
+    let (sender, _receivers) = connect(setup, &weights(), 2);
+    assert_eq!(sender.workers().len(), 2);
+}
+
+#[test]
+fn nobody_answers_where_no_sender_is() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let error = ReceiverSetup::new(setup.init_info(), 0)
+        .connect(BRIEF)
+        .unwrap_err();
+    assert!(
+        matches!(&error, Error::Memory(MemoryError::NoSender { waited, .. }) if *waited >= BRIEF),
+        "{error}"
+    );
+    assert_eq!(error.remedy(), Remedy::Retry);
+}
+
+#[test]
+fn a_worker_may_be_there_before_its_sender() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let info = setup.init_info();
+    let (here, there) = std::sync::mpsc::channel();
+    let worker = thread::spawn(move || {
+        here.send(()).unwrap();
+        join(ReceiverSetup::new(info, 0))
+    });
+    there.recv().unwrap();
+    let sender = setup
+        .connect(&weights(), Expect::Workers(vec![WorkerId(0)]), SOON)
+        .unwrap();
+    assert_eq!(worker.join().unwrap().unwrap().run(), sender.run());
+}
+
+#[test]
+fn a_late_joiner_gets_the_newest_version() {
+    let mut source = weights();
+    let setup = SenderSetup::new("policy", &source).unwrap();
+    let mut sender = setup.connect(&source, Expect::Count(0), SOON).unwrap();
+    for step in 2..=4 {
+        source.slice_mut::<i64>("step").unwrap()[0] = step;
+        let report = sender.send(&source).unwrap();
+        assert!(report.all_applied() && report.workers.is_empty());
+    }
+    let mut late = ReceiverSetup::new(sender.init_info(), 8)
+        .connect(SOON)
+        .unwrap();
+    assert!(late.version().is_none());
+    let snapshot = late.receive(Some(SOON)).unwrap().unwrap();
+    assert_eq!(
+        (snapshot.version(), snapshot.slice::<i64>("step").unwrap()),
+        (Version(4), &[4][..])
+    );
+    assert_eq!(
+        send_to(&mut sender, &source, &mut late).version(),
+        Version(5)
+    );
+}
+
+#[test]
+fn versions_replaced_meanwhile_are_passed_over() {
+    let mut source = weights();
+    let (mut sender, mut receiver) = pair(&source);
+    for step in 2..=9 {
+        source.slice_mut::<i64>("step").unwrap()[0] = step;
+        let report = sender.send_and(&source, WaitFor::Sent, SOON).unwrap();
+        assert!(report.workers.is_empty() && report.version.0 == step as u64);
+    }
+    let snapshot = receiver.receive(None).unwrap().unwrap();
+    assert_eq!(
+        (snapshot.version(), snapshot.slice::<i64>("step").unwrap()),
+        (Version(9), &[9][..])
+    );
+    assert!(receiver.receive(Some(Duration::ZERO)).unwrap().is_none());
+    assert_eq!(
+        bytes_of(&receiver.latest().unwrap().unwrap()),
+        bytes_of(&snapshot)
+    );
+}
+
+#[test]
+fn a_worker_that_does_not_look_is_late_and_the_others_are_up_to_date() {
+    let (mut sender, mut receivers) = connect(
+        SenderSetup::new("policy", &weights()).unwrap(),
+        &weights(),
+        2,
+    );
+    let mut quick = receivers.pop().unwrap();
+    let report = thread::scope(|scope| {
+        let worker = scope.spawn(|| quick.receive(Some(SOON)).unwrap().unwrap().version());
+        let report = sender.send_and(&weights(), WaitFor::Applied, Duration::from_millis(300));
+        assert_eq!(worker.join().unwrap(), Version(2));
+        report.unwrap()
+    });
+    let lines: Vec<_> = report
+        .workers
+        .iter()
+        .map(|line| (line.worker.0, &line.outcome, line.version))
+        .collect();
+    assert_eq!(
+        lines,
+        [
+            (0, &Outcome::Late, Version(1)),
+            (1, &Outcome::Applied, Version(2))
+        ]
+    );
+}
+
+#[test]
+fn a_worker_that_leaves_is_a_line_once_and_its_number_is_free_again() {
+    let (mut sender, receiver) = pair(&weights());
+    drop(receiver);
+    let report = sender.send(&weights()).unwrap();
+    let lines: Vec<_> = report.workers.iter().map(|line| &line.outcome).collect();
+    // If its hang-up is noticed before it is looked for, or after: it is in one report.
+    assert_eq!(lines, [&Outcome::Left]);
+    let info = sender.init_info();
+    let mut again = ReceiverSetup::new(info, 0).connect(SOON).unwrap();
+    assert_eq!(
+        again.receive(Some(SOON)).unwrap().unwrap().version(),
+        Version(2)
+    );
+    let report = send(&mut sender, &weights(), || {
+        again.receive(Some(SOON)).unwrap()
+    })
+    .0
+    .unwrap();
+    assert!(
+        report
+            .workers
+            .iter()
+            .any(|line| line.outcome == Outcome::Applied),
+        "{report}"
+    );
+}
+
+#[test]
+fn a_number_that_is_taken_is_denied_in_words() {
+    let (sender, receiver) = pair(&weights());
+    let error = ReceiverSetup::new(sender.init_info(), 0)
+        .connect(SOON)
+        .unwrap_err();
+    assert!(
+        matches!(error, Error::Memory(MemoryError::Denied { .. })),
+        "{error}"
+    );
+    assert!(
+        error.to_string().contains("worker 0 is already connected"),
+        "{error}"
+    );
+    drop(receiver);
+}
+
+#[test]
+fn the_senders_shutdown_ends_a_wait_without_a_timeout() {
+    let (sender, mut receiver) = pair(&weights());
+    let waiting = thread::spawn(move || {
+        let error = receiver.receive(None).unwrap_err();
+        let after = receiver.latest().unwrap().unwrap();
+        (error, receiver.receive(None).unwrap_err(), after.version())
+    });
+    drop(sender);
+    let (error, again, version) = waiting.join().unwrap();
+    for error in [error, again] {
+        assert!(
+            matches!(error, Error::Memory(MemoryError::SenderClosed)),
+            "{error}"
+        );
+        assert_eq!(error.remedy(), Remedy::Reconnect);
+    }
+    assert_eq!(version, Version(1), "what was sent last stays readable");
+}
+
+#[test]
+fn a_models_name_is_checked() {
+    for name in ["", &"x".repeat(256)[..], "line\nbreak"] {
+        assert!(
+            matches!(SenderSetup::new(name, &weights()), Err(Error::Layout(_))),
+            "{name:?}"
+        );
+    }
+    // The longest, of letters of several bytes.
+    let name = "ß".repeat(127);
+    let (sender, receiver) = connect(SenderSetup::new(&name, &weights()).unwrap(), &weights(), 1);
+    assert_eq!(receiver[0].model().as_str(), name);
+    assert_eq!(sender.init_info().model().as_str(), name);
+}

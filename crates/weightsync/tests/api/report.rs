@@ -1,0 +1,133 @@
+//! The sentences a person reads.
+
+use std::time::Duration;
+
+use weightsync::{
+    Error, Expect, ModelId, Outcome, Report, SenderSetup, Version, WaitFor, WorkerId, WorkerReport,
+};
+
+use crate::{SOON, weights};
+
+fn line(worker: u32, outcome: Outcome, version: u64) -> WorkerReport {
+    WorkerReport {
+        worker: WorkerId(worker),
+        pid: 100 + worker,
+        outcome,
+        version: Version(version),
+        after: Duration::from_micros(1500),
+    }
+}
+
+fn report(workers: Vec<WorkerReport>) -> Report {
+    Report {
+        model: ModelId::new("policy").unwrap(),
+        version: Version(7),
+        bytes: 1024,
+        copied: Duration::from_micros(250),
+        took: Duration::from_millis(3),
+        workers,
+    }
+}
+
+#[test]
+fn every_outcome_has_its_sentence() {
+    let refused = || Outcome::Refused {
+        reason: "tensor \"b\" cannot be loaded: no room".into(),
+    };
+    for (line, words) in [
+        (
+            line(0, Outcome::Applied, 7),
+            "worker 0 (pid 100) applied it after 1.5ms",
+        ),
+        (
+            line(1, refused(), 6),
+            "worker 1 (pid 101) refused it: tensor \"b\" cannot be loaded: no room; it goes on with v6",
+        ),
+        (
+            line(1, refused(), 0),
+            "worker 1 (pid 101) refused it: tensor \"b\" cannot be loaded: no room; it has no version yet",
+        ),
+        (
+            line(2, Outcome::Died, 5),
+            "worker 2 (pid 102) died; its last version was v5",
+        ),
+        (
+            line(2, Outcome::Died, 0),
+            "worker 2 (pid 102) died; it had no version yet",
+        ),
+        (
+            line(3, Outcome::Left, 7),
+            "worker 3 (pid 103) left in order",
+        ),
+        (
+            line(4, Outcome::Late, 6),
+            "worker 4 (pid 104) had not applied it after 1.5ms; it goes on with v6",
+        ),
+        (
+            line(4, Outcome::Late, 0),
+            "worker 4 (pid 104) had not applied it after 1.5ms; it has no version yet",
+        ),
+    ] {
+        assert_eq!(line.to_string(), words);
+    }
+}
+
+#[test]
+fn a_report_says_the_whole_and_names_those_who_have_it_not() {
+    let all = report(vec![
+        line(0, Outcome::Applied, 7),
+        line(1, Outcome::Applied, 7),
+    ]);
+    assert!(all.all_applied());
+    assert_eq!(
+        all.to_string(),
+        "policy v7 was applied by 2 of 2 workers in 3.0ms"
+    );
+
+    let some = report(vec![
+        line(0, Outcome::Applied, 7),
+        line(1, Outcome::Died, 6),
+        line(2, Outcome::Late, 6),
+    ]);
+    assert!(!some.all_applied());
+    assert_eq!(some.failed().count(), 2);
+    assert_eq!(
+        some.to_string(),
+        "policy v7 was applied by 1 of 3 workers in 3.0ms\n  \
+         worker 1 (pid 101) died; its last version was v6\n  \
+         worker 2 (pid 102) had not applied it after 1.5ms; it goes on with v6"
+    );
+    let nobody = report(Vec::new());
+    assert!(nobody.all_applied());
+    assert_eq!(
+        nobody.to_string(),
+        "policy v7 is live after 250.0µs; no worker was waited for"
+    );
+}
+
+#[test]
+fn the_times_of_a_report_are_in_order() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let mut sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
+    let report = sender.send_and(&weights(), WaitFor::Applied, SOON).unwrap();
+    assert!(report.copied <= report.took && report.took < SOON);
+    assert_eq!(
+        (report.version, report.model.as_str()),
+        (Version(2), "policy")
+    );
+}
+
+#[test]
+fn every_refusal_is_named() {
+    let error = Error::Refused {
+        model: ModelId::new("policy").unwrap(),
+        refusals: vec![
+            (WorkerId(2), "no room".into()),
+            (WorkerId(4), "no head".into()),
+        ],
+    };
+    assert_eq!(
+        error.to_string(),
+        "policy was refused by worker 2: no room; worker 4: no head"
+    );
+}
