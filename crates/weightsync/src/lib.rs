@@ -83,3 +83,16 @@ pub use weightsync_core::{
     extract::ExtractError, layout, manifest, names,
 };
 pub use weightsync_mem::{Error as MemoryError, Holder, Outcome, ReaderStatus, WaitStyle};
+
+/// The examples run as they are.
+#[cfg(doctest)]
+#[doc = "```standalone_crate"]
+#[doc = include_str!("../examples/quickstart.rs")]
+#[doc = "```"]
+#[doc = "```standalone_crate"]
+#[doc = include_str!("../examples/safetensors_file.rs")]
+#[doc = "```"]
+#[cfg_attr(feature = "candle", doc = "```standalone_crate")]
+#[cfg_attr(feature = "candle", doc = include_str!("../examples/candle_varmap.rs"))]
+#[cfg_attr(feature = "candle", doc = "```")]
+mod examples {}
