@@ -22,6 +22,10 @@ use crate::wire::{FromReader, FromSender};
 /// The longest encoded layout a reader accepts, in bytes.
 const MAX_LAYOUT_BYTES: u64 = 1 << 30;
 
+/// How long a sender that listens has to answer: far more than it needs on a
+/// busy machine, and little for a worker whose sender stands still.
+const ANSWER_TIME: Duration = Duration::from_millis(100);
+
 /// Who joins, and on what terms.
 #[derive(Clone)]
 pub struct AttachOptions {
@@ -70,8 +74,9 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Joins a segment, waiting for its sender to appear if need be. Maps and
-    /// faults in every slot, so that the first snapshot costs no page faults.
+    /// Joins a segment, waiting until the deadline for its sender to appear; one
+    /// that is there has a moment more to answer. Maps and faults in every slot,
+    /// so that the first snapshot costs no page faults.
     ///
     /// # Errors
     ///
@@ -95,7 +100,7 @@ impl Reader {
         let (socket, bytes, fds) = loop {
             if let Some(socket) = Socket::connect(&options.address)?
                 && socket.send(&hello.encode(), &[control.fd.as_fd()])?
-                && let Some((bytes, fds)) = first_packet(&socket, deadline)?
+                && let Some((bytes, fds)) = first_packet(&socket, answer_by(deadline))?
             {
                 break (socket, bytes, fds);
             }
@@ -282,6 +287,12 @@ impl Drop for Reader {
             self.book.tell_sender();
         }
     }
+}
+
+/// A sender that is there gets the time to answer, also when the deadline only
+/// allowed a look: else a worker that polls would never join.
+fn answer_by(deadline: Deadline) -> Deadline {
+    deadline.map(|at| at.max(Instant::now() + ANSWER_TIME))
 }
 
 /// The sender's answer to the hello, with the descriptors beside it.
