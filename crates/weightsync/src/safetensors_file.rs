@@ -2,15 +2,16 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{BufWriter, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::Metadata;
+use safetensors::tensor::{Metadata, TensorInfo};
 use weightsync_core::{Digest, Dtype, Layout};
 
 use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
+use crate::load::TensorView;
 use crate::snapshot::Snapshot;
 
 /// The longest header that is read: that of the format's own implementation.
@@ -151,7 +152,7 @@ impl WeightExtractor for SafetensorsFile {
     }
 }
 
-/// Writes a snapshot: a temporary file beside the place, synced, renamed.
+/// Writes a snapshot, straight from where it lies, whole or not at all.
 pub(crate) fn save(snapshot: &Snapshot, path: &Path) -> Result<Digest> {
     let failed = |source| Error::File {
         action: "writing",
@@ -173,36 +174,64 @@ pub(crate) fn save(snapshot: &Snapshot, path: &Path) -> Result<Digest> {
             format!("the format keeps the name {METADATA:?} for itself; rename the tensor");
         return Err(failed(reserved.into()));
     }
-    let views = snapshot.tensors().map(|view| {
-        let shape = view.shape().iter().map(|&len| len as usize).collect();
-        let dtype = safetensors_dtype(view.dtype()).ok_or_else(|| {
-            failed(
-                format!(
-                    "safetensors has no dtype {} (tensor {:?})",
-                    view.dtype(),
-                    view.name()
-                )
-                .into(),
-            )
-        })?;
-        let tensor = safetensors::tensor::TensorView::new(dtype, shape, view.bytes());
-        Ok((
-            view.name().to_owned(),
-            tensor.map_err(|error| failed(error.into()))?,
-        ))
-    });
-    let views = views.collect::<Result<Vec<_>>>()?;
-    let bytes =
-        safetensors::serialize(views, Some(metadata)).map_err(|error| failed(error.into()))?;
-    write_whole(path, &bytes).map_err(|error| failed(error.into()))?;
+    let mut views = snapshot
+        .tensors()
+        .map(|view| match safetensors_dtype(view.dtype()) {
+            Some(dtype) => Ok((dtype, view)),
+            None => {
+                let (dtype, name) = (view.dtype(), view.name());
+                let unknown = format!("safetensors has no dtype {dtype} (tensor {name:?})");
+                Err(failed(unknown.into()))
+            }
+        })
+        .collect::<Result<Vec<_>>>()?;
+    // Widest first, as the format's own implementation does, so that all lie aligned.
+    views.sort_by(|(a, left), (b, right)| b.cmp(a).then(left.name().cmp(right.name())));
+    let header = header(&views, metadata).map_err(failed)?;
+    let parts = views.iter().map(|(_, view)| view.bytes());
+    write_whole(path, std::iter::once(&header[..]).chain(parts))
+        .map_err(|error| failed(error.into()))?;
     Ok(digest)
 }
 
-fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+/// Everything before the first tensor, its length included.
+fn header(
+    views: &[(safetensors::Dtype, TensorView<'_>)],
+    metadata: HashMap<String, String>,
+) -> Result<Vec<u8>, weightsync_mem::BoxedError> {
+    let mut end = 0;
+    let infos = views.iter().map(|(dtype, view)| {
+        let start = end;
+        end += view.bytes().len();
+        let info = TensorInfo {
+            dtype: *dtype,
+            shape: view.shape().iter().map(|&len| len as usize).collect(),
+            data_offsets: (start, end),
+        };
+        (view.name().to_owned(), info)
+    });
+    let metadata = Metadata::new(Some(metadata), infos.collect())?;
+    let mut text = serde_json::to_vec(&metadata)?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let len = text.len() as u64;
+    if len > MAX_HEADER {
+        return Err(format!("its header would have {len} bytes, {MAX_HEADER} are possible").into());
+    }
+    Ok([&len.to_le_bytes(), &text[..]].concat())
+}
+
+/// A temporary file beside the place, synced, renamed.
+fn write_whole<'a>(path: &Path, parts: impl Iterator<Item = &'a [u8]>) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let beside = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
-    let written = File::create(&beside).and_then(|mut file| {
-        file.write_all(bytes)?;
+    let written = File::create(&beside).and_then(|file| {
+        let mut file = BufWriter::with_capacity(1 << 20, file);
+        parts
+            .into_iter()
+            .try_for_each(|part| file.write_all(part))?;
+        let file = file
+            .into_inner()
+            .map_err(std::io::IntoInnerError::into_error)?;
         file.sync_all()?;
         std::fs::rename(&beside, path)
     });

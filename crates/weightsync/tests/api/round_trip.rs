@@ -154,6 +154,24 @@ fn a_file_has_the_same_layout_each_time_also_with_empty_tensors() {
 }
 
 #[test]
+fn a_save_holds_no_second_copy() {
+    let mut weights = Tensors::new();
+    for name in ["a", "b"] {
+        weights
+            .insert(name, [8 << 20], vec![7_u8; 8 << 20])
+            .unwrap();
+    }
+    let (sender, _receiver) = pair(&weights);
+    let dir = tempfile::tempdir().unwrap();
+    let snapshot = sender.snapshot().unwrap();
+    let used = allocation_counter::measure(|| {
+        snapshot.save_safetensors(dir.path().join("x")).unwrap();
+    });
+    assert!(used.bytes_max < 3 << 20, "{} bytes", used.bytes_max);
+    assert_eq!(fs::metadata(dir.path().join("x")).unwrap().len() >> 20, 16);
+}
+
+#[test]
 fn a_name_the_file_format_reserves_is_refused_and_no_file_is_left() {
     let mut weights = Tensors::new();
     weights.insert("__metadata__", [1], [1.0_f32]).unwrap();
