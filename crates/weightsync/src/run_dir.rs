@@ -198,3 +198,31 @@ fn random<const N: usize>() -> Result<[u8; N]> {
     }
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_fit_a_socket_and_tell_models_apart() {
+        let long = "a".repeat(254);
+        let names = [
+            "a",
+            "b",
+            &long,
+            &format!("{long}b"),
+            &"ß".repeat(127),
+            &"x".repeat(60),
+        ];
+        let addresses = names.map(|name| address(&[7; 16], &ModelId::new(name).unwrap()));
+        for (index, one) in addresses.iter().enumerate() {
+            assert!(one.len() <= 107, "{one}");
+            assert!(!addresses[..index].contains(one), "{one}");
+        }
+        let other = address(&[8; 16], &ModelId::new("a").unwrap());
+        assert!(
+            !addresses.contains(&other),
+            "another run directory is another address"
+        );
+    }
+}

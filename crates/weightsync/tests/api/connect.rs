@@ -304,3 +304,14 @@ fn a_models_name_is_checked() {
     assert_eq!(receiver[0].model().as_str(), name);
     assert_eq!(sender.init_info().model().as_str(), name);
 }
+
+#[test]
+fn the_ends_move_between_threads_and_snapshots_are_shared() {
+    fn moves<T: Send>() {}
+    fn is_shared<T: Send + Sync>() {}
+    moves::<weightsync::Sender>();
+    moves::<weightsync::Receiver>();
+    is_shared::<weightsync::Snapshot>();
+    is_shared::<weightsync::InitInfo>();
+    is_shared::<weightsync::Error>();
+}
