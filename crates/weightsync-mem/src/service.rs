@@ -64,7 +64,7 @@ struct State {
     joined: u64,
     /// Readers that went since the last report.
     gone: Vec<Gone>,
-    rejected: Vec<(WorkerId, String)>,
+    rejected: Vec<Rejected>,
     slots: Vec<OwnedFd>,
     versions: [Version; MAX_SLOTS],
 }
@@ -79,6 +79,9 @@ struct Reader {
     socket: Arc<Socket>,
     control: Mapping,
     refused: Option<(Version, String)>,
+    /// Its going, or that it cannot use the model at all, has been told: there
+    /// is no second line about it.
+    told: bool,
 }
 
 #[derive(Debug)]
@@ -87,6 +90,14 @@ struct Gone {
     pid: u32,
     applied: Version,
     outcome: Outcome,
+}
+
+/// A reader that cannot use the model, whatever the version.
+#[derive(Debug)]
+struct Rejected {
+    worker: WorkerId,
+    pid: u32,
+    reason: String,
 }
 
 impl Reader {
@@ -252,6 +263,21 @@ impl Shared {
         let gone = std::mem::take(&mut state.gone);
         // Allocates only once there is a line: this is looked at in a loop.
         let mut lines = Vec::new();
+        for Rejected {
+            worker,
+            pid,
+            reason,
+        } in std::mem::take(&mut state.rejected)
+        {
+            let (outcome, applied) = (Outcome::Refused { reason }, Version::NONE);
+            lines.push(ReaderOutcome {
+                worker,
+                pid,
+                outcome,
+                applied,
+                after,
+            });
+        }
         for one in gone {
             pending.retain(|key| *key != one.key);
             let outcome = match one.outcome {
@@ -270,12 +296,16 @@ impl Shared {
         pending.retain(|key| {
             // Whoever is removed from the table is put among the gone in the
             // same step, so a pending reader is in one of the two.
-            let Some(reader) = state.readers.get(key) else {
+            let Some(reader) = state.readers.get_mut(key) else {
                 return false;
             };
+            if reader.told {
+                return false;
+            }
             let Some(outcome) = reader.outcome(version) else {
                 return true;
             };
+            reader.told = outcome == Outcome::Left;
             let (pid, applied) = (reader.socket.peer_pid(), reader.applied());
             lines.push(ReaderOutcome {
                 worker: key.0,
@@ -307,11 +337,15 @@ impl Shared {
     }
 
     pub(crate) fn take_rejected(&self) -> Vec<(WorkerId, String)> {
-        std::mem::take(&mut self.state().rejected)
+        let rejected = std::mem::take(&mut self.state().rejected);
+        rejected
+            .into_iter()
+            .map(|one| (one.worker, one.reason))
+            .collect()
     }
 
-    pub(crate) fn has_rejected(&self) -> bool {
-        !self.state().rejected.is_empty()
+    pub(crate) fn rejected(&self) -> Vec<WorkerId> {
+        self.state().rejected.iter().map(|one| one.worker).collect()
     }
 
     /// Tells everybody that this sender closes, and ends the service thread.
@@ -486,9 +520,21 @@ impl Shared {
                 Ok(Packet::Empty) => break,
                 Ok(Packet::Data(bytes, _)) => match FromReader::decode(&bytes) {
                     Ok(FromReader::Refused { version, reason }) => {
+                        let Some(reader) = state.readers.get_mut(&key) else {
+                            return;
+                        };
                         if version.is_none() {
-                            state.rejected.push((key.0, reason));
-                        } else if let Some(reader) = state.readers.get_mut(&key) {
+                            reader.told = true;
+                            let (worker, pid) = (key.0, socket.peer_pid());
+                            keep(
+                                &mut state.rejected,
+                                Rejected {
+                                    worker,
+                                    pid,
+                                    reason,
+                                },
+                            );
+                        } else {
                             reader.refused = Some((version, reason));
                         }
                     }
@@ -612,6 +658,7 @@ impl Shared {
                 socket,
                 control,
                 refused: None,
+                told: false,
             };
             state.joined += 1;
             let key = (worker, state.joined);
@@ -629,19 +676,34 @@ impl State {
         let Some(reader) = self.readers.remove(&key) else {
             return;
         };
+        if reader.told {
+            return;
+        }
         let outcome = if reader.has_left() {
             Outcome::Left
         } else {
             Outcome::Died
         };
         let (pid, applied) = (reader.socket.peer_pid(), reader.applied());
-        self.gone.push(Gone {
-            key,
-            pid,
-            applied,
-            outcome,
-        });
+        keep(
+            &mut self.gone,
+            Gone {
+                key,
+                pid,
+                applied,
+                outcome,
+            },
+        );
     }
+}
+
+/// Keeps a line for the next report. A sender that never asks for one forgets
+/// the oldest.
+fn keep<T>(lines: &mut Vec<T>, line: T) {
+    if lines.len() >= MAX_READERS {
+        lines.remove(0);
+    }
+    lines.push(line);
 }
 
 /// Whether the process or the end behind a socket is gone.

@@ -208,8 +208,8 @@ impl Writer {
         self.shared.readers()
     }
 
-    /// Waits until `enough` says that the readers present are the ones wanted,
-    /// or a reader has been rejected. False if the deadline came first.
+    /// Waits until `enough`, given the readers present and those that cannot use
+    /// the model, is content. False if the deadline came first.
     ///
     /// # Errors
     ///
@@ -217,19 +217,19 @@ impl Writer {
     pub fn wait_readers(
         &mut self,
         deadline: Deadline,
-        mut enough: impl FnMut(&[ReaderStatus]) -> bool,
+        mut enough: impl FnMut(&[ReaderStatus], &[WorkerId]) -> bool,
     ) -> Result<bool, Error> {
         self.shared.header.map.usable()?;
         let shared = self.shared.clone();
         let met = self.wait_until(deadline, || {
-            (enough(&shared.readers()) || shared.has_rejected()).then_some(())
+            enough(&shared.readers(), &shared.rejected()).then_some(())
         })?;
         Ok(met.is_some())
     }
 
-    /// Readers that were turned away or that refused every version since the
-    /// last call, with the reason.
-    pub fn rejected(&self) -> Vec<(WorkerId, String)> {
+    /// Takes the readers that cannot use the model, with the reason; those not
+    /// taken are lines of the next [`wait_applied`](Self::wait_applied).
+    pub fn take_rejected(&self) -> Vec<(WorkerId, String)> {
         self.shared.take_rejected()
     }
 

@@ -70,6 +70,15 @@ pub enum Error {
         /// How long they were waited for.
         waited: Duration,
     },
+    /// The sender is there, but had not published its first version by the
+    /// deadline.
+    #[error("the sender of {model} had no weights yet after {waited:?}")]
+    NoInitialWeights {
+        /// The model.
+        model: ModelId,
+        /// How long they were waited for.
+        waited: Duration,
+    },
     /// No such tensor.
     #[error("the model has no tensor {name:?}; it has {}", some_names(.known))]
     NoSuchTensor {
@@ -145,18 +154,40 @@ pub enum Error {
     Layout(#[from] weightsync_core::Error),
     /// Shared memory.
     #[error(transparent)]
-    Memory(#[from] weightsync_mem::Error),
+    Memory(weightsync_mem::Error),
     /// Worker processes.
     #[error(transparent)]
     Worker(#[from] WorkerError),
 }
 
+impl From<weightsync_mem::Error> for Error {
+    fn from(error: weightsync_mem::Error) -> Self {
+        match error {
+            // It came from a source and only passed through the memory.
+            weightsync_mem::Error::Fill {
+                tensor: name,
+                source,
+            } => Self::Extract { name, source },
+            error => Self::Memory(error),
+        }
+    }
+}
+
 impl Error {
+    /// Whether the sender has shut down in order: the usual end of a worker's
+    /// loop.
+    pub fn is_sender_closed(&self) -> bool {
+        matches!(self, Self::Memory(weightsync_mem::Error::SenderClosed))
+    }
+
     /// What to do about it.
     pub fn remedy(&self) -> Remedy {
         use weightsync_mem::Error as Memory;
         match self {
-            Self::MissingWorkers { .. } => Remedy::Retry,
+            Self::MissingWorkers { .. } | Self::NoInitialWeights { .. } => Remedy::Retry,
+            // The one that answered is not the one to listen to, or has no room
+            // now: its successor may.
+            Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
             Self::Memory(Memory::AllSlotsPinned { .. } | Memory::NoSender { .. }) => Remedy::Retry,
             Self::Memory(
                 Memory::SenderDied { .. } | Memory::SenderClosed | Memory::Forked { .. },

@@ -67,18 +67,57 @@ impl ReceiverSetup {
     }
 
     /// The rendez-vous: joins the sender, waiting for it if it is not there
-    /// yet. The initial weights are what the first receive brings.
+    /// yet, and takes the initial weights; the first receive hands them out at
+    /// once (or newer ones, if there are by then). The sender's `connect` counts
+    /// this worker from here on.
+    ///
+    /// A worker that loads into a model of its own uses
+    /// [`connect_into`](Self::connect_into) instead.
     ///
     /// # Errors
     ///
     /// [`Error::WrongModel`] if the sender's model is not the one insisted on
-    /// (the sender is told), and those of the memory, at the latest by the
-    /// deadline.
+    /// (the sender is told), [`Error::NoInitialWeights`], and those of the
+    /// memory, at the latest by the deadline.
     pub fn connect(self, deadline: Duration) -> Result<Receiver> {
-        let reader = self.join(Epoch(0), Instant::now().checked_add(deadline))?;
+        let mut receiver = self.take_first(deadline)?;
+        if let Some(version) = receiver.initial.as_ref().map(Snapshot::version) {
+            receiver.report_applied(version)?;
+        }
+        Ok(receiver)
+    }
+
+    /// As [`connect`](Self::connect), but loads the initial weights into the
+    /// worker's own model; the sender counts this worker once they are loaded.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect), and the loader's error (the sender is
+    /// told).
+    pub fn connect_into(
+        self,
+        model: &mut impl WeightLoader,
+        deadline: Duration,
+    ) -> Result<Receiver> {
+        let mut receiver = self.model(model)?.take_first(deadline)?;
+        if let Some(initial) = receiver.initial.take() {
+            receiver.load_and_report(&initial, model)?;
+        }
+        Ok(receiver)
+    }
+
+    fn take_first(self, deadline: Duration) -> Result<Receiver> {
+        let since = Instant::now();
+        let until = since.checked_add(deadline);
+        let mut reader = self.join(Epoch(0), until)?;
+        let Some(held) = reader.next(until)? else {
+            let (model, waited) = (self.info.model, since.elapsed());
+            return Err(Error::NoInitialWeights { model, waited });
+        };
         Ok(Receiver {
             run: reader.run(),
             reader,
+            initial: Some(Snapshot::new(self.info.model.clone(), held)),
             setup: self,
             applied: Version::NONE,
             sender_lost: false,
@@ -118,6 +157,8 @@ impl ReceiverSetup {
 pub struct Receiver {
     reader: Reader,
     setup: ReceiverSetup,
+    /// The weights that came with `connect`, until the first receive.
+    initial: Option<Snapshot>,
     /// What the worker runs: its version, and the run that version is of.
     applied: Version,
     run: Run,
@@ -163,21 +204,18 @@ impl Receiver {
         let Some(snapshot) = self.next(timeout)? else {
             return Ok(None);
         };
-        let loaded = self.load(&snapshot, model);
-        match &loaded {
-            Ok(()) => self.report_applied(snapshot.version())?,
-            Err(error) => self.reader.refuse(snapshot.version(), &error.to_string())?,
-        }
-        loaded.map(|()| Some(snapshot.version()))
+        self.load_and_report(&snapshot, model)?;
+        Ok(Some(snapshot.version()))
     }
 
     /// The newest version at once, also if this worker has had it; `None` before
-    /// the first.
+    /// a restarted sender's first.
     ///
     /// # Errors
     ///
     /// Those of the memory.
     pub fn latest(&mut self) -> Result<Option<Snapshot>> {
+        self.initial = None;
         let Some(held) = self.reader.latest()? else {
             return Ok(None);
         };
@@ -213,6 +251,14 @@ impl Receiver {
 
     fn next(&mut self, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
         let now = Instant::now();
+        if let Some(initial) = self.initial.take() {
+            // Whatever is wrong with the sender is the next call's to say.
+            let newer = self.reader.next(Some(now)).ok().flatten();
+            let model = self.setup.info.model.clone();
+            return Ok(Some(
+                newer.map_or(initial, |held| Snapshot::new(model, held)),
+            ));
+        }
         // A timeout too long for the clock is no timeout.
         let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
         if self.sender_lost && self.setup.info.restarts {
@@ -250,6 +296,21 @@ impl Receiver {
         self.reader = reader;
         self.sender_lost = false;
         Ok(())
+    }
+
+    /// Loads a version and says so, or says why not.
+    fn load_and_report(
+        &mut self,
+        snapshot: &Snapshot,
+        model: &mut impl WeightLoader,
+    ) -> Result<()> {
+        match self.load(snapshot, model) {
+            Ok(()) => self.report_applied(snapshot.version()),
+            Err(error) => {
+                self.reader.refuse(snapshot.version(), &error.to_string())?;
+                Err(error)
+            }
+        }
     }
 
     fn load(&self, snapshot: &Snapshot, model: &mut impl WeightLoader) -> Result<()> {

@@ -41,13 +41,19 @@ pub struct WorkerReport {
 }
 
 impl Report {
-    /// Whether every worker has loaded the version.
+    /// Whether every worker has loaded the version. One that left in order does
+    /// not count: it no longer is a worker.
     pub fn all_applied(&self) -> bool {
         self.failed().next().is_none()
     }
 
-    /// The lines of workers that have not loaded it.
+    /// The lines of workers that should have loaded it and have not.
     pub fn failed(&self) -> impl Iterator<Item = &WorkerReport> {
+        let expected = |line: &&WorkerReport| line.outcome != Outcome::Left;
+        self.not_applied().filter(expected)
+    }
+
+    fn not_applied(&self) -> impl Iterator<Item = &WorkerReport> {
         self.workers
             .iter()
             .filter(|line| line.outcome != Outcome::Applied)
@@ -76,7 +82,7 @@ impl From<ReaderOutcome> for WorkerReport {
 /// One sentence for the whole, one for each worker that has not applied it.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let applied = self.workers.len() - self.failed().count();
+        let applied = self.workers.len() - self.not_applied().count();
         write!(f, "{} {} ", self.model, self.version)?;
         match self.workers.len() {
             0 => write!(
@@ -90,7 +96,8 @@ impl fmt::Display for Report {
                 self.took
             )?,
         }
-        self.failed().try_for_each(|line| write!(f, "\n  {line}"))
+        self.not_applied()
+            .try_for_each(|line| write!(f, "\n  {line}"))
     }
 }
 

@@ -52,6 +52,13 @@ impl Expect {
         }
     }
 
+    fn includes(&self, worker: WorkerId) -> bool {
+        match self {
+            Self::Count(_) => true,
+            Self::Workers(workers) => workers.contains(&worker),
+        }
+    }
+
     fn met_by(&self, joined: &[WorkerId]) -> bool {
         match self {
             Self::Count(count) => joined.len() >= *count,
@@ -171,7 +178,8 @@ impl SenderSetup {
     }
 
     /// Makes a checksum of every chunk in the copy pass, for workers that want
-    /// to [verify](crate::Snapshot::verify_checksums) (off by default).
+    /// to [verify](crate::Snapshot::verify_checksums) (off by default). Versions
+    /// written through [`Sender::loan`] have none: no copy pass is made there.
     pub fn checksums(mut self, on: bool) -> Self {
         self.copy.checksums = on;
         self
@@ -250,16 +258,20 @@ impl SenderSetup {
             let ready = readers.iter().filter(|reader| !reader.applied.is_none());
             ready.map(|reader| reader.worker).collect()
         };
-        let met = sender
-            .writer
-            .wait_readers(until, |readers| expect.met_by(&joined(readers)))?;
+        sender.writer.wait_readers(until, |readers, rejected| {
+            let hopeless = rejected.iter().any(|worker| expect.includes(*worker));
+            hopeless || expect.met_by(&joined(readers))
+        })?;
         let model = sender.setup.model.clone();
-        let refusals = sender.writer.rejected();
-        if !refusals.is_empty() {
-            return Err(Error::Refused { model, refusals });
-        }
+        let joined = joined(&sender.writer.readers());
+        let met = expect.met_by(&joined);
+        // A worker that was not asked for and does not fit costs nobody else.
         if !met {
-            let joined = joined(&sender.writer.readers());
+            let mut refusals = sender.writer.take_rejected();
+            refusals.retain(|(worker, _)| expect.includes(*worker));
+            if !refusals.is_empty() {
+                return Err(Error::Refused { model, refusals });
+            }
             return Err(Error::MissingWorkers {
                 model,
                 expected: expect.len(),

@@ -20,7 +20,7 @@ fn a_reader_that_left_is_a_line_once() {
     take(&mut stays);
     assert!(
         writer
-            .wait_readers(within(20), |readers| readers.len() == 1)
+            .wait_readers(within(20), |readers, _| readers.len() == 1)
             .unwrap()
     );
     let lines = writer.wait_applied(Version(1), within(20)).unwrap();

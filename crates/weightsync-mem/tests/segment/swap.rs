@@ -134,7 +134,6 @@ fn a_loan_writes_in_place_and_an_abandoned_one_shows_nothing() {
         .tensors_mut()
         .into_iter()
         .for_each(|place| place.fill(0xee));
-    drop(abandoned);
     assert_eq!(take(&mut reader).version(), Version(1));
     let mut loan = writer.loan(within(20)).unwrap();
     let lens: Vec<_> = loan

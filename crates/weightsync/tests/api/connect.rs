@@ -4,8 +4,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    Error, Expect, MemoryError, Outcome, ReceiverSetup, Remedy, SenderSetup, Version, WaitFor,
-    WorkerId,
+    Error, Expect, MemoryError, Outcome, ReceiverSetup, Remedy, SenderSetup, Tensors, Version,
+    WaitFor, WorkerId,
 };
 
 use crate::{BRIEF, SOON, bytes_of, connect, join, pair, send, send_to, weights};
@@ -149,6 +149,108 @@ fn a_worker_may_be_there_before_its_sender() {
 }
 
 #[test]
+fn connect_brings_the_weights_to_a_worker_that_never_receives() {
+    let source = weights();
+    let setup = SenderSetup::new("policy", &source).unwrap();
+    let (reads, loads) = (setup.init_info(), setup.init_info());
+    let reads = thread::spawn(move || ReceiverSetup::new(reads, 0).connect(SOON));
+    let mut own = Tensors::zeros(setup.layout());
+    let loads = thread::spawn(move || {
+        let receiver = ReceiverSetup::new(loads, 1).connect_into(&mut own, SOON);
+        (receiver, own)
+    });
+    let sender = setup.connect(&source, Expect::Count(2), SOON).unwrap();
+    let mut applied = sender.workers().into_iter().map(|worker| worker.applied);
+    assert!(applied.all(|version| version == Version::FIRST));
+    assert_eq!(reads.join().unwrap().unwrap().version(), Version::FIRST);
+    let (receiver, own) = loads.join().unwrap();
+    assert_eq!(receiver.unwrap().version(), Version::FIRST);
+    assert_eq!(own.slice::<i64>("step").unwrap(), [41]);
+}
+
+#[test]
+fn the_first_receive_gives_what_connect_brought_or_newer() {
+    let mut source = weights();
+    let setup = SenderSetup::new("policy", &source).unwrap();
+    let mut sender = setup.connect(&source, Expect::Count(0), SOON).unwrap();
+    let receiver = |worker| {
+        ReceiverSetup::new(sender.init_info(), worker)
+            .connect(SOON)
+            .unwrap()
+    };
+    let (mut prompt, mut slow) = (receiver(0), receiver(1));
+    let first = prompt.receive(Some(BRIEF)).unwrap().unwrap();
+    assert_eq!(first.version(), Version::FIRST);
+    assert!(prompt.receive(Some(BRIEF)).unwrap().is_none());
+    source.slice_mut::<i64>("step").unwrap()[0] = 42;
+    sender.send_and(&source, WaitFor::Sent, SOON).unwrap();
+    let second = slow.receive(None).unwrap().unwrap();
+    assert_eq!((second.version(), slow.version()), (Version(2), Version(2)));
+    assert_eq!(second.slice::<i64>("step").unwrap(), [42]);
+    // Without a sender there is still what it brought.
+    let mut last = ReceiverSetup::new(sender.init_info(), 2)
+        .connect(SOON)
+        .unwrap();
+    drop(sender);
+    assert_eq!(last.receive(None).unwrap().unwrap().version(), Version(2));
+    assert!(last.receive(None).unwrap_err().is_sender_closed());
+}
+
+#[test]
+fn a_misfit_that_was_not_expected_costs_nobody_else() {
+    let source = weights();
+    let setup = SenderSetup::new("policy", &source).unwrap();
+    let (fits, misfits) = (setup.init_info(), setup.init_info());
+    let mut other = Tensors::new();
+    other.insert("another.model", [1], [0.0_f32]).unwrap();
+    let misfit = thread::spawn(move || {
+        let setup = ReceiverSetup::new(misfits, 9).model(&other).unwrap();
+        setup.connect(SOON).map(drop).unwrap_err().to_string()
+    });
+    let fitting = thread::spawn(move || {
+        let words = misfit.join();
+        (ReceiverSetup::new(fits, 0).connect(SOON), words)
+    });
+    let mut sender = setup
+        .connect(&source, Expect::Workers(vec![WorkerId(0)]), SOON)
+        .unwrap();
+    let (fitting, words) = fitting.join().unwrap();
+    assert!(words.unwrap().contains("another.model"));
+    let mut fitting = fitting.unwrap();
+    // The trainer is told of it once, in the next report.
+    let (report, _) = send(&mut sender, &source, || fitting.receive(Some(SOON)));
+    let report = report.unwrap();
+    let refused: Vec<_> = report.failed().collect();
+    assert_eq!(
+        (refused.len(), refused[0].worker),
+        (1, WorkerId(9)),
+        "{report}"
+    );
+    assert!(report.to_string().contains("another.model"), "{report}");
+    send_to(&mut sender, &source, &mut fitting);
+}
+
+#[test]
+fn a_worker_that_left_is_no_failure() {
+    let source = weights();
+    let setup = SenderSetup::new("policy", &source).unwrap();
+    let (mut sender, mut workers) = connect(setup, &source, 2);
+    drop(workers.pop());
+    let mut told = 0;
+    for _ in 0..4 {
+        let (report, _) = send(&mut sender, &source, || workers[0].receive(Some(SOON)));
+        let report = report.unwrap();
+        assert!(report.all_applied(), "{report}");
+        told += report
+            .workers
+            .iter()
+            .filter(|line| line.outcome == Outcome::Left)
+            .count();
+    }
+    assert!(told <= 1, "its leaving was told {told} times");
+}
+
+#[test]
 fn a_late_joiner_gets_the_newest_version() {
     let mut source = weights();
     let setup = SenderSetup::new("policy", &source).unwrap();
@@ -161,7 +263,7 @@ fn a_late_joiner_gets_the_newest_version() {
     let mut late = ReceiverSetup::new(sender.init_info(), 8)
         .connect(SOON)
         .unwrap();
-    assert!(late.version().is_none());
+    assert_eq!(late.version(), Version(4), "connect brings the weights");
     let snapshot = late.receive(Some(SOON)).unwrap().unwrap();
     assert_eq!(
         (snapshot.version(), snapshot.slice::<i64>("step").unwrap()),

@@ -190,14 +190,14 @@ fn every_error_says_what_to_do_about_it() {
             MemoryError::Denied {
                 reason: "no".into(),
             },
-            Remedy::GiveUp,
+            Remedy::Retry,
         ),
         (
             MemoryError::Fenced {
                 seen: Epoch(2),
                 got: Epoch(1),
             },
-            Remedy::GiveUp,
+            Remedy::Retry,
         ),
         (
             MemoryError::Os {
