@@ -1,0 +1,152 @@
+//! Who dies, or stands still, costs the others nothing.
+
+use std::time::{Duration, Instant};
+
+use crate::puppet::{Answer, Fate, Order};
+use crate::scale::PATIENCE;
+use crate::script::{MOMENT, Script, TRAINER};
+
+fn send(word: u64) -> Order {
+    Order::Send {
+        word,
+        deadline: PATIENCE,
+    }
+}
+
+fn version(number: u64, word: u64) -> Answer {
+    Answer::Version { number, word }
+}
+
+pub fn the_death_of_a_worker_that_holds_every_slot_lets_the_send_go_on() {
+    let mut script = Script::open("holder", 1 << 13, 2, 2);
+    script.tell(TRAINER, &send(2));
+    script.tell(1, &Order::Receive(None));
+    script.tell(2, &Order::Receive(None));
+    script.answers([TRAINER, 1, 2]);
+    // Worker 0 holds both slots, worker 1 nothing.
+    assert_eq!(
+        script.ask(1, &Order::Reread { times: 1 }),
+        Answer::Held(vec![1, 2])
+    );
+    assert_eq!(script.ask(2, &Order::Keep(0)), Answer::Done);
+    script.tell(2, &Order::Receive(None));
+    script.tell(TRAINER, &send(3));
+    script.until_it_sleeps(TRAINER);
+
+    let begun = Instant::now();
+    let [sent, received] = script.kill(1, [TRAINER, 2]);
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert_eq!(received, version(3, 3));
+    let Answer::Sent { lines, .. } = sent else {
+        panic!("{sent:?}");
+    };
+    assert_eq!(lines, [(0, Fate::Died), (1, Fate::Applied)]);
+    script.close();
+}
+
+pub fn readers_that_sleep_learn_of_their_trainers_death_at_once() {
+    // Worker 0 yields before it sleeps, worker 1 sleeps at once.
+    let mut script = Script::open("sleepers", 1 << 13, 2, 2);
+    for life in 2..5 {
+        let pid = script.pid(TRAINER);
+        for worker in [1, 2] {
+            script.tell(worker, &Order::Receive(None));
+            script.until_it_sleeps(worker);
+        }
+        let begun = Instant::now();
+        let died = script.kill(TRAINER, [1, 2]);
+        assert_eq!(died, [Answer::TrainerDied(pid), Answer::TrainerDied(pid)]);
+        assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+
+        // They wait for its successor, and hold what the dead one left.
+        for worker in [1, 2] {
+            script.tell(worker, &Order::Receive(None));
+        }
+        script.raise(TRAINER);
+        script.tell(TRAINER, &script.lead(2));
+        let [led, one, two] = script.answers([TRAINER, 1, 2]);
+        assert_eq!(
+            [led, one, two],
+            [Answer::Done, version(1, 1), version(1, 1)]
+        );
+        let held = Answer::Held(vec![1; life]);
+        for worker in [1, 2] {
+            assert_eq!(script.ask(worker, &Order::Reread { times: 2 }), held);
+        }
+    }
+    script.close();
+}
+
+pub fn a_stopped_worker_is_late_and_the_others_are_up_to_date() {
+    let mut script = Script::open("stopped", 1 << 13, 3, 3);
+    script.stop(1);
+    let deadline = Duration::from_millis(400);
+    for word in 2..5 {
+        script.tell(2, &Order::Receive(None));
+        script.tell(3, &Order::Receive(None));
+        script.tell(TRAINER, &Order::Send { word, deadline });
+        let [sent, one, two] = script.answers([TRAINER, 2, 3]);
+        assert_eq!([one, two], [version(word, word), version(word, word)]);
+        let Answer::Sent { lines, took } = sent else {
+            panic!("{sent:?}");
+        };
+        assert_eq!(
+            lines,
+            [(0, Fate::Late), (1, Fate::Applied), (2, Fate::Applied)]
+        );
+        assert!(took >= deadline && took < MOMENT, "{took:?}");
+        for worker in [2, 3] {
+            assert_eq!(script.ask(worker, &Order::Keep(0)), Answer::Done);
+        }
+    }
+    script.wake(1);
+    // What it held is whole, and what comes is the newest.
+    assert_eq!(
+        script.ask(1, &Order::Reread { times: 2 }),
+        Answer::Held(vec![1])
+    );
+    assert_eq!(script.ask(1, &Order::Receive(None)), version(4, 4));
+    for worker in [1, 2, 3] {
+        script.tell(worker, &Order::Receive(None));
+    }
+    script.tell(TRAINER, &send(5));
+    let [sent, ..] = script.answers([TRAINER, 1, 2, 3]);
+    let Answer::Sent { lines, .. } = sent else {
+        panic!("{sent:?}");
+    };
+    assert_eq!(
+        lines,
+        [(0, Fate::Applied), (1, Fate::Applied), (2, Fate::Applied)]
+    );
+    script.close();
+}
+
+pub fn readers_that_poll_without_waiting_find_the_next_trainer() {
+    let mut script = Script::open("polling", 1 << 13, 2, 2);
+    let pid = script.pid(TRAINER);
+    let poll = Order::Receive(Some(Duration::ZERO));
+    script.kill(TRAINER, []);
+    for worker in [1, 2] {
+        assert_eq!(polled(&script, worker, &poll), Answer::TrainerDied(pid));
+        assert_eq!(script.ask(worker, &poll), Answer::Nothing);
+    }
+    script.raise(TRAINER);
+    script.tell(TRAINER, &script.lead(0));
+    assert_eq!(script.answer(TRAINER), Answer::Done);
+    for worker in [1, 2] {
+        assert_eq!(polled(&script, worker, &poll), version(1, 1));
+    }
+    script.close();
+}
+
+/// The first answer to a poll that is not that nothing came.
+fn polled(script: &Script, worker: usize, poll: &Order) -> Answer {
+    let begun = Instant::now();
+    loop {
+        let answer = script.ask(worker, poll);
+        if answer != Answer::Nothing {
+            return answer;
+        }
+        assert!(begun.elapsed() < PATIENCE, "puppet {worker} polled in vain");
+    }
+}
