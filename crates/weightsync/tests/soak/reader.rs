@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use weightsync::worker::WorkerProcess;
 use weightsync::{
-    InitInfo, MemoryError, Receiver, ReceiverSetup, Run, Snapshot, Version, WaitStyle,
+    InitInfo, MemoryError, Receiver, ReceiverSetup, Remedy, Run, Snapshot, Version, WaitStyle,
 };
 
 use crate::fuse::{Fuse, Lit};
@@ -93,18 +93,18 @@ fn connect(
         WaitStyle::YieldThenSleep
     };
     let setup = ReceiverSetup::new(plan.info.clone(), plan.worker).wait_style(style);
+    if !plan.outlives {
+        return Ok(Some(setup.connect(PATIENCE)?));
+    }
     let since = Instant::now();
     loop {
-        match setup.clone().connect(LOOK) {
+        // The trainer may die while this connects, and the next one come.
+        match setup.clone().connect(8 * LOOK) {
             Ok(receiver) => return Ok(Some(receiver)),
-            Err(weightsync::Error::Memory(MemoryError::NoSender { .. }))
-                if since.elapsed() < PATIENCE =>
-            {
-                if worker.is_closed() {
-                    return Ok(None);
-                }
-            }
-            Err(error) => return Err(error.into()),
+            Err(error) if error.remedy() == Remedy::GiveUp => return Err(error.into()),
+            Err(error) if since.elapsed() > PATIENCE => return Err(error.into()),
+            Err(_) if worker.is_closed() => return Ok(None),
+            Err(_) => {}
         }
     }
 }
