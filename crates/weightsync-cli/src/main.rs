@@ -3,6 +3,7 @@
 
 mod bench;
 mod demo;
+mod plot;
 
 use std::process::ExitCode;
 

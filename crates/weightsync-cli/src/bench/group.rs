@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::numbers::Size;
 use super::shared_mem::{self, Figures};
+use crate::plot::{self, Bar};
 
 /// How the group is run.
 #[derive(clap::Args)]
@@ -13,6 +14,9 @@ pub struct Args {
     /// One JSON object a line
     #[arg(long)]
     json: bool,
+    /// Also draw the multiples of memcpy, into bench-mem.svg
+    #[arg(long)]
+    plot: bool,
     /// Only cases whose name contains this
     #[arg(long, default_value = "")]
     only: String,
@@ -58,13 +62,22 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             "case", "value", "baseline", "ratio", "target"
         );
     }
+    let mut drawn = Vec::new();
     for case in cases()
         .into_iter()
         .filter(|case| case.name.contains(&args.only))
     {
         let figures = shared_mem::measure(&case.args)?;
         for (figure, target) in &case.figures {
-            print(args.json, &row(&case.name, *figure, &figures, *target))?;
+            let row = row(&case.name, *figure, &figures, *target);
+            print(args.json, &row)?;
+            if let Figure::Ratio = figure {
+                drawn.push(Bar {
+                    label: row.case,
+                    value: row.ratio,
+                    target: row.target,
+                });
+            }
         }
         if case.name.starts_with("send 1 GiB bf16, N =") {
             flat.push((case.args.readers, figures));
@@ -87,6 +100,15 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
                 met: Some(growth <= 1.1),
             },
         )?;
+    }
+    if args.plot {
+        let svg = plot::bars(
+            "send to live on every worker, in memcpys of the same bytes",
+            "×",
+            &drawn,
+        )?;
+        std::fs::write("bench-mem.svg", svg)?;
+        eprintln!("wrote bench-mem.svg");
     }
     Ok(())
 }
@@ -148,18 +170,21 @@ fn cases() -> Vec<Case> {
         },
         figures: vec![(Figure::First, None)],
     });
-    for (size, rounds) in [(16 << 10, 20_000), (1 << 30, 15)] {
-        cases.push(Case {
-            name: format!("loan {}, last byte to applied, N = 4", Size(size)),
-            args: shared_mem::Args {
-                size: Size(size),
-                tensors: 4,
-                loan: true,
-                rounds: Some(rounds),
-                ..gib.clone()
-            },
-            figures: vec![(Figure::AppliedMedian, Some(100.0))],
-        });
+    for (size, rounds) in [(16 << 10, 20_000), (16 << 20, 301), (1 << 30, 15)] {
+        for readers in [1, 4] {
+            cases.push(Case {
+                name: format!("loan {}, last byte to applied, N = {readers}", Size(size)),
+                args: shared_mem::Args {
+                    size: Size(size),
+                    tensors: 4,
+                    loan: true,
+                    rounds: Some(rounds),
+                    readers,
+                    ..gib.clone()
+                },
+                figures: vec![(Figure::AppliedMedian, Some(100.0))],
+            });
+        }
     }
     for (readers, sleep, median, p99) in [
         (1, false, 2.0, 5.0),
