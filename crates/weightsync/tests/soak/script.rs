@@ -57,12 +57,13 @@ impl Script {
         };
         script.tell(TRAINER, &script.lead(workers));
         (0..workers).for_each(|worker| script.join(worker));
-        (1..=workers as usize).for_each(|puppet| script.tell(puppet, &Order::Receive(None)));
+        // The trainer is done once the last of them is there.
         for _ in 0..=workers {
-            match script.any() {
-                (TRAINER, answer) => assert_eq!(answer, Answer::Done),
-                (_, answer) => assert_eq!(answer, Answer::Version { number: 1, word: 1 }),
-            }
+            assert_eq!(script.any().1, Answer::Done);
+        }
+        for puppet in 1..=workers as usize {
+            let first = Answer::Version { number: 1, word: 1 };
+            assert_eq!(script.ask(puppet, &Order::Receive(None)), first);
         }
         script
     }
@@ -169,14 +170,14 @@ impl Script {
         self.until_state(puppet, 'S');
     }
 
-    /// Worker number `worker` joins the trainer.
-    pub fn join(&self, worker: u32) {
+    /// Tells worker number `worker` to join the trainer.
+    fn join(&self, worker: u32) {
         let order = Order::Join {
             info: self.info(),
             worker,
             sleeps: worker % 2 == 1,
         };
-        assert_eq!(self.ask(worker as usize + 1, &order), Answer::Done);
+        self.tell(worker as usize + 1, &order);
     }
 
     /// Ends everything in order; nothing may be left.
