@@ -1,11 +1,59 @@
-//! `docs/features.md` is a promise: the tests it names must exist.
+//! The documents are promises: the tests they name exist, the program they show is the one that is
+//! tested, and their links lead somewhere.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
+/// What a newcomer reads.
+const DOCUMENTS: &[&str] = &["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs"];
+
+#[test]
+fn the_readme_shows_the_quickstart_as_it_is() {
+    let readme = fs::read_to_string(root().join("README.md")).expect("README.md");
+    let shown = readme
+        .split_once("```rust,standalone_crate\n")
+        .and_then(|(_, rest)| rest.split_once("```\n"))
+        .map(|(program, _)| program)
+        .expect("a program in the README");
+    let path = root().join("crates/weightsync/examples/quickstart.rs");
+    let example = fs::read_to_string(path).expect("the quickstart");
+    // Its first line says how to run it, which the README does in words.
+    let (first, program) = example.split_once('\n').expect("more than one line");
+    assert!(first.starts_with("//!"), "{first}");
+    assert_eq!(
+        shown, program,
+        "README.md and the quickstart example differ"
+    );
+}
+
+#[test]
+fn every_link_between_documents_leads_somewhere() {
+    let mut files: Vec<PathBuf> = Vec::new();
+    for document in DOCUMENTS.iter().map(|name| root().join(name)) {
+        match document.is_dir() {
+            true => files_below(&document, "md", &mut files),
+            false => files.push(document),
+        }
+    }
+    let mut followed = 0;
+    for file in files {
+        let text = fs::read_to_string(&file).expect("a document in UTF-8");
+        let folder = file.parent().expect("a file lies in a folder");
+        for link in links(&text) {
+            assert!(
+                folder.join(link).exists(),
+                "{} links to {link}, which does not exist",
+                file.display()
+            );
+            followed += 1;
+        }
+    }
+    assert!(followed > 0, "the documents have no link at all");
+}
+
 #[test]
 fn every_test_the_feature_table_names_exists() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let root = root();
     let text = fs::read_to_string(root.join("docs/features.md")).expect("docs/features.md");
     let named: Vec<(&str, &str)> = named_tests(&text).collect();
     assert!(!named.is_empty(), "the table names no test at all");
@@ -31,10 +79,12 @@ fn every_test_the_feature_table_names_exists() {
 #[test]
 fn a_function_that_is_no_test_does_not_count() {
     let source = "#[test]\nfn first() {}\n\n    #[test]\n    #[should_panic]\n    fn second() {}\nfn third() {}\n\
-                  trials![\n    group::fourth,\n]\nuse group::{fifth, group::sixth,\n};\n";
-    let found =
-        ["first", "second", "third", "fir", "fourth", "sixth"].map(|name| has_test(source, name));
-    assert_eq!(found, [true, true, false, false, true, false]);
+                  trials![\n    group::fourth,\n]\nuse group::{fifth, group::sixth,\n};\n\
+                  (\n    \"seventh\",\n    seventh,\n)\nsay(\"eighth\", 8);\n";
+    let names = ["first", "second", "fourth", "seventh"];
+    assert_eq!(names.map(|name| has_test(source, name)), [true; 4]);
+    let names = ["third", "fir", "sixth", "eighth"];
+    assert_eq!(names.map(|name| has_test(source, name)), [false; 4]);
     let table = "| row | text with `code` | `weightsync-mem::a_name`, `xtask::b` |";
     let named: Vec<_> = named_tests(table).collect();
     assert_eq!(named, [("weightsync-mem", "a_name"), ("xtask", "b")]);
@@ -48,21 +98,47 @@ fn named_tests(text: &str) -> impl Iterator<Item = (&str, &str)> {
         .filter_map(|code| code.split_once("::"))
 }
 
+#[test]
+fn only_links_inside_the_repository_are_followed() {
+    let text = "[a](docs/a.md#part) and [b](https://example.org/b), [c](../c.rs); `f(x)` [d] (e)";
+    assert_eq!(links(text).collect::<Vec<_>>(), ["docs/a.md", "../c.rs"]);
+}
+
+/// The targets of the links to other files, without the part of the file they name.
+fn links(text: &str) -> impl Iterator<Item = &str> {
+    text.split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split_once(')'))
+        .map(|(target, _)| target.split('#').next().unwrap_or(target))
+        .filter(|target| !target.is_empty() && !target.contains("://"))
+}
+
 /// Whether a source has a function of that name right under the attributes of a test, or lists it
-/// by its module on a line of its own, as a harness of ours does.
+/// on a line of its own, by its module or as a text, as our own harnesses do.
 fn has_test(source: &str, name: &str) -> bool {
     let function = format!("fn {name}(");
     let listed = format!("::{name},");
+    let quoted = format!("\"{name}\",");
     let mut is_test = false;
     source.lines().map(str::trim).any(|line| {
         let found = is_test && line.starts_with(&function);
         is_test = line == "#[test]" || (is_test && line.starts_with("#["));
-        found || (line.ends_with(&listed) && !line.contains([' ', '(']))
+        found || line == quoted || (line.ends_with(&listed) && !line.contains([' ', '(']))
     })
 }
 
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
 fn sources(folder: &Path) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut files = Vec::new();
+    files_below(folder, "rs", &mut files);
+    let read = |path: &PathBuf| fs::read_to_string(path).expect("a source in UTF-8");
+    files.iter().map(read).collect()
+}
+
+fn files_below(folder: &Path, extension: &str, found: &mut Vec<PathBuf>) {
     let mut folders: Vec<PathBuf> = vec![folder.to_path_buf()];
     while let Some(folder) = folders.pop() {
         let entries = fs::read_dir(&folder)
@@ -70,10 +146,9 @@ fn sources(folder: &Path) -> Vec<String> {
         for path in entries.map(|entry| entry.expect("an entry of the folder").path()) {
             if path.is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "rs") {
-                found.push(fs::read_to_string(&path).expect("a source in UTF-8"));
+            } else if path.extension().is_some_and(|own| own == extension) {
+                found.push(path);
             }
         }
     }
-    found
 }

@@ -96,3 +96,8 @@ pub use weightsync_mem::{Error as MemoryError, Holder, Outcome, ReaderStatus, Wa
 #[cfg_attr(feature = "candle", doc = include_str!("../examples/candle_varmap.rs"))]
 #[cfg_attr(feature = "candle", doc = "```")]
 mod examples {}
+
+/// And so does what the README shows: a trainer and its worker processes.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+mod readme {}
