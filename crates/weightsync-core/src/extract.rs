@@ -171,7 +171,8 @@ impl<'a> TensorRef<'a> {
 
     /// The elements as they lie, if they lie side by side in row-major order.
     pub fn contiguous_bytes(&self) -> Option<&'a [u8]> {
-        let len = usize::try_from(bits_of(self.dtype, self.shape).ok()? / 8).ok()?;
+        // From the elements, which were counted when the shape was checked.
+        let len = (self.elements as u64 * u64::from(self.dtype.bits()) / 8) as usize;
         self.data
             .get(self.start..)?
             .get(..len)

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use weightsync_core::{Layout, Version};
+use weightsync_core::{Layout, TensorSpec, Version};
 use weightsync_simd::Copier;
 
 use crate::error::Error;
@@ -125,16 +125,6 @@ impl<'a> Loan<'a> {
         self.checksums = false;
         let layout = self.layout().clone();
         assert_eq!(sources.len(), layout.len(), "one source per tensor");
-        for (tensor, source) in layout.tensors().iter().zip(sources) {
-            if let Source::Bytes(bytes) = source {
-                assert_eq!(
-                    bytes.len() as u64,
-                    tensor.range.len,
-                    "length of {}",
-                    tensor.name
-                );
-            }
-        }
         let spans: Vec<Span> = self.writer.spans().iter().cloned().collect();
         let mut sums = vec![0; if options.checksums { spans.len() } else { 0 }];
         let image = Image {
@@ -249,8 +239,9 @@ impl Image<'_> {
             let sum = sums.get_mut(index);
             match &self.sources[span.tensors.clone()] {
                 [Source::Bytes(source)] => {
-                    let tensor = self.layout.tensors()[span.tensors.start].range;
-                    let from = span.image.start - tensor.offset as usize;
+                    let tensor = &self.layout.tensors()[span.tensors.start];
+                    check_length(source, tensor);
+                    let from = span.image.start - tensor.range.offset as usize;
                     let part = &source[from..from + span.image.len()];
                     let to = self.place(&span.image);
                     if let Some(sum) = sum {
@@ -283,7 +274,8 @@ impl Image<'_> {
     /// cut into several spans is written at the first.
     fn write_tensors(&self, span: &Span, copier: &Copier) -> Result<(), Error> {
         for index in span.tensors.clone() {
-            let range = self.layout.tensors()[index].range;
+            let tensor = &self.layout.tensors()[index];
+            let range = tensor.range;
             let start = range.offset as usize;
             if start < span.image.start {
                 continue;
@@ -291,13 +283,16 @@ impl Image<'_> {
             let len = range.len as usize;
             let to = self.place(&(start..start + len));
             match &self.sources[index] {
-                // SAFETY: as in `write`.
-                Source::Bytes(source) => unsafe { copier.copy(to, source.as_ptr(), len) },
+                Source::Bytes(source) => {
+                    check_length(source, tensor);
+                    // SAFETY: as in `write`.
+                    unsafe { copier.copy(to, source.as_ptr(), len) }
+                }
                 Source::Fill(fill) => {
                     // SAFETY: `place` checked the range, and this thread alone
                     // was given the tensor's spans (`cut`).
                     let place = unsafe { std::slice::from_raw_parts_mut(to, len) };
-                    let tensor = || self.layout.tensors()[index].name.clone();
+                    let tensor = || tensor.name.clone();
                     fill(place).map_err(|source| Error::Fill {
                         tensor: tensor(),
                         source,
@@ -314,4 +309,15 @@ impl Image<'_> {
         // slot's mapping.
         unsafe { self.start.add(range.start) }
     }
+}
+
+/// Checked where the source is looked at anyway: with many small tensors a pass
+/// of its own over them costs as much as the copy.
+fn check_length(source: &[u8], tensor: &TensorSpec) {
+    assert_eq!(
+        source.len() as u64,
+        tensor.range.len,
+        "length of {}",
+        tensor.name
+    );
 }

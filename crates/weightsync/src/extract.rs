@@ -19,6 +19,13 @@ pub trait WeightExtractor {
     /// If the source cannot be read, or has names or shapes no layout can have.
     fn layout(&self) -> Result<Layout>;
 
+    /// The layout, if the source knows without looking that
+    /// [`extract`](Self::extract) lends exactly these tensors in this order.
+    /// Then they are not compared one by one, which counts with very many.
+    fn known_layout(&self) -> Option<&Layout> {
+        None
+    }
+
     /// Lends every tensor, in the order of [`layout`](Self::layout), for the
     /// time of one call of `take`.
     ///

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Digest, Dtype, Layout, ModelId, Run, Version, WorkerId};
+use weightsync_core::{Digest, Dtype, Layout, ModelId, Run, TensorSpec, Version, WorkerId};
 use weightsync_mem::{CopyOptions, ReaderStatus, SegmentOptions, Source, WaitStyle, Writer};
 
 use crate::digest::DigestThread;
@@ -413,25 +413,16 @@ impl Sender {
         let version = writer.version().next();
         let mut writer = Some(writer);
         let mut written = None;
+        let known = weights
+            .known_layout()
+            .is_some_and(|layout| *layout == setup.source);
         weights.extract(&mut |tensors| {
             let writer = writer.take().ok_or_else(|| lent(setup, "more than once"))?;
-            let ordered = in_order(setup, tensors)?;
-            let fills: Vec<_> = ordered
-                .iter()
-                .zip(setup.layout.tensors())
-                .map(|(data, spec)| |place: &mut [u8]| data.write_into(place, spec.dtype))
-                .collect();
-            let sources: Vec<_> = ordered
-                .iter()
-                .zip(&fills)
-                .zip(setup.layout.tensors())
-                .map(|((data, fill), spec)| match as_it_lies(data, spec.dtype) {
-                    Some(bytes) => Source::Bytes(bytes),
-                    None => Source::Fill(fill),
-                })
-                .collect();
             let mut loan = writer.loan(deadline)?;
-            loan.write(&sources, setup.copy)?;
+            match as_they_lie(setup, tensors, known) {
+                Some(sources) => loan.write(&sources, setup.copy)?,
+                None => write_converted(&mut loan, setup, tensors)?,
+            }
             written = Some(loan);
             Ok(())
         })?;
@@ -560,6 +551,60 @@ fn report(
     })
 }
 
+/// The bytes of every tensor, if they are those of the setup, in its order
+/// (`known` if that needs no look), and need no more than a copy. One pass: with
+/// many small tensors, looking at them costs as much as copying them.
+fn as_they_lie<'a>(
+    setup: &SenderSetup,
+    tensors: &[Extracted<'a>],
+    known: bool,
+) -> Option<Vec<Source<'a>>> {
+    let expected = setup.source.tensors();
+    if tensors.len() != expected.len() {
+        return None;
+    }
+    let mut sources = Vec::with_capacity(tensors.len());
+    for ((got, expected), spec) in tensors.iter().zip(expected).zip(setup.layout.tensors()) {
+        if !known && !is_as_expected(got, expected) {
+            return None;
+        }
+        sources.push(Source::Bytes(as_it_lies(&got.data, spec.dtype)?));
+    }
+    Some(sources)
+}
+
+/// Writes tensors that come in another order, are to be cast, or do not lie
+/// side by side in memory.
+fn write_converted(
+    loan: &mut weightsync_mem::Loan<'_>,
+    setup: &SenderSetup,
+    tensors: &[Extracted<'_>],
+) -> Result<()> {
+    let ordered = in_order(setup, tensors)?;
+    let specs = setup.layout.tensors();
+    let fills: Vec<_> = ordered
+        .iter()
+        .zip(specs)
+        .map(|(data, spec)| |place: &mut [u8]| data.write_into(place, spec.dtype))
+        .collect();
+    let sources: Vec<_> = ordered
+        .iter()
+        .zip(&fills)
+        .zip(specs)
+        .map(|((data, fill), spec)| match as_it_lies(data, spec.dtype) {
+            Some(bytes) => Source::Bytes(bytes),
+            None => Source::Fill(fill),
+        })
+        .collect();
+    Ok(loan.write(&sources, setup.copy)?)
+}
+
+fn is_as_expected(got: &Extracted<'_>, expected: &TensorSpec) -> bool {
+    got.name == expected.name
+        && got.data.dtype() == expected.dtype
+        && got.data.shape() == expected.shape
+}
+
 /// The tensors in the order of the layout, if they are those of the setup.
 fn in_order<'a, 'b>(
     setup: &SenderSetup,
@@ -567,11 +612,10 @@ fn in_order<'a, 'b>(
 ) -> Result<Vec<&'a TensorData<'b>>> {
     let expected = setup.source.tensors();
     let same = tensors.len() == expected.len()
-        && tensors.iter().zip(expected).all(|(got, expected)| {
-            got.name == expected.name
-                && got.data.dtype() == expected.dtype
-                && got.data.shape() == expected.shape
-        });
+        && tensors
+            .iter()
+            .zip(expected)
+            .all(|(got, expected)| is_as_expected(got, expected));
     if same {
         return Ok(tensors.iter().map(|tensor| &tensor.data).collect());
     }

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::sync::OnceLock;
 
 use half::{bf16, f16};
 use weightsync_core::{Dtype, Layout, TensorRef};
@@ -45,6 +46,8 @@ elements! {
 pub struct Tensors {
     tensors: Vec<(String, Tensor)>,
     index: HashMap<String, usize>,
+    /// Made when it is first asked for, forgotten when a tensor is put.
+    layout: OnceLock<Layout>,
 }
 
 /// One of them. The bytes are kept in 64-bit words, so that they are aligned
@@ -208,6 +211,7 @@ impl Tensors {
     }
 
     fn put(&mut self, name: &str, tensor: Tensor) {
+        self.layout.take();
         match self.index.get(name) {
             Some(&index) => self.tensors[index].1 = tensor,
             None => {
@@ -228,9 +232,17 @@ impl Tensors {
 
 impl WeightExtractor for Tensors {
     fn layout(&self) -> Result<Layout> {
+        if let Some(layout) = self.layout.get() {
+            return Ok(layout.clone());
+        }
         let tensors = self.tensors.iter();
         let specs = tensors.map(|(name, one)| (name.clone(), one.dtype, one.shape.clone()));
-        Ok(Layout::new(specs)?)
+        let layout = Layout::new(specs)?;
+        Ok(self.layout.get_or_init(|| layout).clone())
+    }
+
+    fn known_layout(&self) -> Option<&Layout> {
+        self.layout.get()
     }
 
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
