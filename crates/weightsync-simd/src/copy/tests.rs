@@ -38,7 +38,14 @@ fn every_path_copies_every_short_length_at_every_alignment() {
 #[test]
 fn every_path_copies_large_ranges() {
     for path in Path::available() {
-        for len in [STREAM_THRESHOLD - 1, STREAM_THRESHOLD, (3 << 20) + 17] {
+        for len in [
+            (512 << 10) - 1,
+            (512 << 10) + 64,
+            (512 << 10) + 3 * 64 + 63,
+            STREAM_THRESHOLD - 1,
+            STREAM_THRESHOLD,
+            (3 << 20) + 17,
+        ] {
             check(path, 5, 11, len);
             check(path, 0, 0, len);
         }

@@ -1,16 +1,22 @@
 //! The streaming loops of x86-64.
 
 use core::arch::x86_64::{
-    __m128i, __m256i, __m512i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence,
-    _mm_stream_si128, _mm256_loadu_si256, _mm256_stream_si256, _mm512_loadu_si512,
-    _mm512_stream_si512,
+    __m128i, __m256i, __m512i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128, _mm256_loadu_si256,
+    _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
 };
 
 use super::LINE;
 
-/// How far ahead of the loads the source is prefetched, in bytes: one page, because the hardware's
-/// own prefetcher stops at a page's end.
-const AHEAD: usize = 4096;
+/// A copy of at least this many lines is made as two halves, side by side.
+///
+/// One thread is held back by how many lines the hardware's prefetcher keeps on their way, and it
+/// keeps some for each stream it sees: two streams copy 1 GiB in about 0.87 of the time of one
+/// (Zen 5). More streams, or software prefetch of one, gain nothing.
+const TWO_STREAMS: usize = (512 << 10) / LINE;
+
+/// Lines copied of one half before the other's turn: two fill a store buffer pair and keep each
+/// half's stores together.
+const TURN: usize = 2;
 
 /// Makes every earlier non-temporal store visible before any later store.
 #[inline]
@@ -20,8 +26,8 @@ pub(super) fn fence() {
 }
 
 macro_rules! stream {
-    ($name:ident, $feature:literal, $vector:ty, $load:ident, $store:ident) => {
-        /// Copies `lines` lines with non-temporal stores, in order.
+    ($name:ident, $few:ident, $feature:literal, $vector:ty, $load:ident, $store:ident) => {
+        /// Copies `lines` lines with non-temporal stores.
         ///
         /// # Safety
         ///
@@ -29,12 +35,33 @@ macro_rules! stream {
         /// aligned to a line unless `lines` is 0; the processor has the feature in the name.
         #[target_feature(enable = $feature)]
         pub(super) unsafe fn $name(dst: *mut u8, src: *const u8, lines: usize) {
-            for line in 0..lines {
-                // A prefetch past the end is harmless: it never faults.
-                _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(line * LINE + AHEAD).cast());
+            let turns = if lines >= TWO_STREAMS {
+                lines / (2 * TURN)
+            } else {
+                0
+            };
+            for turn in 0..turns {
+                for line in [turn * TURN, (turns + turn) * TURN] {
+                    // SAFETY: `turns * 2 * TURN <= lines`, so every turn lies inside.
+                    unsafe { $few(dst, src, line, line + TURN) };
+                }
+            }
+            // SAFETY: what the turns have left, up to the end.
+            unsafe { $few(dst, src, 2 * turns * TURN, lines) };
+        }
+
+        /// Copies the lines `from..to`, in order.
+        ///
+        /// # Safety
+        ///
+        /// As above, with `to` lines.
+        #[inline]
+        #[target_feature(enable = $feature)]
+        unsafe fn $few(dst: *mut u8, src: *const u8, from: usize, to: usize) {
+            for line in from..to {
                 for part in 0..LINE / size_of::<$vector>() {
                     let at = line * LINE + part * size_of::<$vector>();
-                    // SAFETY: `at` counts vectors inside the `lines` lines.
+                    // SAFETY: `at` counts vectors inside the lines.
                     let from = unsafe { src.add(at) };
                     // SAFETY: likewise for the destination.
                     let to = unsafe { dst.add(at) };
@@ -50,6 +77,7 @@ macro_rules! stream {
 
 stream!(
     stream_sse2,
+    few_sse2,
     "sse2",
     __m128i,
     _mm_loadu_si128,
@@ -57,6 +85,7 @@ stream!(
 );
 stream!(
     stream_avx2,
+    few_avx2,
     "avx2",
     __m256i,
     _mm256_loadu_si256,
@@ -64,6 +93,7 @@ stream!(
 );
 stream!(
     stream_avx512,
+    few_avx512,
     "avx512f",
     __m512i,
     _mm512_loadu_si512,
