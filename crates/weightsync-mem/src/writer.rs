@@ -123,9 +123,7 @@ impl Writer {
         check(&options)?;
         let listener = Socket::listen(address)?;
         let spans = Spans::new(layout);
-        let slots = (0..options.slots)
-            .map(|_| OwnedFile::new("weightsync-slot", spans.slot_bytes()))
-            .collect::<Result<Vec<_>, _>>()?;
+        let slots = make_slots(options.slots, spans.slot_bytes())?;
         let doorbell = Arc::new(Doorbell::new()?);
         let shared = Shared::new(run, layout, secret, &slots, doorbell)?;
         let service = service::start(shared.clone(), listener)?;
@@ -379,6 +377,25 @@ impl Drop for Writer {
             let _ = service.join();
         }
     }
+}
+
+/// Makes the first slots. Large ones side by side: the kernel clears their pages
+/// one by one, which takes ten times as long as a copy.
+fn make_slots(count: u8, bytes: usize) -> Result<Vec<OwnedFile>, Error> {
+    const LARGE: usize = 16 << 20;
+    let make = || OwnedFile::new("weightsync-slot", bytes);
+    if bytes < LARGE {
+        return (0..count).map(|_| make()).collect();
+    }
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count).map(|_| scope.spawn(make)).collect();
+        let made = threads.into_iter().map(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        made.collect()
+    })
 }
 
 fn check(options: &SegmentOptions) -> Result<(), Error> {
