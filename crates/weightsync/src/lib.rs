@@ -60,6 +60,7 @@ mod report;
 mod run_dir;
 mod safetensors_file;
 mod sender;
+mod setup;
 mod snapshot;
 mod tensors;
 pub mod worker;
@@ -72,7 +73,8 @@ pub use crate::{
     receiver::{Receiver, ReceiverSetup},
     report::{Report, WorkerReport},
     safetensors_file::SafetensorsFile,
-    sender::{DigestPolicy, Expect, Loan, Sender, SenderSetup, WaitFor},
+    sender::{Loan, Sender, WaitFor},
+    setup::{DigestPolicy, Expect, SenderSetup},
     snapshot::Snapshot,
     tensors::{Element, Tensors},
 };
