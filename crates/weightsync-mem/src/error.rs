@@ -197,3 +197,8 @@ pub(crate) fn os(action: &'static str) -> impl FnOnce(rustix::io::Errno) -> Erro
         source: errno.into(),
     }
 }
+
+/// The other end broke the protocol.
+pub(crate) fn unexpected(expected: &'static str, got: String) -> Error {
+    Error::Protocol { expected, got }
+}

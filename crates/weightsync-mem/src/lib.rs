@@ -39,6 +39,8 @@ mod pins;
 #[cfg(not(loom))]
 mod reader;
 #[cfg(not(loom))]
+mod roster;
+#[cfg(not(loom))]
 mod service;
 #[cfg(not(loom))]
 mod shared;

@@ -150,7 +150,16 @@ impl<'a> Loan<'a> {
                 let (part, tail) = std::mem::take(&mut rest).split_at_mut(wanted(range));
                 rest = tail;
                 let (image, spans) = (&image, &spans[range.clone()]);
-                threads.push(scope.spawn(move || image.write(spans, part)));
+                let copy = move || image.write(spans, part);
+                let thread = std::thread::Builder::new().name("weightsync-copy".into());
+                threads.push(
+                    thread
+                        .spawn_scoped(scope, copy)
+                        .map_err(|source| Error::Os {
+                            action: "starting a copying thread",
+                            source,
+                        })?,
+                );
             }
             let mut result = image.write(&spans[first], own);
             for thread in threads {

@@ -37,8 +37,10 @@ impl OwnedFile {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create(name, flags).map_err(os("creating a memory file"))?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(os("sizing a memory file"))?;
-        rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), 0, len as u64)
-            .map_err(os("allocating shared memory"))?;
+        rustix::io::retry_on_intr(|| {
+            rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), 0, len as u64)
+        })
+        .map_err(os("allocating shared memory"))?;
         let map = Mapping::new(fd.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
         rustix::fs::fcntl_add_seals(&fd, SEALS | SealFlags::SEAL)
             .map_err(os("sealing a memory file"))?;

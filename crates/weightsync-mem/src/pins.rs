@@ -74,9 +74,10 @@ impl PinBook {
     /// Pins the live slot, whichever that is by then. `None` before the first
     /// publication.
     ///
-    /// Ends: it starts over only when the sender has published in between, and
-    /// the sender cannot do that in a row without waiting for nobody to hold
-    /// the slots, this announcement included.
+    /// Lock-free: it starts over only when the sender has published in between.
+    /// With two slots that cannot go on, because the announcement itself keeps
+    /// the sender from the slot; with more it takes a sender that publishes
+    /// faster than two loads, every time.
     pub(crate) fn pin_live(self: &Arc<Self>) -> Result<Option<Pin>, Error> {
         self.header.usable()?;
         let live_word = &self.header().live.0;
@@ -110,6 +111,18 @@ impl PinBook {
     fn counts(&self) -> MutexGuard<'_, [u32; MAX_SLOTS]> {
         // The counts are changed in single steps, so they hold after a panic.
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for PinBook {
+    fn drop(&mut self) {
+        // The last snapshot is gone. A forked child may keep a copy of the
+        // connection open, so it is ended and not only closed.
+        if let Home::Reader { socket, .. } = &self.home
+            && self.header.usable().is_ok()
+        {
+            socket.shut_down();
+        }
     }
 }
 

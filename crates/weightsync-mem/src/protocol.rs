@@ -22,8 +22,8 @@
 //!
 //! A reader that stops anywhere in this leaves at worst a pin behind, which its
 //! death removes (the sender stops scanning its word); a sender that stops
-//! anywhere leaves the live word on a whole version. `tests/loom.rs` checks both
-//! at every step.
+//! anywhere leaves the live word on a whole version. `protocol/loom_tests.rs` checks
+//! both at every step.
 
 use crate::sync::{AtomicU64, Ordering, fence};
 
@@ -117,9 +117,15 @@ impl PinWord {
     /// announcement with [`PinWord::unpin`] (unless it held the slot before)
     /// and starts over from the new live word.
     pub fn pin(&self, live: Live, word: &LiveWord) -> bool {
+        self.announce(live);
+        word.load() == Some(live)
+    }
+
+    /// The first half of [`PinWord::pin`], on its own so that a reader can be
+    /// stopped between the two.
+    pub(crate) fn announce(&self, live: Live) {
         self.0.fetch_or(1 << live.slot, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        word.load() == Some(live)
     }
 
     /// Gives `slot` back. Every read made through the pin happens before the
@@ -163,7 +169,7 @@ impl SlotSet {
 /// The sleep protocol, for either direction: the sleeper says that it sleeps,
 /// then looks once more; the waker changes what is looked at, then asks whether
 /// anybody sleeps. The same pair of fences as above makes a lost wake-up
-/// impossible. An odd count means asleep.
+/// impossible.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct SleepWord(AtomicU64);
@@ -183,22 +189,20 @@ impl SleepWord {
     /// Announces sleep. The caller must look once more at what it waits for
     /// before it really sleeps.
     pub fn announce(&self) {
-        let now = self.0.load(Ordering::Relaxed);
-        self.0.store(now | 1, Ordering::Relaxed);
+        self.0.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
     /// Withdraws the announcement.
     pub fn awake(&self) {
-        let now = self.0.load(Ordering::Relaxed);
-        self.0.store((now | 1).wrapping_add(1), Ordering::Relaxed);
+        self.0.store(0, Ordering::Relaxed);
     }
 
     /// Whether the other side sleeps. To be called after the change it waits
     /// for, with a fence between (a [`LiveWord::swap_in`] brings one, else
     /// [`order`]).
     pub fn sleeping(&self) -> bool {
-        self.0.load(Ordering::Relaxed) & 1 == 1
+        self.0.load(Ordering::Relaxed) != 0
     }
 }
 

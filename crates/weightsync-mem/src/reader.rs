@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Layout, LayoutId, Run, Version, WorkerId};
 
-use crate::error::Error;
+use crate::error::{Error, unexpected};
 use crate::map::{Mapping, OwnedFile};
 use crate::pins::{Home, PinBook};
 use crate::shared::{CONTROL_BYTES, HEADER_BYTES};
@@ -194,7 +194,9 @@ impl Reader {
         let Some(pin) = self.book.pin_live()? else {
             return Ok(None);
         };
-        let slot = self.watch.slot(pin.live.slot)?;
+        let Some(slot) = self.watch.slot(pin.live.slot)? else {
+            return Err(self.why_over());
+        };
         self.sequence = pin.live.sequence;
         Snapshot::new(pin, slot, &self.layout, self.run).map(Some)
     }
@@ -221,7 +223,7 @@ impl Reader {
         loop {
             // Asked before the last look: what was published before the end is
             // still handed out.
-            let over = self.watch.is_over();
+            let over = self.watch.is_over() || self.is_closed();
             if look().is_some() {
                 return self.latest();
             }
@@ -258,6 +260,7 @@ impl Reader {
     ///
     /// Only of the operating system; a sender that is gone needs no telling.
     pub fn refuse(&self, version: Version, reason: &str) -> Result<(), Error> {
+        self.book.header.usable()?;
         let packet = FromReader::Refused {
             version,
             reason: reason.into(),
@@ -266,8 +269,12 @@ impl Reader {
         self.book.socket()?.send(&packet, &[]).map(|_| ())
     }
 
+    fn is_closed(&self) -> bool {
+        self.book.header().closed.0.load(Ordering::Acquire) != 0
+    }
+
     fn why_over(&self) -> Error {
-        if self.book.header().closed.0.load(Ordering::Acquire) != 0 {
+        if self.is_closed() {
             return Error::SenderClosed;
         }
         self.watch.take_fault().unwrap_or(Error::SenderDied {
@@ -304,7 +311,16 @@ fn first_packet(socket: &Socket, deadline: Deadline) -> Result<Option<First>, Er
             Packet::Data(bytes, fds) => return Ok(Some((bytes, fds))),
             Packet::HungUp => return Ok(None),
             Packet::Empty if passed(deadline) => return Ok(None),
-            Packet::Empty => poll([socket.as_fd()], deadline).map(|_| ())?,
+            Packet::Empty => match socket.peer_death() {
+                // A listener that a dead sender's child inherited never answers.
+                Some(death) => {
+                    let [_, died] = poll([socket.as_fd(), death], deadline)?;
+                    if died {
+                        return Ok(None);
+                    }
+                }
+                None => poll([socket.as_fd()], deadline).map(|_| ())?,
+            },
         }
     }
 }
@@ -318,8 +334,4 @@ fn read_layout(fd: &OwnedFd, bytes: u64) -> Result<Layout, Error> {
     }
     let map = Mapping::of_peer(fd.as_fd(), (bytes as usize).max(1))?;
     Ok(Layout::decode(&map.copy_out(bytes as usize))?)
-}
-
-fn unexpected(expected: &'static str, got: String) -> Error {
-    Error::Protocol { expected, got }
 }

@@ -4,380 +4,27 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
-use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use weightsync_core::{Layout, LayoutId, Run, Version, WorkerId};
+use weightsync_core::{LayoutId, WorkerId};
 
-use crate::error::{Error, Holder};
-use crate::map::{Mapping, OwnedFile};
-use crate::pins::PinBook;
-use crate::protocol::{MAX_SLOTS, SlotSet};
-use crate::shared::{CONTROL_BYTES, Control, HEADER_BYTES, Header};
+use crate::error::Error;
+use crate::map::Mapping;
+use crate::roster::{Key, MAX_READERS, Reader, Shared};
+use crate::shared::CONTROL_BYTES;
 use crate::socket::{Packet, Socket};
-use crate::wait::{Doorbell, poll, poll_slice};
+use crate::wait::{poll, poll_slice};
 use crate::wire::{FromReader, FromSender};
-use crate::writer::{Outcome, ReaderOutcome, ReaderStatus, own_pins};
 
-/// The most readers of one segment. Each costs the sender two descriptors.
-const MAX_READERS: usize = 4096;
 /// Connections that have not said who they are: how many, and for how long.
 const MAX_STRANGERS: usize = 64;
 const STRANGER_TIME: Duration = Duration::from_secs(2);
-
-/// What the sender and its service thread share.
-pub(crate) struct Shared {
-    pub(crate) run: Run,
-    pub(crate) header: OwnedFile,
-    pub(crate) doorbell: Arc<Doorbell>,
-    pub(crate) own: Arc<PinBook>,
-    layout: LayoutId,
-    layout_file: OwnedFile,
-    layout_bytes: usize,
-    slot_bytes: usize,
-    secret: [u8; 16],
-    stop: Doorbell,
-    state: Mutex<State>,
-}
-
-impl fmt::Debug for Shared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The secret stays out of logs.
-        f.debug_struct("Shared")
-            .field("run", &self.run)
-            .field("layout", &self.layout)
-            .field("readers", &self.readers())
-            .finish_non_exhaustive()
-    }
-}
-
-#[derive(Debug)]
-struct State {
-    readers: BTreeMap<Key, Reader>,
-    /// How many readers have joined so far.
-    joined: u64,
-    /// Readers that went since the last report.
-    gone: Vec<Gone>,
-    rejected: Vec<Rejected>,
-    slots: Vec<OwnedFd>,
-    versions: [Version; MAX_SLOTS],
-}
-
-/// Which reader: the worker, and the how-manieth to join. A worker that closed
-/// its end but still holds snapshots stays in the table beside its successor,
-/// because its pins count until its last snapshot goes.
-pub(crate) type Key = (WorkerId, u64);
-
-#[derive(Debug)]
-struct Reader {
-    socket: Arc<Socket>,
-    control: Mapping,
-    refused: Option<(Version, String)>,
-    /// Its going, or that it cannot use the model at all, has been told: there
-    /// is no second line about it.
-    told: bool,
-}
-
-#[derive(Debug)]
-struct Gone {
-    key: Key,
-    pid: u32,
-    applied: Version,
-    outcome: Outcome,
-}
-
-/// A reader that cannot use the model, whatever the version.
-#[derive(Debug)]
-struct Rejected {
-    worker: WorkerId,
-    pid: u32,
-    reason: String,
-}
-
-impl Reader {
-    fn control(&self) -> &Control {
-        self.control.table()
-    }
-
-    fn applied(&self) -> Version {
-        Version(self.control().applied.0.load(Ordering::Acquire))
-    }
-
-    fn has_left(&self) -> bool {
-        self.control().left.0.load(Ordering::Acquire) != 0
-    }
-
-    /// What became of `version` here, if that is known yet.
-    fn outcome(&self, version: Version) -> Option<Outcome> {
-        if self.applied() >= version {
-            return Some(Outcome::Applied);
-        }
-        if self.has_left() {
-            return Some(Outcome::Left);
-        }
-        let (refused, reason) = self.refused.as_ref()?;
-        (*refused >= version).then(|| Outcome::Refused {
-            reason: reason.clone(),
-        })
-    }
-}
-
-impl Shared {
-    pub(crate) fn new(
-        run: Run,
-        layout: &Layout,
-        secret: [u8; 16],
-        slots: &[OwnedFile],
-        doorbell: Arc<Doorbell>,
-    ) -> Result<Arc<Self>, Error> {
-        let header = OwnedFile::new("weightsync-header", HEADER_BYTES)?;
-        let encoded = layout.encode();
-        let layout_file = OwnedFile::new("weightsync-layout", encoded.len().max(1))?;
-        layout_file.fill(&encoded);
-        let state = State {
-            readers: BTreeMap::new(),
-            joined: 0,
-            gone: Vec::new(),
-            rejected: Vec::new(),
-            slots: slots.iter().map(share).collect::<Result<_, _>>()?,
-            versions: [Version::NONE; MAX_SLOTS],
-        };
-        Ok(Arc::new(Self {
-            run,
-            own: own_pins(&header, &doorbell),
-            header,
-            doorbell,
-            layout: layout.id(),
-            layout_file,
-            layout_bytes: encoded.len(),
-            slot_bytes: slots.first().map_or(0, |slot| slot.map.len()),
-            secret,
-            stop: Doorbell::new()?,
-            state: Mutex::new(state),
-        }))
-    }
-
-    pub(crate) fn header(&self) -> &Header {
-        self.header.map.table()
-    }
-
-    /// Every slot that some reader pins.
-    pub(crate) fn held(&self) -> SlotSet {
-        let state = self.state();
-        let words = state
-            .readers
-            .values()
-            .map(|reader| reader.control().pins.0.held());
-        words.fold(SlotSet::default(), SlotSet::union)
-    }
-
-    /// The readers that pin slots, with the versions in them.
-    pub(crate) fn holders(&self) -> Vec<Holder> {
-        let state = self.state();
-        let holders = state.readers.iter().filter_map(|((worker, _), reader)| {
-            let versions = state.versions_in(reader.control().pins.0.held());
-            (!versions.is_empty()).then(|| Holder {
-                worker: Some(*worker),
-                pid: reader.socket.peer_pid(),
-                versions,
-            })
-        });
-        holders.collect()
-    }
-
-    /// The versions in a set of slots, oldest first.
-    pub(crate) fn versions(&self, held: SlotSet) -> Vec<Version> {
-        self.state().versions_in(held)
-    }
-
-    pub(crate) fn note_slot(&self, slot: u8, version: Version) {
-        self.state().versions[usize::from(slot)] = version;
-    }
-
-    /// Hands a new slot to every reader, before it can become live.
-    pub(crate) fn add_slot(&self, index: u8, file: &OwnedFile) -> Result<(), Error> {
-        let mut state = self.state();
-        let packet = FromSender::Slot { index }.encode();
-        for reader in state.readers.values() {
-            // A reader that is gone is noticed by its hang-up; one whose socket
-            // is full can only be broken (at most 64 slots ever
-            // wait there), and asks for a slot it does not have.
-            reader.socket.send(&packet, &[file.fd.as_fd()])?;
-        }
-        state.slots.push(share(file)?);
-        Ok(())
-    }
-
-    /// Wakes the readers that sleep, all with one call. To be made after the
-    /// live word was swapped.
-    pub(crate) fn wake_sleepers(&self) {
-        let state = self.state();
-        if state
-            .readers
-            .values()
-            .any(|reader| reader.control().sleep.0.sleeping())
-        {
-            self.header().live.0.futex_wake();
-        }
-    }
-
-    pub(crate) fn readers(&self) -> Vec<ReaderStatus> {
-        let state = self.state();
-        let present = state
-            .readers
-            .iter()
-            .filter(|(_, reader)| !reader.has_left());
-        let lines = present.map(|((worker, _), reader)| ReaderStatus {
-            worker: *worker,
-            pid: reader.socket.peer_pid(),
-            applied: reader.applied(),
-        });
-        lines.collect()
-    }
-
-    /// The readers a send waits for.
-    pub(crate) fn present(&self) -> Vec<Key> {
-        let state = self.state();
-        let present = state
-            .readers
-            .iter()
-            .filter(|(_, reader)| !reader.has_left());
-        present.map(|(key, _)| *key).collect()
-    }
-
-    /// Takes the readers whose outcome is known out of `pending`, and those
-    /// that have gone.
-    pub(crate) fn settle(
-        &self,
-        version: Version,
-        pending: &mut Vec<Key>,
-        after: Duration,
-    ) -> Vec<ReaderOutcome> {
-        let mut state = self.state();
-        let gone = std::mem::take(&mut state.gone);
-        // Allocates only once there is a line: this is looked at in a loop.
-        let mut lines = Vec::new();
-        for Rejected {
-            worker,
-            pid,
-            reason,
-        } in std::mem::take(&mut state.rejected)
-        {
-            let (outcome, applied) = (Outcome::Refused { reason }, Version::NONE);
-            lines.push(ReaderOutcome {
-                worker,
-                pid,
-                outcome,
-                applied,
-                after,
-            });
-        }
-        for one in gone {
-            pending.retain(|key| *key != one.key);
-            let outcome = match one.outcome {
-                // It did its part before it went.
-                Outcome::Left if one.applied >= version => Outcome::Applied,
-                outcome => outcome,
-            };
-            lines.push(ReaderOutcome {
-                worker: one.key.0,
-                pid: one.pid,
-                outcome,
-                applied: one.applied,
-                after,
-            });
-        }
-        pending.retain(|key| {
-            // Whoever is removed from the table is put among the gone in the
-            // same step, so a pending reader is in one of the two.
-            let Some(reader) = state.readers.get_mut(key) else {
-                return false;
-            };
-            if reader.told {
-                return false;
-            }
-            let Some(outcome) = reader.outcome(version) else {
-                return true;
-            };
-            reader.told = outcome == Outcome::Left;
-            let (pid, applied) = (reader.socket.peer_pid(), reader.applied());
-            lines.push(ReaderOutcome {
-                worker: key.0,
-                pid,
-                outcome,
-                applied,
-                after,
-            });
-            false
-        });
-        lines
-    }
-
-    /// The lines of readers that have not answered in time.
-    pub(crate) fn late(&self, pending: &[Key], after: Duration) -> Vec<ReaderOutcome> {
-        let state = self.state();
-        let lines = pending.iter().filter_map(|key| {
-            let reader = state.readers.get(key)?;
-            let (pid, applied) = (reader.socket.peer_pid(), reader.applied());
-            Some(ReaderOutcome {
-                worker: key.0,
-                pid,
-                outcome: Outcome::Late,
-                applied,
-                after,
-            })
-        });
-        lines.collect()
-    }
-
-    pub(crate) fn take_rejected(&self) -> Vec<(WorkerId, String)> {
-        let rejected = std::mem::take(&mut self.state().rejected);
-        rejected
-            .into_iter()
-            .map(|one| (one.worker, one.reason))
-            .collect()
-    }
-
-    pub(crate) fn rejected(&self) -> Vec<WorkerId> {
-        self.state().rejected.iter().map(|one| one.worker).collect()
-    }
-
-    /// Tells everybody that this sender closes, and ends the service thread.
-    pub(crate) fn close(&self) {
-        self.header().closed.0.store(1, Ordering::Release);
-        self.stop.ring();
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Every change of the state is complete before anything can panic.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl State {
-    fn versions_in(&self, held: SlotSet) -> Vec<Version> {
-        let slots = (0..MAX_SLOTS as u8).filter(|&slot| held.contains(slot));
-        let versions = slots.map(|slot| self.versions[usize::from(slot)]);
-        let mut versions: Vec<_> = versions.filter(|version| !version.is_none()).collect();
-        versions.sort();
-        versions
-    }
-}
-
-/// A second descriptor of a slot, for readers that join.
-fn share(file: &OwnedFile) -> Result<OwnedFd, Error> {
-    let copy = file.fd.try_clone();
-    copy.map_err(|source| Error::Os {
-        action: "duplicating a slot's descriptor",
-        source,
-    })
-}
+/// Packets of one reader that are read before the others have their turn.
+const MAX_TURN: usize = 16;
 
 /// Starts the thread. It ends when [`Shared::close`] is called.
 pub(crate) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle<()>, Error> {
@@ -427,29 +74,27 @@ impl Service {
 
     /// Waits for the next events and handles them. False: the sender closes.
     fn select(&mut self) -> Result<bool, Error> {
-        let readers: Vec<_> = {
-            let state = self.shared.state();
-            state
-                .readers
-                .iter()
-                .map(|(key, reader)| (*key, reader.socket.clone()))
-                .collect()
-        };
-        let mut watched: Vec<BorrowedFd<'_>> =
-            vec![self.shared.stop.as_fd(), self.listener.as_fd()];
-        watched.extend(
+        let readers = self.shared.watched();
+        let listens = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        // Without flags only a hang-up is told.
+        let ends = |fd| PollFd::from_borrowed_fd(fd, PollFlags::empty());
+        let mut polled = vec![
+            listens(self.shared.stop.as_fd()),
+            listens(self.listener.as_fd()),
+        ];
+        polled.extend(
             self.strangers
                 .iter()
-                .map(|stranger| stranger.socket.as_fd()),
+                .map(|stranger| listens(stranger.socket.as_fd())),
         );
-        for (_, socket) in &readers {
-            watched.push(socket.as_fd());
-            watched.extend(socket.peer_death());
+        for (_, socket, deaf) in &readers {
+            polled.push(if *deaf {
+                ends(socket.as_fd())
+            } else {
+                listens(socket.as_fd())
+            });
+            polled.extend(socket.peer_death().map(listens));
         }
-        let mut polled: Vec<_> = watched
-            .into_iter()
-            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-            .collect();
         let deadline = self.strangers.iter().map(|stranger| stranger.until).min();
         poll_slice(&mut polled, deadline)?;
         let mut ready = polled.iter().map(|fd| !fd.revents().is_empty());
@@ -461,18 +106,19 @@ impl Service {
         let spoke: Vec<bool> = self.strangers.iter().map(|_| next()).collect();
         // Deaths before arrivals: a worker that was restarted finds its place
         // empty.
-        for (key, socket) in &readers {
+        for (key, socket, _) in &readers {
             let spoke = next();
             let died = socket.peer_death().is_some() && next();
             if spoke || died {
-                self.shared.listen_to(*key, died);
+                self.shared.listen_to(*key, died)?;
             }
         }
         let now = Instant::now();
         let strangers = std::mem::take(&mut self.strangers);
         for (stranger, spoke) in strangers.into_iter().zip(spoke) {
             if spoke {
-                self.shared.meet(stranger.socket);
+                // One that woke us for nothing is dropped, and may come again.
+                drop(self.shared.meet(stranger.socket));
             } else if stranger.until > now {
                 self.strangers.push(stranger);
             }
@@ -488,6 +134,10 @@ impl Service {
             match Socket::accept(&self.listener) {
                 Ok(None) => return Ok(()),
                 Ok(Some(socket)) => {
+                    // One that has said its hello already is no stranger.
+                    let Some(socket) = self.shared.meet(socket) else {
+                        continue;
+                    };
                     // The oldest makes room: silent connections must not keep
                     // honest ones out.
                     if self.strangers.len() == MAX_STRANGERS {
@@ -507,62 +157,62 @@ impl Service {
 }
 
 impl Shared {
-    /// Reads what a reader has said, or buries it.
-    fn listen_to(&self, key: Key, died: bool) {
+    /// Reads what a reader has said, or buries it once its end is gone.
+    fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
         let mut state = self.state();
         let Some(socket) = state.readers.get(&key).map(|reader| reader.socket.clone()) else {
-            return;
+            return Ok(());
         };
         // What a reader said before it died is heard too: why it refused, say.
-        let mut over = died;
-        loop {
-            match socket.receive() {
+        let mut result = Ok(());
+        for _ in 0..MAX_TURN {
+            let Some(reader) = state.readers.get_mut(&key).filter(|reader| !reader.deaf) else {
+                break;
+            };
+            let fault = match socket.receive() {
                 Ok(Packet::Empty) => break,
+                // No bytes: the end of the stream, or an empty packet.
+                Ok(Packet::HungUp) if is_gone(&socket) => break,
+                Ok(Packet::HungUp) => "it sent an empty packet".into(),
                 Ok(Packet::Data(bytes, _)) => match FromReader::decode(&bytes) {
+                    Ok(FromReader::Refused { version, reason }) if version.is_none() => {
+                        state.reject(key, reason);
+                        continue;
+                    }
                     Ok(FromReader::Refused { version, reason }) => {
-                        let Some(reader) = state.readers.get_mut(&key) else {
-                            return;
-                        };
-                        if version.is_none() {
-                            reader.told = true;
-                            let (worker, pid) = (key.0, socket.peer_pid());
-                            keep(
-                                &mut state.rejected,
-                                Rejected {
-                                    worker,
-                                    pid,
-                                    reason,
-                                },
-                            );
-                        } else {
-                            reader.refused = Some((version, reason));
-                        }
+                        reader.refused = Some((version, reason));
+                        continue;
                     }
-                    // One that breaks the protocol is cut off.
-                    Ok(FromReader::Hello { .. }) | Err(_) => {
-                        over = true;
-                        break;
-                    }
+                    Ok(FromReader::Hello { .. }) => "it said hello twice".into(),
+                    Err(error) => error.to_string(),
                 },
-                Ok(Packet::HungUp) => {
-                    over = true;
+                // Short of memory or descriptors: the reader lives and its pins
+                // count; the caller makes a pause.
+                Err(error) => {
+                    result = Err(error);
                     break;
                 }
-                // Short of memory: the reader lives and its pins count.
-                Err(_) => break,
-            }
+            };
+            // Nothing more is heard of one that breaks the protocol. But it
+            // lives, and may hold snapshots: its pins go on counting.
+            reader.deaf = true;
+            state.reject(key, fault);
         }
-        if over {
-            state.bury(key);
+        if died || is_gone(&socket) {
+            state.bury(key, died);
         }
         drop(state);
         self.doorbell.ring();
+        result
     }
 
-    /// Handles the first words of a connection.
-    fn meet(&self, socket: Socket) {
-        let Ok(Packet::Data(bytes, fds)) = socket.receive() else {
-            return;
+    /// Handles the first words of a connection; gives it back if there are none
+    /// yet.
+    fn meet(&self, socket: Socket) -> Option<Socket> {
+        let (bytes, fds) = match socket.receive() {
+            Ok(Packet::Data(bytes, fds)) => (bytes, fds),
+            Ok(Packet::Empty) => return Some(socket),
+            Ok(Packet::HungUp) | Err(_) => return None,
         };
         let hello = FromReader::decode(&bytes);
         let denied = match hello {
@@ -574,10 +224,13 @@ impl Shared {
             }) => {
                 if !same_secret(&secret, &self.secret) {
                     // Nothing is told to one without the init info.
-                    return;
+                    return None;
                 }
                 match self.admit(worker, (seen, layout), fds) {
-                    Ok(reader) => return self.welcome(worker, Arc::new(socket), reader),
+                    Ok(control) => {
+                        self.welcome(worker, Arc::new(socket), control);
+                        return None;
+                    }
                     Err(reason) => reason,
                 }
             }
@@ -585,6 +238,7 @@ impl Shared {
             Err(error) => error.to_string(),
         };
         let _ = socket.send(&FromSender::Denied { reason: denied }.encode(), &[]);
+        None
     }
 
     /// Decides whether a reader may join; its control page if so.
@@ -617,7 +271,7 @@ impl Shared {
                 continue;
             };
             if is_gone(&old.socket) {
-                state.bury(key);
+                state.bury(key, true);
             } else if !old.has_left() {
                 let pid = old.socket.peer_pid();
                 return Err(format!(
@@ -659,6 +313,7 @@ impl Shared {
                 control,
                 refused: None,
                 told: false,
+                deaf: false,
             };
             state.joined += 1;
             let key = (worker, state.joined);
@@ -669,45 +324,8 @@ impl Shared {
     }
 }
 
-impl State {
-    /// Removes a reader, and with it its pins. Called only once its process is
-    /// dead, or once it has closed its end with every snapshot gone.
-    fn bury(&mut self, key: Key) {
-        let Some(reader) = self.readers.remove(&key) else {
-            return;
-        };
-        if reader.told {
-            return;
-        }
-        let outcome = if reader.has_left() {
-            Outcome::Left
-        } else {
-            Outcome::Died
-        };
-        let (pid, applied) = (reader.socket.peer_pid(), reader.applied());
-        keep(
-            &mut self.gone,
-            Gone {
-                key,
-                pid,
-                applied,
-                outcome,
-            },
-        );
-    }
-}
-
-/// Keeps a line for the next report. A sender that never asks for one forgets
-/// the oldest.
-fn keep<T>(lines: &mut Vec<T>, line: T) {
-    if lines.len() >= MAX_READERS {
-        lines.remove(0);
-    }
-    lines.push(line);
-}
-
 /// Whether the process or the end behind a socket is gone.
-fn is_gone(socket: &Socket) -> bool {
+pub(crate) fn is_gone(socket: &Socket) -> bool {
     let now = Some(Instant::now());
     let dead = socket
         .peer_death()

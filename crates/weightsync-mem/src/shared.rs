@@ -51,6 +51,12 @@ impl Header {
         }
     }
 
+    /// Flips a bit of a record.
+    #[cfg(test)]
+    pub(crate) fn spoil_record(&self, slot: u8, word: usize) {
+        self.records[usize::from(slot)].0.words[word].fetch_xor(1 << 17, Ordering::Relaxed);
+    }
+
     /// Reads and checks the record of a pinned slot.
     pub(crate) fn read_record(&self, slot: u8) -> Result<CommitRecord, Error> {
         let mut words = [0; RECORD_WORDS];

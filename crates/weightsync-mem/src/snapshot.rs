@@ -1,5 +1,8 @@
 //! A pinned, read-only view of one whole version.
 
+#[cfg(test)]
+mod tests;
+
 use std::sync::Arc;
 
 use weightsync_core::digest::Digester;
@@ -75,7 +78,12 @@ impl Snapshot {
     }
 
     /// All tensors at their places in the layout, padding included.
+    ///
+    /// # Panics
+    ///
+    /// In a forked child, where the memory is not mapped.
     pub fn bytes(&self) -> &[u8] {
+        self.check_process();
         let len = self.record.bytes as usize;
         debug_assert!(len <= self.slot.len());
         // SAFETY: the slot is pinned for as long as `self` lives, so the sender
@@ -98,6 +106,7 @@ impl Snapshot {
 
     /// The digest the sender has made of this version, if it has.
     pub fn published_digest(&self) -> Option<Digest> {
+        self.check_process();
         self.pin
             .book
             .header()
@@ -120,9 +129,9 @@ impl Snapshot {
                 digester
                     .tensor(offset, bytes)
                     .expect("tensors lie in the image, aligned");
-            }
-            if give_up() {
-                return None;
+                if give_up() {
+                    return None;
+                }
             }
         }
         Some(digester.finish().expect("every part was fed once"))
@@ -140,6 +149,7 @@ impl Snapshot {
             return Ok(false);
         }
         let spans = Spans::new(&self.layout);
+        self.check_process();
         // SAFETY: the table lies behind the image in the same slot, whose size
         // covers both (checked at attach).
         let start = unsafe { self.slot.as_ptr().add(spans.table_offset()) };
@@ -163,6 +173,13 @@ impl Snapshot {
             }
         }
         Ok(true)
+    }
+
+    /// A word with the reason instead of a fault without one.
+    fn check_process(&self) {
+        if let Err(error) = self.slot.usable() {
+            panic!("{error}");
+        }
     }
 
     /// Stores a digest beside the version, where readers find it. False if

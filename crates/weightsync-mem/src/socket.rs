@@ -12,8 +12,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags,
+    SocketType,
 };
 
 use crate::error::{Error, os};
@@ -125,6 +126,12 @@ impl Socket {
         }
     }
 
+    /// Ends the connection for every copy of it, also those of forked children.
+    pub(crate) fn shut_down(&self) {
+        // It fails only if the peer has done so already.
+        let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+    }
+
     /// Reads one packet without waiting.
     pub(crate) fn receive(&self) -> Result<Packet, Error> {
         let mut bytes = [0; MAX_PACKET];
@@ -149,6 +156,12 @@ impl Socket {
             })
             .flatten()
             .collect();
+        if got.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(Error::Os {
+                action: "receiving shared memory's descriptors (is the limit on open files reached?)",
+                source: Errno::MFILE.into(),
+            });
+        }
         // The ends never send an empty packet, so no bytes means end of file.
         if got.bytes == 0 {
             return Ok(Packet::HungUp);

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::error::Error;
+use crate::error::{Error, unexpected};
 use crate::map::Mapping;
 use crate::pins::PinBook;
 use crate::protocol::order;
@@ -83,20 +83,22 @@ impl Watch {
         })
     }
 
-    /// The mapping of a slot that the live word names.
-    pub(crate) fn slot(&self, slot: u8) -> Result<Arc<Mapping>, Error> {
+    /// The mapping of a slot that the live word names; `None` if the sender is
+    /// gone and it never came.
+    pub(crate) fn slot(&self, slot: u8) -> Result<Option<Arc<Mapping>>, Error> {
         let until = Instant::now() + SLOT_TIME;
         let mut slots = self.seen.slots();
         loop {
             if let Some(mapping) = slots.mapped.get(usize::from(slot)) {
-                return Ok(mapping.clone());
+                return Ok(Some(mapping.clone()));
+            }
+            if self.is_over() {
+                return Ok(None);
             }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.is_over() {
-                return Err(unexpected(
-                    "the descriptor of every slot in use",
-                    format!("none for slot {slot}"),
-                ));
+            if left.is_zero() {
+                let got = format!("none for slot {slot}");
+                return Err(unexpected("the descriptor of every slot in use", got));
             }
             let waited = self.seen.changed.wait_timeout(slots, left);
             slots = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -224,8 +226,4 @@ impl Seen {
         // Single pushes and assignments: they hold after a panic.
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn unexpected(expected: &'static str, got: String) -> Error {
-    Error::Protocol { expected, got }
 }

@@ -5,7 +5,7 @@
 
 use weightsync_core::{Epoch, LayoutId, Run, Version, WorkerId};
 
-use crate::error::Error;
+use crate::error::{Error, unexpected};
 use crate::protocol::MAX_SLOTS;
 
 /// The longest packet, in bytes.
@@ -269,10 +269,6 @@ impl Rest<'_> {
             format!("{} bytes more", self.0.len()),
         ))
     }
-}
-
-fn unexpected(expected: &'static str, got: String) -> Error {
-    Error::Protocol { expected, got }
 }
 
 #[cfg(test)]

@@ -12,7 +12,8 @@ use crate::loan::Loan;
 use crate::map::OwnedFile;
 use crate::pins::{Home, PinBook};
 use crate::protocol::{Live, MAX_SLOTS, PinWord, SlotSet};
-use crate::service::{self, Shared};
+use crate::roster::Shared;
+use crate::service;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
 use crate::spans::{CHECKSUM_BLOCK, Spans};
@@ -242,6 +243,11 @@ impl Writer {
         };
         let slot = self.slots[usize::from(pin.live.slot)].map.clone();
         Snapshot::new(pin, slot, &self.layout, self.shared.run).map(Some)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn header(&self) -> &crate::shared::Header {
+        self.shared.header()
     }
 
     pub(crate) fn spans(&self) -> &Spans {

@@ -1,6 +1,6 @@
 //! Collectors, environments and a small PPO on top of `weightsync`.
 //!
-//! The journey of a frame: an [environment](env) is stepped by a
+//! The journey of a frame: an [environment](mod@env) is stepped by a
 //! [policy](policy::MlpPolicy) in a [rollout](rollout::Rollout), inside a
 //! worker process of a collector, which hands [`Frames`](frames::Frames) to
 //! the trainer; `ppo` (feature `candle`) turns them into better weights, and

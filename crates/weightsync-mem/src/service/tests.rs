@@ -4,8 +4,12 @@ use std::thread;
 
 use weightsync_core::{Dtype, Epoch};
 
+use weightsync_core::{Layout, Run, Version};
+
 use super::*;
+use crate::map::OwnedFile;
 use crate::reader::{AttachOptions, Reader as Worker};
+use crate::wait::Doorbell;
 use crate::wait::WaitStyle;
 
 const SECRET: [u8; 16] = *b"\x01\x02 hidden word \x03";
@@ -50,7 +54,7 @@ fn what_a_reader_said_before_it_died_is_heard() {
     worker
         .refuse(Version::NONE, "no room for the bias")
         .unwrap();
-    shared.listen_to((WorkerId(3), 1), true);
+    shared.listen_to((WorkerId(3), 1), true).unwrap();
     let rejected = shared.take_rejected();
     assert_eq!(rejected, [(WorkerId(3), "no room for the bias".to_owned())]);
     assert!(shared.readers().is_empty(), "it is buried as well");

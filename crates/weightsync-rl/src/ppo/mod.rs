@@ -1,7 +1,7 @@
 //! Proximal policy optimisation (Schulman et al., 2017) on candle.
 //!
 //! [`ActorCritic`] holds the networks in a `VarMap`; [`Ppo::update`] turns one
-//! batch of frames into better weights: [advantages](gae::advantages), then
+//! batch of frames into better weights: [`advantages`], then
 //! epochs of shuffled minibatches on the clipped objective.
 
 mod gae;
