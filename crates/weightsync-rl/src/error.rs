@@ -1,6 +1,9 @@
 use std::time::Duration;
 
-use weightsync::worker::{Exit, WorkerError};
+use weightsync::{
+    WorkerId,
+    worker::{Exit, WorkerError},
+};
 
 /// Why collecting or training failed.
 #[derive(Debug, thiserror::Error)]
@@ -65,20 +68,20 @@ pub enum Error {
     },
     /// A worker died again and again without delivering a batch: its program or
     /// its surroundings are at fault, not chance.
-    #[error("worker {worker} died {deaths} times in a row, the last time so: {exit}")]
+    #[error("{worker} died {deaths} times in a row, the last time so: {exit}")]
     KeepsDying {
         /// The worker.
-        worker: usize,
+        worker: WorkerId,
         /// How often in a row.
         deaths: u32,
         /// Its last end.
         exit: Box<Exit>,
     },
     /// Some workers did not deliver in time.
-    #[error("workers {missing:?} delivered no frames within {waited:?}")]
+    #[error("workers {:?} delivered no frames within {waited:?}", numbers(.missing))]
     CollectTimeout {
         /// The workers waited for.
-        missing: Vec<usize>,
+        missing: Vec<WorkerId>,
         /// How long.
         waited: Duration,
     },
@@ -106,4 +109,8 @@ pub enum Error {
     #[cfg(feature = "candle")]
     #[error("candle: {0}")]
     Candle(#[from] candle_core::Error),
+}
+
+fn numbers(workers: &[WorkerId]) -> Vec<u32> {
+    workers.iter().map(|worker| worker.0).collect()
 }

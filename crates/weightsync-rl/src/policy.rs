@@ -69,31 +69,30 @@ impl<'w> MlpPolicy<'w> {
         tensor: impl Fn(&str) -> Option<&'w [f32]>,
     ) -> Result<Self, Error> {
         let mut layers = Vec::new();
-        let mut width = inputs;
-        loop {
-            let name = format!("{prefix}.{}.weight", layers.len());
-            let Some(weight) = tensor(&name) else {
-                if layers.is_empty() {
-                    return Err(Error::MissingTensor { name });
-                }
-                return Ok(Self { layers });
-            };
-            let bias_name = format!("{prefix}.{}.bias", layers.len());
-            let bias = tensor(&bias_name).ok_or(Error::MissingTensor { name: bias_name })?;
-            if width == 0 || bias.is_empty() || weight.len() != bias.len() * width {
-                return Err(Error::TensorLen {
-                    name,
-                    expected: bias.len() * width,
-                    got: weight.len(),
+        walk(
+            inputs,
+            prefix,
+            tensor,
+            |slice| slice.len(),
+            |weight, bias, inputs| {
+                layers.push(Layer {
+                    weight,
+                    bias,
+                    inputs,
                 });
-            }
-            layers.push(Layer {
-                weight,
-                bias,
-                inputs: width,
-            });
-            width = bias.len();
-        }
+            },
+        )?;
+        Ok(Self { layers })
+    }
+
+    /// The number of outputs of the policy that [`from_tensors`](Self::from_tensors)
+    /// would make of tensors with as many elements as `len` says.
+    pub(crate) fn width(
+        inputs: usize,
+        prefix: &str,
+        len: impl Fn(&str) -> Option<usize>,
+    ) -> Result<usize, Error> {
+        walk(inputs, prefix, len, |len| len, |_, _, _| {})
     }
 
     /// Number of logits, that is of actions.
@@ -150,6 +149,42 @@ impl<'w> MlpPolicy<'w> {
             log_prob: logits[best] - log_sum_exp(logits),
         }
     }
+}
+
+/// Goes through the layers `{prefix}.0`, `{prefix}.1`, … as far as `tensor` knows
+/// them, hands weight, bias and number of inputs of each to `layer`, and returns
+/// how many outputs the last one has.
+fn walk<T: Copy>(
+    inputs: usize,
+    prefix: &str,
+    tensor: impl Fn(&str) -> Option<T>,
+    len: impl Fn(T) -> usize,
+    mut layer: impl FnMut(T, T, usize),
+) -> Result<usize, Error> {
+    let mut width = inputs;
+    for index in 0.. {
+        let name = format!("{prefix}.{index}.weight");
+        let Some(weight) = tensor(&name) else {
+            if index == 0 {
+                return Err(Error::MissingTensor { name });
+            }
+            break;
+        };
+        let bias_name = format!("{prefix}.{index}.bias");
+        let bias = tensor(&bias_name).ok_or(Error::MissingTensor { name: bias_name })?;
+        let outputs = len(bias);
+        // Not a product of numbers from outside that could overflow.
+        if width == 0 || outputs == 0 || outputs.checked_mul(width) != Some(len(weight)) {
+            return Err(Error::TensorLen {
+                name,
+                expected: outputs.saturating_mul(width),
+                got: len(weight),
+            });
+        }
+        layer(weight, bias, width);
+        width = outputs;
+    }
+    Ok(width)
 }
 
 impl Layer<'_> {

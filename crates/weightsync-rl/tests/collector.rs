@@ -1,7 +1,8 @@
 //! The multi-sync collector with real worker processes: this binary, run again.
 
 use std::{
-    io,
+    fs::OpenOptions,
+    io::{self, Write},
     path::Path,
     process::ExitCode,
     time::{Duration, Instant},
@@ -10,12 +11,12 @@ use std::{
 use libtest_mimic::{Arguments, Trial};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use weightsync::{
-    Tensors,
-    worker::{self, Spawn, WorkerProcess},
+    Tensors, WorkerId,
+    worker::{self, Restart, Spawn, WorkerProcess},
 };
 use weightsync_rl::{
     Error,
-    collector::{self, Builder, MultiSync, Task},
+    collector::{self, Batch, Builder, MultiSync, Task},
 };
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -71,8 +72,28 @@ fn main() -> ExitCode {
             workers_that_cannot_start_are_given_up,
         ),
         (
+            "a_restart_policy_of_the_caller_does_not_count",
+            a_restart_policy_of_the_caller_does_not_count,
+        ),
+        (
+            "a_worker_given_up_is_tried_again_by_the_next_batch",
+            a_worker_given_up_is_tried_again_by_the_next_batch,
+        ),
+        (
+            "a_stopped_worker_costs_the_deadline_and_is_named",
+            a_stopped_worker_costs_the_deadline_and_is_named,
+        ),
+        (
+            "a_deadline_beyond_the_clock_is_none",
+            a_deadline_beyond_the_clock_is_none,
+        ),
+        (
             "no_worker_outlives_the_collector",
             no_worker_outlives_the_collector,
+        ),
+        (
+            "weights_that_are_no_policy_are_refused_before_a_worker_starts",
+            weights_that_are_no_policy_are_refused_before_a_worker_starts,
         ),
         (
             "impossible_batches_are_refused",
@@ -112,7 +133,7 @@ fn the_same_seed_gives_the_same_frames() -> Outcome {
 fn frames_carry_the_version_sent() -> Outcome {
     let weights = weights()?;
     let mut collector = builder().start(&weights)?;
-    let first = collector.version();
+    let first = collector.version().0;
     for update in 0..20 {
         let batch = collector.collect()?;
         assert_eq!(batch.frames.policy_versions, vec![first + update; 300]);
@@ -146,7 +167,7 @@ fn an_idle_worker_that_dies_is_replaced() -> Outcome {
     let mut weights = weights()?;
     let mut collector = builder().start(&weights)?;
     collector.collect()?;
-    let victim = collector.pid(1).ok_or("no worker 1")?;
+    let victim = collector.pid(WorkerId(1)).ok_or("no worker 1")?;
     kill_process(pid(victim)?, Signal::KILL)?;
     // Sent whether or not its death has been noticed; it concerns nobody else.
     weights.slice_mut::<f32>("actor.0.bias")?[0] = 100.0;
@@ -162,16 +183,22 @@ fn an_idle_worker_that_dies_is_replaced() -> Outcome {
         restarts.append(&mut collector.collect()?.restarts);
     }
     assert_eq!(restarts.len(), 1);
-    assert_eq!((restarts[0].worker, restarts[0].exit.signal), (1, Some(9)));
+    assert_eq!(
+        (restarts[0].worker, restarts[0].exit.signal),
+        (WorkerId(1), Some(9))
+    );
     assert_eq!(restarts[0].exit.pid, victim);
-    assert_eq!(collector.pid(1), Some(restarts[0].pid));
+    assert_eq!(collector.pid(WorkerId(1)), Some(restarts[0].pid));
     assert_eq!(batch.frames.shape, [3, 2, 50]);
     assert_eq!(
         batch.frames.actions,
         vec![0; 300],
         "with the current weights"
     );
-    assert_eq!(batch.frames.policy_versions, vec![collector.version(); 300]);
+    assert_eq!(
+        batch.frames.policy_versions,
+        vec![collector.version().0; 300]
+    );
 
     let report = collector.update_policy_weights(&weights)?;
     assert!(
@@ -192,11 +219,14 @@ fn a_worker_that_talks_nonsense_is_replaced() -> Outcome {
 fn replaced_once(mischief: &str, ended: fn(&worker::Exit) -> bool) -> Outcome {
     let dir = tempfile::tempdir()?;
     let once = dir.path().join("done");
-    let spawn = Spawn::this_program()?.env(MISCHIEF, format!("{mischief}:{}", once.display()));
+    let spawn = Spawn::this_program()?
+        .env(MISCHIEF, format!("{mischief}:{}", once.display()))
+        // Of no effect: the collector decides.
+        .restart(Restart::UpTo(9));
     let mut collector = builder().spawn(spawn).start(&weights()?)?;
     let batch = collector.collect()?;
     assert_eq!(batch.restarts.len(), 1);
-    assert_eq!(batch.restarts[0].worker, 1);
+    assert_eq!(batch.restarts[0].worker, WorkerId(1));
     assert!(ended(&batch.restarts[0].exit), "{}", batch.restarts[0].exit);
     assert_eq!(batch.frames.shape, [3, 2, 50]);
     assert!(collector.collect()?.restarts.is_empty());
@@ -220,14 +250,133 @@ fn workers_that_cannot_start_are_given_up() -> Outcome {
     Ok(())
 }
 
+/// Counted by the file that every start of worker 0 adds a byte to.
+fn a_restart_policy_of_the_caller_does_not_count() -> Outcome {
+    let dir = tempfile::tempdir()?;
+    let starts = dir.path().join("starts");
+    let spawn = Spawn::this_program()?
+        .env(MISCHIEF, format!("count:{}", starts.display()))
+        .restart(Restart::UpTo(5));
+    match builder().workers(1).spawn(spawn).start(&weights()?) {
+        Err(Error::KeepsDying { deaths, exit, .. }) => {
+            assert!(!exit.restarted, "{exit}");
+            assert_eq!(std::fs::metadata(&starts)?.len(), u64::from(deaths));
+        }
+        other => panic!("{other:?}"),
+    }
+    Ok(())
+}
+
+fn a_worker_given_up_is_tried_again_by_the_next_batch() -> Outcome {
+    let dir = tempfile::tempdir()?;
+    let broken = dir.path().join("broken");
+    let spawn = Spawn::this_program()?.env(MISCHIEF, format!("while:{}", broken.display()));
+    let mut collector = builder().spawn(spawn).start(&weights()?)?;
+    std::fs::write(&broken, "")?;
+    for worker in (0..3).map(WorkerId) {
+        let victim = collector.pid(worker).ok_or("no such worker")?;
+        kill_process(pid(victim)?, Signal::KILL)?;
+    }
+    // The second has to start the process that the first gave up.
+    for _ in 0..2 {
+        let begun = Instant::now();
+        match collector.collect() {
+            Err(Error::KeepsDying { exit, .. }) => assert_eq!(exit.status, Some(1)),
+            other => panic!("{other:?}"),
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "no deadline");
+    }
+    std::fs::remove_file(&broken)?;
+    let batch = collect_after_deaths(&mut collector)?;
+    assert_eq!(batch.frames.shape, [3, 2, 50]);
+    let replaced = |worker| batch.restarts.iter().any(|r| r.worker == WorkerId(worker));
+    assert!((0..3).all(replaced), "{:?}", batch.restarts);
+    let report = collector.update_policy_weights(&weights()?)?;
+    // Beside the processes that were killed, which have a line each.
+    let failed = report.failed().count();
+    assert_eq!(report.workers.len() - failed, 3, "{report}");
+    Ok(())
+}
+
+/// A batch, after the deaths that were under way have been counted.
+fn collect_after_deaths(collector: &mut MultiSync) -> Result<Batch, Error> {
+    loop {
+        match collector.collect() {
+            Err(Error::KeepsDying { .. }) => {}
+            other => return other,
+        }
+    }
+}
+
+fn a_stopped_worker_costs_the_deadline_and_is_named() -> Outcome {
+    let deadline = Duration::from_millis(300);
+    let mut collector = builder().start(&weights()?)?;
+    collector.set_deadline(deadline);
+    let stopped = pid(collector.pid(WorkerId(2)).ok_or("no worker 2")?)?;
+    kill_process(stopped, Signal::STOP)?;
+    match collector.collect() {
+        Err(Error::CollectTimeout { missing, waited }) => {
+            assert!(missing.contains(&WorkerId(2)), "{missing:?}");
+            assert!(waited >= deadline && waited < Duration::from_secs(20));
+        }
+        other => panic!("{other:?}"),
+    }
+    let report = collector.update_policy_weights(&weights()?)?;
+    let late: Vec<_> = report.failed().map(|line| line.worker).collect();
+    assert!(late.contains(&WorkerId(2)), "{report}");
+    assert!(report.took < Duration::from_secs(20), "{report}");
+
+    kill_process(stopped, Signal::CONT)?;
+    collector.set_deadline(Duration::from_secs(30));
+    let batch = collector.collect()?;
+    assert_eq!(batch.frames.policy_versions, vec![2; 300]);
+    assert!(batch.restarts.is_empty());
+    Ok(())
+}
+
+fn a_deadline_beyond_the_clock_is_none() -> Outcome {
+    let builder = builder().deadline(Duration::MAX);
+    let mut collector = builder.start(&weights()?)?;
+    assert_eq!(collector.collect()?.frames.len(), 300);
+    assert!(collector.update_policy_weights(&weights()?)?.all_applied());
+    Ok(())
+}
+
 fn no_worker_outlives_the_collector() -> Outcome {
     let collector = builder().start(&weights()?)?;
-    let pids: Vec<u32> = (0..3).filter_map(|worker| collector.pid(worker)).collect();
+    let pids: Vec<u32> = (0..3)
+        .filter_map(|worker| collector.pid(WorkerId(worker)))
+        .collect();
     assert_eq!(pids.len(), 3);
     collector.shutdown();
     for worker in pids {
         assert!(test_kill_process(pid(worker)?).is_err(), "{worker} lives");
     }
+    Ok(())
+}
+
+fn weights_that_are_no_policy_are_refused_before_a_worker_starts() -> Outcome {
+    let dir = tempfile::tempdir()?;
+    let starts = dir.path().join("starts");
+    let start = |weights: &Tensors| -> Result<_, Box<dyn std::error::Error>> {
+        let spawn = Spawn::this_program()?.env(MISCHIEF, format!("count:{}", starts.display()));
+        Ok(builder().spawn(spawn).start(weights))
+    };
+    let mut named = Tensors::new();
+    named.insert("critic.0.weight", [2, 4], vec![0.0_f32; 8])?;
+    assert!(matches!(start(&named)?, Err(Error::MissingTensor { .. })));
+    let mut typed = Tensors::new();
+    typed.insert("actor.0.weight", [2, 4], vec![0_i32; 8])?;
+    typed.insert("actor.0.bias", [2], vec![0.0_f32; 2])?;
+    assert!(matches!(start(&typed)?, Err(Error::MissingTensor { .. })));
+    let mut shaped = Tensors::new();
+    shaped.insert("actor.0.weight", [3, 4], vec![0.0_f32; 12])?;
+    shaped.insert("actor.0.bias", [3], vec![0.0_f32; 3])?;
+    match start(&shaped)? {
+        Err(Error::TensorLen { expected, got, .. }) => assert_eq!((expected, got), (2, 3)),
+        other => panic!("{other:?}"),
+    }
+    assert!(!starts.exists());
     Ok(())
 }
 
@@ -259,7 +408,8 @@ fn pid(id: u32) -> Result<Pid, io::Error> {
     Pid::from_raw(id as i32).ok_or_else(|| io::Error::other("no process has id 0"))
 }
 
-/// In a worker: `fail:` ends it at once; `die:FILE` and `babble:FILE` have
+/// In a worker: `fail:` ends it at once, `while:FILE` while that file exists,
+/// and `count:FILE` with a byte added to that file; `die:FILE` and `babble:FILE` have
 /// worker 1 abort on its first real request, or answer it with bytes that mean
 /// nothing, once, with FILE as the memory of it.
 fn misbehave(process: &WorkerProcess) -> Outcome {
@@ -271,6 +421,16 @@ fn misbehave(process: &WorkerProcess) -> Outcome {
         return Err("out of order".into());
     }
     let file = Path::new(file);
+    match what {
+        "count" => {
+            let mut starts = OpenOptions::new().create(true).append(true).open(file)?;
+            starts.write_all(b"+")?;
+            return Err("out of order".into());
+        }
+        "while" if file.exists() => return Err("out of order".into()),
+        "while" => return Ok(()),
+        _ => {}
+    }
     if process.index() != 1 || file.exists() {
         return Ok(());
     }

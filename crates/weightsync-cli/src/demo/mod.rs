@@ -136,11 +136,11 @@ impl Training {
         for restarted in &batch.restarts {
             self.restarts += 1;
             progress.say(&format!(
-                "worker {}: {}; process {} took its place, with version {} of the weights",
+                "{}: {}; process {} took its place, with version {} of the weights",
                 restarted.worker,
                 restarted.exit,
                 restarted.pid,
-                self.collector.version(),
+                self.collector.version().0,
             ));
         }
         self.curve.add(&batch.frames);
@@ -205,7 +205,7 @@ impl Training {
         folder.write("learning.svg", svg.as_bytes())?;
         let policy = folder.path("policy.safetensors");
         self.collector.snapshot()?.save_safetensors(&policy)?;
-        let version = self.collector.version();
+        let version = self.collector.version().0;
         progress.say(&format!("wrote {}", folder.path("learning.svg").display()));
         progress.say(&format!("wrote {} (version {version})", policy.display()));
         folder.keep();

@@ -21,7 +21,7 @@
 //!         .start(&weights)?;
 //!     for _ in 0..100 {
 //!         let batch = collector.collect()?;
-//!         println!("{} frames of version {}", batch.frames.len(), collector.version());
+//!         println!("{} frames of {}", batch.frames.len(), collector.version());
 //!         weights.slice_mut::<f32>("actor.0.bias")?[0] += 0.01; // training, in truth
 //!         println!("{}", collector.update_policy_weights(&weights)?);
 //!     }
@@ -35,7 +35,13 @@ mod wire;
 
 use serde::{Deserialize, Serialize};
 
-use crate::env::{CartPole, Env, MountainCar};
+use weightsync::{Dtype, Layout};
+
+use crate::{
+    Error,
+    env::{CartPole, Env, MountainCar},
+    policy::MlpPolicy,
+};
 
 pub use multi_sync::{Batch, Builder, MultiSync, Restarted};
 pub use serve::serve;
@@ -73,5 +79,26 @@ impl Task {
             Task::CartPole => CartPole::ACTIONS,
             Task::MountainCar => MountainCar::ACTIONS,
         }
+    }
+
+    /// Whether weights of this layout hold a policy for the task.
+    fn check(self, layout: &Layout) -> Result<(), Error> {
+        let actions = MlpPolicy::width(self.observation_len(), "actor", |name| {
+            let tensor = layout.tensor(name)?;
+            (tensor.dtype == Dtype::F32).then_some(tensor.range.len as usize / 4)
+        })?;
+        self.check_actions(actions)
+    }
+
+    /// Whether a policy with so many outputs is one for the task.
+    fn check_actions(self, outputs: usize) -> Result<(), Error> {
+        if outputs == self.actions() {
+            return Ok(());
+        }
+        Err(Error::TensorLen {
+            name: "the actor's last bias".into(),
+            expected: self.actions(),
+            got: outputs,
+        })
     }
 }

@@ -2,8 +2,9 @@ use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
 use weightsync::{
-    Expect, InitInfo, ReaderStatus, Report, Sender, SenderSetup, Snapshot, WeightExtractor,
-    worker::{Event, Exit, Spawn, WorkerError, Workers},
+    Expect, InitInfo, ReaderStatus, Report, Sender, SenderSetup, Snapshot, Version, WaitFor,
+    WeightExtractor, WorkerId,
+    worker::{Event, Exit, Restart, Spawn, WorkerError, Workers},
 };
 
 use super::{
@@ -60,7 +61,7 @@ impl Builder {
     }
 
     /// How long [`start`](Self::start), a batch or an update may take at most
-    /// (30 s by default).
+    /// (30 s by default). What the clock cannot count to is no deadline.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
@@ -81,11 +82,15 @@ impl Builder {
     ///
     /// # Errors
     /// [`Error::UnevenBatch`] and [`Error::BatchSize`] about the settings,
-    /// [`Error::Weights`] if no policy can be sent, and those of
-    /// [`collect`](MultiSync::collect).
+    /// [`Error::MissingTensor`] and [`Error::TensorLen`] if the weights hold no
+    /// policy for the task, [`Error::Weights`] if they cannot be sent, and those
+    /// of [`collect`](MultiSync::collect).
     pub fn start(self, weights: &impl WeightExtractor) -> Result<MultiSync, Error> {
         let steps = self.steps()?;
         let shape = [1, self.envs_per_worker, steps];
+        // Every version has this layout, so one that arrives can be acted on:
+        // a worker may say that it has it before it looks at it.
+        self.task.check(&weights.layout()?)?;
         let setup = SenderSetup::new("policy", weights)?.deadline(self.deadline);
         let mut seeds = Seeds(EnvRng::seed_from_u64(self.seed));
         let starts = (0..self.workers).map(|_| self.hello(&mut seeds, setup.init_info()));
@@ -99,6 +104,9 @@ impl Builder {
             .count(self.workers)
             .init_each(move |worker| starts.get(worker).cloned().unwrap_or_default())
             .max_frame(longest as u32)
+            // A process is started with the seed and the weights of its time,
+            // and counted: by the collector alone.
+            .restart(Restart::Never)
             .start()?;
         let sender = setup.connect(weights, Expect::Count(0), self.deadline)?;
         let mut collector = MultiSync {
@@ -107,6 +115,7 @@ impl Builder {
             deadline: self.deadline,
             seeds,
             deaths: vec![0; workers.len()],
+            vacant: vec![None; workers.len()],
             restarts: Vec::new(),
             workers,
             sender,
@@ -165,7 +174,7 @@ pub struct Batch {
 #[non_exhaustive]
 pub struct Restarted {
     /// Which worker.
-    pub worker: usize,
+    pub worker: WorkerId,
     /// How its process ended.
     pub exit: Exit,
     /// The process that took its place.
@@ -192,6 +201,8 @@ pub struct MultiSync {
     seeds: Seeds,
     /// Of each worker, in a row.
     deaths: Vec<u32>,
+    /// How the last process ended of each worker that has no other yet.
+    vacant: Vec<Option<Exit>>,
     /// Not told yet.
     restarts: Vec<Restarted>,
     batch: u64,
@@ -217,7 +228,8 @@ impl MultiSync {
     /// # Errors
     /// [`Error::CollectTimeout`] at the deadline, [`Error::KeepsDying`] about a
     /// worker that restarting does not help, [`Error::Workers`] if a process
-    /// cannot be started. The next call begins a new batch.
+    /// cannot be started. The next call begins a new batch, and starts a
+    /// process for every worker that was left without one.
     pub fn collect(&mut self) -> Result<Batch, Error> {
         let frames = self.gather(self.shape)?;
         let restarts = std::mem::take(&mut self.restarts);
@@ -226,6 +238,12 @@ impl MultiSync {
 
     /// Sends weights to all workers, through shared memory, and waits until
     /// each has them or has a line in the report that says why not.
+    ///
+    /// That a worker has *applied* a version means that it holds the version
+    /// whole, in a layout that [`start`](Builder::start) has seen to be a policy
+    /// for the task, and will choose no action of a later batch by an older one.
+    /// A batch under way (one that was given up) ends with the version it began
+    /// with, and its frames are dropped.
     ///
     /// A worker that has died has such a line at most; it is replaced by the
     /// next [`collect`](Self::collect), with these weights.
@@ -236,12 +254,18 @@ impl MultiSync {
         &mut self,
         weights: &impl WeightExtractor,
     ) -> Result<Report, Error> {
-        Ok(self.sender.send(weights)?)
+        let sender = &mut self.sender;
+        Ok(sender.send_and(weights, WaitFor::Applied, self.deadline)?)
+    }
+
+    /// How long a batch or an update may take at most, from now on.
+    pub fn set_deadline(&mut self, deadline: Duration) {
+        self.deadline = deadline;
     }
 
     /// The version sent last.
-    pub fn version(&self) -> u64 {
-        self.sender.version().0
+    pub fn version(&self) -> Version {
+        self.sender.version()
     }
 
     /// Every connected worker with the version it has, as the sender sees them.
@@ -250,8 +274,8 @@ impl MultiSync {
     }
 
     /// The process of a worker; `None` while it has none.
-    pub fn pid(&self, worker: usize) -> Option<u32> {
-        self.workers.pid(worker)
+    pub fn pid(&self, worker: WorkerId) -> Option<u32> {
+        self.workers.pid(worker.0 as usize)
     }
 
     /// The weights sent last, to save or to compare.
@@ -274,19 +298,20 @@ impl MultiSync {
 
     /// One part of `shape` from each worker.
     fn gather(&mut self, shape: [usize; 3]) -> Result<Frames, Error> {
-        let deadline = Instant::now() + self.deadline;
+        let begun = Instant::now();
+        let deadline = begun.checked_add(self.deadline);
         self.batch += 1;
         let mut parts: Vec<Option<Frames>> = vec![None; self.workers.len()];
         for worker in 0..parts.len() {
+            self.fill(worker)?;
             self.ask(worker, shape, deadline)?;
         }
         while parts.iter().any(Option::is_none) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let Some((worker, event)) = self.workers.recv_any(Some(left)) else {
+            let Some((worker, event)) = self.workers.recv_any(left(deadline)) else {
                 let missing = (0..parts.len()).filter(|&i| parts[i].is_none());
                 return Err(Error::CollectTimeout {
-                    missing: missing.collect(),
-                    waited: self.deadline,
+                    missing: missing.map(id).collect(),
+                    waited: begun.elapsed(),
                 });
             };
             match event {
@@ -313,15 +338,20 @@ impl MultiSync {
         Frames::stack(parts.into_iter().flatten().collect())
     }
 
-    fn ask(&self, worker: usize, shape: [usize; 3], deadline: Instant) -> Result<(), Error> {
+    fn ask(
+        &self,
+        worker: usize,
+        shape: [usize; 3],
+        deadline: Option<Instant>,
+    ) -> Result<(), Error> {
         let request = wire::encode(&Collect {
             batch: self.batch,
             steps: shape[2] as u32,
-            version: self.version(),
+            version: self.version().0,
         })?;
-        let left = deadline.saturating_duration_since(Instant::now());
-        match self.workers.send(worker, &request, Some(left)) {
-            // Its exit is on its way, and it will be asked again.
+        match self.workers.send(worker, &request, left(deadline)) {
+            // Its exit is on its way, for `fill` has come first, and it will be
+            // asked again.
             Err(WorkerError::Gone { .. }) => Ok(()),
             other => Ok(other?),
         }
@@ -337,12 +367,21 @@ impl MultiSync {
 
     fn replace(&mut self, worker: usize, exit: Exit) -> Result<(), Error> {
         self.deaths[worker] += 1;
+        self.vacant[worker] = Some(exit.clone());
         if self.deaths[worker] > MAX_DEATHS {
             return Err(Error::KeepsDying {
-                worker,
+                worker: id(worker),
                 deaths: self.deaths[worker],
                 exit: Box::new(exit),
             });
+        }
+        self.fill(worker)
+    }
+
+    /// Starts a process for a worker whose last one has been seen to end.
+    fn fill(&mut self, worker: usize) -> Result<(), Error> {
+        if self.vacant[worker].is_none() {
+            return Ok(());
         }
         let start = wire::encode(&Start {
             task: self.task,
@@ -351,9 +390,21 @@ impl MultiSync {
             weights: self.sender.init_info(),
         })?;
         let pid = self.workers.restart(worker, Some(start))?;
-        self.restarts.push(Restarted { worker, exit, pid });
+        if let Some(exit) = self.vacant[worker].take() {
+            let worker = id(worker);
+            self.restarts.push(Restarted { worker, exit, pid });
+        }
         Ok(())
     }
+}
+
+fn left(deadline: Option<Instant>) -> Option<Duration> {
+    deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
+}
+
+/// The number of the worker at an index; there are fewer than frames in a batch.
+fn id(worker: usize) -> WorkerId {
+    WorkerId(worker as u32)
 }
 
 /// One seed for every process that is started.

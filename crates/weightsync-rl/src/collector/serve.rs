@@ -25,7 +25,9 @@ const JOIN: Duration = Duration::from_secs(30);
 ///
 /// A thread of its own receives weights whatever the environments are doing;
 /// the safe point is the beginning of a batch, which pins the newest version
-/// and reads it in place, in shared memory, until its last frame.
+/// and reads it in place, in shared memory, until its last frame. So a version
+/// is reported as applied when it is pinned: nothing is left to load, and that
+/// its layout is a policy's was checked by the trainer before it sent anything.
 ///
 /// # Errors
 /// [`Error::Weights`] if the trainer cannot be joined or its model cannot be
@@ -47,7 +49,7 @@ fn serve_task<E: Env>(process: &WorkerProcess, start: Start) -> Result<(), Error
     while let Some(request) = process.recv(None)? {
         let request: Collect = wire::decode(&request)?;
         let weights = live.at_least(request.version)?;
-        let policy = policy::<E>(&weights)?;
+        let policy = policy(start.task, &weights)?;
         let frames = rollout.collect(&policy, weights.version().0, request.steps as usize);
         process.send(&wire::encode(&Collected::new(request.batch, frames))?)?;
     }
@@ -55,19 +57,12 @@ fn serve_task<E: Env>(process: &WorkerProcess, start: Start) -> Result<(), Error
 }
 
 /// The policy on a version's own bytes.
-fn policy<E: Env>(weights: &Snapshot) -> Result<MlpPolicy<'_>, Error> {
-    let policy = MlpPolicy::from_tensors(E::OBSERVATION_LEN, "actor", |name| {
+fn policy(task: Task, weights: &Snapshot) -> Result<MlpPolicy<'_>, Error> {
+    let policy = MlpPolicy::from_tensors(task.observation_len(), "actor", |name| {
         weights.slice::<f32>(name).ok()
     })?;
-    if policy.outputs() == E::ACTIONS {
-        Ok(policy)
-    } else {
-        Err(Error::TensorLen {
-            name: "the actor's last bias".into(),
-            expected: E::ACTIONS,
-            got: policy.outputs(),
-        })
-    }
+    task.check_actions(policy.outputs())?;
+    Ok(policy)
 }
 
 /// The newest version, kept up to date by a thread.
