@@ -22,7 +22,11 @@ pub trait WeightExtractor {
     /// The layout, if the source knows without looking that
     /// [`extract`](Self::extract) lends exactly these tensors in this order.
     /// Then they are not compared one by one, which counts with very many.
-    fn known_layout(&self) -> Option<&Layout> {
+    ///
+    /// For the sources of this crate: nobody else can name what it takes, so
+    /// nobody else can answer for tensors that are then not looked at.
+    #[doc(hidden)]
+    fn known_layout(&self, _: Asked) -> Option<&Layout> {
         None
     }
 
@@ -34,6 +38,11 @@ pub trait WeightExtractor {
     /// Those of the source, and those of `take`.
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()>;
 }
+
+/// Keeps [`WeightExtractor::known_layout`] to this crate, which does not export
+/// it.
+#[derive(Debug)]
+pub struct Asked(pub(crate) ());
 
 /// One tensor on its way out.
 #[derive(Debug)]

@@ -7,13 +7,14 @@ use weightsync_mem::{ReaderStatus, Source, Writer};
 
 use crate::digest::DigestThread;
 use crate::error::{Error, Result};
-use crate::extract::{Extracted, TensorData, WeightExtractor};
+use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
 use crate::init_info::InitInfo;
 use crate::report::Report;
 use crate::setup::SenderSetup;
 
 /// How far a send waits. Each level includes the one before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum WaitFor {
     /// The version is live: a worker that looks finds it.
     Sent,
@@ -61,10 +62,14 @@ impl Sender {
     ///
     /// # Errors
     ///
-    /// [`Error::WrongWeights`] names every tensor that is not as it was set up;
-    /// then, as with any error here, nothing was published and the old version
-    /// serves on. [`weightsync_mem::Error::AllSlotsPinned`] names the workers
-    /// that hold every slot.
+    /// [`Error::WrongWeights`] names every tensor that is not as it was set up,
+    /// before a slot is waited for. [`weightsync_mem::Error::AllSlotsPinned`]
+    /// names the workers that hold every slot. After these, and whatever the
+    /// source objects, nothing was published and the old version serves on.
+    ///
+    /// One failure can come later: the operating system may refuse the wait for
+    /// the workers. Then the new version is live, as [`version`](Self::version)
+    /// says, and only what became of it is unknown.
     pub fn send(&mut self, weights: &impl WeightExtractor) -> Result<Report> {
         self.send_and(weights, WaitFor::Applied, self.setup.deadline)
     }
@@ -170,21 +175,31 @@ impl Sender {
         let mut writer = Some(writer);
         let mut written = None;
         let known = weights
-            .known_layout()
+            .known_layout(Asked(()))
             .is_some_and(|layout| *layout == setup.source);
         weights.extract(&mut |tensors| {
             let writer = writer.take().ok_or_else(|| lent(setup, "more than once"))?;
-            let mut loan = writer.loan(deadline)?;
-            match as_they_lie(setup, tensors, known) {
-                Some(sources) => loan.write(&sources, setup.copy)?,
-                None => write_converted(&mut loan, setup, tensors)?,
-            }
+            // Wrong weights are refused before a slot is waited for, or made.
+            let loan = match as_they_lie(setup, tensors, known) {
+                Some(sources) => {
+                    let mut loan = writer.loan(deadline)?;
+                    loan.write(&sources, setup.copy)?;
+                    loan
+                }
+                None => {
+                    let ordered = in_order(setup, tensors)?;
+                    let mut loan = writer.loan(deadline)?;
+                    write_converted(&mut loan, setup, &ordered)?;
+                    loan
+                }
+            };
             written = Some(loan);
             Ok(())
         })?;
         // Only now is it known that the source has nothing to object.
         let loan = written.ok_or_else(|| lent(setup, "not at all"))?;
-        order_digest(loan.publish(version)?, digest.as_ref())
+        order_digest(loan.publish(version)?, digest.as_ref());
+        Ok(())
     }
 }
 
@@ -236,7 +251,8 @@ impl Loan<'_> {
     ///
     /// # Errors
     ///
-    /// Those of the memory.
+    /// Those of the memory. As after a [`send`](Sender::send), the version is
+    /// live all the same if it was the wait for the workers that failed.
     pub fn publish(self) -> Result<Report> {
         let deadline = self.setup.deadline;
         self.publish_and(WaitFor::Applied, deadline)
@@ -257,7 +273,7 @@ impl Loan<'_> {
             since,
         } = self;
         let writer = slot.publish(version)?;
-        order_digest(writer, digest)?;
+        order_digest(writer, digest);
         report(writer, setup, since, wait, deadline)
     }
 }
@@ -273,14 +289,17 @@ fn lent(setup: &SenderSetup, how_often: &str) -> Error {
     }
 }
 
-/// Has the digest of what was just published made, where that is wanted.
-fn order_digest(writer: &Writer, thread: Option<&DigestThread>) -> Result<()> {
-    if let Some(thread) = thread
-        && let Some(snapshot) = writer.snapshot()?
-    {
-        thread.digest_next(snapshot);
+/// Has the digest of what was just published made, where that is wanted. The
+/// version is live: it may have to do without a digest, but nothing has failed.
+fn order_digest(writer: &Writer, thread: Option<&DigestThread>) {
+    let Some(thread) = thread else { return };
+    match writer.snapshot() {
+        Ok(Some(snapshot)) => thread.digest_next(snapshot),
+        Ok(None) => {}
+        Err(error) => {
+            tracing::warn!(version = %writer.version(), %error, "no digest is made of this version");
+        }
     }
-    Ok(())
 }
 
 /// Waits as far as wanted, and says what became of the version published last.
@@ -324,7 +343,12 @@ fn as_they_lie<'a>(
         if !known && !is_as_expected(got, expected) {
             return None;
         }
-        sources.push(Source::Bytes(as_it_lies(&got.data, spec.dtype)?));
+        let bytes = as_it_lies(&got.data, spec.dtype)?;
+        // Also of those that are known: the copy relies on it.
+        if bytes.len() as u64 != spec.range.len {
+            return None;
+        }
+        sources.push(Source::Bytes(bytes));
     }
     Some(sources)
 }
@@ -334,9 +358,8 @@ fn as_they_lie<'a>(
 fn write_converted(
     loan: &mut weightsync_mem::Loan<'_>,
     setup: &SenderSetup,
-    tensors: &[Extracted<'_>],
+    ordered: &[&TensorData<'_>],
 ) -> Result<()> {
-    let ordered = in_order(setup, tensors)?;
     let specs = setup.layout.tensors();
     let fills: Vec<_> = ordered
         .iter()

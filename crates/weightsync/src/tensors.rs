@@ -9,7 +9,7 @@ use weightsync_core::{Dtype, Layout, TensorRef};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::{Error, Result};
-use crate::extract::{Extracted, TensorData, WeightExtractor};
+use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
 
 /// A Rust type that is the element of a dtype.
@@ -241,7 +241,7 @@ impl WeightExtractor for Tensors {
         Ok(self.layout.get_or_init(|| layout).clone())
     }
 
-    fn known_layout(&self) -> Option<&Layout> {
+    fn known_layout(&self, _: Asked) -> Option<&Layout> {
         self.layout.get()
     }
 

@@ -57,6 +57,23 @@ fn when_every_slot_is_pinned_the_holder_is_named() {
 }
 
 #[test]
+fn wrong_weights_do_not_wait_for_a_slot() {
+    let mut wrong = weights();
+    wrong.insert("layer.extra", [1], [0.0_f32]).unwrap();
+    let mut longer = weights();
+    longer.insert("layer.bias", [8], [0.0_f32; 8]).unwrap();
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let (mut sender, mut receiver) = pair_by(setup, &weights());
+    let _first = receiver.latest().unwrap().unwrap();
+    let _second = send_to(&mut sender, &weights(), &mut receiver);
+    for wrong in [&wrong, &longer] {
+        // A wait for a slot would end by its deadline, with another error.
+        let error = sender.send_and(wrong, WaitFor::Sent, SOON).unwrap_err();
+        assert!(matches!(error, Error::WrongWeights { .. }), "{error}");
+    }
+}
+
+#[test]
 fn the_senders_own_hold_is_named_as_such() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let (mut sender, mut receiver) = pair_by(setup, &weights());
