@@ -1,5 +1,6 @@
 //! The thread that makes digests off the critical path.
 
+use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -9,10 +10,15 @@ use crate::error::{Error, Result};
 
 /// Makes the digest of the newest version it was given. One that is replaced
 /// before it is done is given up, so that its slot comes free.
+///
+/// In a forked child the thread does not exist, and the lock may be held for
+/// ever: there it is neither locked nor joined.
 #[derive(Debug)]
 pub(crate) struct DigestThread {
     inbox: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,
+    /// The process that has the thread.
+    owner: u32,
 }
 
 #[derive(Debug, Default)]
@@ -43,17 +49,30 @@ impl DigestThread {
         Ok(Self {
             inbox,
             thread: Some(thread),
+            owner: process::id(),
         })
     }
 
     pub(crate) fn digest_next(&self, snapshot: Snapshot) {
+        if self.is_in_a_child() {
+            return;
+        }
         self.inbox.order().next = Some(snapshot);
         self.inbox.changed.notify_one();
+    }
+
+    fn is_in_a_child(&self) -> bool {
+        process::id() != self.owner
     }
 }
 
 impl Drop for DigestThread {
     fn drop(&mut self) {
+        if self.is_in_a_child() {
+            // To detach it would be to use a stack that may be another thread's by now.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         let mut order = self.inbox.order();
         order.stop = true;
         order.next = None;
@@ -98,5 +117,31 @@ impl Inbox {
     fn order(&self) -> MutexGuard<'_, Order> {
         // Single assignments: they hold after a panic.
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forked_child_drops_it_without_the_lock_and_the_thread() {
+        let mut copy = DigestThread::start().unwrap();
+        let inbox = copy.inbox.clone();
+        // As a child has it: of another process, the lock taken by nobody who is there.
+        copy.owner = 0;
+        let mut order = inbox.order();
+        drop(copy);
+        order.stop = true;
+        drop(order);
+        inbox.changed.notify_one();
+    }
+
+    #[test]
+    fn a_drop_ends_the_thread() {
+        let thread = DigestThread::start().unwrap();
+        let inbox = Arc::downgrade(&thread.inbox);
+        drop(thread);
+        assert_eq!(inbox.strong_count(), 0);
     }
 }
