@@ -1,11 +1,12 @@
 //! Safetensors files, as a source of weights and as a place to keep them.
 
 use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Read, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
 use safetensors::tensor::{Metadata, TensorInfo};
 use weightsync_core::{Digest, Dtype, Layout};
 
@@ -54,13 +55,24 @@ impl SafetensorsFile {
             path: path.into(),
             source,
         };
-        let mut file = File::open(path).map_err(|error| failed(error.into()))?;
-        let file_bytes = file.metadata().map_err(|error| failed(error.into()))?.len();
+        // Without O_NONBLOCK, opening a FIFO waits for whoever writes to it.
+        let mut file = OpenOptions::new()
+            .read(true)
+            .custom_flags(OFlags::NONBLOCK.bits() as i32)
+            .open(path)
+            .map_err(|error| failed(error.into()))?;
+        let about = file.metadata().map_err(|error| failed(error.into()))?;
+        if !about.is_file() {
+            return Err(failed("it is not a regular file".into()));
+        }
+        let file_bytes = about.len();
+        let too_short = || failed("it is shorter than 8 bytes".into());
+        // It may have grown since: its length then is what counts.
+        let after_start = file_bytes.checked_sub(8).ok_or_else(too_short)?;
         let mut start = [0; 8];
-        file.read_exact(&mut start)
-            .map_err(|_| failed("it is shorter than 8 bytes".into()))?;
+        file.read_exact(&mut start).map_err(|_| too_short())?;
         let header_bytes = u64::from_le_bytes(start);
-        if header_bytes > MAX_HEADER || header_bytes > file_bytes - 8 {
+        if header_bytes > MAX_HEADER || header_bytes > after_start {
             return Err(failed(
                 format!("it says that its header has {header_bytes} bytes: not a safetensors file")
                     .into(),
@@ -74,12 +86,12 @@ impl SafetensorsFile {
             failed(format!("its header is not that of a safetensors file: {error}").into())
         })?;
         let data_start = 8 + header_bytes;
-        if metadata.data_len() as u64 != file_bytes - data_start {
+        let data_bytes = after_start - header_bytes;
+        if metadata.data_len() as u64 != data_bytes {
             return Err(failed(
                 format!(
-                    "its header describes {} bytes of tensors, but {} follow: it is cut short or not whole",
+                    "its header describes {} bytes of tensors, but {data_bytes} follow: it is cut short or not whole",
                     metadata.data_len(),
-                    file_bytes - data_start
                 )
                 .into(),
             ));

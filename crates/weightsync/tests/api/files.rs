@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use proptest::prelude::*;
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use weightsync::{Error, Expect, SafetensorsFile, SenderSetup, Tensors, Version};
 
 use crate::{SOON, pair, weights};
@@ -103,6 +104,21 @@ fn a_file_too_short_or_absent_is_refused_by_its_path() {
         SafetensorsFile::open(dir.path()),
         Err(Error::File { .. })
     ));
+}
+
+#[test]
+fn what_is_no_regular_file_is_refused_without_a_wait() {
+    let dir = tempfile::tempdir().unwrap();
+    let fifo = dir.path().join("fifo");
+    // Nobody writes to it, and nobody ever will.
+    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    for path in [Path::new("/dev/zero"), Path::new("/proc/self/fd"), &fifo] {
+        let words = SafetensorsFile::open(path).unwrap_err().to_string();
+        assert!(words.contains("not a regular file"), "{words}");
+    }
+    // It says that it is empty, whatever it holds.
+    let words = SafetensorsFile::open("/proc/self/environ").unwrap_err();
+    assert!(words.to_string().contains("shorter than 8"), "{words}");
 }
 
 #[test]
