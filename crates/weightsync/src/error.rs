@@ -138,6 +138,15 @@ pub enum Error {
         /// Why not.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// Another process holds a file of the run directory, and did not let go of
+    /// it by the deadline.
+    #[error("{path} was still locked by another process after {waited:?}", path = .path.display())]
+    FileLocked {
+        /// The file.
+        path: PathBuf,
+        /// How long it was waited for.
+        waited: Duration,
+    },
     /// An init info that was not made by `init_info`.
     #[error("this init info cannot be used: {0}")]
     BadInitInfo(String),
@@ -184,7 +193,9 @@ impl Error {
     pub fn remedy(&self) -> Remedy {
         use weightsync_mem::Error as Memory;
         match self {
-            Self::MissingWorkers { .. } | Self::NoInitialWeights { .. } => Remedy::Retry,
+            Self::MissingWorkers { .. }
+            | Self::NoInitialWeights { .. }
+            | Self::FileLocked { .. } => Remedy::Retry,
             // The one that answered is not the one to listen to, or has no room
             // now: its successor may.
             Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,

@@ -1,22 +1,34 @@
 //! Which run this is, and where its senders are found.
 //!
 //! Without a run directory a run lives and dies with its process. With one, a
-//! restarted trainer takes the next epoch from a counter file, comes back at
-//! the same address with the same secret, and fences its predecessor off.
+//! restarted trainer takes the next epoch from a counter file, and comes back at
+//! the same address with the same secret once its predecessor is gone; workers
+//! that have seen it refuse every earlier epoch. The directory is this user's
+//! alone: whoever can write to it, or read its key, can take the run over.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{DirBuilder, File};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::fd::AsFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, fstat, openat};
+use rustix::io::Errno;
 use weightsync_core::{Epoch, ModelId, Run};
 
 use crate::error::{Error, Result};
 
 /// The most that is read of the epoch file, in bytes.
 const MAX_EPOCH_FILE: u64 = 64;
+
+/// How long the key's lock is waited for. It is held for a read or a write of
+/// 32 bytes.
+const KEY_WAIT: Duration = Duration::from_secs(10);
+
+/// The time between two attempts at a lock. There is no wait for one that ends.
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
 /// Where a model's sender listens, what lets a worker in, and whether it may
 /// come back after a restart.
@@ -48,7 +60,7 @@ pub(crate) fn anonymous(model: &ModelId) -> Result<Place> {
 
 /// The place a run directory gives a model: the same in every process.
 pub(crate) fn at(dir: &Path, model: &ModelId) -> Result<Place> {
-    let key = shared_bytes(dir, "key")?;
+    let key = shared_bytes(dir)?;
     let [name, secret] = *key.as_chunks::<16>().0 else {
         unreachable!("32 bytes are two times 16")
     };
@@ -67,10 +79,11 @@ pub(crate) fn anonymous_run() -> Result<Run> {
     })
 }
 
-/// The next run of a run directory: one epoch above every earlier one.
-pub(crate) fn next_run(dir: &Path) -> Result<Run> {
-    let path = dir.join("epoch");
-    let mut file = locked(dir, &path)?;
+/// The next run of a run directory: one epoch above every earlier one. Epochs
+/// only grow: one that is then not used leaves a gap, which means nothing.
+pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
+    let path = dir.join(EPOCH.name);
+    let mut file = locked(dir, EPOCH, until)?;
     let mut text = String::new();
     (&mut file)
         .take(MAX_EPOCH_FILE)
@@ -107,9 +120,9 @@ pub(crate) fn next_run(dir: &Path) -> Result<Run> {
 }
 
 /// 32 random bytes that every process of the run directory shares.
-fn shared_bytes(dir: &Path, name: &str) -> Result<[u8; 32]> {
-    let path = dir.join(name);
-    let mut file = locked(dir, &path)?;
+fn shared_bytes(dir: &Path) -> Result<[u8; 32]> {
+    let path = dir.join(KEY.name);
+    let mut file = locked(dir, KEY, Instant::now().checked_add(KEY_WAIT))?;
     let mut bytes = Vec::new();
     (&mut file)
         .take(33)
@@ -131,25 +144,121 @@ fn shared_bytes(dir: &Path, name: &str) -> Result<[u8; 32]> {
     Ok(fresh)
 }
 
+/// A file of the run directory.
+#[derive(Clone, Copy)]
+struct Entry {
+    name: &'static str,
+    /// What nobody else may do with it.
+    closed: Mode,
+}
+
+/// Who reads the key can answer in the sender's place.
+const KEY: Entry = Entry {
+    name: "key",
+    closed: Mode::RWXG.union(Mode::RWXO),
+};
+
+/// Who writes the epoch can fence the sender off.
+const EPOCH: Entry = Entry {
+    name: "epoch",
+    closed: WRITABLE_BY_OTHERS,
+};
+
+const WRITABLE_BY_OTHERS: Mode = Mode::WGRP.union(Mode::WOTH);
+
 /// Opens a file of the run directory, for this user alone, under a lock that
 /// ends with the file.
-fn locked(dir: &Path, path: &PathBuf) -> Result<File> {
-    let made = std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir);
+fn locked(dir: &Path, entry: Entry, until: Option<Instant>) -> Result<File> {
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
     made.map_err(failed("making the run directory", dir))?;
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(path)
-        .map_err(failed("opening", path))?;
-    rustix::fs::flock(&file, FlockOperation::LockExclusive)
-        .map_err(|errno| failed("locking", path)(errno.into()))?;
-    Ok(file)
+    let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let opened = openat(CWD, dir, OFlags::RDONLY | flags, Mode::empty())
+        .map_err(|errno| failed("opening the run directory", dir)(errno.into()))?;
+    check_owner(&opened, dir, FileType::Directory, WRITABLE_BY_OTHERS, "700")?;
+
+    let path = dir.join(entry.name);
+    // NONBLOCK: were it a FIFO or a device, nothing is waited for before it is refused.
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = openat(
+        &opened,
+        entry.name,
+        OFlags::RDWR | OFlags::CREATE | flags,
+        Mode::RUSR | Mode::WUSR,
+    )
+    .map_err(|errno| match errno {
+        Errno::LOOP => refused(
+            &path,
+            "it is a symbolic link; put the file itself there".into(),
+        ),
+        errno => failed("opening", &path)(errno.into()),
+    })?;
+    check_owner(&file, &path, FileType::RegularFile, entry.closed, "600")?;
+    lock(&file, &path, until)?;
+    Ok(file.into())
+}
+
+/// Takes the lock, by `until` if that is given.
+fn lock(file: impl AsFd, path: &Path, until: Option<Instant>) -> Result<()> {
+    let since = Instant::now();
+    loop {
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(()),
+            Err(Errno::INTR) => continue,
+            Err(Errno::WOULDBLOCK) => {}
+            Err(errno) => return Err(failed("locking", path)(errno.into())),
+        }
+        if until.is_some_and(|until| Instant::now() >= until) {
+            return Err(Error::FileLocked {
+                path: path.into(),
+                waited: since.elapsed(),
+            });
+        }
+        std::thread::sleep(LOCK_PAUSE);
+    }
+}
+
+/// Refuses what is not of `kind`, not this user's, or open to others.
+fn check_owner(
+    file: impl AsFd,
+    path: &Path,
+    kind: FileType,
+    closed: Mode,
+    chmod: &str,
+) -> Result<()> {
+    let stat = fstat(file).map_err(|errno| failed("looking at", path)(errno.into()))?;
+    if FileType::from_raw_mode(stat.st_mode) != kind {
+        let kind = match kind {
+            FileType::Directory => "directory",
+            _ => "regular file",
+        };
+        return Err(refused(path, format!("it is not a {kind}")));
+    }
+    let user = rustix::process::geteuid().as_raw();
+    if stat.st_uid != user {
+        let owner = stat.st_uid;
+        let words = format!(
+            "it belongs to user {owner}, who could take this run over, and this process is user \
+             {user}'s; use a run directory of this user"
+        );
+        return Err(refused(path, words));
+    }
+    if Mode::from_raw_mode(stat.st_mode).intersects(closed) {
+        let words = format!(
+            "its mode {:03o} lets others in, who could take this run over; `chmod {chmod} {}`",
+            stat.st_mode & 0o777,
+            path.display()
+        );
+        return Err(refused(path, words));
+    }
+    Ok(())
+}
+
+fn refused(path: &Path, words: String) -> Error {
+    Error::File {
+        action: "trusting",
+        path: path.into(),
+        source: words.into(),
+    }
 }
 
 fn failed(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error {

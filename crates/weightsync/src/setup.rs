@@ -15,6 +15,7 @@ use crate::sender::Sender;
 
 /// Which workers [`SenderSetup::connect`] waits for. Others may join later.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Expect {
     /// Any so many workers.
     Count(usize),
@@ -58,6 +59,7 @@ impl Expect {
 
 /// When a version's digest is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DigestPolicy {
     /// When [`Sender::digest`] asks for it.
     #[default]
@@ -133,11 +135,17 @@ impl SenderSetup {
 
     /// Keeps the run's epoch and its address in a directory (made if absent),
     /// so that a restarted trainer takes over: workers find it again by
-    /// themselves, and its predecessor is fenced off.
+    /// themselves, and do not go back to a trainer of an earlier epoch.
+    ///
+    /// It takes over once its predecessor is dead or has shut down. While that
+    /// lives it keeps the address, and [`connect`](Self::connect) fails with
+    /// [`weightsync_mem::Error::AddressInUse`]; its workers notice nothing.
     ///
     /// # Errors
     ///
-    /// [`Error::File`] if the directory cannot be used.
+    /// [`Error::File`] if the directory or a file in it cannot be used, belongs
+    /// to another user, or is open to others; [`Error::FileLocked`] if another
+    /// process keeps the key locked for 10 s.
     pub fn run_dir(mut self, dir: impl Into<PathBuf>) -> Result<Self> {
         let dir = dir.into();
         self.place = run_dir::at(&dir, &self.model)?;
@@ -215,7 +223,8 @@ impl SenderSetup {
     ///
     /// [`Error::MissingWorkers`] at the deadline, [`Error::Refused`] as soon as
     /// a worker says that the model does not fit its own,
-    /// [`Error::WrongWeights`], and those of the memory.
+    /// [`Error::WrongWeights`], [`Error::File`] and [`Error::FileLocked`] of the
+    /// run directory, and those of the memory.
     pub fn connect(
         self,
         weights: &impl WeightExtractor,
@@ -225,7 +234,7 @@ impl SenderSetup {
         let since = Instant::now();
         let until = since.checked_add(deadline);
         let run = match &self.run_dir {
-            Some(dir) => run_dir::next_run(dir)?,
+            Some(dir) => run_dir::next_run(dir, until)?,
             None => run_dir::anonymous_run()?,
         };
         let Place {

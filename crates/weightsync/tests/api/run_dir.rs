@@ -5,6 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::thread;
 
+use rustix::fs::{CWD, FileType, mknodat};
+use tempfile::TempDir;
 use weightsync::{
     Epoch, Error, Expect, MemoryError, Receiver, Remedy, Sender, SenderSetup, Tensors, Version,
 };
@@ -16,6 +18,19 @@ fn setup(dir: &Path) -> SenderSetup {
         .unwrap()
         .run_dir(dir)
         .unwrap()
+}
+
+/// A directory for this user alone, whatever the umask.
+fn own_dir() -> TempDir {
+    let mode = fs::Permissions::from_mode(0o700);
+    let dir = tempfile::Builder::new().permissions(mode).tempdir();
+    dir.unwrap()
+}
+
+/// Writes a file by hand, as a careful person does.
+fn put(path: &Path, text: impl AsRef<[u8]>) {
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
 }
 
 /// Starts a trainer while a worker does its part.
@@ -39,7 +54,7 @@ fn lost(receiver: &mut Receiver) {
 
 #[test]
 fn a_receiver_finds_the_next_trainer_by_itself() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = own_dir();
     let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
     let info = first.init_info();
     send_to(&mut first, &weights(), &mut receiver);
@@ -87,7 +102,7 @@ fn a_receiver_finds_the_next_trainer_by_itself() {
 
 #[test]
 fn a_new_run_is_not_claimed_before_a_version_of_it_is_loaded() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = own_dir();
     let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
     send_to(&mut first, &weights(), &mut receiver);
     let first_run = first.run();
@@ -119,7 +134,7 @@ fn a_new_run_is_not_claimed_before_a_version_of_it_is_loaded() {
 
 #[test]
 fn a_second_trainer_beside_a_living_one_is_refused_and_harms_nothing() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = own_dir();
     let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
     let error = setup(dir.path())
         .connect(&weights(), Expect::Count(0), SOON)
@@ -143,14 +158,14 @@ fn a_second_trainer_beside_a_living_one_is_refused_and_harms_nothing() {
 
 #[test]
 fn a_trainer_of_an_older_epoch_is_fenced_off() {
-    let dir = tempfile::tempdir().unwrap();
-    fs::write(dir.path().join("epoch"), "6").unwrap();
+    let dir = own_dir();
+    put(&dir.path().join("epoch"), "6");
     let (first, mut receiver) = pair_by(setup(dir.path()), &weights());
     assert_eq!(first.run().epoch, Epoch(7));
     drop(first);
     lost(&mut receiver);
     // Somebody puts an old copy of the directory back.
-    fs::write(dir.path().join("epoch"), "3").unwrap();
+    put(&dir.path().join("epoch"), "3");
     let old = setup(dir.path())
         .connect(&weights(), Expect::Count(0), SOON)
         .unwrap();
@@ -174,14 +189,14 @@ fn a_trainer_of_an_older_epoch_is_fenced_off() {
     assert!(old.workers().is_empty());
     drop(old);
     // The true successor is found all the same.
-    fs::write(dir.path().join("epoch"), "7").unwrap();
+    put(&dir.path().join("epoch"), "7");
     let (new, snapshot) = restart(dir.path(), || receiver.receive(None).unwrap().unwrap());
     assert_eq!((new.run().epoch, snapshot.run()), (Epoch(8), new.run()));
 }
 
 #[test]
 fn a_successor_with_another_model_is_refused_by_name() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = own_dir();
     let (first, mut receiver) = pair_by(setup(dir.path()), &weights());
     drop(first);
     lost(&mut receiver);
@@ -221,7 +236,7 @@ fn the_directory_is_for_this_user_alone() {
 
 #[test]
 fn a_counter_written_by_hand_is_counted_on_from() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = own_dir();
     for (text, epoch) in [
         ("", 1),
         ("41", 42),
@@ -229,7 +244,7 @@ fn a_counter_written_by_hand_is_counted_on_from() {
         ("9", 10),
         ("99999\n", 100_000),
     ] {
-        fs::write(dir.path().join("epoch"), text).unwrap();
+        put(&dir.path().join("epoch"), text);
         for epoch in epoch..epoch + 3 {
             let sender = setup(dir.path())
                 .connect(&weights(), Expect::Count(0), SOON)
@@ -241,7 +256,7 @@ fn a_counter_written_by_hand_is_counted_on_from() {
 
 #[test]
 fn corrupt_files_are_refused_in_words_and_left_alone() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = own_dir();
     let good = setup(dir.path());
     let epoch = dir.path().join("epoch");
     let long = "7".repeat(1 << 20);
@@ -252,7 +267,7 @@ fn corrupt_files_are_refused_in_words_and_left_alone() {
         (b"\xff\xfe", "UTF-8"),
         (long.as_bytes(), "is not a number"),
     ] {
-        fs::write(&epoch, text).unwrap();
+        put(&epoch, text);
         let error = good
             .clone()
             .connect(&weights(), Expect::Count(0), SOON)
@@ -285,4 +300,89 @@ fn corrupt_files_are_refused_in_words_and_left_alone() {
         matches!(error, Error::File { .. }),
         "a file where the directory should be: {error}"
     );
+}
+
+/// What a run directory is refused with.
+fn refused(dir: &Path) -> String {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let error = setup
+        .run_dir(dir)
+        .and_then(|setup| setup.connect(&weights(), Expect::Count(0), SOON))
+        .unwrap_err();
+    assert!(matches!(error, Error::File { .. }), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn a_directory_or_file_open_to_others_is_not_trusted() {
+    let dir = own_dir();
+    setup(dir.path());
+    let cases = [
+        (dir.path().to_owned(), 0o770, 0o755, "chmod 700"),
+        (dir.path().to_owned(), 0o703, 0o700, "chmod 700"),
+        (dir.path().join("key"), 0o640, 0o600, "chmod 600"),
+        (dir.path().join("key"), 0o604, 0o600, "chmod 600"),
+        (dir.path().join("epoch"), 0o620, 0o644, "chmod 600"),
+    ];
+    for (path, open, closed, words) in cases {
+        let set = |mode| fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        if !path.exists() {
+            put(&path, "1");
+        }
+        set(open);
+        let said = refused(dir.path());
+        let words = format!("{words} {}", path.display());
+        assert!(said.contains(&words), "{said}");
+        set(closed);
+        setup(dir.path())
+            .connect(&weights(), Expect::Count(0), SOON)
+            .unwrap();
+    }
+    // The superuser alone can read what is another user's.
+    if rustix::process::geteuid().is_root() {
+        std::os::unix::fs::chown(dir.path(), Some(4711), None).unwrap();
+        let said = refused(dir.path());
+        assert!(said.contains("belongs to user 4711"), "{said}");
+    }
+}
+
+#[test]
+fn neither_links_nor_fifos_are_followed() {
+    for name in ["key", "epoch"] {
+        let dir = own_dir();
+        let (other, path) = (dir.path().join("other"), dir.path().join(name));
+        fs::write(&other, [1; 32]).unwrap();
+        std::os::unix::fs::symlink(&other, &path).unwrap();
+        let said = refused(dir.path());
+        assert!(said.contains("symbolic link"), "{said}");
+        assert_eq!(fs::read(&other).unwrap(), [1; 32]);
+
+        fs::remove_file(&path).unwrap();
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        mknodat(CWD, &path, FileType::Fifo, mode, 0).unwrap();
+        let said = refused(dir.path());
+        assert!(said.contains("not a regular file"), "{said}");
+    }
+}
+
+#[test]
+fn a_lock_somebody_keeps_ends_the_wait_by_its_deadline() {
+    let dir = own_dir();
+    let setup = setup(dir.path());
+    let epoch = dir.path().join("epoch");
+    put(&epoch, "");
+    let held = fs::File::open(&epoch).unwrap();
+    held.lock().unwrap();
+    let connect = || {
+        let setup = setup.clone();
+        setup.connect(&weights(), Expect::Count(0), BRIEF)
+    };
+    let error = connect().unwrap_err();
+    assert!(
+        matches!(&error, Error::FileLocked { path, waited } if *path == epoch && *waited >= BRIEF),
+        "{error}"
+    );
+    assert_eq!(error.remedy(), Remedy::Retry);
+    drop(held);
+    connect().unwrap();
 }
