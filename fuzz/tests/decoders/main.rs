@@ -5,4 +5,5 @@ mod checkpoint;
 mod init;
 mod layout;
 mod manifest;
+mod pipe;
 mod record;

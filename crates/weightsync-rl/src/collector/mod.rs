@@ -33,6 +33,10 @@ mod multi_sync;
 mod serve;
 mod wire;
 
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub use wire::fuzz;
+
 use serde::{Deserialize, Serialize};
 
 use weightsync::{Dtype, Layout};

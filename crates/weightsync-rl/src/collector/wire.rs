@@ -143,6 +143,26 @@ fn unreadable(len: usize, reason: String) -> Error {
     }
 }
 
+/// The collector's decoders, for the fuzz targets.
+#[cfg(feature = "fuzz")]
+pub mod fuzz {
+    use super::*;
+
+    /// Reads the bytes as each message; true if they are frames that fit.
+    pub fn messages(bytes: &[u8]) -> bool {
+        let _ = decode::<Start>(bytes);
+        let _ = decode::<Collect>(bytes);
+        let collected = decode::<Collected>(bytes);
+        collected.is_ok_and(|collected| collected.into_frames([1, 2, 4], Task::CartPole).is_ok())
+    }
+
+    /// The frames of a small batch.
+    pub fn valid() -> Vec<u8> {
+        let frames = Frames::zeroed(2, 4, Task::CartPole.observation_len());
+        encode(&Collected::new(7, frames)).unwrap_or_default()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use rand::{Rng, RngExt, SeedableRng};

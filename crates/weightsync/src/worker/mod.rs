@@ -65,3 +65,52 @@ pub use workers::{Event, Workers};
 
 /// The environment variable by which a worker knows itself: `<inode of its pipe>:<trainer's pid>`.
 const MARK: &str = "WEIGHTSYNC_WORKER";
+
+/// The pipe's decoders, for the fuzz targets.
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz {
+    use super::frame::{FrameAssembler, Greeting, Kind, header};
+
+    /// Frames of at most 64 KiB from whatever bytes come, in pieces of any size.
+    pub fn frames(bytes: &[u8]) -> usize {
+        let mut assembler = FrameAssembler::new(64 << 10);
+        let (mut rest, mut frames) = (bytes, 0);
+        while !rest.is_empty() {
+            let missing = assembler.missing();
+            // The first byte of a piece says how large it is, so that the
+            // seams are everywhere.
+            let piece = missing.len().min(rest.len()).min(1 + usize::from(rest[0]));
+            missing[..piece].copy_from_slice(&rest[..piece]);
+            rest = &rest[piece..];
+            match assembler.advance(piece) {
+                Ok(None) => {}
+                Ok(Some((kind, payload))) => {
+                    frames += 1;
+                    if kind == Kind::Greeting {
+                        let _ = Greeting::parse(&payload);
+                    }
+                }
+                Err(_) => break,
+            }
+        }
+        frames
+    }
+
+    /// A greeting, an init frame and a user frame.
+    pub fn valid() -> Vec<u8> {
+        let greeting = Greeting {
+            version: super::frame::PIPE_VERSION,
+            index: 1,
+            count: 4,
+            max_frame: 1000,
+            queue_bytes: 1 << 20,
+            grace_ms: 500,
+        };
+        let mut bytes = greeting.frame_before_init(3);
+        bytes.extend_from_slice(b"abc");
+        bytes.extend_from_slice(&header(Kind::User, 5));
+        bytes.extend_from_slice(b"frame");
+        bytes
+    }
+}
