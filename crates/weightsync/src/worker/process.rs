@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat};
+use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group,
     pidfd_open, set_parent_process_death_signal,
@@ -114,7 +115,9 @@ impl WorkerProcess {
     ///
     /// # Errors
     /// * [`WorkerError::FrameTooLong`], before anything is sent;
-    /// * [`WorkerError::Closed`] when the trainer closed the pipe or is dead.
+    /// * [`WorkerError::Closed`] when the trainer closed the pipe or is dead;
+    /// * [`WorkerError::Os`] when a full pipe cannot be waited for. Part of the frame may be in it
+    ///   then: the pipe is of no more use.
     pub fn send(&self, frame: &[u8]) -> Result<(), WorkerError> {
         self.owner.check()?;
         spawn::check_len(frame.len(), self.greeting.max_frame)?;
@@ -129,7 +132,10 @@ impl WorkerProcess {
                 return Ok(());
             }
             // A hang-up ends this wait too; the next write tells. An interrupted wait is repeated.
-            let _ = poll(&mut [PollFd::new(socket, PollFlags::OUT)], None);
+            match poll(&mut [PollFd::new(socket, PollFlags::OUT)], None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(WorkerError::os("waiting for room in the pipe")(error)),
+            }
         }
     }
 
@@ -302,6 +308,9 @@ enum End {
     Fault(PipeFault),
     /// The trainer is dead: nobody is left to end for.
     Orphaned,
+    /// The pipe cannot be watched any more. A process that would not notice its trainer's death
+    /// ends, as if the pipe were closed.
+    Blind,
 }
 
 impl Lifeline {
@@ -324,8 +333,11 @@ impl Lifeline {
     fn read_to_the_end(&mut self) -> End {
         let mut assembler = FrameAssembler::new(0);
         let mut greeting = None;
+        let mut hung_up = false;
         loop {
-            let room = {
+            // What is left after a hang-up is read whatever the queue holds: a socket's buffer
+            // bounds it, and nobody could wait for room, as the process is about to end.
+            let room = hung_up || {
                 let mut state = lock(&self.shared.state);
                 let room = state.queued < self.queue_bytes.max(1);
                 state.paused = !room;
@@ -333,16 +345,22 @@ impl Lifeline {
             };
             if !room {
                 match self.sleep(PollFlags::RDHUP) {
+                    Some(End::HungUp) => hung_up = true,
                     Some(end) => return end,
-                    None => continue,
+                    None => {}
                 }
+                continue;
             }
             let (kind, payload) = match pipe::read(&self.shared.socket, &mut assembler) {
                 Ok(Read::Frame(kind, payload)) => (kind, payload),
                 Ok(Read::HungUp) => return End::HungUp,
                 Ok(Read::Pending) => match self.sleep(PollFlags::IN | PollFlags::RDHUP) {
                     // What it sent before it hung up is still to be read.
-                    Some(End::HungUp) | None => continue,
+                    Some(End::HungUp) => {
+                        hung_up = true;
+                        continue;
+                    }
+                    None => continue,
                     Some(end) => return end,
                 },
                 Err(fault) => return End::Fault(fault),
@@ -385,9 +403,14 @@ impl Lifeline {
         if let Some(trainer) = &self.trainer {
             fds.push(PollFd::new(trainer, PollFlags::IN));
         }
-        if poll(&mut fds, None).is_err() {
-            // EINTR: look again.
-            return None;
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            // Look again.
+            Err(Errno::INTR) => return None,
+            Err(error) => {
+                tracing::error!(%error, "the trainer cannot be watched any more: this worker ends");
+                return Some(End::Blind);
+            }
         }
         let ready = |index: usize| fds.get(index).map_or(PollFlags::empty(), PollFd::revents);
         if !ready(2).is_empty() {

@@ -25,7 +25,9 @@ pub enum Restart {
     #[default]
     Never,
     /// When it ended otherwise than with status 0 and not through [`Workers::kill`], up to this
-    /// many times for each worker. It gets the same init bytes as before.
+    /// many times for each worker. It gets the same init bytes as before. One that keeps dying
+    /// waits for its trainer: it is started again for the second time once the first
+    /// [`Event::Exited`](super::Event::Exited) has been received, and so on.
     UpTo(u32),
 }
 

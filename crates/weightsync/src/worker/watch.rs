@@ -21,7 +21,7 @@ use super::pipe::{self, Read};
 use super::process::FRAME_COST;
 use super::spawn::{Launched, Restart, Spawn, StderrLine};
 use super::wait::lock;
-use super::workers::{Event, Link, RestartRequest, Shared};
+use super::workers::{Link, RestartRequest, Shared};
 
 /// Frames read from one worker before the others get their turn.
 const FRAMES_PER_TURN: usize = 32;
@@ -157,11 +157,19 @@ impl Watcher {
             tags.push(tag);
         };
         let mut state = lock(&self.shared.state);
+        let closing = state.closing;
+        let mut reapable = Vec::with_capacity(self.running.len());
         for (worker, running) in self.running.iter().enumerate() {
             let Some(running) = running else { continue };
             let slot = &mut state.slots[worker];
             let room = slot.queued < self.spawn.queue_bytes.max(1);
-            slot.paused = running.reading && !room;
+            // One that keeps dying is started again only as fast as its ends are received: the
+            // events stay bounded, and a broken program is not run in a tight loop.
+            let held = slot.untold > 0 && !closing && self.may_restart(worker, slot.killed);
+            slot.paused = held || (running.reading && !room);
+            if !held {
+                reapable.push((worker, running));
+            }
             let mut wanted = PollFlags::empty();
             wanted.set(PollFlags::IN, running.reading && room);
             wanted.set(PollFlags::OUT, !slot.outbox.is_empty());
@@ -178,14 +186,12 @@ impl Watcher {
             }
         }
         drop(state);
-        for (worker, running) in self.running.iter().enumerate() {
-            if let Some(running) = running {
-                watch(
-                    running.link.pidfd.as_fd(),
-                    PollFlags::IN,
-                    Ready::Exit(worker),
-                );
-            }
+        for (worker, running) in reapable {
+            watch(
+                running.link.pidfd.as_fd(),
+                PollFlags::IN,
+                Ready::Exit(worker),
+            );
         }
         match poll(&mut fds, None) {
             Ok(_) => {}
@@ -341,13 +347,7 @@ impl Watcher {
 
         let mut state = lock(&self.shared.state);
         state.deliver(worker, frames);
-        state
-            .events
-            .push_back((worker, Event::Exited(exit.clone())));
-        let slot = &mut state.slots[worker];
-        slot.exit = Some(exit);
-        slot.link = None;
-        slot.outbox.clear();
+        state.tell(worker, exit);
         drop(state);
         let next = next.map(|next| next.map(|next| self.enrol(worker, next)));
         self.shared.changed.notify_all();
@@ -363,14 +363,18 @@ impl Watcher {
 
     /// Whether the restart policy wants a process in place of one that ended; counts it if so.
     fn policy_restarts(&mut self, worker: usize, exit: &Exit) -> bool {
+        let killed = lock(&self.shared.state).slots[worker].killed;
+        let wanted = !exit.is_success() && self.may_restart(worker, killed);
+        self.restarts[worker] += u32::from(wanted);
+        wanted
+    }
+
+    /// Whether the restart policy may still act on a worker, and nobody else will.
+    fn may_restart(&self, worker: usize, killed: bool) -> bool {
         let Restart::UpTo(times) = self.spawn.restart else {
             return false;
         };
-        let state = lock(&self.shared.state);
-        let wanted =
-            !exit.is_success() && !state.slots[worker].killed && self.restarts[worker] < times;
-        self.restarts[worker] += u32::from(wanted);
-        wanted
+        !killed && self.awaited[worker].is_none() && self.restarts[worker] < times
     }
 
     /// Starts a process for a worker that has none.

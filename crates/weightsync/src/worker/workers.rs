@@ -155,8 +155,9 @@ impl Workers {
         loop {
             if let Some((worker, event)) = state.events.pop_front() {
                 let slot = &mut state.slots[worker];
-                if let Event::Frame(frame) = &event {
-                    slot.queued -= frame.len() + FRAME_COST;
+                match &event {
+                    Event::Frame(frame) => slot.queued -= frame.len() + FRAME_COST,
+                    Event::Exited(_) => slot.untold -= 1,
                 }
                 if std::mem::take(&mut slot.paused) {
                     self.shared.waker.wake();
@@ -222,6 +223,8 @@ impl Workers {
         if let Some(link) = &slot.link {
             slot.killed = true;
             link.kill();
+            // Its end may be one that was not to be looked at yet.
+            self.shared.waker.wake();
         }
         Ok(())
     }
@@ -385,6 +388,17 @@ impl State {
         self.events.extend(events);
     }
 
+    /// Queues the end of a worker's process for the callers, after everything it sent.
+    pub(super) fn tell(&mut self, worker: usize, exit: Exit) {
+        let event = Event::Exited(exit.clone());
+        self.events.push_back((worker, event));
+        let slot = &mut self.slots[worker];
+        slot.untold += 1;
+        slot.exit = Some(exit);
+        slot.link = None;
+        slot.outbox.clear();
+    }
+
     /// The way to a worker's process, if it can be sent to.
     fn link(&self, worker: usize) -> Result<Link, WorkerError> {
         if self.closing || self.finished {
@@ -410,7 +424,10 @@ pub(super) struct Slot {
     pub(super) outbox: Outbox,
     /// The cost of its frames among the events.
     pub(super) queued: usize,
-    /// The watching thread has stopped reading its pipe until events are taken.
+    /// How many of its ends are among the events.
+    pub(super) untold: usize,
+    /// The watching thread has stopped reading its pipe, or taking note of its end, until events
+    /// are taken.
     pub(super) paused: bool,
     /// How its last process ended.
     pub(super) exit: Option<Exit>,

@@ -43,6 +43,9 @@ pub enum Role {
     Speak(String),
     /// Echoes, but only after the gate opened.
     Deaf(PathBuf),
+    /// Receives nothing before the trainer closed the pipe, then writes to standard error how many
+    /// frames were left.
+    Hoard,
     /// Panics with this text.
     Panic(String),
     /// Ends with this status.
@@ -125,6 +128,17 @@ fn play(worker: &WorkerProcess) -> Result<(), WorkerError> {
         Role::Deaf(gate) => {
             worker.send(b"deaf")?;
             Gate::pass(&gate);
+        }
+        Role::Hoard => {
+            worker.send(b"ready")?;
+            while !worker.is_closed() {
+                thread::yield_now();
+            }
+            let mut left = 0;
+            while worker.recv(None)?.is_some() {
+                left += 1;
+            }
+            eprintln!("{left}");
         }
         Role::Panic(text) => panic!("{text}"),
         Role::Exit(status) => process::exit(status),

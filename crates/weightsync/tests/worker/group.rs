@@ -275,6 +275,53 @@ pub fn the_restart_policy_counts() {
     assert!(!exit(&workers).1.restarted);
 }
 
+pub fn one_that_keeps_dying_waits_until_its_end_was_received() {
+    let (lines, heard) = channel();
+    let workers = spawn(1, &Role::Panic("again".into()))
+        .restart(Restart::UpTo(1000))
+        .on_stderr_line(move |_, line| {
+            if line.contains("again") {
+                lines.send(line.to_owned()).unwrap_or_default();
+            }
+        })
+        .start()
+        .expect("it starts");
+    let starts = || heard.recv_timeout(LONG).expect("it dies once more");
+    // The second one's end is not even looked at before the first one's was received.
+    starts();
+    starts();
+    assert!(heard.recv_timeout(WHILE).is_err(), "a third was started");
+    for _ in 0..3 {
+        assert!(exit(&workers).1.restarted);
+        starts();
+        assert!(heard.recv_timeout(WHILE / 3).is_err(), "one too many");
+    }
+    // Whoever asks for it is not held up, neither by a restart nor by a kill.
+    workers.restart(0, None).expect("it starts again");
+    starts();
+    workers.kill(0).expect("it can be killed");
+    while workers.running() > 0 {
+        std::thread::yield_now();
+    }
+    let exits = workers.shutdown(LONG);
+    assert_eq!(exits.len(), 1);
+}
+
+pub fn what_the_trainer_sent_last_is_received_although_the_queue_was_full() {
+    let workers = spawn(1, &Role::Hoard)
+        .queue_bytes(1)
+        .grace(LONG)
+        .start()
+        .expect("a worker starts");
+    assert_eq!(frame(&workers).1, b"ready");
+    // One of them is read ahead; the others are in the socket when it hangs up.
+    for number in 0..10 {
+        workers.send(0, &[number], Some(LONG)).expect("they fit");
+    }
+    let exits = workers.shutdown(LONG);
+    assert_eq!(exits[0].stderr_text(), "10\n");
+}
+
 pub fn lines_of_standard_error_come_as_they_are_written() {
     let (lines, heard) = channel();
     let workers = spawn(2, &Role::Speak("one\ntwo".into()))

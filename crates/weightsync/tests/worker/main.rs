@@ -35,6 +35,8 @@ fn trials() -> Vec<Trial> {
         group::a_send_to_a_worker_that_does_not_read_ends_by_its_deadline,
         group::a_restart_follows_the_end_of_the_process_before,
         group::the_restart_policy_counts,
+        group::one_that_keeps_dying_waits_until_its_end_was_received,
+        group::what_the_trainer_sent_last_is_received_although_the_queue_was_full,
         group::lines_of_standard_error_come_as_they_are_written,
         group::shutdown_is_idempotent,
         group::what_was_sent_before_the_shutdown_can_still_be_received,
