@@ -20,7 +20,7 @@
 //!
 //! ```
 //! use std::time::Duration;
-//! use weightsync::{Expect, ReceiverSetup, SenderSetup, Tensors};
+//! use weightsync::{Expect, ReceiverSetup, SenderSetup, Tensors, Version};
 //!
 //! let mut weights = Tensors::new();
 //! weights.insert("layer.weight", [2, 2], vec![1.0_f32, 2.0, 3.0, 4.0])?;
@@ -30,10 +30,13 @@
 //! // In truth a process of its own.
 //! let worker = std::thread::spawn(move || -> weightsync::Result<f32> {
 //!     let mut receiver = ReceiverSetup::new(info, 0).connect(Duration::from_secs(10))?;
-//!     let first = receiver.receive(None)?.expect("no timeout was given");
-//!     assert_eq!(first.slice::<f32>("layer.weight")?[3], 4.0);
-//!     let second = receiver.receive(None)?.expect("no timeout was given");
-//!     Ok(second.slice::<f32>("layer.weight")?[3])
+//!     loop {
+//!         // The newest version: one replaced before it was looked at is passed over.
+//!         let weights = receiver.receive(None)?.expect("no timeout was given");
+//!         if weights.version() == Version(2) {
+//!             return Ok(weights.slice::<f32>("layer.weight")?[3]);
+//!         }
+//!     }
 //! });
 //!
 //! let mut sender = setup.connect(&weights, Expect::Count(1), Duration::from_secs(10))?;
