@@ -46,6 +46,8 @@ fn serve(from: &Path, to: &Path) -> Result<(), Box<dyn Error>> {
             weights.version(),
             to.display()
         );
+        // It stays until the trainer has closed: one that has left again is not counted.
+        while receiver.receive(None).is_ok() {}
         Ok(())
     });
     let sender = setup.connect(&file, Expect::Count(1), SOON)?;
@@ -54,6 +56,7 @@ fn serve(from: &Path, to: &Path) -> Result<(), Box<dyn Error>> {
         sender.layout().len(),
         sender.layout().payload_bytes()
     );
+    drop(sender);
     Ok(worker.join().map_err(|_| "the worker panicked")??)
 }
 

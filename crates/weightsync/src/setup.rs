@@ -217,7 +217,8 @@ impl SenderSetup {
     }
 
     /// The rendez-vous: makes the shared memory, publishes `weights` as the
-    /// first version, and waits until the expected workers have loaded it.
+    /// first version, and waits until the expected workers have loaded it. One
+    /// that has left again by then is not there and does not count.
     ///
     /// # Errors
     ///
