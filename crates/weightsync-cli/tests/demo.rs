@@ -20,10 +20,14 @@ use rustix::{
 const PATIENCE: Duration = Duration::from_secs(120);
 
 #[test]
-fn it_learns_and_writes_the_curve_and_the_policy() {
+fn it_learns_and_writes_the_curve_and_the_policy_into_a_new_folder() {
     let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("results");
-    let demo = demo(&["--seed", "2", "--time-limit", "600"], Some(&out)).output();
+    let taken = dir.path().join("weightsync-demo");
+    let out = dir.path().join("weightsync-demo-2");
+    fs::create_dir(&taken).unwrap();
+    let demo = demo(&["--seed", "2", "--time-limit", "600"], None)
+        .current_dir(dir.path())
+        .output();
     let Output {
         status,
         stdout,
@@ -52,6 +56,7 @@ fn it_learns_and_writes_the_curve_and_the_policy() {
     assert!(stdout.contains(&format!("policy.safetensors (version {version})")));
     assert!(metadata.tensors().contains_key("actor.2.weight"));
     assert_eq!(fs::read_dir(&out).unwrap().count(), 2, "no other file");
+    assert_eq!(fs::read_dir(&taken).unwrap().count(), 0, "somebody else's");
 }
 
 #[test]
@@ -65,20 +70,36 @@ fn a_goal_missed_in_time_is_said_and_leaves_nothing() {
 }
 
 #[test]
-fn results_go_into_a_new_folder_unless_one_is_named() {
+fn a_place_that_cannot_be_written_to_is_told_at_once() {
     let dir = tempfile::tempdir().unwrap();
-    let (taken, fresh) = (
-        dir.path().join("weightsync-demo"),
-        dir.path().join("weightsync-demo-2"),
-    );
-    fs::create_dir(&taken).unwrap();
-    let mut running = Running::start(demo(&[], None).current_dir(dir.path()));
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    for out in [&file, &file.join("results")] {
+        let demo = demo(&["--time-limit", "600"], Some(out)).output().unwrap();
+        assert_eq!(demo.status.code(), Some(1), "{}", out.display());
+        assert_eq!(text(&demo.stdout), "", "before the training");
+        let named = format!("{}: not a directory", file.display());
+        let stderr = text(&demo.stderr);
+        assert!(stderr.contains(&named), "{stderr}");
+    }
+}
+
+#[test]
+fn a_worker_that_hangs_does_not_hold_ctrl_c() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("results");
+    let mut running = Running::start(&mut demo(&["--workers", "2"], Some(&out)));
     running.line_with("send → applied");
-    assert!(fresh.exists());
-    running.signal(Signal::TERM);
-    assert_eq!(running.end(), Some(128 + 15));
-    assert!(!fresh.exists());
-    assert!(taken.exists(), "it was not the demo's own");
+    let workers = running.workers(2);
+    kill_process(workers[1].0, Signal::STOP).unwrap();
+    // The first batch without it is over: the next wait is for it, too.
+    running.line_with("workers [1] delivered no frames");
+    let begun = Instant::now();
+    running.signal(Signal::INT);
+    assert_eq!(running.end(), Some(130));
+    assert!(begun.elapsed() < Duration::from_secs(20));
+    assert!(!out.exists());
+    all_end(&workers);
 }
 
 #[test]
@@ -118,9 +139,10 @@ fn a_killed_worker_is_reported_and_the_training_goes_on() {
 }
 
 #[test]
-fn killing_the_demo_leaves_no_worker() {
+fn killing_the_demo_leaves_no_worker_and_no_folder() {
     let dir = tempfile::tempdir().unwrap();
-    let mut running = Running::start(&mut demo(&[], Some(dir.path())));
+    let out = dir.path().join("results").join("of today");
+    let mut running = Running::start(&mut demo(&[], Some(&out)));
     running.line_with("send → applied");
     let workers = running.workers(4);
     running.signal(Signal::KILL);

@@ -1,5 +1,6 @@
-//! The folder the demo leaves its results in: made before the training, so that
-//! a bad place is told at once, and gone again if nothing came of it.
+//! The folder the demo leaves its results in: a bad place is told before the
+//! training, and nothing is made before there is something to put in it, so
+//! that also a killed demo leaves nothing.
 
 use std::{
     fs, io,
@@ -7,10 +8,50 @@ use std::{
     process,
 };
 
+use rustix::fs::{Access, access};
+
 const DEFAULT: &str = "weightsync-demo";
 /// How many older demos are stepped around.
 const MAX_TRIES: u32 = 1000;
 
+/// Where a folder can be made, as far as can be told without making it.
+pub struct Place {
+    /// `None` for a new one in the current directory.
+    named: Option<PathBuf>,
+}
+
+impl Place {
+    /// Whether the folder named, or a new one in the current directory, could
+    /// be written to now.
+    pub fn check(named: Option<&Path>) -> io::Result<Self> {
+        // Of a path without a parent, that is the current directory.
+        let mut ancestors = named.into_iter().flat_map(Path::ancestors);
+        let nearest = ancestors
+            .find(|path| path.as_os_str().is_empty() || path.symlink_metadata().is_ok())
+            .filter(|path| !path.as_os_str().is_empty())
+            .unwrap_or(Path::new("."));
+        let is_dir = fs::metadata(nearest).map(|found| found.is_dir());
+        match is_dir.map_err(|error| in_words(nearest, &error))? {
+            true => access(nearest, Access::WRITE_OK | Access::EXEC_OK)
+                .map_err(|error| in_words(nearest, &error.into()))?,
+            false => return Err(in_words(nearest, &io::ErrorKind::NotADirectory.into())),
+        }
+        let named = named.map(Path::to_owned);
+        Ok(Self { named })
+    }
+
+    /// Makes the folder, if it is not there.
+    pub fn create(self) -> io::Result<Folder> {
+        let Some(path) = self.named else {
+            return create_fresh();
+        };
+        let remove = !path.exists();
+        fs::create_dir_all(&path).map_err(|error| in_words(&path, &error))?;
+        Ok(Folder { path, remove })
+    }
+}
+
+/// A folder that is gone again if nothing came of it.
 pub struct Folder {
     path: PathBuf,
     /// Made here, and empty as far as is known.
@@ -18,34 +59,6 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// The folder named, or a new one in the current directory.
-    pub fn create(named: Option<&Path>) -> io::Result<Self> {
-        let Some(path) = named else {
-            return Self::create_fresh();
-        };
-        let remove = !path.exists();
-        fs::create_dir_all(path).map_err(|error| in_words(path, &error))?;
-        let path = path.to_owned();
-        Ok(Self { path, remove })
-    }
-
-    fn create_fresh() -> io::Result<Self> {
-        for number in 1..=MAX_TRIES {
-            let path = match number {
-                1 => PathBuf::from(DEFAULT),
-                _ => PathBuf::from(format!("{DEFAULT}-{number}")),
-            };
-            match fs::create_dir(&path) {
-                Ok(()) => return Ok(Self { path, remove: true }),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(in_words(&path, &error)),
-            }
-        }
-        Err(io::Error::other(format!(
-            "{DEFAULT} to {DEFAULT}-{MAX_TRIES} exist: name a folder with --out"
-        )))
-    }
-
     /// Where a file of that name lies.
     pub fn path(&self, name: &str) -> PathBuf {
         self.path.join(name)
@@ -76,6 +89,23 @@ impl Drop for Folder {
             let _ = fs::remove_dir(&self.path);
         }
     }
+}
+
+fn create_fresh() -> io::Result<Folder> {
+    for number in 1..=MAX_TRIES {
+        let path = match number {
+            1 => PathBuf::from(DEFAULT),
+            _ => PathBuf::from(format!("{DEFAULT}-{number}")),
+        };
+        match fs::create_dir(&path) {
+            Ok(()) => return Ok(Folder { path, remove: true }),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(in_words(&path, &error)),
+        }
+    }
+    Err(io::Error::other(format!(
+        "{DEFAULT} to {DEFAULT}-{MAX_TRIES} exist: name a folder with --out"
+    )))
 }
 
 fn in_words(path: &Path, error: &io::Error) -> io::Error {

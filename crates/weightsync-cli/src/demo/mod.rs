@@ -15,13 +15,14 @@ use std::{
 
 use weightsync::worker::{self, Spawn};
 use weightsync_rl::{
+    self as rl,
     collector::{self, MultiSync, Task},
     frames::Frames,
     ppo::{self, ActorCritic, Ppo, PpoConfig},
 };
 
 use curve::Curve;
-use folder::Folder;
+use folder::Place;
 use progress::{Progress, Status};
 use signals::Signals;
 
@@ -32,6 +33,11 @@ const HIDDEN: [usize; 2] = [64, 64];
 /// Environments of all workers together, as far as they can be shared evenly.
 const ENVIRONMENTS: usize = 8;
 const FRAMES_PER_BATCH: usize = 512;
+/// How long a batch or an update may take before the demo looks up: a worker
+/// that hangs holds neither Ctrl-C nor the time limit for longer.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// How long the workers may take to start.
+const START: Duration = Duration::from_secs(10);
 
 /// What `demo` is asked for.
 #[derive(clap::Args)]
@@ -60,16 +66,18 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         return Ok(ExitCode::SUCCESS);
     }
     let signals = Signals::watch()?;
-    let folder = Folder::create(args.out.as_deref())?;
+    let place = Place::check(args.out.as_deref())?;
     let mut progress = Progress::new(GOAL, usize::from(args.workers));
     let mut training = Training::start(args)?;
     let limit = Duration::from_secs(args.time_limit);
     loop {
+        let left = limit.saturating_sub(training.begun.elapsed());
+        training.collector.set_deadline(left.min(PATIENCE));
         let frames = training.collect(&mut progress)?;
         if training.curve.mean().is_some_and(|mean| mean >= GOAL) {
             progress.finish();
             training.summary(true, &mut progress);
-            training.save(folder, &mut progress)?;
+            training.save(place, &mut progress)?;
             return Ok(ExitCode::SUCCESS);
         }
         if let Some(signal) = signals.caught() {
@@ -83,7 +91,9 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
             training.summary(false, &mut progress);
             return Ok(ExitCode::FAILURE);
         }
-        training.learn(&frames, &mut progress)?;
+        if let Some(frames) = frames {
+            training.learn(&frames, &mut progress)?;
+        }
     }
 }
 
@@ -117,6 +127,7 @@ impl Training {
             .envs_per_worker(envs)
             .frames_per_batch(FRAMES_PER_BATCH / rows * rows)
             .seed(args.seed)
+            .deadline(START)
             .spawn(Spawn::this_program()?.args(["demo"]))
             .start(ppo.model().var_map())?;
         Ok(Self {
@@ -130,9 +141,17 @@ impl Training {
         })
     }
 
-    /// Has the workers collect one batch with the weights they have.
-    fn collect(&mut self, progress: &mut Progress) -> Result<Frames, Box<dyn Error>> {
-        let batch = self.collector.collect()?;
+    /// Has the workers collect one batch with the weights they have; `None` if
+    /// that takes too long. They can be asked again.
+    fn collect(&mut self, progress: &mut Progress) -> Result<Option<Frames>, Box<dyn Error>> {
+        let batch = match self.collector.collect() {
+            Ok(batch) => batch,
+            Err(error @ rl::Error::CollectTimeout { .. }) => {
+                progress.say(&error.to_string());
+                return Ok(None);
+            }
+            Err(error) => return Err(error.into()),
+        };
         for restarted in &batch.restarts {
             self.restarts += 1;
             progress.say(&format!(
@@ -144,7 +163,7 @@ impl Training {
             ));
         }
         self.curve.add(&batch.frames);
-        Ok(batch.frames)
+        Ok(Some(batch.frames))
     }
 
     /// Makes better weights of the frames, and sends them to the workers.
@@ -199,9 +218,10 @@ impl Training {
 
     /// Writes what the demo leaves: the curve, and the policy that reached the
     /// goal, which is the version the workers have now.
-    fn save(self, folder: Folder, progress: &mut Progress) -> Result<(), Box<dyn Error>> {
+    fn save(self, place: Place, progress: &mut Progress) -> Result<(), Box<dyn Error>> {
         let title = format!("{}, seed {}", TASK.name(), self.seed);
         let svg = self.curve.svg(&title, GOAL)?;
+        let folder = place.create()?;
         folder.write("learning.svg", svg.as_bytes())?;
         let policy = folder.path("policy.safetensors");
         self.collector.snapshot()?.save_safetensors(&policy)?;

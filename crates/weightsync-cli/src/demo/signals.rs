@@ -1,4 +1,4 @@
-//! Ctrl-C and its like, noticed between two batches.
+//! Ctrl-C and its like, noticed between two batches, which are bounded in time.
 
 use std::{
     io,
