@@ -9,6 +9,7 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -46,17 +47,28 @@ pub(crate) enum Packet {
 
 impl Socket {
     /// Listens on an abstract name.
+    ///
+    /// A name that is taken is tried again for a second: a sender that was
+    /// killed while it started a process leaves a copy of its socket to that
+    /// process, until the process has become its program.
     pub(crate) fn listen(name: &str) -> Result<OwnedFd, Error> {
+        const GRACE: Duration = Duration::from_secs(1);
+        let until = Instant::now() + GRACE;
         let fd = endpoint()?;
         let address = abstract_address(name)?;
-        match rustix::net::bind(&fd, &address) {
-            Ok(()) => {}
-            Err(Errno::ADDRINUSE) => {
-                return Err(Error::AddressInUse {
-                    address: name.into(),
-                });
+        loop {
+            match rustix::net::bind(&fd, &address) {
+                Ok(()) => break,
+                Err(Errno::ADDRINUSE) if Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(Errno::ADDRINUSE) => {
+                    return Err(Error::AddressInUse {
+                        address: name.into(),
+                    });
+                }
+                Err(errno) => return Err(os("binding the segment's socket")(errno)),
             }
-            Err(errno) => return Err(os("binding the segment's socket")(errno)),
         }
         rustix::net::listen(&fd, 1024).map_err(os("listening for readers"))?;
         Ok(fd)
