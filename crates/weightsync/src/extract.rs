@@ -19,14 +19,14 @@ pub trait WeightExtractor {
     /// If the source cannot be read, or has names or shapes no layout can have.
     fn layout(&self) -> Result<Layout>;
 
-    /// The layout, if the source knows without looking that
-    /// [`extract`](Self::extract) lends exactly these tensors in this order.
-    /// Then they are not compared one by one, which counts with very many.
+    /// Every tensor's bytes as they lie, in order, if the source knows without
+    /// looking that it has exactly this layout: with very many tensors, looking
+    /// at each of them costs more than copying it.
     ///
     /// For the sources of this crate: nobody else can name what it takes, so
-    /// nobody else can answer for tensors that are then not looked at.
+    /// nobody else can answer for tensors that are then not compared.
     #[doc(hidden)]
-    fn known_layout(&self, _: Asked) -> Option<&Layout> {
+    fn plain_bytes(&self, _: &Layout, _: Asked) -> Option<Vec<&[u8]>> {
         None
     }
 
@@ -39,7 +39,7 @@ pub trait WeightExtractor {
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()>;
 }
 
-/// Keeps [`WeightExtractor::known_layout`] to this crate, which does not export
+/// Keeps [`WeightExtractor::plain_bytes`] to this crate, which does not export
 /// it.
 #[derive(Debug)]
 pub struct Asked(pub(crate) ());

@@ -172,15 +172,18 @@ impl Sender {
             ..
         } = self;
         let version = writer.version().next();
+        if let Some(sources) = known_bytes(setup, weights) {
+            let mut loan = writer.loan(deadline)?;
+            loan.write(&sources, setup.copy)?;
+            order_digest(loan.publish(version)?, digest.as_ref());
+            return Ok(());
+        }
         let mut writer = Some(writer);
         let mut written = None;
-        let known = weights
-            .known_layout(Asked(()))
-            .is_some_and(|layout| *layout == setup.source);
         weights.extract(&mut |tensors| {
             let writer = writer.take().ok_or_else(|| lent(setup, "more than once"))?;
             // Wrong weights are refused before a slot is waited for, or made.
-            let loan = match as_they_lie(setup, tensors, known) {
+            let loan = match as_they_lie(setup, tensors) {
                 Some(sources) => {
                     let mut loan = writer.loan(deadline)?;
                     loan.write(&sources, setup.copy)?;
@@ -326,25 +329,37 @@ fn report(
     })
 }
 
-/// The bytes of every tensor, if they are those of the setup, in its order
-/// (`known` if that needs no look), and need no more than a copy. One pass: with
-/// many small tensors, looking at them costs as much as copying them.
-fn as_they_lie<'a>(
+/// The bytes of every tensor of a source that knows it has the setup's layout,
+/// where nothing is to be cast.
+fn known_bytes<'a>(
     setup: &SenderSetup,
-    tensors: &[Extracted<'a>],
-    known: bool,
+    weights: &'a impl WeightExtractor,
 ) -> Option<Vec<Source<'a>>> {
+    if setup.source != setup.layout {
+        return None;
+    }
+    let bytes = weights.plain_bytes(&setup.source, Asked(()))?;
+    let specs = setup.layout.tensors();
+    // The copy relies on it.
+    let fits = |(bytes, spec): (&&[u8], &TensorSpec)| bytes.len() as u64 == spec.range.len;
+    let all = bytes.len() == specs.len() && bytes.iter().zip(specs).all(fits);
+    all.then(|| bytes.into_iter().map(Source::Bytes).collect())
+}
+
+/// The bytes of every tensor, if they are those of the setup, in its order, and
+/// need no more than a copy.
+fn as_they_lie<'a>(setup: &SenderSetup, tensors: &[Extracted<'a>]) -> Option<Vec<Source<'a>>> {
     let expected = setup.source.tensors();
     if tensors.len() != expected.len() {
         return None;
     }
     let mut sources = Vec::with_capacity(tensors.len());
     for ((got, expected), spec) in tensors.iter().zip(expected).zip(setup.layout.tensors()) {
-        if !known && !is_as_expected(got, expected) {
+        if !is_as_expected(got, expected) {
             return None;
         }
         let bytes = as_it_lies(&got.data, spec.dtype)?;
-        // Also of those that are known: the copy relies on it.
+        // The copy relies on it.
         if bytes.len() as u64 != spec.range.len {
             return None;
         }

@@ -241,8 +241,14 @@ impl WeightExtractor for Tensors {
         Ok(self.layout.get_or_init(|| layout).clone())
     }
 
-    fn known_layout(&self, _: Asked) -> Option<&Layout> {
-        self.layout.get()
+    fn plain_bytes(&self, expected: &Layout, _: Asked) -> Option<Vec<&[u8]>> {
+        let own = self.layout.get()?;
+        (own == expected).then(|| {
+            self.tensors
+                .iter()
+                .map(|(_, tensor)| tensor.bytes())
+                .collect()
+        })
     }
 
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {

@@ -184,7 +184,7 @@ fn cases() -> Vec<Case> {
         figures: vec![(Figure::First, None)],
     });
     for (size, rounds) in [(16 << 10, 20_000), (16 << 20, 301), (1 << 30, 15)] {
-        for readers in [1, 4] {
+        for readers in [1, 4, 8] {
             cases.push(Case {
                 name: format!("loan {}, last byte to applied, N = {readers}", Size(size)),
                 args: shared_mem::Args {
