@@ -14,6 +14,7 @@ use crate::error::{Error, Holder};
 use crate::map::{Mapping, OwnedFile};
 use crate::pins::PinBook;
 use crate::protocol::{MAX_SLOTS, SlotSet};
+use crate::service::is_gone;
 use crate::shared::{Control, HEADER_BYTES, Header};
 use crate::socket::Socket;
 use crate::wait::Doorbell;
@@ -203,10 +204,11 @@ impl Shared {
         let handed = |reader: &Reader| reader.socket.send(&packet, &[file.fd.as_fd()]);
         let mut without = Vec::new();
         for (key, reader) in &state.readers {
-            // One that is gone is noticed by its hang-up. One whose socket is
-            // full can only be broken: at most 64 slots ever wait there.
+            // One that is gone is buried when its hang-up is heard. One whose
+            // socket is full can only be broken: at most 64 slots wait there.
             match handed(reader) {
                 Ok(true) => {}
+                Ok(false) if is_gone(&reader.socket) => {}
                 Ok(false) => without.push((*key, "its socket is full".to_owned())),
                 Err(error) => without.push((*key, error.to_string())),
             }

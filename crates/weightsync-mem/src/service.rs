@@ -6,6 +6,7 @@ mod tests;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -130,7 +131,8 @@ impl Service {
     }
 
     fn let_in(&mut self, now: Instant) -> Result<(), Error> {
-        loop {
+        // Bounded, so that newcomers cannot keep this thread from everything else.
+        for _ in 0..MAX_STRANGERS {
             match Socket::accept(&self.listener) {
                 Ok(None) => return Ok(()),
                 Ok(Some(socket)) => {
@@ -153,6 +155,7 @@ impl Service {
                 Err(error) => return Err(error),
             }
         }
+        Ok(())
     }
 }
 
@@ -209,6 +212,11 @@ impl Shared {
     /// Handles the first words of a connection; gives it back if there are none
     /// yet.
     fn meet(&self, socket: Socket) -> Option<Socket> {
+        // A worker that was told of the end looks for the next sender: this one
+        // must not take it in again.
+        if self.header().closed.0.load(Ordering::Acquire) != 0 {
+            return None;
+        }
         let (bytes, fds) = match socket.receive() {
             Ok(Packet::Data(bytes, fds)) => (bytes, fds),
             Ok(Packet::Empty) => return Some(socket),

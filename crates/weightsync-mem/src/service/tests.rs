@@ -65,3 +65,28 @@ fn no_debug_output_shows_the_secret() {
     let shown = format!("{:?} {:?}", shared(), options("here"));
     assert!(!shown.contains(&format!("{SECRET:?}")), "{shown}");
 }
+
+#[test]
+fn a_sender_that_closes_takes_nobody_in_again() {
+    let address = format!("weightsync-test/closing/{}", std::process::id());
+    let shared = shared();
+    let listener = Socket::listen(&address).unwrap();
+    let knock = || {
+        let hello = FromReader::Hello {
+            secret: SECRET,
+            worker: WorkerId(3),
+            seen: Epoch(0),
+            layout: None,
+        };
+        let socket = Socket::connect(&address).unwrap().unwrap();
+        let control = OwnedFile::new("weightsync-control", CONTROL_BYTES).unwrap();
+        assert!(socket.send(&hello.encode(), &[control.fd.as_fd()]).unwrap());
+        let end = Socket::accept(&listener).unwrap().unwrap();
+        assert!(shared.meet(end).is_none());
+        socket.receive().unwrap()
+    };
+    assert!(matches!(knock(), Packet::Data(..)));
+    shared.close();
+    assert!(matches!(knock(), Packet::HungUp));
+    assert_eq!(shared.watched().len(), 1);
+}
