@@ -82,7 +82,7 @@ pub fn read(worker: &WorkerProcess, plan: Plan) -> Result<(), Box<dyn std::error
 }
 
 /// Joins the trainer that is there, or the next one; `None` if the pipe is
-/// closed first.
+/// closed first: whoever is started just before the end finds no trainer.
 fn connect(
     worker: &WorkerProcess,
     plan: &Plan,
@@ -93,9 +93,6 @@ fn connect(
         WaitStyle::YieldThenSleep
     };
     let setup = ReceiverSetup::new(plan.info.clone(), plan.worker).wait_style(style);
-    if !plan.outlives {
-        return Ok(Some(setup.connect(PATIENCE)?));
-    }
     let since = Instant::now();
     loop {
         // The trainer may die while this connects, and the next one come.
