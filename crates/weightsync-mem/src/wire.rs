@@ -100,7 +100,8 @@ impl FromReader {
     ///
     /// # Errors
     ///
-    /// [`Error::Protocol`] for anything that [`FromReader::encode`] cannot make.
+    /// [`Error::Protocol`] for another protocol version, an unknown kind, or a
+    /// wrong length. Text that is not UTF-8 is mended, not refused.
     pub fn decode(packet: &[u8]) -> Result<Self, Error> {
         let (kind, mut rest) = open(packet)?;
         let message = match kind {
@@ -163,7 +164,9 @@ impl FromSender {
     ///
     /// # Errors
     ///
-    /// [`Error::Protocol`] for anything that [`FromSender::encode`] cannot make.
+    /// [`Error::Protocol`] for another protocol version, an unknown kind, a wrong
+    /// length, or a number out of range. Text that is not UTF-8 is mended, not
+    /// refused.
     pub fn decode(packet: &[u8]) -> Result<Self, Error> {
         let (kind, mut rest) = open(packet)?;
         let message = match kind {
