@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use weightsync_core::{Dtype, LayoutMismatch, ModelId, WorkerId};
+use weightsync_core::{Dtype, LayoutMismatch, ModelId, Version, WorkerId};
 
 use crate::worker::WorkerError;
 
@@ -79,6 +79,172 @@ pub enum Error {
         /// How long they were waited for.
         waited: Duration,
     },
+    /// The sender died; what it published last stays readable.
+    #[error("the sender{} died; the last whole version stays readable", pid_text(.pid))]
+    SenderDied {
+        /// Its process, if it is known.
+        pid: Option<u32>,
+    },
+    /// The sender shut down in order.
+    #[error("the sender shut down")]
+    SenderClosed,
+    /// Nobody answered at the address before the deadline.
+    #[error(
+        "no sender answered at {address} within {waited:?}: is the trainer running, \
+         has it called connect, and does the init info belong to this run?"
+    )]
+    NoSender {
+        /// The address tried.
+        address: String,
+        /// How long it was tried.
+        waited: Duration,
+    },
+    /// No such model.
+    #[error("there is no model {model:?}; there is {}", names(.known))]
+    NoSuchModel {
+        /// The name asked for.
+        model: String,
+        /// The models there are.
+        known: Vec<ModelId>,
+    },
+    /// A call about one model, where there are several.
+    #[error("there are several models ({}): say which, or send or receive a set", names(.known))]
+    SeveralModels {
+        /// The models there are.
+        known: Vec<ModelId>,
+    },
+    /// A model was set up a second time.
+    #[error("{model} was set up already; give the second one another name")]
+    SameModelTwice {
+        /// The model.
+        model: ModelId,
+    },
+    /// A set without models.
+    #[error("there is no model in it: name at least one")]
+    EmptySet,
+    /// The first weights of some models are missing.
+    #[error("connect needs the first weights of every model; {} is missing", names(.missing))]
+    MissingModels {
+        /// The models without.
+        missing: Vec<ModelId>,
+    },
+    /// The registered weights of a model were asked for, and there are none.
+    #[error("no source of {model} was registered; register one at setup, or pass the weights")]
+    NotRegistered {
+        /// The model.
+        model: ModelId,
+    },
+    /// A model came for which the worker has nothing to load it into.
+    #[error(
+        "there is no loader for {model}; there is one for {}: add it, or take only some models",
+        some_names(.known)
+    )]
+    NoLoader {
+        /// The model.
+        model: ModelId,
+        /// The models that can be loaded.
+        known: Vec<String>,
+    },
+    /// A load failed midway, and so did the way back.
+    #[error(
+        "{} is half loaded and must not be used; receive until a version has been loaded whole",
+        names(.models)
+    )]
+    NotWhole {
+        /// The models of this worker.
+        models: Vec<ModelId>,
+    },
+    /// A partial update without a single tensor.
+    #[error("the partial update of {model} carries no tensor")]
+    EmptyUpdate {
+        /// The model.
+        model: ModelId,
+    },
+    /// A partial update of a model that was never sent whole.
+    #[error("{model} was never sent to all of these workers, so nothing of it can be kept: send it whole")]
+    NothingToKeep {
+        /// The model.
+        model: ModelId,
+    },
+    /// The version asked for is not kept any more, or does not exist yet.
+    #[error(
+        "{asked} of {model} is not kept; the newest is {newest}: ask for that one, or have the \
+         sender keep a history"
+    )]
+    NoSuchVersion {
+        /// The model.
+        model: ModelId,
+        /// What was asked for.
+        asked: Version,
+        /// The newest there is.
+        newest: Version,
+    },
+    /// A version number that does not grow.
+    #[error("{got} cannot follow {live}: versions only grow within a run")]
+    VersionNotNewer {
+        /// The newest version.
+        live: Version,
+        /// The one offered.
+        got: Version,
+    },
+    /// An earlier asynchronous send has not reached every worker yet.
+    #[error(
+        "{version} is still on its way to some workers, and {allowed} send may be: wait for it, \
+         or allow more with SenderSetup::pending"
+    )]
+    SendPending {
+        /// The oldest version on its way.
+        version: Version,
+        /// How many may be.
+        allowed: usize,
+    },
+    /// The scheme cannot do this.
+    #[error("{scheme} has no {what}; choose a scheme that has")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+        /// The scheme.
+        scheme: String,
+    },
+    /// No scheme of that word.
+    #[error("there is no scheme {got:?}; there are {}", .known.join(", "))]
+    UnknownScheme {
+        /// What was asked for.
+        got: String,
+        /// The words there are.
+        known: Vec<String>,
+    },
+    /// A setting of a scheme that it does not have, or a value it cannot have.
+    #[error("{setting:?} wants {expected}, and got {got:?}")]
+    BadSetting {
+        /// The setting.
+        setting: String,
+        /// What is possible.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// A version's bytes that are not as many as its layout has.
+    #[error("a version of {expected} bytes was expected, {got} came")]
+    WrongImage {
+        /// Bytes of the layout.
+        expected: u64,
+        /// What came.
+        got: u64,
+    },
+    /// A call that does not fit the state its session is in.
+    #[error("{call} cannot be called {state}: {fix}")]
+    WrongOrder {
+        /// The call.
+        call: &'static str,
+        /// The session's state, as words that follow the call.
+        state: &'static str,
+        /// What to do.
+        fix: &'static str,
+    },
+    /// An error of a transport that is not this crate's.
+    #[error(transparent)]
+    Transport(Box<dyn std::error::Error + Send + Sync>),
     /// No such tensor.
     #[error("the model has no tensor {name:?}; it has {}", some_names(.known))]
     NoSuchTensor {
@@ -177,6 +343,16 @@ impl From<weightsync_mem::Error> for Error {
                 tensor: name,
                 source,
             } => Self::Extract { name, source },
+            weightsync_mem::Error::SenderDied { pid } => Self::SenderDied {
+                pid: (pid != 0).then_some(pid),
+            },
+            weightsync_mem::Error::SenderClosed => Self::SenderClosed,
+            weightsync_mem::Error::NoSender { address, waited } => {
+                Self::NoSender { address, waited }
+            }
+            weightsync_mem::Error::VersionNotNewer { live, got } => {
+                Self::VersionNotNewer { live, got }
+            }
             error => Self::Memory(error),
         }
     }
@@ -186,7 +362,7 @@ impl Error {
     /// Whether the sender has shut down in order: the usual end of a worker's
     /// loop.
     pub fn is_sender_closed(&self) -> bool {
-        matches!(self, Self::Memory(weightsync_mem::Error::SenderClosed))
+        matches!(self, Self::SenderClosed)
     }
 
     /// What to do about it.
@@ -195,14 +371,16 @@ impl Error {
         match self {
             Self::MissingWorkers { .. }
             | Self::NoInitialWeights { .. }
+            | Self::NoSender { .. }
+            | Self::SendPending { .. }
+            | Self::NotWhole { .. }
             | Self::FileLocked { .. } => Remedy::Retry,
+            Self::SenderDied { .. } | Self::SenderClosed => Remedy::Reconnect,
             // The one that answered is not the one to listen to, or has no room
             // now: its successor may.
             Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
-            Self::Memory(Memory::AllSlotsPinned { .. } | Memory::NoSender { .. }) => Remedy::Retry,
-            Self::Memory(
-                Memory::SenderDied { .. } | Memory::SenderClosed | Memory::Forked { .. },
-            ) => Remedy::Reconnect,
+            Self::Memory(Memory::AllSlotsPinned { .. }) => Remedy::Retry,
+            Self::Memory(Memory::Forked { .. }) => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }
     }
@@ -247,4 +425,16 @@ fn some_names(known: &[String]) -> String {
         _ => {}
     }
     text
+}
+
+fn names(models: &[ModelId]) -> String {
+    let names: Vec<_> = models.iter().map(ModelId::as_str).collect();
+    match names.is_empty() {
+        true => "none".into(),
+        false => names.join(", "),
+    }
+}
+
+fn pid_text(pid: &Option<u32>) -> String {
+    pid.map_or(String::new(), |pid| format!(" (pid {pid})"))
 }

@@ -1,11 +1,11 @@
 //! What a worker needs to join.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 use weightsync_core::ModelId;
 
 use crate::error::{Error, Result};
+use crate::scheme::{AnyScheme, Schemes};
+use crate::transport::Endpoint;
 
 /// Everything a worker needs to join a sender: a plain value that crosses a
 /// process, a pipe, a file or an environment variable with any serde format.
@@ -23,64 +23,65 @@ use crate::error::{Error, Result};
 /// assert_eq!(serde_json::from_str::<InitInfo>(&text)?, info);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Wire", into = "Wire")]
 pub struct InitInfo {
-    pub(crate) model: ModelId,
-    pub(crate) address: String,
-    pub(crate) secret: [u8; 16],
-    /// Whether a sender that died may come back at the same address.
-    pub(crate) restarts: bool,
+    /// The scheme's word and settings. It is looked up where it is used, so that
+    /// an init info can be passed on by a process that does not know the scheme.
+    pub(crate) scheme: String,
+    /// The models, in the set's order; at least one.
+    pub(crate) models: Vec<ModelId>,
+    pub(crate) at: Endpoint,
 }
 
 impl InitInfo {
-    /// The model the sender feeds.
+    /// The model the sender feeds; the first, if there are several.
     pub fn model(&self) -> &ModelId {
-        &self.model
+        &self.models[0]
+    }
+
+    /// The models the sender feeds, in the set's order.
+    pub fn models(&self) -> &[ModelId] {
+        &self.models
+    }
+
+    /// The scheme as text: its word and settings.
+    pub fn scheme(&self) -> &str {
+        &self.scheme
+    }
+
+    /// The scheme, if it is one of these.
+    pub(crate) fn known(&self, schemes: &Schemes) -> Result<AnyScheme> {
+        schemes.parse(&self.scheme)
     }
 }
 
-impl fmt::Debug for InitInfo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The secret stays out of logs.
-        f.debug_struct("InitInfo")
-            .field("model", &self.model)
-            .field("address", &self.address)
-            .field("restarts", &self.restarts)
-            .finish_non_exhaustive()
-    }
-}
+/// The longest scheme, in bytes.
+const MAX_SCHEME: usize = 1024;
 
-/// The longest address: that of an abstract Unix socket, in bytes.
-const MAX_ADDRESS: usize = 107;
+/// The most models of one sender.
+const MAX_MODELS: usize = 64;
 
-const FORMAT: u8 = 1;
+const FORMAT: u8 = 2;
 
 /// How it travels.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wire {
     format: u8,
-    model: ModelId,
-    address: String,
-    secret: [u8; 16],
-    restarts: bool,
+    scheme: String,
+    models: Vec<ModelId>,
+    at: Endpoint,
 }
 
 impl From<InitInfo> for Wire {
     fn from(info: InitInfo) -> Self {
-        let InitInfo {
-            model,
-            address,
-            secret,
-            restarts,
-        } = info;
+        let InitInfo { scheme, models, at } = info;
         Self {
             format: FORMAT,
-            model,
-            address,
-            secret,
-            restarts,
+            scheme,
+            models,
+            at,
         }
     }
 }
@@ -91,27 +92,34 @@ impl TryFrom<Wire> for InitInfo {
     fn try_from(wire: Wire) -> Result<Self> {
         let Wire {
             format,
-            model,
-            address,
-            secret,
-            restarts,
+            scheme,
+            models,
+            at,
         } = wire;
         if format != FORMAT {
             return Err(Error::BadInitInfo(format!(
                 "it has format {format}, this version reads {FORMAT}; install the same weightsync on both ends"
             )));
         }
-        if address.is_empty() || address.len() > MAX_ADDRESS {
+        if scheme.is_empty() || scheme.len() > MAX_SCHEME {
             return Err(Error::BadInitInfo(format!(
-                "its address has {} bytes where 1 to {MAX_ADDRESS} are possible",
-                address.len()
+                "its scheme has {} bytes where 1 to {MAX_SCHEME} are possible",
+                scheme.len()
             )));
         }
-        Ok(Self {
-            model,
-            address,
-            secret,
-            restarts,
-        })
+        if models.is_empty() || models.len() > MAX_MODELS {
+            return Err(Error::BadInitInfo(format!(
+                "it names {} models where 1 to {MAX_MODELS} are possible",
+                models.len()
+            )));
+        }
+        let twice = models
+            .iter()
+            .enumerate()
+            .find(|(index, model)| models[..*index].contains(model));
+        if let Some((_, model)) = twice {
+            return Err(Error::BadInitInfo(format!("it names {model} twice")));
+        }
+        Ok(Self { scheme, models, at })
     }
 }

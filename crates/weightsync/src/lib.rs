@@ -58,14 +58,23 @@ mod error;
 mod extract;
 mod init_info;
 mod load;
+mod load_set;
+mod options;
+mod pending;
+mod publish;
 mod receiver;
 mod report;
 mod run_dir;
 mod safetensors_file;
+mod scheme;
 mod sender;
+mod session;
+mod set;
 mod setup;
 mod snapshot;
 mod tensors;
+pub mod transport;
+mod weights;
 pub mod worker;
 
 pub use crate::{
@@ -73,13 +82,21 @@ pub use crate::{
     extract::{Extracted, TensorData, WeightExtractor},
     init_info::InitInfo,
     load::{TensorView, WeightLoader},
+    load_set::SetLoader,
+    options::SendOptions,
+    pending::PendingSend,
     receiver::{Receiver, ReceiverSetup},
-    report::{Report, WorkerReport},
+    report::{Outcome, Report, WaitFor, WorkerReport, WorkerStatus},
     safetensors_file::SafetensorsFile,
-    sender::{Loan, Sender, WaitFor},
-    setup::{DigestPolicy, Expect, SenderSetup},
+    scheme::{AnyScheme, MultiProcess, Queue, Schemes, SharedMem},
+    sender::{Loan, Sender},
+    session::Session,
+    set::{Member, SetSnapshot},
+    setup::{DigestPolicy, Expect, Pending, SenderSetup},
     snapshot::Snapshot,
     tensors::{Element, Tensors},
+    transport::{Capabilities, NoSync, Pull},
+    weights::{Members, Registered, Set, Weights},
 };
 
 pub use weightsync_core::{
@@ -87,7 +104,7 @@ pub use weightsync_core::{
     Run, TensorRef, TensorSpec, Version, WeightChunk, WorkerId, WriterId, chunk,
     extract::ExtractError, layout, manifest, names,
 };
-pub use weightsync_mem::{Error as MemoryError, Holder, Outcome, ReaderStatus, WaitStyle};
+pub use weightsync_mem::{Error as MemoryError, Holder, WaitStyle};
 
 /// The examples run as they are.
 #[cfg(doctest)]

@@ -3,12 +3,16 @@
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Run, Version, WorkerId};
-use weightsync_mem::{AttachOptions, Deadline, Reader, WaitStyle};
+use weightsync_mem::{Deadline, WaitStyle};
 
 use crate::error::{Error, Result};
 use crate::init_info::InitInfo;
-use crate::load::{TensorView, WeightLoader};
+use crate::load::WeightLoader;
+use crate::load_set::SetLoader;
+use crate::scheme::{AnyScheme, Schemes};
+use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
+use crate::transport::{Joining, ModelSpec, Pull, ReceiverTransport};
 
 /// How long a receive without a timeout looks for a restarted trainer before it
 /// says that there is none.
@@ -32,8 +36,13 @@ const REJOIN: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub struct ReceiverSetup {
     info: InitInfo,
+    schemes: Schemes,
     worker: WorkerId,
-    layout: Option<Layout>,
+    /// The models it wants, by id; all of them unless it says which.
+    wanted: Option<Vec<String>>,
+    /// The layouts it insists on.
+    own: Vec<(String, Layout)>,
+    device: String,
     wait: WaitStyle,
 }
 
@@ -43,24 +52,67 @@ impl ReceiverSetup {
     pub fn new(info: InitInfo, worker: u32) -> Self {
         Self {
             info,
+            schemes: Schemes::default(),
             worker: WorkerId(worker),
-            layout: None,
+            wanted: None,
+            own: Vec::new(),
+            device: "cpu".into(),
             wait: WaitStyle::default(),
         }
     }
 
+    /// Knows schemes of one's own, beside those built in.
+    #[must_use]
+    pub fn schemes(mut self, schemes: Schemes) -> Self {
+        self.schemes = schemes;
+        self
+    }
+
+    /// Takes only these of the sender's models; all of them otherwise.
+    #[must_use]
+    pub fn models<I: AsRef<str>>(mut self, models: impl IntoIterator<Item = I>) -> Self {
+        self.wanted = Some(models.into_iter().map(|id| id.as_ref().into()).collect());
+        self
+    }
+
+    /// Where this worker runs its models: a label such as `cpu` (the default) or
+    /// `cuda:0`, by which a sender can tell workers apart. At most 64 bytes.
+    #[must_use]
+    pub fn device(mut self, device: &str) -> Self {
+        self.device = device.into();
+        self
+    }
+
     /// Insists on the names, dtypes and shapes of this model; without it the
-    /// worker takes the sender's.
+    /// worker takes the sender's. For a worker of several models, see
+    /// [`set`](Self::set).
     ///
     /// # Errors
     ///
     /// If the model cannot be asked.
-    pub fn model(mut self, model: &impl WeightLoader) -> Result<Self> {
-        self.layout = Some(model.layout()?);
+    pub fn model(mut self, model: &dyn WeightLoader) -> Result<Self> {
+        let id = match &self.wanted {
+            Some(wanted) => wanted.first().cloned().unwrap_or_default(),
+            None => self.info.model().as_str().to_owned(),
+        };
+        self.own.push((id, model.layout()?));
+        Ok(self)
+    }
+
+    /// Insists on the names, dtypes and shapes of these models.
+    ///
+    /// # Errors
+    ///
+    /// If one of them cannot be asked.
+    pub fn set(mut self, models: &SetLoader<'_>) -> Result<Self> {
+        for (id, model) in models.members() {
+            self.own.push((id.to_owned(), model.layout()?));
+        }
         Ok(self)
     }
 
     /// How the worker waits for new versions.
+    #[must_use]
     pub fn wait_style(mut self, wait: WaitStyle) -> Self {
         self.wait = wait;
         self
@@ -71,24 +123,27 @@ impl ReceiverSetup {
     /// once (or newer ones, if there are by then). The sender's `connect` counts
     /// this worker from here on.
     ///
-    /// A worker that loads into a model of its own uses
-    /// [`connect_into`](Self::connect_into) instead.
+    /// A worker that loads into models of its own uses
+    /// [`connect_into`](Self::connect_into) or
+    /// [`connect_set_into`](Self::connect_set_into) instead.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongModel`] if the sender's model is not the one insisted on
-    /// (the sender is told), [`Error::NoInitialWeights`], and those of the
-    /// memory, at the latest by the deadline.
+    /// [`Error::WrongModel`] if a model of the sender's is not the one insisted
+    /// on (the sender is told), [`Error::NoInitialWeights`],
+    /// [`Error::NoSuchModel`], and those of the transport, at the latest by the
+    /// deadline.
     pub fn connect(self, deadline: Duration) -> Result<Receiver> {
         let mut receiver = self.take_first(deadline)?;
-        if let Some(version) = receiver.initial.as_ref().map(Snapshot::version) {
-            receiver.report_applied(version)?;
+        if let Some(initial) = receiver.initial.clone() {
+            receiver.report_applied(&initial)?;
         }
         Ok(receiver)
     }
 
     /// As [`connect`](Self::connect), but loads the initial weights into the
     /// worker's own model; the sender counts this worker once they are loaded.
+    /// A model without shapes yet takes the sender's.
     ///
     /// # Errors
     ///
@@ -96,71 +151,143 @@ impl ReceiverSetup {
     /// told).
     pub fn connect_into(
         self,
-        model: &mut impl WeightLoader,
+        model: &mut dyn WeightLoader,
         deadline: Duration,
     ) -> Result<Receiver> {
-        let mut receiver = self.model(model)?.take_first(deadline)?;
+        let id = self.only_model()?;
+        self.connect_set_into(&mut SetLoader::new().with(&id, model), deadline)
+    }
+
+    /// As [`connect_into`](Self::connect_into), for several models.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect_into`](Self::connect_into).
+    pub fn connect_set_into(
+        self,
+        models: &mut SetLoader<'_>,
+        deadline: Duration,
+    ) -> Result<Receiver> {
+        let mut receiver = self.take_first(deadline)?;
         if let Some(initial) = receiver.initial.take() {
-            receiver.load_and_report(&initial, model)?;
+            for member in initial.members() {
+                let snapshot = &member.snapshot;
+                if let Some(model) = models.model_mut(snapshot.model().as_str()) {
+                    model.shape(&snapshot.logical_layout()?)?;
+                }
+            }
+            receiver.load_and_report(initial, models)?;
         }
         Ok(receiver)
+    }
+
+    pub(crate) fn info(&self) -> &InitInfo {
+        &self.info
+    }
+
+    fn only_model(&self) -> Result<String> {
+        match (&self.wanted, &self.info.models[..]) {
+            (Some(wanted), _) if wanted.len() == 1 => Ok(wanted[0].clone()),
+            (None, [one]) => Ok(one.as_str().to_owned()),
+            _ => Err(Error::SeveralModels {
+                known: self.info.models.clone(),
+            }),
+        }
     }
 
     fn take_first(self, deadline: Duration) -> Result<Receiver> {
         let since = Instant::now();
         let until = since.checked_add(deadline);
-        let mut reader = self.join(Epoch(0), until)?;
-        let Some(held) = reader.next(until)? else {
-            let (model, waited) = (self.info.model, since.elapsed());
-            return Err(Error::NoInitialWeights { model, waited });
+        let scheme = self.info.known(&self.schemes)?;
+        let mut transport = self.join(&scheme, Epoch(0), until)?;
+        let initial = match scheme.capabilities().weights {
+            false => None,
+            true => {
+                let first = transport.next(until)?;
+                Some(first.ok_or_else(|| Error::NoInitialWeights {
+                    model: self.info.model().clone(),
+                    waited: since.elapsed(),
+                })?)
+            }
         };
         Ok(Receiver {
-            run: reader.run(),
-            reader,
-            initial: Some(Snapshot::new(self.info.model.clone(), held)),
+            run: transport.run(),
+            transport,
+            scheme,
+            initial,
+            current: None,
+            whole: true,
+            applied: Vec::new(),
             setup: self,
-            applied: Version::NONE,
             sender_lost: false,
         })
     }
 
-    fn join(&self, seen: Epoch, deadline: Deadline) -> Result<Reader> {
-        let options = AttachOptions {
-            address: self.info.address.clone(),
-            secret: self.info.secret,
+    fn join(
+        &self,
+        scheme: &AnyScheme,
+        seen: Epoch,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        let joining = Joining {
             worker: self.worker,
             seen,
-            // Compared here, so that the error can name the tensors.
-            layout: None,
+            models: self.info.models.clone(),
+            wanted: self.wanted()?,
+            device: self.device.clone(),
             wait: self.wait,
         };
-        let reader = Reader::attach(&options, deadline)?;
-        if let Some(own) = &self.layout
-            && let Err(mismatch) = fits(own, reader.layout())
-        {
-            reader.refuse(Version::NONE, &mismatch.to_string())?;
-            let model = self.info.model.clone();
-            return Err(Error::WrongModel {
-                model,
-                mismatch: Box::new(mismatch),
-            });
+        let mut transport = scheme.scheme().join(&self.info.at, &joining, deadline)?;
+        for (id, own) in &self.own {
+            let theirs = transport.models().iter().find(|spec| spec.id.as_str() == id);
+            if let Some(spec) = theirs
+                && let Err(mismatch) = fits(own, &spec.logical_layout()?)
+            {
+                return Err(refused(&mut *transport, spec_id(spec), mismatch)?);
+            }
         }
-        Ok(reader)
+        Ok(transport)
+    }
+
+    /// The places of the models it wants in the sender's set.
+    fn wanted(&self) -> Result<Vec<usize>> {
+        let known = &self.info.models;
+        let Some(wanted) = &self.wanted else {
+            return Ok((0..known.len()).collect());
+        };
+        let indices = wanted.iter().map(|id| {
+            let found = known.iter().position(|model| model.as_str() == id);
+            found.ok_or_else(|| Error::NoSuchModel {
+                model: id.clone(),
+                known: known.clone(),
+            })
+        });
+        let indices = indices.collect::<Result<Vec<_>>>()?;
+        match indices.is_empty() {
+            true => Err(Error::EmptySet),
+            false => Ok(indices),
+        }
     }
 }
 
-/// A worker's end of a connected model.
+/// A worker's end of connected models.
 ///
 /// Dropping it tells the sender that this worker has left; snapshots taken from
 /// it stay valid.
 #[derive(Debug)]
 pub struct Receiver {
-    reader: Reader,
+    transport: Box<dyn ReceiverTransport>,
+    scheme: AnyScheme,
     setup: ReceiverSetup,
     /// The weights that came with `connect`, until the first receive.
-    initial: Option<Snapshot>,
-    /// What the worker runs: its version, and the run that version is of.
-    applied: Version,
+    initial: Option<SetSnapshot>,
+    /// What was loaded into the worker's models last: held until the next is
+    /// loaded, to go back to if that fails midway.
+    current: Option<SetSnapshot>,
+    /// Whether the worker's models hold one whole set.
+    whole: bool,
+    /// What the worker runs, and the run it is of.
+    applied: Vec<(ModelId, Version)>,
     run: Run,
     /// The sender died, and that has been said.
     sender_lost: bool,
@@ -169,43 +296,83 @@ pub struct Receiver {
 impl Receiver {
     /// Waits for a version this worker has not had yet; `None` if `timeout`
     /// comes first. Without a timeout only a version, the sender's death or its
-    /// shutdown ends it. Versions replaced meanwhile are passed over.
+    /// shutdown ends it. Versions replaced meanwhile are passed over, unless the
+    /// scheme delivers every one.
     ///
     /// The snapshot counts as loaded: the sender is told that this worker runs
     /// it from here on.
     ///
     /// # Errors
     ///
-    /// [`weightsync_mem::Error::SenderDied`] or
-    /// [`SenderClosed`](weightsync_mem::Error::SenderClosed), after everything
-    /// that was sent. If the trainer has a run directory, the next call waits
-    /// for its successor.
+    /// [`Error::SenderDied`] or [`Error::SenderClosed`], after everything that
+    /// was sent. If the trainer has a run directory, the next call waits for its
+    /// successor. [`Error::SeveralModels`] if this worker has several: see
+    /// [`receive_set`](Self::receive_set).
     pub fn receive(&mut self, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
-        let Some(snapshot) = self.next(timeout)? else {
+        self.one_model()?;
+        let Some(set) = self.receive_set(timeout)? else {
             return Ok(None);
         };
-        self.report_applied(snapshot.version())?;
-        Ok(Some(snapshot))
+        Ok(Some(set.only()?.clone()))
+    }
+
+    /// As [`receive`](Self::receive), for all models of this worker: what was
+    /// sent together comes together, beside what the others were at that time.
+    ///
+    /// # Errors
+    ///
+    /// As [`receive`](Self::receive).
+    pub fn receive_set(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
+        let Some(set) = self.next(timeout)? else {
+            return Ok(None);
+        };
+        self.report_applied(&set)?;
+        Ok(Some(set))
     }
 
     /// As [`receive`](Self::receive), but loads the version into the worker's
-    /// own model and lets go of the slot. The sender is told that the version
-    /// is applied only once it is loaded.
+    /// own model. The sender is told that the version is applied only once it is
+    /// loaded.
     ///
     /// # Errors
     ///
     /// [`Error::WrongModel`] or the loader's error; then the sender's report
-    /// carries the words, and this worker still has the version it had.
+    /// carries the words, and this worker has the version it had: it was loaded
+    /// again. If that failed too, the model is not whole: this says
+    /// [`Error::NotWhole`] until a version has been loaded.
     pub fn receive_into(
         &mut self,
-        model: &mut impl WeightLoader,
+        model: &mut dyn WeightLoader,
         timeout: Option<Duration>,
     ) -> Result<Option<Version>> {
-        let Some(snapshot) = self.next(timeout)? else {
-            return Ok(None);
+        let id = self.one_model()?;
+        let mut models = SetLoader::new().with(&id, model);
+        let versions = self.receive_set_into(&mut models, timeout)?;
+        Ok(versions.and_then(|versions| versions.first().map(|(_, version)| *version)))
+    }
+
+    /// As [`receive_into`](Self::receive_into), for all models of this worker:
+    /// either all of them have the new versions afterwards, or none has.
+    ///
+    /// # Errors
+    ///
+    /// As [`receive_into`](Self::receive_into), and [`Error::NoSuchModel`] if
+    /// there is no loader for a model this worker receives.
+    pub fn receive_set_into(
+        &mut self,
+        models: &mut SetLoader<'_>,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
+        let Some(set) = self.next(timeout)? else {
+            // A loop that goes on after a timeout would go on with half a model.
+            return match self.whole {
+                true => Ok(None),
+                false => Err(self.not_whole()),
+            };
         };
-        self.load_and_report(&snapshot, model)?;
-        Ok(Some(snapshot.version()))
+        let versions = set.versions();
+        self.load_and_report(set, models)?;
+        Ok(Some(versions))
     }
 
     /// The newest version at once, also if this worker has had it; `None` before
@@ -213,25 +380,77 @@ impl Receiver {
     ///
     /// # Errors
     ///
-    /// Those of the memory.
+    /// Those of the transport.
     pub fn latest(&mut self) -> Result<Option<Snapshot>> {
-        self.initial = None;
-        let Some(held) = self.reader.latest()? else {
+        self.one_model()?;
+        let Some(set) = self.latest_set()? else {
             return Ok(None);
         };
-        self.report_applied(held.version())?;
-        Ok(Some(Snapshot::new(self.setup.info.model.clone(), held)))
+        Ok(Some(set.only()?.clone()))
     }
 
-    /// The version this worker runs; `Version::NONE` before the first.
+    /// As [`latest`](Self::latest), for all models of this worker.
+    ///
+    /// # Errors
+    ///
+    /// As [`latest`](Self::latest).
+    pub fn latest_set(&mut self) -> Result<Option<SetSnapshot>> {
+        self.initial = None;
+        let Some(set) = self.transport.latest()? else {
+            return Ok(None);
+        };
+        self.report_applied(&set)?;
+        Ok(Some(set))
+    }
+
+    /// Asks for a version instead of waiting to be sent one; `None` if it does
+    /// not come in time. The snapshot counts as loaded.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchVersion`] if exactly that version is not kept any more,
+    /// [`Error::Unsupported`] if the scheme has no pull, and those of
+    /// [`receive`](Self::receive).
+    pub fn pull(&mut self, pull: Pull, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
+        self.one_model()?;
+        if !self.scheme.capabilities().pull {
+            return Err(Error::Unsupported {
+                what: "asking for a version",
+                scheme: self.scheme.to_string(),
+            });
+        }
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        self.initial = None;
+        self.transport.ask(0, pull)?;
+        let Some(set) = self.transport.next(deadline)? else {
+            return Ok(None);
+        };
+        self.report_applied(&set)?;
+        Ok(Some(set.only()?.clone()))
+    }
+
+    /// The version this worker runs, of its first model; `Version::NONE` before
+    /// the first.
     pub fn version(&self) -> Version {
-        self.applied
+        let first = self.applied.first();
+        first.map_or(Version::NONE, |(_, version)| *version)
     }
 
-    /// The run of that version; before the first, the run of the sender. A
+    /// The version of each model that this worker runs; empty before the first.
+    pub fn versions(&self) -> &[(ModelId, Version)] {
+        &self.applied
+    }
+
+    /// The run of these versions; before the first, the run of the sender. A
     /// restarted trainer's run shows here once a version of it is loaded.
     pub fn run(&self) -> Run {
         self.run
+    }
+
+    /// Whether the worker's own models hold one whole version each. Not so only
+    /// after a load failed midway and the way back failed too.
+    pub fn is_whole(&self) -> bool {
+        self.whole
     }
 
     /// This worker's number.
@@ -239,102 +458,155 @@ impl Receiver {
         self.setup.worker
     }
 
-    /// The model that is received.
+    /// The model that is received; the first, if there are several.
     pub fn model(&self) -> &ModelId {
-        &self.setup.info.model
+        let first = self.transport.models().first();
+        first.map_or(self.setup.info.model(), |spec| &spec.id)
     }
 
-    /// Names, dtypes and shapes of the model.
-    pub fn layout(&self) -> &Layout {
-        self.reader.layout()
+    /// The models that are received, with their tensors: a worker whose model
+    /// has no shapes yet makes it by these. Empty for a scheme that carries
+    /// nothing.
+    pub fn models(&self) -> &[ModelSpec] {
+        self.transport.models()
     }
 
-    fn next(&mut self, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
+    /// Names, dtypes and shapes of the model; of the first, if there are
+    /// several.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] for a scheme that carries nothing.
+    pub fn layout(&self) -> Result<&Layout> {
+        let first = self.transport.models().first();
+        first
+            .map(|spec| &spec.layout)
+            .ok_or_else(|| Error::Unsupported {
+                what: "a model's layout",
+                scheme: self.scheme.to_string(),
+            })
+    }
+
+    fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
         let now = Instant::now();
         if let Some(initial) = self.initial.take() {
+            if self.scheme.capabilities().every_version {
+                return Ok(Some(initial));
+            }
             // Whatever is wrong with the sender is the next call's to say.
-            let newer = self.reader.next(Some(now)).ok().flatten();
-            let model = self.setup.info.model.clone();
-            return Ok(Some(
-                newer.map_or(initial, |held| Snapshot::new(model, held)),
-            ));
+            let newer = self.transport.next(Some(now)).ok().flatten();
+            return Ok(Some(newer.unwrap_or(initial)));
         }
         // A timeout too long for the clock is no timeout.
         let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
-        if self.sender_lost && self.setup.info.restarts {
+        if self.sender_lost && self.setup.info.at.restarts() {
             match self.rejoin(deadline.or(Some(now + REJOIN))) {
                 Ok(()) => {}
-                Err(Error::Memory(weightsync_mem::Error::NoSender { .. })) if timeout.is_some() => {
-                    return Ok(None);
-                }
+                Err(Error::NoSender { .. }) if timeout.is_some() => return Ok(None),
                 Err(error) => return Err(error),
             }
         }
-        match self.reader.next(deadline) {
-            Ok(held) => Ok(held.map(|held| Snapshot::new(self.setup.info.model.clone(), held))),
-            Err(error) => {
-                use weightsync_mem::Error::{SenderClosed, SenderDied};
-                self.sender_lost |= matches!(error, SenderClosed | SenderDied { .. });
-                Err(error.into())
-            }
+        let next = self.transport.next(deadline);
+        if let Err(Error::SenderClosed | Error::SenderDied { .. }) = &next {
+            self.sender_lost = true;
         }
+        next
     }
 
     /// Joins the successor of a sender that is gone. Its run has a higher
     /// epoch, and its versions count anew.
     fn rejoin(&mut self, deadline: Deadline) -> Result<()> {
-        let seen = self.reader.run().epoch;
-        let reader = self.setup.join(seen, deadline)?;
-        if let Err(mismatch) = fits(self.reader.layout(), reader.layout()) {
-            reader.refuse(Version::NONE, &mismatch.to_string())?;
-            let model = self.setup.info.model.clone();
-            return Err(Error::WrongModel {
-                model,
-                mismatch: Box::new(mismatch),
-            });
+        let seen = self.transport.run().epoch;
+        let mut transport = self.setup.join(&self.scheme, seen, deadline)?;
+        let pairs = self.transport.models().iter();
+        let mut wrong = None;
+        for own in pairs {
+            let mut others = transport.models().iter();
+            if let Some(theirs) = others.find(|spec| spec.id == own.id)
+                && let Err(mismatch) = fits(&own.layout, &theirs.layout)
+            {
+                wrong = Some((own.id.clone(), mismatch));
+                break;
+            }
         }
-        self.reader = reader;
+        if let Some((model, mismatch)) = wrong {
+            return Err(refused(&mut *transport, model, mismatch)?);
+        }
+        self.transport = transport;
         self.sender_lost = false;
         Ok(())
     }
 
-    /// Loads a version and says so, or says why not.
-    fn load_and_report(
-        &mut self,
-        snapshot: &Snapshot,
-        model: &mut impl WeightLoader,
-    ) -> Result<()> {
-        match self.load(snapshot, model) {
-            Ok(()) => self.report_applied(snapshot.version()),
-            Err(error) => {
-                self.reader.refuse(snapshot.version(), &error.to_string())?;
-                Err(error)
-            }
+    /// Loads a set and says so, or goes back, and says why.
+    fn load_and_report(&mut self, set: SetSnapshot, models: &mut SetLoader<'_>) -> Result<()> {
+        // After a load that was left half done every model is loaded anew.
+        let all = !self.whole || self.current.is_none();
+        let Err(failure) = models.load(&set, all) else {
+            self.report_applied(&set)?;
+            self.whole = true;
+            self.current = Some(set);
+            return Ok(());
+        };
+        if failure.touched {
+            self.whole = match &self.current {
+                Some(before) => models.load(before, true).is_ok(),
+                None => false,
+            };
         }
+        let now = match (&self.current, self.whole) {
+            (Some(_), true) if failure.touched => "; it went back to what it had",
+            (_, true) => "",
+            (_, false) => "; its models are half loaded, and do not serve until one load succeeds",
+        };
+        let reason = format!("{}{now}", failure.error);
+        self.transport.refuse(Some(&set), &reason)?;
+        Err(failure.error)
     }
 
-    fn load(&self, snapshot: &Snapshot, model: &mut impl WeightLoader) -> Result<()> {
-        if let Err(mismatch) = fits(&model.layout()?, snapshot.layout()) {
-            let model = self.setup.info.model.clone();
-            return Err(Error::WrongModel {
-                model,
-                mismatch: Box::new(mismatch),
-            });
-        }
-        let views: Vec<TensorView<'_>> = snapshot.tensors().collect();
-        model.load(&views)
-    }
-
-    fn report_applied(&mut self, version: Version) -> Result<()> {
-        self.reader.applied(version)?;
-        self.applied = version;
-        self.run = self.reader.run();
+    fn report_applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        self.transport.applied(set)?;
+        self.applied = set.versions();
+        self.run = self.transport.run();
         Ok(())
+    }
+
+    /// The only model of this worker.
+    fn one_model(&self) -> Result<String> {
+        match self.transport.models() {
+            [one] => Ok(one.id.as_str().to_owned()),
+            [] => self.setup.only_model(),
+            several => Err(Error::SeveralModels {
+                known: several.iter().map(|spec| spec.id.clone()).collect(),
+            }),
+        }
+    }
+
+    fn not_whole(&self) -> Error {
+        Error::NotWhole {
+            models: self.models().iter().map(|spec| spec.id.clone()).collect(),
+        }
     }
 }
 
+/// Tells the sender that a model does not fit, and makes the error of it.
+fn refused(
+    transport: &mut dyn ReceiverTransport,
+    model: ModelId,
+    mismatch: LayoutMismatch,
+) -> Result<Error> {
+    transport.refuse(None, &mismatch.to_string())?;
+    Ok(Error::WrongModel {
+        model,
+        mismatch: Box::new(mismatch),
+    })
+}
+
+fn spec_id(spec: &ModelSpec) -> ModelId {
+    spec.id.clone()
+}
+
 /// Whether the sender's tensors are the worker's, in any order.
-fn fits(own: &Layout, senders: &Layout) -> Result<(), LayoutMismatch> {
+pub(crate) fn fits(own: &Layout, senders: &Layout) -> Result<(), LayoutMismatch> {
     match Layout::compare(own, senders) {
         Err(mismatch) if !mismatch.is_order_alone() => Err(mismatch),
         _ => Ok(()),

@@ -4,123 +4,306 @@ use std::fmt;
 use std::time::Duration;
 
 use weightsync_core::{ModelId, Version, WorkerId};
-use weightsync_mem::{Outcome, ReaderOutcome};
 
 /// The result of one send: a line per worker. A failure of one worker is its
 /// line and nobody else's.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// The model that was sent.
-    pub model: ModelId,
-    /// The version that was published.
-    pub version: Version,
-    /// Bytes of the version's tensors.
+    /// What was published: the version of each model that was sent. A send of
+    /// different weights to different workers has one entry for each of them.
+    pub versions: Vec<(ModelId, Version)>,
+    /// Bytes of the tensors that were sent.
     pub bytes: u64,
-    /// From the call of `send` until the version was live: the wait for a free
-    /// slot and the pass over the source.
+    /// The tensors that a partial update carried; none for a whole one.
+    pub partial: Option<Vec<String>>,
+    /// From the call of `send` until the version was live: the wait for room
+    /// and the pass over the source.
     pub copied: Duration,
     /// From the call of `send` until the last line was settled.
     pub took: Duration,
+    /// How far the send waited.
+    pub level: WaitFor,
     /// One line per worker, by worker number. Empty if the send did not wait.
     pub workers: Vec<WorkerReport>,
 }
 
+/// How far a send waits. Each level includes the one before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum WaitFor {
+    /// The version is live: a worker that looks finds it.
+    Sent,
+    /// Every worker has the whole version beside the one it runs, and has
+    /// checked it.
+    Staged,
+    /// Every worker has loaded it, or has a line in the report that says why
+    /// not.
+    #[default]
+    Applied,
+}
+
 /// One worker's line.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerReport {
     /// Which worker.
     pub worker: WorkerId,
-    /// Its process.
+    /// Its process; 0 if it is not known.
     pub pid: u32,
     /// What became of the version there.
     pub outcome: Outcome,
-    /// The version it has loaded; `Version::NONE` before its first.
-    pub version: Version,
+    /// The version it has loaded of each model that was sent, in the order of
+    /// [`Report::versions`]; `Version::NONE` before its first.
+    pub versions: Vec<Version>,
     /// How long after the version went live the sender learned of it.
     pub after: Duration,
 }
 
-impl Report {
-    /// Whether every worker has loaded the version. One that left in order does
-    /// not count: it no longer is a worker.
-    pub fn all_applied(&self) -> bool {
-        self.failed().next().is_none()
-    }
-
-    /// The lines of workers that should have loaded it and have not.
-    pub fn failed(&self) -> impl Iterator<Item = &WorkerReport> {
-        let expected = |line: &&WorkerReport| line.outcome != Outcome::Left;
-        self.not_applied().filter(expected)
-    }
-
-    fn not_applied(&self) -> impl Iterator<Item = &WorkerReport> {
-        self.workers
-            .iter()
-            .filter(|line| line.outcome != Outcome::Applied)
-    }
+/// What became of a version at one worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// The worker has loaded it (or a newer one).
+    Applied,
+    /// The worker has it beside the one it runs, and has checked it.
+    Staged,
+    /// The worker cannot use it, and says why and what it does now.
+    Refused {
+        /// The worker's words.
+        reason: String,
+    },
+    /// The worker's process died.
+    Died,
+    /// The worker closed its end in order.
+    Left,
+    /// The deadline came first.
+    Late,
+    /// The worker is held at the version it has.
+    Held,
+    /// The worker is to get every version, and its queue had no room for this
+    /// one by the deadline: it will not get it.
+    Full,
+    /// No such worker is connected. If it joins, it gets this version.
+    Absent,
 }
 
-impl From<ReaderOutcome> for WorkerReport {
-    fn from(line: ReaderOutcome) -> Self {
-        let ReaderOutcome {
-            worker,
-            pid,
-            outcome,
-            applied,
-            after,
-        } = line;
+/// A worker as the sender sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WorkerStatus {
+    /// Which worker.
+    pub worker: WorkerId,
+    /// Its process; 0 if it is not known.
+    pub pid: u32,
+    /// Where it runs its models: a label such as `cpu` or `cuda:0`.
+    pub device: String,
+    /// Whether it is held at the versions it has.
+    pub held: bool,
+    /// The newest version it has loaded of each model, in the set's order;
+    /// `Version::NONE` before the first, and for models it did not want.
+    pub versions: Vec<Version>,
+}
+
+impl WorkerStatus {
+    /// A worker that has nothing yet, as a transport of one's own makes it.
+    pub fn new(worker: WorkerId, pid: u32, models: usize) -> Self {
         Self {
             worker,
             pid,
-            outcome,
-            version: applied,
-            after,
+            device: "cpu".into(),
+            held: false,
+            versions: vec![Version::NONE; models],
+        }
+    }
+
+    /// Whether it has loaded anything.
+    pub fn is_ready(&self) -> bool {
+        self.versions.iter().any(|version| !version.is_none())
+    }
+
+    /// The version it has loaded of the first model.
+    pub fn version(&self) -> Version {
+        self.versions.first().copied().unwrap_or(Version::NONE)
+    }
+}
+
+impl Report {
+    /// The version of the model that was sent; of the first, if there were
+    /// several.
+    pub fn version(&self) -> Version {
+        let first = self.versions.first();
+        first.map_or(Version::NONE, |(_, version)| *version)
+    }
+
+    /// Whether every worker has loaded the version. One that left in order does
+    /// not count, because it is no worker any more; one that is held does not
+    /// count, because that was wished.
+    pub fn all_applied(&self) -> bool {
+        self.level == WaitFor::Applied && self.all_reached()
+    }
+
+    /// Whether every worker has got as far as the send waited.
+    pub fn all_reached(&self) -> bool {
+        self.failed().next().is_none()
+    }
+
+    /// The lines of workers that should have got that far and have not.
+    pub fn failed(&self) -> impl Iterator<Item = &WorkerReport> {
+        self.workers
+            .iter()
+            .filter(|line| !self.reached(line) && !line.outcome.is_no_failure())
+    }
+
+    /// One worker's line.
+    pub fn worker(&self, worker: u32) -> Option<&WorkerReport> {
+        let mut lines = self.workers.iter();
+        lines.find(|line| line.worker == WorkerId(worker))
+    }
+
+    fn reached(&self, line: &WorkerReport) -> bool {
+        match line.outcome {
+            Outcome::Applied => true,
+            Outcome::Staged => self.level <= WaitFor::Staged,
+            _ => false,
         }
     }
 }
 
-/// One sentence for the whole, one for each worker that has not applied it.
+impl Outcome {
+    /// Whether a worker that is not up to date is so because somebody wished it.
+    fn is_no_failure(&self) -> bool {
+        matches!(self, Self::Left | Self::Held)
+    }
+
+    /// Whether waiting longer can change it.
+    pub fn is_final(&self, level: WaitFor) -> bool {
+        match self {
+            Self::Late => false,
+            Self::Staged => level < WaitFor::Applied,
+            _ => true,
+        }
+    }
+}
+
+impl From<weightsync_mem::Outcome> for Outcome {
+    fn from(outcome: weightsync_mem::Outcome) -> Self {
+        use weightsync_mem::Outcome as Memory;
+        match outcome {
+            Memory::Applied => Self::Applied,
+            Memory::Staged => Self::Staged,
+            Memory::Refused { reason } => Self::Refused { reason },
+            Memory::Died => Self::Died,
+            Memory::Left => Self::Left,
+            Memory::Late => Self::Late,
+            Memory::Held => Self::Held,
+            Memory::Full => Self::Full,
+            Memory::Absent => Self::Absent,
+        }
+    }
+}
+
+/// One sentence for the whole, one for each worker that is not where it should
+/// be.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let applied = self.workers.len() - self.not_applied().count();
-        write!(f, "{} {} ", self.model, self.version)?;
-        match self.workers.len() {
-            0 => write!(
-                f,
-                "is live after {:.1?}; no worker was waited for",
-                self.copied
-            )?,
-            all => write!(
-                f,
-                "was applied by {applied} of {all} workers in {:.1?}",
-                self.took
-            )?,
+        for (index, (model, version)) in self.versions.iter().enumerate() {
+            let before = match index {
+                0 => "",
+                last if last + 1 == self.versions.len() => " and ",
+                _ => ", ",
+            };
+            write!(f, "{before}{model} {version}")?;
         }
-        self.not_applied()
-            .try_for_each(|line| write!(f, "\n  {line}"))
+        if let Some(names) = &self.partial {
+            write!(f, " ({} tensors of it)", names.len())?;
+        }
+        let several = self.versions.len() > 1;
+        match (self.level, self.workers.len()) {
+            (WaitFor::Sent, _) => {
+                let is = if several { "are" } else { "is" };
+                write!(
+                    f,
+                    " {is} live after {:.1?}; no worker was waited for",
+                    self.copied
+                )?;
+            }
+            (_, 0) => {
+                let is = if several { "are" } else { "is" };
+                write!(f, " {is} live after {:.1?}; there is no worker", self.copied)?;
+            }
+            (level, all) => {
+                let done = if level == WaitFor::Staged {
+                    "staged"
+                } else {
+                    "applied"
+                };
+                let was = if several { "were" } else { "was" };
+                let reached = self.workers.iter().filter(|line| self.reached(line));
+                write!(
+                    f,
+                    " {was} {done} by {} of {all} workers in {:.1?}",
+                    reached.count(),
+                    self.took
+                )?;
+            }
+        }
+        let rest = self.workers.iter().filter(|line| !self.reached(line));
+        rest.into_iter().try_for_each(|line| write!(f, "\n  {line}"))
     }
 }
 
 impl fmt::Display for WorkerReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (pid {}) ", self.worker, self.pid)?;
-        let still = |f: &mut fmt::Formatter<'_>| match self.version.is_none() {
+        write!(f, "{}", self.worker)?;
+        if self.pid != 0 {
+            write!(f, " (pid {})", self.pid)?;
+        }
+        let version = Versions(&self.versions);
+        let none_yet = self.versions.iter().all(|version| version.is_none());
+        let still = |f: &mut fmt::Formatter<'_>| match none_yet {
             true => write!(f, "; it has no version yet"),
-            false => write!(f, "; it goes on with {}", self.version),
+            false => write!(f, "; it goes on with {version}"),
         };
         match &self.outcome {
-            Outcome::Applied => write!(f, "applied it after {:.1?}", self.after),
+            Outcome::Applied => write!(f, " applied it after {:.1?}", self.after),
+            Outcome::Staged => {
+                write!(f, " had staged but not applied it after {:.1?}", self.after)?;
+                still(f)
+            }
             Outcome::Refused { reason } => {
-                write!(f, "refused it: {reason}")?;
+                write!(f, " refused it: {reason}")?;
                 still(f)
             }
-            Outcome::Died if self.version.is_none() => write!(f, "died; it had no version yet"),
-            Outcome::Died => write!(f, "died; its last version was {}", self.version),
-            Outcome::Left => write!(f, "left in order"),
+            Outcome::Died if none_yet => write!(f, " died; it had no version yet"),
+            Outcome::Died => write!(f, " died; its last version was {version}"),
+            Outcome::Left => write!(f, " left in order"),
             Outcome::Late => {
-                write!(f, "had not applied it after {:.1?}", self.after)?;
+                write!(f, " had not applied it after {:.1?}", self.after)?;
                 still(f)
             }
+            Outcome::Held if none_yet => write!(f, " is held, and has no version yet"),
+            Outcome::Held => write!(f, " is held at {version}"),
+            Outcome::Full => {
+                write!(
+                    f,
+                    " will not get it: its queue was full for {:.1?}",
+                    self.after
+                )?;
+                still(f)
+            }
+            Outcome::Absent => write!(f, " is not connected; it gets this version if it joins"),
         }
+    }
+}
+
+/// Some versions: `v3`, or `v3, v1`.
+struct Versions<'a>(&'a [Version]);
+
+impl fmt::Display for Versions<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, version) in self.0.iter().enumerate() {
+            let before = if index == 0 { "" } else { ", " };
+            write!(f, "{before}{version}")?;
+        }
+        Ok(())
     }
 }

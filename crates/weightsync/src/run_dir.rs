@@ -6,7 +6,6 @@
 //! that have seen it refuse every earlier epoch. The directory is this user's
 //! alone: whoever can write to it, or read its key, can take the run over.
 
-use std::fmt;
 use std::fs::{DirBuilder, File};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
@@ -19,6 +18,7 @@ use rustix::io::Errno;
 use weightsync_core::{Epoch, ModelId, Run};
 
 use crate::error::{Error, Result};
+use crate::transport::Endpoint;
 
 /// The most that is read of the epoch file, in bytes.
 const MAX_EPOCH_FILE: u64 = 64;
@@ -30,45 +30,24 @@ const KEY_WAIT: Duration = Duration::from_secs(10);
 /// The time between two attempts at a lock. There is no wait for one that ends.
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
-/// Where a model's sender listens, what lets a worker in, and whether it may
-/// come back after a restart.
-#[derive(Clone)]
-pub(crate) struct Place {
-    pub(crate) address: String,
-    pub(crate) secret: [u8; 16],
-    pub(crate) restarts: bool,
-}
-
-impl fmt::Debug for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The secret stays out of logs.
-        f.debug_struct("Place")
-            .field("address", &self.address)
-            .field("restarts", &self.restarts)
-            .finish_non_exhaustive()
-    }
-}
-
 /// A place that no other process can know or reuse.
-pub(crate) fn anonymous(model: &ModelId) -> Result<Place> {
-    Ok(Place {
-        address: address(&random::<16>()?, model),
-        secret: random()?,
-        restarts: false,
-    })
+pub(crate) fn anonymous(models: &[ModelId]) -> Result<Endpoint> {
+    Endpoint::new(address(&random::<16>()?, &set_name(models)), random()?, false)
 }
 
-/// The place a run directory gives a model: the same in every process.
-pub(crate) fn at(dir: &Path, model: &ModelId) -> Result<Place> {
+/// The place a run directory gives a set of models: the same in every process.
+pub(crate) fn at(dir: &Path, models: &[ModelId]) -> Result<Endpoint> {
     let key = shared_bytes(dir)?;
     let [name, secret] = *key.as_chunks::<16>().0 else {
         unreachable!("32 bytes are two times 16")
     };
-    Ok(Place {
-        address: address(&name, model),
-        secret,
-        restarts: true,
-    })
+    Endpoint::new(address(&name, &set_name(models)), secret, true)
+}
+
+/// A name for a set: that of its only model, or all of them.
+fn set_name(models: &[ModelId]) -> String {
+    let names: Vec<_> = models.iter().map(ModelId::as_str).collect();
+    names.join("+")
 }
 
 /// A run of the first epoch, with an id of its own.
@@ -270,11 +249,10 @@ fn failed(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> E
     }
 }
 
-/// An abstract socket name from 16 bytes and the model's name: at most 107
+/// An abstract socket name from 16 bytes and the set's name: at most 107
 /// bytes. A long name keeps the part that fits, and a hash tells it apart.
-fn address(key: &[u8], model: &ModelId) -> String {
+fn address(key: &[u8], name: &str) -> String {
     let hex: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
-    let name = model.as_str();
     if name.len() <= 60 {
         return format!("weightsync/{hex}/{name}");
     }
@@ -323,12 +301,12 @@ mod tests {
             &"ß".repeat(127),
             &"x".repeat(60),
         ];
-        let addresses = names.map(|name| address(&[7; 16], &ModelId::new(name).unwrap()));
+        let addresses = names.map(|name| address(&[7; 16], name));
         for (index, one) in addresses.iter().enumerate() {
             assert!(one.len() <= 107, "{one}");
             assert!(!addresses[..index].contains(one), "{one}");
         }
-        let other = address(&[8; 16], &ModelId::new("a").unwrap());
+        let other = address(&[8; 16], "a");
         assert!(
             !addresses.contains(&other),
             "another run directory is another address"

@@ -1,117 +1,227 @@
 //! The trainer's end: send, report, lend a slot.
 
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Digest, Dtype, Layout, Run, TensorSpec, Version};
-use weightsync_mem::{ReaderStatus, Source, Writer};
+use weightsync_core::{Digest, Layout, ModelId, Run, Version, WorkerId};
 
-use crate::digest::DigestThread;
 use crate::error::{Error, Result};
-use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
+use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
-use crate::report::Report;
-use crate::setup::SenderSetup;
+use crate::options::SendOptions;
+use crate::pending::{Flight, PendingSend};
+use crate::publish::{self, Prepared};
+use crate::report::{Report, WorkerStatus};
+use crate::setup::{Pending, SenderSetup};
+use crate::snapshot::Snapshot;
+use crate::transport::{Deadline, Outstanding, SenderTransport, Staging, Targets};
+use crate::weights::{Members, Resolved, Weights, resolve};
 
-/// How far a send waits. Each level includes the one before.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum WaitFor {
-    /// The version is live: a worker that looks finds it.
-    Sent,
-    /// Every worker has loaded it, or has a line in the report that says why
-    /// not.
-    #[default]
-    Applied,
-}
-
-/// The trainer's end of a connected model.
+/// The trainer's end of connected models.
 ///
 /// Dropping it shuts it down: workers are told, keep what they hold, and
 /// nothing of it is left in the system.
 #[derive(Debug)]
 pub struct Sender {
     setup: SenderSetup,
-    writer: Writer,
+    transport: Box<dyn SenderTransport>,
     run: Run,
-    digest: Option<DigestThread>,
+    /// Asynchronous sends that may not be settled yet, oldest first.
+    flying: VecDeque<PendingSend>,
 }
 
 impl Sender {
-    pub(crate) fn new(
-        setup: SenderSetup,
-        writer: Writer,
-        run: Run,
-        digest: Option<DigestThread>,
-    ) -> Self {
+    pub(crate) fn new(setup: SenderSetup, transport: Box<dyn SenderTransport>, run: Run) -> Self {
         Self {
             setup,
-            writer,
+            transport,
             run,
-            digest,
+            flying: VecDeque::new(),
         }
     }
 
-    pub(crate) fn writer(&mut self) -> &mut Writer {
-        &mut self.writer
+    pub(crate) fn transport(&mut self) -> &mut dyn SenderTransport {
+        &mut *self.transport
     }
 
-    /// Publishes `weights` as the next version and waits until every worker
+    /// Publishes the weights as the next version and waits until every worker
     /// has loaded it, or has a line in the report that says why not.
     ///
-    /// The source is read during the call and at no other time.
+    /// What is sent is one model's weights, a [`Set`](crate::Set) of several, or
+    /// those [`Registered`](crate::Registered) before. The sources are read
+    /// during the call and at no other time.
     ///
     /// # Errors
     ///
     /// [`Error::WrongWeights`] names every tensor that is not as it was set up,
-    /// before a slot is waited for. [`weightsync_mem::Error::AllSlotsPinned`]
-    /// names the workers that hold every slot. After these, and whatever the
-    /// source objects, nothing was published and the old version serves on.
+    /// before room is waited for. [`weightsync_mem::Error::AllSlotsPinned`]
+    /// names the workers that hold every slot. After these, and whatever a
+    /// source objects, nothing was published and the old versions serve on.
     ///
     /// One failure can come later: the operating system may refuse the wait for
     /// the workers. Then the new version is live, as [`version`](Self::version)
     /// says, and only what became of it is unknown.
-    pub fn send(&mut self, weights: &impl WeightExtractor) -> Result<Report> {
-        self.send_and(weights, WaitFor::Applied, self.setup.deadline)
+    pub fn send(&mut self, weights: &(impl Weights + ?Sized)) -> Result<Report> {
+        self.send_with(weights, &SendOptions::new())
     }
 
-    /// As [`send`](Self::send), waiting as far and as long as is said here.
+    /// As [`send`](Self::send), to the workers, as far and as long as the
+    /// options say.
     ///
     /// # Errors
     ///
-    /// As [`send`](Self::send).
-    pub fn send_and(
+    /// As [`send`](Self::send), and [`Error::Unsupported`] for what the scheme
+    /// cannot do.
+    pub fn send_with(
         &mut self,
-        weights: &impl WeightExtractor,
-        wait: WaitFor,
-        deadline: Duration,
+        weights: &(impl Weights + ?Sized),
+        options: &SendOptions,
     ) -> Result<Report> {
-        let since = Instant::now();
-        self.publish(weights, since.checked_add(deadline))?;
-        report(&mut self.writer, &self.setup, since, wait, deadline)
+        let (since, until) = self.times(options);
+        let flight = self.publish(weights.members(), options, since, until)?;
+        flight.settle(options.wait, until)
     }
 
-    /// Lends a free slot to write the next version into: the model's own
-    /// extraction is then the only pass over memory.
+    /// Publishes the weights and returns as soon as they have been read: the
+    /// trainer may change them, and wait for the workers later.
     ///
     /// # Errors
     ///
-    /// As [`send`](Self::send).
+    /// As [`send_with`](Self::send_with); [`Error::SendPending`] while as many
+    /// sends are on their way as [`SenderSetup::pending`] allows.
+    pub fn send_async(
+        &mut self,
+        weights: &(impl Weights + ?Sized),
+        options: &SendOptions,
+    ) -> Result<PendingSend> {
+        let (since, until) = self.times(options);
+        self.make_way(until)?;
+        let flight = self.publish(weights.members(), options, since, until)?;
+        let pending = PendingSend::new(Arc::new(flight), options.wait);
+        self.flying.push_back(pending.clone());
+        Ok(pending)
+    }
+
+    /// Sends different weights of one model to different workers, and changes
+    /// only them. Workers that are given the same source share one version and
+    /// one pass over it; every source becomes a version with a number of its
+    /// own. The report has a line for each worker.
+    ///
+    /// # Errors
+    ///
+    /// As [`send_with`](Self::send_with). What was published before an error
+    /// stays; the error comes with the first source that cannot be sent.
+    pub fn send_each<'a>(
+        &mut self,
+        weights: impl IntoIterator<Item = (u32, &'a dyn WeightExtractor)>,
+        options: &SendOptions,
+    ) -> Result<Report> {
+        let mut groups: Vec<(&'a dyn WeightExtractor, Vec<u32>)> = Vec::new();
+        for (worker, source) in weights {
+            match groups.iter_mut().find(|(one, _)| std::ptr::addr_eq(*one, source)) {
+                Some((_, workers)) => workers.push(worker),
+                None => groups.push((source, vec![worker])),
+            }
+        }
+        if groups.is_empty() {
+            return Err(Error::EmptySet);
+        }
+        let (since, until) = self.times(options);
+        let mut all: Option<Flight> = None;
+        for (source, workers) in groups {
+            let options = options.clone().workers(workers);
+            let one = self.publish(Members::One(source), &options, since, until)?;
+            match &mut all {
+                None => all = Some(one),
+                Some(all) => {
+                    all.outstanding.extend(one.outstanding);
+                    all.versions.extend(one.versions);
+                    all.bytes += one.bytes;
+                    all.copied = one.copied;
+                }
+            }
+        }
+        let all = all.unwrap_or_else(|| unreachable!("there is a group"));
+        all.settle(options.wait, until)
+    }
+
+    /// Sends to the workers of each device the weights that are meant for it:
+    /// one pass and one version for each distinct device.
+    ///
+    /// # Errors
+    ///
+    /// As [`send_each`](Self::send_each).
+    pub fn send_by_device<'a>(
+        &mut self,
+        mut weights: impl FnMut(&str) -> &'a dyn WeightExtractor,
+        options: &SendOptions,
+    ) -> Result<Report> {
+        let workers = self.workers();
+        let mut devices: Vec<(&str, &'a dyn WeightExtractor)> = Vec::new();
+        let each = workers.iter().map(|status| {
+            let device = status.device.as_str();
+            let known = devices.iter().find(|(one, _)| *one == device);
+            let source = known.map(|(_, source)| *source).unwrap_or_else(|| {
+                let source = weights(device);
+                devices.push((device, source));
+                source
+            });
+            (status.worker.0, source)
+        });
+        let each: Vec<_> = each.collect();
+        self.send_each(each, options)
+    }
+
+    /// Lends room to write the next version into: the model's own extraction is
+    /// then the only pass over memory. For a sender of several models, the
+    /// first.
+    ///
+    /// # Errors
+    ///
+    /// As [`send`](Self::send), and [`Error::Unsupported`].
     pub fn loan(&mut self) -> Result<Loan<'_>> {
+        self.loan_of(0)
+    }
+
+    /// As [`loan`](Self::loan), for one of several models.
+    ///
+    /// # Errors
+    ///
+    /// As [`loan`](Self::loan), and [`Error::NoSuchModel`].
+    pub fn loan_model(&mut self, model: &str) -> Result<Loan<'_>> {
+        let index = self.index_of(model)?;
+        self.loan_of(index)
+    }
+
+    fn loan_of(&mut self, model: usize) -> Result<Loan<'_>> {
+        self.need("lending slots", |can| can.loan)?;
         let since = Instant::now();
-        let version = self.writer.version().next();
-        let slot = self.writer.loan(since.checked_add(self.setup.deadline))?;
+        let deadline = self.setup.deadline;
+        let staging = self
+            .transport
+            .stage(&[model], since.checked_add(deadline))?;
         Ok(Loan {
-            slot,
-            setup: &self.setup,
-            digest: self.digest.as_ref(),
-            version,
+            staging,
+            model,
+            prepared: &self.setup.models[model].prepared,
+            deadline,
             since,
         })
     }
 
-    /// The version published last.
+    /// The version published last: of the first model, if there are several.
     pub fn version(&self) -> Version {
-        self.writer.version()
+        self.transport.version(0)
+    }
+
+    /// The version of a model that was published last.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchModel`].
+    pub fn version_of(&self, model: &str) -> Result<Version> {
+        Ok(self.transport.version(self.index_of(model)?))
     }
 
     /// The run this sender belongs to.
@@ -119,9 +229,15 @@ impl Sender {
         self.run
     }
 
-    /// The tensors as workers see them.
+    /// The models, in the set's order.
+    pub fn models(&self) -> impl ExactSizeIterator<Item = &ModelId> {
+        self.setup.models.iter().map(|model| &model.prepared.id)
+    }
+
+    /// The tensors as workers see them: of the first model, if there are
+    /// several.
     pub fn layout(&self) -> &Layout {
-        &self.setup.layout
+        self.setup.layout()
     }
 
     /// What further workers need to join.
@@ -129,99 +245,267 @@ impl Sender {
         self.setup.init_info()
     }
 
-    /// Every connected worker with the version it has loaded.
-    pub fn workers(&self) -> Vec<ReaderStatus> {
-        self.writer.readers()
+    /// Every connected worker with the versions it has loaded.
+    pub fn workers(&self) -> Vec<WorkerStatus> {
+        self.transport.workers()
     }
 
-    /// The sender's own view of the version published last, to save or compare.
+    /// Holds workers at the versions they have: sends pass them over, with a
+    /// line that says so, until they are [released](Self::release). It is the
+    /// number that is held: a worker that comes back under it gets what it had.
     ///
     /// # Errors
     ///
-    /// In a forked child.
-    pub fn snapshot(&self) -> Result<crate::Snapshot> {
-        let held = self.writer.snapshot()?;
-        // `connect` publishes before it returns a sender.
-        let held = held.unwrap_or_else(|| unreachable!("a connected sender has published"));
-        Ok(crate::Snapshot::new(self.setup.model.clone(), held))
+    /// [`Error::Unsupported`].
+    pub fn hold(&mut self, workers: impl IntoIterator<Item = u32>) -> Result<()> {
+        self.set_held(workers, true)
     }
 
-    /// Makes the digest of the version published last, and stores it where
-    /// workers find it.
+    /// Lets held workers go on; they get the newest version meant for them at
+    /// once.
     ///
     /// # Errors
     ///
-    /// In a forked child.
+    /// [`Error::Unsupported`].
+    pub fn release(&mut self, workers: impl IntoIterator<Item = u32>) -> Result<()> {
+        self.set_held(workers, false)
+    }
+
+    fn set_held(&mut self, workers: impl IntoIterator<Item = u32>, held: bool) -> Result<()> {
+        self.need("holding workers at a version", |can| can.hold)?;
+        let workers: Vec<_> = workers.into_iter().map(WorkerId).collect();
+        self.transport.hold(&workers, held)
+    }
+
+    /// The sender's own view of what was sent to all last, to save, compare or
+    /// send again later: of the first model, if there are several.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child; [`Error::Unsupported`].
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        self.own_view(0)
+    }
+
+    /// As [`snapshot`](Self::snapshot), for one of several models.
+    ///
+    /// # Errors
+    ///
+    /// As [`snapshot`](Self::snapshot), and [`Error::NoSuchModel`].
+    pub fn snapshot_of(&self, model: &str) -> Result<Snapshot> {
+        self.own_view(self.index_of(model)?)
+    }
+
+    /// An older version of a model, if it is still kept (see
+    /// [`SenderSetup::history`]). To go back to it, send it: it becomes a new
+    /// version of the same digest.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchVersion`], [`Error::NoSuchModel`],
+    /// [`Error::Unsupported`].
+    pub fn old_snapshot(&self, model: &str, version: Version) -> Result<Snapshot> {
+        let index = self.index_of(model)?;
+        let found = self.transport.old_snapshot(index, version)?;
+        found.ok_or_else(|| Error::NoSuchVersion {
+            model: self.setup.models[index].prepared.id.clone(),
+            asked: version,
+            newest: self.transport.version(index),
+        })
+    }
+
+    /// Makes the digest of the version that was sent to all last, and stores it
+    /// where workers find it: of the first model, if there are several.
+    ///
+    /// # Errors
+    ///
+    /// As [`snapshot`](Self::snapshot).
     pub fn digest(&self) -> Result<Digest> {
-        let snapshot = self.writer.snapshot()?;
-        let snapshot = snapshot.unwrap_or_else(|| unreachable!("a connected sender has published"));
+        let snapshot = self.snapshot()?;
         let digest = snapshot.digest();
         snapshot.publish_digest(digest);
         Ok(digest)
     }
 
-    pub(crate) fn publish(
-        &mut self,
-        weights: &impl WeightExtractor,
-        deadline: weightsync_mem::Deadline,
+    /// Shuts down: what dropping it does, by name.
+    pub fn shutdown(self) {}
+
+    /// Whether the scheme has workers to wait for.
+    pub(crate) fn has_workers(&self) -> bool {
+        self.setup.scheme.capabilities().weights
+    }
+
+    fn own_view(&self, model: usize) -> Result<Snapshot> {
+        let held = self.transport.snapshot(model, &Targets::All)?;
+        // `connect` publishes before it returns a sender.
+        held.ok_or_else(|| Error::Unsupported {
+            what: "reading back what was sent",
+            scheme: self.setup.scheme.to_string(),
+        })
+    }
+
+    fn index_of(&self, model: &str) -> Result<usize> {
+        let found = self.models().position(|id| id.as_str() == model);
+        found.ok_or_else(|| Error::NoSuchModel {
+            model: model.into(),
+            known: self.models().cloned().collect(),
+        })
+    }
+
+    fn times(&self, options: &SendOptions) -> (Instant, Deadline) {
+        let since = Instant::now();
+        let deadline = options.deadline.unwrap_or(self.setup.deadline);
+        (since, since.checked_add(deadline))
+    }
+
+    fn need(
+        &self,
+        what: &'static str,
+        can: impl FnOnce(&crate::transport::Capabilities) -> bool,
     ) -> Result<()> {
-        let Self {
-            setup,
-            writer,
-            digest,
-            ..
-        } = self;
-        let version = writer.version().next();
-        if let Some(sources) = known_bytes(setup, weights) {
-            let mut loan = writer.loan(deadline)?;
-            loan.write(&sources, setup.copy)?;
-            order_digest(loan.publish(version)?, digest.as_ref());
+        if can(&self.setup.scheme.capabilities()) {
             return Ok(());
         }
-        let mut writer = Some(writer);
-        let mut written = None;
-        weights.extract(&mut |tensors| {
-            let writer = writer.take().ok_or_else(|| lent(setup, "more than once"))?;
-            // Wrong weights are refused before a slot is waited for, or made.
-            let loan = match as_they_lie(setup, tensors) {
-                Some(sources) => {
-                    let mut loan = writer.loan(deadline)?;
-                    loan.write(&sources, setup.copy)?;
-                    loan
+        Err(Error::Unsupported {
+            what,
+            scheme: self.setup.scheme.to_string(),
+        })
+    }
+
+    /// Makes way for one more asynchronous send, or says that one is pending.
+    fn make_way(&mut self, until: Deadline) -> Result<()> {
+        while let Some(oldest) = self.flying.front() {
+            if oldest.is_settled()? {
+                self.flying.pop_front();
+                continue;
+            }
+            let version = oldest.version();
+            let (allowed, wait) = match self.setup.pending {
+                Pending::Refuse => (1, false),
+                Pending::Queue(bound) => (usize::from(bound.max(1)), true),
+            };
+            if self.flying.len() < allowed {
+                return Ok(());
+            }
+            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            if !wait || left.is_some_and(|left| left.is_zero()) {
+                return Err(Error::SendPending { version, allowed });
+            }
+            oldest.wait(left)?;
+        }
+        Ok(())
+    }
+
+    /// Publishes in one step what is to be sent.
+    fn publish(
+        &mut self,
+        members: Members<'_>,
+        options: &SendOptions,
+        since: Instant,
+        until: Deadline,
+    ) -> Result<Flight> {
+        if options.targets != Targets::All {
+            self.need("a send to some workers", |can| can.subsets)?;
+        }
+        let registered: Vec<_> = self.setup.registered();
+        let sources: Vec<_> = registered
+            .iter()
+            .map(|source| source.as_deref().map(|source| source as &dyn WeightExtractor))
+            .collect();
+        let ids: Vec<_> = self.models().cloned().collect();
+        let resolved = resolve(members, options.model.as_deref(), &ids, &sources)?;
+        if resolved.len() > 1 {
+            self.need("several models at once", |can| can.sets)?;
+        }
+        let bytes = resolved.iter().map(|(index, _)| {
+            let layout = &self.setup.models[*index].prepared.layout;
+            layout.payload_bytes()
+        });
+        let bytes = bytes.sum();
+        let (outstanding, partial) = self.stage_and_publish(&resolved, options, until)?;
+        let versions = outstanding.versions().iter();
+        Ok(Flight {
+            versions: versions
+                .map(|(index, version)| (ids[*index].clone(), *version))
+                .collect(),
+            outstanding: vec![outstanding],
+            bytes,
+            partial,
+            since,
+            copied: since.elapsed(),
+            settled: Mutex::new(Vec::new()),
+        })
+    }
+
+    fn stage_and_publish(
+        &mut self,
+        resolved: &Resolved<'_>,
+        options: &SendOptions,
+        until: Deadline,
+    ) -> Result<(Box<dyn Outstanding>, Option<Vec<String>>)> {
+        let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
+        let mut bases = Vec::new();
+        if options.partial {
+            for index in &indices {
+                let base = self.transport.snapshot(*index, &options.targets)?;
+                bases.push(base.ok_or_else(|| Error::NothingToKeep {
+                    model: self.setup.models[*index].prepared.id.clone(),
+                })?);
+            }
+        }
+        let mut carried: Option<Vec<String>> = None;
+        let mut transport = Some(&mut *self.transport);
+        let mut staging: Option<Box<dyn Staging + '_>> = None;
+        for (place, (index, weights)) in resolved.iter().enumerate() {
+            let prepared = &self.setup.models[*index].prepared;
+            let copy = self.setup.copy;
+            let mut take = |sources: &[crate::transport::Source<'_>]| {
+                // The room for all models, once the first is found to be right.
+                if let Some(transport) = transport.take() {
+                    staging = Some(transport.stage(&indices, until)?);
                 }
-                None => {
-                    let ordered = in_order(setup, tensors)?;
-                    let mut loan = writer.loan(deadline)?;
-                    write_converted(&mut loan, setup, &ordered)?;
-                    loan
+                match &mut staging {
+                    Some(staging) => staging.write(*index, sources, copy),
+                    None => Ok(()),
                 }
             };
-            written = Some(loan);
-            Ok(())
-        })?;
-        // Only now is it known that the source has nothing to object.
-        let loan = written.ok_or_else(|| lent(setup, "not at all"))?;
-        order_digest(loan.publish(version)?, digest.as_ref());
-        Ok(())
+            match bases.get(place) {
+                None => publish::whole(prepared, *weights, &mut take)?,
+                Some(base) => {
+                    let names = publish::partial(prepared, *weights, base, &mut take)?;
+                    carried.get_or_insert_default().extend(names);
+                }
+            }
+        }
+        drop(bases);
+        let Some(mut staging) = staging else {
+            return Err(Error::EmptySet);
+        };
+        if let Some(version) = options.version {
+            for index in &indices {
+                staging.number(*index, version)?;
+            }
+        }
+        Ok((staging.publish(&options.targets)?, carried))
     }
 }
 
-/// A slot lent to the trainer's own extraction; see [`Sender::loan`].
+/// Room lent to the trainer's own extraction; see [`Sender::loan`].
 ///
 /// Dropped without [`publish`](Self::publish), nothing has happened.
 #[derive(Debug)]
 pub struct Loan<'a> {
-    slot: weightsync_mem::Loan<'a>,
-    setup: &'a SenderSetup,
-    digest: Option<&'a DigestThread>,
-    version: Version,
+    staging: Box<dyn Staging + 'a>,
+    model: usize,
+    prepared: &'a Prepared,
+    deadline: Duration,
     since: Instant,
 }
 
 impl Loan<'_> {
     /// The tensors to write.
     pub fn layout(&self) -> &Layout {
-        &self.setup.layout
+        &self.prepared.layout
     }
 
     /// One tensor's place: contiguous, row-major, little-endian. It holds bytes
@@ -231,7 +515,7 @@ impl Loan<'_> {
     ///
     /// [`Error::NoSuchTensor`].
     pub fn tensor_mut(&mut self, name: &str) -> Result<&mut [u8]> {
-        let layout = &self.setup.layout;
+        let layout = &self.prepared.layout;
         let index = layout.index_of(name).ok_or_else(|| Error::NoSuchTensor {
             name: name.into(),
             known: layout
@@ -240,13 +524,13 @@ impl Loan<'_> {
                 .map(|tensor| tensor.name.clone())
                 .collect(),
         })?;
-        Ok(self.slot.tensor_mut(index))
+        Ok(self.staging.tensor_mut(self.model, index))
     }
 
     /// Every tensor's place in layout order, to be written in any order and
     /// from any number of threads.
     pub fn tensors_mut(&mut self) -> Vec<&mut [u8]> {
-        self.slot.tensors_mut()
+        self.staging.tensors_mut(self.model)
     }
 
     /// Makes what was written the next version and waits until every worker has
@@ -257,191 +541,36 @@ impl Loan<'_> {
     /// Those of the memory. As after a [`send`](Sender::send), the version is
     /// live all the same if it was the wait for the workers that failed.
     pub fn publish(self) -> Result<Report> {
-        let deadline = self.setup.deadline;
-        self.publish_and(WaitFor::Applied, deadline)
+        self.publish_with(&SendOptions::new())
     }
 
-    /// As [`publish`](Self::publish), waiting as far and as long as is said
-    /// here; the time since the slot was lent counts.
+    /// As [`publish`](Self::publish), to the workers, as far and as long as the
+    /// options say; the time since the room was lent counts.
     ///
     /// # Errors
     ///
     /// As [`publish`](Self::publish).
-    pub fn publish_and(self, wait: WaitFor, deadline: Duration) -> Result<Report> {
-        let Self {
-            slot,
-            setup,
-            digest,
-            version,
-            since,
-        } = self;
-        let writer = slot.publish(version)?;
-        order_digest(writer, digest);
-        report(writer, setup, since, wait, deadline)
-    }
-}
-
-/// An extractor that breaks its guarantee.
-fn lent(setup: &SenderSetup, how_often: &str) -> Error {
-    Error::Extract {
-        name: format!("every tensor of {}", setup.model),
-        source: format!(
-            "its extractor lent the tensors {how_often}: it must call `take` once, and pass on what that returns"
-        )
-        .into(),
-    }
-}
-
-/// Has the digest of what was just published made, where that is wanted. The
-/// version is live: it may have to do without a digest, but nothing has failed.
-fn order_digest(writer: &Writer, thread: Option<&DigestThread>) {
-    let Some(thread) = thread else { return };
-    match writer.snapshot() {
-        Ok(Some(snapshot)) => thread.digest_next(snapshot),
-        Ok(None) => {}
-        Err(error) => {
-            tracing::warn!(version = %writer.version(), %error, "no digest is made of this version");
+    pub fn publish_with(mut self, options: &SendOptions) -> Result<Report> {
+        let until = self
+            .since
+            .checked_add(options.deadline.unwrap_or(self.deadline));
+        if let Some(version) = options.version {
+            self.staging.number(self.model, version)?;
         }
-    }
-}
-
-/// Waits as far as wanted, and says what became of the version published last.
-fn report(
-    writer: &mut Writer,
-    setup: &SenderSetup,
-    since: Instant,
-    wait: WaitFor,
-    deadline: Duration,
-) -> Result<Report> {
-    let copied = since.elapsed();
-    let version = writer.version();
-    let workers = match wait {
-        WaitFor::Sent => Vec::new(),
-        WaitFor::Applied => writer.wait_applied(version, since.checked_add(deadline))?,
-    };
-    Ok(Report {
-        model: setup.model.clone(),
-        version,
-        bytes: setup.layout.payload_bytes(),
-        copied,
-        took: since.elapsed(),
-        workers: workers.into_iter().map(Into::into).collect(),
-    })
-}
-
-/// The bytes of every tensor of a source that knows it has the setup's layout,
-/// where nothing is to be cast.
-fn known_bytes<'a>(
-    setup: &SenderSetup,
-    weights: &'a impl WeightExtractor,
-) -> Option<Vec<Source<'a>>> {
-    if setup.source != setup.layout {
-        return None;
-    }
-    let bytes = weights.plain_bytes(&setup.source, Asked(()))?;
-    let specs = setup.layout.tensors();
-    // The copy relies on it.
-    let fits = |(bytes, spec): (&&[u8], &TensorSpec)| bytes.len() as u64 == spec.range.len;
-    let all = bytes.len() == specs.len() && bytes.iter().zip(specs).all(fits);
-    all.then(|| bytes.into_iter().map(Source::Bytes).collect())
-}
-
-/// The bytes of every tensor, if they are those of the setup, in its order, and
-/// need no more than a copy.
-fn as_they_lie<'a>(setup: &SenderSetup, tensors: &[Extracted<'a>]) -> Option<Vec<Source<'a>>> {
-    let expected = setup.source.tensors();
-    if tensors.len() != expected.len() {
-        return None;
-    }
-    let mut sources = Vec::with_capacity(tensors.len());
-    for ((got, expected), spec) in tensors.iter().zip(expected).zip(setup.layout.tensors()) {
-        if !is_as_expected(got, expected) {
-            return None;
-        }
-        let bytes = as_it_lies(&got.data, spec.dtype)?;
-        // The copy relies on it.
-        if bytes.len() as u64 != spec.range.len {
-            return None;
-        }
-        sources.push(Source::Bytes(bytes));
-    }
-    Some(sources)
-}
-
-/// Writes tensors that come in another order, are to be cast, or do not lie
-/// side by side in memory.
-fn write_converted(
-    loan: &mut weightsync_mem::Loan<'_>,
-    setup: &SenderSetup,
-    ordered: &[&TensorData<'_>],
-) -> Result<()> {
-    let specs = setup.layout.tensors();
-    let fills: Vec<_> = ordered
-        .iter()
-        .zip(specs)
-        .map(|(data, spec)| |place: &mut [u8]| data.write_into(place, spec.dtype))
-        .collect();
-    let sources: Vec<_> = ordered
-        .iter()
-        .zip(&fills)
-        .zip(specs)
-        .map(|((data, fill), spec)| match as_it_lies(data, spec.dtype) {
-            Some(bytes) => Source::Bytes(bytes),
-            None => Source::Fill(fill),
-        })
-        .collect();
-    Ok(loan.write(&sources, setup.copy)?)
-}
-
-fn is_as_expected(got: &Extracted<'_>, expected: &TensorSpec) -> bool {
-    got.name == expected.name
-        && got.data.dtype() == expected.dtype
-        && got.data.shape() == expected.shape
-}
-
-/// The tensors in the order of the layout, if they are those of the setup.
-fn in_order<'a, 'b>(
-    setup: &SenderSetup,
-    tensors: &'a [Extracted<'b>],
-) -> Result<Vec<&'a TensorData<'b>>> {
-    let expected = setup.source.tensors();
-    let same = tensors.len() == expected.len()
-        && tensors
-            .iter()
-            .zip(expected)
-            .all(|(got, expected)| is_as_expected(got, expected));
-    if same {
-        return Ok(tensors.iter().map(|tensor| &tensor.data).collect());
-    }
-    // Another order is fine; anything else is named in full.
-    let specs = tensors.iter().map(|tensor| {
-        (
-            tensor.name.to_owned(),
-            tensor.data.dtype(),
-            tensor.data.shape().to_vec(),
-        )
-    });
-    let got = Layout::new(specs)?;
-    if let Err(mismatch) = Layout::compare(&setup.source, &got)
-        && !mismatch.is_order_alone()
-    {
-        let model = setup.model.clone();
-        return Err(Error::WrongWeights {
-            model,
-            mismatch: Box::new(mismatch),
-        });
-    }
-    let place = |name: &str| got.index_of(name).map(|index| &tensors[index].data);
-    Ok(expected
-        .iter()
-        .filter_map(|spec| place(&spec.name))
-        .collect())
-}
-
-/// The bytes, if they need no more than a copy.
-fn as_it_lies<'a>(data: &TensorData<'a>, dtype: Dtype) -> Option<&'a [u8]> {
-    match data {
-        TensorData::InMemory(tensor) if tensor.dtype() == dtype => tensor.contiguous_bytes(),
-        _ => None,
+        let outstanding = self.staging.publish(&options.targets)?;
+        let version = outstanding
+            .versions()
+            .first()
+            .map_or(Version::NONE, |(_, version)| *version);
+        let flight = Flight {
+            versions: vec![(self.prepared.id.clone(), version)],
+            outstanding: vec![outstanding],
+            bytes: self.prepared.layout.payload_bytes(),
+            partial: None,
+            since: self.since,
+            copied: self.since.elapsed(),
+            settled: Mutex::new(Vec::new()),
+        };
+        flight.settle(options.wait, until)
     }
 }

@@ -1,17 +1,24 @@
 //! The trainer's first phase: everything is decided, nothing is communicated.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Dtype, Layout, ModelId, WorkerId};
-use weightsync_mem::{CopyOptions, ReaderStatus, SegmentOptions, WaitStyle, Writer};
+use weightsync_mem::{CopyOptions, WaitStyle};
 
-use crate::digest::DigestThread;
+use crate::attributes::Attributes;
 use crate::error::{Error, Result};
 use crate::extract::{WeightExtractor, cast_layout};
 use crate::init_info::InitInfo;
-use crate::run_dir::{self, Place};
+use crate::options::SendOptions;
+use crate::publish::Prepared;
+use crate::report::{WaitFor, WorkerStatus};
+use crate::run_dir;
+use crate::scheme::AnyScheme;
 use crate::sender::Sender;
+use crate::transport::{Endpoint, ModelSpec, Opening, TransferOptions};
+use crate::weights::Weights;
 
 /// Which workers [`SenderSetup::connect`] waits for. Others may join later.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,6 +76,21 @@ pub enum DigestPolicy {
     Background,
 }
 
+/// What becomes of an asynchronous send while an earlier one is on its way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Pending {
+    /// It is refused with [`Error::SendPending`].
+    #[default]
+    Refuse,
+    /// At most so many (at least 1) are on their way; one more waits for the
+    /// oldest until its deadline.
+    Queue(u8),
+}
+
+/// A source of weights that the sender keeps.
+type Source = Arc<dyn WeightExtractor + Send + Sync>;
+
 /// The first phase at the trainer: everything is decided, nothing has been
 /// communicated.
 ///
@@ -85,17 +107,23 @@ pub enum DigestPolicy {
 /// println!("{}", sender.send(&weights)?);
 /// # Ok::<(), weightsync::Error>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct SenderSetup {
-    pub(crate) model: ModelId,
-    pub(crate) source: Layout,
-    pub(crate) layout: Layout,
-    place: Place,
+    pub(crate) models: Vec<Model>,
+    pub(crate) scheme: AnyScheme,
+    at: Endpoint,
     run_dir: Option<PathBuf>,
-    segment: SegmentOptions,
+    transfer: TransferOptions,
     pub(crate) copy: CopyOptions,
-    digest: DigestPolicy,
+    pub(crate) pending: Pending,
     pub(crate) deadline: Duration,
+}
+
+/// One model of the set.
+#[derive(Clone)]
+pub(crate) struct Model {
+    pub(crate) prepared: Prepared,
+    source: Option<Source>,
 }
 
 impl SenderSetup {
@@ -106,20 +134,82 @@ impl SenderSetup {
     ///
     /// If the model's name is empty or longer than 255 bytes, or the source has
     /// tensors that no layout can have.
-    pub fn new(model: &str, source: &impl WeightExtractor) -> Result<Self> {
-        let model = ModelId::new(model)?;
-        let layout = source.layout()?;
+    pub fn new(model: &str, source: &dyn WeightExtractor) -> Result<Self> {
+        let model = Model::new(model, source)?;
+        let scheme = AnyScheme::default();
         Ok(Self {
-            place: run_dir::anonymous(&model)?,
-            model,
-            source: layout.clone(),
-            layout,
+            at: scheme.scheme().place(&[model.prepared.id.clone()], None)?,
+            models: vec![model],
+            scheme,
             run_dir: None,
-            segment: SegmentOptions::default(),
+            transfer: TransferOptions::default(),
             copy: CopyOptions::default(),
-            digest: DigestPolicy::default(),
+            pending: Pending::default(),
             deadline: Duration::from_secs(60),
         })
+    }
+
+    /// Adds a model that the same workers run: the models of one sender belong
+    /// to one run, can be sent one by one, and several that are sent at once
+    /// flip together on each worker.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), and [`Error::SameModelTwice`].
+    pub fn and(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
+        let model = Model::new(model, source)?;
+        let id = &model.prepared.id;
+        if self.models.iter().any(|other| other.prepared.id == *id) {
+            return Err(Error::SameModelTwice { model: id.clone() });
+        }
+        self.models.push(model);
+        self.placed()
+    }
+
+    /// Keeps a source of a model's weights, for sends of what is
+    /// [`Registered`](crate::Registered): a model the trainer shares, such as an
+    /// `Arc<RwLock<Tensors>>`. It is read during such sends only.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchModel`] if it was not set up before,
+    /// [`Error::WrongWeights`] if it is another model.
+    pub fn register(
+        mut self,
+        model: &str,
+        source: impl WeightExtractor + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let known: Vec<_> = self.ids();
+        let found = self
+            .models
+            .iter_mut()
+            .find(|one| one.prepared.id.as_str() == model);
+        let found = found.ok_or_else(|| Error::NoSuchModel {
+            model: model.into(),
+            known,
+        })?;
+        found.source = Some(Arc::new(source));
+        Ok(self)
+    }
+
+    /// How the weights travel: shared memory unless this says otherwise.
+    ///
+    /// ```
+    /// use weightsync::{AnyScheme, MultiProcess, SenderSetup, Tensors};
+    ///
+    /// let mut weights = Tensors::new();
+    /// weights.insert("bias", [1], [0.5_f32])?;
+    /// SenderSetup::new("policy", &weights)?.scheme(MultiProcess::default())?;
+    /// SenderSetup::new("policy", &weights)?.scheme("none".parse::<AnyScheme>()?)?;
+    /// # Ok::<(), weightsync::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If the scheme finds no place for the models.
+    pub fn scheme(mut self, scheme: impl Into<AnyScheme>) -> Result<Self> {
+        self.scheme = scheme.into();
+        self.placed()
     }
 
     /// Sends floating-point tensors as `dtype` (F64, F32, F16 or BF16), cast in
@@ -129,7 +219,9 @@ impl SenderSetup {
     ///
     /// [`Error::Extract`] for any other dtype.
     pub fn cast(mut self, dtype: Dtype) -> Result<Self> {
-        self.layout = cast_layout(&self.source, Some(dtype))?;
+        for Model { prepared, .. } in &mut self.models {
+            prepared.layout = cast_layout(&prepared.source, Some(dtype))?;
+        }
         Ok(self)
     }
 
@@ -147,24 +239,32 @@ impl SenderSetup {
     /// to another user, or is open to others; [`Error::FileLocked`] if another
     /// process keeps the key locked for 10 s.
     pub fn run_dir(mut self, dir: impl Into<PathBuf>) -> Result<Self> {
-        let dir = dir.into();
-        self.place = run_dir::at(&dir, &self.model)?;
-        self.run_dir = Some(dir);
-        Ok(self)
+        self.run_dir = Some(dir.into());
+        self.placed()
     }
 
-    /// How many versions there is room for: `slots` from the beginning (at
-    /// least 2), growing to `max_slots` when workers hold so many. With both
-    /// equal, a send waits instead, and fails by its deadline.
+    /// How many versions of each model there is room for: `slots` from the
+    /// beginning (at least 2), growing to `max_slots` when workers hold so many.
+    /// With both equal, a send waits instead, and fails by its deadline.
+    ///
+    /// Versions that the sender itself keeps apart (for some workers, held ones,
+    /// queues, the history) get their room beside that.
     pub fn slots(mut self, slots: u8, max_slots: u8) -> Self {
-        self.segment.slots = slots;
-        self.segment.max_slots = max_slots;
+        self.transfer.slots = slots;
+        self.transfer.max_slots = max_slots;
+        self
+    }
+
+    /// How many older versions of each model are kept, for workers that ask for
+    /// one and to go back to (none by default). Each takes a slot.
+    pub fn history(mut self, versions: u8) -> Self {
+        self.transfer.history = versions;
         self
     }
 
     /// How the sender waits for its workers.
     pub fn wait_style(mut self, wait: WaitStyle) -> Self {
-        self.segment.wait = wait;
+        self.transfer.wait = wait;
         self
     }
 
@@ -184,7 +284,13 @@ impl SenderSetup {
 
     /// When the digest of a version is made.
     pub fn digest(mut self, policy: DigestPolicy) -> Self {
-        self.digest = policy;
+        self.transfer.digest = policy;
+        self
+    }
+
+    /// What becomes of an asynchronous send while an earlier one is on its way.
+    pub fn pending(mut self, pending: Pending) -> Self {
+        self.pending = pending;
         self
     }
 
@@ -198,37 +304,34 @@ impl SenderSetup {
 
     /// What workers need to join.
     pub fn init_info(&self) -> InitInfo {
-        let Place {
-            address,
-            secret,
-            restarts,
-        } = self.place.clone();
         InitInfo {
-            model: self.model.clone(),
-            address,
-            secret,
-            restarts,
+            scheme: self.scheme.to_string(),
+            models: self.ids(),
+            at: self.at.clone(),
         }
     }
 
-    /// The tensors as workers will see them.
+    /// The tensors as workers will see them: of the first model, if there are
+    /// several.
     pub fn layout(&self) -> &Layout {
-        &self.layout
+        &self.models[0].prepared.layout
     }
 
-    /// The rendez-vous: makes the shared memory, publishes `weights` as the
-    /// first version, and waits until the expected workers have loaded it. One
-    /// that has left again by then is not there and does not count.
+    /// The rendez-vous: makes room, publishes `weights` as the first version,
+    /// and waits until the expected workers have loaded it. One that has left
+    /// again by then is not there and does not count.
+    ///
+    /// Every model of the set needs its first weights here.
     ///
     /// # Errors
     ///
     /// [`Error::MissingWorkers`] at the deadline, [`Error::Refused`] as soon as
-    /// a worker says that the model does not fit its own,
-    /// [`Error::WrongWeights`], [`Error::File`] and [`Error::FileLocked`] of the
-    /// run directory, and those of the memory.
+    /// a worker says that a model does not fit its own,
+    /// [`Error::WrongWeights`], [`Error::MissingModels`], [`Error::File`] and
+    /// [`Error::FileLocked`] of the run directory, and those of the transport.
     pub fn connect(
         self,
-        weights: &impl WeightExtractor,
+        weights: &(impl Weights + ?Sized),
         expect: Expect,
         deadline: Duration,
     ) -> Result<Sender> {
@@ -238,30 +341,41 @@ impl SenderSetup {
             Some(dir) => run_dir::next_run(dir, until)?,
             None => run_dir::anonymous_run()?,
         };
-        let Place {
-            address, secret, ..
-        } = &self.place;
-        let writer = Writer::create(address, *secret, run, &self.layout, self.segment)?;
-        let digest = match self.digest {
-            DigestPolicy::OnRequest => None,
-            DigestPolicy::Background => Some(DigestThread::start()?),
-        };
-        let model = self.model.clone();
-        let mut sender = Sender::new(self, writer, run, digest);
-        sender.publish(weights, until)?;
-        let joined = |readers: &[ReaderStatus]| -> Vec<WorkerId> {
-            let ready = readers.iter().filter(|reader| !reader.applied.is_none());
-            ready.map(|reader| reader.worker).collect()
-        };
-        sender.writer().wait_readers(until, |readers, rejected| {
-            let hopeless = rejected.iter().any(|worker| expect.includes(*worker));
-            hopeless || expect.met_by(&joined(readers))
+        let specs: Vec<_> = self.models.iter().map(Model::spec).collect();
+        let transport = self.scheme.scheme().open(&Opening {
+            at: &self.at,
+            run,
+            models: &specs,
+            options: self.transfer,
         })?;
-        let joined = joined(&sender.writer().readers());
-        let met = expect.met_by(&joined);
+        let model = self.name();
+        let ids = self.ids();
+        let mut sender = Sender::new(self, transport, run);
+        let first = SendOptions::new().wait(WaitFor::Sent).deadline(deadline);
+        let report = sender.send_with(weights, &first)?;
+        let without: Vec<_> = ids
+            .into_iter()
+            .filter(|id| !report.versions.iter().any(|(sent, _)| sent == id))
+            .collect();
+        if !without.is_empty() {
+            return Err(Error::MissingModels { missing: without });
+        }
+        let joined = |workers: &[WorkerStatus]| -> Vec<WorkerId> {
+            let ready = workers.iter().filter(|worker| worker.is_ready());
+            ready.map(|worker| worker.worker).collect()
+        };
+        let there = sender
+            .transport()
+            .wait_workers(until, &mut |workers, rejected| {
+                let hopeless = rejected.iter().any(|worker| expect.includes(*worker));
+                hopeless || expect.met_by(&joined(workers))
+            })?;
+        let joined = joined(&sender.workers());
+        // A scheme without workers has them all.
+        let met = expect.met_by(&joined) || (there && !sender.has_workers());
         // A worker that was not asked for and does not fit costs nobody else.
         if !met {
-            let mut refusals = sender.writer().take_rejected();
+            let mut refusals = sender.transport().take_rejected();
             refusals.retain(|(worker, _)| expect.includes(*worker));
             if !refusals.is_empty() {
                 return Err(Error::Refused { model, refusals });
@@ -276,5 +390,73 @@ impl SenderSetup {
         }
         tracing::debug!(model = %model, %run, workers = expect.len(), "connected");
         Ok(sender)
+    }
+
+    /// The sources that were registered, in the set's order.
+    pub(crate) fn registered(&self) -> Vec<Option<Source>> {
+        self.models.iter().map(|model| model.source.clone()).collect()
+    }
+
+    /// Whether a model of that name was set up.
+    pub(crate) fn has(&self, model: &str) -> bool {
+        self.models
+            .iter()
+            .any(|one| one.prepared.id.as_str() == model)
+    }
+
+    /// The first model's name, for errors about the set.
+    fn name(&self) -> ModelId {
+        self.models[0].prepared.id.clone()
+    }
+
+    fn ids(&self) -> Vec<ModelId> {
+        self.models
+            .iter()
+            .map(|model| model.prepared.id.clone())
+            .collect()
+    }
+
+    /// Finds the place anew, after something it depends on has changed.
+    fn placed(mut self) -> Result<Self> {
+        self.at = self
+            .scheme
+            .scheme()
+            .place(&self.ids(), self.run_dir.as_deref())?;
+        Ok(self)
+    }
+}
+
+impl Model {
+    fn new(id: &str, source: &dyn WeightExtractor) -> Result<Self> {
+        let id = ModelId::new(id)?;
+        let (layout, attributes) = Attributes::of(source)?;
+        Ok(Self {
+            prepared: Prepared {
+                id,
+                source: layout.clone(),
+                layout,
+                attributes,
+            },
+            source: None,
+        })
+    }
+
+    fn spec(&self) -> ModelSpec {
+        ModelSpec {
+            id: self.prepared.id.clone(),
+            layout: self.prepared.layout.clone(),
+            attributes: self.prepared.attributes.clone(),
+        }
+    }
+}
+
+impl std::fmt::Debug for SenderSetup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SenderSetup")
+            .field("models", &self.ids())
+            .field("scheme", &self.scheme)
+            .field("at", &self.at)
+            .field("run_dir", &self.run_dir)
+            .finish_non_exhaustive()
     }
 }

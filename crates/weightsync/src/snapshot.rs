@@ -1,28 +1,112 @@
 //! What a worker holds: one whole version.
 
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
 
-use weightsync_core::{Digest, Layout, ModelId, Run, Version};
+use weightsync_core::{Digest, Layout, ModelId, Run, TensorRef, Version};
 
+use crate::attributes::Attributes;
 use crate::error::{Error, Result};
+use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
 use crate::load::TensorView;
 use crate::safetensors_file;
 use crate::tensors::{Element, typed};
+use crate::transport::{Image, ModelSpec};
 
 /// One whole version of a model, read in place.
 ///
 /// **Guarantee.** It does not change while it (or a clone) is held, whatever
-/// the sender does and also after its death. Holding one costs the sender one
-/// slot; a worker that wants its own copy loads it and lets go.
+/// the sender does and also after its death. One that was taken from shared
+/// memory costs the sender a slot for as long; a worker that wants a copy of
+/// its own loads it, or [copies](Self::to_owned_copy) it, and lets go.
+///
+/// It can be sent again: by a worker that feeds workers of its own, or by a
+/// trainer that goes back to it.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     model: ModelId,
-    held: weightsync_mem::Snapshot,
+    attributes: Arc<Attributes>,
+    held: Held,
+}
+
+/// Where its bytes are.
+#[derive(Clone, Debug)]
+enum Held {
+    /// In a slot of shared memory.
+    Slot(weightsync_mem::Snapshot),
+    /// In this process.
+    Own(Arc<Own>),
+}
+
+/// A version in this process's own memory.
+#[derive(Debug)]
+struct Own {
+    image: Image,
+    run: Run,
+    version: Version,
+    published: OnceLock<Digest>,
 }
 
 impl Snapshot {
-    pub(crate) fn new(model: ModelId, held: weightsync_mem::Snapshot) -> Self {
-        Self { model, held }
+    /// A version that a transport has received, verified, and holds in memory
+    /// of this process.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongImage`] if the image has another layout than the model.
+    pub fn received(model: &ModelSpec, run: Run, version: Version, image: Image) -> Result<Self> {
+        if image.layout() != &model.layout {
+            return Err(Error::WrongImage {
+                expected: model.layout.bytes(),
+                got: image.layout().bytes(),
+            });
+        }
+        Ok(Self {
+            model: model.id.clone(),
+            attributes: Arc::new(model.attributes.clone()),
+            held: Held::Own(Arc::new(Own {
+                image,
+                run,
+                version,
+                published: OnceLock::new(),
+            })),
+        })
+    }
+
+    pub(crate) fn of_slot(
+        model: ModelId,
+        attributes: Arc<Attributes>,
+        slot: weightsync_mem::Snapshot,
+    ) -> Self {
+        Self {
+            model,
+            attributes,
+            held: Held::Slot(slot),
+        }
+    }
+
+    /// The same version in memory of this process: it costs the sender nothing
+    /// any more, once the original is dropped.
+    pub fn to_owned_copy(&self) -> Self {
+        let Held::Slot(slot) = &self.held else {
+            return self.clone();
+        };
+        let image = Image::from_bytes(slot.layout(), slot.bytes());
+        let image = image.unwrap_or_else(|_| unreachable!("a snapshot has its layout's length"));
+        let published = OnceLock::new();
+        if let Some(digest) = slot.published_digest() {
+            let _ = published.set(digest);
+        }
+        Self {
+            model: self.model.clone(),
+            attributes: self.attributes.clone(),
+            held: Held::Own(Arc::new(Own {
+                image,
+                run: slot.run(),
+                version: slot.version(),
+                published,
+            })),
+        }
     }
 
     /// The model it is of.
@@ -32,37 +116,53 @@ impl Snapshot {
 
     /// Its number in the run.
     pub fn version(&self) -> Version {
-        self.held.version()
+        match &self.held {
+            Held::Slot(slot) => slot.version(),
+            Held::Own(own) => own.version,
+        }
     }
 
     /// The run it belongs to.
     pub fn run(&self) -> Run {
-        self.held.run()
+        match &self.held {
+            Held::Slot(slot) => slot.run(),
+            Held::Own(own) => own.run,
+        }
     }
 
-    /// Names, dtypes and shapes.
+    /// Names, dtypes and shapes of the tensors that travel; a tied tensor is
+    /// one of them.
     pub fn layout(&self) -> &Layout {
-        self.held.layout()
+        match &self.held {
+            Held::Slot(slot) => slot.layout(),
+            Held::Own(own) => own.image.layout(),
+        }
     }
 
-    /// One tensor.
+    /// What is known of the model beside its layout: tied tensors, buffers,
+    /// extra state.
+    pub fn attributes(&self) -> &Attributes {
+        &self.attributes
+    }
+
+    /// One tensor, by its name or by one it is tied to.
     ///
     /// # Errors
     ///
     /// [`Error::NoSuchTensor`].
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
-        let index = self
-            .layout()
+        let layout = self.layout();
+        let index = layout
             .index_of(name)
-            .ok_or_else(|| Error::NoSuchTensor {
-                name: name.into(),
-                known: self
-                    .layout()
-                    .tensors()
-                    .iter()
-                    .map(|tensor| tensor.name.clone())
-                    .collect(),
-            })?;
+            .or_else(|| layout.index_of(self.attributes.tied_to(name)?));
+        let index = index.ok_or_else(|| Error::NoSuchTensor {
+            name: name.into(),
+            known: layout
+                .tensors()
+                .iter()
+                .map(|tensor| tensor.name.clone())
+                .collect(),
+        })?;
         Ok(self.view(index))
     }
 
@@ -76,30 +176,57 @@ impl Snapshot {
         typed(name, view.dtype(), view.bytes())
     }
 
-    /// Every tensor, in layout order.
+    /// Every tensor, in layout order; tied ones once.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = TensorView<'_>> {
         (0..self.layout().len()).map(|index| self.view(index))
     }
 
+    /// Every tensor under every name it has: tied ones as often as they have
+    /// names.
+    pub fn logical_tensors(&self) -> Vec<TensorView<'_>> {
+        self.attributes.expand(self.tensors().collect())
+    }
+
+    /// The tensors as a model has them: tied ones under every name.
+    ///
+    /// # Errors
+    ///
+    /// If the sender's ties make no layout.
+    pub fn logical_layout(&self) -> Result<Layout> {
+        self.attributes.logical_layout(self.layout())
+    }
+
     /// The digest of the bytes as this process sees them: one pass over them.
     pub fn digest(&self) -> Digest {
-        self.held.digest()
+        match &self.held {
+            Held::Slot(slot) => slot.digest(),
+            Held::Own(own) => {
+                let digest = Digest::of(own.image.layout(), own.image.bytes());
+                digest.unwrap_or_else(|_| unreachable!("an image has its layout's length"))
+            }
+        }
     }
 
     /// The digest as the sender saw them, if it has made it (see
     /// [`SenderSetup::digest`](crate::SenderSetup::digest)).
     pub fn published_digest(&self) -> Option<Digest> {
-        self.held.published_digest()
+        match &self.held {
+            Held::Slot(slot) => slot.published_digest(),
+            Held::Own(own) => own.published.get().copied(),
+        }
     }
 
     /// Compares the bytes with the checksums the sender made while it copied.
-    /// False if it was not asked to make any.
+    /// False if it was not asked to make any, or if this is a copy.
     ///
     /// # Errors
     ///
     /// Naming the first chunk that differs.
     pub fn verify_checksums(&self) -> Result<bool> {
-        Ok(self.held.verify_checksums()?)
+        match &self.held {
+            Held::Slot(slot) => Ok(slot.verify_checksums()?),
+            Held::Own(_) => Ok(false),
+        }
     }
 
     /// Writes the version as a safetensors file, whole or not at all, with its
@@ -112,13 +239,71 @@ impl Snapshot {
         safetensors_file::save(self, path.as_ref())
     }
 
+    /// As [`digest`](Self::digest), but asks `give_up` every few megabytes.
+    pub(crate) fn digest_unless(&self, give_up: impl Fn() -> bool) -> Option<Digest> {
+        match &self.held {
+            Held::Slot(slot) => slot.digest_unless(give_up),
+            Held::Own(_) => Some(self.digest()),
+        }
+    }
+
+    /// Stores a digest where workers find it, if this is the sender's own view.
+    pub(crate) fn publish_digest(&self, digest: Digest) {
+        match &self.held {
+            Held::Slot(slot) => {
+                slot.publish_digest(digest);
+            }
+            Held::Own(own) => {
+                let _ = own.published.set(digest);
+            }
+        }
+    }
+
+    pub(crate) fn tensor_bytes(&self, index: usize) -> &[u8] {
+        match &self.held {
+            Held::Slot(slot) => slot.tensor_bytes(index),
+            Held::Own(own) => own.image.tensor(index),
+        }
+    }
+
     fn view(&self, index: usize) -> TensorView<'_> {
         let tensor = &self.layout().tensors()[index];
         TensorView::new(
             &tensor.name,
             tensor.dtype,
             &tensor.shape,
-            self.held.tensor_bytes(index),
+            self.tensor_bytes(index),
         )
+    }
+}
+
+impl WeightExtractor for Snapshot {
+    fn layout(&self) -> Result<Layout> {
+        Ok(Self::layout(self).clone())
+    }
+
+    fn plain_bytes(&self, expected: &Layout, _: Asked) -> Option<Vec<&[u8]>> {
+        let layout = Self::layout(self);
+        (layout == expected).then(|| {
+            (0..layout.len())
+                .map(|index| self.tensor_bytes(index))
+                .collect()
+        })
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        let tensors = Self::layout(self).tensors().iter().enumerate();
+        let lent = tensors.map(|(index, spec)| {
+            let data = TensorRef::new(spec.dtype, &spec.shape, self.tensor_bytes(index));
+            let data = data.map_err(|source| Error::Extract {
+                name: spec.name.clone(),
+                source: source.into(),
+            })?;
+            Ok(Extracted {
+                name: &spec.name,
+                data: TensorData::InMemory(data),
+            })
+        });
+        take(&lent.collect::<Result<Vec<_>>>()?)
     }
 }

@@ -1,0 +1,87 @@
+//! How one send differs from the plain one.
+
+use std::time::Duration;
+
+use weightsync_core::{Version, WorkerId};
+
+use crate::report::WaitFor;
+use crate::transport::Targets;
+
+/// How one send differs from the plain one: to all workers, whole, waited for
+/// until it is applied.
+///
+/// ```
+/// use std::time::Duration;
+/// use weightsync::{SendOptions, WaitFor};
+///
+/// let options = SendOptions::new()
+///     .workers([0, 2])
+///     .wait(WaitFor::Staged)
+///     .deadline(Duration::from_secs(5));
+/// assert_ne!(options, SendOptions::new());
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SendOptions {
+    pub(crate) model: Option<String>,
+    pub(crate) targets: Targets,
+    pub(crate) wait: WaitFor,
+    pub(crate) deadline: Option<Duration>,
+    pub(crate) partial: bool,
+    pub(crate) version: Option<Version>,
+}
+
+impl SendOptions {
+    /// The plain send.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Which model the weights are of. Needed where the sender has several and
+    /// the weights do not say.
+    #[must_use]
+    pub fn model(mut self, model: &str) -> Self {
+        self.model = Some(model.into());
+        self
+    }
+
+    /// Sends to these workers, and changes only them. A worker that comes back
+    /// under its number gets what was last sent to it.
+    #[must_use]
+    pub fn workers(mut self, workers: impl IntoIterator<Item = u32>) -> Self {
+        let mut workers: Vec<_> = workers.into_iter().map(WorkerId).collect();
+        workers.sort_unstable();
+        workers.dedup();
+        self.targets = Targets::Workers(workers);
+        self
+    }
+
+    /// How far the send waits.
+    #[must_use]
+    pub fn wait(mut self, wait: WaitFor) -> Self {
+        self.wait = wait;
+        self
+    }
+
+    /// How long it waits at most, for room and for its workers.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = Some(deadline);
+        self
+    }
+
+    /// Says that the weights are some of the model's tensors: the others stay as
+    /// the workers have them. Without it, missing tensors are an error.
+    #[must_use]
+    pub fn partial(mut self, partial: bool) -> Self {
+        self.partial = partial;
+        self
+    }
+
+    /// Numbers the version: a step of the trainer, say. It must be higher than
+    /// every version before. Without it versions count up by one.
+    #[must_use]
+    pub fn version(mut self, version: Version) -> Self {
+        self.version = Some(version);
+        self
+    }
+}

@@ -1,0 +1,276 @@
+//! From the trainer's tensors to a version that can go live: extract, compare,
+//! write in one pass.
+
+use weightsync_core::{Dtype, Layout, ModelId, TensorSpec};
+
+use crate::attributes::Attributes;
+use crate::error::{Error, Result};
+use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
+use crate::snapshot::Snapshot;
+use crate::transport::Source;
+
+/// One model as the sender was set up for it.
+#[derive(Clone, Debug)]
+pub(crate) struct Prepared {
+    pub(crate) id: ModelId,
+    /// The tensors as the trainer has them, tied ones once.
+    pub(crate) source: Layout,
+    /// The tensors as they travel: the same, cast.
+    pub(crate) layout: Layout,
+    pub(crate) attributes: Attributes,
+}
+
+/// Takes the sources of a whole version, one per tensor in layout order.
+pub(crate) type Take<'a> = dyn FnMut(&[Source<'_>]) -> Result<()> + 'a;
+
+/// Hands `take` the sources of a model's next version, once, after they were
+/// compared with what the model was set up with: wrong weights are refused
+/// before there is any room for them.
+pub(crate) fn whole(
+    prepared: &Prepared,
+    weights: &dyn WeightExtractor,
+    take: &mut Take<'_>,
+) -> Result<()> {
+    if let Some(sources) = known_bytes(prepared, weights) {
+        return take(&sources);
+    }
+    once(prepared, weights, &mut |tensors| {
+        if let Some(sources) = as_they_lie(prepared, tensors) {
+            return take(&sources);
+        }
+        let ordered = in_order(prepared, tensors)?;
+        let ordered: Vec<_> = ordered.into_iter().map(Part::Given).collect();
+        converted(prepared, &ordered, take)
+    })
+}
+
+/// As [`whole`], for a source that has only some of the tensors: the others are
+/// those of `base`. Returns the names of those it has.
+pub(crate) fn partial(
+    prepared: &Prepared,
+    weights: &dyn WeightExtractor,
+    base: &Snapshot,
+    take: &mut Take<'_>,
+) -> Result<Vec<String>> {
+    let mut carried = Vec::new();
+    once(prepared, weights, &mut |tensors| {
+        let kept = (0..prepared.layout.len()).map(|index| Part::Kept(base.tensor_bytes(index)));
+        let mut ordered: Vec<_> = kept.collect();
+        for tensor in tensors {
+            let (index, expected) = known(prepared, tensor)?;
+            if tensor.data.dtype() != expected.dtype || tensor.data.shape() != expected.shape {
+                return Err(wrong(prepared, &all_but(prepared, tensor)?));
+            }
+            ordered[index] = Part::Given(&tensor.data);
+        }
+        if tensors.is_empty() {
+            return Err(Error::EmptyUpdate {
+                model: prepared.id.clone(),
+            });
+        }
+        carried = tensors.iter().map(|one| one.name.to_owned()).collect();
+        converted(prepared, &ordered, take)
+    })?;
+    Ok(carried)
+}
+
+/// One tensor of the next version.
+#[derive(Clone, Copy)]
+enum Part<'a, 'b> {
+    /// From the source.
+    Given(&'a TensorData<'b>),
+    /// As the version before has it.
+    Kept(&'a [u8]),
+}
+
+/// Lends the tensors of a source that keeps its guarantee: exactly once. Tied
+/// ones are passed over, but for the first.
+fn once(
+    prepared: &Prepared,
+    weights: &dyn WeightExtractor,
+    take: &mut dyn FnMut(&[&Extracted<'_>]) -> Result<()>,
+) -> Result<()> {
+    let lent_wrongly = |how_often: &str| Error::Extract {
+        name: format!("every tensor of {}", prepared.id),
+        source: format!(
+            "its extractor lent the tensors {how_often}: it must call `take` once, and pass on what that returns"
+        )
+        .into(),
+    };
+    let (mut times, mut taken) = (0, false);
+    weights.extract(&mut |tensors| {
+        times += 1;
+        if times > 1 {
+            return Err(lent_wrongly("more than once"));
+        }
+        let untied = tensors
+            .iter()
+            .filter(|one| prepared.attributes.tied_to(one.name).is_none());
+        take(&untied.collect::<Vec<_>>())?;
+        taken = true;
+        Ok(())
+    })?;
+    // Only now is it known that the source has nothing to object.
+    match taken {
+        true => Ok(()),
+        false => Err(lent_wrongly("not at all")),
+    }
+}
+
+/// The sources of weights that know without looking that they have the layout
+/// the model was set up with, where nothing is to be cast.
+fn known_bytes<'a>(
+    prepared: &Prepared,
+    weights: &'a dyn WeightExtractor,
+) -> Option<Vec<Source<'a>>> {
+    let tensors = weights.plain_bytes(&prepared.layout, Asked(()))?;
+    Some(tensors.into_iter().map(Source::Bytes).collect())
+}
+
+/// The sources of tensors that need no more than a copy: in order, of the dtype
+/// they travel in, contiguous.
+fn as_they_lie<'a>(prepared: &Prepared, tensors: &[&'a Extracted<'_>]) -> Option<Vec<Source<'a>>> {
+    let specs = prepared.layout.tensors();
+    if tensors.len() != specs.len() {
+        return None;
+    }
+    let mut sources = Vec::with_capacity(tensors.len());
+    for (got, spec) in tensors.iter().zip(specs) {
+        if got.name != spec.name || got.data.shape() != spec.shape {
+            return None;
+        }
+        let bytes = as_it_lies(&got.data, spec.dtype)?;
+        // The copy relies on it.
+        if bytes.len() as u64 != spec.range.len {
+            return None;
+        }
+        sources.push(Source::Bytes(bytes));
+    }
+    Some(sources)
+}
+
+/// Hands over tensors of which some are to be cast, do not lie side by side in
+/// memory, or stay as they were.
+fn converted(prepared: &Prepared, ordered: &[Part<'_, '_>], take: &mut Take<'_>) -> Result<()> {
+    let specs = prepared.layout.tensors();
+    let pairs = ordered.iter().zip(specs);
+    let fills = pairs.map(|(part, spec)| {
+        move |place: &mut [u8]| match part {
+            Part::Given(data) => data.write_into(place, spec.dtype),
+            Part::Kept(bytes) => {
+                place.copy_from_slice(bytes);
+                Ok(())
+            }
+        }
+    });
+    let fills: Vec<_> = fills.collect();
+    let parts = ordered.iter().zip(&fills).zip(specs);
+    let sources = parts.map(|((part, fill), spec)| match part {
+        Part::Kept(bytes) => Source::Bytes(bytes),
+        Part::Given(data) => match as_it_lies(data, spec.dtype) {
+            Some(bytes) => Source::Bytes(bytes),
+            None => Source::Fill(fill),
+        },
+    });
+    take(&sources.collect::<Vec<_>>())
+}
+
+/// The tensors in the order of the layout, if they are those the model was set
+/// up with, or those of a version of it that comes back.
+fn in_order<'a, 'b>(
+    prepared: &Prepared,
+    tensors: &[&'a Extracted<'b>],
+) -> Result<Vec<&'a TensorData<'b>>> {
+    let is = |expected: &Layout| {
+        let mut pairs = tensors.iter().zip(expected.tensors());
+        tensors.len() == expected.len() && pairs.all(|(got, spec)| is_as_expected(got, spec))
+    };
+    if is(&prepared.source) || is(&prepared.layout) {
+        return Ok(tensors.iter().map(|tensor| &tensor.data).collect());
+    }
+    // Another order is fine; anything else is named in full.
+    let specs = tensors.iter().map(|tensor| {
+        (
+            tensor.name.to_owned(),
+            tensor.data.dtype(),
+            tensor.data.shape().to_vec(),
+        )
+    });
+    let got = Layout::new(specs)?;
+    let differs = |expected| match Layout::compare(expected, &got) {
+        Err(mismatch) if !mismatch.is_order_alone() => Some(mismatch),
+        _ => None,
+    };
+    if let Some(mismatch) = differs(&prepared.source)
+        && differs(&prepared.layout).is_some()
+    {
+        return Err(Error::WrongWeights {
+            model: prepared.id.clone(),
+            mismatch: Box::new(mismatch),
+        });
+    }
+    let place = |name: &str| got.index_of(name).map(|index| &tensors[index].data);
+    let expected = prepared.source.tensors().iter();
+    Ok(expected.filter_map(|spec| place(&spec.name)).collect())
+}
+
+/// The place of one tensor of a partial update.
+fn known<'a>(prepared: &'a Prepared, tensor: &Extracted<'_>) -> Result<(usize, &'a TensorSpec)> {
+    let index = prepared.source.index_of(tensor.name);
+    let index = index.ok_or_else(|| Error::NoSuchTensor {
+        name: tensor.name.into(),
+        known: prepared
+            .source
+            .tensors()
+            .iter()
+            .map(|spec| spec.name.clone())
+            .collect(),
+    })?;
+    let sent = &prepared.layout.tensors()[index];
+    let source = &prepared.source.tensors()[index];
+    let spec = if tensor.data.dtype() == sent.dtype {
+        sent
+    } else {
+        source
+    };
+    Ok((index, spec))
+}
+
+/// The layout the model would have with one tensor as it came.
+fn all_but(prepared: &Prepared, other: &Extracted<'_>) -> Result<Layout> {
+    let tensors = prepared.source.tensors().iter().map(|spec| {
+        if spec.name == other.name {
+            let shape = other.data.shape().to_vec();
+            (spec.name.clone(), other.data.dtype(), shape)
+        } else {
+            (spec.name.clone(), spec.dtype, spec.shape.clone())
+        }
+    });
+    Ok(Layout::new(tensors)?)
+}
+
+fn wrong(prepared: &Prepared, got: &Layout) -> Error {
+    let model = prepared.id.clone();
+    match Layout::compare(&prepared.source, got) {
+        Err(mismatch) => Error::WrongWeights {
+            model,
+            mismatch: Box::new(mismatch),
+        },
+        // It was found to differ a moment ago.
+        Ok(()) => Error::EmptyUpdate { model },
+    }
+}
+
+fn is_as_expected(got: &Extracted<'_>, expected: &TensorSpec) -> bool {
+    got.name == expected.name
+        && got.data.dtype() == expected.dtype
+        && got.data.shape() == expected.shape
+}
+
+/// The bytes, if they need no more than a copy.
+fn as_it_lies<'a>(data: &'a TensorData<'_>, dtype: Dtype) -> Option<&'a [u8]> {
+    match data {
+        TensorData::InMemory(tensor) if tensor.dtype() == dtype => tensor.contiguous_bytes(),
+        _ => None,
+    }
+}

@@ -1,0 +1,434 @@
+//! The lifecycle as one value: which call may follow which.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use weightsync_core::{ModelId, Version};
+
+use crate::error::{Error, Result};
+use crate::extract::WeightExtractor;
+use crate::init_info::InitInfo;
+use crate::load::WeightLoader;
+use crate::load_set::SetLoader;
+use crate::options::SendOptions;
+use crate::pending::PendingSend;
+use crate::receiver::{Receiver, ReceiverSetup};
+use crate::report::Report;
+use crate::scheme::AnyScheme;
+use crate::sender::Sender;
+use crate::set::SetSnapshot;
+use crate::setup::{Expect, SenderSetup};
+use crate::snapshot::Snapshot;
+use crate::transport::Pull;
+use crate::weights::Weights;
+
+/// One end of the lifecycle, whichever it turns out to be: a value for programs
+/// that decide at run time, and for bindings to other languages. In Rust,
+/// [`SenderSetup`] and [`ReceiverSetup`] say the same by types, and a wrong order
+/// does not compile.
+///
+/// ```text
+///              init_on_sender            connect_sender
+///   idle ──┬──────────────────▶ prepared ──────────────▶ sending ──┐
+///          │  init_on_receiver           connect_receiver          ├─▶ closed
+///          └──────────────────▶ prepared ──────────────▶ receiving ┘
+/// ```
+///
+/// Every call out of order is an [`Error::WrongOrder`] that says what to do;
+/// nothing changes by it. [`shutdown`](Self::shutdown) is allowed anywhere, any
+/// number of times, and `init_on_sender` or `init_on_receiver` begin anew after
+/// it.
+///
+/// **It is serialisable at any time**: the scheme, and once a sender was set up,
+/// the init info. What arrives elsewhere is an idle session that
+/// [`init_on_receiver`](Self::init_on_receiver) can make a worker of.
+///
+/// ```
+/// use weightsync::{Session, Tensors};
+///
+/// let mut weights = Tensors::new();
+/// weights.insert("bias", [2], [0.5_f32, 1.5])?;
+/// let mut trainer = Session::new("shared-mem".parse()?);
+/// trainer.init_on_sender("policy", &weights)?;
+/// let text = serde_json::to_string(&trainer)?;
+///
+/// let mut worker: Session = serde_json::from_str(&text)?;
+/// worker.init_on_receiver(0)?;
+/// let error = worker.receive(None).unwrap_err();
+/// assert!(error.to_string().contains("connect"), "{error}");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Session {
+    scheme: AnyScheme,
+    /// What a worker needs, once a sender was set up, here or where the session
+    /// came from.
+    info: Option<InitInfo>,
+    state: State,
+}
+
+/// Where in its lifecycle a session is.
+enum State {
+    Idle,
+    PreparedSender(Box<SenderSetup>),
+    Sending(Box<Sender>),
+    PreparedReceiver(Box<ReceiverSetup>),
+    Receiving(Box<Receiver>),
+    Closed,
+}
+
+impl Session {
+    /// A session of a scheme; nothing is decided yet but that.
+    pub fn new(scheme: AnyScheme) -> Self {
+        Self {
+            scheme,
+            info: None,
+            state: State::Idle,
+        }
+    }
+
+    /// A session that can become a worker of a sender.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownScheme`] if the init info's scheme is not built in.
+    pub fn of(info: InitInfo) -> Result<Self> {
+        Ok(Self {
+            scheme: info.scheme().parse()?,
+            info: Some(info),
+            state: State::Idle,
+        })
+    }
+
+    /// The scheme.
+    pub fn scheme(&self) -> &AnyScheme {
+        &self.scheme
+    }
+
+    /// What a worker needs to join, once a sender was set up.
+    pub fn init_info(&self) -> Option<&InitInfo> {
+        self.info.as_ref()
+    }
+
+    /// Becomes a sender of this model, or of one more model. Nothing is
+    /// communicated. A second call with the same name starts over.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`] once connected, and those of
+    /// [`SenderSetup::new`].
+    pub fn init_on_sender(&mut self, model: &str, source: &dyn WeightExtractor) -> Result<()> {
+        let setup = match &self.state {
+            State::PreparedSender(setup) if !setup.has(model) => {
+                (**setup).clone().and(model, source)?
+            }
+            State::Idle | State::Closed | State::PreparedSender(_) => {
+                SenderSetup::new(model, source)?.scheme(self.scheme.clone())?
+            }
+            state => return Err(state.wrong("init_on_sender")),
+        };
+        self.prepare_sender(setup)
+    }
+
+    /// Becomes the sender that a setup describes. Nothing is communicated.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`] once connected.
+    pub fn prepare_sender(&mut self, setup: SenderSetup) -> Result<()> {
+        match &self.state {
+            State::Idle | State::Closed | State::PreparedSender(_) => {}
+            state => return Err(state.wrong("init_on_sender")),
+        }
+        self.scheme = setup.scheme.clone();
+        self.info = Some(setup.init_info());
+        self.state = State::PreparedSender(Box::new(setup));
+        Ok(())
+    }
+
+    /// Becomes worker number `worker` of the sender whose session this was made
+    /// from. Nothing is communicated.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`] without a sender to join, or once connected.
+    pub fn init_on_receiver(&mut self, worker: u32) -> Result<()> {
+        let info = self.info.clone().ok_or(Error::WrongOrder {
+            call: "init_on_receiver",
+            state: "in a session that knows no sender",
+            fix: "call init_on_sender where the trainer runs, and hand its session or init info over",
+        })?;
+        self.prepare_receiver(ReceiverSetup::new(info, worker))
+    }
+
+    /// Becomes the worker that a setup describes. Nothing is communicated.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`] once connected.
+    pub fn prepare_receiver(&mut self, setup: ReceiverSetup) -> Result<()> {
+        match &self.state {
+            State::Idle | State::Closed | State::PreparedReceiver(_) => {}
+            state => return Err(state.wrong("init_on_receiver")),
+        }
+        self.info = Some(setup.info().clone());
+        self.state = State::PreparedReceiver(Box::new(setup));
+        Ok(())
+    }
+
+    /// The rendez-vous of a sender: see [`SenderSetup::connect`]. After an error
+    /// the session is prepared as before, and can connect again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`SenderSetup::connect`].
+    pub fn connect_sender(
+        &mut self,
+        weights: &(impl Weights + ?Sized),
+        expect: Expect,
+        deadline: Duration,
+    ) -> Result<()> {
+        let State::PreparedSender(setup) = &self.state else {
+            return Err(self.state.wrong("connect_sender"));
+        };
+        let sender = (**setup).clone().connect(weights, expect, deadline)?;
+        self.state = State::Sending(Box::new(sender));
+        Ok(())
+    }
+
+    /// The rendez-vous of a worker: see [`ReceiverSetup::connect`]. After an
+    /// error the session is prepared as before, and can connect again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`ReceiverSetup::connect`].
+    pub fn connect_receiver(&mut self, deadline: Duration) -> Result<()> {
+        let State::PreparedReceiver(setup) = &self.state else {
+            return Err(self.state.wrong("connect_receiver"));
+        };
+        let receiver = (**setup).clone().connect(deadline)?;
+        self.state = State::Receiving(Box::new(receiver));
+        Ok(())
+    }
+
+    /// As [`connect_receiver`](Self::connect_receiver), loading into the
+    /// worker's own models.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`ReceiverSetup::connect_set_into`].
+    pub fn connect_receiver_into(
+        &mut self,
+        models: &mut SetLoader<'_>,
+        deadline: Duration,
+    ) -> Result<()> {
+        let State::PreparedReceiver(setup) = &self.state else {
+            return Err(self.state.wrong("connect_receiver"));
+        };
+        let receiver = (**setup).clone().connect_set_into(models, deadline)?;
+        self.state = State::Receiving(Box::new(receiver));
+        Ok(())
+    }
+
+    /// The connected sender.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`].
+    pub fn sender(&mut self) -> Result<&mut Sender> {
+        self.sending("send")
+    }
+
+    /// The connected receiver.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`].
+    pub fn receiver(&mut self) -> Result<&mut Receiver> {
+        self.receiving("receive")
+    }
+
+    /// See [`Sender::send_with`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Sender::send_with`].
+    pub fn send(
+        &mut self,
+        weights: &(impl Weights + ?Sized),
+        options: &SendOptions,
+    ) -> Result<Report> {
+        self.sending("send")?.send_with(weights, options)
+    }
+
+    /// See [`Sender::send_async`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Sender::send_async`].
+    pub fn send_async(
+        &mut self,
+        weights: &(impl Weights + ?Sized),
+        options: &SendOptions,
+    ) -> Result<PendingSend> {
+        self.sending("send_async")?.send_async(weights, options)
+    }
+
+    /// See [`Receiver::receive`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::receive`].
+    pub fn receive(&mut self, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
+        self.receiving("receive")?.receive(timeout)
+    }
+
+    /// See [`Receiver::receive_set`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::receive_set`].
+    pub fn receive_set(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
+        self.receiving("receive_set")?.receive_set(timeout)
+    }
+
+    /// See [`Receiver::receive_into`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::receive_into`].
+    pub fn receive_into(
+        &mut self,
+        model: &mut dyn WeightLoader,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Version>> {
+        self.receiving("receive_into")?.receive_into(model, timeout)
+    }
+
+    /// See [`Receiver::receive_set_into`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::receive_set_into`].
+    pub fn receive_set_into(
+        &mut self,
+        models: &mut SetLoader<'_>,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
+        self.receiving("receive_set_into")?
+            .receive_set_into(models, timeout)
+    }
+
+    /// See [`Receiver::pull`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::pull`].
+    pub fn pull(&mut self, pull: Pull, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
+        self.receiving("pull")?.pull(pull, timeout)
+    }
+
+    /// Ends whatever this is, and leaves nothing of it. Nothing happens the
+    /// second time.
+    pub fn shutdown(&mut self) {
+        self.state = State::Closed;
+    }
+
+    fn sending(&mut self, call: &'static str) -> Result<&mut Sender> {
+        match &mut self.state {
+            State::Sending(sender) => Ok(sender),
+            state => Err(state.wrong(call)),
+        }
+    }
+
+    fn receiving(&mut self, call: &'static str) -> Result<&mut Receiver> {
+        match &mut self.state {
+            State::Receiving(receiver) => Ok(receiver),
+            state => Err(state.wrong(call)),
+        }
+    }
+}
+
+impl State {
+    /// The error for a call that this state does not allow.
+    fn wrong(&self, call: &'static str) -> Error {
+        let of_sender = matches!(
+            call,
+            "init_on_sender" | "connect_sender" | "send" | "send_async"
+        );
+        let (state, fix) = match self {
+            Self::Idle if of_sender => ("before init_on_sender", "call init_on_sender first"),
+            Self::Idle => ("before init_on_receiver", "call init_on_receiver first"),
+            Self::Closed => (
+                "after shutdown",
+                "begin anew with init_on_sender or init_on_receiver",
+            ),
+            Self::PreparedSender(_) if of_sender => (
+                "before connect",
+                "call connect_sender first: it returns when the workers are there",
+            ),
+            Self::PreparedReceiver(_) if !of_sender => (
+                "before connect",
+                "call connect_receiver first: it returns with the initial weights",
+            ),
+            Self::Sending(_) if of_sender => (
+                "on a connected sender",
+                "send, or shut it down to begin anew",
+            ),
+            Self::Receiving(_) if !of_sender => (
+                "on a connected receiver",
+                "receive, or shut it down to begin anew",
+            ),
+            Self::PreparedSender(_) | Self::Sending(_) => {
+                ("on a sender", "it is the workers' half that does this")
+            }
+            Self::PreparedReceiver(_) | Self::Receiving(_) => {
+                ("on a receiver", "it is the trainer's half that does this")
+            }
+        };
+        Error::WrongOrder { call, state, fix }
+    }
+}
+
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Idle => "Idle",
+            Self::PreparedSender(_) => "PreparedSender",
+            Self::Sending(_) => "Sending",
+            Self::PreparedReceiver(_) => "PreparedReceiver",
+            Self::Receiving(_) => "Receiving",
+            Self::Closed => "Closed",
+        })
+    }
+}
+
+/// How it travels.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wire {
+    scheme: AnyScheme,
+    info: Option<InitInfo>,
+}
+
+impl Serialize for Session {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let wire = Wire {
+            scheme: self.scheme.clone(),
+            info: self.info.clone(),
+        };
+        wire.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Session {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let Wire { scheme, info } = Wire::deserialize(deserializer)?;
+        Ok(Self {
+            scheme,
+            info,
+            state: State::Idle,
+        })
+    }
+}

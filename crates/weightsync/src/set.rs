@@ -1,0 +1,85 @@
+//! What a worker takes at once: one whole version of each of its models.
+
+use weightsync_core::{ModelId, Version};
+
+use crate::error::{Error, Result};
+use crate::snapshot::Snapshot;
+
+/// One whole version of each model of a set, that belong together.
+///
+/// **Guarantee.** They were published in one step, or were live beside what was
+/// published, and none of them changes while this (or a snapshot of it) is held.
+#[derive(Clone, Debug)]
+pub struct SetSnapshot {
+    sequence: u64,
+    members: Vec<Member>,
+}
+
+/// One model's part of a set.
+#[derive(Clone, Debug)]
+pub struct Member {
+    /// Its weights.
+    pub snapshot: Snapshot,
+    /// Whether this worker has not been handed this version before.
+    pub changed: bool,
+}
+
+impl SetSnapshot {
+    /// A set as a transport hands it over: one member for each model the worker
+    /// wanted. The sequence number grows with every publication that reaches
+    /// the worker.
+    pub fn new(sequence: u64, members: Vec<Member>) -> Self {
+        Self { sequence, members }
+    }
+
+    /// Which publication it is; grows from one to the next.
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Every model, in the order the worker named them.
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// One model's weights.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchModel`].
+    pub fn model(&self, id: &str) -> Result<&Snapshot> {
+        let found = self
+            .members
+            .iter()
+            .find(|member| member.snapshot.model().as_str() == id);
+        found
+            .map(|member| &member.snapshot)
+            .ok_or_else(|| Error::NoSuchModel {
+                model: id.into(),
+                known: self.ids().cloned().collect(),
+            })
+    }
+
+    /// The version of each model.
+    pub fn versions(&self) -> Vec<(ModelId, Version)> {
+        let versions = self.members.iter().map(|member| {
+            let snapshot = &member.snapshot;
+            (snapshot.model().clone(), snapshot.version())
+        });
+        versions.collect()
+    }
+
+    /// The only member of a set of one.
+    pub(crate) fn only(&self) -> Result<&Snapshot> {
+        match &self.members[..] {
+            [one] => Ok(&one.snapshot),
+            _ => Err(Error::SeveralModels {
+                known: self.ids().cloned().collect(),
+            }),
+        }
+    }
+
+    fn ids(&self) -> impl Iterator<Item = &ModelId> {
+        self.members.iter().map(|member| member.snapshot.model())
+    }
+}

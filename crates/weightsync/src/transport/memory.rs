@@ -1,0 +1,350 @@
+//! The transport of the local schemes: slots and lanes in shared memory.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use weightsync_core::{ModelId, Run, Version, WorkerId};
+use weightsync_mem::{
+    AttachOptions, CopyOptions, Deadline, Delivery, Reader, SegmentOptions, Source, Taken, Waiter,
+    Want, Writer,
+};
+
+use crate::attributes::Attributes;
+use crate::error::{Error, Result};
+use crate::report::{WorkerReport, WorkerStatus};
+use crate::run_dir;
+use crate::set::{Member, SetSnapshot};
+use crate::snapshot::Snapshot;
+use crate::transport::{
+    Capabilities, Endpoint, Joining, Level, ModelSpec, Opening, Outstanding, Pull,
+    ReceiverTransport, SenderTransport, Staging, Targets,
+};
+
+/// What the local schemes have in common.
+pub(crate) struct Memory;
+
+impl Memory {
+    pub(crate) const CAPABILITIES: Capabilities = Capabilities {
+        weights: true,
+        sets: true,
+        subsets: true,
+        hold: true,
+        pull: true,
+        every_version: true,
+        loan: true,
+        restarts: true,
+        death: true,
+    };
+
+    pub(crate) fn place(models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        match run_dir {
+            Some(dir) => run_dir::at(dir, models),
+            None => run_dir::anonymous(models),
+        }
+    }
+
+    pub(crate) fn open(opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+        let specs = opening.models.iter().map(|model| {
+            Ok(weightsync_mem::ModelSpec {
+                layout: model.layout.clone(),
+                note: model.attributes.encode()?,
+            })
+        });
+        let options = SegmentOptions {
+            slots: opening.options.slots,
+            max_slots: opening.options.max_slots,
+            history: opening.options.history,
+            wait: opening.options.wait,
+        };
+        let at = opening.at;
+        let writer = Writer::create(
+            at.address(),
+            *at.secret(),
+            opening.run,
+            &specs.collect::<Result<Vec<_>>>()?,
+            options,
+        )?;
+        let models = opening
+            .models
+            .iter()
+            .map(|model| (model.id.clone(), Arc::new(model.attributes.clone())));
+        Ok(Box::new(Segment {
+            writer,
+            models: models.collect(),
+        }))
+    }
+
+    pub(crate) fn join(
+        at: &Endpoint,
+        joining: &Joining,
+        (delivery, own_copy): (Delivery, bool),
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        let options = AttachOptions {
+            address: at.address().into(),
+            secret: *at.secret(),
+            worker: joining.worker,
+            seen: joining.seen,
+            models: Some(joining.wanted.clone()),
+            delivery,
+            device: joining.device.clone(),
+            wait: joining.wait,
+        };
+        let reader = Reader::attach(&options, deadline)?;
+        let specs = reader.models().iter().map(|(index, model)| {
+            let id = joining.models.get(*index).ok_or_else(|| {
+                Error::BadInitInfo(format!(
+                    "it names {} models, and the sender has more",
+                    joining.models.len()
+                ))
+            })?;
+            Ok(ModelSpec {
+                id: id.clone(),
+                layout: model.layout.clone(),
+                attributes: Attributes::decode(&model.note)?,
+            })
+        });
+        let specs = specs.collect::<Result<Vec<_>>>();
+        let specs = match specs {
+            Ok(specs) => specs,
+            Err(error) => {
+                reader.refuse(None, &error.to_string())?;
+                return Err(error);
+            }
+        };
+        let attributes = specs.iter().map(|spec| Arc::new(spec.attributes.clone()));
+        Ok(Box::new(Attached {
+            attributes: attributes.collect(),
+            indices: reader.models().iter().map(|(index, _)| *index).collect(),
+            specs,
+            reader,
+            own_copy,
+        }))
+    }
+}
+
+/// The trainer's end.
+#[derive(Debug)]
+struct Segment {
+    writer: Writer,
+    models: Vec<(ModelId, Arc<Attributes>)>,
+}
+
+impl Segment {
+    fn lent(&self, model: usize, held: weightsync_mem::Snapshot) -> Snapshot {
+        let (id, attributes) = &self.models[model];
+        Snapshot::of_slot(id.clone(), attributes.clone(), held)
+    }
+}
+
+impl SenderTransport for Segment {
+    fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
+        let waiter = self.writer.waiter();
+        let slots = self.writer.stage(models, deadline)?;
+        Ok(Box::new(Slots { slots, waiter }))
+    }
+
+    fn version(&self, model: usize) -> Version {
+        self.writer.version(model)
+    }
+
+    fn workers(&self) -> Vec<WorkerStatus> {
+        status(self.writer.readers())
+    }
+
+    fn wait_workers(
+        &mut self,
+        deadline: Deadline,
+        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+    ) -> Result<bool> {
+        Ok(self.writer.wait_readers(deadline, |readers, rejected| {
+            enough(&status(readers.to_vec()), rejected)
+        })?)
+    }
+
+    fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
+        self.writer.take_rejected()
+    }
+
+    fn snapshot(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
+        let held = match targets {
+            Targets::All => self.writer.snapshot(model)?,
+            targets => self.writer.snapshot_for(model, &targets.into())?,
+        };
+        Ok(held.map(|held| self.lent(model, held)))
+    }
+
+    fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
+        let held = self.writer.old_snapshot(model, version)?;
+        Ok(held.map(|held| self.lent(model, held)))
+    }
+
+    fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
+        match hold {
+            true => self.writer.hold(workers),
+            false => self.writer.release(workers),
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Slots<'a> {
+    slots: weightsync_mem::Staging<'a>,
+    waiter: Waiter,
+}
+
+impl Staging for Slots<'_> {
+    fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
+        self.slots.tensors_mut(model)
+    }
+
+    fn write(&mut self, model: usize, sources: &[Source<'_>], options: CopyOptions) -> Result<()> {
+        Ok(self.slots.write(model, sources, options)?)
+    }
+
+    fn number(&mut self, model: usize, version: Version) -> Result<()> {
+        Ok(self.slots.number(model, version)?)
+    }
+
+    fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
+        let Self { slots, waiter } = *self;
+        Ok(Box::new(Published {
+            publication: slots.publish(&targets.into())?,
+            waiter,
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct Published {
+    publication: weightsync_mem::Publication,
+    waiter: Waiter,
+}
+
+impl Outstanding for Published {
+    fn versions(&self) -> &[(usize, Version)] {
+        &self.publication.versions
+    }
+
+    fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
+        let level = match level {
+            Level::Staged => weightsync_mem::Level::Staged,
+            Level::Applied => weightsync_mem::Level::Applied,
+        };
+        let lines = self.waiter.settle(&self.publication, level, deadline)?;
+        let lines = lines.into_iter().map(|line| WorkerReport {
+            worker: line.worker,
+            pid: line.pid,
+            outcome: line.outcome.into(),
+            versions: self
+                .publication
+                .versions
+                .iter()
+                .map(|(model, _)| line.versions.get(*model).copied().unwrap_or(Version::NONE))
+                .collect(),
+            after: line.after,
+        });
+        Ok(lines.collect())
+    }
+}
+
+/// A worker's end.
+#[derive(Debug)]
+struct Attached {
+    reader: Reader,
+    specs: Vec<ModelSpec>,
+    attributes: Vec<Arc<Attributes>>,
+    /// The index of each in the sender's set.
+    indices: Vec<usize>,
+    /// Whether what is taken is copied, and its slot given back.
+    own_copy: bool,
+}
+
+impl Attached {
+    fn lent(&self, taken: Taken) -> SetSnapshot {
+        let members = taken.members.into_iter().filter_map(|member| {
+            let place = self
+                .indices
+                .iter()
+                .position(|index| *index == member.model)?;
+            let snapshot = Snapshot::of_slot(
+                self.specs[place].id.clone(),
+                self.attributes[place].clone(),
+                member.snapshot,
+            );
+            let snapshot = if self.own_copy {
+                snapshot.to_owned_copy()
+            } else {
+                snapshot
+            };
+            Some(Member {
+                changed: member.changed,
+                snapshot,
+            })
+        });
+        SetSnapshot::new(taken.sequence, members.collect())
+    }
+}
+
+impl ReceiverTransport for Attached {
+    fn models(&self) -> &[ModelSpec] {
+        &self.specs
+    }
+
+    fn run(&self) -> Run {
+        self.reader.run()
+    }
+
+    fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        let taken = self.reader.next(deadline)?;
+        Ok(taken.map(|taken| self.lent(taken)))
+    }
+
+    fn latest(&mut self) -> Result<Option<SetSnapshot>> {
+        let taken = self.reader.latest()?;
+        Ok(taken.map(|taken| self.lent(taken)))
+    }
+
+    fn ask(&mut self, model: usize, pull: Pull) -> Result<()> {
+        let model = self.indices[model];
+        let want = match pull {
+            Pull::Newest => Want::Newest,
+            Pull::AtLeast(version) => Want::AtLeast { model, version },
+            Pull::Exactly(version) => Want::Exactly { model, version },
+        };
+        Ok(self.reader.ask(want)?)
+    }
+
+    fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        let versions = set.members().iter().zip(&self.indices);
+        let versions: Vec<_> = versions
+            .map(|(member, index)| (*index, member.snapshot.version()))
+            .collect();
+        Ok(self.reader.applied(set.sequence(), &versions)?)
+    }
+
+    fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        Ok(self.reader.refuse(set.map(SetSnapshot::sequence), reason)?)
+    }
+}
+
+impl From<&Targets> for weightsync_mem::Targets {
+    fn from(targets: &Targets) -> Self {
+        match targets {
+            Targets::All => Self::All,
+            Targets::Workers(workers) => Self::Workers(workers.clone()),
+        }
+    }
+}
+
+fn status(readers: Vec<weightsync_mem::ReaderStatus>) -> Vec<WorkerStatus> {
+    let lines = readers.into_iter().map(|reader| WorkerStatus {
+        worker: reader.worker,
+        pid: reader.pid,
+        device: reader.device,
+        held: reader.held,
+        versions: reader.applied,
+    });
+    lines.collect()
+}

@@ -1,0 +1,434 @@
+//! How weights travel: what a scheme is, and the two ends it makes.
+//!
+//! **Writing one of your own** takes a [`Scheme`] (a small factory) and the two
+//! ends it makes, a [`SenderTransport`] with its [`Staging`], and a
+//! [`ReceiverTransport`]. Everything around them is this crate's: comparing
+//! layouts, casts, partial updates, deadlines, reports, sets, loading with its
+//! way back. `weightsync-conformance` runs its suite against any scheme, and
+//! `docs/write-your-own-transport.md` walks through one.
+//!
+//! | step of the journey | here |
+//! |---|---|
+//! | stage | [`SenderTransport::stage`]: room beside the live versions |
+//! | transport | [`Staging::write`], or the trainer writes into [`Staging::tensors_mut`] |
+//! | swap | [`Staging::publish`]: one atomic step for each worker |
+//! | verify, hand over | [`ReceiverTransport::next`] |
+//! | say what became of it | [`ReceiverTransport::applied`], [`ReceiverTransport::refuse`], [`Outstanding::settle`] |
+
+mod endpoint;
+mod image;
+mod memory;
+mod none;
+
+use std::fmt;
+use std::path::Path;
+
+use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
+
+pub use self::endpoint::Endpoint;
+pub use self::image::Image;
+pub(crate) use self::memory::Memory;
+pub use self::none::NoSync;
+use crate::attributes::Attributes;
+use crate::error::{Error, Result};
+use crate::report::{WorkerReport, WorkerStatus};
+use crate::set::SetSnapshot;
+use crate::setup::DigestPolicy;
+use crate::snapshot::Snapshot;
+
+pub use weightsync_mem::{BoxedError, CopyOptions, Deadline, Fill, Source, WaitStyle};
+
+/// A way for weights to travel, with its settings: it makes the two ends.
+///
+/// **Guarantee.** [`place`](Self::place) communicates nothing. What
+/// an [`AnyScheme`](crate::AnyScheme) says of it, and the [`Endpoint`], are all
+/// that reaches a worker.
+pub trait Scheme: fmt::Debug + Send + Sync {
+    /// The word by which it is chosen: lower case, digits and hyphens.
+    fn word(&self) -> &str;
+
+    /// Its settings that workers need too, as `(key, value)`; an empty value is
+    /// a flag. They follow the word in an init info.
+    fn settings(&self) -> Vec<(String, String)> {
+        Vec::new()
+    }
+
+    /// What it can do.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Decides where workers will find the sender. With a run directory, the
+    /// same place for every sender of that directory and these models.
+    ///
+    /// # Errors
+    ///
+    /// If the run directory cannot be used, or the scheme has no restarts.
+    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint>;
+
+    /// Makes the trainer's end; from here on workers can join.
+    ///
+    /// # Errors
+    ///
+    /// If another sender lives there, or memory, sockets or threads are refused.
+    fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>>;
+
+    /// Makes a worker's end: joins the sender at the endpoint, waiting for it
+    /// until the deadline if it is not there yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSender`] at the deadline, and the sender's refusal.
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>>;
+}
+
+/// What a scheme can do. The conformance suite asks for what is stated, and
+/// that the rest is refused with [`Error::Unsupported`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Capabilities {
+    /// Weights arrive at all.
+    pub weights: bool,
+    /// Several models flip together.
+    pub sets: bool,
+    /// A send to some workers leaves the others as they are.
+    pub subsets: bool,
+    /// Workers can be held at a version.
+    pub hold: bool,
+    /// A worker can ask for the newest version, or for one it names.
+    pub pull: bool,
+    /// Every version reaches every worker, in order.
+    pub every_version: bool,
+    /// The trainer can write into the place the workers read.
+    pub loan: bool,
+    /// A restarted sender is found again.
+    pub restarts: bool,
+    /// The death of an end is told at once, and not by a timeout.
+    pub death: bool,
+}
+
+impl Capabilities {
+    /// Nothing at all.
+    pub const NONE: Self = Self {
+        weights: false,
+        sets: false,
+        subsets: false,
+        hold: false,
+        pull: false,
+        every_version: false,
+        loan: false,
+        restarts: false,
+        death: false,
+    };
+}
+
+/// What [`Scheme::open`] opens.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Opening<'a> {
+    /// Where.
+    pub at: &'a Endpoint,
+    /// The run the sender belongs to.
+    pub run: Run,
+    /// The models of the set, in its order.
+    pub models: &'a [ModelSpec],
+    /// How much room, and how to wait.
+    pub options: TransferOptions,
+}
+
+/// What every transport is told of room and waiting; one that has no slots
+/// takes them as bounds of its own buffers.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct TransferOptions {
+    /// Versions of a model there is room for from the beginning.
+    pub slots: u8,
+    /// Versions there may be room for when workers hold so many.
+    pub max_slots: u8,
+    /// Older versions that are kept for workers that ask, and to go back to.
+    pub history: u8,
+    /// How an end waits.
+    pub wait: WaitStyle,
+    /// When the digest of a version is made.
+    pub digest: DigestPolicy,
+}
+
+impl Default for TransferOptions {
+    fn default() -> Self {
+        let weightsync_mem::SegmentOptions {
+            slots,
+            max_slots,
+            history,
+            wait,
+        } = weightsync_mem::SegmentOptions::default();
+        Self {
+            slots,
+            max_slots,
+            history,
+            wait,
+            digest: DigestPolicy::default(),
+        }
+    }
+}
+
+/// One model as it travels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelSpec {
+    /// Its name.
+    pub id: ModelId,
+    /// Its tensors.
+    pub layout: Layout,
+    /// What else a worker has to know of it: tied tensors, buffers, extra state.
+    pub attributes: Attributes,
+}
+
+impl ModelSpec {
+    /// The tensors as a model has them: tied ones under every name.
+    ///
+    /// # Errors
+    ///
+    /// If the sender's ties make no layout.
+    pub fn logical_layout(&self) -> Result<Layout> {
+        self.attributes.logical_layout(&self.layout)
+    }
+}
+
+/// Who joins, and on what terms.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Joining {
+    /// The worker's number.
+    pub worker: WorkerId,
+    /// The highest epoch it has seen: a sender below it must be refused.
+    pub seen: weightsync_core::Epoch,
+    /// The models of the set, as the init info names them, in its order.
+    pub models: Vec<ModelId>,
+    /// Which of them this worker wants.
+    pub wanted: Vec<usize>,
+    /// Where the worker runs its models: a label such as `cpu` or `cuda:0`.
+    pub device: String,
+    /// How it waits.
+    pub wait: WaitStyle,
+}
+
+/// Which workers a publication is for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Targets {
+    /// All there are, and those that join later.
+    #[default]
+    All,
+    /// These, and nobody else.
+    Workers(Vec<WorkerId>),
+}
+
+/// How far [`Outstanding::settle`] waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// The worker has the whole version and has checked it.
+    Staged,
+    /// The worker has loaded it.
+    Applied,
+}
+
+/// Which version of a model a worker asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Pull {
+    /// The newest there is.
+    Newest,
+    /// This one or a newer one; waits until there is one.
+    AtLeast(Version),
+    /// This one, if it is still kept.
+    Exactly(Version),
+}
+
+/// The trainer's end.
+///
+/// **Guarantee.** A version becomes visible to a worker whole or not at all,
+/// all models of a publication in one step, also if this process is killed at
+/// any moment. Dropping it tells the workers and leaves nothing in the system.
+pub trait SenderTransport: fmt::Debug + Send {
+    /// Room for the next version of each of these models, beside everything
+    /// that a worker may still read.
+    ///
+    /// # Errors
+    ///
+    /// At the deadline, naming who holds what is in the way.
+    fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>>;
+
+    /// The newest version of a model that was published.
+    fn version(&self, model: usize) -> Version;
+
+    /// The workers connected at present, by number.
+    fn workers(&self) -> Vec<WorkerStatus>;
+
+    /// Waits until `enough`, given the workers and those that cannot use the
+    /// models (with the reason), is content. False if the deadline came first.
+    ///
+    /// # Errors
+    ///
+    /// Only of the operating system.
+    fn wait_workers(
+        &mut self,
+        deadline: Deadline,
+        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+    ) -> Result<bool>;
+
+    /// Takes the workers that cannot use the models, with the reason.
+    fn take_rejected(&mut self) -> Vec<(WorkerId, String)>;
+
+    /// The version of a model that all the targets have, to read it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`], or one that names the versions if they differ.
+    fn snapshot(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
+        let _ = (model, targets);
+        Err(Error::Unsupported {
+            what: "reading back what was sent",
+            scheme: "this scheme".into(),
+        })
+    }
+
+    /// An older version of a model, if it is still kept.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`snapshot`](Self::snapshot).
+    fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
+        let _ = version;
+        self.snapshot(model, &Targets::All)
+    }
+
+    /// Holds workers at the versions they have, or lets them go on.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`].
+    fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
+        let _ = (workers, hold);
+        Err(Error::Unsupported {
+            what: "holding workers at a version",
+            scheme: "this scheme".into(),
+        })
+    }
+}
+
+/// Room for the next version of some models, that nobody else can see. Dropped
+/// without [`publish`](Self::publish), nothing has happened.
+pub trait Staging: fmt::Debug {
+    /// Every tensor's place, in layout order: contiguous, row-major,
+    /// little-endian. They hold bytes of some older version at first.
+    ///
+    /// # Panics
+    ///
+    /// If the model is not one of those staged.
+    fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]>;
+
+    /// One tensor's place, by its index in the layout.
+    ///
+    /// # Panics
+    ///
+    /// If the model is not one of those staged, or has no such tensor.
+    fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8];
+
+    /// Writes every tensor of a model, in layout order, in one pass over the
+    /// source. There is one source per tensor, of its length.
+    ///
+    /// # Errors
+    ///
+    /// The first failure of a source; the room can be written again.
+    fn write(&mut self, model: usize, sources: &[Source<'_>], options: CopyOptions) -> Result<()>;
+
+    /// Numbers the next version of a model; without it, it is one above the
+    /// highest number so far.
+    ///
+    /// # Errors
+    ///
+    /// If the number does not grow.
+    fn number(&mut self, model: usize, version: Version) -> Result<()>;
+
+    /// Makes what was written the live versions of the targets: in one step for
+    /// each worker, whatever the number of models.
+    ///
+    /// # Errors
+    ///
+    /// Then nothing was published.
+    fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>>;
+}
+
+/// A publication on its way to the workers. It can be waited for from any
+/// thread.
+pub trait Outstanding: fmt::Debug + Send + Sync {
+    /// What was published: the version of each model, in the order staged.
+    fn versions(&self) -> &[(usize, Version)];
+
+    /// Waits until every worker it was for has reached `level`, will not reach
+    /// it, or the deadline comes; one line for each.
+    ///
+    /// # Errors
+    ///
+    /// Only of the operating system: what goes wrong at a worker is its line.
+    fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>>;
+}
+
+/// A worker's end.
+///
+/// **Guarantee.** What it hands over is whole and was checked, all models of a
+/// publication together. Every wait ends by its deadline, by the sender's death,
+/// or by its shutdown, which are told after everything that was sent. Dropping
+/// it tells the sender.
+pub trait ReceiverTransport: fmt::Debug + Send {
+    /// The models this worker wanted, in the order it named them.
+    fn models(&self) -> &[ModelSpec];
+
+    /// The run of the sender.
+    fn run(&self) -> Run;
+
+    /// Waits for what this worker has not been handed yet; `None` if the
+    /// deadline comes first.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SenderDied`], [`Error::SenderClosed`].
+    fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>>;
+
+    /// The newest there is, without waiting, also if it was handed over before.
+    ///
+    /// # Errors
+    ///
+    /// As [`next`](Self::next).
+    fn latest(&mut self) -> Result<Option<SetSnapshot>>;
+
+    /// Asks for a version of a model; it comes through [`next`](Self::next),
+    /// which fails with [`Error::NoSuchVersion`] if it is not kept any more.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`].
+    fn ask(&mut self, model: usize, pull: Pull) -> Result<()> {
+        let _ = (model, pull);
+        Err(Error::Unsupported {
+            what: "asking for a version",
+            scheme: "this scheme".into(),
+        })
+    }
+
+    /// Tells the sender that the worker runs this from here on.
+    ///
+    /// # Errors
+    ///
+    /// Only of the operating system; a sender that is gone needs no telling.
+    fn applied(&mut self, set: &SetSnapshot) -> Result<()>;
+
+    /// Tells the sender that the worker cannot use this, or, without a set,
+    /// none of its models at all, and why.
+    ///
+    /// # Errors
+    ///
+    /// As [`applied`](Self::applied).
+    fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()>;
+}
