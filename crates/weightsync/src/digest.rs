@@ -1,5 +1,6 @@
 //! The thread that makes digests off the critical path.
 
+use std::collections::BTreeMap;
 use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -8,7 +9,7 @@ use weightsync_mem::Snapshot;
 
 use crate::error::{Error, Result};
 
-/// Makes the digest of the newest version it was given. One that is replaced
+/// Makes the digest of the newest version of each model. One that is replaced
 /// before it is done is given up, so that its slot comes free.
 ///
 /// In a forked child the thread does not exist, and the lock may be held for
@@ -29,7 +30,7 @@ struct Inbox {
 
 #[derive(Debug, Default)]
 struct Order {
-    next: Option<Snapshot>,
+    next: BTreeMap<usize, Snapshot>,
     stop: bool,
 }
 
@@ -53,11 +54,12 @@ impl DigestThread {
         })
     }
 
-    pub(crate) fn digest_next(&self, snapshot: Snapshot) {
+    /// Of a model, by its index.
+    pub(crate) fn digest_next(&self, model: usize, snapshot: Snapshot) {
         if self.is_in_a_child() {
             return;
         }
-        self.inbox.order().next = Some(snapshot);
+        self.inbox.order().next.insert(model, snapshot);
         self.inbox.changed.notify_one();
     }
 
@@ -75,7 +77,7 @@ impl Drop for DigestThread {
         }
         let mut order = self.inbox.order();
         order.stop = true;
-        order.next = None;
+        order.next.clear();
         drop(order);
         self.inbox.changed.notify_one();
         if let Some(thread) = self.thread.take() {
@@ -89,12 +91,12 @@ impl Inbox {
     fn serve(&self) {
         loop {
             let mut order = self.order();
-            let snapshot = loop {
+            let (model, snapshot) = loop {
                 if order.stop {
                     return;
                 }
-                match order.next.take() {
-                    Some(snapshot) => break snapshot,
+                match order.next.pop_first() {
+                    Some(next) => break next,
                     None => {
                         order = self
                             .changed
@@ -106,7 +108,7 @@ impl Inbox {
             drop(order);
             let replaced = || {
                 let order = self.order();
-                order.stop || order.next.is_some()
+                order.stop || order.next.contains_key(&model)
             };
             if let Some(digest) = snapshot.digest_unless(replaced) {
                 snapshot.publish_digest(digest);

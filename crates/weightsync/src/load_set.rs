@@ -74,16 +74,16 @@ impl<'a> SetLoader<'a> {
             self.check(snapshot).map_err(untouched)?;
         }
         for snapshot in wanted {
-            let views = snapshot.logical_tensors();
-            let model = self.model_mut(snapshot.model().as_str());
-            if let Some(model) = model
-                && let Err(error) = model.load(&views)
-            {
-                return Err(Failure {
-                    error,
-                    touched: true,
-                });
-            }
+            let Some(model) = self.model_mut(snapshot.model().as_str()) else {
+                continue;
+            };
+            let own = model.layout().map_err(untouched)?;
+            let sent: Vec<_> = snapshot.tensors().collect();
+            let views = snapshot.attributes().expand(&sent, Some(&own));
+            model.load(&views).map_err(|error| Failure {
+                error,
+                touched: true,
+            })?;
         }
         Ok(())
     }
@@ -99,7 +99,9 @@ impl<'a> SetLoader<'a> {
                 known: known.map(|(id, _)| id.clone()).collect(),
             });
         };
-        fits(&model.layout()?, &snapshot.logical_layout()?).map_err(|mismatch| Error::WrongModel {
+        let own = model.layout()?;
+        let sent = snapshot.layout();
+        fits(&own, &snapshot.attributes().layout_for(sent, &own)?).map_err(|mismatch| Error::WrongModel {
             model: id.clone(),
             mismatch: Box::new(mismatch),
         })

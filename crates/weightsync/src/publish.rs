@@ -3,7 +3,7 @@
 
 use weightsync_core::{Dtype, Layout, ModelId, TensorSpec};
 
-use crate::attributes::Attributes;
+use crate::attributes::{Attributes, TiedOnce};
 use crate::error::{Error, Result};
 use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
 use crate::snapshot::Snapshot;
@@ -83,12 +83,12 @@ enum Part<'a, 'b> {
     Kept(&'a [u8]),
 }
 
-/// Lends the tensors of a source that keeps its guarantee: exactly once. Tied
-/// ones are passed over, but for the first.
+/// Lends the tensors of a source that keeps its guarantee: exactly once, tied
+/// ones under one name.
 fn once(
     prepared: &Prepared,
     weights: &dyn WeightExtractor,
-    take: &mut dyn FnMut(&[&Extracted<'_>]) -> Result<()>,
+    take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>,
 ) -> Result<()> {
     let lent_wrongly = |how_often: &str| Error::Extract {
         name: format!("every tensor of {}", prepared.id),
@@ -98,15 +98,12 @@ fn once(
         .into(),
     };
     let (mut times, mut taken) = (0, false);
-    weights.extract(&mut |tensors| {
+    TiedOnce::new(weights, &prepared.attributes).extract(&mut |tensors| {
         times += 1;
         if times > 1 {
             return Err(lent_wrongly("more than once"));
         }
-        let untied = tensors
-            .iter()
-            .filter(|one| prepared.attributes.tied_to(one.name).is_none());
-        take(&untied.collect::<Vec<_>>())?;
+        take(tensors)?;
         taken = true;
         Ok(())
     })?;
@@ -129,7 +126,7 @@ fn known_bytes<'a>(
 
 /// The sources of tensors that need no more than a copy: in order, of the dtype
 /// they travel in, contiguous.
-fn as_they_lie<'a>(prepared: &Prepared, tensors: &[&'a Extracted<'_>]) -> Option<Vec<Source<'a>>> {
+fn as_they_lie<'a>(prepared: &Prepared, tensors: &'a [Extracted<'_>]) -> Option<Vec<Source<'a>>> {
     let specs = prepared.layout.tensors();
     if tensors.len() != specs.len() {
         return None;
@@ -179,7 +176,7 @@ fn converted(prepared: &Prepared, ordered: &[Part<'_, '_>], take: &mut Take<'_>)
 /// up with, or those of a version of it that comes back.
 fn in_order<'a, 'b>(
     prepared: &Prepared,
-    tensors: &[&'a Extracted<'b>],
+    tensors: &'a [Extracted<'b>],
 ) -> Result<Vec<&'a TensorData<'b>>> {
     let is = |expected: &Layout| {
         let mut pairs = tensors.iter().zip(expected.tensors());

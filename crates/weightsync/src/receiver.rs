@@ -173,7 +173,7 @@ impl ReceiverSetup {
             for member in initial.members() {
                 let snapshot = &member.snapshot;
                 if let Some(model) = models.model_mut(snapshot.model().as_str()) {
-                    model.shape(&snapshot.logical_layout()?)?;
+                    model.shape(&snapshot.attributes().model_layout(snapshot.layout())?)?;
                 }
             }
             receiver.load_and_report(initial, models)?;
@@ -241,9 +241,9 @@ impl ReceiverSetup {
         for (id, own) in &self.own {
             let theirs = transport.models().iter().find(|spec| spec.id.as_str() == id);
             if let Some(spec) = theirs
-                && let Err(mismatch) = fits(own, &spec.logical_layout()?)
+                && let Err(mismatch) = fits(own, &spec.attributes.layout_for(&spec.layout, own)?)
             {
-                return Err(refused(&mut *transport, spec_id(spec), mismatch)?);
+                return Err(refused(&mut *transport, spec.id.clone(), mismatch)?);
             }
         }
         Ok(transport)
@@ -599,10 +599,6 @@ fn refused(
         model,
         mismatch: Box::new(mismatch),
     })
-}
-
-fn spec_id(spec: &ModelSpec) -> ModelId {
-    spec.id.clone()
 }
 
 /// Whether the sender's tensors are the worker's, in any order.

@@ -82,6 +82,8 @@ pub enum Outcome {
     /// The worker is to get every version, and its queue had no room for this
     /// one by the deadline: it will not get it.
     Full,
+    /// The worker takes only what it asks for.
+    Asks,
     /// No such worker is connected. If it joins, it gets this version.
     Absent,
 }
@@ -171,7 +173,7 @@ impl Report {
 impl Outcome {
     /// Whether a worker that is not up to date is so because somebody wished it.
     fn is_no_failure(&self) -> bool {
-        matches!(self, Self::Left | Self::Held)
+        matches!(self, Self::Left | Self::Held | Self::Asks)
     }
 
     /// Whether waiting longer can change it.
@@ -196,6 +198,7 @@ impl From<weightsync_mem::Outcome> for Outcome {
             Memory::Late => Self::Late,
             Memory::Held => Self::Held,
             Memory::Full => Self::Full,
+            Memory::Asks => Self::Asks,
             Memory::Absent => Self::Absent,
         }
     }
@@ -290,6 +293,8 @@ impl fmt::Display for WorkerReport {
                 )?;
                 still(f)
             }
+            Outcome::Asks if none_yet => write!(f, " takes what it asks for, and has nothing yet"),
+            Outcome::Asks => write!(f, " takes what it asks for, and runs {version}"),
             Outcome::Absent => write!(f, " is not connected; it gets this version if it joins"),
         }
     }

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Dtype, Layout, ModelId, WorkerId};
 use weightsync_mem::{CopyOptions, WaitStyle};
 
-use crate::attributes::Attributes;
 use crate::error::{Error, Result};
 use crate::extract::{WeightExtractor, cast_layout};
 use crate::init_info::InitInfo;
@@ -429,7 +428,8 @@ impl SenderSetup {
 impl Model {
     fn new(id: &str, source: &dyn WeightExtractor) -> Result<Self> {
         let id = ModelId::new(id)?;
-        let (layout, attributes) = Attributes::of(source)?;
+        let attributes = source.attributes()?;
+        let layout = attributes.sent_layout(&source.layout()?)?;
         Ok(Self {
             prepared: Prepared {
                 id,

@@ -181,21 +181,6 @@ impl Snapshot {
         (0..self.layout().len()).map(|index| self.view(index))
     }
 
-    /// Every tensor under every name it has: tied ones as often as they have
-    /// names.
-    pub fn logical_tensors(&self) -> Vec<TensorView<'_>> {
-        self.attributes.expand(self.tensors().collect())
-    }
-
-    /// The tensors as a model has them: tied ones under every name.
-    ///
-    /// # Errors
-    ///
-    /// If the sender's ties make no layout.
-    pub fn logical_layout(&self) -> Result<Layout> {
-        self.attributes.logical_layout(self.layout())
-    }
-
     /// The digest of the bytes as this process sees them: one pass over them.
     pub fn digest(&self) -> Digest {
         match &self.held {

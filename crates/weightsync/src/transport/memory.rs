@@ -5,15 +5,17 @@ use std::sync::Arc;
 
 use weightsync_core::{ModelId, Run, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Deadline, Delivery, Reader, SegmentOptions, Source, Taken, Waiter,
+    AttachOptions, CopyOptions, Deadline, Delivery, Publication, Reader, SegmentOptions, Source, Taken, Waiter,
     Want, Writer,
 };
 
 use crate::attributes::Attributes;
+use crate::digest::DigestThread;
 use crate::error::{Error, Result};
 use crate::report::{WorkerReport, WorkerStatus};
 use crate::run_dir;
 use crate::set::{Member, SetSnapshot};
+use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
 use crate::transport::{
     Capabilities, Endpoint, Joining, Level, ModelSpec, Opening, Outstanding, Pull,
@@ -68,8 +70,13 @@ impl Memory {
             .models
             .iter()
             .map(|model| (model.id.clone(), Arc::new(model.attributes.clone())));
+        let digest = match opening.options.digest {
+            DigestPolicy::OnRequest => None,
+            DigestPolicy::Background => Some(DigestThread::start()?),
+        };
         Ok(Box::new(Segment {
             writer,
+            digest,
             models: models.collect(),
         }))
     }
@@ -127,6 +134,7 @@ impl Memory {
 #[derive(Debug)]
 struct Segment {
     writer: Writer,
+    digest: Option<DigestThread>,
     models: Vec<(ModelId, Arc<Attributes>)>,
 }
 
@@ -141,7 +149,11 @@ impl SenderTransport for Segment {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
         let waiter = self.writer.waiter();
         let slots = self.writer.stage(models, deadline)?;
-        Ok(Box::new(Slots { slots, waiter }))
+        Ok(Box::new(Slots {
+            slots,
+            waiter,
+            digest: self.digest.as_ref(),
+        }))
     }
 
     fn version(&self, model: usize) -> Version {
@@ -181,8 +193,8 @@ impl SenderTransport for Segment {
 
     fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
         match hold {
-            true => self.writer.hold(workers),
-            false => self.writer.release(workers),
+            true => self.writer.hold(workers)?,
+            false => self.writer.release(workers)?,
         }
         Ok(())
     }
@@ -192,9 +204,14 @@ impl SenderTransport for Segment {
 struct Slots<'a> {
     slots: weightsync_mem::Staging<'a>,
     waiter: Waiter,
+    digest: Option<&'a DigestThread>,
 }
 
 impl Staging for Slots<'_> {
+    fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
+        self.slots.tensor_mut(model, index)
+    }
+
     fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
         self.slots.tensors_mut(model)
     }
@@ -208,9 +225,17 @@ impl Staging for Slots<'_> {
     }
 
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
-        let Self { slots, waiter } = *self;
+        let Self {
+            slots,
+            waiter,
+            digest,
+        } = *self;
+        let publication = slots.publish(&targets.into())?;
+        if let Some(thread) = digest {
+            order_digests(&waiter, &publication, thread);
+        }
         Ok(Box::new(Published {
-            publication: slots.publish(&targets.into())?,
+            publication,
             waiter,
         }))
     }
@@ -218,7 +243,7 @@ impl Staging for Slots<'_> {
 
 #[derive(Debug)]
 struct Published {
-    publication: weightsync_mem::Publication,
+    publication: Publication,
     waiter: Waiter,
 }
 
@@ -334,6 +359,23 @@ impl From<&Targets> for weightsync_mem::Targets {
         match targets {
             Targets::All => Self::All,
             Targets::Workers(workers) => Self::Workers(workers.clone()),
+        }
+    }
+}
+
+/// Has the digests of what was just published made. The versions are live:
+/// they may have to do without, but nothing has failed.
+fn order_digests(waiter: &Waiter, publication: &Publication, thread: &DigestThread) {
+    for (model, version) in &publication.versions {
+        match waiter.snapshot(*model) {
+            // Not what was sent to some workers only.
+            Ok(Some(snapshot)) if snapshot.version() == *version => {
+                thread.digest_next(*model, snapshot);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::warn!(%version, %error, "no digest is made of this version");
+            }
         }
     }
 }

@@ -185,17 +185,6 @@ pub struct ModelSpec {
     pub attributes: Attributes,
 }
 
-impl ModelSpec {
-    /// The tensors as a model has them: tied ones under every name.
-    ///
-    /// # Errors
-    ///
-    /// If the sender's ties make no layout.
-    pub fn logical_layout(&self) -> Result<Layout> {
-        self.attributes.logical_layout(&self.layout)
-    }
-}
-
 /// Who joins, and on what terms.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
