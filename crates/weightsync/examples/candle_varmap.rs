@@ -39,7 +39,7 @@ fn act(info: InitInfo) -> Result<(), Box<dyn Error>> {
         match receiver.receive_into(&mut vars, None) {
             Ok(Some(version)) => println!("worker, {version}: {}", value(&policy)?),
             Ok(None) => {}
-            Err(SyncError::Memory(MemoryError::SenderClosed)) => return Ok(()),
+            Err(SyncError::SenderClosed) => return Ok(()),
             Err(error) => return Err(error.into()),
         }
     }

@@ -113,6 +113,17 @@ pub enum Error {
         /// The models there are.
         known: Vec<ModelId>,
     },
+    /// A set whose models are fed by several senders: nothing could flip it in
+    /// one step, so nothing was sent.
+    #[error(
+        "{} are fed by several senders and cannot flip together: set them up as one sender's \
+         models, or send them one by one",
+        .models.join(", ")
+    )]
+    MixedSenders {
+        /// The models of the set.
+        models: Vec<String>,
+    },
     /// A model was set up a second time.
     #[error("{model} was set up already; give the second one another name")]
     SameModelTwice {

@@ -68,6 +68,7 @@ mod run_dir;
 mod safetensors_file;
 mod scheme;
 mod sender;
+mod senders;
 mod session;
 mod set;
 mod setup;
@@ -90,6 +91,7 @@ pub use crate::{
     safetensors_file::SafetensorsFile,
     scheme::{AnyScheme, MultiProcess, Queue, Schemes, SharedMem},
     sender::{Loan, Sender},
+    senders::Senders,
     session::Session,
     set::{Member, SetSnapshot},
     setup::{DigestPolicy, Expect, Pending, SenderSetup},

@@ -32,7 +32,7 @@ pub fn run() -> Result<(), Box<dyn Error>> {
         match receiver.receive(None) {
             Ok(Some(snapshot)) => live = Some(snapshot),
             Ok(None) => {}
-            Err(weightsync::Error::Memory(MemoryError::SenderClosed)) => break,
+            Err(weightsync::Error::SenderClosed) => break,
             Err(error) => return Err(error.into()),
         }
     }

@@ -176,12 +176,12 @@ impl Training {
             elapsed: self.begun.elapsed(),
             frames: self.curve.frames(),
             mean_return: self.curve.mean(),
-            version: report.version.0,
+            version: report.version().0,
             workers: self
                 .collector
                 .worker_versions()
                 .iter()
-                .map(|worker| (worker.worker.0, worker.applied.0))
+                .map(|worker| (worker.worker.0, worker.version().0))
                 .collect(),
             latency: report.took,
         });

@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
 use weightsync::{
-    Expect, InitInfo, ReaderStatus, Report, Sender, SenderSetup, Snapshot, Version, WaitFor,
+    Expect, InitInfo, ReaderStatus, Report, Sender, SendOptions, SenderSetup, Snapshot, Version, WaitFor,
     WeightExtractor, WorkerId,
     worker::{Event, Exit, Restart, Spawn, WorkerError, Workers},
 };
@@ -255,7 +255,7 @@ impl MultiSync {
         weights: &impl WeightExtractor,
     ) -> Result<Report, Error> {
         let sender = &mut self.sender;
-        Ok(sender.send_and(weights, WaitFor::Applied, self.deadline)?)
+        Ok(sender.send_with(weights, &SendOptions::new().wait(WaitFor::Applied).deadline(self.deadline))?)
     }
 
     /// How long a batch or an update may take at most, from now on.

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    Error, Expect, MemoryError, Outcome, ReceiverSetup, Remedy, SenderSetup, Tensors, Version,
+    Error, Expect, MemoryError, Outcome, ReceiverSetup, Remedy, SendOptions, SenderSetup, Tensors, Version,
     WaitFor, WorkerId,
 };
 
@@ -17,7 +17,7 @@ fn every_worker_gets_every_version() {
     let workers: Vec<_> = sender
         .workers()
         .iter()
-        .map(|worker| (worker.worker.0, worker.applied))
+        .map(|worker| (worker.worker.0, worker.version()))
         .collect();
     assert_eq!(workers, [0, 1, 2, 3].map(|worker| (worker, Version(1))));
     let working: Vec<_> = receivers
@@ -126,7 +126,7 @@ fn nobody_answers_where_no_sender_is() {
         .connect(BRIEF)
         .unwrap_err();
     assert!(
-        matches!(&error, Error::Memory(MemoryError::NoSender { waited, .. }) if *waited >= BRIEF),
+        matches!(&error, Error::NoSender { waited, .. } if *waited >= BRIEF),
         "{error}"
     );
     assert_eq!(error.remedy(), Remedy::Retry);
@@ -160,7 +160,7 @@ fn connect_brings_the_weights_to_a_worker_that_never_receives() {
         (receiver, own)
     });
     let sender = setup.connect(&source, Expect::Count(2), SOON).unwrap();
-    let mut applied = sender.workers().into_iter().map(|worker| worker.applied);
+    let mut applied = sender.workers().into_iter().map(|worker| worker.version());
     assert!(applied.all(|version| version == Version::FIRST));
     assert_eq!(reads.join().unwrap().unwrap().version(), Version::FIRST);
     let (receiver, own) = loads.join().unwrap();
@@ -183,7 +183,7 @@ fn the_first_receive_gives_what_connect_brought_or_newer() {
     assert_eq!(first.version(), Version::FIRST);
     assert!(prompt.receive(Some(BRIEF)).unwrap().is_none());
     source.slice_mut::<i64>("step").unwrap()[0] = 42;
-    sender.send_and(&source, WaitFor::Sent, SOON).unwrap();
+    sender.send_with(&source, &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap();
     let second = slow.receive(None).unwrap().unwrap();
     assert_eq!((second.version(), slow.version()), (Version(2), Version(2)));
     assert_eq!(second.slice::<i64>("step").unwrap(), [42]);
@@ -281,8 +281,8 @@ fn versions_replaced_meanwhile_are_passed_over() {
     let (mut sender, mut receiver) = pair(&source);
     for step in 2..=9 {
         source.slice_mut::<i64>("step").unwrap()[0] = step;
-        let report = sender.send_and(&source, WaitFor::Sent, SOON).unwrap();
-        assert!(report.workers.is_empty() && report.version.0 == step as u64);
+        let report = sender.send_with(&source, &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap();
+        assert!(report.workers.is_empty() && report.version().0 == step as u64);
     }
     let snapshot = receiver.receive(None).unwrap().unwrap();
     assert_eq!(
@@ -306,14 +306,14 @@ fn a_worker_that_does_not_look_is_late_and_the_others_are_up_to_date() {
     let mut quick = receivers.pop().unwrap();
     let report = thread::scope(|scope| {
         let worker = scope.spawn(|| quick.receive(Some(SOON)).unwrap().unwrap().version());
-        let report = sender.send_and(&weights(), WaitFor::Applied, Duration::from_millis(300));
+        let report = sender.send_with(&weights(), &SendOptions::new().wait(WaitFor::Applied).deadline(Duration::from_millis(300)));
         assert_eq!(worker.join().unwrap(), Version(2));
         report.unwrap()
     });
     let lines: Vec<_> = report
         .workers
         .iter()
-        .map(|line| (line.worker.0, &line.outcome, line.version))
+        .map(|line| (line.worker.0, &line.outcome, line.versions[0]))
         .collect();
     assert_eq!(
         lines,
@@ -384,7 +384,7 @@ fn the_senders_shutdown_ends_a_wait_without_a_timeout() {
     let (error, again, version) = waiting.join().unwrap();
     for error in [error, again] {
         assert!(
-            matches!(error, Error::Memory(MemoryError::SenderClosed)),
+            matches!(error, Error::SenderClosed),
             "{error}"
         );
         assert_eq!(error.remedy(), Remedy::Reconnect);

@@ -31,7 +31,7 @@ fn a_loan_is_written_by_name_and_published() {
         );
         let report = loan.publish().unwrap();
         assert!(
-            report.all_applied() && report.version == Version(2),
+            report.all_applied() && report.version() == Version(2),
             "{report}"
         );
         worker.join().unwrap()

@@ -3,7 +3,7 @@
 use std::thread;
 
 use weightsync::{
-    Dtype, Error, Expect, Layout, LayoutMismatch, Outcome, ReceiverSetup, Result, SenderSetup,
+    Dtype, Error, Expect, Layout, LayoutMismatch, Outcome, ReceiverSetup, Result, SendOptions, SenderSetup,
     TensorView, Tensors, Version, WaitFor, WeightLoader,
 };
 
@@ -227,7 +227,7 @@ fn a_failed_load_is_a_line_in_the_report_and_the_next_version_loads() {
         matches!(&line.outcome, Outcome::Refused { reason } if reason.contains("layer.bias") && reason.contains("out of memory")),
         "{line}"
     );
-    assert_eq!((report.version, line.version), (Version(2), Version(1)));
+    assert_eq!((report.version(), line.versions[0]), (Version(2), Version(1)));
     // The label is that of the weights this worker has.
     assert_eq!(receiver.version(), Version(1));
     assert_eq!(sender.workers()[0].applied, Version(1));
@@ -283,7 +283,7 @@ impl WeightLoader for Watched<'_> {
 #[test]
 fn a_version_is_reported_only_once_it_is_loaded() {
     let (mut sender, mut receiver) = pair(&weights());
-    sender.send_and(&weights(), WaitFor::Sent, SOON).unwrap();
+    sender.send_with(&weights(), &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap();
     let sender_says = || sender.workers()[0].applied;
     let mut model = Watched {
         own: weights(),

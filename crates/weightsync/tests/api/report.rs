@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use weightsync::{
-    Error, Expect, ModelId, Outcome, Report, SenderSetup, Version, WaitFor, WorkerId, WorkerReport,
+    Error, Expect, ModelId, Outcome, Report, SendOptions, SenderSetup, Version, WaitFor, WorkerId, WorkerReport,
 };
 
 use crate::{SOON, weights};
@@ -109,10 +109,10 @@ fn a_report_says_the_whole_and_names_those_who_have_it_not() {
 fn the_times_of_a_report_are_in_order() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let mut sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
-    let report = sender.send_and(&weights(), WaitFor::Applied, SOON).unwrap();
+    let report = sender.send_with(&weights(), &SendOptions::new().wait(WaitFor::Applied).deadline(SOON)).unwrap();
     assert!(report.copied <= report.took && report.took < SOON);
     assert_eq!(
-        (report.version, report.model.as_str()),
+        (report.version(), report.model.as_str()),
         (Version(2), "policy")
     );
 }

@@ -47,7 +47,7 @@ fn restart<T: Send>(dir: &Path, at_worker: impl FnOnce() -> T + Send) -> (Sender
 fn lost(receiver: &mut Receiver) {
     let error = receiver.receive(None).unwrap_err();
     assert!(
-        matches!(error, Error::Memory(MemoryError::SenderClosed)),
+        matches!(error, Error::SenderClosed),
         "{error}"
     );
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use weightsync::worker::WorkerProcess;
 use weightsync::{
-    Expect, InitInfo, MemoryError, Outcome, Receiver, ReceiverSetup, Sender, SenderSetup, Snapshot,
+    Expect, InitInfo, MemoryError, Outcome, Receiver, ReceiverSetup, Sender, SendOptions, SenderSetup, Snapshot,
     Tensors, WaitFor, WaitStyle,
 };
 
@@ -132,7 +132,7 @@ impl Puppet {
                 self.weights.slice_mut::<u64>(TENSOR)?.fill(word);
                 let sender = self.sender.as_mut().ok_or("no trainer")?;
                 let begun = Instant::now();
-                let report = sender.send_and(&self.weights, WaitFor::Applied, deadline)?;
+                let report = sender.send_with(&self.weights, &SendOptions::new().wait(WaitFor::Applied).deadline(deadline))?;
                 let lines = report.workers.iter();
                 let lines = lines.map(|line| (line.worker.0, fate(&line.outcome)));
                 Ok(Answer::Sent {
@@ -157,7 +157,7 @@ impl Puppet {
                 match receiver.receive(timeout) {
                     Ok(Some(snapshot)) => self.hold(snapshot),
                     Ok(None) => Ok(Answer::Nothing),
-                    Err(weightsync::Error::Memory(MemoryError::SenderDied { pid })) => {
+                    Err(weightsync::Error::SenderDied { pid }) => {
                         Ok(Answer::TrainerDied(pid))
                     }
                     Err(error) => Err(error.into()),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use weightsync::worker::{Event, Spawn, WorkerError, WorkerProcess, Workers};
-use weightsync::{Expect, InitInfo, Outcome, Report, Sender, SenderSetup, Tensors, WaitFor};
+use weightsync::{Expect, InitInfo, Outcome, Report, Sender, SendOptions, SenderSetup, Tensors, WaitFor};
 
 use crate::fuse::{BURNT, Fuse, Lit};
 use crate::pattern::{self, Pattern};
@@ -107,14 +107,14 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
         };
         let report = if version.is_multiple_of(3) {
             pattern.fill(&mut weights)?;
-            let report = sender.send_and(&weights, wait, PATIENCE)?;
+            let report = sender.send_with(&weights, &SendOptions::new().wait(wait).deadline(PATIENCE))?;
             // Not sent, so never seen.
             Pattern::new(!plan.seed, version).fill(&mut weights)?;
             report
         } else {
             let mut loan = sender.loan()?;
             pattern.fill_loan(&mut loan, || fuse.midway(version))?;
-            loan.publish_and(wait, PATIENCE)?
+            loan.publish_with(&SendOptions::new().wait(wait).deadline(PATIENCE))?
         };
         fuse.done(version);
         judge(&report)?;
