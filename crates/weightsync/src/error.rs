@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use weightsync_core::{Dtype, LayoutMismatch, ModelId, Version, WorkerId};
 
+use crate::attributes::AttributesError;
 use crate::worker::WorkerError;
 
 /// A result of this crate.
@@ -335,6 +336,9 @@ pub enum Error {
         /// Its answer.
         source: std::io::Error,
     },
+    /// What describes a model beside its layout does not hold together.
+    #[error(transparent)]
+    Attributes(#[from] AttributesError),
     /// A layout or a name is not a valid one.
     #[error(transparent)]
     Layout(#[from] weightsync_core::Error),

@@ -239,11 +239,14 @@ impl ReceiverSetup {
         };
         let mut transport = scheme.scheme().join(&self.info.at, &joining, deadline)?;
         for (id, own) in &self.own {
-            let theirs = transport.models().iter().find(|spec| spec.id.as_str() == id);
-            if let Some(spec) = theirs
-                && let Err(mismatch) = fits(own, &spec.attributes.layout_for(&spec.layout, own)?)
-            {
-                return Err(refused(&mut *transport, spec.id.clone(), mismatch)?);
+            let mut theirs = transport.models().iter();
+            let Some(spec) = theirs.find(|spec| spec.id.as_str() == id) else {
+                continue;
+            };
+            let seen = spec.attributes.layout_for(&spec.layout, own)?;
+            if let Err(mismatch) = fits(own, &seen) {
+                let model = spec.id.clone();
+                return Err(refused(&mut *transport, model, mismatch)?);
             }
         }
         Ok(transport)
