@@ -173,7 +173,9 @@ pub enum Error {
         model: ModelId,
     },
     /// A partial update of a model that was never sent whole.
-    #[error("{model} was never sent to all of these workers, so nothing of it can be kept: send it whole")]
+    #[error(
+        "{model} was never sent to all of these workers, so nothing of it can be kept: send it whole"
+    )]
     NothingToKeep {
         /// The model.
         model: ModelId,

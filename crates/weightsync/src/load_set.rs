@@ -101,9 +101,11 @@ impl<'a> SetLoader<'a> {
         };
         let own = model.layout()?;
         let sent = snapshot.layout();
-        fits(&own, &snapshot.attributes().layout_for(sent, &own)?).map_err(|mismatch| Error::WrongModel {
-            model: id.clone(),
-            mismatch: Box::new(mismatch),
+        fits(&own, &snapshot.attributes().layout_for(sent, &own)?).map_err(|mismatch| {
+            Error::WrongModel {
+                model: id.clone(),
+                mismatch: Box::new(mismatch),
+            }
         })
     }
 }

@@ -84,10 +84,7 @@ impl Flight {
             lines.extend(one.settle(level, until)?);
         }
         // What a worker did before it died, say, stays its line.
-        let mut settled = self
-            .settled
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut settled = self.settled.lock().unwrap_or_else(PoisonError::into_inner);
         lines.retain(|line| !settled.iter().any(|old| same(old, line)));
         let done = lines.iter().filter(|line| line.outcome.is_final(wait));
         let done: Vec<_> = done.cloned().collect();

@@ -90,12 +90,14 @@ fn once(
     weights: &dyn WeightExtractor,
     take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>,
 ) -> Result<()> {
-    let lent_wrongly = |how_often: &str| Error::Extract {
+    let lent_wrongly = |how_often: &str| {
+        Error::Extract {
         name: format!("every tensor of {}", prepared.id),
         source: format!(
             "its extractor lent the tensors {how_often}: it must call `take` once, and pass on what that returns"
         )
         .into(),
+    }
     };
     let (mut times, mut taken) = (0, false);
     TiedOnce::new(weights, &prepared.attributes).extract(&mut |tensors| {

@@ -220,6 +220,7 @@ impl ReceiverSetup {
             applied: Vec::new(),
             setup: self,
             sender_lost: false,
+            nothing: Layout::new([])?,
         })
     }
 
@@ -294,6 +295,8 @@ pub struct Receiver {
     run: Run,
     /// The sender died, and that has been said.
     sender_lost: bool,
+    /// The layout of a model that never comes.
+    nothing: Layout,
 }
 
 impl Receiver {
@@ -475,19 +478,10 @@ impl Receiver {
     }
 
     /// Names, dtypes and shapes of the model; of the first, if there are
-    /// several.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Unsupported`] for a scheme that carries nothing.
-    pub fn layout(&self) -> Result<&Layout> {
+    /// several. No tensors for a scheme that carries nothing.
+    pub fn layout(&self) -> &Layout {
         let first = self.transport.models().first();
-        first
-            .map(|spec| &spec.layout)
-            .ok_or_else(|| Error::Unsupported {
-                what: "a model's layout",
-                scheme: self.scheme.to_string(),
-            })
+        first.map_or(&self.nothing, |spec| &spec.layout)
     }
 
     fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {

@@ -231,7 +231,11 @@ impl fmt::Display for Report {
             }
             (_, 0) => {
                 let is = if several { "are" } else { "is" };
-                write!(f, " {is} live after {:.1?}; there is no worker", self.copied)?;
+                write!(
+                    f,
+                    " {is} live after {:.1?}; there is no worker",
+                    self.copied
+                )?;
             }
             (level, all) => {
                 let done = if level == WaitFor::Staged {
@@ -250,7 +254,8 @@ impl fmt::Display for Report {
             }
         }
         let rest = self.workers.iter().filter(|line| !self.reached(line));
-        rest.into_iter().try_for_each(|line| write!(f, "\n  {line}"))
+        rest.into_iter()
+            .try_for_each(|line| write!(f, "\n  {line}"))
     }
 }
 

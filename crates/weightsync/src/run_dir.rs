@@ -32,7 +32,11 @@ const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
 /// A place that no other process can know or reuse.
 pub(crate) fn anonymous(models: &[ModelId]) -> Result<Endpoint> {
-    Endpoint::new(address(&random::<16>()?, &set_name(models)), random()?, false)
+    Endpoint::new(
+        address(&random::<16>()?, &set_name(models)),
+        random()?,
+        false,
+    )
 }
 
 /// The place a run directory gives a set of models: the same in every process.

@@ -138,13 +138,10 @@ impl Schemes {
     /// [`Error::BadSetting`].
     pub fn parse(&self, text: &str) -> Result<AnyScheme> {
         let (word, settings) = text.split_once(':').unwrap_or((text, ""));
-        let parse = self
-            .parsers
-            .get(word)
-            .ok_or_else(|| Error::UnknownScheme {
-                got: text.chars().take(80).collect(),
-                known: self.parsers.keys().cloned().collect(),
-            })?;
+        let parse = self.parsers.get(word).ok_or_else(|| Error::UnknownScheme {
+            got: text.chars().take(80).collect(),
+            known: self.parsers.keys().cloned().collect(),
+        })?;
         let settings = settings.split(',').filter(|setting| !setting.is_empty());
         let settings = settings.map(|setting| {
             let (key, value) = setting.split_once('=').unwrap_or((setting, ""));

@@ -119,7 +119,10 @@ impl Sender {
     ) -> Result<Report> {
         let mut groups: Vec<(&'a dyn WeightExtractor, Vec<u32>)> = Vec::new();
         for (worker, source) in weights {
-            match groups.iter_mut().find(|(one, _)| std::ptr::addr_eq(*one, source)) {
+            match groups
+                .iter_mut()
+                .find(|(one, _)| std::ptr::addr_eq(*one, source))
+            {
                 Some((_, workers)) => workers.push(worker),
                 None => groups.push((source, vec![worker])),
             }
@@ -410,7 +413,11 @@ impl Sender {
         let registered: Vec<_> = self.setup.registered();
         let sources: Vec<_> = registered
             .iter()
-            .map(|source| source.as_deref().map(|source| source as &dyn WeightExtractor))
+            .map(|source| {
+                source
+                    .as_deref()
+                    .map(|source| source as &dyn WeightExtractor)
+            })
             .collect();
         let ids: Vec<_> = self.models().cloned().collect();
         let resolved = resolve(members, options.model.as_deref(), &ids, &sources)?;

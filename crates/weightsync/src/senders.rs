@@ -103,6 +103,10 @@ impl Senders {
     }
 
     fn ids(&self) -> Vec<ModelId> {
-        self.senders.iter().flat_map(Sender::models).cloned().collect()
+        self.senders
+            .iter()
+            .flat_map(Sender::models)
+            .cloned()
+            .collect()
     }
 }

@@ -393,7 +393,10 @@ impl SenderSetup {
 
     /// The sources that were registered, in the set's order.
     pub(crate) fn registered(&self) -> Vec<Option<Source>> {
-        self.models.iter().map(|model| model.source.clone()).collect()
+        self.models
+            .iter()
+            .map(|model| model.source.clone())
+            .collect()
     }
 
     /// Whether a model of that name was set up.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use weightsync_core::{ModelId, Run, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Deadline, Delivery, Publication, Reader, SegmentOptions, Source, Taken, Waiter,
-    Want, Writer,
+    AttachOptions, CopyOptions, Deadline, Delivery, Publication, Reader, SegmentOptions, Source,
+    Taken, Waiter, Want, Writer,
 };
 
 use crate::attributes::Attributes;

@@ -239,7 +239,7 @@ pub enum Pull {
 /// **Guarantee.** A version becomes visible to a worker whole or not at all,
 /// all models of a publication in one step, also if this process is killed at
 /// any moment. Dropping it tells the workers and leaves nothing in the system.
-pub trait SenderTransport: fmt::Debug + Send {
+pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// Room for the next version of each of these models, beside everything
     /// that a worker may still read.
     ///
@@ -370,7 +370,7 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
 /// publication together. Every wait ends by its deadline, by the sender's death,
 /// or by its shutdown, which are told after everything that was sent. Dropping
 /// it tells the sender.
-pub trait ReceiverTransport: fmt::Debug + Send {
+pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     /// The models this worker wanted, in the order it named them.
     fn models(&self) -> &[ModelSpec];
 

@@ -117,7 +117,12 @@ fn tensors_of_ones_own_load_into_a_model_and_what_does_not_fit_is_named() {
         .unwrap();
     let (mut sender, mut receiver) = pair(&weights);
     weights.slice_mut::<f32>("actor.0.bias").unwrap()[0] = 7.0;
-    sender.send_with(&weights, &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap();
+    sender
+        .send_with(
+            &weights,
+            &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+        )
+        .unwrap();
     assert_eq!(
         receiver.receive_into(&mut worker, Some(SOON)).unwrap(),
         Some(Version(2))
@@ -132,7 +137,12 @@ fn tensors_of_ones_own_load_into_a_model_and_what_does_not_fit_is_named() {
         "actor.0.bias",
         Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap(),
     );
-    sender.send_with(&weights, &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap();
+    sender
+        .send_with(
+            &weights,
+            &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+        )
+        .unwrap();
     let error = receiver.receive_into(&mut worker, Some(SOON)).unwrap_err();
     assert!(
         matches!(&error, Error::WrongModel { mismatch, .. } if mismatch.shapes[0].name == "actor.0.bias"),

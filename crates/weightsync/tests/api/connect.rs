@@ -4,8 +4,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    Error, Expect, MemoryError, Outcome, ReceiverSetup, Remedy, SendOptions, SenderSetup, Tensors, Version,
-    WaitFor, WorkerId,
+    Error, Expect, MemoryError, Outcome, ReceiverSetup, Remedy, SendOptions, SenderSetup, Tensors,
+    Version, WaitFor, WorkerId,
 };
 
 use crate::{BRIEF, SOON, bytes_of, connect, join, pair, send, send_to, weights};
@@ -183,7 +183,12 @@ fn the_first_receive_gives_what_connect_brought_or_newer() {
     assert_eq!(first.version(), Version::FIRST);
     assert!(prompt.receive(Some(BRIEF)).unwrap().is_none());
     source.slice_mut::<i64>("step").unwrap()[0] = 42;
-    sender.send_with(&source, &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap();
+    sender
+        .send_with(
+            &source,
+            &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+        )
+        .unwrap();
     let second = slow.receive(None).unwrap().unwrap();
     assert_eq!((second.version(), slow.version()), (Version(2), Version(2)));
     assert_eq!(second.slice::<i64>("step").unwrap(), [42]);
@@ -281,7 +286,12 @@ fn versions_replaced_meanwhile_are_passed_over() {
     let (mut sender, mut receiver) = pair(&source);
     for step in 2..=9 {
         source.slice_mut::<i64>("step").unwrap()[0] = step;
-        let report = sender.send_with(&source, &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap();
+        let report = sender
+            .send_with(
+                &source,
+                &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+            )
+            .unwrap();
         assert!(report.workers.is_empty() && report.version().0 == step as u64);
     }
     let snapshot = receiver.receive(None).unwrap().unwrap();
@@ -306,7 +316,12 @@ fn a_worker_that_does_not_look_is_late_and_the_others_are_up_to_date() {
     let mut quick = receivers.pop().unwrap();
     let report = thread::scope(|scope| {
         let worker = scope.spawn(|| quick.receive(Some(SOON)).unwrap().unwrap().version());
-        let report = sender.send_with(&weights(), &SendOptions::new().wait(WaitFor::Applied).deadline(Duration::from_millis(300)));
+        let report = sender.send_with(
+            &weights(),
+            &SendOptions::new()
+                .wait(WaitFor::Applied)
+                .deadline(Duration::from_millis(300)),
+        );
         assert_eq!(worker.join().unwrap(), Version(2));
         report.unwrap()
     });
@@ -339,7 +354,7 @@ fn a_worker_that_leaves_is_a_line_and_its_number_is_free_again() {
         }
     };
     assert_eq!((left.worker, left.outcome), (WorkerId(0), Outcome::Left));
-    assert_eq!(left.version, Version(1));
+    assert_eq!(left.versions[0], Version(1));
     assert!(
         sender.send(&weights()).unwrap().workers.is_empty(),
         "one line, once"
@@ -383,10 +398,7 @@ fn the_senders_shutdown_ends_a_wait_without_a_timeout() {
     drop(sender);
     let (error, again, version) = waiting.join().unwrap();
     for error in [error, again] {
-        assert!(
-            matches!(error, Error::SenderClosed),
-            "{error}"
-        );
+        assert!(matches!(error, Error::SenderClosed), "{error}");
         assert_eq!(error.remedy(), Remedy::Reconnect);
     }
     assert_eq!(version, Version(1), "what was sent last stays readable");

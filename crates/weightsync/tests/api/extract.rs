@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 use weightsync::{
-    Dtype, Error, Expect, Extracted, Layout, Result, SafetensorsFile, SendOptions, SenderSetup, TensorData,
-    TensorRef, Tensors, Version, WaitFor, WeightExtractor,
+    Dtype, Error, Expect, Extracted, Layout, Result, SafetensorsFile, SendOptions, SenderSetup,
+    TensorData, TensorRef, Tensors, Version, WaitFor, WeightExtractor,
 };
 
 use crate::{SOON, pair, pair_by, send_to, weights};
@@ -285,7 +285,12 @@ fn an_extractor_that_breaks_its_word_publishes_nothing() {
         ),
     ];
     for (words, source) in cases {
-        let error = sender.send_with(&source, &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap_err();
+        let error = sender
+            .send_with(
+                &source,
+                &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+            )
+            .unwrap_err();
         assert!(matches!(error, Error::Extract { .. }), "{error}");
         assert!(error.to_string().contains(words), "{words}: {error}");
         assert_eq!(sender.version(), Version(1));

@@ -3,8 +3,8 @@
 use std::thread;
 
 use weightsync::{
-    Dtype, Error, Expect, Layout, LayoutMismatch, Outcome, ReceiverSetup, Result, SendOptions, SenderSetup,
-    TensorView, Tensors, Version, WaitFor, WeightLoader,
+    Dtype, Error, Expect, Layout, LayoutMismatch, Outcome, ReceiverSetup, Result, SendOptions,
+    SenderSetup, TensorView, Tensors, Version, WaitFor, WeightLoader,
 };
 
 use crate::{SOON, pair, send, send_to, weights};
@@ -56,7 +56,7 @@ fn wrong_weights_are_refused_by_name_and_the_old_version_serves_on() {
     );
 
     assert_eq!(sender.version(), Version(1));
-    assert_eq!(sender.workers()[0].applied, Version(1));
+    assert_eq!(sender.workers()[0].version(), Version(1));
     assert_eq!(receiver.latest().unwrap().unwrap().version(), Version(1));
     assert_eq!(before.slice::<f32>("layer.bias").unwrap(), [0.5; 7]);
     drop(before);
@@ -227,10 +227,13 @@ fn a_failed_load_is_a_line_in_the_report_and_the_next_version_loads() {
         matches!(&line.outcome, Outcome::Refused { reason } if reason.contains("layer.bias") && reason.contains("out of memory")),
         "{line}"
     );
-    assert_eq!((report.version(), line.versions[0]), (Version(2), Version(1)));
+    assert_eq!(
+        (report.version(), line.versions[0]),
+        (Version(2), Version(1))
+    );
     // The label is that of the weights this worker has.
     assert_eq!(receiver.version(), Version(1));
-    assert_eq!(sender.workers()[0].applied, Version(1));
+    assert_eq!(sender.workers()[0].version(), Version(1));
     assert_eq!(model.own.slice::<i64>("step").unwrap(), [41]);
 
     next.slice_mut::<i64>("step").unwrap()[0] = 3;
@@ -283,8 +286,13 @@ impl WeightLoader for Watched<'_> {
 #[test]
 fn a_version_is_reported_only_once_it_is_loaded() {
     let (mut sender, mut receiver) = pair(&weights());
-    sender.send_with(&weights(), &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap();
-    let sender_says = || sender.workers()[0].applied;
+    sender
+        .send_with(
+            &weights(),
+            &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+        )
+        .unwrap();
+    let sender_says = || sender.workers()[0].version();
     let mut model = Watched {
         own: weights(),
         sender_says: &sender_says,

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use weightsync::{
-    Error, Expect, ModelId, Outcome, Report, SendOptions, SenderSetup, Version, WaitFor, WorkerId, WorkerReport,
+    Error, Expect, ModelId, Outcome, Report, SendOptions, SenderSetup, Version, WaitFor, WorkerId,
+    WorkerReport,
 };
 
 use crate::{SOON, weights};
@@ -13,15 +14,16 @@ fn line(worker: u32, outcome: Outcome, version: u64) -> WorkerReport {
         worker: WorkerId(worker),
         pid: 100 + worker,
         outcome,
-        version: Version(version),
+        versions: vec![Version(version)],
         after: Duration::from_micros(1500),
     }
 }
 
 fn report(workers: Vec<WorkerReport>) -> Report {
     Report {
-        model: ModelId::new("policy").unwrap(),
-        version: Version(7),
+        versions: vec![(ModelId::new("policy").unwrap(), Version(7))],
+        partial: None,
+        level: WaitFor::Applied,
         bytes: 1024,
         copied: Duration::from_micros(250),
         took: Duration::from_millis(3),
@@ -109,10 +111,15 @@ fn a_report_says_the_whole_and_names_those_who_have_it_not() {
 fn the_times_of_a_report_are_in_order() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let mut sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
-    let report = sender.send_with(&weights(), &SendOptions::new().wait(WaitFor::Applied).deadline(SOON)).unwrap();
+    let report = sender
+        .send_with(
+            &weights(),
+            &SendOptions::new().wait(WaitFor::Applied).deadline(SOON),
+        )
+        .unwrap();
     assert!(report.copied <= report.took && report.took < SOON);
     assert_eq!(
-        (report.version(), report.model.as_str()),
+        (report.version(), report.versions[0].0.as_str()),
         (Version(2), "policy")
     );
 }

@@ -46,10 +46,7 @@ fn restart<T: Send>(dir: &Path, at_worker: impl FnOnce() -> T + Send) -> (Sender
 
 fn lost(receiver: &mut Receiver) {
     let error = receiver.receive(None).unwrap_err();
-    assert!(
-        matches!(error, Error::SenderClosed),
-        "{error}"
-    );
+    assert!(matches!(error, Error::SenderClosed), "{error}");
 }
 
 #[test]
@@ -118,7 +115,7 @@ fn a_new_run_is_not_claimed_before_a_version_of_it_is_loaded() {
         (receiver.run(), receiver.version()),
         (first_run, Version(2))
     );
-    assert!(second.workers()[0].applied.is_none());
+    assert!(second.workers()[0].version().is_none());
 
     let mut own = weights();
     let (report, loaded) = send(&mut second, &weights(), || {

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use weightsync::worker::WorkerError;
 use weightsync::{
-    Epoch, Error, Holder, MemoryError, Remedy, SendOptions, SenderSetup, Version, WaitFor, WaitStyle, WorkerId,
+    Epoch, Error, Holder, MemoryError, Remedy, SendOptions, SenderSetup, Version, WaitFor,
+    WaitStyle, WorkerId,
 };
 
 use crate::{BRIEF, SOON, pair_by, send_to, weights};
@@ -18,7 +19,10 @@ fn when_every_slot_is_pinned_the_holder_is_named() {
     let first = receiver.latest().unwrap().unwrap();
     let second = send_to(&mut sender, &weights(), &mut receiver);
     let error = sender
-        .send_with(&weights(), &SendOptions::new().wait(WaitFor::Applied).deadline(BRIEF))
+        .send_with(
+            &weights(),
+            &SendOptions::new().wait(WaitFor::Applied).deadline(BRIEF),
+        )
         .unwrap_err();
     assert_eq!(error.remedy(), Remedy::Retry);
     let Error::Memory(MemoryError::AllSlotsPinned {
@@ -68,7 +72,12 @@ fn wrong_weights_do_not_wait_for_a_slot() {
     let _second = send_to(&mut sender, &weights(), &mut receiver);
     for wrong in [&wrong, &longer] {
         // A wait for a slot would end by its deadline, with another error.
-        let error = sender.send_with(wrong, &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)).unwrap_err();
+        let error = sender
+            .send_with(
+                wrong,
+                &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+            )
+            .unwrap_err();
         assert!(matches!(error, Error::WrongWeights { .. }), "{error}");
     }
 }
@@ -80,7 +89,10 @@ fn the_senders_own_hold_is_named_as_such() {
     let _own = sender.snapshot().unwrap();
     send_to(&mut sender, &weights(), &mut receiver);
     let error = sender
-        .send_with(&weights(), &SendOptions::new().wait(WaitFor::Sent).deadline(BRIEF))
+        .send_with(
+            &weights(),
+            &SendOptions::new().wait(WaitFor::Sent).deadline(BRIEF),
+        )
         .unwrap_err();
     assert!(error.to_string().contains("the sender itself"), "{error}");
 }
@@ -95,7 +107,12 @@ fn a_send_waits_until_a_snapshot_is_dropped() {
         let first = receiver.latest().unwrap().unwrap();
         let second = send_to(&mut sender, &weights(), &mut receiver);
         let report = thread::scope(|scope| {
-            let sending = scope.spawn(|| sender.send_with(&weights(), &SendOptions::new().wait(WaitFor::Sent).deadline(SOON)));
+            let sending = scope.spawn(|| {
+                sender.send_with(
+                    &weights(),
+                    &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+                )
+            });
             drop(first);
             sending.join().unwrap().unwrap()
         });
@@ -120,7 +137,10 @@ fn a_segment_grows_to_its_bound_and_then_waits() {
         .collect();
     assert_eq!(steps, [41, 2, 3, 4, 5]);
     let error = sender
-        .send_with(&weights(), &SendOptions::new().wait(WaitFor::Sent).deadline(BRIEF))
+        .send_with(
+            &weights(),
+            &SendOptions::new().wait(WaitFor::Sent).deadline(BRIEF),
+        )
         .unwrap_err();
     assert!(
         matches!(

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use weightsync::worker::WorkerProcess;
 use weightsync::{
-    Expect, InitInfo, MemoryError, Outcome, Receiver, ReceiverSetup, Sender, SendOptions, SenderSetup, Snapshot,
-    Tensors, WaitFor, WaitStyle,
+    Expect, InitInfo, MemoryError, Outcome, Receiver, ReceiverSetup, SendOptions, Sender,
+    SenderSetup, Snapshot, Tensors, WaitFor, WaitStyle,
 };
 
 use crate::scale::PATIENCE;
@@ -132,7 +132,10 @@ impl Puppet {
                 self.weights.slice_mut::<u64>(TENSOR)?.fill(word);
                 let sender = self.sender.as_mut().ok_or("no trainer")?;
                 let begun = Instant::now();
-                let report = sender.send_with(&self.weights, &SendOptions::new().wait(WaitFor::Applied).deadline(deadline))?;
+                let report = sender.send_with(
+                    &self.weights,
+                    &SendOptions::new().wait(WaitFor::Applied).deadline(deadline),
+                )?;
                 let lines = report.workers.iter();
                 let lines = lines.map(|line| (line.worker.0, fate(&line.outcome)));
                 Ok(Answer::Sent {
@@ -158,7 +161,7 @@ impl Puppet {
                     Ok(Some(snapshot)) => self.hold(snapshot),
                     Ok(None) => Ok(Answer::Nothing),
                     Err(weightsync::Error::SenderDied { pid }) => {
-                        Ok(Answer::TrainerDied(pid))
+                        Ok(Answer::TrainerDied(pid.ok_or("no pid of the trainer")?))
                     }
                     Err(error) => Err(error.into()),
                 }

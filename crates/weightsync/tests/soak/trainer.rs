@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use weightsync::worker::{Event, Spawn, WorkerError, WorkerProcess, Workers};
-use weightsync::{Expect, InitInfo, Outcome, Report, Sender, SendOptions, SenderSetup, Tensors, WaitFor};
+use weightsync::{
+    Expect, InitInfo, Outcome, Report, SendOptions, Sender, SenderSetup, Tensors, WaitFor,
+};
 
 use crate::fuse::{BURNT, Fuse, Lit};
 use crate::pattern::{self, Pattern};
@@ -107,7 +109,8 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
         };
         let report = if version.is_multiple_of(3) {
             pattern.fill(&mut weights)?;
-            let report = sender.send_with(&weights, &SendOptions::new().wait(wait).deadline(PATIENCE))?;
+            let report =
+                sender.send_with(&weights, &SendOptions::new().wait(wait).deadline(PATIENCE))?;
             // Not sent, so never seen.
             Pattern::new(!plan.seed, version).fill(&mut weights)?;
             report
