@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
 use weightsync::{
-    Expect, InitInfo, ReaderStatus, Report, Sender, SendOptions, SenderSetup, Snapshot, Version, WaitFor,
+    Expect, InitInfo, Report, Sender, SendOptions, SenderSetup, Snapshot, Version, WaitFor,
     WeightExtractor, WorkerId,
     worker::{Event, Exit, Restart, Spawn, WorkerError, Workers},
 };
@@ -269,7 +269,7 @@ impl MultiSync {
     }
 
     /// Every connected worker with the version it has, as the sender sees them.
-    pub fn worker_versions(&self) -> Vec<ReaderStatus> {
+    pub fn worker_versions(&self) -> Vec<WorkerStatus> {
         self.sender.workers()
     }
 
