@@ -58,6 +58,7 @@ mod error;
 mod extract;
 mod init_info;
 mod load;
+pub mod plain;
 mod receiver;
 mod report;
 mod run_dir;
@@ -73,6 +74,7 @@ pub use crate::{
     extract::{Extracted, TensorData, WeightExtractor},
     init_info::InitInfo,
     load::{TensorView, WeightLoader},
+    plain::{ExtraState, Plain, PlainError},
     receiver::{Receiver, ReceiverSetup},
     report::{Report, WorkerReport},
     safetensors_file::SafetensorsFile,
