@@ -51,6 +51,7 @@
 //! reinforcement learning.
 #![forbid(unsafe_code)]
 
+mod attributes;
 #[cfg(feature = "candle")]
 mod candle;
 mod digest;
@@ -58,6 +59,7 @@ mod error;
 mod extract;
 mod init_info;
 mod load;
+pub mod mapping;
 pub mod plain;
 mod receiver;
 mod report;
@@ -66,14 +68,17 @@ mod safetensors_file;
 mod sender;
 mod setup;
 mod snapshot;
+mod strategy;
 mod tensors;
 pub mod worker;
 
 pub use crate::{
+    attributes::{Attributes, AttributesError, TiedOnce, find_ties},
     error::{Error, Remedy, Result},
     extract::{Extracted, TensorData, WeightExtractor},
     init_info::InitInfo,
     load::{TensorView, WeightLoader},
+    mapping::{DryRun, MappedExtractor, MappedLoader, Mapping, MappingError},
     plain::{ExtraState, Plain, PlainError},
     receiver::{Receiver, ReceiverSetup},
     report::{Report, WorkerReport},
@@ -81,6 +86,7 @@ pub use crate::{
     sender::{Loan, Sender, WaitFor},
     setup::{DigestPolicy, Expect, SenderSetup},
     snapshot::Snapshot,
+    strategy::{Role, StateDict, Strategy, TensorDict, UnknownStrategy, Weights},
     tensors::{Element, Tensors},
 };
 
