@@ -7,6 +7,7 @@ use crate::layout::MAX_RANK;
 
 #[cfg(test)]
 mod tests;
+mod view;
 
 /// A tensor in somebody else's memory, checked: every element of it lies inside `data`.
 ///
@@ -297,6 +298,21 @@ pub enum ExtractError {
         from: Dtype,
         /// The dtype asked for.
         to: Dtype,
+    },
+
+    /// A view that the tensor does not have.
+    #[error(
+        "a tensor of {shape:?} has no view of {view:?} over its dimensions {order:?} from {starts:?}"
+    )]
+    NoSuchView {
+        /// Shape of the tensor.
+        shape: Vec<u64>,
+        /// The tensor's dimension behind each dimension of the view.
+        order: Vec<usize>,
+        /// The first element along each dimension of the tensor.
+        starts: Vec<u64>,
+        /// Shape of the view.
+        view: Vec<u64>,
     },
 
     /// The place for the result is longer or shorter than the result.

@@ -8,6 +8,7 @@ use candle_nn::VarMap;
 use weightsync_core::{Dtype, Layout, TensorRef};
 use zerocopy::IntoBytes;
 
+use crate::attributes::find_ties;
 use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
@@ -64,6 +65,16 @@ impl WeightExtractor for VarMap {
             });
         }
         take(&lent)
+    }
+
+    /// Variables that share their memory.
+    fn ties(&self) -> Result<Vec<(String, String)>> {
+        let mut ties = Vec::new();
+        self.extract(&mut |tensors| {
+            ties = find_ties(tensors);
+            Ok(())
+        })?;
+        Ok(ties)
     }
 }
 

@@ -4,7 +4,9 @@ use std::fmt;
 
 use weightsync_core::{Dtype, Layout, TensorRef};
 
+use crate::attributes::Attributes;
 use crate::error::{Error, Result};
+use crate::strategy::Strategy;
 
 /// Something that has weights: the trainer's model, its own tensors, a file.
 ///
@@ -37,6 +39,26 @@ pub trait WeightExtractor {
     ///
     /// Those of the source, and those of `take`.
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()>;
+
+    /// Which tensors are one: pairs of an alias and the tensor that it is. Such
+    /// a pair needs to be sent only once. None, unless the source knows better;
+    /// [`find_ties`](crate::find_ties) finds those that share memory.
+    ///
+    /// # Errors
+    ///
+    /// If the source cannot be asked.
+    fn ties(&self) -> Result<Vec<(String, String)>> {
+        Ok(Vec::new())
+    }
+
+    /// What describes the weights beside their layout.
+    ///
+    /// # Errors
+    ///
+    /// If the source cannot be asked, or says what cannot be.
+    fn attributes(&self) -> Result<Attributes> {
+        Attributes::new(Strategy::StateDict).with_ties(self.ties()?)
+    }
 }
 
 /// Keeps [`WeightExtractor::plain_bytes`] to this crate, which does not export
@@ -45,7 +67,7 @@ pub trait WeightExtractor {
 pub struct Asked(pub(crate) ());
 
 /// One tensor on its way out.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Extracted<'a> {
     /// Its dotted name.
     pub name: &'a str,
@@ -54,6 +76,7 @@ pub struct Extracted<'a> {
 }
 
 /// Where a tensor's elements are.
+#[derive(Clone)]
 #[non_exhaustive]
 pub enum TensorData<'a> {
     /// In memory, at any strides.
@@ -149,6 +172,6 @@ pub(crate) fn cast_layout(source: &Layout, float: Option<Dtype>) -> Result<Layou
     Ok(Layout::new(tensors)?)
 }
 
-fn is_float(dtype: Dtype) -> bool {
+pub(crate) fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16)
 }

@@ -51,6 +51,7 @@
 //! reinforcement learning.
 #![forbid(unsafe_code)]
 
+mod attributes;
 #[cfg(feature = "candle")]
 mod candle;
 mod digest;
@@ -59,46 +60,53 @@ mod extract;
 mod init_info;
 mod load;
 mod load_set;
+pub mod mapping;
 mod options;
 mod pending;
+pub mod plain;
 mod publish;
 mod receiver;
 mod report;
 mod run_dir;
 mod safetensors_file;
 mod scheme;
+mod send_source;
 mod sender;
 mod senders;
 mod session;
 mod set;
 mod setup;
 mod snapshot;
+mod strategy;
 mod tensors;
 pub mod transport;
-mod weights;
 pub mod worker;
 
 pub use crate::{
+    attributes::{Attributes, AttributesError, TiedOnce, find_ties},
     error::{Error, Remedy, Result},
     extract::{Extracted, TensorData, WeightExtractor},
     init_info::InitInfo,
     load::{TensorView, WeightLoader},
     load_set::SetLoader,
+    mapping::{DryRun, MappedExtractor, MappedLoader, Mapping, MappingError},
     options::SendOptions,
     pending::PendingSend,
+    plain::{ExtraState, Plain, PlainError},
     receiver::{Receiver, ReceiverSetup},
     report::{Outcome, Report, WaitFor, WorkerReport, WorkerStatus},
     safetensors_file::SafetensorsFile,
     scheme::{AnyScheme, MultiProcess, Queue, Schemes, SharedMem},
+    send_source::{Members, Registered, SendSource, Set},
     sender::{Loan, Sender},
     senders::Senders,
     session::Session,
     set::{Member, SetSnapshot},
     setup::{DigestPolicy, Expect, Pending, SenderSetup},
     snapshot::Snapshot,
+    strategy::{Role, StateDict, Strategy, TensorDict, UnknownStrategy, Weights},
     tensors::{Element, Tensors},
     transport::{Capabilities, NoSync, Pull},
-    weights::{Members, Registered, Set, Weights},
 };
 
 pub use weightsync_core::{

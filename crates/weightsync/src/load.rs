@@ -21,6 +21,17 @@ pub trait WeightLoader {
     /// If the model cannot be asked.
     fn layout(&self) -> Result<Layout>;
 
+    /// Takes the sender's names, dtypes and shapes, if the model has none of its
+    /// own yet: true if it did. A model that has them says false and is left
+    /// alone; its [`layout`](Self::layout) is then compared.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot have this layout; the model should then be as before.
+    fn shape(&mut self, _layout: &Layout) -> Result<bool> {
+        Ok(false)
+    }
+
     /// Takes over the elements of every tensor.
     ///
     /// # Errors
@@ -47,6 +58,11 @@ impl<'a> TensorView<'a> {
             shape,
             bytes,
         }
+    }
+
+    /// The same tensor under another name.
+    pub(crate) fn renamed(self, name: &'a str) -> Self {
+        Self { name, ..self }
     }
 
     /// Its dotted name.

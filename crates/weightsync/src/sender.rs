@@ -16,7 +16,7 @@ use crate::report::{Report, WorkerStatus};
 use crate::setup::{Pending, SenderSetup};
 use crate::snapshot::Snapshot;
 use crate::transport::{Deadline, Outstanding, SenderTransport, Staging, Targets};
-use crate::weights::{Members, Resolved, Weights, resolve};
+use crate::send_source::{Members, Resolved, SendSource, resolve};
 
 /// The trainer's end of connected models.
 ///
@@ -62,7 +62,7 @@ impl Sender {
     /// One failure can come later: the operating system may refuse the wait for
     /// the workers. Then the new version is live, as [`version`](Self::version)
     /// says, and only what became of it is unknown.
-    pub fn send(&mut self, weights: &(impl Weights + ?Sized)) -> Result<Report> {
+    pub fn send(&mut self, weights: &(impl SendSource + ?Sized)) -> Result<Report> {
         self.send_with(weights, &SendOptions::new())
     }
 
@@ -75,7 +75,7 @@ impl Sender {
     /// cannot do.
     pub fn send_with(
         &mut self,
-        weights: &(impl Weights + ?Sized),
+        weights: &(impl SendSource + ?Sized),
         options: &SendOptions,
     ) -> Result<Report> {
         let (since, until) = self.times(options);
@@ -92,7 +92,7 @@ impl Sender {
     /// sends are on their way as [`SenderSetup::pending`] allows.
     pub fn send_async(
         &mut self,
-        weights: &(impl Weights + ?Sized),
+        weights: &(impl SendSource + ?Sized),
         options: &SendOptions,
     ) -> Result<PendingSend> {
         let (since, until) = self.times(options);

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::options::SendOptions;
 use crate::report::Report;
 use crate::sender::Sender;
-use crate::weights::{Members, Weights};
+use crate::send_source::{Members, SendSource};
 
 /// The senders of one trainer, found by the models they feed.
 ///
@@ -67,7 +67,7 @@ impl Senders {
     /// those of [`Sender::send_with`].
     pub fn send_with(
         &mut self,
-        weights: &(impl Weights + ?Sized),
+        weights: &(impl SendSource + ?Sized),
         options: &SendOptions,
     ) -> Result<Report> {
         let named: Vec<&str> = match (weights.members(), &options.model) {

@@ -21,7 +21,7 @@ use crate::set::SetSnapshot;
 use crate::setup::{Expect, SenderSetup};
 use crate::snapshot::Snapshot;
 use crate::transport::Pull;
-use crate::weights::Weights;
+use crate::send_source::SendSource;
 
 /// One end of the lifecycle, whichever it turns out to be: a value for programs
 /// that decide at run time, and for bindings to other languages. In Rust,
@@ -185,7 +185,7 @@ impl Session {
     /// [`Error::WrongOrder`], and those of [`SenderSetup::connect`].
     pub fn connect_sender(
         &mut self,
-        weights: &(impl Weights + ?Sized),
+        weights: &(impl SendSource + ?Sized),
         expect: Expect,
         deadline: Duration,
     ) -> Result<()> {
@@ -256,7 +256,7 @@ impl Session {
     /// [`Error::WrongOrder`], and those of [`Sender::send_with`].
     pub fn send(
         &mut self,
-        weights: &(impl Weights + ?Sized),
+        weights: &(impl SendSource + ?Sized),
         options: &SendOptions,
     ) -> Result<Report> {
         self.sending("send")?.send_with(weights, options)
@@ -269,7 +269,7 @@ impl Session {
     /// [`Error::WrongOrder`], and those of [`Sender::send_async`].
     pub fn send_async(
         &mut self,
-        weights: &(impl Weights + ?Sized),
+        weights: &(impl SendSource + ?Sized),
         options: &SendOptions,
     ) -> Result<PendingSend> {
         self.sending("send_async")?.send_async(weights, options)

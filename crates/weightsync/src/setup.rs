@@ -17,7 +17,7 @@ use crate::run_dir;
 use crate::scheme::AnyScheme;
 use crate::sender::Sender;
 use crate::transport::{Endpoint, ModelSpec, Opening, TransferOptions};
-use crate::weights::Weights;
+use crate::send_source::SendSource;
 
 /// Which workers [`SenderSetup::connect`] waits for. Others may join later.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -330,7 +330,7 @@ impl SenderSetup {
     /// [`Error::FileLocked`] of the run directory, and those of the transport.
     pub fn connect(
         self,
-        weights: &(impl Weights + ?Sized),
+        weights: &(impl SendSource + ?Sized),
         expect: Expect,
         deadline: Duration,
     ) -> Result<Sender> {

@@ -53,19 +53,48 @@ pub struct Tensors {
 /// One of them. The bytes are kept in 64-bit words, so that they are aligned
 /// for every element type.
 #[derive(Clone, Debug)]
-struct Tensor {
-    dtype: Dtype,
-    shape: Vec<u64>,
+pub(crate) struct Tensor {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<u64>,
     words: Vec<u64>,
     len: usize,
 }
 
 impl Tensor {
-    fn bytes(&self) -> &[u8] {
+    /// Zeros of exactly this many bytes.
+    pub(crate) fn zeros(dtype: Dtype, shape: Vec<u64>, len: usize) -> Self {
+        Self {
+            dtype,
+            shape,
+            words: vec![0; len.div_ceil(8)],
+            len,
+        }
+    }
+
+    /// The length is checked, as any layout checks a tensor.
+    pub(crate) fn new(name: &str, dtype: Dtype, shape: Vec<u64>, bytes: &[u8]) -> Result<Self> {
+        // A layout of this one tensor checks what any layout checks.
+        let layout = Layout::new([(name.to_owned(), dtype, shape.clone())])?;
+        let (expected, got) = (layout.payload_bytes(), bytes.len() as u64);
+        if expected != got {
+            return Err(Error::WrongLength {
+                name: name.into(),
+                dtype,
+                shape,
+                expected,
+                got,
+            });
+        }
+        let mut tensor = Self::zeros(dtype, shape, bytes.len());
+        tensor.bytes_mut().copy_from_slice(bytes);
+        Ok(tensor)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.words.as_bytes()[..self.len]
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.words.as_mut_bytes()[..self.len]
     }
 }
@@ -82,16 +111,8 @@ impl Tensors {
         let mut tensors = Self::new();
         for spec in layout.tensors() {
             let len = spec.range.len as usize;
-            let words = vec![0; len.div_ceil(8)];
-            tensors.put(
-                &spec.name,
-                Tensor {
-                    dtype: spec.dtype,
-                    shape: spec.shape.clone(),
-                    words,
-                    len,
-                },
-            );
+            let tensor = Tensor::zeros(spec.dtype, spec.shape.clone(), len);
+            tensors.put(&spec.name, tensor);
         }
         tensors
     }
@@ -123,26 +144,7 @@ impl Tensors {
         shape: impl Into<Vec<u64>>,
         bytes: &[u8],
     ) -> Result<()> {
-        let shape = shape.into();
-        // A layout of this one tensor checks what any layout checks.
-        let layout = Layout::new([(name.to_owned(), dtype, shape.clone())])?;
-        let (expected, got) = (layout.payload_bytes(), bytes.len() as u64);
-        if expected != got {
-            return Err(Error::WrongLength {
-                name: name.into(),
-                dtype,
-                shape,
-                expected,
-                got,
-            });
-        }
-        let mut tensor = Tensor {
-            dtype,
-            shape,
-            words: vec![0; bytes.len().div_ceil(8)],
-            len: bytes.len(),
-        };
-        tensor.bytes_mut().copy_from_slice(bytes);
+        let tensor = Tensor::new(name, dtype, shape.into(), bytes)?;
         self.put(name, tensor);
         Ok(())
     }
@@ -210,6 +212,10 @@ impl Tensors {
         Ok(elements.unwrap_or_else(|_| unreachable!("words are aligned and lengths whole")))
     }
 
+    pub(crate) fn into_parts(self) -> Vec<(String, Tensor)> {
+        self.tensors
+    }
+
     fn put(&mut self, name: &str, tensor: Tensor) {
         self.layout.take();
         match self.index.get(name) {
@@ -270,6 +276,14 @@ impl WeightExtractor for Tensors {
 impl WeightLoader for Tensors {
     fn layout(&self) -> Result<Layout> {
         WeightExtractor::layout(self)
+    }
+
+    fn shape(&mut self, layout: &Layout) -> Result<bool> {
+        if !self.is_empty() {
+            return Ok(false);
+        }
+        *self = Self::zeros(layout);
+        Ok(true)
     }
 
     fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {

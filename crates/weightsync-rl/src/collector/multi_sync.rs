@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
 use weightsync::{
-    Expect, InitInfo, Report, Sender, SendOptions, SenderSetup, Snapshot, Version, WaitFor,
+    Expect, InitInfo, Report, Sender, SendOptions, SenderSetup, Snapshot, Version, WaitFor, WorkerStatus,
     WeightExtractor, WorkerId,
     worker::{Event, Exit, Restart, Spawn, WorkerError, Workers},
 };

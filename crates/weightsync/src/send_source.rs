@@ -8,13 +8,13 @@ use crate::extract::WeightExtractor;
 
 /// What can be sent: anything that is a [`WeightExtractor`], a [`Set`] of them,
 /// or [`Registered`].
-pub trait Weights {
+pub trait SendSource {
     /// The models that are sent, by their ids. `None` in place of an id stands
     /// for the one model there is, or the one the send names.
     fn members(&self) -> Members<'_>;
 }
 
-/// What a [`Weights`] consists of.
+/// What a [`SendSource`] consists of.
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum Members<'a> {
@@ -26,7 +26,7 @@ pub enum Members<'a> {
     Registered,
 }
 
-impl<W: WeightExtractor> Weights for W {
+impl<W: WeightExtractor> SendSource for W {
     fn members(&self) -> Members<'_> {
         Members::One(self)
     }
@@ -77,7 +77,7 @@ impl<'a> Set<'a> {
     }
 }
 
-impl Weights for Set<'_> {
+impl SendSource for Set<'_> {
     fn members(&self) -> Members<'_> {
         Members::Set(self.members.clone())
     }
@@ -96,7 +96,7 @@ impl std::fmt::Debug for Set<'_> {
 #[derive(Clone, Copy, Debug)]
 pub struct Registered;
 
-impl Weights for Registered {
+impl SendSource for Registered {
     fn members(&self) -> Members<'_> {
         Members::Registered
     }

@@ -1,0 +1,458 @@
+//! What describes a model's weights beside their layout: their format, which
+//! tensors are one, which are buffers, which are extra state.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, HashSet};
+
+use serde::{Deserialize, Serialize};
+use weightsync_core::{Dtype, Layout, TensorSpec, layout};
+
+use crate::error::{Error, Result};
+use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
+use crate::load::TensorView;
+use crate::plain::is_extra_state;
+use crate::strategy::Strategy;
+
+/// The longest encoding of attributes, in bytes.
+pub(crate) const MAX_ENCODED_BYTES: usize = 16 << 20;
+
+const FORMAT: u8 = 1;
+
+/// What describes a model's weights beside their layout.
+///
+/// **Guarantee.** A tensor is either sent or the alias of one that is: no alias
+/// is named twice, is its own, or leads to another alias.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Attributes {
+    wire: Wire,
+}
+
+/// How they are written; the order of the fields is part of the format.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Wire {
+    format: Strategy,
+    ties: Vec<(String, String)>,
+    extra_state: Vec<String>,
+    buffers: Vec<String>,
+}
+
+/// Why attributes cannot be.
+#[non_exhaustive]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AttributesError {
+    /// One tensor is said to be two others.
+    #[error("tensor {alias:?} is tied to more than one other")]
+    TiedTwice {
+        /// The tensor.
+        alias: String,
+    },
+    /// Ties lead in a circle.
+    #[error("tensor {alias:?} is tied to itself")]
+    TiedToItself {
+        /// The tensor.
+        alias: String,
+    },
+    /// Two tensors that are said to be one have different dtypes or shapes.
+    #[error("tensor {alias:?} cannot be {of:?}: they have different dtypes or shapes")]
+    TiedUnlike {
+        /// The alias.
+        alias: String,
+        /// The tensor that it is said to be.
+        of: String,
+    },
+    /// Two tensors were one when the model was set up, and are not any more.
+    #[error(
+        "tensor {alias:?} was tied to {of:?} when the model was set up and is not now: set up anew"
+    )]
+    Untied {
+        /// The alias.
+        alias: String,
+        /// The tensor that it was.
+        of: String,
+    },
+    /// Bytes that are no attributes.
+    #[error("malformed attributes of a model: {0}")]
+    Malformed(&'static str),
+}
+
+impl Attributes {
+    /// Those of weights in this format, without ties, extra state and buffers.
+    pub fn new(format: Strategy) -> Self {
+        let wire = Wire {
+            format,
+            ..Wire::default()
+        };
+        Self { wire }
+    }
+
+    /// The same with these ties: pairs of an alias and the tensor that it is. An
+    /// alias of an alias becomes one of the tensor behind both.
+    ///
+    /// # Errors
+    ///
+    /// [`AttributesError::TiedTwice`] or [`AttributesError::TiedToItself`], as
+    /// [`Error::Extract`].
+    pub fn with_ties(mut self, ties: Vec<(String, String)>) -> Result<Self> {
+        self.wire.ties = resolved(ties).map_err(|(name, error)| extract_error(&name, error))?;
+        Ok(self)
+    }
+
+    /// The same with the names of the tensors that are extra state.
+    pub fn with_extra_state(mut self, names: Vec<String>) -> Self {
+        self.wire.extra_state = names;
+        self
+    }
+
+    /// The same with the names of the tensors that are buffers.
+    pub fn with_buffers(mut self, names: Vec<String>) -> Self {
+        self.wire.buffers = names;
+        self
+    }
+
+    /// The sender's format.
+    pub fn format(&self) -> Strategy {
+        self.wire.format
+    }
+
+    /// Pairs of an alias, which is not sent, and the tensor that it is.
+    pub fn ties(&self) -> &[(String, String)] {
+        &self.wire.ties
+    }
+
+    /// The tensor that `alias` is, if that is one of its other names.
+    pub fn tied_to(&self, alias: &str) -> Option<&str> {
+        let mut ties = self.wire.ties.iter();
+        ties.find(|(one, _)| one == alias)
+            .map(|(_, of)| of.as_str())
+    }
+
+    /// The tensors that are extra state.
+    pub fn extra_state(&self) -> &[String] {
+        &self.wire.extra_state
+    }
+
+    /// The tensors that are buffers.
+    pub fn buffers(&self) -> &[String] {
+        &self.wire.buffers
+    }
+
+    /// Their binary form.
+    ///
+    /// # Errors
+    ///
+    /// [`AttributesError::Malformed`] if it would be longer than 16 MiB.
+    pub fn encode(&self) -> Result<Vec<u8>, AttributesError> {
+        let too_long = AttributesError::Malformed("they take more than 16 MiB");
+        let bytes = postcard::to_extend(&self.wire, vec![FORMAT]).map_err(|_| too_long.clone())?;
+        match bytes.len() > MAX_ENCODED_BYTES {
+            true => Err(too_long),
+            false => Ok(bytes),
+        }
+    }
+
+    /// Reads what [`encode`](Self::encode) wrote; safe on any bytes.
+    ///
+    /// # Errors
+    ///
+    /// Any of [`AttributesError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, AttributesError> {
+        let malformed = AttributesError::Malformed;
+        if bytes.len() > MAX_ENCODED_BYTES {
+            return Err(malformed("they take more than 16 MiB"));
+        }
+        let (&format, bytes) = bytes.split_first().ok_or(malformed("they are empty"))?;
+        if format != FORMAT {
+            return Err(malformed("a format that this build does not read"));
+        }
+        let read = postcard::take_from_bytes::<Wire>(bytes);
+        let (mut wire, rest) = read.map_err(|_| malformed("not what a sender writes"))?;
+        let ties = wire.ties.iter().flat_map(|(alias, of)| [alias, of]);
+        let wrong = |name: &String| name.is_empty() || name.len() > layout::MAX_NAME_BYTES;
+        if ties
+            .chain(&wire.extra_state)
+            .chain(&wire.buffers)
+            .any(wrong)
+        {
+            return Err(malformed("a name that no tensor can have"));
+        }
+        if !rest.is_empty() {
+            return Err(malformed("bytes after the end"));
+        }
+        wire.ties = resolved(wire.ties).map_err(|(_, error)| error)?;
+        Ok(Self { wire })
+    }
+
+    /// What is sent of a model with this layout: everything but the aliases.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchTensor`] if a tie names a tensor that the layout lacks;
+    /// [`AttributesError::TiedUnlike`], as [`Error::Extract`].
+    pub fn sent_layout(&self, model: &Layout) -> Result<Layout> {
+        for (alias, of) in self.ties() {
+            let [alias_spec, of_spec] = [alias, of].map(|name| find(model, name));
+            let (one, other) = (alias_spec?, of_spec?);
+            if (one.dtype, &one.shape) != (other.dtype, &other.shape) {
+                let (alias, of) = (alias.clone(), of.clone());
+                return Err(extract_error(
+                    &alias.clone(),
+                    AttributesError::TiedUnlike { alias, of },
+                ));
+            }
+        }
+        let aliases = self.aliases();
+        let sent = model
+            .tensors()
+            .iter()
+            .filter(|spec| !aliases.contains_key(spec.name.as_str()));
+        Ok(Layout::new(sent.map(|spec| named(spec, &spec.name)))?)
+    }
+
+    /// The whole model of which `sent` was sent: aliases follow after the rest.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchTensor`] if a tie names a tensor that was not sent, or an
+    /// error of [`Layout::new`] if an alias has the name of one that was.
+    pub fn model_layout(&self, sent: &Layout) -> Result<Layout> {
+        let all = sent
+            .tensors()
+            .iter()
+            .map(|spec| Ok(named(spec, &spec.name)));
+        let aliases = self.ties().iter();
+        let aliases = aliases.map(|(alias, of)| Ok(named(find(sent, of)?, alias)));
+        Ok(Layout::new(
+            all.chain(aliases).collect::<Result<Vec<_>>>()?,
+        )?)
+    }
+
+    /// What was sent, as a worker's model with the layout `own` sees it: under
+    /// those of a tensor's names that the model has, and with its own room for
+    /// extra state. To be compared with `own`.
+    ///
+    /// # Errors
+    ///
+    /// As [`model_layout`](Self::model_layout).
+    pub fn layout_for(&self, sent: &Layout, own: &Layout) -> Result<Layout> {
+        let names = self.names(Some(own));
+        let specs = sent.tensors().iter().flat_map(|spec| {
+            names.of(&spec.name).map(move |name| {
+                let mut seen = named(spec, name);
+                if let Some(own) = own.tensor(name)
+                    && is_extra_state(name, spec.dtype, &spec.shape)
+                    && is_extra_state(name, own.dtype, &own.shape)
+                {
+                    seen.2 = own.shape.clone();
+                }
+                seen
+            })
+        });
+        Ok(Layout::new(specs)?)
+    }
+
+    /// The tensors that were sent, each under all its names, or under those of
+    /// them that a model with the layout `own` has.
+    pub fn expand<'a>(
+        &'a self,
+        sent: &[TensorView<'a>],
+        own: Option<&'a Layout>,
+    ) -> Vec<TensorView<'a>> {
+        let names = self.names(own);
+        sent.iter()
+            .flat_map(|view| names.of(view.name()).map(|name| view.renamed(name)))
+            .collect()
+    }
+
+    fn aliases(&self) -> HashMap<&str, &str> {
+        let ties = self.ties().iter();
+        ties.map(|(alias, of)| (alias.as_str(), of.as_str()))
+            .collect()
+    }
+
+    fn names<'a>(&'a self, own: Option<&'a Layout>) -> Names<'a> {
+        let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
+        for (alias, of) in self.ties() {
+            aliases.entry(of).or_default().push(alias);
+        }
+        Names { aliases, own }
+    }
+}
+
+/// The tensors that share their memory, as ties: every one after the first of
+/// the same address, dtype, shape and strides is its alias. Tensors without
+/// elements share nothing.
+pub fn find_ties(tensors: &[Extracted<'_>]) -> Vec<(String, String)> {
+    let mut first = HashMap::with_capacity(tensors.len());
+    let mut ties = Vec::new();
+    for tensor in tensors {
+        let TensorData::InMemory(data) = &tensor.data else {
+            continue;
+        };
+        if data.shape().contains(&0) {
+            continue;
+        }
+        let place = (data.address(), data.dtype(), data.shape(), data.strides());
+        match first.entry(place) {
+            std::collections::hash_map::Entry::Vacant(free) => {
+                free.insert(tensor.name);
+            }
+            std::collections::hash_map::Entry::Occupied(of) => {
+                ties.push((tensor.name.to_owned(), (*of.get()).to_owned()));
+            }
+        }
+    }
+    ties
+}
+
+/// A source that lends tied tensors once, leaving out the aliases.
+///
+/// **Guarantee.** It asks the source each time whether the ties still hold: an
+/// alias that has become a tensor of its own is an error, never left behind.
+#[derive(Debug)]
+pub struct TiedOnce<'a, E: ?Sized> {
+    source: &'a E,
+    attributes: &'a Attributes,
+}
+
+impl<'a, E: WeightExtractor + ?Sized> TiedOnce<'a, E> {
+    /// The source, without the aliases that the attributes name.
+    pub fn new(source: &'a E, attributes: &'a Attributes) -> Self {
+        Self { source, attributes }
+    }
+
+    fn still_tied(&self) -> Result<()> {
+        let now = Attributes::default().with_ties(self.source.ties()?)?;
+        let now = now.aliases();
+        // Which of them is the alias does not matter.
+        let root = |name| now.get(name).copied().unwrap_or(name);
+        for (alias, of) in self.attributes.ties() {
+            if root(alias.as_str()) != root(of.as_str()) {
+                let untied = AttributesError::Untied {
+                    alias: alias.clone(),
+                    of: of.clone(),
+                };
+                return Err(extract_error(alias, untied));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<E: WeightExtractor + ?Sized> WeightExtractor for TiedOnce<'_, E> {
+    fn layout(&self) -> Result<Layout> {
+        let layout = self.source.layout()?;
+        match self.attributes.ties() {
+            [] => Ok(layout),
+            _ => self.attributes.sent_layout(&layout),
+        }
+    }
+
+    fn plain_bytes(&self, layout: &Layout, asked: Asked) -> Option<Vec<&[u8]>> {
+        match self.attributes.ties() {
+            [] => self.source.plain_bytes(layout, asked),
+            _ => None,
+        }
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        if self.attributes.ties().is_empty() {
+            return self.source.extract(take);
+        }
+        self.still_tied()?;
+        let aliases = self.attributes.aliases();
+        self.source.extract(&mut |tensors| {
+            let sent = tensors
+                .iter()
+                .filter(|tensor| !aliases.contains_key(tensor.name));
+            take(&sent.cloned().collect::<Vec<_>>())
+        })
+    }
+
+    fn attributes(&self) -> Result<Attributes> {
+        Ok(self.attributes.clone())
+    }
+}
+
+/// The names under which tensors are handed over.
+struct Names<'a> {
+    aliases: HashMap<&'a str, Vec<&'a str>>,
+    own: Option<&'a Layout>,
+}
+
+impl<'a> Names<'a> {
+    /// Those of one that was sent; its own if the model has none of them, so
+    /// that the difference is seen.
+    fn of(&self, sent: &'a str) -> impl Iterator<Item = &'a str> + use<'a> {
+        let mut names = vec![sent];
+        names.extend(self.aliases.get(sent).into_iter().flatten());
+        if let Some(own) = self.own
+            && names.iter().any(|name| own.index_of(name).is_some())
+        {
+            names.retain(|name| own.index_of(name).is_some());
+        }
+        names.into_iter()
+    }
+}
+
+type Ties = Vec<(String, String)>;
+
+/// Ties of which none leads to another alias.
+fn resolved(ties: Ties) -> Result<Ties, (String, AttributesError)> {
+    let mut of = HashMap::with_capacity(ties.len());
+    for (alias, target) in &ties {
+        if of.insert(alias.as_str(), target.as_str()).is_some() {
+            let alias = alias.clone();
+            return Err((alias.clone(), AttributesError::TiedTwice { alias }));
+        }
+    }
+    // Each alias is walked over once: what it leads to is noted.
+    let mut roots: HashMap<&str, &str> = HashMap::with_capacity(ties.len());
+    for (alias, _) in &ties {
+        let mut at = alias.as_str();
+        let mut passed = HashSet::new();
+        let root = loop {
+            if let Some(root) = roots.get(at) {
+                break *root;
+            }
+            if !passed.insert(at) {
+                let alias = alias.clone();
+                return Err((alias.clone(), AttributesError::TiedToItself { alias }));
+            }
+            match of.get(at) {
+                Some(next) => at = next,
+                None => break at,
+            }
+        };
+        passed.remove(root);
+        roots.extend(passed.into_iter().map(|name| (name, root)));
+    }
+    let resolved = ties.iter().map(|(alias, _)| {
+        let root = roots.get(alias.as_str()).copied().unwrap_or(alias);
+        (alias.clone(), root.to_owned())
+    });
+    Ok(resolved.collect())
+}
+
+fn extract_error(name: &str, error: AttributesError) -> Error {
+    Error::Extract {
+        name: name.to_owned(),
+        source: error.into(),
+    }
+}
+
+fn find<'a>(layout: &'a Layout, name: &str) -> Result<&'a TensorSpec> {
+    layout.tensor(name).ok_or_else(|| Error::NoSuchTensor {
+        name: name.to_owned(),
+        known: layout
+            .tensors()
+            .iter()
+            .map(|spec| spec.name.clone())
+            .collect(),
+    })
+}
+
+fn named(spec: &TensorSpec, name: &str) -> (String, Dtype, Vec<u64>) {
+    (name.to_owned(), spec.dtype, spec.shape.clone())
+}

@@ -1,0 +1,624 @@
+//! What a mapping comes to for one layout: for each tensor that is made, the
+//! pieces of the source that it is made of.
+
+use std::collections::HashMap;
+
+use weightsync_core::{Dtype, Layout, TensorRef};
+
+use super::{MappingError, Pattern, Rule};
+use crate::extract::is_float;
+
+/// A rule and tensors that do not go together. Rules are counted from 1.
+#[non_exhaustive]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// A tensor has not the number of dimensions that its new order has.
+    #[error(
+        "rule {rule}: {tensor:?} of {shape:?} cannot have its dimensions in the order {order:?}"
+    )]
+    Rank {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// The order asked for.
+        order: Vec<usize>,
+    },
+    /// A tensor has no such dimension.
+    #[error("rule {rule}: {tensor:?} of {shape:?} has no dimension {dim}")]
+    Dim {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// The dimension.
+        dim: usize,
+    },
+    /// A tensor that is no floating-point tensor is to be cast.
+    #[error("rule {rule}: {tensor:?} is {from} and cannot be cast to {to}")]
+    Cast {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// What it is.
+        from: Dtype,
+        /// What it was to be.
+        to: Dtype,
+    },
+    /// Some parts of a whole are not there.
+    #[error("rule {rule}: {into:?} lacks the parts {missing:?}")]
+    PartsMissing {
+        /// The rule.
+        rule: usize,
+        /// The whole.
+        into: String,
+        /// Their names.
+        missing: Vec<String>,
+    },
+    /// Two parts of a whole differ in more than their length along the dimension.
+    #[error(
+        "rule {rule}: {second:?} ({} {:?}) cannot follow {first:?} ({} {:?})",
+        second_kind.0, second_kind.1, first_kind.0, first_kind.1
+    )]
+    PartsDiffer {
+        /// The rule.
+        rule: usize,
+        /// The first part.
+        first: String,
+        /// Its dtype and shape.
+        first_kind: Box<(Dtype, Vec<u64>)>,
+        /// The part that differs from it.
+        second: String,
+        /// Its dtype and shape.
+        second_kind: Box<(Dtype, Vec<u64>)>,
+    },
+    /// The parts are together longer or shorter than the whole.
+    #[error("rule {rule}: {tensor:?} is {expected} long there, its parts together {got}")]
+    Lengths {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its length along the dimension.
+        expected: u64,
+        /// That of the parts together.
+        got: u64,
+    },
+    /// Elements smaller than a byte can only stay as they are.
+    #[error(
+        "rule {rule}: {tensor:?} is packed {dtype}, which can neither be transposed nor fused nor split"
+    )]
+    Packed {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+    /// Several tensors get one name.
+    #[error("{name:?} would be {sources:?} at once")]
+    SameName {
+        /// The name.
+        name: String,
+        /// What they are made of.
+        sources: Vec<String>,
+    },
+    /// The result is no layout.
+    #[error("{0}")]
+    Layout(weightsync_core::Error),
+}
+
+/// What a mapping comes to for one layout.
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) source: Layout,
+    /// The tensors that are made, in order.
+    pub(super) targets: Vec<Target>,
+    /// The rules that changed something about a source tensor's whereabouts.
+    pub(super) dropped: Vec<(usize, usize)>,
+    /// Rules that matched nothing.
+    pub(super) unused: Vec<usize>,
+    pub(super) problems: Vec<Problem>,
+}
+
+/// A tensor that is made.
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<u64>,
+    /// Where its elements come from; the pieces cover it and do not overlap.
+    pub(super) pieces: Vec<Piece>,
+    /// The source tensors it was made of, also if they have no elements.
+    pub(super) sources: Vec<usize>,
+    /// The rules that were applied to it, in order.
+    pub(super) rules: Vec<usize>,
+}
+
+/// A part of a source tensor and the place it takes in a target.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Piece {
+    pub(super) source: usize,
+    /// The source's dimension behind each dimension of the target.
+    order: Vec<usize>,
+    /// The first element along each dimension of the source.
+    starts: Vec<u64>,
+    /// Its own shape, as the target's dimensions go.
+    shape: Vec<u64>,
+    /// Its first element in the target.
+    at: Vec<u64>,
+}
+
+impl Plan {
+    pub(super) fn new(rules: &[Rule], source: &Layout) -> Self {
+        let tensors = source.tensors().iter().enumerate();
+        let mut plan = Self {
+            source: source.clone(),
+            targets: tensors
+                .map(|(index, spec)| Target {
+                    name: spec.name.clone(),
+                    dtype: spec.dtype,
+                    shape: spec.shape.clone(),
+                    pieces: vec![Piece::whole(index, &spec.shape)],
+                    sources: vec![index],
+                    rules: Vec::new(),
+                })
+                .collect(),
+            dropped: Vec::new(),
+            unused: Vec::new(),
+            problems: Vec::new(),
+        };
+        for (index, rule) in rules.iter().enumerate() {
+            if !plan.apply(index + 1, rule) {
+                plan.unused.push(index + 1);
+            }
+        }
+        plan.check_names();
+        plan
+    }
+
+    /// The layout of what is made.
+    pub(super) fn into_layout(self) -> Result<Layout, MappingError> {
+        self.layout()
+    }
+
+    pub(super) fn layout(&self) -> Result<Layout, MappingError> {
+        if !self.problems.is_empty() {
+            return Err(MappingError::DoesNotFit(self.problems.clone()));
+        }
+        let specs = self.targets.iter();
+        Layout::new(specs.map(|target| (target.name.clone(), target.dtype, target.shape.clone())))
+            .map_err(|error| MappingError::DoesNotFit(vec![Problem::Layout(error)]))
+    }
+
+    /// Whether the rule matched anything.
+    fn apply(&mut self, rule: usize, what: &Rule) -> bool {
+        match what {
+            Rule::Rename { from, to } => self.each(from, |target, star, _| {
+                target.name = to.name(star);
+                target.rules.push(rule);
+            }),
+            Rule::Cast { tensors, to } => {
+                let exact = !tensors.has_star();
+                self.each(tensors, |target, _, problems| {
+                    if is_float(target.dtype) {
+                        target.dtype = *to;
+                        target.rules.push(rule);
+                    } else if exact {
+                        problems.push(Problem::Cast {
+                            rule,
+                            tensor: target.name.clone(),
+                            from: target.dtype,
+                            to: *to,
+                        });
+                    }
+                })
+            }
+            Rule::Transpose { tensors, order } => self.each(tensors, |target, _, problems| {
+                let (tensor, shape) = (target.name.clone(), target.shape.clone());
+                if order.len() != shape.len() {
+                    let order = order.clone();
+                    problems.push(Problem::Rank {
+                        rule,
+                        tensor,
+                        shape,
+                        order,
+                    });
+                } else if let Some(dtype) = packed(target) {
+                    problems.push(Problem::Packed {
+                        rule,
+                        tensor,
+                        dtype,
+                    });
+                } else {
+                    target.transpose(order);
+                    target.rules.push(rule);
+                }
+            }),
+            Rule::Drop { tensors } => {
+                let before = self.targets.len();
+                let dropped = &mut self.dropped;
+                self.targets.retain(|target| {
+                    let stays = tensors.matches(&target.name).is_none();
+                    if !stays {
+                        dropped.extend(target.sources.iter().map(|&source| (source, rule)));
+                    }
+                    stays
+                });
+                self.targets.len() != before
+            }
+            Rule::Fuse { parts, into, dim } => self.fuse(rule, parts, into, *dim),
+            Rule::Split { tensor, into, dim } => self.split(rule, tensor, into, *dim),
+        }
+    }
+
+    fn each(
+        &mut self,
+        pattern: &Pattern,
+        mut apply: impl FnMut(&mut Target, &str, &mut Vec<Problem>),
+    ) -> bool {
+        let mut matched = false;
+        for target in &mut self.targets {
+            let name = target.name.clone();
+            if let Some(star) = pattern.matches(&name) {
+                matched = true;
+                apply(target, star, &mut self.problems);
+            }
+        }
+        matched
+    }
+
+    fn fuse(&mut self, rule: usize, parts: &[Pattern], into: &Pattern, dim: usize) -> bool {
+        // The parts of each whole, by what the stars stand for, in the order of the first found.
+        let mut stars: Vec<String> = Vec::new();
+        let mut wholes: HashMap<String, Vec<Option<usize>>> = HashMap::new();
+        for (index, target) in self.targets.iter().enumerate() {
+            for (part, pattern) in parts.iter().enumerate() {
+                if let Some(star) = pattern.matches(&target.name) {
+                    let whole = wholes.entry(star.to_owned()).or_insert_with(|| {
+                        stars.push(star.to_owned());
+                        vec![None; parts.len()]
+                    });
+                    whole[part] = Some(index);
+                }
+            }
+        }
+        let mut placed: HashMap<usize, Target> = HashMap::new();
+        let mut gone = vec![false; self.targets.len()];
+        for star in &stars {
+            let found = &wholes[star];
+            let into = into.name(star);
+            let missing: Vec<_> = (found.iter().zip(parts))
+                .filter(|(found, _)| found.is_none())
+                .map(|(_, pattern)| pattern.name(star))
+                .collect();
+            if !missing.is_empty() {
+                self.problems.push(Problem::PartsMissing {
+                    rule,
+                    into,
+                    missing,
+                });
+                continue;
+            }
+            let found: Vec<usize> = found.iter().flatten().copied().collect();
+            let fused = fused(rule, into, found.iter().map(|&at| &self.targets[at]), dim);
+            match fused {
+                Err(problem) => self.problems.push(problem),
+                Ok(fused) => {
+                    found.iter().for_each(|&at| gone[at] = true);
+                    placed.extend(found.iter().min().map(|&first| (first, fused)));
+                }
+            }
+        }
+        let old = std::mem::take(&mut self.targets).into_iter().enumerate();
+        self.targets = old
+            .filter_map(|(at, target)| match gone[at] {
+                true => placed.remove(&at),
+                false => Some(target),
+            })
+            .collect();
+        !stars.is_empty()
+    }
+
+    fn split(
+        &mut self,
+        rule: usize,
+        tensor: &Pattern,
+        into: &[(Pattern, u64)],
+        dim: usize,
+    ) -> bool {
+        let mut matched = false;
+        let mut targets = Vec::with_capacity(self.targets.len());
+        for target in std::mem::take(&mut self.targets) {
+            let Some(star) = tensor.matches(&target.name) else {
+                targets.push(target);
+                continue;
+            };
+            matched = true;
+            match split(rule, &target, star, into, dim) {
+                Ok(parts) => targets.extend(parts),
+                Err(problem) => {
+                    self.problems.push(problem);
+                    targets.push(target);
+                }
+            }
+        }
+        self.targets = targets;
+        matched
+    }
+
+    fn check_names(&mut self) {
+        let mut by_name: HashMap<&str, Vec<&Target>> = HashMap::new();
+        for target in &self.targets {
+            by_name.entry(&target.name).or_default().push(target);
+        }
+        let same: Vec<_> = by_name
+            .into_values()
+            .filter(|targets| targets.len() > 1)
+            .collect();
+        let name_of = |&index: &usize| self.source.tensors()[index].name.clone();
+        let mut problems: Vec<_> = same
+            .into_iter()
+            .map(|targets| {
+                let sources = targets.iter().flat_map(|target| &target.sources);
+                let sources = sources.map(name_of).collect();
+                let name = targets[0].name.clone();
+                Problem::SameName { name, sources }
+            })
+            .collect();
+        problems.sort_by_key(ToString::to_string);
+        self.problems.extend(problems);
+    }
+}
+
+impl Target {
+    /// The piece, if it is a source tensor as it is, dtype aside.
+    pub(super) fn as_it_is(&self) -> Option<usize> {
+        let piece = self.whole()?;
+        piece.is_as_it_is().then_some(piece.source)
+    }
+
+    /// The piece, if there is only one.
+    pub(super) fn whole(&self) -> Option<&Piece> {
+        match &self.pieces[..] {
+            [piece] if piece.shape == self.shape => Some(piece),
+            _ => None,
+        }
+    }
+
+    /// Writes the elements as `dtype` into a place of exactly their length, given
+    /// the source tensors behind the pieces.
+    pub(super) fn write(
+        &self,
+        place: &mut [u8],
+        piece: &Piece,
+        source: &TensorRef<'_>,
+    ) -> Result<(), weightsync_mem::BoxedError> {
+        if piece.shape.contains(&0) {
+            return Ok(());
+        }
+        if self.whole().is_some() && piece.is_as_it_is() {
+            return Ok(source.write_into(place, self.dtype)?);
+        }
+        // From here inwards the piece takes all of the target, so it lies there in one.
+        let differs = piece
+            .shape
+            .iter()
+            .zip(&self.shape)
+            .rposition(|(own, all)| own != all);
+        let inner = differs.unwrap_or(0);
+        let size = self
+            .dtype
+            .bytes()
+            .ok_or("packed elements can only stay as they are")?;
+        let row = self.shape[inner.min(self.shape.len())..]
+            .iter()
+            .skip(1)
+            .product::<u64>();
+        let lens = &piece.shape[inner..];
+        let bytes = lens.iter().product::<u64>() * u64::from(size);
+        let mut outer = vec![0; inner];
+        loop {
+            let mut starts = piece.starts.clone();
+            let mut at = 0;
+            for dim in 0..inner {
+                starts[piece.order[dim]] += outer[dim];
+                at = at * self.shape[dim] + piece.at[dim] + outer[dim];
+            }
+            if let Some(&len) = self.shape.get(inner) {
+                at = (at * len + piece.at[inner]) * row;
+            }
+            let start = (at * u64::from(size)) as usize;
+            let place = place
+                .get_mut(start..start + bytes as usize)
+                .ok_or("the place is shorter than the tensor")?;
+            source
+                .view(&piece.order[inner..], &starts, lens)?
+                .write_into(place, self.dtype)?;
+            // The next index, as an odometer counts.
+            let Some(dim) = (0..inner).rfind(|&dim| outer[dim] + 1 < piece.shape[dim]) else {
+                return Ok(());
+            };
+            outer[dim] += 1;
+            outer[dim + 1..].fill(0);
+        }
+    }
+
+    fn transpose(&mut self, order: &[usize]) {
+        self.shape = permuted(&self.shape, order);
+        for piece in &mut self.pieces {
+            piece.order = permuted(&piece.order, order);
+            piece.shape = permuted(&piece.shape, order);
+            piece.at = permuted(&piece.at, order);
+        }
+    }
+
+    /// The part of it from `start` on, `len` long, along a dimension.
+    fn narrowed(&self, dim: usize, start: u64, len: u64) -> Self {
+        let mut part = self.clone();
+        part.shape[dim] = len;
+        part.pieces.retain_mut(|piece| {
+            let first = piece.at[dim].max(start);
+            let end = (piece.at[dim] + piece.shape[dim]).min(start + len);
+            piece.starts[piece.order[dim]] += first.saturating_sub(piece.at[dim]);
+            piece.shape[dim] = end.saturating_sub(first);
+            piece.at[dim] = first.saturating_sub(start);
+            first < end
+        });
+        part
+    }
+}
+
+impl Piece {
+    fn whole(source: usize, shape: &[u64]) -> Self {
+        Self {
+            source,
+            order: (0..shape.len()).collect(),
+            starts: vec![0; shape.len()],
+            shape: shape.to_vec(),
+            at: vec![0; shape.len()],
+        }
+    }
+
+    /// Whether it begins where its source does, with the dimensions in order. If
+    /// it is all of a target, it is then all of the source or its first part.
+    fn is_as_it_is(&self) -> bool {
+        self.starts.iter().all(|&start| start == 0)
+            && self.order.iter().copied().eq(0..self.order.len())
+    }
+
+    /// The part of a source tensor that it is.
+    pub(super) fn view<'b>(
+        &'b self,
+        source: &TensorRef<'b>,
+    ) -> Result<TensorRef<'b>, weightsync_core::extract::ExtractError> {
+        source.view(&self.order, &self.starts, &self.shape)
+    }
+}
+
+fn fused<'a>(
+    rule: usize,
+    name: String,
+    parts: impl Iterator<Item = &'a Target> + Clone,
+    dim: usize,
+) -> Result<Target, Problem> {
+    let mut all = parts;
+    let first = all.clone().next().cloned();
+    let mut whole = first.unwrap_or_else(|| unreachable!("a fuse has parts"));
+    let without = |shape: &[u64]| {
+        let mut shape = shape.to_vec();
+        shape[dim] = 0;
+        shape
+    };
+    if dim >= whole.shape.len() {
+        let (tensor, shape) = (whole.name, whole.shape);
+        return Err(Problem::Dim {
+            rule,
+            tensor,
+            shape,
+            dim,
+        });
+    }
+    if let Some(dtype) = packed(&whole) {
+        let tensor = whole.name;
+        return Err(Problem::Packed {
+            rule,
+            tensor,
+            dtype,
+        });
+    }
+    let (first_name, first_shape) = (whole.name.clone(), whole.shape.clone());
+    all.next();
+    for part in all {
+        let same_rank = part.shape.len() == whole.shape.len();
+        if part.dtype != whole.dtype || !same_rank || without(&part.shape) != without(&first_shape)
+        {
+            return Err(Problem::PartsDiffer {
+                rule,
+                first: first_name,
+                first_kind: Box::new((whole.dtype, first_shape)),
+                second: part.name.clone(),
+                second_kind: Box::new((part.dtype, part.shape.clone())),
+            });
+        }
+        let start = whole.shape[dim];
+        whole.shape[dim] = start.saturating_add(part.shape[dim]);
+        whole
+            .pieces
+            .extend(part.pieces.iter().cloned().map(|mut piece| {
+                piece.at[dim] = piece.at[dim].saturating_add(start);
+                piece
+            }));
+        whole.sources.extend(&part.sources);
+        whole.rules.extend(&part.rules);
+    }
+    whole.rules.sort_unstable();
+    whole.rules.dedup();
+    whole.rules.push(rule);
+    // What has no elements takes no place; a whole made of nothing stays one.
+    if !whole.shape.contains(&0) {
+        whole.pieces.retain(|piece| !piece.shape.contains(&0));
+    }
+    whole.name = name;
+    Ok(whole)
+}
+
+fn split(
+    rule: usize,
+    target: &Target,
+    star: &str,
+    into: &[(Pattern, u64)],
+    dim: usize,
+) -> Result<Vec<Target>, Problem> {
+    let tensor = target.name.clone();
+    if let Some(dtype) = packed(target) {
+        return Err(Problem::Packed {
+            rule,
+            tensor,
+            dtype,
+        });
+    }
+    let Some(&expected) = target.shape.get(dim) else {
+        let shape = target.shape.clone();
+        return Err(Problem::Dim {
+            rule,
+            tensor,
+            shape,
+            dim,
+        });
+    };
+    let got = into
+        .iter()
+        .fold(0_u64, |sum, (_, len)| sum.saturating_add(*len));
+    if got != expected {
+        return Err(Problem::Lengths {
+            rule,
+            tensor,
+            expected,
+            got,
+        });
+    }
+    let mut start = 0;
+    let parts = into.iter().map(|(name, len)| {
+        let mut part = target.narrowed(dim, start, *len);
+        start += len;
+        part.name = name.name(star);
+        part.rules.push(rule);
+        part
+    });
+    Ok(parts.collect())
+}
+
+fn packed(target: &Target) -> Option<Dtype> {
+    target.dtype.bytes().is_none().then_some(target.dtype)
+}
+
+fn permuted<T: Copy>(values: &[T], order: &[usize]) -> Vec<T> {
+    order.iter().map(|&from| values[from]).collect()
+}

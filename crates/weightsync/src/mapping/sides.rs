@@ -1,0 +1,342 @@
+//! The two sides of the journey at which a mapping can sit.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use weightsync_core::{Layout, TensorRef};
+
+use super::plan::{Piece, Plan, Target};
+use super::{Mapping, MappingError};
+use crate::attributes::Attributes;
+use crate::error::{Error, Result};
+use crate::extract::{Extracted, TensorData, WeightExtractor};
+use crate::load::{TensorView, WeightLoader};
+use crate::tensors::Tensor;
+
+/// A source seen through a mapping. What is only renamed or transposed is lent
+/// where it lies; what is cast, fused or split goes straight into its place.
+#[derive(Debug)]
+pub struct MappedExtractor<'a, E: ?Sized> {
+    mapping: &'a Mapping,
+    source: &'a E,
+    /// That of the layout which was last seen.
+    plan: Mutex<Option<Arc<Plan>>>,
+}
+
+impl<'a, E: WeightExtractor + ?Sized> MappedExtractor<'a, E> {
+    pub(super) fn new(mapping: &'a Mapping, source: &'a E) -> Self {
+        Self {
+            mapping,
+            source,
+            plan: Mutex::new(None),
+        }
+    }
+
+    fn plan(
+        &self,
+        is_for: impl Fn(&Layout) -> bool,
+        layout: impl FnOnce() -> Result<Layout>,
+    ) -> Result<Arc<Plan>> {
+        // A plan is put there whole.
+        let mut known = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(plan) = known.as_ref().filter(|plan| is_for(&plan.source)) {
+            return Ok(plan.clone());
+        }
+        let plan = Arc::new(Plan::new(self.mapping.rules(), &layout()?));
+        plan.layout()
+            .map_err(|error| extract_error("the whole model", error))?;
+        Ok(known.insert(plan).clone())
+    }
+
+    fn current(&self) -> Result<Arc<Plan>> {
+        let layout = self.source.layout()?;
+        self.plan(|known| *known == layout, || Ok(layout.clone()))
+    }
+}
+
+impl<E: WeightExtractor + ?Sized> WeightExtractor for MappedExtractor<'_, E> {
+    fn layout(&self) -> Result<Layout> {
+        let plan = self.current()?;
+        plan.layout()
+            .map_err(|error| extract_error("the whole model", error))
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        self.source.extract(&mut |tensors| {
+            let plan = self.plan(|known| is_of(known, tensors), || layout_of(tensors))?;
+            lend(&plan, tensors, take)
+        })
+    }
+
+    /// What is made of tied tensors in the same way is tied.
+    fn ties(&self) -> Result<Vec<(String, String)>> {
+        let ties = Attributes::default().with_ties(self.source.ties()?)?;
+        if ties.ties().is_empty() {
+            return Ok(Vec::new());
+        }
+        let plan = self.current()?;
+        let mut roots: Vec<_> = (0..plan.source.len()).collect();
+        for (alias, of) in ties.ties() {
+            if let (Some(alias), Some(of)) = (plan.source.index_of(alias), plan.source.index_of(of))
+            {
+                roots[alias] = of;
+            }
+        }
+        let mut first = HashMap::new();
+        let mut tied = Vec::new();
+        for target in &plan.targets {
+            let mut pieces = target.pieces.clone();
+            pieces
+                .iter_mut()
+                .for_each(|piece| piece.source = roots[piece.source]);
+            if pieces.is_empty() {
+                continue;
+            }
+            let of = *first
+                .entry((pieces, target.dtype, &target.shape))
+                .or_insert(&target.name);
+            if *of != target.name {
+                tied.push((target.name.clone(), of.clone()));
+            }
+        }
+        Ok(tied)
+    }
+
+    fn attributes(&self) -> Result<Attributes> {
+        let own = self.source.attributes()?;
+        let plan = self.current()?;
+        let made_of = |names: &[String]| -> Vec<String> {
+            let indices: std::collections::HashSet<_> = names
+                .iter()
+                .filter_map(|name| plan.source.index_of(name))
+                .collect();
+            let all =
+                |target: &&Target| target.sources.iter().all(|source| indices.contains(source));
+            plan.targets
+                .iter()
+                .filter(all)
+                .map(|target| target.name.clone())
+                .collect()
+        };
+        let extra_state = made_of(own.extra_state());
+        let buffers = made_of(own.buffers());
+        Ok(Attributes::new(own.format())
+            .with_ties(self.ties()?)?
+            .with_extra_state(extra_state)
+            .with_buffers(buffers))
+    }
+}
+
+/// A worker's model seen through a mapping.
+///
+/// Its layout is that of the sender it was last shaped for, and empty before:
+/// [`shape`](WeightLoader::shape) checks that the rules lead from there to the
+/// model, and says what is missing if not.
+#[derive(Debug)]
+pub struct MappedLoader<'a, L: ?Sized> {
+    mapping: &'a Mapping,
+    model: &'a mut L,
+    plan: Option<Plan>,
+}
+
+impl<'a, L: WeightLoader + ?Sized> MappedLoader<'a, L> {
+    pub(super) fn new(mapping: &'a Mapping, model: &'a mut L) -> Self {
+        Self {
+            mapping,
+            model,
+            plan: None,
+        }
+    }
+
+    fn plan_for(&mut self, sent: &Layout) -> Result<Plan> {
+        let plan = Plan::new(self.mapping.rules(), sent);
+        let made = plan
+            .layout()
+            .map_err(|error| load_error("the whole model", error))?;
+        if !self.model.shape(&made)? {
+            let dry_run = self.mapping.dry_run(sent, &self.model.layout()?);
+            if !dry_run.is_complete() {
+                let incomplete = MappingError::Incomplete(Box::new(dry_run));
+                return Err(load_error("the whole model", incomplete));
+            }
+        }
+        Ok(plan)
+    }
+}
+
+impl<L: WeightLoader + ?Sized> WeightLoader for MappedLoader<'_, L> {
+    fn layout(&self) -> Result<Layout> {
+        match &self.plan {
+            Some(plan) => Ok(plan.source.clone()),
+            None => Ok(Layout::new([])?),
+        }
+    }
+
+    fn shape(&mut self, layout: &Layout) -> Result<bool> {
+        self.plan = Some(self.plan_for(layout)?);
+        Ok(true)
+    }
+
+    fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {
+        let plan = match self.plan.take() {
+            Some(plan) if is_of_views(&plan.source, tensors) => plan,
+            _ => {
+                let specs = tensors.iter();
+                let specs =
+                    specs.map(|one| (one.name().to_owned(), one.dtype(), one.shape().to_vec()));
+                self.plan_for(&Layout::new(specs)?)?
+            }
+        };
+        let plan = self.plan.insert(plan);
+        let made: Vec<Option<Tensor>> = (plan.targets.iter())
+            .map(|target| match unchanged(target, plan, tensors) {
+                Some(_) => Ok(None),
+                None => made(target, tensors).map(Some),
+            })
+            .collect::<Result<_>>()?;
+        let views: Vec<_> = (plan.targets.iter().zip(&made))
+            .filter_map(|(target, made)| match made {
+                Some(tensor) => Some(TensorView::new(
+                    &target.name,
+                    target.dtype,
+                    &target.shape,
+                    tensor.bytes(),
+                )),
+                None => Some(unchanged(target, plan, tensors)?.renamed(&target.name)),
+            })
+            .collect();
+        self.model.load(&views)
+    }
+}
+
+/// Lends what the plan makes of tensors that are lent.
+fn lend(
+    plan: &Plan,
+    tensors: &[Extracted<'_>],
+    take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>,
+) -> Result<()> {
+    type Read<'a> = Box<dyn Fn(&mut [u8]) -> io::Result<()> + Sync + 'a>;
+    let reads: Vec<Read<'_>> = (plan.targets.iter())
+        .map(|target| -> Read<'_> {
+            Box::new(move |place| {
+                let write = |piece: &Piece, source: &TensorRef<'_>, place: &mut [u8]| {
+                    target.write(place, piece, source)
+                };
+                let mut written = target.pieces.iter().map(|piece| {
+                    let data = &tensors[piece.source].data;
+                    in_memory(data, |source| write(piece, source, place))
+                });
+                written.try_for_each(|one| one).map_err(io::Error::other)
+            })
+        })
+        .collect();
+    let lent = plan.targets.iter().zip(&reads).map(|(target, read)| {
+        let failed = |error| extract_error(&target.name, error);
+        let data = match target
+            .whole()
+            .map(|piece| (piece, &tensors[piece.source].data))
+        {
+            Some((_, data)) if target.as_it_is().is_some() && is_all(data, target) => data.clone(),
+            Some((piece, TensorData::InMemory(source))) if source.dtype() == target.dtype => {
+                TensorData::InMemory(piece.view(source).map_err(failed)?)
+            }
+            _ => TensorData::Read {
+                dtype: target.dtype,
+                shape: &target.shape,
+                read,
+            },
+        };
+        let name = target.name.as_str();
+        Ok(Extracted { name, data })
+    });
+    take(&lent.collect::<Result<Vec<_>>>()?)
+}
+
+/// A tensor of its own for what is not there as it is.
+fn made(target: &Target, tensors: &[TensorView<'_>]) -> Result<Tensor> {
+    let failed = |error| load_error(&target.name, error);
+    let spec = Layout::new([(target.name.clone(), target.dtype, target.shape.clone())])?;
+    let len = spec.payload_bytes() as usize;
+    let mut tensor = Tensor::zeros(target.dtype, target.shape.clone(), len);
+    for piece in &target.pieces {
+        let view = &tensors[piece.source];
+        let source = TensorRef::new(view.dtype(), view.shape(), view.bytes());
+        let source = source.map_err(|error| failed(error.into()))?;
+        target
+            .write(tensor.bytes_mut(), piece, &source)
+            .map_err(failed)?;
+    }
+    Ok(tensor)
+}
+
+/// The tensor that a target is, if it only has another name.
+fn unchanged<'a>(
+    target: &Target,
+    plan: &Plan,
+    tensors: &[TensorView<'a>],
+) -> Option<TensorView<'a>> {
+    let source = target.as_it_is()?;
+    let spec = &plan.source.tensors()[source];
+    (spec.dtype == target.dtype && spec.shape == target.shape).then(|| tensors[source])
+}
+
+fn is_all(data: &TensorData<'_>, target: &Target) -> bool {
+    data.dtype() == target.dtype && data.shape() == target.shape
+}
+
+/// Calls with a tensor in memory; one behind a read goes through a buffer.
+fn in_memory<T>(
+    data: &TensorData<'_>,
+    call: impl FnOnce(&TensorRef<'_>) -> Result<T, weightsync_mem::BoxedError>,
+) -> Result<T, weightsync_mem::BoxedError> {
+    match data {
+        TensorData::InMemory(tensor) => call(tensor),
+        TensorData::Read { dtype, shape, read } => {
+            let bits = dtype.bits_of(shape).ok_or("the tensor is too large")?;
+            let mut buffer = vec![0; (bits / 8) as usize];
+            read(&mut buffer)?;
+            call(&TensorRef::new(*dtype, shape, &buffer)?)
+        }
+    }
+}
+
+fn is_of(layout: &Layout, tensors: &[Extracted<'_>]) -> bool {
+    let same = |(spec, one): (&weightsync_core::TensorSpec, &Extracted<'_>)| {
+        spec.name == one.name && spec.dtype == one.data.dtype() && spec.shape == one.data.shape()
+    };
+    layout.len() == tensors.len() && layout.tensors().iter().zip(tensors).all(same)
+}
+
+fn layout_of(tensors: &[Extracted<'_>]) -> Result<Layout> {
+    let specs = tensors.iter();
+    let specs = specs.map(|one| {
+        (
+            one.name.to_owned(),
+            one.data.dtype(),
+            one.data.shape().to_vec(),
+        )
+    });
+    Ok(Layout::new(specs)?)
+}
+
+fn is_of_views(layout: &Layout, tensors: &[TensorView<'_>]) -> bool {
+    let same = |(spec, one): (&weightsync_core::TensorSpec, &TensorView<'_>)| {
+        spec.name == one.name() && spec.dtype == one.dtype() && spec.shape == one.shape()
+    };
+    layout.len() == tensors.len() && layout.tensors().iter().zip(tensors).all(same)
+}
+
+fn extract_error(name: &str, source: impl Into<weightsync_mem::BoxedError>) -> Error {
+    Error::Extract {
+        name: name.to_owned(),
+        source: source.into(),
+    }
+}
+
+fn load_error(name: &str, source: impl Into<weightsync_mem::BoxedError>) -> Error {
+    Error::Load {
+        name: name.to_owned(),
+        source: source.into(),
+    }
+}
