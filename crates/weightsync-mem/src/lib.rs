@@ -43,6 +43,8 @@ mod roster;
 #[cfg(not(loom))]
 mod service;
 #[cfg(not(loom))]
+mod set;
+#[cfg(not(loom))]
 mod shared;
 #[cfg(not(loom))]
 mod snapshot;
