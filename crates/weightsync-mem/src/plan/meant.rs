@@ -76,32 +76,33 @@ impl Meant {
     /// Notes a publication. What goes to all replaces what was meant for single
     /// workers.
     ///
-    /// False, and nothing has changed, if for one of its models every slot there
-    /// can be would then be meant for somebody. Earlier sets are forgotten
-    /// before it comes to that.
+    /// It is refused, and nothing has changed, if for one of its models every
+    /// slot there can be would then be meant for somebody. Earlier sets are
+    /// forgotten before it comes to that. `may_crowd`: one of its models has all
+    /// the slots it can have, so that it could come to that at all.
     pub(super) fn publish(
         &mut self,
         update: &ModelSet,
         targets: &Targets,
         may_crowd: bool,
-    ) -> bool {
+    ) -> Result<(), Crowded> {
         if !may_crowd {
             self.apply(update, targets);
-            return true;
+            return Ok(());
         }
         let mut next = self.clone();
         next.apply(update, targets);
         let crowded = |next: &Self| {
             let mut models = update.models().iter();
-            models.any(|model| next.slots(model).len() >= MAX_SLOTS)
+            models.find(|&model| next.slots(model).len() >= MAX_SLOTS)
         };
-        while crowded(&next) {
+        while let Some(model) = crowded(&next) {
             if next.history.pop_back().is_none() {
-                return false;
+                return Err(Crowded { model });
             }
         }
         *self = next;
-        true
+        Ok(())
     }
 
     /// Holds a worker at what it is meant to run now.
