@@ -290,3 +290,101 @@ fn checksum(words: &[u64; SET_WORDS]) -> u64 {
     }
     weightsync_simd::crc64(&bytes[..len])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sets of 0, 1, 9 and 64 models.
+    fn records() -> Vec<SetRecord> {
+        let record = |models: Models| {
+            let mut set = ModelSet::EMPTY;
+            for model in models.iter() {
+                let slot = (model * 7 % MAX_SLOTS) as u8;
+                let version = Version(1 + ((model as u64) << 40));
+                set.put(model, Placed { slot, version });
+            }
+            let sequence = 1 << 50;
+            SetRecord { sequence, set }
+        };
+        let few = Models::of(&[0, 2, 3, 17, 30, 31, 40, 62, 63, 64, 1000]);
+        assert_eq!(few.len(), 9);
+        [Models(0), Models(1 << 63), few, Models::ALL]
+            .map(record)
+            .to_vec()
+    }
+
+    #[test]
+    fn records_come_back_as_they_were() {
+        for record in records() {
+            let (mut words, used) = record.encode();
+            assert_eq!(used, SetRecord::words_used(words[1]));
+            // What an earlier, longer record left behind does not count.
+            words[used..].fill(u64::MAX);
+            let slots = SLOTS + record.set.models().len().div_ceil(8);
+            words[slots..VERSIONS].fill(u64::MAX);
+            assert_eq!(SetRecord::decode(&words, record.sequence), Ok(record));
+        }
+    }
+
+    #[test]
+    fn every_flipped_bit_is_noticed() {
+        for record in records() {
+            let (words, _) = record.encode();
+            let members = record.set.models().len();
+            let slots = SLOTS..SLOTS + members.div_ceil(8);
+            let versions = VERSIONS..VERSIONS + members;
+            for word in (0..SLOTS).chain(slots).chain(versions) {
+                for bit in 0..64 {
+                    let mut words = words;
+                    words[word] ^= 1 << bit;
+                    let decoded = SetRecord::decode(&words, record.sequence);
+                    assert_eq!(decoded, Err(SetFault::Checksum), "word {word} bit {bit}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_whatever_its_checksum() {
+        let sealed = |change: &dyn Fn(&mut [u64; SET_WORDS])| {
+            let (mut words, _) = records()[1].encode();
+            change(&mut words);
+            words[2] = checksum(&words);
+            SetRecord::decode(&words, 1 << 50).map(drop)
+        };
+        assert_eq!(sealed(&|_| ()), Ok(()));
+        assert_eq!(sealed(&|words| words[SLOTS] = 64), Err(SetFault::Slot));
+        assert_eq!(sealed(&|words| words[VERSIONS] = 0), Err(SetFault::Version));
+        assert_eq!(sealed(&|words| words[0] += 1), Err(SetFault::Sequence));
+        let zeros = SetRecord::decode(&[0; SET_WORDS], 0);
+        assert_eq!(zeros, Err(SetFault::Checksum));
+    }
+
+    #[test]
+    fn sets_are_laid_over_each_other_and_cut() {
+        let set = |members: &[(usize, u64)]| {
+            let mut set = ModelSet::EMPTY;
+            for &(model, version) in members {
+                let slot = version as u8 + 10;
+                let version = Version(version);
+                set.put(model, Placed { slot, version });
+            }
+            set
+        };
+        let all = set(&[(0, 1), (1, 1), (63, 4)]).with(&set(&[(1, 2), (5, 3)]));
+        assert_eq!(all, set(&[(0, 1), (1, 2), (5, 3), (63, 4)]));
+        assert_eq!(all.only(Models::of(&[1, 63, 7])), set(&[(1, 2), (63, 4)]));
+        assert_eq!(all.place(7), None);
+        let mut none = all;
+        none.remove(Models::ALL);
+        assert_eq!(none, ModelSet::EMPTY);
+    }
+
+    #[test]
+    fn the_first_models_are_counted_from_zero() {
+        assert_eq!(Models::first(0), Models(0));
+        assert_eq!(Models::first(3).iter().collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(Models::first(64), Models::ALL);
+    }
+}
