@@ -110,10 +110,10 @@ impl LiveWord {
         Live::unpack(self.0.load(Ordering::Acquire))
     }
 
-    /// The word as it is, to tell whether it has changed.
+    /// The word that changes with every step, for a reader to sleep on.
     #[cfg(not(loom))]
-    pub(crate) fn raw(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
+    pub(crate) fn word(&self) -> &AtomicU64 {
+        &self.0
     }
 
     /// Puts the lane on `live`. Everything written before is visible to the
@@ -232,12 +232,6 @@ impl Queue {
             return None;
         }
         Live::unpack(self.entry(position).load(Ordering::Relaxed))
-    }
-
-    /// How many entries were ever pushed.
-    #[cfg(not(loom))]
-    pub(crate) fn raw_tail(&self) -> u64 {
-        self.tail.load(Ordering::Acquire)
     }
 
     /// The word that changes with every entry, for a reader to sleep on.

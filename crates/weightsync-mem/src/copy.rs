@@ -1,0 +1,254 @@
+//! The one pass that brings a model's tensors into a slot.
+
+use std::ops::Range;
+
+use weightsync_core::{Layout, TensorSpec};
+use weightsync_simd::Copier;
+
+use crate::error::Error;
+use crate::map::Mapping;
+use crate::spans::{Span, Spans};
+
+/// Where one tensor's bytes come from.
+pub enum Source<'a> {
+    /// They lie there as the layout wants them: contiguous, same dtype.
+    Bytes(&'a [u8]),
+    /// A function writes them (a cast, a gather, a read from a file) into the
+    /// place they go to.
+    Fill(&'a Fill<'a>),
+}
+
+/// Writes one tensor's bytes, all of them, or says why it cannot.
+pub type Fill<'a> = dyn Fn(&mut [u8]) -> Result<(), BoxedError> + Sync + 'a;
+
+/// Any error, on its way through a [`Staging`](crate::Staging).
+pub type BoxedError = Box<dyn std::error::Error + Send + Sync>;
+
+impl std::fmt::Debug for Source<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Bytes(bytes) => write!(f, "Bytes({} bytes)", bytes.len()),
+            Self::Fill(_) => f.write_str("Fill"),
+        }
+    }
+}
+
+/// How [`Staging::write`](crate::Staging::write) goes over the source.
+#[derive(Clone, Copy, Debug)]
+pub struct CopyOptions {
+    /// Threads that copy, this one included; at least 1.
+    pub threads: usize,
+    /// Whether to make chunk checksums in the same pass.
+    pub checksums: bool,
+}
+
+impl Default for CopyOptions {
+    fn default() -> Self {
+        Self {
+            threads: 1,
+            checksums: false,
+        }
+    }
+}
+
+/// Writes every tensor of an image that starts at `map`'s beginning, with the
+/// sums of its spans if they are wanted; one pass over the sources.
+///
+/// # Safety
+///
+/// `map` must be writable and at least a slot of this layout long, and nobody
+/// else may read or write it meanwhile.
+///
+/// # Errors
+///
+/// [`Error::Fill`] with the first failure of a [`Source::Fill`].
+///
+/// # Panics
+///
+/// If there is not one source per tensor, or one has another length than its
+/// tensor.
+pub(crate) unsafe fn write_image(
+    map: &Mapping,
+    layout: &Layout,
+    spans: &Spans,
+    sources: &[Source<'_>],
+    options: CopyOptions,
+) -> Result<Vec<u64>, Error> {
+    assert_eq!(sources.len(), layout.len(), "one source per tensor");
+    assert!(
+        layout.bytes() as usize <= map.len(),
+        "a slot of the layout's"
+    );
+    // Without sums there is no need to cut large tensors that small.
+    let spans: Vec<Span> = match options.checksums {
+        true => spans.iter().cloned().collect(),
+        false => spans.joined(),
+    };
+    let mut sums = vec![0; if options.checksums { spans.len() } else { 0 }];
+    let image = Image {
+        start: map.as_ptr(),
+        layout,
+        sources,
+        bytes: layout.bytes() as usize,
+    };
+    let cuts = cut(&spans, sources, options.threads.max(1));
+    let (first, others) = cuts
+        .split_first()
+        .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
+    std::thread::scope(|scope| {
+        let wanted = |range: &Range<usize>| if options.checksums { range.len() } else { 0 };
+        let (own, mut rest) = sums.split_at_mut(wanted(&first));
+        let mut threads = Vec::with_capacity(others.len());
+        for range in others {
+            let (part, tail) = std::mem::take(&mut rest).split_at_mut(wanted(range));
+            rest = tail;
+            let (image, spans) = (&image, &spans[range.clone()]);
+            let copy = move || image.write(spans, part);
+            let thread = std::thread::Builder::new().name("weightsync-copy".into());
+            threads.push(
+                thread
+                    .spawn_scoped(scope, copy)
+                    .map_err(|source| Error::Os {
+                        action: "starting a copying thread",
+                        source,
+                    })?,
+            );
+        }
+        let mut result = image.write(&spans[first], own);
+        for thread in threads {
+            // A panic of a fill function goes on in the caller.
+            let other = thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            result = result.and(other);
+        }
+        result
+    })?;
+    Ok(sums)
+}
+
+/// Cuts the spans into one run per thread, of about the same number of bytes.
+/// A tensor that a function fills is never cut.
+fn cut(spans: &[Span], sources: &[Source<'_>], threads: usize) -> Vec<Range<usize>> {
+    let total: usize = spans.iter().map(|span| span.image.len()).sum();
+    let share = total.div_ceil(threads).max(1);
+    let mut cuts = Vec::with_capacity(threads);
+    let (mut start, mut bytes) = (0, 0);
+    for (index, span) in spans.iter().enumerate() {
+        bytes += span.image.len();
+        let goes_on = spans.get(index + 1).is_some_and(|next| {
+            next.tensors == span.tensors && matches!(sources[span.tensors.start], Source::Fill(_))
+        });
+        if bytes >= share && !goes_on && cuts.len() + 1 < threads {
+            cuts.push(start..index + 1);
+            (start, bytes) = (index + 1, 0);
+        }
+    }
+    cuts.push(start..spans.len());
+    cuts
+}
+
+/// The slot being written, shared by the copying threads.
+struct Image<'a> {
+    start: *mut u8,
+    bytes: usize,
+    layout: &'a Layout,
+    sources: &'a [Source<'a>],
+}
+
+// SAFETY: each thread writes the spans it was given and no others (`cut`), and
+// the slot outlives the scope in which they run.
+unsafe impl Sync for Image<'_> {}
+
+impl Image<'_> {
+    /// Writes some spans; with room in `sums`, their checksums too.
+    fn write(&self, spans: &[Span], sums: &mut [u64]) -> Result<(), Error> {
+        let total = spans.iter().map(|span| span.image.len()).sum();
+        // Its drop orders the streaming stores before this thread is joined.
+        let copier = Copier::new(total);
+        for (index, span) in spans.iter().enumerate() {
+            let sum = sums.get_mut(index);
+            match &self.sources[span.tensors.clone()] {
+                [Source::Bytes(source)] => {
+                    let tensor = &self.layout.tensors()[span.tensors.start];
+                    check_length(source, tensor);
+                    let from = span.image.start - tensor.range.offset as usize;
+                    let part = &source[from..from + span.image.len()];
+                    let to = self.place(&span.image);
+                    if let Some(sum) = sum {
+                        // SAFETY: `place` checked the range; only this thread
+                        // writes the span; the source cannot overlap a slot
+                        // that nobody else maps writable.
+                        *sum = unsafe { copier.copy_crc(to, part.as_ptr(), part.len()) };
+                    } else {
+                        // SAFETY: as above.
+                        unsafe { copier.copy(to, part.as_ptr(), part.len()) };
+                    }
+                }
+                _ => {
+                    self.write_tensors(span, &copier)?;
+                    if let Some(sum) = sum {
+                        // SAFETY: this thread has just written the span, and
+                        // nobody writes it while it is summed.
+                        let bytes = unsafe {
+                            std::slice::from_raw_parts(self.place(&span.image), span.image.len())
+                        };
+                        *sum = weightsync_simd::crc64(bytes);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the whole tensors of a span; one that is filled by a function and
+    /// cut into several spans is written at the first.
+    fn write_tensors(&self, span: &Span, copier: &Copier) -> Result<(), Error> {
+        for index in span.tensors.clone() {
+            let tensor = &self.layout.tensors()[index];
+            let range = tensor.range;
+            let start = range.offset as usize;
+            if start < span.image.start {
+                continue;
+            }
+            let len = range.len as usize;
+            let to = self.place(&(start..start + len));
+            match &self.sources[index] {
+                Source::Bytes(source) => {
+                    check_length(source, tensor);
+                    // SAFETY: as in `write`.
+                    unsafe { copier.copy(to, source.as_ptr(), len) }
+                }
+                Source::Fill(fill) => {
+                    // SAFETY: `place` checked the range, and this thread alone
+                    // was given the tensor's spans (`cut`).
+                    let place = unsafe { std::slice::from_raw_parts_mut(to, len) };
+                    let tensor = || tensor.name.clone();
+                    fill(place).map_err(|source| Error::Fill {
+                        tensor: tensor(),
+                        source,
+                    })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn place(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.bytes);
+        // SAFETY: the range lies in the image (asserted), and the image in the
+        // slot's mapping.
+        unsafe { self.start.add(range.start) }
+    }
+}
+
+/// Checked where the source is looked at anyway: with many small tensors a pass
+/// of its own over them costs as much as the copy.
+fn check_length(source: &[u8], tensor: &TensorSpec) {
+    assert_eq!(
+        source.len() as u64,
+        tensor.range.len,
+        "length of {}",
+        tensor.name
+    );
+}
