@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use weightsync_core::{Epoch, LayoutId, Version, WorkerId};
+use weightsync_core::{Epoch, Version, WorkerId};
 
 /// One reader that keeps a slot from being written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,9 +21,16 @@ impl std::fmt::Display for Holder {
             Some(worker) => write!(f, "{worker} (pid {})", self.pid)?,
             None => write!(f, "the sender itself (pid {})", self.pid)?,
         }
-        let versions: Vec<_> = self.versions.iter().map(ToString::to_string).collect();
-        write!(f, " holds {}", versions.join(", "))
+        write!(f, " holds {}", in_words(&self.versions))
     }
+}
+
+fn in_words(versions: &[Version]) -> String {
+    if versions.is_empty() {
+        return "none".into();
+    }
+    let versions: Vec<_> = versions.iter().map(ToString::to_string).collect();
+    versions.join(", ")
 }
 
 fn list(holders: &[Holder]) -> String {
@@ -80,14 +87,16 @@ pub enum Error {
         /// The epoch of the sender that answered.
         got: Epoch,
     },
-    /// Every slot is pinned and none came free before the deadline.
+    /// Every slot of a model is pinned and none came free before the deadline.
     #[error(
-        "all {slots} slots are pinned after {waited:?}: {}; drop those snapshots, \
+        "all {slots} slots of model {model} are pinned after {waited:?}: {}; drop those snapshots, \
          give the sender more slots, or let it grow",
         list(holders)
     )]
     AllSlotsPinned {
-        /// How many slots the segment has.
+        /// The model's index.
+        model: usize,
+        /// How many slots it has.
         slots: u8,
         /// How long the sender waited.
         waited: Duration,
@@ -114,13 +123,47 @@ pub enum Error {
         /// The process that made the call.
         child: u32,
     },
-    /// A version number that does not grow.
-    #[error("{got} cannot follow {live}: versions only grow within a run")]
-    VersionNotNewer {
-        /// The live version.
-        live: Version,
-        /// The one offered.
-        got: Version,
+    /// So many versions of a model are to be run or kept that none could be
+    /// written any more.
+    #[error(
+        "publishing this version of model {model} would leave no slot for the next: \
+         all {slots} would be in use by workers with versions of their own, held workers \
+         or the history; send to all, release workers, or keep fewer old versions"
+    )]
+    Crowded {
+        /// The model's index.
+        model: usize,
+        /// How many slots it has.
+        slots: u8,
+    },
+    /// The workers named do not all have the same version.
+    #[error("these workers do not have the same version of model {model}, but {}", in_words(.versions))]
+    Diverged {
+        /// The model's index.
+        model: usize,
+        /// What they have, oldest first; `Version::NONE` where there is none.
+        versions: Vec<Version>,
+    },
+    /// The version asked for is not there (any more, or yet).
+    #[error(
+        "there is no {asked} of model {model} for this worker; the newest there are: {}",
+        in_words(known)
+    )]
+    NoSuchVersion {
+        /// The model's index.
+        model: usize,
+        /// The version asked for.
+        asked: Version,
+        /// The newest there are, newest first.
+        known: Vec<Version>,
+    },
+    /// A set record does not hold together.
+    #[error("set record {record} is corrupt ({what}); the set is not used")]
+    CorruptSet {
+        /// The record.
+        record: u8,
+        /// Which check failed.
+        what: &'static str,
     },
     /// The commit record of a slot does not hold together.
     #[error("the commit record of slot {slot} is corrupt ({what}); the version is not used")]
@@ -137,14 +180,6 @@ pub enum Error {
         version: Version,
         /// The chunk, counted in checksum blocks from 0.
         chunk: usize,
-    },
-    /// The two ends speak of different layouts.
-    #[error("the sender's layout is {got}, this worker expects {expected}")]
-    LayoutMismatch {
-        /// What the reader asked for.
-        expected: LayoutId,
-        /// What the sender serves.
-        got: LayoutId,
     },
     /// The other end broke the protocol.
     #[error("the other end sent {got} where {expected} was expected")]
@@ -185,6 +220,7 @@ impl Error {
             self,
             Self::Protocol { .. }
                 | Self::CorruptCommit { .. }
+                | Self::CorruptSet { .. }
                 | Self::ChecksumMismatch { .. }
                 | Self::Layout(_)
         )

@@ -1,16 +1,19 @@
 //! Versioned shared memory: one writer, many readers, and a swap that cannot
 //! tear.
 //!
-//! A *segment* is the memory of one model: two or more *slots*, each with room
-//! for one version, a header that only the sender writes, and one control page
-//! per reader that only that reader writes.
+//! A *segment* is the memory of one or more models: for each two or more *data
+//! slots*, with room for one version each; a header that only the sender writes,
+//! with *set records* that say which versions go together; and for each reader a
+//! *lane* that only the sender writes (which set that worker is to run) and a
+//! control page that only that reader writes (what it holds, and how far it is).
 //!
 //! | step | here |
 //! |---|---|
-//! | write the next version into a free slot | [`Writer::loan`], [`Loan`] |
-//! | make it live in one atomic step | [`Loan::publish`] |
-//! | hold the live version | [`Reader::next`], [`Snapshot`] |
-//! | the state machine under both | [`protocol`] |
+//! | write the next versions into free slots | [`Writer::stage`], [`Staging`] |
+//! | make them live, for all workers or some, in one atomic step each | [`Staging::publish`], [`Targets`] |
+//! | hold what is live | [`Reader::next`], [`Taken`], [`Snapshot`] |
+//! | learn what became of it | [`Writer::waiter`], [`Waiter::settle`] |
+//! | the state machine under all of it | [`protocol`] |
 //!
 //! **What it guarantees.** A [`Snapshot`] is one whole version for as long as it
 //! is held. A sender killed at any moment leaves the last whole version behind.
@@ -25,23 +28,31 @@ pub mod protocol;
 mod sync;
 
 #[cfg(not(loom))]
+mod copy;
+#[cfg(not(loom))]
 mod error;
 #[cfg(not(loom))]
 mod fork;
 #[cfg(not(loom))]
 mod futex;
 #[cfg(not(loom))]
-mod loan;
-#[cfg(not(loom))]
 mod map;
+#[cfg(not(loom))]
+mod model;
 #[cfg(not(loom))]
 mod pins;
 #[cfg(not(loom))]
+mod plan;
+#[cfg(not(loom))]
 mod reader;
+#[cfg(not(loom))]
+mod report;
 #[cfg(not(loom))]
 mod roster;
 #[cfg(not(loom))]
 mod service;
+#[cfg(not(loom))]
+mod set;
 #[cfg(not(loom))]
 mod shared;
 #[cfg(not(loom))]
@@ -50,6 +61,8 @@ mod snapshot;
 mod socket;
 #[cfg(not(loom))]
 mod spans;
+#[cfg(not(loom))]
+mod staging;
 #[cfg(not(loom))]
 mod wait;
 #[cfg(not(loom))]
@@ -61,10 +74,16 @@ mod writer;
 
 #[cfg(not(loom))]
 pub use crate::{
+    copy::{BoxedError, CopyOptions, Fill, Source},
     error::{Error, Holder},
-    loan::{BoxedError, CopyOptions, Fill, Loan, Source},
-    reader::{AttachOptions, Reader},
+    model::{MAX_NOTE_BYTES, ModelSpec},
+    plan::Targets,
+    reader::{AttachOptions, Member, Reader, Taken},
+    report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
+    roster::ReaderStatus,
     snapshot::Snapshot,
+    staging::Staging,
     wait::{Deadline, WaitStyle},
-    writer::{Outcome, ReaderOutcome, ReaderStatus, SegmentOptions, Writer},
+    wire::{Delivery, Want},
+    writer::{SegmentOptions, Writer},
 };

@@ -1,16 +1,18 @@
-//! One end's pins: the protocol's word, and how many snapshots stand behind
-//! each bit of it.
+//! One end's pins: the protocol's words, and how many snapshots stand behind
+//! each bit of them.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Error;
 use crate::map::{Mapping, OwnedFile};
-use crate::protocol::{Live, MAX_SLOTS, PinWord, order};
-use crate::shared::{Control, Header};
+use crate::protocol::{Live, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
+use crate::set::{ModelSet, Models};
+use crate::shared::{Control, Header, Lane};
 use crate::socket::Socket;
 use crate::wait::Doorbell;
 
-/// Where the pin word lives.
+/// Where the pin words live.
 #[derive(Debug)]
 pub(crate) enum Home {
     /// A reader's: in its control page. The socket is kept with it, because the
@@ -18,11 +20,13 @@ pub(crate) enum Home {
     Reader {
         /// The control page.
         control: OwnedFile,
+        /// What the sender wants this reader to run.
+        lane: Mapping,
         /// The connection to the sender.
         socket: Socket,
     },
     /// The sender's own, for snapshots it takes of what it published.
-    Sender(PinWord),
+    Sender(Box<[PinWord; MAX_MODELS]>),
 }
 
 /// The pins of one end.
@@ -31,16 +35,35 @@ pub(crate) struct PinBook {
     pub(crate) home: Home,
     pub(crate) header: Arc<Mapping>,
     pub(crate) doorbell: Arc<Doorbell>,
-    counts: Mutex<[u32; MAX_SLOTS]>,
+    /// The models this end has.
+    models: Models,
+    /// For each model up to the last of them, how many pins each slot has.
+    counts: Mutex<Vec<[u32; MAX_SLOTS]>>,
+}
+
+/// A set just taken: every data slot of it is pinned.
+#[derive(Debug)]
+pub(crate) struct Hold {
+    pub(crate) sequence: u64,
+    pub(crate) set: ModelSet,
+    /// One for each model of the set, in order.
+    pub(crate) pins: Vec<Pin>,
 }
 
 impl PinBook {
-    pub(crate) fn new(home: Home, header: Arc<Mapping>, doorbell: Arc<Doorbell>) -> Self {
+    pub(crate) fn new(
+        home: Home,
+        header: Arc<Mapping>,
+        doorbell: Arc<Doorbell>,
+        models: Models,
+    ) -> Self {
+        let rows = models.iter().last().map_or(0, |last| last + 1);
         Self {
             home,
             header,
             doorbell,
-            counts: Mutex::new([0; MAX_SLOTS]),
+            models,
+            counts: Mutex::new(vec![[0; MAX_SLOTS]; rows]),
         }
     }
 
@@ -48,17 +71,18 @@ impl PinBook {
         self.header.table()
     }
 
-    pub(crate) fn word(&self) -> &PinWord {
-        match &self.home {
-            Home::Reader { control, .. } => &control.map.table::<Control>().pins.0,
-            Home::Sender(word) => word,
-        }
-    }
-
     /// A reader's control page.
     pub(crate) fn control(&self) -> Result<&Control, Error> {
         match &self.home {
             Home::Reader { control, .. } => Ok(control.map.table()),
+            Home::Sender(_) => Err(not_a_reader()),
+        }
+    }
+
+    /// A reader's lane.
+    pub(crate) fn lane(&self) -> Result<&Lane, Error> {
+        match &self.home {
+            Home::Reader { lane, .. } => Ok(lane.table()),
             Home::Sender(_) => Err(not_a_reader()),
         }
     }
@@ -71,33 +95,83 @@ impl PinBook {
         }
     }
 
-    /// Pins the live slot, whichever that is by then. `None` before the first
-    /// publication.
+    /// The data slots of one model that this end holds.
+    pub(crate) fn held(&self, model: usize) -> SlotSet {
+        self.word(model).held()
+    }
+
+    /// Pins the set that the lane's live word is on, whichever that is by then.
+    /// `None` while there is none.
     ///
-    /// Lock-free: it starts over only when the sender has published in between.
-    /// With two slots that cannot go on, because the announcement itself keeps
-    /// the sender from the slot; with more it takes a sender that publishes
-    /// faster than two loads, every time.
-    pub(crate) fn pin_live(self: &Arc<Self>) -> Result<Option<Pin>, Error> {
+    /// Lock-free: it starts over only when the sender has moved the lane in
+    /// between.
+    pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
-        let live_word = &self.header().live.0;
-        while let Some(live) = live_word.load() {
-            let mut counts = self.counts();
-            let count = &mut counts[usize::from(live.slot)];
-            if self.word().pin(live, live_word) {
-                *count += 1;
-                return Ok(Some(Pin {
-                    book: self.clone(),
-                    live,
-                }));
-            }
-            if *count == 0 {
-                self.word().unpin(live.slot);
-                drop(counts);
-                self.tell_sender();
+        let (lane, control) = (self.lane()?, self.control()?);
+        let records = &control.record_pins.0;
+        while let Some(live) = lane.live.0.load() {
+            let hold = records
+                .pin(live, &lane.live.0)
+                .then(|| self.hand_over(live));
+            records.unpin(live.record);
+            self.tell_sender();
+            if let Some(hold) = hold {
+                return hold.map(Some);
             }
         }
         Ok(None)
+    }
+
+    /// Pins the set at `position` of the lane's queue, which is this reader's
+    /// head or the entry before it: nobody else moves it. `None` if the sender
+    /// has not got that far.
+    pub(crate) fn take_queued(self: &Arc<Self>, position: u64) -> Result<Option<Hold>, Error> {
+        self.header.usable()?;
+        let (lane, control) = (self.lane()?, self.control()?);
+        let Some(live) = lane.queue.0.get(position) else {
+            return Ok(None);
+        };
+        let hold = self.hand_over(live);
+        // Also past one that is corrupt: the next may be whole.
+        control.head.0.advance(position + 1);
+        self.tell_sender();
+        hold.map(Some)
+    }
+
+    /// Pins the data slots of a record that is held meanwhile, by a record pin
+    /// or by its place in the queue.
+    fn hand_over(self: &Arc<Self>, live: Live) -> Result<Hold, Error> {
+        let record = self.header().read_set(live)?;
+        if !record.set.models().without(self.models).is_empty() {
+            return Err(Error::CorruptSet {
+                record: live.record,
+                what: "it names a model that this worker did not ask for",
+            });
+        }
+        let hold = Hold {
+            sequence: live.sequence,
+            set: record.set,
+            pins: self.pin(&record.set),
+        };
+        let control = self.control()?;
+        control.taken.0.fetch_max(live.sequence, Ordering::Release);
+        Ok(hold)
+    }
+
+    /// Pins every data slot of a set. The caller knows that they are held by
+    /// something else meanwhile.
+    pub(crate) fn pin(self: &Arc<Self>, set: &ModelSet) -> Vec<Pin> {
+        let mut counts = self.counts();
+        let pins = set.iter().map(|(model, placed)| {
+            counts[model][usize::from(placed.slot)] += 1;
+            self.word(model).hold(placed.slot);
+            Pin {
+                book: self.clone(),
+                model,
+                slot: placed.slot,
+            }
+        });
+        pins.collect()
     }
 
     /// Rings the sender's doorbell if it sleeps.
@@ -108,7 +182,14 @@ impl PinBook {
         }
     }
 
-    fn counts(&self) -> MutexGuard<'_, [u32; MAX_SLOTS]> {
+    fn word(&self, model: usize) -> &PinWord {
+        match &self.home {
+            Home::Reader { control, .. } => &control.map.table::<Control>().pins.0[model],
+            Home::Sender(words) => &words[model],
+        }
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Vec<[u32; MAX_SLOTS]>> {
         // The counts are changed in single steps, so they hold after a panic.
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -126,11 +207,12 @@ impl Drop for PinBook {
     }
 }
 
-/// One hold on one slot, given back when dropped.
+/// One hold on one data slot, given back when dropped.
 #[derive(Debug)]
 pub(crate) struct Pin {
     pub(crate) book: Arc<PinBook>,
-    pub(crate) live: Live,
+    pub(crate) model: usize,
+    pub(crate) slot: u8,
 }
 
 impl Drop for Pin {
@@ -141,10 +223,10 @@ impl Drop for Pin {
             return;
         }
         let mut counts = self.book.counts();
-        let count = &mut counts[usize::from(self.live.slot)];
+        let count = &mut counts[self.model][usize::from(self.slot)];
         *count -= 1;
         if *count == 0 {
-            self.book.word().unpin(self.live.slot);
+            self.book.word(self.model).unpin(self.slot);
             drop(counts);
             self.book.tell_sender();
         }

@@ -1,62 +1,93 @@
-//! The pin and swap protocol: the atomics-only state machine that makes a
-//! torn read impossible.
+//! The lane protocol: the atomics-only state machine that makes a torn read
+//! impossible.
 //!
-//! **Guarantee.** A slot that a reader has pinned successfully is not written
-//! until the reader unpins it or dies, and everything the sender wrote into
-//! the slot before publishing it is visible to that reader.
+//! **Guarantee.** A data slot that a reader has pinned is not written until the
+//! reader unpins it or dies, and everything the sender wrote into it before
+//! publishing is visible to that reader. A reader sees all models of a set
+//! record or none.
 //!
-//! **Mechanism.** There is one [`LiveWord`] (written by the sender alone) and
-//! one [`PinWord`] per reader (written by that reader alone).
+//! **Mechanism.** Two things are recycled: *set records*, which say for each
+//! model which data slot to use, and the *data slots* themselves. Each reader
+//! has a lane with one [`LiveWord`] and one [`Queue`] (written by the sender
+//! alone), one [`PinWord`] for records, one for the data slots of each model,
+//! and a [`Head`] (written by that reader alone). A lane uses its live word or
+//! its queue, never both.
 //!
-//! * A reader *announces* a pin for the slot it believes live, then issues a
+//! By live word (a worker that wants the newest, or what it asks for):
+//!
+//! * A reader *announces* a pin for the record it believes live, then issues a
 //!   sequentially consistent fence, then *re-checks* that the live word has not
 //!   moved. Only if it has not, the pin counts.
 //! * The sender swaps the live word, issues the same fence, and only then reads
-//!   the pins to find a slot it may write.
+//!   the pins to find what it may write.
 //!
 //! The two fences are totally ordered. If the reader's comes first, the sender
-//! sees the pin and leaves the slot alone; if the sender's comes first, the
+//! sees the pin and leaves the record alone; if the sender's comes first, the
 //! reader sees the new live word and withdraws. The live word carries a sequence
-//! number that never repeats, so a slot that was recycled and published again
-//! between the two looks is not mistaken for the old one.
+//! number that only grows in a lane, so a record that was recycled between the
+//! two looks is not mistaken for the old one.
 //!
-//! A reader that stops anywhere in this leaves at worst a pin behind, which its
-//! death removes (the sender stops scanning its word); a sender that stops
-//! anywhere leaves the live word on a whole version. `protocol/loom_tests.rs` checks
+//! By queue (a worker that wants every version): what lies between the reader's
+//! head and the sender's tail is held without any announcement. The reader gives
+//! an entry back by moving its head past it.
+//!
+//! Either way the *hand-over* to data pins follows. While the record is held so
+//! are its data slots. The reader [holds](PinWord::hold) them in its data pins
+//! and only then gives the record back, with a release store. The sender reads
+//! heads and record pins *before* data pins, with acquire loads: if it finds the
+//! record given back, it finds the data pins.
+//!
+//! A reader that stops anywhere in this leaves at worst pins behind, which its
+//! death removes (the sender stops scanning its words); a sender that stops
+//! anywhere leaves each lane on a whole set. `protocol/loom_tests.rs` checks
 //! both at every step.
 
 use crate::sync::{AtomicU64, Ordering, fence};
 
-/// The most slots a segment can have: one bit each in a [`PinWord`].
+/// The most data slots a model can have: one bit each in a [`PinWord`].
 pub const MAX_SLOTS: usize = 64;
 
-/// Which slot is live, and the how-manieth publication that was.
+/// How many set records a segment has: one bit each in a [`PinWord`].
+pub const MAX_RECORDS: usize = 64;
+
+/// The most models of a segment.
+pub const MAX_MODELS: usize = 64;
+
+/// How many entries a [`Queue`] has room for.
+pub const QUEUE: usize = if cfg!(loom) { 4 } else { 64 };
+
+/// The most entries a reader may let wait in its queue: half of the room, so
+/// that an entry being read is never the one being written.
+pub const MAX_BOUND: u8 = (QUEUE / 2) as u8;
+
+/// Which set record a lane is on, and when it came to that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Live {
-    /// Counts publications in this segment from 1; never repeats.
+    /// Counts the sender's steps from 1; only grows in a lane.
     pub sequence: u64,
-    /// The slot that holds the version, below [`MAX_SLOTS`].
-    pub slot: u8,
+    /// The set record, below [`MAX_RECORDS`].
+    pub record: u8,
 }
 
 impl Live {
-    const SLOT_BITS: u32 = 8;
+    const RECORD_BITS: u32 = 8;
 
     fn pack(self) -> u64 {
-        (self.sequence << Self::SLOT_BITS) | u64::from(self.slot)
+        (self.sequence << Self::RECORD_BITS) | u64::from(self.record)
     }
 
     fn unpack(word: u64) -> Option<Self> {
-        // 0 is the state before the first publication. A slot number out of
+        // 0 is the state before the first publication. A record number out of
         // range can only come from a sender that is broken or hostile; treating
         // it as "nothing published" keeps the reader safe.
-        let slot = (word & 0xff) as u8;
-        let sequence = word >> Self::SLOT_BITS;
-        (sequence != 0 && usize::from(slot) < MAX_SLOTS).then_some(Self { sequence, slot })
+        let record = (word & 0xff) as u8;
+        let sequence = word >> Self::RECORD_BITS;
+        (sequence != 0 && usize::from(record) < MAX_RECORDS).then_some(Self { sequence, record })
     }
 }
 
-/// The word that says which slot is live. The sender writes it, readers read it.
+/// The word that says which set record a lane is on. The sender writes it, the
+/// reader reads it.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct LiveWord(AtomicU64);
@@ -73,29 +104,36 @@ impl LiveWord {
         Self(AtomicU64::new(0))
     }
 
-    /// The live slot, or `None` before the first publication. What the sender
-    /// wrote into that slot is visible once a pin on it has succeeded.
+    /// The live record, or `None` while there is none. What the sender wrote
+    /// before is visible once a pin on it has succeeded.
     pub fn load(&self) -> Option<Live> {
         Live::unpack(self.0.load(Ordering::Acquire))
     }
 
-    /// The word as it is, to tell whether it has changed.
+    /// The word that changes with every step, for a reader to sleep on.
     #[cfg(not(loom))]
-    pub(crate) fn raw(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
+    pub(crate) fn word(&self) -> &AtomicU64 {
+        &self.0
     }
 
-    /// Makes `live` the live slot. Everything written before is visible to
-    /// readers that pin it; the fence makes every pin announced before the swap
-    /// visible to the scan that follows.
+    /// Puts the lane on `live`. Everything written before is visible to the
+    /// reader once it has pinned it; the fence makes every pin announced before
+    /// the swap visible to the scan that follows.
     pub fn swap_in(&self, live: Live) {
         self.0.store(live.pack(), Ordering::Release);
         fence(Ordering::SeqCst);
     }
+
+    /// Takes the lane off its record: it has none until the next
+    /// [`swap_in`](Self::swap_in).
+    pub fn clear(&self) {
+        self.0.store(0, Ordering::Release);
+        fence(Ordering::SeqCst);
+    }
 }
 
-/// The slots one reader holds, a bit each. The reader writes it, the sender
-/// reads it.
+/// What one reader holds, a bit each: its set records, or the data slots of one
+/// model. The reader writes it, the sender reads it.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct PinWord(AtomicU64);
@@ -112,10 +150,10 @@ impl PinWord {
         Self(AtomicU64::new(0))
     }
 
-    /// Announces a pin on `live`, then re-checks. True if the pin holds; false
-    /// if the sender has moved on, and then the caller withdraws the
-    /// announcement with [`PinWord::unpin`] (unless it held the slot before)
-    /// and starts over from the new live word.
+    /// Announces a pin on the record of `live`, then re-checks. True if the pin
+    /// holds; false if the sender has moved on, and then the caller withdraws
+    /// the announcement with [`PinWord::unpin`] and starts over from the new
+    /// live word.
     pub fn pin(&self, live: Live, word: &LiveWord) -> bool {
         self.announce(live);
         word.load() == Some(live)
@@ -124,33 +162,138 @@ impl PinWord {
     /// The first half of [`PinWord::pin`], on its own so that a reader can be
     /// stopped between the two.
     pub(crate) fn announce(&self, live: Live) {
-        self.0.fetch_or(1 << live.slot, Ordering::Relaxed);
+        self.0.fetch_or(1 << live.record, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// Gives `slot` back. Every read made through the pin happens before the
-    /// sender's next write to the slot.
-    pub fn unpin(&self, slot: u8) {
-        self.0.fetch_and(!(1 << slot), Ordering::Release);
+    /// Pins a data slot. It counts from the moment at which what holds it now
+    /// (the pinned record, the queue's entry) is given back.
+    pub fn hold(&self, slot: u8) {
+        self.0.fetch_or(1 << slot, Ordering::Relaxed);
     }
 
-    /// The slots that are pinned or announced.
+    /// Gives a record or a slot back. Every read made through the pin happens
+    /// before the sender's next write there, and every [`hold`](Self::hold)
+    /// before is visible to a sender that finds the bit gone.
+    pub fn unpin(&self, bit: u8) {
+        self.0.fetch_and(!(1 << bit), Ordering::Release);
+    }
+
+    /// What is pinned or announced.
     pub fn held(&self) -> SlotSet {
         SlotSet(self.0.load(Ordering::Acquire))
     }
 }
 
-/// A set of slots.
+/// The records a lane is to go through one after the other. The sender writes
+/// it, the reader reads it.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Queue {
+    /// How many entries were ever pushed.
+    tail: AtomicU64,
+    entries: [AtomicU64; QUEUE],
+}
+
+impl Default for Queue {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Queue {
+    /// A queue before the first entry.
+    pub fn new() -> Self {
+        Self {
+            tail: AtomicU64::new(0),
+            entries: std::array::from_fn(|_| AtomicU64::new(0)),
+        }
+    }
+
+    /// Adds an entry, unless `bound` of them wait beyond the reader's `head`.
+    /// Everything written before is visible to the reader that gets it; the
+    /// fence comes before the question whether the reader sleeps.
+    ///
+    /// A head beyond the tail is a reader's lie and harms only that reader.
+    pub fn push(&self, head: u64, bound: u8, live: Live) -> bool {
+        let tail = self.tail.load(Ordering::Relaxed);
+        if tail.saturating_sub(head) >= u64::from(bound.min(MAX_BOUND)) {
+            return false;
+        }
+        self.entry(tail).store(live.pack(), Ordering::Relaxed);
+        self.tail.store(tail + 1, Ordering::Release);
+        fence(Ordering::SeqCst);
+        true
+    }
+
+    /// The entry at `position` (the reader's head), if there is one yet.
+    pub fn get(&self, position: u64) -> Option<Live> {
+        if position >= self.tail.load(Ordering::Acquire) {
+            return None;
+        }
+        Live::unpack(self.entry(position).load(Ordering::Relaxed))
+    }
+
+    /// The word that changes with every entry, for a reader to sleep on.
+    #[cfg(not(loom))]
+    pub(crate) fn tail_word(&self) -> &AtomicU64 {
+        &self.tail
+    }
+
+    fn entry(&self, position: u64) -> &AtomicU64 {
+        &self.entries[(position % QUEUE as u64) as usize]
+    }
+}
+
+/// How many entries of its queue a reader has taken. The reader writes it, the
+/// sender reads it.
+#[repr(transparent)]
+#[derive(Debug)]
+pub struct Head(AtomicU64);
+
+impl Default for Head {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Head {
+    /// Nothing taken yet.
+    pub fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// Gives everything before `position` back. Every [`PinWord::hold`] before
+    /// is visible to a sender that finds the head there.
+    pub fn advance(&self, position: u64) {
+        self.0.store(position, Ordering::Release);
+    }
+
+    /// How many entries were taken.
+    pub fn load(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// A set of data slots, or of set records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SlotSet(u64);
 
 impl SlotSet {
     /// The set with one more slot.
+    #[must_use]
     pub fn with(self, slot: u8) -> Self {
         Self(self.0 | (1 << slot))
     }
 
+    /// The set without one slot.
+    #[must_use]
+    pub fn without(self, slot: u8) -> Self {
+        Self(self.0 & !(1 << slot))
+    }
+
     /// All slots of either set.
+    #[must_use]
     pub fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
@@ -160,9 +303,32 @@ impl SlotSet {
         usize::from(slot) < MAX_SLOTS && self.0 & (1 << slot) != 0
     }
 
+    /// Whether nothing is in the set.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// How many are in the set.
+    pub fn len(self) -> usize {
+        self.0.count_ones() as usize
+    }
+
+    /// What is in the set, lowest first.
+    pub fn iter(self) -> impl Iterator<Item = u8> {
+        let mut rest = self.0;
+        std::iter::from_fn(move || {
+            let slot = rest.trailing_zeros() as u8;
+            (rest != 0).then(|| {
+                rest &= rest - 1;
+                slot
+            })
+        })
+    }
+
     /// The lowest slot below `slots` that is not in the set.
     pub fn first_free(self, slots: u8) -> Option<u8> {
-        (0..slots).find(|&slot| !self.contains(slot))
+        let slot = self.0.trailing_ones() as u8;
+        (slot < slots).then_some(slot)
     }
 }
 
@@ -199,8 +365,8 @@ impl SleepWord {
     }
 
     /// Whether the other side sleeps. To be called after the change it waits
-    /// for, with a fence between (a [`LiveWord::swap_in`] brings one, else
-    /// [`order`]).
+    /// for, with a fence between ([`LiveWord::swap_in`] and [`Queue::push`] bring
+    /// one, else [`order`]).
     pub fn sleeping(&self) -> bool {
         self.0.load(Ordering::Relaxed) != 0
     }

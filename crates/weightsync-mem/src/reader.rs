@@ -6,21 +6,20 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Epoch, Layout, LayoutId, Run, Version, WorkerId};
+use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use crate::error::{Error, unexpected};
 use crate::map::{Mapping, OwnedFile};
-use crate::pins::{Home, PinBook};
-use crate::shared::{CONTROL_BYTES, HEADER_BYTES};
+use crate::model::{Description, Model, ModelSpec};
+use crate::pins::{Hold, Home, PinBook};
+use crate::protocol::{MAX_BOUND, MAX_MODELS};
+use crate::set::Models;
+use crate::shared::{CONTROL_BYTES, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES};
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
-use crate::spans::Spans;
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
-use crate::watch::Watch;
-use crate::wire::{FromReader, FromSender};
-
-/// The longest encoded layout a reader accepts, in bytes.
-const MAX_LAYOUT_BYTES: u64 = 1 << 30;
+use crate::watch::{Mapped, Watch};
+use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Want};
 
 /// How long a sender that listens has to answer: far more than it needs on a
 /// busy machine, and little for a worker whose sender stands still.
@@ -37,10 +36,14 @@ pub struct AttachOptions {
     pub worker: WorkerId,
     /// The highest epoch this worker has seen; a sender below it is refused.
     pub seen: Epoch,
-    /// The layout it insists on; `None` takes the sender's.
-    pub layout: Option<LayoutId>,
     /// How it waits for new versions.
     pub wait: WaitStyle,
+    /// The models it wants, by index; `None` for all.
+    pub models: Option<Vec<usize>>,
+    /// Which versions it is given.
+    pub delivery: Delivery,
+    /// Where its weights live, for people to read; at most [`MAX_DEVICE`] bytes.
+    pub device: String,
 }
 
 impl fmt::Debug for AttachOptions {
@@ -50,77 +53,115 @@ impl fmt::Debug for AttachOptions {
             .field("address", &self.address)
             .field("worker", &self.worker)
             .field("seen", &self.seen)
-            .field("layout", &self.layout)
             .field("wait", &self.wait)
+            .field("models", &self.models)
+            .field("delivery", &self.delivery)
+            .field("device", &self.device)
             .finish_non_exhaustive()
     }
 }
 
+/// A set as a reader takes it: for each model it wants that has been published,
+/// one whole version.
+#[derive(Clone, Debug)]
+pub struct Taken {
+    /// Grows from one to the next at a reader; a publication of this or a lower
+    /// number is in it, or was replaced.
+    pub sequence: u64,
+    /// By model.
+    pub members: Vec<Member>,
+}
+
+/// One model of a set.
+#[derive(Clone, Debug)]
+pub struct Member {
+    /// Its index in the segment.
+    pub model: usize,
+    /// Whether it is another version than in the set handed out before.
+    pub changed: bool,
+    /// The version.
+    pub snapshot: Snapshot,
+}
+
 /// A worker's end of a segment: takes snapshots without a copy.
 ///
-/// **Guarantee.** What it hands out is one whole version, checked against its
-/// commit record, and stays so until dropped. Every wait ends by its deadline,
-/// by the sender's death, or by the sender's shutdown: a thread of its own, which
-/// ends with it, watches for both.
+/// **Guarantee.** What it hands out is one whole set, each version of it checked
+/// against its commit record, and stays so until dropped. Every wait ends by its
+/// deadline, by the sender's death, or by the sender's shutdown: a thread of its
+/// own, which ends with it, watches for both.
 #[derive(Debug)]
 pub struct Reader {
     book: Arc<PinBook>,
-    layout: Layout,
+    models: Vec<(usize, ModelSpec)>,
     run: Run,
     watch: Watch,
     wait: WaitStyle,
-    /// The newest publication handed out.
+    delivery: Delivery,
+    /// The newest sequence number handed out.
     sequence: u64,
+    /// Of a reader that takes every version: how many it has taken, and the
+    /// last.
+    head: u64,
+    last: Option<Taken>,
+    /// By model, what was handed out last.
+    versions: [Version; MAX_MODELS],
+    /// It has asked, and may get the answer that there is no such version.
+    asked: bool,
 }
 
 impl Reader {
     /// Joins a segment, waiting until the deadline for its sender to appear; one
-    /// that is there has a moment more to answer. Maps and faults in every slot,
-    /// so that the first snapshot costs no page faults.
+    /// that is there has a moment more to answer. Maps and faults in every slot
+    /// of the models it wants, so that the first snapshot costs no page faults.
     ///
     /// # Errors
     ///
     /// [`Error::NoSender`] at the deadline, [`Error::Denied`] with the sender's
-    /// reason, [`Error::Fenced`], [`Error::LayoutMismatch`], and
-    /// [`Error::Protocol`] if the other end is not a weightsync sender.
+    /// reason, [`Error::Fenced`], [`Error::BadOption`], and [`Error::Protocol`] if
+    /// the other end is not a weightsync sender.
     pub fn attach(options: &AttachOptions, deadline: Deadline) -> Result<Self, Error> {
+        check(options)?;
         let since = Instant::now();
+        let mut pause = Duration::from_millis(2);
+        loop {
+            if let Some(reader) = Self::join(options, deadline)? {
+                return Ok(reader);
+            }
+            // Nobody listens yet, or a sender that is going down hung up.
+            if passed(deadline) {
+                return Err(Error::NoSender {
+                    address: options.address.clone(),
+                    waited: since.elapsed(),
+                });
+            }
+            let left = deadline.map_or(pause, |at| at.saturating_duration_since(Instant::now()));
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(Duration::from_millis(50));
+        }
+    }
+
+    /// Tries to join once. `None` if nobody answers, or the sender hangs up.
+    fn join(options: &AttachOptions, deadline: Deadline) -> Result<Option<Self>, Error> {
+        let Some(socket) = Socket::connect(&options.address)? else {
+            return Ok(None);
+        };
         let control = OwnedFile::new("weightsync-control", CONTROL_BYTES)?;
         let hello = FromReader::Hello {
             secret: options.secret,
             worker: options.worker,
             seen: options.seen,
-            layout: options.layout,
+            models: options.models.as_deref().map_or(Models::ALL, Models::of),
+            delivery: options.delivery,
+            device: options.device.clone(),
         };
-        let nobody = |waited| Error::NoSender {
-            address: options.address.clone(),
-            waited,
+        if !socket.send(&hello.encode(), &[control.fd.as_fd()])? {
+            return Ok(None);
+        }
+        let Some((packet, fds)) = answer(&socket, deadline)? else {
+            return Ok(None);
         };
-        let mut pause = Duration::from_millis(2);
-        let (socket, bytes, fds) = loop {
-            if let Some(socket) = Socket::connect(&options.address)?
-                && socket.send(&hello.encode(), &[control.fd.as_fd()])?
-                && let Some((bytes, fds)) = first_packet(&socket, answer_by(deadline))?
-            {
-                break (socket, bytes, fds);
-            }
-            // Nobody listens yet, or a sender that is going down hung up.
-            if passed(deadline) {
-                return Err(nobody(since.elapsed()));
-            }
-            let left = deadline.map_or(pause, |at| at.saturating_duration_since(Instant::now()));
-            std::thread::sleep(pause.min(left));
-            pause = (pause * 2).min(Duration::from_millis(50));
-        };
-        let (run, slots, slot_bytes, layout_bytes) = match FromSender::decode(&bytes)? {
-            FromSender::Welcome {
-                run,
-                slots,
-                slot_bytes,
-                layout_bytes,
-            } => (run, slots, slot_bytes, layout_bytes),
-            FromSender::Denied { reason } => return Err(Error::Denied { reason }),
-            other => return Err(unexpected("a welcome", format!("{other:?}"))),
+        let FromSender::Welcome { run, count, models } = packet else {
+            return Err(unexpected("a welcome", format!("{packet:?}")));
         };
         if run.epoch < options.seen {
             return Err(Error::Fenced {
@@ -128,51 +169,57 @@ impl Reader {
                 got: run.epoch,
             });
         }
-        if fds.len() != usize::from(slots) + 3 {
-            return Err(unexpected(
-                "header, layout, doorbell and every slot",
-                format!("{} descriptors", fds.len()),
-            ));
-        }
-        let mut fds = fds.into_iter();
-        let mut next = || {
-            fds.next()
-                .ok_or_else(|| unexpected("another descriptor", "none".into()))
+        let [header, lane, doorbell] = <[OwnedFd; 3]>::try_from(fds).map_err(|fds| {
+            let got = format!("{} descriptors", fds.len());
+            unexpected("header, lane and doorbell", got)
+        })?;
+        let wanted = match &options.models {
+            None => Models::first(count.into()),
+            Some(wanted) => Models::of(wanted),
         };
-        let header = Arc::new(Mapping::of_peer(next()?.as_fd(), HEADER_BYTES)?);
-        let layout = read_layout(&next()?, layout_bytes)?;
-        if let Some(expected) = options.layout.filter(|id| *id != layout.id()) {
-            return Err(Error::LayoutMismatch {
-                expected,
-                got: layout.id(),
-            });
+        if models != wanted {
+            let got = format!("{models:?} where {wanted:?} were asked for");
+            return Err(unexpected("the models asked for", got));
         }
-        let doorbell = Arc::new(Doorbell::from_fd(next()?));
-        let needed = Spans::new(&layout).slot_bytes();
-        if slot_bytes != needed as u64 {
-            return Err(unexpected(
-                "slots of the layout's size",
-                format!("{slot_bytes} bytes for {needed}"),
-            ));
+        let header = Arc::new(Mapping::of_peer(header.as_fd(), HEADER_BYTES)?);
+        let lane = Mapping::of_peer(lane.as_fd(), LANE_BYTES)?;
+        let doorbell = Arc::new(Doorbell::from_fd(doorbell));
+        let mut specs = Vec::with_capacity(models.len());
+        let mut mapped: Vec<Option<Mapped>> = Vec::new();
+        mapped.resize_with(count.into(), || None);
+        for model in models.iter() {
+            let Some((packet, fds)) = answer(&socket, deadline)? else {
+                return Ok(None);
+            };
+            let (spec, pages) = take_model(model, packet, fds)?;
+            specs.push((model, spec));
+            mapped[model] = Some(pages);
         }
-        let slots = (0..slots)
-            .map(|_| Mapping::of_peer(next()?.as_fd(), needed).map(Arc::new))
-            .collect::<Result<Vec<_>, _>>()?;
-        let book = PinBook::new(Home::Reader { control, socket }, header, doorbell);
-        let book = Arc::new(book);
-        Ok(Self {
-            watch: Watch::start(book.clone(), slots, needed)?,
+        let home = Home::Reader {
+            control,
+            lane,
+            socket,
+        };
+        let book = Arc::new(PinBook::new(home, header, doorbell, models));
+        let queued = matches!(options.delivery, Delivery::Every { .. });
+        Ok(Some(Self {
+            watch: Watch::start(book.clone(), mapped, queued)?,
             book,
-            layout,
+            models: specs,
             run,
             wait: options.wait,
+            delivery: options.delivery,
             sequence: 0,
-        })
+            head: 0,
+            last: None,
+            versions: [Version::NONE; MAX_MODELS],
+            asked: false,
+        }))
     }
 
-    /// The layout every version of this segment follows.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
+    /// The models this reader wants, with their indices in the segment.
+    pub fn models(&self) -> &[(usize, ModelSpec)] {
+        &self.models
     }
 
     /// The run the sender belongs to.
@@ -185,47 +232,71 @@ impl Reader {
         self.book.socket().map_or(0, Socket::peer_pid)
     }
 
-    /// The newest version, without waiting; `None` before the first.
+    /// The newest set meant for this reader, without waiting; `None` before the
+    /// first. A reader that takes every version gets the one it took last; one
+    /// that asks gets what it asked for last, unless the sender needed the room.
     ///
     /// # Errors
     ///
-    /// [`Error::CorruptCommit`] if its record does not hold together.
-    pub fn latest(&mut self) -> Result<Option<Snapshot>, Error> {
-        let Some(pin) = self.book.pin_live()? else {
-            return Ok(None);
-        };
-        let Some(slot) = self.watch.slot(pin.live.slot)? else {
-            return Err(self.why_over());
-        };
-        self.sequence = pin.live.sequence;
-        Snapshot::new(pin, slot, &self.layout, self.run).map(Some)
+    /// [`Error::CorruptSet`] or [`Error::CorruptCommit`] if a record does not
+    /// hold together.
+    pub fn latest(&mut self) -> Result<Option<Taken>, Error> {
+        self.book.header.usable()?;
+        if let Delivery::Every { .. } = self.delivery {
+            let mut last = self.last.clone();
+            for member in last.iter_mut().flat_map(|taken| &mut taken.members) {
+                member.changed = false;
+            }
+            return Ok(last);
+        }
+        match self.book.take_live()? {
+            Some(hold) => self.hand_out(hold).map(Some),
+            None => Ok(None),
+        }
     }
 
-    /// Waits for a version that this reader has not handed out yet; `None` if
-    /// the deadline comes first. Versions that were replaced meanwhile are
-    /// passed over: the newest is what comes.
+    /// Waits for a set that this reader has not handed out yet; `None` if the
+    /// deadline comes first. By [`Delivery::Newest`] what was replaced meanwhile
+    /// is passed over, by [`Delivery::Every`] the next in order comes, by
+    /// [`Delivery::Asked`] what was asked for.
     ///
     /// # Errors
     ///
     /// [`Error::SenderDied`] or [`Error::SenderClosed`], once everything the
-    /// sender published has been handed out.
-    pub fn next(&mut self, deadline: Deadline) -> Result<Option<Snapshot>, Error> {
+    /// sender published has been handed out; [`Error::NoSuchVersion`] as the answer
+    /// to [`ask`](Self::ask); as [`latest`](Self::latest), and then what comes
+    /// after the corrupt set is next.
+    pub fn next(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
+        if self.asked
+            && let Some(answer) = self.watch.take_answer()
+        {
+            self.asked = false;
+            return Err(answer);
+        }
         let book = self.book.clone();
-        let last = self.sequence;
-        let look = || {
-            let live = book.header().live.0.load()?;
-            (live.sequence > last).then_some(())
+        let lane = book.lane()?;
+        let (last, head, delivery) = (self.sequence, self.head, self.delivery);
+        let look = || match delivery {
+            Delivery::Every { .. } => lane.queue.0.get(head).map(|live| live.sequence),
+            Delivery::Newest | Delivery::Asked => {
+                let live = lane.live.0.load()?;
+                (live.sequence > last).then_some(live.sequence)
+            }
         };
-        if self.wait.brief(deadline, look).is_some() {
-            return self.latest();
+        if let Some(sequence) = self.wait.brief(deadline, look) {
+            return self.take(sequence);
         }
         loop {
             // Asked before the last look: what was published before the end is
             // still handed out.
             let over = self.watch.is_over() || self.is_closed();
-            if look().is_some() {
-                return self.latest();
+            if let Some(sequence) = look() {
+                return self.take(sequence);
+            }
+            if let Some(answer) = self.watch.take_answer() {
+                self.asked = false;
+                return Err(answer);
             }
             if over {
                 return Err(self.why_over());
@@ -237,40 +308,148 @@ impl Reader {
         }
     }
 
-    /// Tells the sender that the worker has loaded `version`.
+    /// Asks the sender for a version; it comes by [`next`](Self::next), also if
+    /// this reader has had it before. One question at a time: a new one takes
+    /// the place of one that is not answered yet.
+    ///
+    /// [`Want::AtLeast`] a version that there is not yet is answered when there
+    /// is, or not at all; [`Want::Exactly`] is answered at once.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOption`] if this reader takes every version, or asks about a
+    /// model it did not want; [`Error::SenderDied`] or [`Error::SenderClosed`].
+    pub fn ask(&mut self, want: Want) -> Result<(), Error> {
+        self.book.header.usable()?;
+        let bad = |option, expected, got: String| {
+            Err(Error::BadOption {
+                option,
+                expected,
+                got,
+            })
+        };
+        if let Delivery::Every { .. } = self.delivery {
+            let got = format!("{:?}", self.delivery);
+            return bad("the delivery of a reader that asks", "newest or asked", got);
+        }
+        if let Want::AtLeast { model, .. } | Want::Exactly { model, .. } = want
+            && self.models.iter().all(|(mine, _)| *mine != model)
+        {
+            return bad(
+                "the model asked for",
+                "one of this reader's",
+                model.to_string(),
+            );
+        }
+        self.watch.ask_anew();
+        self.asked = true;
+        if self
+            .book
+            .socket()?
+            .send(&FromReader::Ask { want }.encode(), &[])?
+        {
+            return Ok(());
+        }
+        if self.watch.is_over() || self.is_closed() || self.is_hung_up()? {
+            return Err(self.why_over());
+        }
+        Err(unexpected(
+            "a sender that reads",
+            "a socket that is full".into(),
+        ))
+    }
+
+    /// Tells the sender that the worker has loaded a set.
     ///
     /// # Errors
     ///
     /// [`Error::Forked`] in a forked child.
-    pub fn applied(&self, version: Version) -> Result<(), Error> {
+    pub fn applied(&self, taken: &Taken) -> Result<(), Error> {
         self.book.header.usable()?;
-        self.book
-            .control()?
-            .applied
-            .0
-            .fetch_max(version.0, Ordering::Release);
+        let control = self.book.control()?;
+        if taken.sequence >= control.applied.0.load(Ordering::Relaxed) {
+            for member in &taken.members {
+                let version = member.snapshot.version().0;
+                control.versions.0[member.model].store(version, Ordering::Relaxed);
+            }
+            control.applied.0.store(taken.sequence, Ordering::Release);
+        }
         self.book.tell_sender();
         Ok(())
     }
 
-    /// Tells the sender that the worker cannot use `version` and why.
-    /// `Version::NONE` refuses whatever comes (a wrong layout, say).
+    /// Tells the sender that the worker cannot use a set, by its sequence
+    /// number, and why. `None` refuses whatever comes (a wrong layout, say).
     ///
     /// # Errors
     ///
     /// Only of the operating system; a sender that is gone needs no telling.
-    pub fn refuse(&self, version: Version, reason: &str) -> Result<(), Error> {
+    pub fn refuse(&self, sequence: Option<u64>, reason: &str) -> Result<(), Error> {
         self.book.header.usable()?;
         let packet = FromReader::Refused {
-            version,
+            sequence: sequence.unwrap_or(0),
             reason: reason.into(),
         }
         .encode();
         self.book.socket()?.send(&packet, &[]).map(|_| ())
     }
 
+    /// Takes what a look has found there, or what has replaced it by now.
+    fn take(&mut self, sequence: u64) -> Result<Option<Taken>, Error> {
+        let hold = match self.delivery {
+            Delivery::Every { .. } => {
+                let hold = self.book.take_queued(self.head);
+                self.head += 1;
+                hold
+            }
+            Delivery::Newest | Delivery::Asked => {
+                // One that turns out to be corrupt is passed over as well.
+                self.sequence = sequence;
+                self.book.take_live()
+            }
+        };
+        match hold? {
+            Some(hold) => self.hand_out(hold).map(Some),
+            // Taken back between the look and here; there is none any more.
+            None => Ok(None),
+        }
+    }
+
+    /// Makes snapshots of what is pinned.
+    fn hand_out(&mut self, hold: Hold) -> Result<Taken, Error> {
+        self.sequence = hold.sequence;
+        let Some(places) = self.watch.slots(&hold.set)? else {
+            return Err(self.why_over());
+        };
+        let mut members = Vec::with_capacity(places.len());
+        let pinned = hold.set.iter().zip(hold.pins).zip(places);
+        for (((model, placed), pin), (pages, slot)) in pinned {
+            let changed = self.versions[model] != placed.version;
+            members.push(Member {
+                model,
+                changed,
+                snapshot: Snapshot::new(pin, placed.version, slot, pages, self.run)?,
+            });
+        }
+        for member in &members {
+            self.versions[member.model] = member.snapshot.version();
+        }
+        let taken = Taken {
+            sequence: hold.sequence,
+            members,
+        };
+        if let Delivery::Every { .. } = self.delivery {
+            self.last = Some(taken.clone());
+        }
+        Ok(taken)
+    }
+
     fn is_closed(&self) -> bool {
         self.book.header().closed.0.load(Ordering::Acquire) != 0
+    }
+
+    fn is_hung_up(&self) -> Result<bool, Error> {
+        Ok(crate::service::is_gone(self.book.socket()?))
     }
 
     fn why_over(&self) -> Error {
@@ -296,19 +475,49 @@ impl Drop for Reader {
     }
 }
 
-/// A sender that is there gets the time to answer, also when the deadline only
-/// allowed a look: else a worker that polls would never join.
-fn answer_by(deadline: Deadline) -> Deadline {
-    deadline.map(|at| at.max(Instant::now() + ANSWER_TIME))
+fn check(options: &AttachOptions) -> Result<(), Error> {
+    let bad = |option, expected, got: String| {
+        Err(Error::BadOption {
+            option,
+            expected,
+            got,
+        })
+    };
+    if let Some(models) = &options.models
+        && (models.is_empty() || models.iter().any(|model| *model >= MAX_MODELS))
+    {
+        let got = format!("{models:?}");
+        return bad("models", "at least one index below 64", got);
+    }
+    if let Delivery::Every { bound } = options.delivery
+        && !(1..=MAX_BOUND).contains(&bound)
+    {
+        let got = bound.to_string();
+        return bad("the bound of a queue", "between 1 and 32", got);
+    }
+    if options.device.len() > MAX_DEVICE {
+        let got = format!("{} bytes", options.device.len());
+        return bad("the device's label", "at most 64 bytes", got);
+    }
+    Ok(())
 }
 
-/// The sender's answer to the hello, with the descriptors beside it.
-type First = (Vec<u8>, Vec<OwnedFd>);
-
-fn first_packet(socket: &Socket, deadline: Deadline) -> Result<Option<First>, Error> {
+/// The sender's next words on the way in, with the descriptors beside them.
+/// `None` if there are none by the deadline, or it has hung up.
+///
+/// A sender that is there gets the time to answer, also when the deadline only
+/// allowed a look: else a worker that polls would never join.
+fn answer(
+    socket: &Socket,
+    deadline: Deadline,
+) -> Result<Option<(FromSender, Vec<OwnedFd>)>, Error> {
+    let deadline = deadline.map(|at| at.max(Instant::now() + ANSWER_TIME));
     loop {
         match socket.receive()? {
-            Packet::Data(bytes, fds) => return Ok(Some((bytes, fds))),
+            Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
+                FromSender::Denied { reason } => return Err(Error::Denied { reason }),
+                packet => return Ok(Some((packet, fds))),
+            },
             Packet::HungUp => return Ok(None),
             Packet::Empty if passed(deadline) => return Ok(None),
             Packet::Empty => match socket.peer_death() {
@@ -325,13 +534,44 @@ fn first_packet(socket: &Socket, deadline: Deadline) -> Result<Option<First>, Er
     }
 }
 
-fn read_layout(fd: &OwnedFd, bytes: u64) -> Result<Layout, Error> {
-    if bytes > MAX_LAYOUT_BYTES {
+/// Maps one model's pages, all of them as the model's layout wants them.
+fn take_model(
+    model: usize,
+    packet: FromSender,
+    fds: Vec<OwnedFd>,
+) -> Result<(ModelSpec, Mapped), Error> {
+    let FromSender::Model {
+        index,
+        slots,
+        slot_bytes,
+        layout_bytes,
+        note_bytes,
+    } = packet
+    else {
+        return Err(unexpected("a model", format!("{packet:?}")));
+    };
+    if usize::from(index) != model {
         return Err(unexpected(
-            "a layout of at most 1 GiB",
-            format!("{bytes} bytes"),
+            "the models in order",
+            format!("{index} for {model}"),
         ));
     }
-    let map = Mapping::of_peer(fd.as_fd(), (bytes as usize).max(1))?;
-    Ok(Layout::decode(&map.copy_out(bytes as usize))?)
+    if fds.len() != usize::from(slots) + 2 {
+        let got = format!("{} descriptors for {slots} slots", fds.len());
+        return Err(unexpected("description, page and every slot", got));
+    }
+    let spec = Description::read(fds[0].as_fd(), layout_bytes, note_bytes)?;
+    let page = Mapping::of_peer(fds[1].as_fd(), MODEL_PAGE_BYTES)?;
+    let pages = Model::new(model, &spec.layout, Arc::new(page));
+    let needed = pages.slot_bytes();
+    if slot_bytes != needed as u64 {
+        let got = format!("{slot_bytes} bytes for {needed}");
+        return Err(unexpected("slots of the layout's size", got));
+    }
+    let slots = fds[2..]
+        .iter()
+        .map(|slot| Mapping::of_peer(slot.as_fd(), needed).map(Arc::new))
+        .collect::<Result<_, _>>()?;
+    let model = Arc::new(pages);
+    Ok((spec, Mapped { model, slots }))
 }

@@ -1,42 +1,53 @@
 //! What the sender knows of its readers: who they are, what they hold, and what
 //! is to be told of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
-use weightsync_core::{Layout, LayoutId, Run, Version, WorkerId};
+use weightsync_core::{Run, Version, WorkerId};
 
 use crate::error::{Error, Holder};
+use crate::futex;
 use crate::map::{Mapping, OwnedFile};
-use crate::pins::PinBook;
-use crate::protocol::{MAX_SLOTS, SlotSet};
+use crate::model::{Description, Model, ModelSpec};
+use crate::pins::{Home, PinBook};
+use crate::plan::{Key, Plan, Step};
+use crate::protocol::{PinWord, SlotSet};
 use crate::service::is_gone;
-use crate::shared::{Control, HEADER_BYTES, Header};
+use crate::set::{ModelSet, Models};
+use crate::shared::{Control, HEADER_BYTES, Header, Lane, MODEL_PAGE_BYTES};
+use crate::snapshot::Snapshot;
 use crate::socket::Socket;
-use crate::wait::Doorbell;
-use crate::wire::FromSender;
-use crate::writer::{Outcome, ReaderOutcome, ReaderStatus, own_pins};
+use crate::wait::{Deadline, Doorbell, WaitStyle, Watchers};
+use crate::wire::{Delivery, FromSender};
+use crate::writer::SegmentOptions;
 
 /// The most readers of one segment. Each costs the sender two descriptors.
 pub(crate) const MAX_READERS: usize = 4096;
 
-/// What the sender and its service thread share.
+/// What the sender, its service thread and those who wait for readers share.
 pub(crate) struct Shared {
     pub(crate) run: Run,
     pub(crate) header: OwnedFile,
     pub(crate) doorbell: Arc<Doorbell>,
     pub(crate) own: Arc<PinBook>,
-    pub(crate) layout: LayoutId,
-    pub(crate) layout_file: OwnedFile,
-    pub(crate) layout_bytes: usize,
-    pub(crate) slot_bytes: usize,
+    pub(crate) models: Vec<Served>,
     pub(crate) secret: [u8; 16],
     pub(crate) stop: Doorbell,
-    pub(crate) state: Mutex<State>,
+    pub(crate) wait: WaitStyle,
+    pub(crate) watchers: Watchers,
+    state: Mutex<State>,
+}
+
+/// A model as the sender has it.
+#[derive(Debug)]
+pub(crate) struct Served {
+    pub(crate) model: Arc<Model>,
+    pub(crate) page: OwnedFile,
+    pub(crate) description: Description,
 }
 
 impl fmt::Debug for Shared {
@@ -44,116 +55,210 @@ impl fmt::Debug for Shared {
         // The secret stays out of logs.
         f.debug_struct("Shared")
             .field("run", &self.run)
-            .field("layout", &self.layout)
+            .field("models", &self.models.len())
             .field("readers", &self.readers())
             .finish_non_exhaustive()
     }
 }
 
+/// What changes, under one lock.
 #[derive(Debug)]
 pub(crate) struct State {
+    pub(crate) plan: Plan,
+    /// How many models there are.
+    models: usize,
     pub(crate) readers: BTreeMap<Key, Reader>,
     /// How many readers have joined so far.
     pub(crate) joined: u64,
-    /// Readers that went since the last report.
-    pub(crate) gone: Vec<Gone>,
-    pub(crate) rejected: Vec<Rejected>,
-    pub(crate) slots: Vec<OwnedFd>,
-    pub(crate) versions: [Version; MAX_SLOTS],
+    /// The readers that went last; with those that nobody has been told of yet.
+    gone: VecDeque<Gone>,
+    /// How many of them nobody has been told of.
+    untold: usize,
+    rejected: Vec<Rejected>,
+    /// The data slots of each model.
+    pub(crate) slots: Vec<Vec<Arc<OwnedFile>>>,
+    /// Kept to be used again.
+    steps: Vec<Step>,
 }
-
-/// Which reader: the worker, and the how-manieth to join. A worker that closed
-/// its end but still holds snapshots stays in the table beside its successor,
-/// because its pins count until its last snapshot goes.
-pub(crate) type Key = (WorkerId, u64);
 
 #[derive(Debug)]
 pub(crate) struct Reader {
     pub(crate) socket: Arc<Socket>,
     pub(crate) control: Mapping,
-    pub(crate) refused: Option<(Version, String)>,
-    /// Its going, or that it cannot use the model at all, has been told: there
+    pub(crate) lane: Arc<Mapping>,
+    pub(crate) models: Models,
+    pub(crate) delivery: Delivery,
+    pub(crate) device: String,
+    /// The set it cannot use, and why.
+    pub(crate) refused: Option<(u64, String)>,
+    /// Why it cannot use anything.
+    pub(crate) unusable: Option<String>,
+    /// Its going, or that it cannot use the models at all, has been told: there
     /// is no second line about it.
     pub(crate) told: bool,
     /// It broke the protocol and is not listened to any more.
     pub(crate) deaf: bool,
+    /// It has closed its end and its lane is taken down.
+    retired: bool,
 }
 
-#[derive(Debug)]
+/// What is known of a reader that is not there any more.
+#[derive(Clone, Debug)]
 pub(crate) struct Gone {
     pub(crate) key: Key,
     pub(crate) pid: u32,
-    pub(crate) applied: Version,
-    pub(crate) outcome: Outcome,
+    pub(crate) device: String,
+    pub(crate) died: bool,
+    pub(crate) applied: u64,
+    pub(crate) versions: Vec<Version>,
+    told: bool,
 }
 
-/// A reader that cannot use the model, whatever the version.
-#[derive(Debug)]
+/// A reader that cannot use the models, whatever the version.
+#[derive(Clone, Debug)]
 pub(crate) struct Rejected {
-    pub(crate) worker: WorkerId,
+    pub(crate) key: Key,
     pub(crate) pid: u32,
+    pub(crate) device: String,
     pub(crate) reason: String,
 }
 
+/// A reader as the sender sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReaderStatus {
+    /// Which worker.
+    pub worker: WorkerId,
+    /// Its process.
+    pub pid: u32,
+    /// Where its weights live, in its own words.
+    pub device: String,
+    /// Whether it is held at what it has.
+    pub held: bool,
+    /// The sequence number of the newest set it has taken; 0 before the first.
+    pub taken: u64,
+    /// The version of each model it has loaded; `Version::NONE` before the
+    /// first, and for the models it did not ask for.
+    pub applied: Vec<Version>,
+}
+
 impl Reader {
+    pub(crate) fn new(
+        socket: Arc<Socket>,
+        control: Mapping,
+        lane: Arc<Mapping>,
+        models: Models,
+        delivery: Delivery,
+        device: String,
+    ) -> Self {
+        Self {
+            socket,
+            control,
+            lane,
+            models,
+            delivery,
+            device,
+            refused: None,
+            unusable: None,
+            told: false,
+            deaf: false,
+            retired: false,
+        }
+    }
+
     pub(crate) fn control(&self) -> &Control {
         self.control.table()
     }
 
-    pub(crate) fn applied(&self) -> Version {
-        Version(self.control().applied.0.load(Ordering::Acquire))
+    pub(crate) fn lane(&self) -> &Lane {
+        self.lane.table()
+    }
+
+    pub(crate) fn applied(&self) -> u64 {
+        self.control().applied.0.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn taken(&self) -> u64 {
+        self.control().taken.0.load(Ordering::Acquire)
     }
 
     pub(crate) fn has_left(&self) -> bool {
         self.control().left.0.load(Ordering::Acquire) != 0
     }
 
-    /// What became of `version` here, if that is known yet.
-    pub(crate) fn outcome(&self, version: Version) -> Option<Outcome> {
-        if self.applied() >= version {
-            return Some(Outcome::Applied);
+    /// The versions it has loaded, of the first `models` models.
+    pub(crate) fn versions(&self, models: usize) -> Vec<Version> {
+        let words = &self.control().versions.0[..models];
+        let versions = words.iter().enumerate().map(|(model, word)| {
+            let version = Version(word.load(Ordering::Relaxed));
+            match self.models.contains(model) {
+                true => version,
+                false => Version::NONE,
+            }
+        });
+        versions.collect()
+    }
+
+    /// What a wake-up of this reader, if it sleeps, has to be told to.
+    fn wake(&self) {
+        if self.control().sleep.0.sleeping() {
+            futex::wake(match self.delivery {
+                Delivery::Every { .. } => self.lane().queue.0.tail_word(),
+                Delivery::Newest | Delivery::Asked => self.lane().live.0.word(),
+            });
         }
-        if self.has_left() {
-            return Some(Outcome::Left);
-        }
-        let (refused, reason) = self.refused.as_ref()?;
-        (*refused >= version).then(|| Outcome::Refused {
-            reason: reason.clone(),
-        })
     }
 }
 
 impl Shared {
     pub(crate) fn new(
         run: Run,
-        layout: &Layout,
+        specs: &[ModelSpec],
         secret: [u8; 16],
-        slots: &[OwnedFile],
-        doorbell: Arc<Doorbell>,
+        options: &SegmentOptions,
     ) -> Result<Arc<Self>, Error> {
         let header = OwnedFile::new("weightsync-header", HEADER_BYTES)?;
-        let encoded = layout.encode();
-        let layout_file = OwnedFile::new("weightsync-layout", encoded.len().max(1))?;
-        layout_file.fill(&encoded);
+        let mut models = Vec::with_capacity(specs.len());
+        let mut slots = Vec::with_capacity(specs.len());
+        for (index, spec) in specs.iter().enumerate() {
+            let page = OwnedFile::new("weightsync-commits", MODEL_PAGE_BYTES)?;
+            let model = Model::new(index, &spec.layout, page.map.clone());
+            slots.push(make_slots(options.slots, model.slot_bytes())?);
+            models.push(Served {
+                model: Arc::new(model),
+                page,
+                description: Description::new(spec)?,
+            });
+        }
+        let doorbell = Arc::new(Doorbell::new()?);
+        // The sender's own pins: in its private memory, by the same protocol.
+        let words = Box::new(std::array::from_fn(|_| PinWord::new()));
+        let own = PinBook::new(
+            Home::Sender(words),
+            header.map.clone(),
+            doorbell.clone(),
+            Models::first(specs.len()),
+        );
         let state = State {
+            plan: Plan::new(specs.len(), options.slots, options.history),
+            models: specs.len(),
             readers: BTreeMap::new(),
             joined: 0,
-            gone: Vec::new(),
+            gone: VecDeque::new(),
+            untold: 0,
             rejected: Vec::new(),
-            slots: slots.iter().map(share).collect::<Result<_, _>>()?,
-            versions: [Version::NONE; MAX_SLOTS],
+            slots,
+            steps: Vec::new(),
         };
         Ok(Arc::new(Self {
             run,
-            own: own_pins(&header, &doorbell),
             header,
             doorbell,
-            layout: layout.id(),
-            layout_file,
-            layout_bytes: encoded.len(),
-            slot_bytes: slots.first().map_or(0, |slot| slot.map.len()),
+            own: Arc::new(own),
+            models,
             secret,
             stop: Doorbell::new()?,
+            wait: options.wait,
+            watchers: Watchers::default(),
             state: Mutex::new(state),
         }))
     }
@@ -162,74 +267,203 @@ impl Shared {
         self.header.map.table()
     }
 
-    /// Every slot that some reader pins.
-    pub(crate) fn held(&self) -> SlotSet {
-        let state = self.state();
-        let words = state
-            .readers
-            .values()
-            .map(|reader| reader.control().pins.0.held());
-        words.fold(SlotSet::default(), SlotSet::union)
+    /// The pages are this process's to use, and the sender has not closed.
+    pub(crate) fn open(&self) -> Result<(), Error> {
+        self.header.map.usable()?;
+        match self.is_closed() {
+            true => Err(Error::SenderClosed),
+            false => Ok(()),
+        }
     }
 
-    /// The readers that pin slots, with the versions in them.
-    pub(crate) fn holders(&self) -> Vec<Holder> {
-        let state = self.state();
-        let holders = state.readers.iter().filter_map(|((worker, _), reader)| {
-            let versions = state.versions_in(reader.control().pins.0.held());
-            (!versions.is_empty()).then(|| Holder {
-                worker: Some(*worker),
-                pid: reader.socket.peer_pid(),
-                versions,
-            })
-        });
-        holders.collect()
+    pub(crate) fn is_closed(&self) -> bool {
+        self.header().closed.0.load(Ordering::Acquire) != 0
     }
 
-    /// The versions in a set of slots, oldest first.
-    pub(crate) fn versions(&self, held: SlotSet) -> Vec<Version> {
-        self.state().versions_in(held)
+    /// Looks again and again until something is found, the deadline comes or the
+    /// sender closes. Readers ring the doorbell only while somebody sleeps here.
+    pub(crate) fn wait_until<T>(
+        &self,
+        deadline: Deadline,
+        mut look: impl FnMut() -> Result<Option<T>, Error>,
+    ) -> Result<Option<T>, Error> {
+        let found = self.wait.brief(deadline, || look().transpose());
+        if let Some(found) = found {
+            return found.map(Some);
+        }
+        let sleep = &self.header().sender.0;
+        self.watchers.wait(sleep, &self.doorbell, deadline, || {
+            self.open()?;
+            look()
+        })
     }
 
-    pub(crate) fn note_slot(&self, slot: u8, version: Version) {
-        self.state().versions[usize::from(slot)] = version;
-    }
-
-    /// Hands a new slot to every reader, before it can become live.
-    pub(crate) fn add_slot(&self, index: u8, file: &OwnedFile) -> Result<(), Error> {
-        let mut state = self.state();
-        // First of all for readers to come, so that nothing is half done.
-        state.slots.push(share(file)?);
-        let packet = FromSender::Slot { index }.encode();
-        let handed = |reader: &Reader| reader.socket.send(&packet, &[file.fd.as_fd()]);
+    /// Hands a new slot of a model to every reader of it, before any set can name
+    /// it.
+    pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<OwnedFile>) -> u8 {
+        let index = state.plan.grown(model);
+        let packet = FromSender::Slot {
+            model: model as u8,
+            index,
+        };
+        let packet = packet.encode();
         let mut without = Vec::new();
         for (key, reader) in &state.readers {
+            if !reader.models.contains(model) {
+                continue;
+            }
             // One that is gone is buried when its hang-up is heard. One whose
-            // socket is full can only be broken: at most 64 slots wait there.
-            match handed(reader) {
+            // socket is full can only be broken: few packets wait there.
+            match reader.socket.send(&packet, &[file.fd.as_fd()]) {
                 Ok(true) => {}
                 Ok(false) if is_gone(&reader.socket) => {}
                 Ok(false) => without.push((*key, "its socket is full".to_owned())),
                 Err(error) => without.push((*key, error.to_string())),
             }
         }
+        state.slots[model].push(file);
         for (key, why) in without {
-            state.reject(key, format!("it could not be handed slot {index}: {why}"));
+            let why = format!("it could not be handed slot {index} of model {model}: {why}");
+            state.reject(key, why);
         }
-        Ok(())
+        index
     }
 
-    /// Wakes the readers that sleep, all with one call. To be made after the
-    /// live word was swapped.
-    pub(crate) fn wake_sleepers(&self) {
-        let state = self.state();
-        if state
-            .readers
-            .values()
-            .any(|reader| reader.control().sleep.0.sleeping())
-        {
-            self.header().live.0.futex_wake();
+    /// Takes what the readers' pages say into the plan; gives the records that
+    /// some reader pins. Whoever asks for data pins does so after this.
+    pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
+        let State { plan, readers, .. } = state;
+        let mut records = SlotSet::default();
+        for (key, reader) in readers {
+            if !reader.retired && reader.has_left() {
+                // Its pins go on counting, but nothing more comes to it.
+                reader.retired = true;
+                plan.leave(*key);
+            }
+            let control = reader.control();
+            if reader.delivery != Delivery::Newest {
+                plan.observe(*key, control.head.0.load(), reader.taken());
+            }
+            records = records.union(control.record_pins.0.held());
         }
+        records
+    }
+
+    /// The slots of a model that some end holds, given the records that
+    /// [`observe`](Self::observe) found pinned before.
+    pub(crate) fn pinned(&self, state: &State, model: usize, records: SlotSet) -> SlotSet {
+        let readers = state.readers.values();
+        let pins = readers.map(|reader| reader.control().pins.0[model].held());
+        let held = pins.fold(self.own.held(model), SlotSet::union);
+        held.union(state.plan.slots_of(records, model))
+    }
+
+    /// Makes the shared pages say what the plan has decided, then wakes the
+    /// readers concerned.
+    pub(crate) fn decide<T>(
+        &self,
+        state: &mut State,
+        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
+    ) -> T {
+        let mut steps = std::mem::take(&mut state.steps);
+        let decided = decision(&mut state.plan, &mut steps);
+        for step in &steps {
+            match step {
+                Step::Write { record } => {
+                    let set = state.plan.record(*record);
+                    self.header().write_set(*record, &set);
+                }
+                Step::Flip { key, live } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.lane().live.0.swap_in(*live);
+                    }
+                }
+                Step::Push { key, live } => {
+                    if let Some(reader) = state.readers.get(key)
+                        && let Delivery::Every { bound } = reader.delivery
+                    {
+                        // Refused only if the reader has moved its head back,
+                        // which harms nobody else.
+                        let head = reader.control().head.0.load();
+                        reader.lane().queue.0.push(head, bound, *live);
+                    }
+                }
+                Step::Clear { key } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.lane().live.0.clear();
+                    }
+                }
+            }
+        }
+        // All lanes first: a reader that is woken may want the processor.
+        for step in &steps {
+            if let Step::Flip { key, .. } | Step::Push { key, .. } = step
+                && let Some(reader) = state.readers.get(key)
+            {
+                reader.wake();
+            }
+        }
+        steps.clear();
+        state.steps = steps;
+        decided
+    }
+
+    /// Puts lanes that wait for room where they are meant to be, as far as there
+    /// is room by now.
+    pub(crate) fn deliver(&self, state: &mut State) {
+        let records = self.observe(state);
+        self.decide(state, |plan, steps| plan.deliver(records, steps));
+    }
+
+    /// The sender's own hold on one model's version of a set.
+    pub(crate) fn hold(
+        &self,
+        state: &State,
+        model: usize,
+        set: &ModelSet,
+    ) -> Result<Option<Snapshot>, Error> {
+        let set = set.only(Models::of(&[model]));
+        // Pinned under the lock: whoever looks for a free slot does so under it.
+        let Some(pin) = self.own.pin(&set).pop() else {
+            return Ok(None);
+        };
+        let version = set.place(model).map_or(Version::NONE, |at| at.version);
+        let slot = state.slots[model][usize::from(pin.slot)].map.clone();
+        let model = self.models[model].model.clone();
+        Snapshot::new(pin, version, slot, model, self.run).map(Some)
+    }
+
+    /// Who holds slots of a model, with the versions in them.
+    pub(crate) fn holders(&self, model: usize) -> Vec<Holder> {
+        let mut state = self.state();
+        let _ = self.observe(&mut state);
+        let versions = |held: SlotSet| {
+            let versions = held.iter().map(|slot| state.plan.version_in(model, slot));
+            let mut versions: Vec<_> = versions.filter(|version| !version.is_none()).collect();
+            versions.sort();
+            versions
+        };
+        // What all are meant to run is nobody's fault.
+        let newest = state.plan.default_set().place(model);
+        let readers = state.readers.iter().map(|(key, reader)| {
+            let queued = state.plan.lane_slots(*key, model);
+            let queued = newest.map_or(queued, |newest| queued.without(newest.slot));
+            let pinned = reader.control().pins.0[model].held();
+            Holder {
+                worker: Some(key.0),
+                pid: reader.socket.peer_pid(),
+                versions: versions(pinned.union(queued)),
+            }
+        });
+        let own = Holder {
+            worker: None,
+            pid: std::process::id(),
+            versions: versions(self.own.held(model)),
+        };
+        let holders = readers.chain([own]);
+        holders
+            .filter(|holder| !holder.versions.is_empty())
+            .collect()
     }
 
     pub(crate) fn readers(&self) -> Vec<ReaderStatus> {
@@ -246,102 +480,10 @@ impl Shared {
         let lines = present.map(|((worker, _), reader)| ReaderStatus {
             worker: *worker,
             pid: reader.socket.peer_pid(),
-            applied: reader.applied(),
-        });
-        lines.collect()
-    }
-
-    /// The readers a send waits for.
-    pub(crate) fn present(&self) -> Vec<Key> {
-        let state = self.state();
-        let present = state
-            .readers
-            .iter()
-            .filter(|(_, reader)| !reader.has_left());
-        present.map(|(key, _)| *key).collect()
-    }
-
-    /// Takes the readers whose outcome is known out of `pending`, and those
-    /// that have gone.
-    pub(crate) fn settle(
-        &self,
-        version: Version,
-        pending: &mut Vec<Key>,
-        after: Duration,
-    ) -> Vec<ReaderOutcome> {
-        let mut state = self.state();
-        let gone = std::mem::take(&mut state.gone);
-        // Allocates only once there is a line: this is looked at in a loop.
-        let mut lines = Vec::new();
-        for Rejected {
-            worker,
-            pid,
-            reason,
-        } in std::mem::take(&mut state.rejected)
-        {
-            let (outcome, applied) = (Outcome::Refused { reason }, Version::NONE);
-            lines.push(ReaderOutcome {
-                worker,
-                pid,
-                outcome,
-                applied,
-                after,
-            });
-        }
-        for one in gone {
-            pending.retain(|key| *key != one.key);
-            let outcome = match one.outcome {
-                // It did its part before it went.
-                Outcome::Left if one.applied >= version => Outcome::Applied,
-                outcome => outcome,
-            };
-            lines.push(ReaderOutcome {
-                worker: one.key.0,
-                pid: one.pid,
-                outcome,
-                applied: one.applied,
-                after,
-            });
-        }
-        pending.retain(|key| {
-            // Whoever is removed from the table is put among the gone in the
-            // same step, so a pending reader is in one of the two.
-            let Some(reader) = state.readers.get_mut(key) else {
-                return false;
-            };
-            if reader.told {
-                return false;
-            }
-            let Some(outcome) = reader.outcome(version) else {
-                return true;
-            };
-            reader.told = outcome == Outcome::Left;
-            let (pid, applied) = (reader.socket.peer_pid(), reader.applied());
-            lines.push(ReaderOutcome {
-                worker: key.0,
-                pid,
-                outcome,
-                applied,
-                after,
-            });
-            false
-        });
-        lines
-    }
-
-    /// The lines of readers that have not answered in time.
-    pub(crate) fn late(&self, pending: &[Key], after: Duration) -> Vec<ReaderOutcome> {
-        let state = self.state();
-        let lines = pending.iter().filter_map(|key| {
-            let reader = state.readers.get(key)?;
-            let (pid, applied) = (reader.socket.peer_pid(), reader.applied());
-            Some(ReaderOutcome {
-                worker: key.0,
-                pid,
-                outcome: Outcome::Late,
-                applied,
-                after,
-            })
+            device: reader.device.clone(),
+            held: state.plan.is_held(*worker),
+            taken: reader.taken(),
+            applied: reader.versions(self.models.len()),
         });
         lines.collect()
     }
@@ -350,24 +492,30 @@ impl Shared {
         let rejected = std::mem::take(&mut self.state().rejected);
         rejected
             .into_iter()
-            .map(|one| (one.worker, one.reason))
+            .map(|one| (one.key.0, one.reason))
             .collect()
     }
 
     pub(crate) fn rejected(&self) -> Vec<WorkerId> {
-        self.state().rejected.iter().map(|one| one.worker).collect()
+        self.state().rejected.iter().map(|one| one.key.0).collect()
     }
 
-    /// Tells everybody that this sender closes, and ends the service thread.
+    /// Tells everybody that this sender closes, and ends the service thread and
+    /// every wait.
     ///
     /// The connections are shut down rather than left to be closed: a forked
     /// child of this process may keep its copies of them open.
     pub(crate) fn close(&self) {
         self.header().closed.0.store(1, Ordering::Release);
-        for reader in self.state().readers.values() {
+        let mut state = self.state();
+        for reader in state.readers.values() {
             reader.socket.shut_down();
         }
+        // A waiter may outlive the sender; the memory of the weights need not.
+        state.slots.clear();
+        drop(state);
         self.stop.ring();
+        self.doorbell.ring();
     }
 
     /// The connections to watch; of deaf ones only the end.
@@ -386,41 +534,37 @@ impl Shared {
 }
 
 impl State {
-    pub(crate) fn versions_in(&self, held: SlotSet) -> Vec<Version> {
-        let slots = (0..MAX_SLOTS as u8).filter(|&slot| held.contains(slot));
-        let versions = slots.map(|slot| self.versions[usize::from(slot)]);
-        let mut versions: Vec<_> = versions.filter(|version| !version.is_none()).collect();
-        versions.sort();
-        versions
-    }
-}
-
-/// A second descriptor of a slot, for readers that join.
-fn share(file: &OwnedFile) -> Result<OwnedFd, Error> {
-    let copy = file.fd.try_clone();
-    copy.map_err(|source| Error::Os {
-        action: "duplicating a slot's descriptor",
-        source,
-    })
-}
-
-impl State {
-    /// Notes that a reader cannot use the model, once.
+    /// Notes that a reader cannot use the models, once.
     pub(crate) fn reject(&mut self, key: Key, reason: String) {
         let Some(reader) = self.readers.get_mut(&key) else {
             return;
         };
-        if !std::mem::replace(&mut reader.told, true) {
-            let (worker, pid) = (key.0, reader.socket.peer_pid());
-            keep(
-                &mut self.rejected,
-                Rejected {
-                    worker,
-                    pid,
-                    reason,
-                },
-            );
+        let reason = reader.unusable.get_or_insert(reason).clone();
+        if std::mem::replace(&mut reader.told, true) {
+            return;
         }
+        let one = Rejected {
+            key,
+            pid: reader.socket.peer_pid(),
+            device: reader.device.clone(),
+            reason,
+        };
+        // A sender that never asks forgets the oldest.
+        if self.rejected.len() >= MAX_READERS {
+            self.rejected.remove(0);
+        }
+        self.rejected.push(one);
+    }
+
+    /// The rejections that nobody has been told of, of those `wanted`.
+    pub(crate) fn tell_rejected(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Rejected> {
+        if self.rejected.is_empty() {
+            return Vec::new();
+        }
+        let all = std::mem::take(&mut self.rejected);
+        let (told, kept) = all.into_iter().partition(|one| wanted(one.key.0));
+        self.rejected = kept;
+        told
     }
 
     /// Removes a reader, and with it its pins. Called only once its process is
@@ -429,34 +573,70 @@ impl State {
         let Some(reader) = self.readers.remove(&key) else {
             return;
         };
-        let (pid, applied) = (reader.socket.peer_pid(), reader.applied());
+        self.plan.leave(key);
+        let versions = reader.versions(self.models);
+        let applied = reader.applied();
         // One that hung up before it had anything did not get as far as joining.
-        let never_joined = !died && applied.is_none();
-        if reader.told || never_joined {
-            return;
+        let never_joined = !died && applied == 0;
+        let told = reader.told || never_joined;
+        if self.gone.len() >= MAX_READERS
+            && let Some(forgotten) = self.gone.pop_front()
+        {
+            self.untold -= usize::from(!forgotten.told);
         }
-        let outcome = if reader.has_left() {
-            Outcome::Left
-        } else {
-            Outcome::Died
-        };
-        keep(
-            &mut self.gone,
-            Gone {
-                key,
-                pid,
-                applied,
-                outcome,
-            },
-        );
+        self.untold += usize::from(!told);
+        self.gone.push_back(Gone {
+            key,
+            pid: reader.socket.peer_pid(),
+            device: reader.device.clone(),
+            died: !reader.has_left(),
+            applied,
+            versions,
+            told,
+        });
+    }
+
+    /// What is known of a reader that was there; nobody need be told again.
+    pub(crate) fn tell_gone(&mut self, key: Key) -> Option<Gone> {
+        let one = self.gone.iter_mut().rev().find(|one| one.key == key)?;
+        if !std::mem::replace(&mut one.told, true) {
+            self.untold -= 1;
+        }
+        Some(one.clone())
+    }
+
+    /// Those that went and that nobody has been told of, of those `wanted`.
+    pub(crate) fn tell_untold(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Gone> {
+        if self.untold == 0 {
+            return Vec::new();
+        }
+        let mut told = Vec::new();
+        for one in &mut self.gone {
+            if !one.told && wanted(one.key.0) {
+                one.told = true;
+                self.untold -= 1;
+                told.push(one.clone());
+            }
+        }
+        told
     }
 }
 
-/// Keeps a line for the next report. A sender that never asks for one forgets
-/// the oldest.
-fn keep<T>(lines: &mut Vec<T>, line: T) {
-    if lines.len() >= MAX_READERS {
-        lines.remove(0);
+/// Makes the first slots of a model. Large ones side by side: the kernel clears
+/// their pages one by one, which takes ten times as long as a copy.
+fn make_slots(count: u8, bytes: usize) -> Result<Vec<Arc<OwnedFile>>, Error> {
+    const LARGE: usize = 16 << 20;
+    let make = || OwnedFile::new("weightsync-slot", bytes).map(Arc::new);
+    if bytes < LARGE {
+        return (0..count).map(|_| make()).collect();
     }
-    lines.push(line);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count).map(|_| scope.spawn(make)).collect();
+        let made = threads.into_iter().map(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        made.collect()
+    })
 }

@@ -4,22 +4,23 @@
 #[cfg(test)]
 mod tests;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use weightsync_core::{LayoutId, WorkerId};
+use weightsync_core::{Epoch, Version, WorkerId};
 
 use crate::error::Error;
-use crate::map::Mapping;
-use crate::roster::{Key, MAX_READERS, Reader, Shared};
-use crate::shared::CONTROL_BYTES;
+use crate::map::{Mapping, OwnedFile};
+use crate::plan::{Answer, Key};
+use crate::roster::{MAX_READERS, Reader, Shared, State};
+use crate::set::Models;
+use crate::shared::{CONTROL_BYTES, LANE_BYTES};
 use crate::socket::{Packet, Socket};
 use crate::wait::{poll, poll_slice};
-use crate::wire::{FromReader, FromSender};
+use crate::wire::{Delivery, FromReader, FromSender, Want};
 
 /// Connections that have not said who they are: how many, and for how long.
 const MAX_STRANGERS: usize = 64;
@@ -178,14 +179,21 @@ impl Shared {
                 Ok(Packet::HungUp) if is_gone(&socket) => break,
                 Ok(Packet::HungUp) => "it sent an empty packet".into(),
                 Ok(Packet::Data(bytes, _)) => match FromReader::decode(&bytes) {
-                    Ok(FromReader::Refused { version, reason }) if version.is_none() => {
+                    Ok(FromReader::Refused {
+                        sequence: 0,
+                        reason,
+                    }) => {
                         state.reject(key, reason);
                         continue;
                     }
-                    Ok(FromReader::Refused { version, reason }) => {
-                        reader.refused = Some((version, reason));
+                    Ok(FromReader::Refused { sequence, reason }) => {
+                        reader.refused = Some((sequence, reason));
                         continue;
                     }
+                    Ok(FromReader::Ask { want }) => match self.answer(&mut state, key, want) {
+                        None => continue,
+                        Some(fault) => fault,
+                    },
                     Ok(FromReader::Hello { .. }) => "it said hello twice".into(),
                     Err(error) => error.to_string(),
                 },
@@ -198,7 +206,9 @@ impl Shared {
             };
             // Nothing more is heard of one that breaks the protocol. But it
             // lives, and may hold snapshots: its pins go on counting.
-            reader.deaf = true;
+            if let Some(reader) = state.readers.get_mut(&key) {
+                reader.deaf = true;
+            }
             state.reject(key, fault);
         }
         if died || is_gone(&socket) {
@@ -214,7 +224,7 @@ impl Shared {
     fn meet(&self, socket: Socket) -> Option<Socket> {
         // A worker that was told of the end looks for the next sender: this one
         // must not take it in again.
-        if self.header().closed.0.load(Ordering::Acquire) != 0 {
+        if self.is_closed() {
             return None;
         }
         let (bytes, fds) = match socket.receive() {
@@ -228,44 +238,90 @@ impl Shared {
                 secret,
                 worker,
                 seen,
-                layout,
+                models,
+                delivery,
+                device,
             }) => {
                 if !same_secret(&secret, &self.secret) {
                     // Nothing is told to one without the init info.
                     return None;
                 }
-                match self.admit(worker, (seen, layout), fds) {
-                    Ok(control) => {
-                        self.welcome(worker, Arc::new(socket), control);
-                        return None;
-                    }
+                let newcomer = Newcomer {
+                    worker,
+                    models,
+                    delivery,
+                    device,
+                };
+                match self.admit(&newcomer, seen, fds) {
+                    Ok(control) => match self.welcome(newcomer, Arc::new(socket), control) {
+                        Ok(()) => return None,
+                        Err((socket, reason)) => {
+                            let denied = FromSender::Denied { reason };
+                            let _ = socket.send(&denied.encode(), &[]);
+                            return None;
+                        }
+                    },
                     Err(reason) => reason,
                 }
             }
-            Ok(FromReader::Refused { .. }) => "a hello was expected first".into(),
+            Ok(_) => "a hello was expected first".into(),
             Err(error) => error.to_string(),
         };
         let _ = socket.send(&FromSender::Denied { reason: denied }.encode(), &[]);
         None
     }
 
+    /// Answers a reader that asks for a version. A breach of the protocol is
+    /// given back in words.
+    fn answer(&self, state: &mut State, key: Key, want: Want) -> Option<String> {
+        let records = self.observe(state);
+        let answer = self.decide(state, |plan, steps| plan.ask(key, want, records, steps));
+        let (model, asked) = match want {
+            Want::Newest => (0, Version::NONE),
+            Want::AtLeast { model, version } | Want::Exactly { model, version } => (model, version),
+        };
+        match answer {
+            Answer::Told | Answer::Later | Answer::Gone => None,
+            Answer::Unknown { known } => {
+                let packet = FromSender::NoSuchVersion {
+                    model: model as u8,
+                    asked,
+                    known,
+                };
+                let reader = state.readers.get(&key)?;
+                match reader.socket.send(&packet.encode(), &[]) {
+                    Ok(false) if !is_gone(&reader.socket) => {
+                        Some("it asks but does not read the answers".into())
+                    }
+                    Ok(_) => None,
+                    Err(error) => Some(error.to_string()),
+                }
+            }
+            Answer::NotAllowed => Some(format!(
+                "it asked for {want:?}, which its models and its kind of delivery do not allow"
+            )),
+        }
+    }
+
     /// Decides whether a reader may join; its control page if so.
     fn admit(
         &self,
-        worker: WorkerId,
-        (seen, layout): (weightsync_core::Epoch, Option<LayoutId>),
+        newcomer: &Newcomer,
+        seen: Epoch,
         fds: Vec<OwnedFd>,
     ) -> Result<Mapping, String> {
+        let worker = newcomer.worker;
         if seen > self.run.epoch {
             return Err(format!(
                 "this run has epoch {}, but the worker has seen epoch {seen}: a newer trainer has taken over",
                 self.run.epoch
             ));
         }
-        if let Some(layout) = layout.filter(|layout| *layout != self.layout) {
+        let there_are = Models::first(self.models.len());
+        let wanted = newcomer.models;
+        if wanted != Models::ALL && (wanted.is_empty() || wanted.and(there_are) != wanted) {
             return Err(format!(
-                "the worker insists on layout {layout}, this model has {}",
-                self.layout
+                "the worker asks for models {wanted:?}, but there are {there_are:?}"
             ));
         }
         let mut state = self.state();
@@ -298,38 +354,99 @@ impl Shared {
         Mapping::of_peer(control.as_fd(), CONTROL_BYTES).map_err(|error| error.to_string())
     }
 
-    /// Lets a reader in: from here on its pins are looked at.
-    fn welcome(&self, worker: WorkerId, socket: Arc<Socket>, control: Mapping) {
-        let mut state = self.state();
-        let packet = FromSender::Welcome {
-            run: self.run,
-            slots: state.slots.len() as u8,
-            slot_bytes: self.slot_bytes as u64,
-            layout_bytes: self.layout_bytes as u64,
+    /// Lets a reader in: from here on its pins are looked at, and its lane says
+    /// what it is to run.
+    fn welcome(
+        &self,
+        newcomer: Newcomer,
+        socket: Arc<Socket>,
+        control: Mapping,
+    ) -> Result<(), (Arc<Socket>, String)> {
+        let lane = match OwnedFile::new("weightsync-lane", LANE_BYTES) {
+            Ok(lane) => lane,
+            Err(error) => return Err((socket, error.to_string())),
         };
-        let mut fds = vec![
-            self.header.fd.as_fd(),
-            self.layout_file.fd.as_fd(),
-            self.doorbell.as_fd(),
-        ];
-        fds.extend(state.slots.iter().map(AsFd::as_fd));
-        // Sent and entered under one lock: the reader may pin as soon as it has
-        // the packet, and the scan for pins takes the same lock.
-        if socket.send(&packet.encode(), &fds).is_ok_and(|sent| sent) {
-            let reader = Reader {
-                socket,
-                control,
-                refused: None,
-                told: false,
-                deaf: false,
-            };
-            state.joined += 1;
-            let key = (worker, state.joined);
-            state.readers.insert(key, reader);
+        let mut state = self.state();
+        if self.is_closed() {
+            // Its hang-up tells the worker to look for the next sender.
+            return Ok(());
         }
+        let models = newcomer.models.and(Models::first(self.models.len()));
+        // Sent and entered under one lock: the reader may pin as soon as it has
+        // its lane, and the scan for pins takes the same lock.
+        if let Err(error) = self.hand_out(&state, &socket, models, &lane) {
+            return Err((socket, error));
+        }
+        state.joined += 1;
+        let key = (newcomer.worker, state.joined);
+        let reader = Reader::new(
+            socket,
+            control,
+            lane.map.clone(),
+            models,
+            newcomer.delivery,
+            newcomer.device,
+        );
+        state.readers.insert(key, reader);
+        let records = self.observe(&mut state);
+        self.decide(&mut state, |plan, steps| {
+            plan.join(key, models, newcomer.delivery, records, steps);
+        });
         drop(state);
         self.doorbell.ring();
+        Ok(())
     }
+
+    /// Sends the pages, one packet for what all readers have and one per model.
+    /// Each packet is small, and few: a socket that is just connected has room.
+    fn hand_out(
+        &self,
+        state: &State,
+        socket: &Socket,
+        models: Models,
+        lane: &OwnedFile,
+    ) -> Result<(), String> {
+        let send =
+            |packet: FromSender, fds: &[BorrowedFd<'_>]| match socket.send(&packet.encode(), fds) {
+                Ok(true) => Ok(()),
+                Ok(false) => Err("its socket takes no more".to_owned()),
+                Err(error) => Err(error.to_string()),
+            };
+        let welcome = FromSender::Welcome {
+            run: self.run,
+            count: self.models.len() as u8,
+            models,
+        };
+        let fds = [
+            self.header.fd.as_fd(),
+            lane.fd.as_fd(),
+            self.doorbell.as_fd(),
+        ];
+        send(welcome, &fds)?;
+        for model in models.iter() {
+            let served = &self.models[model];
+            let slots = &state.slots[model];
+            let packet = FromSender::Model {
+                index: model as u8,
+                slots: slots.len() as u8,
+                slot_bytes: served.model.slot_bytes() as u64,
+                layout_bytes: served.description.layout_bytes,
+                note_bytes: served.description.note_bytes,
+            };
+            let mut fds = vec![served.description.file.fd.as_fd(), served.page.fd.as_fd()];
+            fds.extend(slots.iter().map(|slot| slot.fd.as_fd()));
+            send(packet, &fds)?;
+        }
+        Ok(())
+    }
+}
+
+/// Who wants to join, and on what terms.
+struct Newcomer {
+    worker: WorkerId,
+    models: Models,
+    delivery: Delivery,
+    device: String,
 }
 
 /// Whether the process or the end behind a socket is gone.

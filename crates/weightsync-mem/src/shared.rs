@@ -1,5 +1,6 @@
-//! What lies in the shared pages: the sender's header and each reader's
-//! control page. Both are tables of atomics; there is no pointer in them.
+//! What lies in the shared pages: the sender's header, one page per model and
+//! one lane per reader; and each reader's control page. All are tables of
+//! atomics; there is no pointer in them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,7 +9,10 @@ use weightsync_core::{Digest, Version};
 
 use crate::error::Error;
 use crate::map::Table;
-use crate::protocol::{LiveWord, MAX_SLOTS, PinWord, SleepWord};
+use crate::protocol::{
+    Head, Live, LiveWord, MAX_MODELS, MAX_RECORDS, MAX_SLOTS, PinWord, Queue, SleepWord,
+};
+use crate::set::{SET_WORDS, SetRecord};
 
 /// Alone on its cache line pair, so that one end's writes do not slow the
 /// other's.
@@ -16,22 +20,64 @@ use crate::protocol::{LiveWord, MAX_SLOTS, PinWord, SleepWord};
 #[derive(Debug)]
 pub(crate) struct Line<T>(pub(crate) T);
 
-/// The sender's page: it alone maps it writable.
+/// The sender's page: it alone maps it writable, every reader reads it.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Header {
-    pub(crate) live: Line<LiveWord>,
     /// The sender waits for readers and wants its doorbell rung.
     pub(crate) sender: Line<SleepWord>,
     /// 1 once the sender has shut down in order.
     pub(crate) closed: Line<AtomicU64>,
-    records: [Line<Record>; MAX_SLOTS],
+    sets: [Line<[AtomicU64; SET_WORDS]>; MAX_RECORDS],
+}
+
+// SAFETY: atomics only; `repr(C)`; alignment 128.
+unsafe impl Table for Header {}
+
+impl Header {
+    /// Writes a set record that no lane and no pin holds.
+    pub(crate) fn write_set(&self, record: u8, set: &SetRecord) {
+        let (words, used) = set.encode();
+        let place = &self.sets[usize::from(record)].0;
+        for (to, word) in place.iter().zip(&words[..used]) {
+            to.store(*word, Ordering::Relaxed);
+        }
+    }
+
+    /// Reads and checks the set record of a pinned `live` word, or of an entry
+    /// at the reader's head.
+    pub(crate) fn read_set(&self, live: Live) -> Result<SetRecord, Error> {
+        let place = &self.sets[usize::from(live.record)].0;
+        let used = SetRecord::words_used(place[1].load(Ordering::Relaxed));
+        let mut words = [0; SET_WORDS];
+        for (word, from) in words[..used].iter_mut().zip(place) {
+            *word = from.load(Ordering::Relaxed);
+        }
+        SetRecord::decode(&words, live.sequence).map_err(|fault| Error::CorruptSet {
+            record: live.record,
+            what: fault.what(),
+        })
+    }
+
+    /// Flips a bit of a set record.
+    #[cfg(test)]
+    pub(crate) fn spoil_set(&self, record: u8, word: usize) {
+        self.sets[usize::from(record)].0[word].fetch_xor(1 << 17, Ordering::Relaxed);
+    }
+}
+
+/// One model's page: the sender alone maps it writable, the readers that want
+/// the model read it.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct ModelPage {
+    commits: [Line<Commit>; MAX_SLOTS],
 }
 
 /// One slot's commit record, and its digest, which comes later.
 #[repr(C)]
 #[derive(Debug)]
-struct Record {
+struct Commit {
     words: [AtomicU64; RECORD_WORDS],
     digest: [AtomicU64; 2],
     /// The version the digest is of, 0 while there is none.
@@ -39,12 +85,12 @@ struct Record {
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.
-unsafe impl Table for Header {}
+unsafe impl Table for ModelPage {}
 
-impl Header {
+impl ModelPage {
     /// Writes the record of a slot that no reader holds.
-    pub(crate) fn write_record(&self, slot: u8, record: &CommitRecord) {
-        let place = &self.records[usize::from(slot)].0;
+    pub(crate) fn write_commit(&self, slot: u8, record: &CommitRecord) {
+        let place = &self.commits[usize::from(slot)].0;
         place.digest_of.store(0, Ordering::Relaxed);
         for (to, word) in place.words.iter().zip(record.encode()) {
             to.store(word, Ordering::Relaxed);
@@ -53,16 +99,16 @@ impl Header {
 
     /// Flips a bit of a record.
     #[cfg(test)]
-    pub(crate) fn spoil_record(&self, slot: u8, word: usize) {
-        self.records[usize::from(slot)].0.words[word].fetch_xor(1 << 17, Ordering::Relaxed);
+    pub(crate) fn spoil_commit(&self, slot: u8, word: usize) {
+        self.commits[usize::from(slot)].0.words[word].fetch_xor(1 << 17, Ordering::Relaxed);
     }
 
     /// Reads and checks the record of a pinned slot.
-    pub(crate) fn read_record(&self, slot: u8) -> Result<CommitRecord, Error> {
+    pub(crate) fn read_commit(&self, slot: u8) -> Result<CommitRecord, Error> {
         let mut words = [0; RECORD_WORDS];
         for (word, from) in words
             .iter_mut()
-            .zip(&self.records[usize::from(slot)].0.words)
+            .zip(&self.commits[usize::from(slot)].0.words)
         {
             *word = from.load(Ordering::Relaxed);
         }
@@ -74,7 +120,7 @@ impl Header {
 
     /// Adds the digest of the version in a slot the sender itself holds.
     pub(crate) fn write_digest(&self, slot: u8, version: Version, digest: Digest) {
-        let place = &self.records[usize::from(slot)].0;
+        let place = &self.commits[usize::from(slot)].0;
         let bytes = u128::from_le_bytes(digest.0);
         place.digest[0].store(bytes as u64, Ordering::Relaxed);
         place.digest[1].store((bytes >> 64) as u64, Ordering::Relaxed);
@@ -83,7 +129,7 @@ impl Header {
 
     /// The digest of the version in a pinned slot, if the sender has made it.
     pub(crate) fn read_digest(&self, slot: u8, version: Version) -> Option<Digest> {
-        let place = &self.records[usize::from(slot)].0;
+        let place = &self.commits[usize::from(slot)].0;
         if place.digest_of.load(Ordering::Acquire) != version.0 {
             return None;
         }
@@ -93,16 +139,41 @@ impl Header {
     }
 }
 
+/// What one reader is to run: the sender alone maps it writable, that reader
+/// reads it.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct Lane {
+    /// For readers that want the newest, or what they ask for.
+    pub(crate) live: Line<LiveWord>,
+    /// For readers that want every version.
+    pub(crate) queue: Line<Queue>,
+}
+
+// SAFETY: atomics only; `repr(C)`; alignment 128.
+unsafe impl Table for Lane {}
+
 /// A reader's page: that reader alone maps it writable.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Control {
-    pub(crate) pins: Line<PinWord>,
+    /// The set records it holds. The sender reads them, and the head, before
+    /// the data pins.
+    pub(crate) record_pins: Line<PinWord>,
+    /// The data slots it holds, per model.
+    pub(crate) pins: Line<[PinWord; MAX_MODELS]>,
     pub(crate) sleep: Line<SleepWord>,
-    /// The newest version the worker has loaded; 0 before the first.
+    /// The sequence number of the newest set it has taken; 0 before the first.
+    pub(crate) taken: Line<AtomicU64>,
+    /// How many entries of its queue it has taken.
+    pub(crate) head: Line<Head>,
+    /// The sequence number of the newest set the worker has loaded; 0 before
+    /// the first.
     pub(crate) applied: Line<AtomicU64>,
+    /// The version of each model that the worker has loaded; 0 before the first.
+    pub(crate) versions: Line<[AtomicU64; MAX_MODELS]>,
     /// 1 once the reader has closed its end while snapshots of it live on: it
-    /// is not waited for any more, its pins still count.
+    /// is not waited for any more, its data pins still count.
     pub(crate) left: Line<AtomicU64>,
 }
 
@@ -111,4 +182,6 @@ unsafe impl Table for Control {}
 
 /// Lengths of the shared pages, in whole pages of 4 KiB.
 pub(crate) const HEADER_BYTES: usize = size_of::<Header>().next_multiple_of(4096);
+pub(crate) const MODEL_PAGE_BYTES: usize = size_of::<ModelPage>().next_multiple_of(4096);
+pub(crate) const LANE_BYTES: usize = size_of::<Lane>().next_multiple_of(4096);
 pub(crate) const CONTROL_BYTES: usize = size_of::<Control>().next_multiple_of(4096);

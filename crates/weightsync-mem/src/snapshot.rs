@@ -11,8 +11,9 @@ use weightsync_core::{Digest, Layout, Run, Version};
 
 use crate::error::Error;
 use crate::map::Mapping;
+use crate::model::Model;
 use crate::pins::{Home, Pin};
-use crate::spans::{CHECKSUM_BLOCK, Spans};
+use crate::spans::CHECKSUM_BLOCK;
 
 /// One whole version, for as long as it is held.
 ///
@@ -27,28 +28,32 @@ use crate::spans::{CHECKSUM_BLOCK, Spans};
 pub struct Snapshot {
     slot: Arc<Mapping>,
     record: CommitRecord,
-    layout: Layout,
+    model: Arc<Model>,
     pin: Arc<Pin>,
 }
 
 impl Snapshot {
-    /// Checks the commit record of a slot just pinned.
+    /// Checks the commit record of a slot just pinned for `version`.
     pub(crate) fn new(
         pin: Pin,
+        version: Version,
         slot: Arc<Mapping>,
-        layout: &Layout,
+        model: Arc<Model>,
         run: Run,
     ) -> Result<Self, Error> {
-        let number = pin.live.slot;
-        let record = pin.book.header().read_record(number)?;
+        let number = pin.slot;
+        let record = model.page().read_commit(number)?;
         let corrupt = |what| Err(Error::CorruptCommit { slot: number, what });
         if record.run != run {
             return corrupt("it belongs to another run");
         }
-        if record.layout != layout.id() {
+        if record.version != version {
+            return corrupt("it is not of the version that the set names");
+        }
+        if record.layout != model.layout.id() {
             return corrupt("it names another layout");
         }
-        if record.bytes != layout.bytes() {
+        if record.bytes != model.layout.bytes() {
             return corrupt("its length is not the layout's");
         }
         if record.checksum_block != 0 && record.checksum_block != CHECKSUM_BLOCK as u64 {
@@ -57,7 +62,7 @@ impl Snapshot {
         Ok(Self {
             slot,
             record,
-            layout: layout.clone(),
+            model,
             pin: Arc::new(pin),
         })
     }
@@ -72,9 +77,14 @@ impl Snapshot {
         self.record.run
     }
 
+    /// Which of the segment's models it is of.
+    pub fn model(&self) -> usize {
+        self.model.index
+    }
+
     /// Names, dtypes, shapes and places of the tensors.
     pub fn layout(&self) -> &Layout {
-        &self.layout
+        &self.model.layout
     }
 
     /// All tensors at their places in the layout, padding included.
@@ -100,22 +110,21 @@ impl Snapshot {
     ///
     /// If the layout has no such index.
     pub fn tensor_bytes(&self, index: usize) -> &[u8] {
-        let range = self.layout.tensors()[index].range;
+        let range = self.model.layout.tensors()[index].range;
         &self.bytes()[range.offset as usize..][..range.len as usize]
     }
 
     /// The digest the sender has made of this version, if it has.
     pub fn published_digest(&self) -> Option<Digest> {
         self.check_process();
-        self.pin
-            .book
-            .header()
-            .read_digest(self.pin.live.slot, self.version())
+        let page = self.model.page();
+        page.read_digest(self.pin.slot, self.version())
     }
 
     /// Makes the digest of the bytes as this process sees them: one pass.
     pub fn digest(&self) -> Digest {
-        Digest::of(&self.layout, self.bytes()).expect("a snapshot's bytes are its layout's image")
+        Digest::of(&self.model.layout, self.bytes())
+            .expect("a snapshot's bytes are its layout's image")
     }
 
     /// As [`Snapshot::digest`], but asks `give_up` after each tensor and each
@@ -123,7 +132,7 @@ impl Snapshot {
     pub fn digest_unless(&self, give_up: impl Fn() -> bool) -> Option<Digest> {
         const PART: usize = 4 << 20;
         let mut digester = Digester::new(self.record.bytes);
-        for (index, tensor) in self.layout.tensors().iter().enumerate() {
+        for (index, tensor) in self.model.layout.tensors().iter().enumerate() {
             for (part, bytes) in self.tensor_bytes(index).chunks(PART).enumerate() {
                 let offset = tensor.range.offset + (part * PART) as u64;
                 digester
@@ -148,7 +157,7 @@ impl Snapshot {
         if self.record.checksum_block == 0 {
             return Ok(false);
         }
-        let spans = Spans::new(&self.layout);
+        let spans = &self.model.spans;
         self.check_process();
         // SAFETY: the table lies behind the image in the same slot, whose size
         // covers both (checked at attach).
@@ -156,7 +165,7 @@ impl Snapshot {
         // SAFETY: as in `bytes`.
         let table = unsafe { std::slice::from_raw_parts(start, spans.table_bytes()) };
         if weightsync_simd::crc64(table) != self.record.checksum_table {
-            let slot = self.pin.live.slot;
+            let slot = self.pin.slot;
             return Err(Error::CorruptCommit {
                 slot,
                 what: "its checksum table does not hold",
@@ -184,14 +193,12 @@ impl Snapshot {
 
     /// Stores a digest beside the version, where readers find it. False if
     /// this is not a snapshot the sender took of its own: nobody else writes
-    /// the header.
+    /// the model's page.
     pub fn publish_digest(&self, digest: Digest) -> bool {
         let own = matches!(self.pin.book.home, Home::Sender(_));
         if own {
-            self.pin
-                .book
-                .header()
-                .write_digest(self.pin.live.slot, self.version(), digest);
+            let page = self.model.page();
+            page.write_digest(self.pin.slot, self.version(), digest);
         }
         own
     }

@@ -22,8 +22,8 @@ use crate::error::{Error, os};
 use crate::protocol::MAX_SLOTS;
 use crate::wire::MAX_PACKET;
 
-/// Header, layout, doorbell and every slot.
-const MAX_FDS: usize = MAX_SLOTS + 3;
+/// A model's description, its page and every slot.
+const MAX_FDS: usize = MAX_SLOTS + 2;
 
 /// One end of a connection: non-blocking, closed on exec.
 #[derive(Debug)]
@@ -126,7 +126,7 @@ impl Socket {
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
             return Err(Error::Protocol {
-                expected: "at most 67 descriptors in a packet",
+                expected: "at most 66 descriptors in a packet",
                 got: fds.len().to_string(),
             });
         }

@@ -1,12 +1,14 @@
 //! Waiting: deadlines, the yield-then-sleep style, and polls that a death ends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 use crate::error::{Error, os};
+use crate::protocol::SleepWord;
 
 /// When a wait ends at the latest. `None`: only by what is waited for, by the
 /// peer's death, or by shutdown.
@@ -115,5 +117,115 @@ impl Doorbell {
 impl AsFd for Doorbell {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+/// The sender's threads that wait for its readers.
+///
+/// One of them leads: it alone announces sleep and listens to the doorbell. The
+/// others look again whenever it has heard something. When the leader has found
+/// what it waits for, another takes its place.
+#[derive(Debug, Default)]
+pub(crate) struct Watchers {
+    line: Mutex<Line>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Line {
+    led: bool,
+    /// Counts what the leaders have heard.
+    news: u64,
+}
+
+impl Watchers {
+    /// Looks again and again until something is found or the deadline comes.
+    /// `sleep` and `doorbell` are how readers learn that they are waited for.
+    pub(crate) fn wait<T>(
+        &self,
+        sleep: &SleepWord,
+        doorbell: &Doorbell,
+        deadline: Deadline,
+        mut look: impl FnMut() -> Result<Option<T>, Error>,
+    ) -> Result<Option<T>, Error> {
+        loop {
+            let mut line = self.line();
+            if !line.led {
+                // Announced before anybody can follow: what happens after a
+                // follower's look rings the bell, or is seen by that look.
+                sleep.announce();
+                line.led = true;
+                drop(line);
+                let lead = Lead {
+                    watchers: self,
+                    sleep,
+                };
+                return lead.wait(doorbell, deadline, look);
+            }
+            let news = line.news;
+            drop(line);
+            if let Some(found) = look()? {
+                return Ok(Some(found));
+            }
+            let mut line = self.line();
+            while line.led && line.news == news {
+                let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+                line = match left {
+                    Some(Duration::ZERO) => return Ok(None),
+                    Some(left) => {
+                        let waited = self.changed.wait_timeout(line, left);
+                        waited.unwrap_or_else(PoisonError::into_inner).0
+                    }
+                    None => {
+                        let waited = self.changed.wait(line);
+                        waited.unwrap_or_else(PoisonError::into_inner)
+                    }
+                };
+            }
+        }
+    }
+
+    fn line(&self) -> MutexGuard<'_, Line> {
+        // Changed in single steps, so it holds after a panic.
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The leader's part, given up when dropped, also by a panic of what it looks at.
+struct Lead<'a> {
+    watchers: &'a Watchers,
+    sleep: &'a SleepWord,
+}
+
+impl Lead<'_> {
+    fn wait<T>(
+        &self,
+        doorbell: &Doorbell,
+        deadline: Deadline,
+        mut look: impl FnMut() -> Result<Option<T>, Error>,
+    ) -> Result<Option<T>, Error> {
+        loop {
+            let found = look()?;
+            if found.is_some() || passed(deadline) {
+                return Ok(found);
+            }
+            poll([doorbell.as_fd()], deadline)?;
+            // Silenced before the others look: a ring after that is heard by the
+            // next poll.
+            doorbell.silence();
+            self.watchers.line().news += 1;
+            self.watchers.changed.notify_all();
+        }
+    }
+}
+
+impl Drop for Lead<'_> {
+    fn drop(&mut self) {
+        let mut line = self.watchers.line();
+        self.sleep.awake();
+        line.led = false;
+        line.news += 1;
+        drop(line);
+        self.watchers.changed.notify_all();
     }
 }

@@ -1,19 +1,23 @@
 //! The reader's watch: a thread that listens to the sender's socket, so that a
-//! reader can sleep on the live word itself and still learn of a death.
+//! reader can sleep on its lane itself and still learn of a death.
 //!
-//! The thread maps new slots as they are handed out and notices the sender's
-//! end. Everything else, and every decision, stays with the reader.
+//! The thread maps new slots as they are handed out, keeps the sender's answer
+//! to a question and notices the sender's end. Everything else, and every
+//! decision, stays with the reader.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, unexpected};
+use crate::futex;
 use crate::map::Mapping;
+use crate::model::Model;
 use crate::pins::PinBook;
-use crate::protocol::order;
+use crate::protocol::{MAX_SLOTS, order};
+use crate::set::ModelSet;
 use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, poll};
 use crate::wire::FromSender;
@@ -21,6 +25,9 @@ use crate::wire::FromSender;
 /// A slot's descriptor is sent before the slot is used, so it is only ever this
 /// thread's turn that is waited for.
 const SLOT_TIME: Duration = Duration::from_secs(5);
+
+/// A model and the mapping of one of its slots.
+pub(crate) type Place = (Arc<Model>, Arc<Mapping>);
 
 /// The thread, joined when dropped.
 #[derive(Debug)]
@@ -33,33 +40,45 @@ pub(crate) struct Watch {
 #[derive(Debug)]
 pub(crate) struct Seen {
     book: Arc<PinBook>,
-    slot_bytes: usize,
-    slots: Mutex<Slots>,
+    /// The reader sleeps on its queue's tail, not on its live word.
+    queued: bool,
+    known: Mutex<Known>,
     changed: Condvar,
     /// The sender has gone, or has broken the protocol.
     over: AtomicBool,
-    /// The reader is asleep on the live word, or about to be.
+    /// The reader is asleep on its lane, or about to be.
     asleep: AtomicBool,
     stop: Doorbell,
 }
 
 #[derive(Debug)]
-struct Slots {
-    mapped: Vec<Arc<Mapping>>,
+struct Known {
+    /// By model; `None` for those this reader has not asked for.
+    models: Vec<Option<Mapped>>,
+    /// The sender has no such version, and what it has instead.
+    answer: Option<Error>,
     fault: Option<Error>,
+}
+
+/// A model and its slots, as far as they have come.
+#[derive(Debug)]
+pub(crate) struct Mapped {
+    pub(crate) model: Arc<Model>,
+    pub(crate) slots: Vec<Arc<Mapping>>,
 }
 
 impl Watch {
     pub(crate) fn start(
         book: Arc<PinBook>,
-        mapped: Vec<Arc<Mapping>>,
-        slot_bytes: usize,
+        models: Vec<Option<Mapped>>,
+        queued: bool,
     ) -> Result<Self, Error> {
         let seen = Arc::new(Seen {
             book,
-            slot_bytes,
-            slots: Mutex::new(Slots {
-                mapped,
+            queued,
+            known: Mutex::new(Known {
+                models,
+                answer: None,
                 fault: None,
             }),
             changed: Condvar::new(),
@@ -83,26 +102,44 @@ impl Watch {
         })
     }
 
-    /// The mapping of a slot that the live word names; `None` if the sender is
-    /// gone and it never came.
-    pub(crate) fn slot(&self, slot: u8) -> Result<Option<Arc<Mapping>>, Error> {
-        let until = Instant::now() + SLOT_TIME;
-        let mut slots = self.seen.slots();
-        loop {
-            if let Some(mapping) = slots.mapped.get(usize::from(slot)) {
-                return Ok(Some(mapping.clone()));
+    /// The models of a set with the mappings of their slots; `None` if the
+    /// sender is gone and one of them never came.
+    pub(crate) fn slots(&self, set: &ModelSet) -> Result<Option<Vec<Place>>, Error> {
+        let mut known = self.seen.known();
+        let mut places = Vec::with_capacity(set.models().len());
+        for (model, placed) in set.iter() {
+            let until = Instant::now() + SLOT_TIME;
+            loop {
+                let mapped = known.models.get(model).and_then(Option::as_ref);
+                let mapped =
+                    mapped.ok_or_else(|| unexpected("a model asked for", model.to_string()))?;
+                if let Some(slot) = mapped.slots.get(usize::from(placed.slot)) {
+                    places.push((mapped.model.clone(), slot.clone()));
+                    break;
+                }
+                if self.is_over() {
+                    return Ok(None);
+                }
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    let got = format!("none for slot {} of model {model}", placed.slot);
+                    return Err(unexpected("the descriptor of every slot in use", got));
+                }
+                let waited = self.seen.changed.wait_timeout(known, left);
+                known = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
-            if self.is_over() {
-                return Ok(None);
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let got = format!("none for slot {slot}");
-                return Err(unexpected("the descriptor of every slot in use", got));
-            }
-            let waited = self.seen.changed.wait_timeout(slots, left);
-            slots = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+        Ok(Some(places))
+    }
+
+    /// Forgets the answer to an earlier question.
+    pub(crate) fn ask_anew(&self) {
+        self.seen.known().answer = None;
+    }
+
+    /// The sender's answer that it has no such version.
+    pub(crate) fn take_answer(&self) -> Option<Error> {
+        self.seen.known().answer.take()
     }
 
     /// Whether nothing more will come from this sender.
@@ -112,25 +149,26 @@ impl Watch {
 
     /// What the sender did wrong, if it was that which ended it.
     pub(crate) fn take_fault(&self) -> Option<Error> {
-        self.seen.slots().fault.take()
+        self.seen.known().fault.take()
     }
 
-    /// Sleeps until the live word is no longer `sequence`'s, the deadline
-    /// comes, or the watch is over; may also wake for nothing.
+    /// Sleeps until the lane has moved, the watch is over or has an answer, or
+    /// the deadline comes; may also wake for nothing. It does not sleep unless
+    /// `still`.
     pub(crate) fn sleep(&self, still: impl Fn() -> bool, deadline: Deadline) -> Result<(), Error> {
-        let book = &self.seen.book;
-        let live = &book.header().live.0;
-        let sleep = &book.control()?.sleep.0;
-        let word = live.futex_value();
-        self.seen.asleep.store(true, Ordering::SeqCst);
+        let seen = &self.seen;
+        let word = seen.word()?;
+        let sleep = &seen.book.control()?.sleep.0;
+        let value = futex::value(word);
+        seen.asleep.store(true, Ordering::SeqCst);
         sleep.announce();
-        let result = if still() && !self.is_over() {
-            live.futex_wait(word, deadline)
+        let result = if still() && !self.is_over() && seen.known().answer.is_none() {
+            futex::wait(word, value, deadline)
         } else {
             Ok(())
         };
         sleep.awake();
-        self.seen.asleep.store(false, Ordering::SeqCst);
+        seen.asleep.store(false, Ordering::SeqCst);
         result
     }
 }
@@ -157,7 +195,7 @@ impl Seen {
             return;
         };
         while self.listen(socket).unwrap_or_else(|fault| {
-            self.slots().fault = Some(fault);
+            self.known().fault = Some(fault);
             false
         }) {}
         if self.stopped(Some(Instant::now())) {
@@ -166,16 +204,32 @@ impl Seen {
         self.over.store(true, Ordering::SeqCst);
         order();
         // Under the lock, so that nobody is between looking and waiting.
-        drop(self.slots());
+        drop(self.known());
         self.changed.notify_all();
-        // A reader that looked before `over` was set may fall asleep after the
-        // wake-up: it is woken until it is seen awake.
+        self.rouse();
+    }
+
+    /// Wakes the reader. One that looked before there was anything to see may
+    /// fall asleep after the wake-up: it is woken until it is seen awake.
+    fn rouse(&self) {
         while self.asleep.load(Ordering::SeqCst) {
-            self.book.header().live.0.futex_wake();
+            if let Ok(word) = self.word() {
+                futex::wake(word);
+            }
             if self.stopped(Some(Instant::now() + Duration::from_millis(1))) {
                 return;
             }
         }
+    }
+
+    /// The word the reader sleeps on.
+    fn word(&self) -> Result<&AtomicU64, Error> {
+        let lane = self.book.lane()?;
+        Ok(if self.queued {
+            lane.queue.0.tail_word()
+        } else {
+            lane.live.0.word()
+        })
     }
 
     /// Waits for the sender's next words. False: there will be none.
@@ -196,24 +250,46 @@ impl Seen {
                 Packet::Empty => return Ok(!died),
                 Packet::HungUp => return Ok(false),
                 Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
-                    FromSender::Slot { index } => self.add_slot(index, fds)?,
+                    FromSender::Slot { model, index } => self.add_slot(model, index, fds)?,
+                    FromSender::NoSuchVersion {
+                        model,
+                        asked,
+                        known,
+                    } => {
+                        self.known().answer = Some(Error::NoSuchVersion {
+                            model: usize::from(model),
+                            asked,
+                            known,
+                        });
+                        self.rouse();
+                    }
                     other => return Err(unexpected("a slot", format!("{other:?}"))),
                 },
             }
         }
     }
 
-    fn add_slot(&self, index: u8, fds: Vec<OwnedFd>) -> Result<(), Error> {
+    fn add_slot(&self, model: u8, index: u8, fds: Vec<OwnedFd>) -> Result<(), Error> {
         let [fd] = <[OwnedFd; 1]>::try_from(fds)
             .map_err(|fds| unexpected("one slot", format!("{} descriptors", fds.len())))?;
-        let mapping = Mapping::of_peer(fd.as_fd(), self.slot_bytes)?;
-        let mut slots = self.slots();
-        if usize::from(index) != slots.mapped.len() {
-            let got = format!("slot {index} after {}", slots.mapped.len());
-            return Err(unexpected("the next slot in order", got));
+        let wrong = |got: String| unexpected("the next slot of a model asked for", got);
+        let bytes = {
+            let known = self.known();
+            let mapped = known
+                .models
+                .get(usize::from(model))
+                .and_then(Option::as_ref);
+            let mapped = mapped.ok_or_else(|| wrong(format!("one of model {model}")))?;
+            if usize::from(index) != mapped.slots.len() || mapped.slots.len() >= MAX_SLOTS {
+                let got = format!("slot {index} after {}", mapped.slots.len());
+                return Err(wrong(got));
+            }
+            mapped.model.slot_bytes()
+        };
+        let mapping = Arc::new(Mapping::of_peer(fd.as_fd(), bytes)?);
+        if let Some(Some(mapped)) = self.known().models.get_mut(usize::from(model)) {
+            mapped.slots.push(mapping);
         }
-        slots.mapped.push(Arc::new(mapping));
-        drop(slots);
         self.changed.notify_all();
         Ok(())
     }
@@ -222,8 +298,8 @@ impl Seen {
         matches!(poll([self.stop.as_fd()], deadline), Ok([true]))
     }
 
-    fn slots(&self) -> MutexGuard<'_, Slots> {
+    fn known(&self) -> MutexGuard<'_, Known> {
         // Single pushes and assignments: they hold after a panic.
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

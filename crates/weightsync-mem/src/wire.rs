@@ -3,10 +3,13 @@
 //! One message is one packet. Everything in it is bounded and checked here,
 //! once; file descriptors ride beside it.
 
-use weightsync_core::{Epoch, LayoutId, Run, Version, WorkerId};
+use std::ops::RangeInclusive;
+
+use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use crate::error::{Error, unexpected};
-use crate::protocol::MAX_SLOTS;
+use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_SLOTS};
+pub use crate::set::Models;
 
 /// The longest packet, in bytes.
 pub const MAX_PACKET: usize = 1024;
@@ -14,10 +17,53 @@ pub const MAX_PACKET: usize = 1024;
 /// The longest text in a packet, in bytes of UTF-8; longer ones are cut.
 pub const MAX_TEXT: usize = 900;
 
+/// The longest device label, in bytes of UTF-8; longer ones are cut.
+pub const MAX_DEVICE: usize = 64;
+
+/// The most versions a [`FromSender::NoSuchVersion`] names.
+pub const MAX_KNOWN: usize = 16;
+
 /// Bumped on every change of a message or of a shared page.
-pub const PROTOCOL: u16 = 1;
+pub const PROTOCOL: u16 = 2;
 
 const MAGIC: [u8; 4] = *b"wsMM";
+
+/// Which of the sender's versions a reader is given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Delivery {
+    /// The newest; what a newer one replaced before it was taken is skipped.
+    #[default]
+    Newest,
+    /// Every one, in order. While `bound` of them wait to be taken the sender
+    /// waits for this reader; at most [`MAX_BOUND`].
+    Every {
+        /// How many may wait.
+        bound: u8,
+    },
+    /// None but what it asks for.
+    Asked,
+}
+
+/// What a reader asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    /// The newest set meant for it.
+    Newest,
+    /// The newest set meant for it, once its version of this model is no older.
+    AtLeast {
+        /// The model's index.
+        model: usize,
+        /// The oldest version that will do.
+        version: Version,
+    },
+    /// The set with exactly this version of this model.
+    Exactly {
+        /// The model's index.
+        model: usize,
+        /// The version.
+        version: Version,
+    },
+}
 
 /// What a reader says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,42 +76,75 @@ pub enum FromReader {
         worker: WorkerId,
         /// The highest epoch it has seen.
         seen: Epoch,
-        /// The layout it insists on, if it does.
-        layout: Option<LayoutId>,
+        /// The models it wants; [`Models::ALL`] for every one there is.
+        models: Models,
+        /// Which versions it is to be given.
+        delivery: Delivery,
+        /// Where its weights live, for people to read.
+        device: String,
     },
-    /// It cannot use a version (0: any version) and says why.
+    /// It cannot use a set (0: any set) and says why.
     Refused {
-        /// The version.
-        version: Version,
+        /// The set's sequence number.
+        sequence: u64,
         /// The reason, for the report.
         reason: String,
+    },
+    /// It asks for a version.
+    Ask {
+        /// Which.
+        want: Want,
     },
 }
 
 /// What a sender says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromSender {
-    /// The reader is in; header, layout, doorbell and slots ride along, in this
-    /// order.
+    /// The reader is in; header, lane and doorbell ride along, in this order.
     Welcome {
         /// The run the segment belongs to.
         run: Run,
+        /// How many models the segment has.
+        count: u8,
+        /// The models the reader is given: one [`FromSender::Model`] follows
+        /// for each, lowest first.
+        models: Models,
+    },
+    /// One of the models; its description (layout, then note), its page and its
+    /// slots ride along, in this order.
+    Model {
+        /// Its index.
+        index: u8,
         /// How many slots there are now.
         slots: u8,
         /// Bytes of one slot's mapping.
         slot_bytes: u64,
         /// Bytes of the encoded layout.
         layout_bytes: u64,
+        /// Bytes of the note behind it.
+        note_bytes: u64,
     },
     /// The reader is turned away.
     Denied {
         /// Why.
         reason: String,
     },
-    /// The segment has grown; the new slot rides along.
+    /// A model has grown; the new slot rides along.
     Slot {
-        /// Its number, the next one.
+        /// The model's index.
+        model: u8,
+        /// The slot's number, the next one.
         index: u8,
+    },
+    /// The answer to an [`FromReader::Ask`] that cannot be met.
+    NoSuchVersion {
+        /// The model asked about.
+        model: u8,
+        /// The version asked for.
+        asked: Version,
+        /// The newest versions that there are for this reader, newest first; at
+        /// most [`MAX_KNOWN`].
+        known: Vec<Version>,
     },
 }
 
@@ -77,20 +156,41 @@ impl FromReader {
                 secret,
                 worker,
                 seen,
-                layout,
+                models,
+                delivery,
+                device,
             } => {
                 let mut packet = begin(1);
                 packet.extend_from_slice(secret);
                 packet.extend_from_slice(&worker.0.to_le_bytes());
                 packet.extend_from_slice(&seen.0.to_le_bytes());
-                packet.push(u8::from(layout.is_some()));
-                packet.extend_from_slice(&layout.unwrap_or(LayoutId([0; 32])).0);
+                packet.extend_from_slice(&models.0.to_le_bytes());
+                packet.extend_from_slice(&match delivery {
+                    Delivery::Newest => [0, 0],
+                    Delivery::Every { bound } => [1, *bound],
+                    Delivery::Asked => [2, 0],
+                });
+                push_text(&mut packet, cut(device, MAX_DEVICE));
                 packet
             }
-            Self::Refused { version, reason } => {
+            Self::Refused { sequence, reason } => {
                 let mut packet = begin(2);
-                packet.extend_from_slice(&version.0.to_le_bytes());
+                packet.extend_from_slice(&sequence.to_le_bytes());
                 push_text(&mut packet, reason);
+                packet
+            }
+            Self::Ask { want } => {
+                let mut packet = begin(3);
+                let (kind, model, version) = match *want {
+                    Want::Newest => (0, 0, Version::NONE),
+                    Want::AtLeast { model, version } => (1, model, version),
+                    Want::Exactly { model, version } => (2, model, version),
+                };
+                // A model that cannot be is refused by the sender, not changed
+                // into another one here.
+                let model = u8::try_from(model).unwrap_or(u8::MAX);
+                packet.extend_from_slice(&[kind, model]);
+                packet.extend_from_slice(&version.0.to_le_bytes());
                 packet
             }
         }
@@ -100,28 +200,25 @@ impl FromReader {
     ///
     /// # Errors
     ///
-    /// [`Error::Protocol`] for another protocol version, an unknown kind, or a
-    /// wrong length. Text that is not UTF-8 is mended, not refused.
+    /// [`Error::Protocol`] for another protocol version, an unknown kind, a wrong
+    /// length, or a number out of range. Text that is not UTF-8 is mended, not
+    /// refused.
     pub fn decode(packet: &[u8]) -> Result<Self, Error> {
         let (kind, mut rest) = open(packet)?;
         let message = match kind {
-            1 => {
-                let secret = rest.take()?;
-                let worker = WorkerId(u32::from_le_bytes(rest.take()?));
-                let seen = Epoch(u64::from_le_bytes(rest.take()?));
-                let [named] = rest.take()?;
-                let layout = LayoutId(rest.take()?);
-                Self::Hello {
-                    secret,
-                    worker,
-                    seen,
-                    layout: (named != 0).then_some(layout),
-                }
-            }
+            1 => Self::Hello {
+                secret: rest.take()?,
+                worker: WorkerId(u32::from_le_bytes(rest.take()?)),
+                seen: Epoch(u64::from_le_bytes(rest.take()?)),
+                models: rest.models()?,
+                delivery: rest.delivery()?,
+                device: rest.device()?,
+            },
             2 => Self::Refused {
-                version: Version(u64::from_le_bytes(rest.take()?)),
+                sequence: u64::from_le_bytes(rest.take()?),
                 reason: rest.text()?,
             },
+            3 => Self::Ask { want: rest.want()? },
             other => return Err(unexpected("a reader's message", format!("kind {other}"))),
         };
         rest.end()?;
@@ -133,18 +230,12 @@ impl FromSender {
     /// The message as one packet.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Self::Welcome {
-                run,
-                slots,
-                slot_bytes,
-                layout_bytes,
-            } => {
+            Self::Welcome { run, count, models } => {
                 let mut packet = begin(65);
                 packet.extend_from_slice(&run.epoch.0.to_le_bytes());
                 packet.extend_from_slice(&run.id);
-                packet.push(*slots);
-                packet.extend_from_slice(&slot_bytes.to_le_bytes());
-                packet.extend_from_slice(&layout_bytes.to_le_bytes());
+                packet.push(*count);
+                packet.extend_from_slice(&models.0.to_le_bytes());
                 packet
             }
             Self::Denied { reason } => {
@@ -152,9 +243,38 @@ impl FromSender {
                 push_text(&mut packet, reason);
                 packet
             }
-            Self::Slot { index } => {
+            Self::Slot { model, index } => {
                 let mut packet = begin(67);
-                packet.push(*index);
+                packet.extend_from_slice(&[*model, *index]);
+                packet
+            }
+            Self::Model {
+                index,
+                slots,
+                slot_bytes,
+                layout_bytes,
+                note_bytes,
+            } => {
+                let mut packet = begin(68);
+                packet.extend_from_slice(&[*index, *slots]);
+                packet.extend_from_slice(&slot_bytes.to_le_bytes());
+                packet.extend_from_slice(&layout_bytes.to_le_bytes());
+                packet.extend_from_slice(&note_bytes.to_le_bytes());
+                packet
+            }
+            Self::NoSuchVersion {
+                model,
+                asked,
+                known,
+            } => {
+                let mut packet = begin(69);
+                let known = &known[..known.len().min(MAX_KNOWN)];
+                packet.push(*model);
+                packet.extend_from_slice(&asked.0.to_le_bytes());
+                packet.push(known.len() as u8);
+                for version in known {
+                    packet.extend_from_slice(&version.0.to_le_bytes());
+                }
                 packet
             }
         }
@@ -173,26 +293,43 @@ impl FromSender {
             65 => {
                 let epoch = Epoch(u64::from_le_bytes(rest.take()?));
                 let id = rest.take()?;
-                let [slots] = rest.take()?;
-                if slots == 0 || usize::from(slots) > MAX_SLOTS {
-                    return Err(unexpected("1 to 64 slots", slots.to_string()));
+                let count = rest.number("1 to 64 models", 1..=MAX_MODELS as u8)?;
+                let models = rest.models()?;
+                if !models.without(Models::first(count.into())).is_empty() {
+                    let got = format!("{models:?} of {count}");
+                    return Err(unexpected("models that the segment has", got));
                 }
                 Self::Welcome {
                     run: Run { epoch, id },
-                    slots,
-                    slot_bytes: u64::from_le_bytes(rest.take()?),
-                    layout_bytes: u64::from_le_bytes(rest.take()?),
+                    count,
+                    models,
                 }
             }
             66 => Self::Denied {
                 reason: rest.text()?,
             },
-            67 => {
-                let [index] = rest.take()?;
-                if usize::from(index) >= MAX_SLOTS {
-                    return Err(unexpected("a slot below 64", index.to_string()));
+            67 => Self::Slot {
+                model: rest.model()?,
+                index: rest.number("a slot below 64", 0..=MAX_SLOTS as u8 - 1)?,
+            },
+            68 => Self::Model {
+                index: rest.model()?,
+                slots: rest.number("1 to 64 slots", 1..=MAX_SLOTS as u8)?,
+                slot_bytes: u64::from_le_bytes(rest.take()?),
+                layout_bytes: u64::from_le_bytes(rest.take()?),
+                note_bytes: u64::from_le_bytes(rest.take()?),
+            },
+            69 => {
+                let model = rest.model()?;
+                let asked = Version(u64::from_le_bytes(rest.take()?));
+                let count = rest.number("at most 16 versions", 0..=MAX_KNOWN as u8)?;
+                let known = (0..count).map(|_| Ok(Version(u64::from_le_bytes(rest.take()?))));
+                let known = known.collect::<Result<_, Error>>()?;
+                Self::NoSuchVersion {
+                    model,
+                    asked,
+                    known,
                 }
-                Self::Slot { index }
             }
             other => return Err(unexpected("a sender's message", format!("kind {other}"))),
         };
@@ -222,7 +359,7 @@ fn open(packet: &[u8]) -> Result<(u8, Rest<'_>), Error> {
     let protocol = u16::from_le_bytes(rest.take()?);
     if protocol != PROTOCOL {
         return Err(Error::Protocol {
-            expected: "protocol version 1 (install the same weightsync on both ends)",
+            expected: "protocol version 2 (install the same weightsync on both ends)",
             got: format!("version {protocol}"),
         });
     }
@@ -231,9 +368,14 @@ fn open(packet: &[u8]) -> Result<(u8, Rest<'_>), Error> {
 }
 
 fn push_text(packet: &mut Vec<u8>, text: &str) {
-    let text = &text[..text.floor_char_boundary(MAX_TEXT)];
+    let text = cut(text, MAX_TEXT);
     packet.extend_from_slice(&(text.len() as u16).to_le_bytes());
     packet.extend_from_slice(text.as_bytes());
+}
+
+/// At most `len` bytes of a text, cut between characters.
+fn cut(text: &str, len: usize) -> &str {
+    &text[..text.floor_char_boundary(len)]
 }
 
 struct Rest<'a>(&'a [u8]);
@@ -263,6 +405,58 @@ impl Rest<'_> {
         Ok(String::from_utf8_lossy(text).into_owned())
     }
 
+    fn number(&mut self, expected: &'static str, range: RangeInclusive<u8>) -> Result<u8, Error> {
+        let [number] = self.take()?;
+        if range.contains(&number) {
+            return Ok(number);
+        }
+        Err(unexpected(expected, number.to_string()))
+    }
+
+    fn model(&mut self) -> Result<u8, Error> {
+        self.number("a model below 64", 0..=MAX_MODELS as u8 - 1)
+    }
+
+    fn models(&mut self) -> Result<Models, Error> {
+        let models = Models(u64::from_le_bytes(self.take()?));
+        if models.is_empty() {
+            return Err(unexpected("at least one model", "none".into()));
+        }
+        Ok(models)
+    }
+
+    fn delivery(&mut self) -> Result<Delivery, Error> {
+        match self.take()? {
+            [0, 0] => Ok(Delivery::Newest),
+            [1, bound @ 1..=MAX_BOUND] => Ok(Delivery::Every { bound }),
+            [2, 0] => Ok(Delivery::Asked),
+            other => Err(unexpected(
+                "newest, every with a bound of 1 to 32, or asked",
+                format!("{other:?}"),
+            )),
+        }
+    }
+
+    fn want(&mut self) -> Result<Want, Error> {
+        let kind = self.number("a want of 0 to 2", 0..=2)?;
+        let model = usize::from(self.model()?);
+        let version = Version(u64::from_le_bytes(self.take()?));
+        match (kind, model, version.is_none()) {
+            (0, 0, true) => Ok(Want::Newest),
+            (1, _, false) => Ok(Want::AtLeast { model, version }),
+            (2, _, false) => Ok(Want::Exactly { model, version }),
+            _ => Err(unexpected(
+                "the newest, or a version from 1",
+                format!("want {kind} of version {} of model {model}", version.0),
+            )),
+        }
+    }
+
+    fn device(&mut self) -> Result<String, Error> {
+        let device = self.text()?;
+        Ok(cut(&device, MAX_DEVICE).to_owned())
+    }
+
     fn end(&self) -> Result<(), Error> {
         if self.0.is_empty() {
             return Ok(());
@@ -279,37 +473,71 @@ mod tests {
     use super::*;
 
     fn readers() -> Vec<FromReader> {
-        let hello = |layout| FromReader::Hello {
+        let hello = |models, delivery, device: &str| FromReader::Hello {
             secret: *b"sixteen bytes ok",
             worker: WorkerId(3),
             seen: Epoch(9),
-            layout,
+            models,
+            delivery,
+            device: device.into(),
         };
-        vec![
-            hello(None),
-            hello(Some(LayoutId([7; 32]))),
+        let (model, version) = (63, Version(1 << 40));
+        let asks = [
+            Want::Newest,
+            Want::AtLeast { model, version },
+            Want::Exactly { model, version },
+        ];
+        let asks = asks.map(|want| FromReader::Ask { want });
+        let mut messages = vec![
+            hello(Models::ALL, Delivery::Newest, ""),
+            hello(Models(5), Delivery::Every { bound: MAX_BOUND }, "cuda:0"),
+            hello(Models(1 << 63), Delivery::Asked, "größer"),
             FromReader::Refused {
-                version: Version(4),
+                sequence: 4,
                 reason: "wrong shape: größer".into(),
             },
-        ]
+        ];
+        messages.extend(asks);
+        messages
     }
 
     fn senders() -> Vec<FromSender> {
+        let no_such = |known| FromSender::NoSuchVersion {
+            model: 63,
+            asked: Version(7),
+            known,
+        };
+        let run = Run {
+            epoch: Epoch(2),
+            id: [5; 16],
+        };
         vec![
             FromSender::Welcome {
-                run: Run {
-                    epoch: Epoch(2),
-                    id: [5; 16],
-                },
+                run,
+                count: 64,
+                models: Models::ALL,
+            },
+            FromSender::Welcome {
+                run,
+                count: 3,
+                models: Models(0b101),
+            },
+            FromSender::Model {
+                index: 63,
                 slots: 64,
                 slot_bytes: 1 << 40,
                 layout_bytes: 77,
+                note_bytes: 0,
             },
             FromSender::Denied {
                 reason: String::new(),
             },
-            FromSender::Slot { index: 63 },
+            FromSender::Slot {
+                model: 63,
+                index: 63,
+            },
+            no_such(Vec::new()),
+            no_such((1..=MAX_KNOWN as u64).map(Version).collect()),
         ]
     }
 
@@ -359,8 +587,111 @@ mod tests {
     }
 
     #[test]
+    fn numbers_out_of_range_are_refused() {
+        let hello = |models, delivery| {
+            FromReader::Hello {
+                secret: [0; 16],
+                worker: WorkerId(0),
+                seen: Epoch(0),
+                models,
+                delivery,
+                device: String::new(),
+            }
+            .encode()
+        };
+        let ask = |want| FromReader::Ask { want }.encode();
+        let beyond = MAX_BOUND + 1;
+        for packet in [
+            hello(Models(0), Delivery::Newest),
+            hello(Models::ALL, Delivery::Every { bound: 0 }),
+            hello(Models::ALL, Delivery::Every { bound: beyond }),
+            ask(Want::AtLeast {
+                model: 64,
+                version: Version(1),
+            }),
+            ask(Want::Exactly {
+                model: 256,
+                version: Version(1),
+            }),
+            ask(Want::Exactly {
+                model: 0,
+                version: Version::NONE,
+            }),
+        ] {
+            assert!(FromReader::decode(&packet).is_err(), "{packet:?}");
+        }
+        let welcome = |count, models| {
+            FromSender::Welcome {
+                run: Run {
+                    epoch: Epoch(0),
+                    id: [0; 16],
+                },
+                count,
+                models,
+            }
+            .encode()
+        };
+        let model = |index, slots| {
+            FromSender::Model {
+                index,
+                slots,
+                slot_bytes: 0,
+                layout_bytes: 0,
+                note_bytes: 0,
+            }
+            .encode()
+        };
+        let slot = |model, index| FromSender::Slot { model, index }.encode();
+        for packet in [
+            welcome(0, Models(1)),
+            welcome(65, Models(1)),
+            welcome(3, Models(0b1000)),
+            welcome(3, Models(0)),
+            model(64, 1),
+            model(0, 0),
+            model(0, 65),
+            slot(64, 0),
+            slot(0, 64),
+        ] {
+            assert!(FromSender::decode(&packet).is_err(), "{packet:?}");
+        }
+    }
+
+    #[test]
+    fn long_lists_and_labels_are_cut() {
+        let known = (1..100).map(Version).collect();
+        let (model, asked) = (0, Version(1));
+        let packet = FromSender::NoSuchVersion {
+            model,
+            asked,
+            known,
+        }
+        .encode();
+        let FromSender::NoSuchVersion { known, .. } = FromSender::decode(&packet).unwrap() else {
+            panic!("another message came back")
+        };
+        assert_eq!(known, (1..=16).map(Version).collect::<Vec<_>>());
+        let mut packet = FromReader::Hello {
+            secret: [0; 16],
+            worker: WorkerId(0),
+            seen: Epoch(0),
+            models: Models::ALL,
+            delivery: Delivery::Newest,
+            device: "x".repeat(100),
+        }
+        .encode();
+        // Bytes that are no characters grow when they are mended.
+        let len = packet.len();
+        packet[len - 64..].fill(0xff);
+        let FromReader::Hello { device, .. } = FromReader::decode(&packet).unwrap() else {
+            panic!("another message came back")
+        };
+        assert!(device.len() <= MAX_DEVICE && device.starts_with(char::REPLACEMENT_CHARACTER));
+    }
+
+    #[test]
     fn another_protocol_version_is_named() {
-        let mut packet = FromSender::Slot { index: 0 }.encode();
+        let mut packet = FromSender::Slot { model: 0, index: 0 }.encode();
         packet[4] = 9;
         let error = FromSender::decode(&packet).unwrap_err().to_string();
         assert!(

@@ -2,31 +2,37 @@
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use weightsync_core::record::CommitRecord;
-use weightsync_core::{Layout, Run, Version, WorkerId};
+use weightsync_core::{Run, Version, WorkerId};
 
-use crate::error::{Error, Holder};
-use crate::loan::Loan;
+use crate::error::Error;
 use crate::map::OwnedFile;
-use crate::pins::{Home, PinBook};
-use crate::protocol::{Live, MAX_SLOTS, PinWord, SlotSet};
-use crate::roster::Shared;
+use crate::model::{MAX_NOTE_BYTES, ModelSpec};
+use crate::plan::{Key, Lend, Targets};
+use crate::protocol::{MAX_MODELS, MAX_SLOTS};
+use crate::report::Waiter;
+use crate::roster::{ReaderStatus, Shared};
 use crate::service;
+use crate::set::ModelSet;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
-use crate::spans::{CHECKSUM_BLOCK, Spans};
-use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
+use crate::staging::{Part, Staging};
+use crate::wait::{Deadline, WaitStyle};
 
 /// How a segment is made.
 #[derive(Clone, Copy, Debug)]
 pub struct SegmentOptions {
-    /// Slots made at the beginning: at least 2, one live and one to write.
+    /// Slots of each model made at the beginning: at least 2, one live and one
+    /// to write.
     pub slots: u8,
-    /// Slots it may grow to when all are pinned; equal to `slots` it waits
-    /// instead. At most [`MAX_SLOTS`].
+    /// Slots a model may grow to when all are pinned; then the sender waits. It
+    /// grows beyond them where more versions than that are meant to be run or
+    /// kept at once. At most [`MAX_SLOTS`].
     pub max_slots: u8,
+    /// How many older sets that were sent to all are kept, to be had by
+    /// [`Writer::old_snapshot`] and by readers that ask.
+    pub history: u8,
     /// How the sender waits for its readers.
     pub wait: WaitStyle,
 }
@@ -35,75 +41,28 @@ impl Default for SegmentOptions {
     fn default() -> Self {
         Self {
             slots: 2,
-            max_slots: 2,
+            max_slots: 4,
+            history: 0,
             wait: WaitStyle::default(),
         }
     }
 }
 
-/// What became of a version at one reader.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// The worker has loaded it (or a newer one).
-    Applied,
-    /// The worker cannot use it and goes on with the version it had.
-    Refused {
-        /// The worker's reason.
-        reason: String,
-    },
-    /// The worker's process died.
-    Died,
-    /// The worker closed its end in order.
-    Left,
-    /// The deadline came first.
-    Late,
-}
-
-/// One line of a send's result.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReaderOutcome {
-    /// Which worker.
-    pub worker: WorkerId,
-    /// Its process.
-    pub pid: u32,
-    /// What became of the version there.
-    pub outcome: Outcome,
-    /// The version it reports as loaded; `Version::NONE` before the first.
-    pub applied: Version,
-    /// How long after the publication the sender learned of it.
-    pub after: Duration,
-}
-
-/// A reader as the sender sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReaderStatus {
-    /// Which worker.
-    pub worker: WorkerId,
-    /// Its process.
-    pub pid: u32,
-    /// The newest version it has loaded; `Version::NONE` before the first.
-    pub applied: Version,
-}
-
 /// The sender's end: it alone writes the segment.
 ///
-/// **Guarantee.** A version becomes visible whole or not at all, also if this
-/// process is killed at any moment; a slot that anybody holds is not written.
+/// **Guarantee.** A publication becomes visible to each reader whole or not at
+/// all, with every model of it, also if this process is killed at any moment; a
+/// slot that anybody holds is not written.
 ///
 /// A thread of its own accepts readers and notices their deaths. Dropping the
-/// writer tells the readers that it closed, ends the thread and frees the
-/// memory; snapshots that readers hold stay valid.
+/// writer tells the readers that it closed, ends the thread and every wait, and
+/// frees the memory; snapshots that readers hold stay valid.
 #[derive(Debug)]
 pub struct Writer {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     service: Option<JoinHandle<()>>,
-    layout: Layout,
-    spans: Spans,
-    slots: Vec<OwnedFile>,
+    models: Vec<ModelSpec>,
     options: SegmentOptions,
-    sequence: u64,
-    live: Option<(Live, Version)>,
-    published_at: Instant,
 }
 
 impl Writer {
@@ -118,88 +77,89 @@ impl Writer {
         address: &str,
         secret: [u8; 16],
         run: Run,
-        layout: &Layout,
+        models: &[ModelSpec],
         options: SegmentOptions,
     ) -> Result<Self, Error> {
-        check(&options)?;
+        check(models, &options)?;
         let listener = Socket::listen(address)?;
-        let spans = Spans::new(layout);
-        let slots = make_slots(options.slots, spans.slot_bytes())?;
-        let doorbell = Arc::new(Doorbell::new()?);
-        let shared = Shared::new(run, layout, secret, &slots, doorbell)?;
+        let shared = Shared::new(run, models, secret, &options)?;
         let service = service::start(shared.clone(), listener)?;
         Ok(Self {
             shared,
             service: Some(service),
-            layout: layout.clone(),
-            spans,
-            slots,
+            models: models.to_vec(),
             options,
-            sequence: 0,
-            live: None,
-            published_at: Instant::now(),
         })
     }
 
-    /// The layout every version follows.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
+    /// The models, by index.
+    pub fn models(&self) -> &[ModelSpec] {
+        &self.models
     }
 
-    /// The version published last; `Version::NONE` before the first.
-    pub fn version(&self) -> Version {
-        self.live.map_or(Version::NONE, |(_, version)| version)
-    }
-
-    /// How many slots there are at present.
-    pub fn slots(&self) -> usize {
-        self.slots.len()
-    }
-
-    /// Lends a free slot to write the next version into.
+    /// The newest version of a model that was published, to whomever;
+    /// `Version::NONE` before the first.
     ///
-    /// If every slot is pinned, the segment grows if its options allow, else
-    /// this waits until one comes free.
+    /// # Panics
+    ///
+    /// If there is no such model.
+    pub fn version(&self, model: usize) -> Version {
+        self.shared.state().plan.version(model)
+    }
+
+    /// How many slots a model has at present.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such model.
+    pub fn slots(&self, model: usize) -> usize {
+        self.shared.state().plan.slots(model).into()
+    }
+
+    /// Lends a free slot of each of these models, to write their next versions
+    /// into.
+    ///
+    /// If every slot of one is pinned, it grows if the options allow or if what
+    /// is meant to be run needs it, else this waits until one comes free.
     ///
     /// # Errors
     ///
-    /// [`Error::AllSlotsPinned`] at the deadline, naming the holders.
-    pub fn loan(&mut self, deadline: Deadline) -> Result<Loan<'_>, Error> {
+    /// [`Error::AllSlotsPinned`] at the deadline, naming the holders;
+    /// [`Error::BadOption`] for no model at all, a model that there is not, or one
+    /// named twice.
+    pub fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Staging<'_>, Error> {
         self.shared.header.map.usable()?;
-        let slot = match self.free_slot() {
-            Some(slot) => slot,
-            None if self.slots.len() < usize::from(self.options.max_slots) => self.grow()?,
-            None => self.wait_for_slot(deadline)?,
-        };
-        Ok(Loan::new(self, slot))
-    }
-
-    /// Waits until every reader has applied `version` (or a newer one), has
-    /// refused it, has gone, or the deadline comes; one line for each reader
-    /// that was there at the call or has gone since the last one.
-    ///
-    /// # Errors
-    ///
-    /// Only of the operating system: what goes wrong at a reader is its line.
-    pub fn wait_applied(
-        &mut self,
-        version: Version,
-        deadline: Deadline,
-    ) -> Result<Vec<ReaderOutcome>, Error> {
-        self.shared.header.map.usable()?;
-        let mut pending = self.shared.present();
-        let mut lines = Vec::with_capacity(pending.len());
-        let since = self.published_at;
-        let shared = self.shared.clone();
-        let done = self.wait_until(deadline, || {
-            lines.extend(shared.settle(version, &mut pending, since.elapsed()));
-            pending.is_empty().then_some(())
-        })?;
-        if done.is_none() {
-            lines.extend(shared.late(&pending, since.elapsed()));
+        for (at, model) in models.iter().enumerate() {
+            if *model >= self.models.len() || models[..at].contains(model) {
+                return Err(bad(
+                    "models",
+                    "different indices of models",
+                    format!("{models:?}"),
+                ));
+            }
         }
-        lines.sort_by_key(|line| line.worker);
-        Ok(lines)
+        if models.is_empty() {
+            return Err(bad("models", "at least one model", "none".into()));
+        }
+        let since = Instant::now();
+        let max_slots = self.options.max_slots;
+        // Its drop gives back what was lent.
+        let mut staging = Staging::new(self, models.len());
+        let (shared, parts) = staging.parts();
+        shared.wait_until(deadline, || {
+            lend(shared, models, parts, max_slots)?;
+            Ok((parts.len() == models.len()).then_some(()))
+        })?;
+        let Some(&model) = models.get(parts.len()) else {
+            return Ok(staging);
+        };
+        let slots = shared.state().plan.slots(model);
+        Err(Error::AllSlotsPinned {
+            model,
+            slots,
+            waited: since.elapsed(),
+            holders: shared.holders(model),
+        })
     }
 
     /// The readers connected at present, by worker.
@@ -208,163 +168,144 @@ impl Writer {
     }
 
     /// Waits until `enough`, given the readers present and those that cannot use
-    /// the model, is content. False if the deadline came first.
+    /// the models, is content. False if the deadline came first.
     ///
     /// # Errors
     ///
     /// Only of the operating system.
     pub fn wait_readers(
-        &mut self,
+        &self,
         deadline: Deadline,
         mut enough: impl FnMut(&[ReaderStatus], &[WorkerId]) -> bool,
     ) -> Result<bool, Error> {
-        self.shared.header.map.usable()?;
-        let shared = self.shared.clone();
-        let met = self.wait_until(deadline, || {
-            enough(&shared.readers(), &shared.rejected()).then_some(())
+        let shared = &self.shared;
+        shared.header.map.usable()?;
+        let met = shared.wait_until(deadline, || {
+            Ok(enough(&shared.readers(), &shared.rejected()).then_some(()))
         })?;
         Ok(met.is_some())
     }
 
-    /// Takes the readers that cannot use the model, with the reason; those not
-    /// taken are lines of the next [`wait_applied`](Self::wait_applied).
+    /// Takes the readers that cannot use the models, with the reason; those not
+    /// taken are lines of the next publication that is settled.
     pub fn take_rejected(&self) -> Vec<(WorkerId, String)> {
         self.shared.take_rejected()
     }
 
-    /// The sender's own hold on what it published last.
+    /// Holds workers, connected or not, at what they are meant to run now:
+    /// publications do not move them until they are released. One that joins
+    /// again under its number is still held there.
     ///
     /// # Errors
     ///
     /// [`Error::Forked`] in a forked child.
-    pub fn snapshot(&self) -> Result<Option<Snapshot>, Error> {
-        let Some(pin) = self.shared.own.pin_live()? else {
-            return Ok(None);
-        };
-        let slot = self.slots[usize::from(pin.live.slot)].map.clone();
-        Snapshot::new(pin, slot, &self.layout, self.shared.run).map(Some)
-    }
-
-    #[cfg(test)]
-    pub(crate) fn header(&self) -> &crate::shared::Header {
-        self.shared.header()
-    }
-
-    pub(crate) fn spans(&self) -> &Spans {
-        &self.spans
-    }
-
-    pub(crate) fn slot(&self, slot: u8) -> &OwnedFile {
-        &self.slots[usize::from(slot)]
-    }
-
-    /// Makes a written slot the live version.
-    pub(crate) fn publish(
-        &mut self,
-        slot: u8,
-        version: Version,
-        checksum_table: Option<u64>,
-    ) -> Result<(), Error> {
-        if version <= self.version() {
-            return Err(Error::VersionNotNewer {
-                live: self.version(),
-                got: version,
-            });
-        }
-        let header = self.shared.header();
-        header.write_record(
-            slot,
-            &CommitRecord {
-                run: self.shared.run,
-                version,
-                layout: self.layout.id(),
-                bytes: self.layout.bytes(),
-                checksum_block: checksum_table.map_or(0, |_| CHECKSUM_BLOCK as u64),
-                checksum_table: checksum_table.unwrap_or(0),
-            },
-        );
-        self.sequence += 1;
-        let live = Live {
-            sequence: self.sequence,
-            slot,
-        };
-        self.published_at = Instant::now();
-        self.shared.note_slot(slot, version);
-        header.live.0.swap_in(live);
-        self.live = Some((live, version));
-        self.shared.wake_sleepers();
+    pub fn hold(&mut self, workers: &[WorkerId]) -> Result<(), Error> {
+        self.shared.header.map.usable()?;
+        self.shared.state().plan.hold(workers);
         Ok(())
     }
 
-    fn held(&self) -> SlotSet {
-        let held = self.shared.held().union(self.shared.own.word().held());
-        self.live.map_or(held, |(live, _)| held.with(live.slot))
+    /// Holds these workers no more: they get the newest that was meant for them
+    /// at once.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Forked`] in a forked child.
+    pub fn release(&mut self, workers: &[WorkerId]) -> Result<(), Error> {
+        self.shared.header.map.usable()?;
+        let mut state = self.shared.state();
+        let records = self.shared.observe(&mut state);
+        self.shared.decide(&mut state, |plan, steps| {
+            plan.release(workers, records, steps);
+        });
+        Ok(())
     }
 
-    fn free_slot(&self) -> Option<u8> {
-        self.held().first_free(self.slots.len() as u8)
+    /// The sender's own hold on the version of a model that was last sent to
+    /// all; `None` before the first.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Forked`] in a forked child, [`Error::BadOption`] if there is no
+    /// such model.
+    pub fn snapshot(&self, model: usize) -> Result<Option<Snapshot>, Error> {
+        self.check(model)?;
+        let state = self.shared.state();
+        self.shared.hold(&state, model, state.plan.default_set())
     }
 
-    fn grow(&mut self) -> Result<u8, Error> {
-        let file = OwnedFile::new("weightsync-slot", self.spans.slot_bytes())?;
-        let index = self.slots.len() as u8;
-        self.shared.add_slot(index, &file)?;
-        self.slots.push(file);
-        Ok(index)
-    }
-
-    fn wait_for_slot(&mut self, deadline: Deadline) -> Result<u8, Error> {
-        let since = Instant::now();
-        let (shared, live, slots) = (self.shared.clone(), self.live, self.slots.len() as u8);
-        let free = self.wait_until(deadline, || {
-            let held = shared.held().union(shared.own.word().held());
-            live.map_or(held, |(live, _)| held.with(live.slot))
-                .first_free(slots)
-        })?;
-        free.ok_or_else(|| Error::AllSlotsPinned {
-            slots,
-            waited: since.elapsed(),
-            holders: self.holders(),
-        })
-    }
-
-    /// Who holds slots, with the versions in them.
-    fn holders(&self) -> Vec<Holder> {
-        let mut holders = self.shared.holders();
-        let versions = self.shared.versions(self.shared.own.word().held());
-        if !versions.is_empty() {
-            holders.push(Holder {
-                worker: None,
-                pid: std::process::id(),
-                versions,
-            });
-        }
-        holders
-    }
-
-    /// Looks again and again until something is found or the deadline comes.
-    /// Readers ring the doorbell only while the sender sleeps.
-    fn wait_until<T>(
-        &self,
-        deadline: Deadline,
-        mut look: impl FnMut() -> Option<T>,
-    ) -> Result<Option<T>, Error> {
-        if let Some(found) = self.options.wait.brief(deadline, &mut look) {
-            return Ok(Some(found));
-        }
-        let sleep = &self.shared.header().sender.0;
-        loop {
-            sleep.announce();
-            let found = look();
-            if found.is_some() || passed(deadline) {
-                sleep.awake();
-                return Ok(found);
+    /// The sender's own hold on the one version of a model that all of
+    /// `targets` are meant to run; `None` before the first.
+    ///
+    /// For [`Targets::All`] these are the connected workers that have the model,
+    /// and those to come.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Diverged`] with their versions if they are not the same, and as
+    /// [`snapshot`](Self::snapshot).
+    pub fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>, Error> {
+        self.check(model)?;
+        let state = self.shared.state();
+        let sets: Vec<ModelSet> = match targets {
+            Targets::Workers(workers) => {
+                let workers = workers.iter();
+                workers
+                    .map(|worker| state.plan.meant_for(*worker))
+                    .collect()
             }
-            let woken = poll([std::os::fd::AsFd::as_fd(&*self.shared.doorbell)], deadline);
-            sleep.awake();
-            self.shared.doorbell.silence();
-            woken?;
+            Targets::All => {
+                let with_model = |key: &&Key| {
+                    let reader = state.readers.get(key);
+                    reader.is_some_and(|one| one.models.contains(model) && !one.has_left())
+                };
+                let workers = state.readers.keys().filter(with_model);
+                let sets = workers.map(|(worker, _)| state.plan.meant_for(*worker));
+                [*state.plan.default_set()]
+                    .into_iter()
+                    .chain(sets)
+                    .collect()
+            }
+        };
+        let version = |set: &ModelSet| set.place(model).map_or(Version::NONE, |at| at.version);
+        let mut versions: Vec<_> = sets.iter().map(version).collect();
+        versions.sort();
+        versions.dedup();
+        match (sets.first(), versions.len()) {
+            (Some(set), 1) => self.shared.hold(&state, model, set),
+            (None, _) => Ok(None),
+            _ => Err(Error::Diverged { model, versions }),
         }
+    }
+
+    /// The sender's own hold on an older version of a model, if it is kept (by
+    /// the history, or because a worker is to run it).
+    ///
+    /// # Errors
+    ///
+    /// As [`snapshot`](Self::snapshot).
+    pub fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>, Error> {
+        self.check(model)?;
+        let state = self.shared.state();
+        let Some(slot) = state.plan.find(model, version) else {
+            return Ok(None);
+        };
+        let mut set = ModelSet::EMPTY;
+        set.put(model, crate::set::Placed { slot, version });
+        self.shared.hold(&state, model, &set)
+    }
+
+    /// What other threads wait with for the outcome of publications.
+    pub fn waiter(&self) -> Waiter {
+        Waiter::new(self.shared.clone())
+    }
+
+    fn check(&self, model: usize) -> Result<(), Error> {
+        self.shared.header.map.usable()?;
+        if model < self.models.len() {
+            return Ok(());
+        }
+        Err(bad("model", "the index of a model", model.to_string()))
     }
 }
 
@@ -385,44 +326,80 @@ impl Drop for Writer {
     }
 }
 
-/// Makes the first slots. Large ones side by side: the kernel clears their pages
-/// one by one, which takes ten times as long as a copy.
-fn make_slots(count: u8, bytes: usize) -> Result<Vec<OwnedFile>, Error> {
-    const LARGE: usize = 16 << 20;
-    let make = || OwnedFile::new("weightsync-slot", bytes);
-    if bytes < LARGE {
-        return (0..count).map(|_| make()).collect();
-    }
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..count).map(|_| scope.spawn(make)).collect();
-        let made = threads.into_iter().map(|thread| {
-            thread
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        });
-        made.collect()
-    })
-}
-
-fn check(options: &SegmentOptions) -> Result<(), Error> {
-    let bad = |option, expected, got: u8| {
-        Err(Error::BadOption {
-            option,
-            expected,
-            got: got.to_string(),
-        })
-    };
-    if !(2..=MAX_SLOTS as u8).contains(&options.slots) {
-        return bad("slots", "between 2 and 64", options.slots);
-    }
-    if !(options.slots..=MAX_SLOTS as u8).contains(&options.max_slots) {
-        return bad("max_slots", "between slots and 64", options.max_slots);
+/// Lends slots for the models that have none yet, in order, as far as it goes.
+fn lend(
+    shared: &Shared,
+    models: &[usize],
+    parts: &mut Vec<Part>,
+    max_slots: u8,
+) -> Result<(), Error> {
+    let mut state = shared.state();
+    // Heads and records before data pins, again after each change of a lane.
+    let mut records = shared.observe(&mut state);
+    while let Some(&model) = models.get(parts.len()) {
+        let pinned = shared.pinned(&state, model, records);
+        let mut decided = state.plan.lend(model, pinned, max_slots);
+        if !matches!(decided, Lend::Slot(_))
+            && shared.decide(&mut state, |plan, steps| plan.clear_taken(steps))
+        {
+            records = shared.observe(&mut state);
+            let pinned = shared.pinned(&state, model, records);
+            decided = state.plan.lend(model, pinned, max_slots);
+        }
+        let slot = match decided {
+            Lend::Slot(slot) => slot,
+            Lend::Grow => {
+                // Faulting the pages in takes its time: readers may join
+                // meanwhile. Nobody else lends or grows.
+                drop(state);
+                let bytes = shared.models[model].model.slot_bytes();
+                let file = OwnedFile::new("weightsync-slot", bytes)?;
+                state = shared.state();
+                records = shared.observe(&mut state);
+                shared.add_slot(&mut state, model, Arc::new(file))
+            }
+            Lend::Wait => {
+                // Room in a queue gives slots back, later.
+                shared.deliver(&mut state);
+                return Ok(());
+            }
+        };
+        let file = state.slots[model][usize::from(slot)].clone();
+        parts.push(Part::new(model, slot, file));
     }
     Ok(())
 }
 
-/// The sender's own pins: in its private memory, by the same protocol.
-pub(crate) fn own_pins(header: &OwnedFile, doorbell: &Arc<Doorbell>) -> Arc<PinBook> {
-    let home = Home::Sender(PinWord::new());
-    Arc::new(PinBook::new(home, header.map.clone(), doorbell.clone()))
+fn check(models: &[ModelSpec], options: &SegmentOptions) -> Result<(), Error> {
+    if !(1..=MAX_MODELS).contains(&models.len()) {
+        let got = models.len().to_string();
+        return Err(bad("models", "between 1 and 64 of them", got));
+    }
+    if let Some(long) = models
+        .iter()
+        .find(|model| model.note.len() > MAX_NOTE_BYTES)
+    {
+        let got = format!("{} bytes", long.note.len());
+        return Err(bad("a model's note", "at most 16 MiB", got));
+    }
+    if !(2..=MAX_SLOTS as u8).contains(&options.slots) {
+        return Err(bad("slots", "between 2 and 64", options.slots.to_string()));
+    }
+    if !(options.slots..=MAX_SLOTS as u8).contains(&options.max_slots) {
+        let got = options.max_slots.to_string();
+        return Err(bad("max_slots", "between slots and 64", got));
+    }
+    if options.history > MAX_SLOTS as u8 - 2 {
+        let got = options.history.to_string();
+        return Err(bad("history", "at most 62", got));
+    }
+    Ok(())
+}
+
+fn bad(option: &'static str, expected: &'static str, got: String) -> Error {
+    Error::BadOption {
+        option,
+        expected,
+        got,
+    }
 }

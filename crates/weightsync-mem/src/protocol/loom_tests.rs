@@ -1,11 +1,15 @@
 //! The protocol under loom: every interleaving and every allowed reordering of
 //! a sender and its readers, with one of them stopping at any of its steps.
 //!
-//! A slot is a loom cell, so a read that could meet a write is reported as a
-//! race, and a torn version as a wrong value. A stopped thread simply returns:
-//! like a killed process it leaves its words as they are. The sender takes a
-//! stopped reader's word out of its scan only after the thread is over, as it
-//! does in truth on the pidfd's word.
+//! A data slot and a set record are loom cells, so a read that could meet a
+//! write is reported as a race, and a torn version or set as a wrong value. A
+//! stopped thread simply returns: like a killed process it leaves its words as
+//! they are. The sender takes a stopped reader's words out of its scan only
+//! after the thread is over, as it does in truth on the pidfd's word.
+//!
+//! Each reader has a lane of its own. Version `n` is written into a free data
+//! slot, a free record is made to name that slot, and the record is swapped into
+//! (or pushed on) every lane.
 
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Notify};
@@ -13,116 +17,239 @@ use loom::thread;
 
 use super::*;
 
-/// One slot: two halves, so that a torn version can be told.
-struct Slot([UnsafeCell<u64>; 2]);
+/// Two halves, so that what is torn can be told.
+struct Pair([UnsafeCell<u64>; 2]);
+
+impl Pair {
+    fn new() -> Self {
+        Self([UnsafeCell::new(0), UnsafeCell::new(0)])
+    }
+
+    fn write(&self, half: usize, value: u64) {
+        // SAFETY: loom checks that nobody else is in the cell.
+        self.0[half].with_mut(|cell| unsafe { *cell = value });
+    }
+
+    fn read(&self, half: usize) -> u64 {
+        // SAFETY: loom checks that nobody writes the cell meanwhile.
+        self.0[half].with(|cell| unsafe { *cell })
+    }
+}
 
 // SAFETY: loom itself reports any access to a cell that races with another;
 // that is what these tests are for.
-unsafe impl Sync for Slot {}
+unsafe impl Sync for Pair {}
+
+/// One reader's lane, and the words of its control page.
+struct Lane {
+    live: LiveWord,
+    queue: Queue,
+    record_pins: PinWord,
+    pins: PinWord,
+    head: Head,
+}
 
 struct World {
-    live: LiveWord,
-    pins: Vec<PinWord>,
-    slots: Vec<Slot>,
+    lanes: Vec<Lane>,
+    /// Each names a data slot, and its version.
+    records: Vec<Pair>,
+    slots: Vec<Pair>,
 }
 
 impl World {
-    fn new(slots: usize, readers: usize) -> Arc<Self> {
-        let slot = |_| Slot([UnsafeCell::new(0), UnsafeCell::new(0)]);
-        Arc::new(Self {
+    fn new(slots: usize, records: usize, readers: usize) -> Arc<Self> {
+        let lane = |_| Lane {
             live: LiveWord::new(),
-            pins: (0..readers).map(|_| PinWord::new()).collect(),
-            slots: (0..slots).map(slot).collect(),
+            queue: Queue::new(),
+            record_pins: PinWord::new(),
+            pins: PinWord::new(),
+            head: Head::new(),
+        };
+        Arc::new(Self {
+            lanes: (0..readers).map(lane).collect(),
+            records: (0..records).map(|_| Pair::new()).collect(),
+            slots: (0..slots).map(|_| Pair::new()).collect(),
         })
     }
+}
 
-    fn write(&self, slot: u8, half: usize, value: u64) {
-        // SAFETY: loom checks that nobody else is in the cell.
-        self.slots[usize::from(slot)].0[half].with_mut(|cell| unsafe { *cell = value });
+/// How a lane is told.
+#[derive(Clone, Copy)]
+enum Way {
+    /// By the live word.
+    Live,
+    /// By the queue, of which this many entries may wait.
+    Queue(u8),
+}
+
+/// What the sender knows by itself: what it wrote into which record, and what
+/// each lane was told.
+struct Sender {
+    way: Way,
+    /// The data slot each record names.
+    named: Vec<Option<u8>>,
+    /// Per lane, the records that it is on or that wait there.
+    told: Vec<Vec<u8>>,
+    /// Per lane, how many entries the reader has taken.
+    taken: Vec<u64>,
+    version: u64,
+}
+
+impl Sender {
+    fn new(world: &World, way: Way) -> Self {
+        Self {
+            way,
+            named: vec![None; world.records.len()],
+            told: vec![Vec::new(); world.lanes.len()],
+            taken: vec![0; world.lanes.len()],
+            version: 0,
+        }
     }
 
-    fn read(&self, slot: u8, half: usize) -> u64 {
-        // SAFETY: loom checks that nobody writes the cell meanwhile.
-        self.slots[usize::from(slot)].0[half].with(|cell| unsafe { *cell })
-    }
-
-    fn free_slot(&self, live: Option<Live>) -> Option<u8> {
-        let held = self
-            .pins
+    /// What may not be written now: records, data slots. Heads and record pins
+    /// are read before data pins.
+    fn held(&mut self, world: &World, alive: bool) -> (SlotSet, SlotSet) {
+        let mut records = SlotSet::default();
+        if let (Way::Queue(_), true) = (self.way, alive) {
+            for (at, lane) in world.lanes.iter().enumerate() {
+                let head = lane.head.load();
+                self.told[at].drain(..(head - self.taken[at]) as usize);
+                self.taken[at] = head;
+            }
+        }
+        for told in &self.told {
+            records = told.iter().fold(records, |all, &record| all.with(record));
+        }
+        if alive {
+            let pins = world.lanes.iter().map(|lane| lane.record_pins.held());
+            records = pins.fold(records, SlotSet::union);
+        }
+        let named = records
             .iter()
-            .map(PinWord::held)
-            .fold(SlotSet::default(), SlotSet::union);
-        let held = live.map_or(held, |live| held.with(live.slot));
-        held.first_free(self.slots.len() as u8)
+            .filter_map(|record| self.named[usize::from(record)]);
+        let mut slots = named.fold(SlotSet::default(), SlotSet::with);
+        if alive {
+            let pins = world.lanes.iter().map(|lane| lane.pins.held());
+            slots = pins.fold(slots, SlotSet::union);
+        }
+        (records, slots)
     }
 
-    /// Publishes versions 1 to `last`, each if a slot is free; stops after
-    /// `steps`.
-    fn send(&self, last: u64, steps: u32) {
+    /// Publishes versions up to `last`, each if a slot and a record are free;
+    /// stops after `steps`.
+    fn send(&mut self, world: &World, last: u64, steps: u32) {
         let mut steps = Steps(steps);
-        let mut live = None;
-        for version in 1..=last {
-            // A sender that finds every slot pinned waits; here it gives up,
+        while self.version < last {
+            // A sender that finds everything pinned waits; here it gives up,
             // which covers what is visible until then.
-            let Some(slot) = self.free_slot(live) else {
+            let (records, slots) = self.held(world, true);
+            let Some(slot) = slots.first_free(world.slots.len() as u8) else {
                 return;
             };
+            let Some(record) = records.first_free(world.records.len() as u8) else {
+                return;
+            };
+            let version = self.version + 1;
             for half in 0..2 {
                 if steps.over() {
                     return;
                 }
-                self.write(slot, half, version);
+                world.slots[usize::from(slot)].write(half, version);
             }
-            if steps.over() {
-                return;
+            for (half, value) in [u64::from(slot), version].into_iter().enumerate() {
+                if steps.over() {
+                    return;
+                }
+                world.records[usize::from(record)].write(half, value);
             }
-            let next = Live {
+            self.named[usize::from(record)] = Some(slot);
+            self.version = version;
+            let live = Live {
                 sequence: version,
-                slot,
+                record,
             };
-            self.live.swap_in(next);
-            live = Some(next);
+            for (at, lane) in world.lanes.iter().enumerate() {
+                if steps.over() {
+                    return;
+                }
+                match self.way {
+                    Way::Live => {
+                        lane.live.swap_in(live);
+                        self.told[at] = vec![record];
+                    }
+                    Way::Queue(bound) => {
+                        // A full queue: this version is not for this reader.
+                        if lane.queue.push(lane.head.load(), bound, live) {
+                            self.told[at].push(record);
+                        }
+                    }
+                }
+            }
         }
     }
+}
 
-    /// Pins, reads both halves, unpins; stops after `steps`.
+impl World {
+    /// Takes the set its live word names, hands over to a data pin, reads both
+    /// halves, unpins; stops after `steps`.
     fn receive(&self, reader: usize, steps: u32) -> Option<u64> {
-        let mut steps = Steps(steps);
-        let pins = &self.pins[reader];
+        let steps = &mut Steps(steps);
+        let lane = &self.lanes[reader];
         // One retry is enough to meet every state; more only cost time.
         for _ in 0..2 {
-            let live = self.live.load()?;
-            if steps.over() {
-                return None;
-            }
-            pins.announce(live);
-            if steps.over() {
-                return None;
-            }
-            if self.live.load() != Some(live) {
-                if steps.over() {
-                    return None;
-                }
-                pins.unpin(live.slot);
+            let live = lane.live.load()?;
+            steps.next()?;
+            lane.record_pins.announce(live);
+            steps.next()?;
+            if lane.live.load() != Some(live) {
+                steps.next()?;
+                lane.record_pins.unpin(live.record);
                 continue;
             }
-            if steps.over() {
-                return None;
-            }
-            let first = self.read(live.slot, 0);
-            if steps.over() {
-                return None;
-            }
-            let second = self.read(live.slot, 1);
-            assert_eq!(first, second, "torn");
-            assert_eq!(first, live.sequence, "another version than the one pinned");
-            if steps.over() {
-                return None;
-            }
-            pins.unpin(live.slot);
-            return Some(first);
+            steps.next()?;
+            let slot = self.hand_over(lane, live, steps)?;
+            lane.record_pins.unpin(live.record);
+            steps.next()?;
+            return self.read(lane, slot, live, steps);
         }
         None
+    }
+
+    /// Takes the entry at `position` of its queue, hands over to a data pin,
+    /// reads both halves, unpins; stops after `steps`.
+    fn receive_next(&self, reader: usize, position: u64, steps: u32) -> Option<u64> {
+        let steps = &mut Steps(steps);
+        let lane = &self.lanes[reader];
+        let live = lane.queue.get(position)?;
+        steps.next()?;
+        let slot = self.hand_over(lane, live, steps)?;
+        lane.head.advance(position + 1);
+        steps.next()?;
+        self.read(lane, slot, live, steps)
+    }
+
+    /// From a record that is held to a pin on the data slot it names.
+    fn hand_over(&self, lane: &Lane, live: Live, steps: &mut Steps) -> Option<u8> {
+        let record = &self.records[usize::from(live.record)];
+        let slot = record.read(0) as u8;
+        let version = record.read(1);
+        assert_eq!(version, live.sequence, "another record than the one held");
+        steps.next()?;
+        lane.pins.hold(slot);
+        steps.next()?;
+        Some(slot)
+    }
+
+    fn read(&self, lane: &Lane, slot: u8, live: Live, steps: &mut Steps) -> Option<u64> {
+        let data = &self.slots[usize::from(slot)];
+        let first = data.read(0);
+        steps.next()?;
+        let second = data.read(1);
+        assert_eq!(first, second, "torn");
+        assert_eq!(first, live.sequence, "another version than the one pinned");
+        steps.next()?;
+        lane.pins.unpin(slot);
+        Some(first)
     }
 }
 
@@ -132,6 +259,10 @@ impl Steps {
     fn over(&mut self) -> bool {
         self.0 = self.0.saturating_sub(1);
         self.0 == 0
+    }
+
+    fn next(&mut self) -> Option<()> {
+        (!self.over()).then_some(())
     }
 }
 
@@ -148,11 +279,11 @@ fn explore(preemptions: usize, arrangement: impl Fn() + Sync + Send + 'static) {
 
 #[test]
 fn a_reader_beside_a_sender_sees_whole_versions() {
-    explore(4, || {
-        let world = World::new(2, 1);
+    explore(3, || {
+        let world = World::new(2, 2, 1);
         let sender = {
             let world = world.clone();
-            thread::spawn(move || world.send(3, WHOLE))
+            thread::spawn(move || Sender::new(&world, Way::Live).send(&world, 3, WHOLE))
         };
         let first = world.receive(0, WHOLE);
         let second = world.receive(0, WHOLE);
@@ -164,14 +295,14 @@ fn a_reader_beside_a_sender_sees_whole_versions() {
 #[test]
 fn two_readers_beside_a_sender_see_whole_versions() {
     explore(2, || {
-        let world = World::new(2, 2);
+        let world = World::new(2, 2, 2);
         let others: Vec<_> = (0..2)
             .map(|reader| {
                 let world = world.clone();
                 thread::spawn(move || world.receive(reader, WHOLE))
             })
             .collect();
-        world.send(3, WHOLE);
+        Sender::new(&world, Way::Live).send(&world, 3, WHOLE);
         for other in others {
             other.join().unwrap();
         }
@@ -179,45 +310,54 @@ fn two_readers_beside_a_sender_see_whole_versions() {
 }
 
 #[test]
-fn a_reader_stopped_at_any_step_blocks_no_more_than_its_slot() {
-    for steps in 1..=7 {
+fn a_reader_stopped_at_any_step_blocks_no_more_than_its_pins() {
+    for steps in 1..=10 {
         explore(3, move || {
-            let world = World::new(2, 1);
+            let world = World::new(2, 2, 1);
             let reader = {
                 let world = world.clone();
                 thread::spawn(move || world.receive(0, steps))
             };
-            world.send(2, WHOLE);
+            let mut sender = Sender::new(&world, Way::Live);
+            sender.send(&world, 2, WHOLE);
             reader.join().unwrap();
-            // Its death is noticed: its word leaves the scan, and the slot that
-            // is not live is free whatever the word says.
-            let live = world.live.load();
-            let held = live.map_or(SlotSet::default(), |live| {
-                SlotSet::default().with(live.slot)
-            });
-            let slot = held
-                .first_free(2)
-                .expect("a dead reader's pins do not count");
-            world.write(slot, 0, 9);
-            world.write(slot, 1, 9);
+            let (_, slots) = sender.held(&world, true);
+            assert!(slots.len() <= 2);
+            may_write_when_dead(&world, &mut sender);
         });
+    }
+}
+
+/// Its death is noticed: its words leave the scan, and what no lane names is
+/// free whatever they say.
+fn may_write_when_dead(world: &World, sender: &mut Sender) {
+    let (records, slots) = sender.held(world, false);
+    let record = records
+        .first_free(world.records.len() as u8)
+        .expect("a dead reader's record pins do not count");
+    let slot = slots
+        .first_free(world.slots.len() as u8)
+        .expect("a dead reader's pins do not count");
+    for half in 0..2 {
+        world.records[usize::from(record)].write(half, 9);
+        world.slots[usize::from(slot)].write(half, 9);
     }
 }
 
 #[test]
 fn a_sender_stopped_at_any_step_leaves_a_whole_version() {
-    for steps in 1..=9 {
+    for steps in 1..=11 {
         explore(3, move || {
-            let world = World::new(2, 1);
+            let world = World::new(2, 2, 1);
             let sender = {
                 let world = world.clone();
-                thread::spawn(move || world.send(3, steps))
+                thread::spawn(move || Sender::new(&world, Way::Live).send(&world, 3, steps))
             };
             let during = world.receive(0, WHOLE);
             sender.join().unwrap();
             let after = world.receive(0, WHOLE);
             assert!(after >= during, "{after:?} after {during:?}");
-            let finished = u64::from((steps - 1) / 3);
+            let finished = u64::from((steps - 1) / 5);
             assert!(
                 after.unwrap_or(0) >= finished.min(1),
                 "{after:?} of {finished}"
@@ -227,32 +367,167 @@ fn a_sender_stopped_at_any_step_leaves_a_whole_version() {
 }
 
 #[test]
+fn a_sender_stopped_between_two_lanes_leaves_each_on_a_whole_version() {
+    explore(2, || {
+        let world = World::new(2, 2, 2);
+        let sender = {
+            let world = world.clone();
+            // Six steps are one version: four writes and two lanes. It stops
+            // before the second version's second lane.
+            thread::spawn(move || Sender::new(&world, Way::Live).send(&world, 3, 12))
+        };
+        let during = world.receive(1, WHOLE);
+        sender.join().unwrap();
+        let seen = [0, 1].map(|reader| world.receive(reader, WHOLE));
+        assert!(seen[1] >= during);
+        // The second version is there for one, unless a pin kept the sender
+        // from writing it.
+        assert!(matches!(seen, [Some(1 | 2), Some(1)]), "{seen:?}");
+        assert!(during.is_some() || seen[0] == Some(2));
+    });
+}
+
+#[test]
 fn a_held_slot_is_not_written_however_often_the_sender_sends() {
     explore(3, || {
-        let world = World::new(3, 1);
-        world.send(1, WHOLE);
-        let live = world.live.load().unwrap();
-        assert!(world.pins[0].pin(live, &world.live));
+        let world = World::new(3, 2, 1);
+        let mut sender = Sender::new(&world, Way::Live);
+        sender.send(&world, 1, WHOLE);
+        let lane = &world.lanes[0];
+        let live = lane.live.load().unwrap();
+        assert!(lane.record_pins.pin(live, &lane.live));
+        let sending = {
+            let world = world.clone();
+            thread::spawn(move || {
+                sender.send(&world, 4, WHOLE);
+                sender.version
+            })
+        };
+        let slot = world.hand_over(lane, live, &mut Steps(WHOLE)).unwrap();
+        lane.record_pins.unpin(live.record);
+        let data = &world.slots[usize::from(slot)];
+        assert_eq!((data.read(0), data.read(1)), (1, 1));
+        // With two records it may have waited for the first; never for the slot.
+        let sent = sending.join().unwrap();
+        assert!(sent >= 2, "{sent}");
+        assert_eq!((data.read(0), data.read(1)), (1, 1));
+    });
+}
+
+#[test]
+fn a_lane_taken_off_its_record_gives_it_back() {
+    explore(4, || {
+        let world = World::new(1, 1, 1);
+        let mut sender = Sender::new(&world, Way::Live);
+        sender.send(&world, 1, WHOLE);
+        let reader = {
+            let world = world.clone();
+            thread::spawn(move || world.receive(0, WHOLE))
+        };
+        world.lanes[0].live.clear();
+        sender.told[0].clear();
+        // The only slot and record again: for a reader that looked before, held.
+        sender.send(&world, 2, WHOLE);
+        let found = reader.join().unwrap();
+        assert!(matches!(found, None | Some(1 | 2)), "{found:?}");
+    });
+}
+
+#[test]
+fn a_queue_brings_every_version_in_order() {
+    for bound in 1..=2 {
+        explore(3, move || {
+            let world = World::new(3, 3, 1);
+            let sender = {
+                let world = world.clone();
+                thread::spawn(move || {
+                    let mut sender = Sender::new(&world, Way::Queue(bound));
+                    sender.send(&world, 3, WHOLE);
+                })
+            };
+            let mut last = 0;
+            for position in 0..2 {
+                let Some(version) = world.receive_next(0, position, WHOLE) else {
+                    break;
+                };
+                // In order; none is left out while there is room.
+                assert!(version > last, "{version} after {last}");
+                assert!(position >= u64::from(bound) || version == last + 1);
+                last = version;
+            }
+            sender.join().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_queue_goes_round_without_writing_what_waits() {
+    explore(2, || {
+        // Enough versions that the entries are written a second time.
+        let world = World::new(2, 2, 1);
         let sender = {
             let world = world.clone();
             thread::spawn(move || {
-                let mut live = world.live.load();
-                for version in 2..=4 {
-                    let slot = world.free_slot(live).expect("two slots are left");
-                    world.write(slot, 0, version);
-                    let next = Live {
-                        sequence: version,
-                        slot,
-                    };
-                    world.live.swap_in(next);
-                    live = Some(next);
+                let mut sender = Sender::new(&world, Way::Queue(1));
+                for _ in 0..QUEUE + 2 {
+                    let next = sender.version + 1;
+                    sender.send(&world, next, WHOLE);
                 }
             })
         };
-        assert_eq!(world.read(live.slot, 0), 1);
-        assert_eq!(world.read(live.slot, 1), 1);
+        let mut position = 0;
+        for _ in 0..QUEUE + 1 {
+            let taken = world.receive_next(0, position, WHOLE);
+            position += u64::from(taken.is_some());
+            if taken.is_none() {
+                thread::yield_now();
+            }
+        }
         sender.join().unwrap();
     });
+}
+
+#[test]
+fn a_reader_stopped_at_any_step_of_its_queue_blocks_no_more_than_it_held() {
+    for steps in 1..=7 {
+        explore(3, move || {
+            let world = World::new(2, 2, 1);
+            let reader = {
+                let world = world.clone();
+                thread::spawn(move || world.receive_next(0, 0, steps))
+            };
+            let mut sender = Sender::new(&world, Way::Queue(1));
+            sender.send(&world, 3, WHOLE);
+            reader.join().unwrap();
+            // With the reader its lane goes too.
+            sender.told[0].clear();
+            may_write_when_dead(&world, &mut sender);
+        });
+    }
+}
+
+#[test]
+fn a_sender_stopped_at_any_step_leaves_a_whole_queue() {
+    for steps in 1..=11 {
+        explore(3, move || {
+            let world = World::new(3, 3, 1);
+            let sender = {
+                let world = world.clone();
+                thread::spawn(move || Sender::new(&world, Way::Queue(2)).send(&world, 3, steps))
+            };
+            let during = world.receive_next(0, 0, WHOLE);
+            sender.join().unwrap();
+            let after = world.receive_next(0, u64::from(during.is_some()), WHOLE);
+            let sent = [during, after].into_iter().flatten();
+            let sent: Vec<_> = sent.collect();
+            assert_eq!(sent, (1..=sent.len() as u64).collect::<Vec<_>>());
+            let finished = (steps - 1) / 5;
+            assert!(
+                sent.len() as u32 >= finished.min(1),
+                "{sent:?} of {finished}"
+            );
+        });
+    }
 }
 
 #[test]
@@ -263,24 +538,48 @@ fn no_wake_up_is_lost() {
         let bell = Arc::new(Notify::new());
         let sleeper = {
             let (live, sleep, bell) = (live.clone(), sleep.clone(), bell.clone());
-            thread::spawn(move || {
-                while live.load().is_none() {
-                    sleep.announce();
-                    if live.load().is_none() {
-                        // Loom reports a deadlock if the bell never rings.
-                        bell.wait();
-                    }
-                    sleep.awake();
-                }
-            })
+            thread::spawn(move || sleep_until(&sleep, &bell, || live.load().is_some()))
         };
         live.swap_in(Live {
             sequence: 1,
-            slot: 0,
+            record: 0,
         });
         if sleep.sleeping() {
             bell.notify();
         }
         sleeper.join().unwrap();
     });
+}
+
+#[test]
+fn no_wake_up_is_lost_on_a_queue() {
+    explore(4, || {
+        let queue = Arc::new(Queue::new());
+        let sleep = Arc::new(SleepWord::new());
+        let bell = Arc::new(Notify::new());
+        let sleeper = {
+            let (queue, sleep, bell) = (queue.clone(), sleep.clone(), bell.clone());
+            thread::spawn(move || sleep_until(&sleep, &bell, || queue.get(0).is_some()))
+        };
+        let live = Live {
+            sequence: 1,
+            record: 0,
+        };
+        assert!(queue.push(0, 1, live));
+        if sleep.sleeping() {
+            bell.notify();
+        }
+        sleeper.join().unwrap();
+    });
+}
+
+fn sleep_until(sleep: &SleepWord, bell: &Notify, there: impl Fn() -> bool) {
+    while !there() {
+        sleep.announce();
+        if !there() {
+            // Loom reports a deadlock if the bell never rings.
+            bell.wait();
+        }
+        sleep.awake();
+    }
 }

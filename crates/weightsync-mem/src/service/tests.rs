@@ -2,27 +2,26 @@
 
 use std::thread;
 
-use weightsync_core::{Dtype, Epoch};
-
-use weightsync_core::{Layout, Run, Version};
+use weightsync_core::{Dtype, Epoch, Layout, Run};
 
 use super::*;
-use crate::map::OwnedFile;
+use crate::model::ModelSpec;
 use crate::reader::{AttachOptions, Reader as Worker};
-use crate::wait::Doorbell;
 use crate::wait::WaitStyle;
+use crate::writer::SegmentOptions;
 
 const SECRET: [u8; 16] = *b"\x01\x02 hidden word \x03";
 
 fn shared() -> Arc<Shared> {
-    let layout = Layout::new([("bias".to_owned(), Dtype::F32, vec![3])]).unwrap();
-    let slots = [(); 2].map(|()| OwnedFile::new("weightsync-slot", 4096).unwrap());
+    let model = ModelSpec {
+        layout: Layout::new([("bias".to_owned(), Dtype::F32, vec![3])]).unwrap(),
+        note: Vec::new(),
+    };
     let run = Run {
         epoch: Epoch(1),
         id: [7; 16],
     };
-    let doorbell = Arc::new(Doorbell::new().unwrap());
-    Shared::new(run, &layout, SECRET, &slots, doorbell).unwrap()
+    Shared::new(run, &[model], SECRET, &SegmentOptions::default()).unwrap()
 }
 
 fn options(address: &str) -> AttachOptions {
@@ -31,8 +30,10 @@ fn options(address: &str) -> AttachOptions {
         secret: SECRET,
         worker: WorkerId(3),
         seen: Epoch(0),
-        layout: None,
         wait: WaitStyle::Sleep,
+        models: None,
+        delivery: Delivery::Newest,
+        device: String::new(),
     }
 }
 
@@ -51,9 +52,7 @@ fn what_a_reader_said_before_it_died_is_heard() {
     shared.meet(socket);
     let worker = joining.join().unwrap();
 
-    worker
-        .refuse(Version::NONE, "no room for the bias")
-        .unwrap();
+    worker.refuse(None, "no room for the bias").unwrap();
     shared.listen_to((WorkerId(3), 1), true).unwrap();
     let rejected = shared.take_rejected();
     assert_eq!(rejected, [(WorkerId(3), "no room for the bias".to_owned())]);
@@ -76,7 +75,9 @@ fn a_sender_that_closes_takes_nobody_in_again() {
             secret: SECRET,
             worker: WorkerId(3),
             seen: Epoch(0),
-            layout: None,
+            models: Models::ALL,
+            delivery: Delivery::Newest,
+            device: String::new(),
         };
         let socket = Socket::connect(&address).unwrap().unwrap();
         let control = OwnedFile::new("weightsync-control", CONTROL_BYTES).unwrap();

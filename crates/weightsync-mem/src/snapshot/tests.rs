@@ -12,8 +12,12 @@ use weightsync_core::{Dtype, Epoch, WorkerId};
 
 use super::*;
 use crate::map::OwnedFile;
+use crate::spans::Spans;
 use crate::wire::FromSender;
-use crate::{AttachOptions, CopyOptions, Reader, SegmentOptions, Source, WaitStyle, Writer};
+use crate::{
+    AttachOptions, CopyOptions, Delivery, ModelSpec, Reader, SegmentOptions, Source, Targets,
+    WaitStyle, Writer,
+};
 
 fn soon() -> crate::Deadline {
     Some(Instant::now() + Duration::from_secs(20))
@@ -39,14 +43,20 @@ fn pair(slots: u8) -> (Writer, Reader) {
         max_slots: slots,
         ..SegmentOptions::default()
     };
-    let writer = Writer::create(&address, [9; 16], run, &layout(), options).unwrap();
+    let model = ModelSpec {
+        layout: layout(),
+        note: Vec::new(),
+    };
+    let writer = Writer::create(&address, [9; 16], run, &[model], options).unwrap();
     let options = AttachOptions {
         address,
         secret: [9; 16],
         worker: WorkerId(0),
         seen: Epoch(0),
-        layout: None,
         wait: WaitStyle::Sleep,
+        models: None,
+        delivery: Delivery::Newest,
+        device: String::new(),
     };
     (writer, Reader::attach(&options, soon()).unwrap())
 }
@@ -58,21 +68,31 @@ fn publish(writer: &mut Writer, version: u64) {
         .map(|spec| vec![version as u8; spec.range.len as usize])
         .collect();
     let sources: Vec<_> = bytes.iter().map(|bytes| Source::Bytes(bytes)).collect();
-    let mut loan = writer.loan(soon()).unwrap();
-    loan.write(
-        &sources,
-        CopyOptions {
-            threads: 2,
-            checksums: true,
-        },
-    )
-    .unwrap();
-    loan.publish(Version(version)).unwrap();
+    let mut staging = writer.stage(&[0], soon()).unwrap();
+    staging
+        .write(
+            0,
+            &sources,
+            CopyOptions {
+                threads: 2,
+                checksums: true,
+            },
+        )
+        .unwrap();
+    let publication = staging.publish(&Targets::All).unwrap();
+    assert_eq!(publication.versions, [(0, Version(version))]);
+}
+
+fn next(reader: &mut Reader) -> Snapshot {
+    let mut taken = reader.next(soon()).unwrap().unwrap();
+    taken.members.remove(0).snapshot
 }
 
 /// Flips a bit of a slot behind everybody's back.
 fn spoil(writer: &Writer, slot: u8, at: usize) {
-    let map = &writer.slot(slot).map;
+    let map = writer.shared.state().slots[0][usize::from(slot)]
+        .map
+        .clone();
     assert!(at < map.len());
     // SAFETY: the address is inside the sender's writable mapping (asserted).
     let byte = unsafe { map.as_ptr().add(at) };
@@ -84,9 +104,9 @@ fn spoil(writer: &Writer, slot: u8, at: usize) {
 fn every_byte_is_under_a_checksum() {
     let (mut writer, mut reader) = pair(2);
     publish(&mut writer, 1);
-    let snapshot = reader.next(soon()).unwrap().unwrap();
+    let snapshot = next(&mut reader);
     assert!(snapshot.verify_checksums().unwrap());
-    let slot = snapshot.pin.live.slot;
+    let slot = snapshot.pin.slot;
     let spans = Spans::new(&layout());
     for (number, span) in spans.iter().enumerate() {
         for at in [span.image.start, span.image.end - 1] {
@@ -119,13 +139,13 @@ fn every_byte_is_under_a_checksum() {
 fn a_spoilt_commit_record_is_not_believed() {
     let (mut writer, mut reader) = pair(2);
     publish(&mut writer, 1);
-    let held = reader.next(soon()).unwrap().unwrap();
-    let header = held.pin.book.header();
-    let record = header.read_record(held.pin.live.slot).unwrap();
-    let slot = held.pin.live.slot;
+    let held = next(&mut reader);
+    let page = writer.shared.models[0].model.clone();
+    let record = page.page().read_commit(held.pin.slot).unwrap();
+    let slot = held.pin.slot;
     let refuses = |reader: &mut Reader, record: &CommitRecord| {
         // The sender writes it; only its mapping of the header can.
-        writer.header().write_record(slot, record);
+        page.page().write_commit(slot, record);
         let error = reader.latest().map(drop).unwrap_err();
         assert!(matches!(error, Error::CorruptCommit { .. }), "{error}");
     };
@@ -157,13 +177,20 @@ fn a_spoilt_commit_record_is_not_believed() {
     refuses(
         &mut reader,
         &CommitRecord {
+            version: Version(2),
+            ..record
+        },
+    );
+    refuses(
+        &mut reader,
+        &CommitRecord {
             checksum_block: 5,
             ..record
         },
     );
     for word in 0..RECORD_WORDS {
-        writer.header().write_record(slot, &record);
-        writer.header().spoil_record(slot, word);
+        page.page().write_commit(slot, &record);
+        page.page().spoil_commit(slot, word);
         let error = reader.latest().map(drop).unwrap_err();
         assert!(
             matches!(error, Error::CorruptCommit { .. }),
@@ -173,7 +200,7 @@ fn a_spoilt_commit_record_is_not_believed() {
     // The one held before stays as it was, and the next version is fine.
     assert_eq!(held.tensor_bytes(2), [1; 100]);
     publish(&mut writer, 2);
-    assert_eq!(reader.next(soon()).unwrap().unwrap().version(), Version(2));
+    assert_eq!(next(&mut reader).version(), Version(2));
 }
 
 #[test]
@@ -217,17 +244,20 @@ fn a_reader_that_breaks_the_protocol_keeps_its_pins() {
     for junk in [
         &b"nonsense"[..],
         b"",
-        &FromSender::Slot { index: 1 }.encode(),
+        &FromSender::Slot { model: 0, index: 1 }.encode(),
     ] {
         let (mut writer, mut reader) = pair(2);
         publish(&mut writer, 1);
-        let held = reader.next(soon()).unwrap().unwrap();
+        let held = next(&mut reader);
         held.pin.book.socket().unwrap().send(junk, &[]).unwrap();
         let told = writer.wait_readers(soon(), |_, rejected| rejected == [WorkerId(0)]);
         assert!(told.unwrap(), "the breach was not noticed");
         publish(&mut writer, 2);
         // Slot 1 is live, slot 0 is held: there is nothing to write.
-        let error = writer.loan(Some(Instant::now())).map(drop).unwrap_err();
+        let error = writer
+            .stage(&[0], Some(Instant::now()))
+            .map(drop)
+            .unwrap_err();
         assert!(matches!(error, Error::AllSlotsPinned { .. }), "{error}");
         assert_eq!(held.tensor_bytes(2), [1; 100]);
         drop(held);
@@ -239,7 +269,7 @@ fn a_reader_that_breaks_the_protocol_keeps_its_pins() {
 fn a_digest_under_way_is_given_up_inside_a_tensor() {
     let (mut writer, _reader) = pair(2);
     publish(&mut writer, 1);
-    let own = writer.snapshot().unwrap().unwrap();
+    let own = writer.snapshot(0).unwrap().unwrap();
     let asked = std::cell::Cell::new(0);
     let count = || {
         asked.set(asked.get() + 1);

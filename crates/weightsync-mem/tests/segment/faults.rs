@@ -2,12 +2,16 @@
 
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Epoch, LayoutId, Version, WorkerId};
+use weightsync_core::{Epoch, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Error, Outcome, Reader, SegmentOptions, WaitStyle, Writer,
+    AttachOptions, CopyOptions, Delivery, Error, Level, ModelSpec, Outcome, Reader, SegmentOptions,
+    WaitStyle, Want, Writer,
 };
 
-use crate::{RUN, SECRET, address, attach, check, layout, publish, slots, take, within, writer};
+use crate::{
+    RUN, SECRET, address, attach, check, model, only, publish, settle, slots, take, take_set,
+    within, writer,
+};
 
 #[test]
 fn a_reader_that_left_is_a_line_once() {
@@ -16,14 +20,14 @@ fn a_reader_that_left_is_a_line_once() {
     let reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
     let mut stays = Reader::attach(&attach(&address, 1), within(20)).unwrap();
     drop(reader);
-    publish(&mut writer, 1, CopyOptions::default());
+    let publication = publish(&mut writer, 1, CopyOptions::default());
     take(&mut stays);
     assert!(
         writer
             .wait_readers(within(20), |readers, _| readers.len() == 1)
             .unwrap()
     );
-    let lines = writer.wait_applied(Version(1), within(20)).unwrap();
+    let lines = settle(&writer, &publication);
     let outcome = |worker| {
         lines
             .iter()
@@ -36,15 +40,12 @@ fn a_reader_that_left_is_a_line_once() {
         matches!(outcome(0), None | Some(Outcome::Left)),
         "{lines:?}"
     );
-    publish(&mut writer, 2, CopyOptions::default());
+    let publication = publish(&mut writer, 2, CopyOptions::default());
     take(&mut stays);
-    writer.wait_applied(Version(2), within(20)).unwrap();
-    publish(&mut writer, 3, CopyOptions::default());
+    settle(&writer, &publication);
+    let publication = publish(&mut writer, 3, CopyOptions::default());
     take(&mut stays);
-    assert_eq!(
-        writer.wait_applied(Version(3), within(20)).unwrap().len(),
-        1
-    );
+    assert_eq!(settle(&writer, &publication).len(), 1);
 }
 
 #[test]
@@ -60,7 +61,7 @@ fn pins_outlive_the_reader_that_made_them() {
     publish(&mut writer, 2, CopyOptions::default());
     drop(take(&mut again));
     assert!(matches!(
-        writer.loan(within(0)).map(drop),
+        writer.stage(&[0], within(0)).map(drop),
         Err(Error::AllSlotsPinned { .. })
     ));
     check(&held);
@@ -75,16 +76,15 @@ fn late_and_refusing_readers_are_lines_too() {
     let mut writer = writer(&address, slots(2, 2));
     let mut refuses = Reader::attach(&attach(&address, 0), within(20)).unwrap();
     let _sleeps = Reader::attach(&attach(&address, 1), within(20)).unwrap();
-    publish(&mut writer, 1, CopyOptions::default());
-    let snapshot = refuses.next(within(20)).unwrap().unwrap();
+    let publication = publish(&mut writer, 1, CopyOptions::default());
+    let taken = refuses.next(within(20)).unwrap().unwrap();
     refuses
-        .refuse(snapshot.version(), "no room for embed.weight")
+        .refuse(Some(taken.sequence), "no room for embed.weight")
         .unwrap();
+    let soon = Some(Instant::now() + Duration::from_millis(200));
     let lines = writer
-        .wait_applied(
-            Version(1),
-            Some(Instant::now() + Duration::from_millis(200)),
-        )
+        .waiter()
+        .settle(&publication, Level::Applied, soon)
         .unwrap();
     assert_eq!(lines.len(), 2);
     assert_eq!(
@@ -94,8 +94,8 @@ fn late_and_refusing_readers_are_lines_too() {
         }
     );
     assert_eq!(
-        (&lines[1].outcome, lines[1].applied),
-        (&Outcome::Late, Version::NONE)
+        (&lines[1].outcome, &lines[1].versions[..]),
+        (&Outcome::Late, &[Version::NONE][..])
     );
 }
 
@@ -109,7 +109,7 @@ fn a_closed_sender_is_told_after_everything_it_sent() {
     let last = take(&mut reader);
     assert!(matches!(reader.next(within(20)), Err(Error::SenderClosed)));
     check(&last);
-    check(&reader.latest().unwrap().unwrap());
+    check(&only(reader.latest().unwrap().unwrap()));
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn a_sleeping_reader_wakes_when_the_sender_closes() {
 fn two_senders_cannot_share_a_name() {
     let address = address();
     let first = writer(&address, slots(2, 2));
-    let second = Writer::create(&address, SECRET, RUN, &layout(), SegmentOptions::default());
+    let second = Writer::create(&address, SECRET, RUN, &[model()], SegmentOptions::default());
     assert!(matches!(second, Err(Error::AddressInUse { .. })));
     drop(first);
     writer(&address, slots(2, 2));
@@ -141,7 +141,7 @@ fn two_senders_cannot_share_a_name() {
 #[test]
 fn joining_on_wrong_terms_is_refused_in_words() {
     let address = address();
-    let _writer = writer(&address, slots(2, 2));
+    let writer = writer(&address, slots(2, 2));
     let _first = Reader::attach(&attach(&address, 0), within(20)).unwrap();
     let refused = |options: AttachOptions| {
         Reader::attach(&options, within(20))
@@ -159,10 +159,10 @@ fn joining_on_wrong_terms_is_refused_in_words() {
         "{words}"
     );
     let words = refused(AttachOptions {
-        layout: Some(LayoutId([1; 32])),
+        models: Some(vec![0, 1]),
         ..attach(&address, 1)
     });
-    assert!(words.contains("layout"), "{words}");
+    assert!(words.contains("models {0, 1}"), "{words}");
     let wrong = AttachOptions {
         secret: [0; 16],
         ..attach(&address, 1)
@@ -173,24 +173,75 @@ fn joining_on_wrong_terms_is_refused_in_words() {
         Err(Error::NoSender { .. })
     ));
     let own = AttachOptions {
-        layout: Some(layout().id()),
+        models: Some(vec![0]),
         seen: Epoch(5),
+        device: "cuda:7".into(),
         ..attach(&address, 1)
     };
-    Reader::attach(&own, within(20)).unwrap();
+    let reader = Reader::attach(&own, within(20)).unwrap();
+    assert_eq!(reader.models(), [(0, model())]);
+    assert_eq!(writer.readers()[1].device, "cuda:7");
 }
 
 #[test]
 fn options_out_of_range_are_named() {
-    for (options, name) in [
-        (slots(1, 2), "slots"),
-        (slots(3, 2), "max_slots"),
-        (slots(2, 65), "max_slots"),
+    let history = SegmentOptions {
+        history: 63,
+        ..SegmentOptions::default()
+    };
+    let long = ModelSpec {
+        note: vec![0; (16 << 20) + 1],
+        ..model()
+    };
+    for (models, options, name) in [
+        (vec![model()], slots(1, 2), "slots"),
+        (vec![model()], slots(3, 2), "max_slots"),
+        (vec![model()], slots(2, 65), "max_slots"),
+        (vec![model()], history, "history"),
+        (vec![], slots(2, 2), "models"),
+        (vec![model(); 65], slots(2, 2), "models"),
+        (vec![long], slots(2, 2), "a model's note"),
     ] {
-        let error = Writer::create(&address(), SECRET, RUN, &layout(), options).unwrap_err();
+        let error = Writer::create(&address(), SECRET, RUN, &models, options).unwrap_err();
         assert!(
             matches!(error, Error::BadOption { option, .. } if option == name),
             "{error}"
+        );
+    }
+    let address = address();
+    let mut writer = writer(&address, slots(2, 2));
+    for models in [&[][..], &[1], &[0, 0]] {
+        let error = writer.stage(models, within(0)).map(drop).unwrap_err();
+        assert!(matches!(error, Error::BadOption { .. }), "{error}");
+    }
+    assert!(matches!(writer.snapshot(1), Err(Error::BadOption { .. })));
+    let good = attach(&address, 0);
+    for options in [
+        AttachOptions {
+            models: Some(vec![]),
+            ..good.clone()
+        },
+        AttachOptions {
+            models: Some(vec![64]),
+            ..good.clone()
+        },
+        AttachOptions {
+            delivery: Delivery::Every { bound: 0 },
+            ..good.clone()
+        },
+        AttachOptions {
+            delivery: Delivery::Every { bound: 33 },
+            ..good.clone()
+        },
+        AttachOptions {
+            device: "x".repeat(65),
+            ..good.clone()
+        },
+    ] {
+        let error = Reader::attach(&options, within(0)).map(drop).unwrap_err();
+        assert!(
+            matches!(error, Error::BadOption { .. }),
+            "{options:?}: {error}"
         );
     }
 }
@@ -249,8 +300,9 @@ fn a_forked_child_is_told_to_open_its_own_end() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
-    publish(&mut writer, 1, CopyOptions::default());
-    let held = take(&mut reader);
+    let first = publish(&mut writer, 1, CopyOptions::default());
+    let held = take_set(&mut reader);
+    let waiter = writer.waiter();
     // SAFETY: the child only makes calls that return at once, drops what it
     // inherited, and leaves by `_exit`.
     let child = unsafe { libc::fork() };
@@ -258,10 +310,13 @@ fn a_forked_child_is_told_to_open_its_own_end() {
         let forked = |error: Option<Error>| matches!(error, Some(Error::Forked { .. }));
         let told = forked(reader.latest().err())
             && forked(reader.next(None).err())
-            && forked(reader.applied(Version(1)).err())
-            && forked(writer.loan(None).map(drop).err())
-            && forked(writer.snapshot().err());
-        drop((held, reader, writer));
+            && forked(reader.applied(&held).err())
+            && forked(reader.ask(Want::Newest).err())
+            && forked(writer.stage(&[0], None).map(drop).err())
+            && forked(writer.snapshot(0).err())
+            && forked(writer.hold(&[WorkerId(0)]).err())
+            && forked(waiter.settle(&first, Level::Applied, None).err());
+        drop((held, reader, writer, waiter));
         // SAFETY: ends the child without running the parent's exit handlers.
         unsafe { libc::_exit(if told { 7 } else { 1 }) }
     }
@@ -273,12 +328,8 @@ fn a_forked_child_is_told_to_open_its_own_end() {
         (true, 7)
     );
     // The parent's ends work on, and the child's exit is nobody's death.
-    check(&held);
-    drop(held);
-    publish(&mut writer, 2, CopyOptions::default());
+    check(&only(held));
+    let publication = publish(&mut writer, 2, CopyOptions::default());
     assert_eq!(take(&mut reader).version(), Version(2));
-    assert_eq!(
-        writer.wait_applied(Version(2), within(20)).unwrap().len(),
-        1
-    );
+    assert_eq!(settle(&writer, &publication).len(), 1);
 }

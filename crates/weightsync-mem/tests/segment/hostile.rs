@@ -7,8 +7,8 @@ use rustix::net::{
     AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, send,
     socket_with,
 };
-use weightsync_mem::wire::{FromReader, FromSender};
-use weightsync_mem::{CopyOptions, Error, Reader};
+use weightsync_mem::wire::{FromReader, FromSender, Models};
+use weightsync_mem::{CopyOptions, Delivery, Error, Reader};
 
 use crate::{SECRET, address, attach, publish, slots, take, within, writer};
 
@@ -37,7 +37,7 @@ fn silent_and_talkative_strangers_keep_nobody_out() {
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         &[0; 1000],
         b"wsMM",
-        b"wsMM\x01\x00\x01short",
+        b"wsMM\x02\x00\x01short",
     ] {
         let fd = stranger(&address);
         send(&fd, junk, SendFlags::NOSIGNAL).unwrap();
@@ -58,7 +58,9 @@ fn a_hello_without_a_control_page_is_refused() {
         secret: SECRET,
         worker: weightsync_core::WorkerId(0),
         seen: weightsync_core::Epoch(0),
-        layout: None,
+        models: Models::ALL,
+        delivery: Delivery::Newest,
+        device: String::new(),
     };
     send(&fd, &hello.encode(), SendFlags::NOSIGNAL).unwrap();
     let mut answer = [0; 1024];
@@ -85,14 +87,13 @@ fn a_sender_that_talks_nonsense_is_an_error() {
     rustix::net::listen(&fd, 8).unwrap();
     let welcome = FromSender::Welcome {
         run: crate::RUN,
-        slots: 64,
-        slot_bytes: u64::MAX,
-        layout_bytes: u64::MAX,
+        count: 64,
+        models: Models::ALL,
     };
     for nonsense in [
         b"nonsense".to_vec(),
         welcome.encode(),
-        FromSender::Slot { index: 0 }.encode(),
+        FromSender::Slot { model: 0, index: 0 }.encode(),
     ] {
         let options = attach(&address, 0);
         let joining = std::thread::spawn(move || Reader::attach(&options, within(20)).map(drop));
@@ -109,7 +110,7 @@ proptest! {
     fn every_decoder_survives_random_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..200), kind in any::<u8>()) {
         let _ = FromReader::decode(&bytes);
         let _ = FromSender::decode(&bytes);
-        let mut packet = FromSender::Slot { index: 0 }.encode();
+        let mut packet = FromSender::Slot { model: 0, index: 0 }.encode();
         packet.truncate(7);
         packet[6] = kind;
         packet.extend_from_slice(&bytes);

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Deadline, Reader, SegmentOptions, Snapshot, Source, WaitStyle,
-    Writer,
+    AttachOptions, CopyOptions, Deadline, Delivery, Level, ModelSpec, Publication, Reader,
+    ReaderOutcome, SegmentOptions, Snapshot, Source, Taken, Targets, WaitStyle, Writer,
 };
 
 const SECRET: [u8; 16] = *b"secret of tests!";
@@ -52,13 +52,23 @@ fn attach(address: &str, worker: u32) -> AttachOptions {
         secret: SECRET,
         worker: WorkerId(worker),
         seen: Epoch(0),
-        layout: None,
         wait: WaitStyle::default(),
+        models: None,
+        delivery: Delivery::Newest,
+        device: String::new(),
     }
 }
 
+fn model() -> ModelSpec {
+    ModelSpec {
+        layout: layout(),
+        note: b"a note".to_vec(),
+    }
+}
+
+/// A segment of one model.
 fn writer(address: &str, options: SegmentOptions) -> Writer {
-    Writer::create(address, SECRET, RUN, &layout(), options).unwrap()
+    Writer::create(address, SECRET, RUN, &[model()], options).unwrap()
 }
 
 fn slots(slots: u8, max_slots: u8) -> SegmentOptions {
@@ -69,18 +79,29 @@ fn slots(slots: u8, max_slots: u8) -> SegmentOptions {
     }
 }
 
-/// Publishes a version whose every byte is derived from its number.
-fn publish(writer: &mut Writer, version: u64, options: CopyOptions) {
-    let layout = writer.layout().clone();
+/// Publishes the next version of the first model to all, every byte of it
+/// derived from its number, which is to be `version`.
+fn publish(writer: &mut Writer, version: u64, options: CopyOptions) -> Publication {
+    let layout = writer.models()[0].layout.clone();
     let tensors: Vec<Vec<u8>> = layout
         .tensors()
         .iter()
         .map(|tensor| pattern(version, tensor.range.len))
         .collect();
     let sources: Vec<_> = tensors.iter().map(|bytes| Source::Bytes(bytes)).collect();
-    let mut loan = writer.loan(within(20)).unwrap();
-    loan.write(&sources, options).unwrap();
-    loan.publish(Version(version)).unwrap();
+    let mut staging = writer.stage(&[0], within(20)).unwrap();
+    staging.write(0, &sources, options).unwrap();
+    let publication = staging.publish(&Targets::All).unwrap();
+    assert_eq!(publication.versions, [(0, Version(version))]);
+    publication
+}
+
+/// The lines of a publication once it is applied everywhere, within 20 s.
+fn settle(writer: &Writer, publication: &Publication) -> Vec<ReaderOutcome> {
+    let waiter = writer.waiter();
+    waiter
+        .settle(publication, Level::Applied, within(20))
+        .unwrap()
 }
 
 fn pattern(version: u64, len: u64) -> Vec<u8> {
@@ -102,13 +123,27 @@ fn check(snapshot: &Snapshot) {
     }
 }
 
-/// Takes the next version, checks it and reports it as applied.
+/// Takes the next set, of one model, checks it and reports it as applied.
 fn take(reader: &mut Reader) -> Snapshot {
-    let snapshot = reader
+    only(take_set(reader))
+}
+
+/// Takes the next set, checks it and reports it as applied.
+fn take_set(reader: &mut Reader) -> Taken {
+    let taken = reader
         .next(within(20))
         .unwrap()
         .expect("a version within 20 s");
-    check(&snapshot);
-    reader.applied(snapshot.version()).unwrap();
-    snapshot
+    taken
+        .members
+        .iter()
+        .for_each(|member| check(&member.snapshot));
+    reader.applied(&taken).unwrap();
+    taken
+}
+
+/// The only model of a set.
+fn only(mut taken: Taken) -> Snapshot {
+    assert_eq!(taken.members.len(), 1);
+    taken.members.remove(0).snapshot
 }

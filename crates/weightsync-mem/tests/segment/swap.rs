@@ -1,9 +1,9 @@
 //! What readers see.
 
 use weightsync_core::{Version, WorkerId};
-use weightsync_mem::{CopyOptions, Error, Outcome, Reader};
+use weightsync_mem::{CopyOptions, Error, Outcome, Reader, Targets};
 
-use crate::{address, attach, check, pattern, publish, slots, take, within, writer};
+use crate::{address, attach, check, only, pattern, publish, settle, slots, take, within, writer};
 
 #[test]
 fn versions_arrive_whole_and_are_acknowledged() {
@@ -14,17 +14,17 @@ fn versions_arrive_whole_and_are_acknowledged() {
         .collect();
     assert!(readers[0].latest().unwrap().is_none());
     for version in 1..=20 {
-        publish(&mut writer, version, CopyOptions::default());
+        let publication = publish(&mut writer, version, CopyOptions::default());
         for reader in &mut readers {
             assert_eq!(take(reader).version(), Version(version));
         }
-        let lines = writer.wait_applied(Version(version), within(20)).unwrap();
+        let lines = settle(&writer, &publication);
         assert_eq!(lines.len(), 3);
         for (worker, line) in lines.iter().enumerate() {
             assert_eq!(line.worker, WorkerId(worker as u32));
             assert_eq!(
-                (&line.outcome, line.applied),
-                (&Outcome::Applied, Version(version))
+                (&line.outcome, &line.versions[..]),
+                (&Outcome::Applied, &[Version(version)][..])
             );
             assert_eq!(line.pid, std::process::id());
         }
@@ -36,15 +36,18 @@ fn the_newest_version_is_what_comes() {
     let address = address();
     let mut writer = writer(&address, slots(3, 3));
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
-    for version in [1, 2, 7] {
+    for version in 1..=3 {
         publish(&mut writer, version, CopyOptions::default());
     }
-    assert_eq!(take(&mut reader).version(), Version(7));
+    assert_eq!(take(&mut reader).version(), Version(3));
     assert!(
         reader.next(within(0)).unwrap().is_none(),
         "nothing newer, and no error"
     );
-    assert_eq!(reader.latest().unwrap().unwrap().version(), Version(7));
+    assert_eq!(
+        only(reader.latest().unwrap().unwrap()).version(),
+        Version(3)
+    );
 }
 
 #[test]
@@ -74,9 +77,12 @@ fn holding_every_slot_is_an_error_that_names_the_holders() {
     publish(&mut writer, 1, CopyOptions::default());
     let held = take(&mut reader);
     publish(&mut writer, 2, CopyOptions::default());
-    let error = writer.loan(within(0)).map(drop).unwrap_err();
+    let error = writer.stage(&[0], within(0)).map(drop).unwrap_err();
     let Error::AllSlotsPinned {
-        slots: 2, holders, ..
+        model: 0,
+        slots: 2,
+        holders,
+        ..
     } = &error
     else {
         panic!("{error}")
@@ -112,9 +118,9 @@ fn a_segment_grows_instead_where_it_may() {
         publish(&mut writer, version, CopyOptions::default());
         held.push(take(&mut reader));
     }
-    assert_eq!(writer.slots(), 4);
+    assert_eq!(writer.slots(0), 4);
     assert!(matches!(
-        writer.loan(within(0)).map(drop),
+        writer.stage(&[0], within(0)).map(drop),
         Err(Error::AllSlotsPinned { slots: 4, .. })
     ));
     // One that joins now gets all four.
@@ -124,54 +130,34 @@ fn a_segment_grows_instead_where_it_may() {
 }
 
 #[test]
-fn a_loan_writes_in_place_and_an_abandoned_one_shows_nothing() {
+fn staging_writes_in_place_and_an_abandoned_one_shows_nothing() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
-    let mut abandoned = writer.loan(within(20)).unwrap();
+    let mut abandoned = writer.stage(&[0], within(20)).unwrap();
     abandoned
-        .tensors_mut()
+        .tensors_mut(0)
         .into_iter()
         .for_each(|place| place.fill(0xee));
+    drop(abandoned);
     assert_eq!(take(&mut reader).version(), Version(1));
-    let mut loan = writer.loan(within(20)).unwrap();
-    let lens: Vec<_> = loan
-        .layout()
+    let mut staging = writer.stage(&[0], within(20)).unwrap();
+    let lens: Vec<_> = staging
+        .layout(0)
         .tensors()
         .iter()
         .map(|tensor| tensor.range.len)
         .collect();
-    for (place, len) in loan.tensors_mut().into_iter().zip(lens) {
-        place.copy_from_slice(&pattern(2, len));
+    for (index, len) in lens.into_iter().enumerate() {
+        staging
+            .tensor_mut(0, index)
+            .copy_from_slice(&pattern(2, len));
     }
-    loan.publish(Version(2)).unwrap();
+    let publication = staging.publish(&Targets::All).unwrap();
+    assert_eq!(publication.versions, [(0, Version(2))]);
     assert_eq!(take(&mut reader).version(), Version(2));
-}
-
-#[test]
-fn versions_only_grow() {
-    let address = address();
-    let mut writer = writer(&address, slots(2, 2));
-    publish(&mut writer, 4, CopyOptions::default());
-    for stale in [4, 3, 0] {
-        let error = writer
-            .loan(within(20))
-            .unwrap()
-            .publish(Version(stale))
-            .unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::VersionNotNewer {
-                    live: Version(4),
-                    ..
-                }
-            ),
-            "{error}"
-        );
-    }
-    assert_eq!(writer.version(), Version(4));
+    assert_eq!(writer.version(0), Version(2));
 }
 
 #[test]
@@ -201,12 +187,12 @@ fn checksums_cover_every_byte_with_any_number_of_threads() {
 fn the_digest_comes_when_it_is_made() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    assert!(writer.snapshot().unwrap().is_none());
+    assert!(writer.snapshot(0).unwrap().is_none());
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     let snapshot = take(&mut reader);
     assert_eq!(snapshot.published_digest(), None);
-    let own = writer.snapshot().unwrap().unwrap();
+    let own = writer.snapshot(0).unwrap().unwrap();
     let digest = own.digest_unless(|| false).unwrap();
     assert!(own.publish_digest(digest));
     assert!(

@@ -1,13 +1,13 @@
-//! A free slot, lent to be written.
+//! The one pass that brings a model's tensors into a slot.
 
 use std::ops::Range;
 
-use weightsync_core::{Layout, TensorSpec, Version};
+use weightsync_core::{Layout, TensorSpec};
 use weightsync_simd::Copier;
 
 use crate::error::Error;
-use crate::spans::Span;
-use crate::writer::Writer;
+use crate::map::Mapping;
+use crate::spans::{Span, Spans};
 
 /// Where one tensor's bytes come from.
 pub enum Source<'a> {
@@ -21,7 +21,7 @@ pub enum Source<'a> {
 /// Writes one tensor's bytes, all of them, or says why it cannot.
 pub type Fill<'a> = dyn Fn(&mut [u8]) -> Result<(), BoxedError> + Sync + 'a;
 
-/// Any error, on its way through a [`Loan`].
+/// Any error, on its way through a [`Staging`](crate::Staging).
 pub type BoxedError = Box<dyn std::error::Error + Send + Sync>;
 
 impl std::fmt::Debug for Source<'_> {
@@ -33,7 +33,7 @@ impl std::fmt::Debug for Source<'_> {
     }
 }
 
-/// How [`Loan::write`] goes over the source.
+/// How [`Staging::write`](crate::Staging::write) goes over the source.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyOptions {
     /// Threads that copy, this one included; at least 1.
@@ -51,163 +51,80 @@ impl Default for CopyOptions {
     }
 }
 
-/// A slot that nobody reads, to be filled and then published.
+/// Writes every tensor of an image that starts at `map`'s beginning, with the
+/// sums of its spans if they are wanted; one pass over the sources.
 ///
-/// **Guarantee.** Until [`Loan::publish`] no reader can see any of it; dropped
-/// without publishing, it leaves everything as it was. The bytes in it at the
-/// beginning are those of some older version (or zeros): write every tensor.
-#[derive(Debug)]
-pub struct Loan<'a> {
-    writer: &'a mut Writer,
-    slot: u8,
-    checksums: bool,
-}
-
-impl<'a> Loan<'a> {
-    pub(crate) fn new(writer: &'a mut Writer, slot: u8) -> Self {
-        Self {
-            writer,
-            slot,
-            checksums: false,
-        }
-    }
-
-    /// The layout to write by.
-    pub fn layout(&self) -> &Layout {
-        self.writer.layout()
-    }
-
-    /// One tensor's place, by its index in the layout.
-    ///
-    /// # Panics
-    ///
-    /// If the layout has no such index.
-    pub fn tensor_mut(&mut self, index: usize) -> &mut [u8] {
-        let range = self.layout().tensors()[index].range;
-        let start = range.offset as usize;
-        self.checksums = false;
-        self.part(start..start + range.len as usize)
-    }
-
-    /// Every tensor's place, in layout order, to be written in any order and
-    /// from any number of threads.
-    pub fn tensors_mut(&mut self) -> Vec<&mut [u8]> {
-        let layout = self.layout().clone();
-        let end = layout.bytes() as usize;
-        self.checksums = false;
-        let mut rest = self.part(0..end);
-        let mut at = 0;
-        let mut places = Vec::with_capacity(layout.len());
-        for tensor in layout.tensors() {
-            let start = tensor.range.offset as usize;
-            let (_, tail) = rest.split_at_mut(start - at);
-            let (place, tail) = tail.split_at_mut(tensor.range.len as usize);
-            places.push(place);
-            at = start + tensor.range.len as usize;
+/// # Safety
+///
+/// `map` must be writable and at least a slot of this layout long, and nobody
+/// else may read or write it meanwhile.
+///
+/// # Errors
+///
+/// [`Error::Fill`] with the first failure of a [`Source::Fill`].
+///
+/// # Panics
+///
+/// If there is not one source per tensor, or one has another length than its
+/// tensor.
+pub(crate) unsafe fn write_image(
+    map: &Mapping,
+    layout: &Layout,
+    spans: &Spans,
+    sources: &[Source<'_>],
+    options: CopyOptions,
+) -> Result<Vec<u64>, Error> {
+    assert_eq!(sources.len(), layout.len(), "one source per tensor");
+    assert!(
+        layout.bytes() as usize <= map.len(),
+        "a slot of the layout's"
+    );
+    // Without sums there is no need to cut large tensors that small.
+    let spans: Vec<Span> = match options.checksums {
+        true => spans.iter().cloned().collect(),
+        false => spans.joined(),
+    };
+    let mut sums = vec![0; if options.checksums { spans.len() } else { 0 }];
+    let image = Image {
+        start: map.as_ptr(),
+        layout,
+        sources,
+        bytes: layout.bytes() as usize,
+    };
+    let cuts = cut(&spans, sources, options.threads.max(1));
+    let (first, others) = cuts
+        .split_first()
+        .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
+    std::thread::scope(|scope| {
+        let wanted = |range: &Range<usize>| if options.checksums { range.len() } else { 0 };
+        let (own, mut rest) = sums.split_at_mut(wanted(&first));
+        let mut threads = Vec::with_capacity(others.len());
+        for range in others {
+            let (part, tail) = std::mem::take(&mut rest).split_at_mut(wanted(range));
             rest = tail;
+            let (image, spans) = (&image, &spans[range.clone()]);
+            let copy = move || image.write(spans, part);
+            let thread = std::thread::Builder::new().name("weightsync-copy".into());
+            threads.push(
+                thread
+                    .spawn_scoped(scope, copy)
+                    .map_err(|source| Error::Os {
+                        action: "starting a copying thread",
+                        source,
+                    })?,
+            );
         }
-        places
-    }
-
-    /// Writes every tensor from `sources`, in layout order, in one pass over
-    /// the source.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Fill`] with the first failure of a [`Source::Fill`]; the loan
-    /// can be written again.
-    ///
-    /// # Panics
-    ///
-    /// If there is not one source per tensor, or one has another length than
-    /// its tensor: the caller compares layouts first.
-    pub fn write(&mut self, sources: &[Source<'_>], options: CopyOptions) -> Result<(), Error> {
-        self.checksums = false;
-        let layout = self.layout().clone();
-        assert_eq!(sources.len(), layout.len(), "one source per tensor");
-        let spans = self.writer.spans();
-        // Without sums there is no need to cut large tensors that small.
-        let spans: Vec<Span> = match options.checksums {
-            true => spans.iter().cloned().collect(),
-            false => spans.joined(),
-        };
-        let mut sums = vec![0; if options.checksums { spans.len() } else { 0 }];
-        let image = Image {
-            start: self.writer.slot(self.slot).map.as_ptr(),
-            layout: &layout,
-            sources,
-            bytes: layout.bytes() as usize,
-        };
-        let cuts = cut(&spans, sources, options.threads.max(1));
-        let (first, others) = cuts
-            .split_first()
-            .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
-        std::thread::scope(|scope| {
-            let wanted = |range: &Range<usize>| if options.checksums { range.len() } else { 0 };
-            let (own, mut rest) = sums.split_at_mut(wanted(&first));
-            let mut threads = Vec::with_capacity(others.len());
-            for range in others {
-                let (part, tail) = std::mem::take(&mut rest).split_at_mut(wanted(range));
-                rest = tail;
-                let (image, spans) = (&image, &spans[range.clone()]);
-                let copy = move || image.write(spans, part);
-                let thread = std::thread::Builder::new().name("weightsync-copy".into());
-                threads.push(
-                    thread
-                        .spawn_scoped(scope, copy)
-                        .map_err(|source| Error::Os {
-                            action: "starting a copying thread",
-                            source,
-                        })?,
-                );
-            }
-            let mut result = image.write(&spans[first], own);
-            for thread in threads {
-                // A panic of a fill function goes on in the caller.
-                let other = thread
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                result = result.and(other);
-            }
-            result
-        })?;
-        if options.checksums {
-            let table: Vec<u8> = sums.iter().flat_map(|sum| u64::to_le_bytes(*sum)).collect();
-            let start = self.writer.spans().table_offset();
-            self.part(start..start + table.len())
-                .copy_from_slice(&table);
+        let mut result = image.write(&spans[first], own);
+        for thread in threads {
+            // A panic of a fill function goes on in the caller.
+            let other = thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            result = result.and(other);
         }
-        self.checksums = options.checksums;
-        Ok(())
-    }
-
-    /// Makes what was written the live version, in one atomic step, and gives
-    /// the writer back.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::VersionNotNewer`] if `version` does not grow.
-    pub fn publish(mut self, version: Version) -> Result<&'a mut Writer, Error> {
-        let table = self.checksums.then(|| {
-            let start = self.writer.spans().table_offset();
-            let end = start + self.writer.spans().table_bytes();
-            weightsync_simd::crc64(self.part(start..end))
-        });
-        self.writer.publish(self.slot, version, table)?;
-        Ok(self.writer)
-    }
-
-    /// A stretch of the slot.
-    fn part(&mut self, range: Range<usize>) -> &mut [u8] {
-        let map = &self.writer.slot(self.slot).map;
-        assert!(range.start <= range.end && range.end <= map.len());
-        // SAFETY: the range lies in the mapping (asserted).
-        let start = unsafe { map.as_ptr().add(range.start) };
-        // SAFETY: the sender's mapping is writable and lives as long as the
-        // writer; the slot is neither live nor pinned (`Writer::loan`), so no
-        // reader reads it, and `&mut self` is the only way to it here.
-        unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
-    }
+        result
+    })?;
+    Ok(sums)
 }
 
 /// Cuts the spans into one run per thread, of about the same number of bytes.

@@ -1,0 +1,790 @@
+//! The sender's decisions: who is to run what, which record says so, and what
+//! may be written again.
+//!
+//! **Guarantee.** Plain values in, plain values out: no shared memory and no
+//! waiting here. [`Plan`] remembers what every worker is meant to run and what
+//! every lane was last told; its methods answer with the [`Step`]s that make the
+//! shared pages say the same, to be taken in order and under the same lock.
+//!
+//! * A slot or record that anything refers to is never given out.
+//! * Each step puts a lane on a whole set: all models of a publication or none.
+//! * A worker that is not named keeps what it has, and one that joins gets the
+//!   newest set meant for it.
+//! * A model gets no more slots than its options and what is meant to be run ask
+//!   for.
+
+mod meant;
+mod records;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use weightsync_core::{Version, WorkerId};
+
+use self::meant::Meant;
+use self::records::Records;
+use crate::protocol::{Live, MAX_RECORDS, MAX_SLOTS, SlotSet};
+use crate::set::{ModelSet, Models, Placed, SetRecord};
+use crate::wire::{Delivery, MAX_KNOWN, Want};
+
+/// Which reader: the worker, and the how-manieth to join. A worker that closed
+/// its end but still holds snapshots stays in the roster beside its successor;
+/// here there is one lane per worker, its newest reader's.
+pub(crate) type Key = (WorkerId, u64);
+
+/// To whom a publication goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Targets {
+    /// Every worker, also those that join later.
+    All,
+    /// These workers and no other, connected or not.
+    Workers(Vec<WorkerId>),
+}
+
+/// One change to the shared pages. They are taken in the order given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Write this set record with what [`Plan::record`] says.
+    Write { record: u8 },
+    /// Swap the lane's live word.
+    Flip { key: Key, live: Live },
+    /// Push on the lane's queue. There is room.
+    Push { key: Key, live: Live },
+    /// Clear the lane's live word.
+    Clear { key: Key },
+}
+
+/// What a publication is for one connected reader.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// A step puts its lane there.
+    Told,
+    /// Its queue has no room, or no record is free: a later [`Plan::deliver`]
+    /// puts it there, unless [`Plan::give_up`] comes first.
+    Waiting,
+    /// Its queue has no room, and as many publications wait already: it will
+    /// not get this one by itself.
+    Full,
+    /// It is held: it gets the newest when it is released.
+    Held,
+    /// It gets what it asks for and nothing else.
+    Asks,
+}
+
+/// A decided publication.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Published {
+    /// Its sequence number: a lane that has taken this or a later one has taken it.
+    pub(crate) sequence: u64,
+    /// The version each model got.
+    pub(crate) versions: Vec<(usize, Version)>,
+    /// What it is for each connected reader that it is for.
+    pub(crate) fates: Vec<(Key, Fate)>,
+    /// Workers that were named but are not connected.
+    pub(crate) absent: Vec<WorkerId>,
+}
+
+/// Why a publication is refused: after it, no slot of this model would be left
+/// to write the next version into. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Crowded {
+    pub(crate) model: usize,
+}
+
+/// Where the next version of a model can be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lend {
+    /// In this slot, which is lent now.
+    Slot(u8),
+    /// In a new slot: make one, hand it out, then call [`Plan::grown`].
+    Grow,
+    /// Nowhere until a slot comes free.
+    Wait,
+}
+
+/// What becomes of an ask.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// The steps put the lane there (or on its queue).
+    Told,
+    /// It will be told when there is such a version.
+    Later,
+    /// There is no such version for this reader; the newest there are.
+    Unknown { known: Vec<Version> },
+    /// The reader was not given this model, or takes every version and so has
+    /// nothing to ask for.
+    NotAllowed,
+    /// There is no such lane.
+    Gone,
+}
+
+/// What all workers are meant to run, and what their lanes say.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    models: Vec<Model>,
+    /// The last sequence number given out.
+    sequence: u64,
+    meant: Meant,
+    records: Records,
+    lanes: BTreeMap<WorkerId, Lane>,
+}
+
+/// One model's slots.
+#[derive(Debug)]
+struct Model {
+    slots: u8,
+    /// Being written.
+    lent: SlotSet,
+    /// What each slot was last published with.
+    versions: [Version; MAX_SLOTS],
+    /// The newest version published.
+    version: Version,
+}
+
+/// What one reader was told.
+#[derive(Debug)]
+struct Lane {
+    joined: u64,
+    models: Models,
+    delivery: Delivery,
+    /// The record its live word names.
+    live: Option<u8>,
+    /// The records in its queue that it has not taken, oldest first.
+    queue: VecDeque<u8>,
+    /// How many entries it has taken.
+    head: u64,
+    /// What it is to be told once there is room, oldest first; of readers that
+    /// want the newest, at most one.
+    waiting: VecDeque<Waiting>,
+    /// What it asked for and cannot have yet.
+    wanted: Option<Want>,
+    /// The newest sequence number it was told.
+    told: u64,
+    /// The newest sequence number it has taken.
+    taken: u64,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    sequence: u64,
+    set: ModelSet,
+}
+
+impl Plan {
+    /// The plan of a segment with `models` models of `slots` slots each, that
+    /// keeps `history` earlier sets besides the newest.
+    pub(crate) fn new(models: usize, slots: u8, history: u8) -> Self {
+        let model = |_| Model {
+            slots,
+            lent: SlotSet::default(),
+            versions: [Version::NONE; MAX_SLOTS],
+            version: Version::NONE,
+        };
+        Self {
+            models: (0..models).map(model).collect(),
+            sequence: 0,
+            meant: Meant::new(history.into()),
+            records: Records::new(),
+            lanes: BTreeMap::new(),
+        }
+    }
+}
+
+/// Publishing.
+impl Plan {
+    /// Finds a slot for the next version of `model`. `pinned` is what data pins
+    /// hold, and what pinned records do ([`slots_of`](Self::slots_of)).
+    pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
+        let needed = self.meant.slots(model).union(self.told(model));
+        let waiting = self.lanes.values().flat_map(|lane| &lane.waiting);
+        let waiting = waiting.filter_map(|waiting| waiting.set.place(model));
+        let held = waiting.fold(needed, |all, placed| all.with(placed.slot));
+        let Model { slots, lent, .. } = &mut self.models[model];
+        if let Some(slot) = held.union(*lent).union(pinned).first_free(*slots) {
+            *lent = lent.with(slot);
+            return Lend::Slot(slot);
+        }
+        // What waits for room in a queue is no reason to grow: else a worker
+        // that stands still would make every sender grow to the end.
+        let needed = needed.union(*lent).len() + 1;
+        let limit = needed.max(max_slots.into()).min(MAX_SLOTS);
+        match usize::from(*slots) < limit {
+            true => Lend::Grow,
+            false => Lend::Wait,
+        }
+    }
+
+    /// Notes a new slot, and lends it.
+    pub(crate) fn grown(&mut self, model: usize) -> u8 {
+        let Model { slots, lent, .. } = &mut self.models[model];
+        let slot = *slots;
+        *slots += 1;
+        *lent = lent.with(slot);
+        slot
+    }
+
+    /// Takes a lent slot back unused.
+    pub(crate) fn give_back(&mut self, model: usize, slot: u8) {
+        let lent = &mut self.models[model].lent;
+        *lent = lent.without(slot);
+    }
+
+    /// The version that the next publication of `model` will be: its commit
+    /// record is written before.
+    pub(crate) fn next_version(&self, model: usize) -> Version {
+        self.models[model].version.next()
+    }
+
+    /// Publishes the versions written into lent slots, as one set. The slots are
+    /// lent no more, unless it is refused.
+    pub(crate) fn publish(
+        &mut self,
+        written: &[(usize, u8)],
+        targets: &Targets,
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) -> Result<Published, Crowded> {
+        let mut update = ModelSet::EMPTY;
+        for &(model, slot) in written {
+            let version = self.next_version(model);
+            update.put(model, Placed { slot, version });
+        }
+        let full = |&(model, _): &(usize, u8)| usize::from(self.models[model].slots) == MAX_SLOTS;
+        let may_crowd = written.iter().any(full);
+        self.meant.publish(&update, targets, may_crowd)?;
+        for (model, placed) in update.iter() {
+            let of = &mut self.models[model];
+            of.lent = of.lent.without(placed.slot);
+            of.versions[usize::from(placed.slot)] = placed.version;
+            of.version = placed.version;
+        }
+        self.sequence += 1;
+        let mut teller = Teller::new(self.sequence, self.records_told().union(record_pins), steps);
+        let mut fates = Vec::new();
+        let mut absent = Vec::new();
+        let (meant, records) = (&self.meant, &mut self.records);
+        let mut concern = |worker, lane: &mut Lane| {
+            if !lane.models.and(update.models()).is_empty() {
+                let fate = lane.publish(worker, meant, records, &mut teller);
+                fates.push(((worker, lane.joined), fate));
+            }
+        };
+        match targets {
+            Targets::All => {
+                for (worker, lane) in &mut self.lanes {
+                    concern(*worker, lane);
+                }
+            }
+            Targets::Workers(workers) => {
+                let mut workers = workers.clone();
+                workers.sort_unstable();
+                workers.dedup();
+                for worker in workers {
+                    match self.lanes.get_mut(&worker) {
+                        Some(lane) => concern(worker, lane),
+                        None => absent.push(worker),
+                    }
+                }
+            }
+        }
+        Ok(Published {
+            sequence: self.sequence,
+            versions: update
+                .iter()
+                .map(|(model, placed)| (model, placed.version))
+                .collect(),
+            fates,
+            absent,
+        })
+    }
+
+    /// Puts lanes that wait where they are meant to be, as far as there is room.
+    ///
+    /// If it is records that are missing, lanes are taken off those that were
+    /// only asked for and have been taken; the next call can use them.
+    pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
+        if self.lanes.values().all(|lane| lane.waiting.is_empty()) {
+            return;
+        }
+        let mut teller = Teller::new(0, self.records_told().union(record_pins), steps);
+        for (worker, lane) in &mut self.lanes {
+            lane.deliver(*worker, &mut self.records, &mut teller);
+        }
+        if teller.in_use.len() == MAX_RECORDS {
+            self.clear_taken(steps);
+        }
+    }
+
+    /// Whether the publication still waits for room at this reader.
+    pub(crate) fn waits(&self, key: Key, sequence: u64) -> bool {
+        let waits = |waiting: &Waiting, lane: &Lane| match lane.delivery {
+            Delivery::Every { .. } => waiting.sequence == sequence,
+            // A newer one, whole, stands for all before it.
+            Delivery::Newest | Delivery::Asked => waiting.sequence >= sequence,
+        };
+        self.lane(key)
+            .is_some_and(|lane| lane.waiting.iter().any(|waiting| waits(waiting, lane)))
+    }
+
+    /// Drops a publication that waits for room in this reader's queue. The
+    /// newest of a reader that wants only that is not dropped: it comes when
+    /// there is room.
+    pub(crate) fn give_up(&mut self, key: Key, sequence: u64) {
+        if let Some(lane) = self.lane_mut(key)
+            && let Delivery::Every { .. } = lane.delivery
+        {
+            lane.waiting.retain(|waiting| waiting.sequence != sequence);
+        }
+    }
+}
+
+/// Readers.
+impl Plan {
+    /// A reader joins, in place of an earlier one of its worker; the steps put
+    /// its lane where it is meant to be.
+    pub(crate) fn join(
+        &mut self,
+        (worker, joined): Key,
+        models: Models,
+        delivery: Delivery,
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) {
+        let lane = Lane {
+            joined,
+            models,
+            delivery,
+            live: None,
+            queue: VecDeque::new(),
+            head: 0,
+            waiting: VecDeque::new(),
+            wanted: None,
+            told: 0,
+            taken: 0,
+        };
+        self.lanes.insert(worker, lane);
+        let set = self.meant.for_worker(worker);
+        if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
+            self.point(worker, &set, record_pins, steps);
+        }
+    }
+
+    /// A reader has left or died: its lane holds nothing any more.
+    pub(crate) fn leave(&mut self, key: Key) {
+        if self.lane(key).is_some() {
+            self.lanes.remove(&key.0);
+        }
+    }
+
+    /// What the reader's control page says: how many entries it has taken, and
+    /// the newest sequence number. Read before its pins, and before anything
+    /// here that looks for room.
+    pub(crate) fn observe(&mut self, key: Key, head: u64, taken: u64) {
+        let Some(lane) = self.lane_mut(key) else {
+            return;
+        };
+        // A head that goes back, or beyond the tail, is the reader's lie.
+        let gone = head.saturating_sub(lane.head);
+        let gone = gone.min(lane.queue.len() as u64);
+        lane.queue.drain(..gone as usize);
+        lane.head += gone;
+        lane.taken = lane.taken.max(taken);
+    }
+
+    /// A reader asks. The answer is new to it also if it has had the same.
+    pub(crate) fn ask(
+        &mut self,
+        key: Key,
+        want: Want,
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) -> Answer {
+        let Some(lane) = self.lane_mut(key) else {
+            return Answer::Gone;
+        };
+        lane.wanted = None;
+        let mine = lane.models;
+        let allowed = match want {
+            Want::Newest => true,
+            Want::AtLeast { model, .. } | Want::Exactly { model, .. } => mine.contains(model),
+        };
+        if !allowed || matches!(lane.delivery, Delivery::Every { .. }) {
+            return Answer::NotAllowed;
+        }
+        let sets = || self.meant.askable(key.0);
+        let set = match want {
+            Want::Newest | Want::AtLeast { .. } => {
+                sets().take(1).find(|set| satisfies(set, mine, want))
+            }
+            Want::Exactly { .. } => sets().find(|set| satisfies(set, mine, want)),
+        };
+        match (set, want) {
+            (Some(set), _) => {
+                self.point(key.0, &set, record_pins, steps);
+                Answer::Told
+            }
+            (None, Want::Exactly { model, .. }) => {
+                let mut known: Vec<_> = sets()
+                    .filter_map(|set| set.place(model))
+                    .map(|placed| placed.version)
+                    .collect();
+                known.sort_unstable_by(|a, b| b.cmp(a));
+                known.dedup();
+                known.truncate(MAX_KNOWN);
+                Answer::Unknown { known }
+            }
+            (None, _) => {
+                if let Some(lane) = self.lane_mut(key) {
+                    lane.wanted = Some(want);
+                }
+                Answer::Later
+            }
+        }
+    }
+
+    /// Takes the lanes of readers that got what they asked for off it, so that
+    /// its slots can come free. True if there was one. For when
+    /// [`lend`](Self::lend) finds no slot, before growing or waiting.
+    pub(crate) fn clear_taken(&mut self, steps: &mut Vec<Step>) -> bool {
+        let before = steps.len();
+        for (worker, lane) in &mut self.lanes {
+            let asks = lane.delivery == Delivery::Asked;
+            if asks && lane.live.is_some() && lane.taken >= lane.told {
+                lane.live = None;
+                let key = (*worker, lane.joined);
+                steps.push(Step::Clear { key });
+            }
+        }
+        steps.len() > before
+    }
+}
+
+/// Holding.
+impl Plan {
+    /// Holds workers, connected or not, at what they are meant to run now.
+    pub(crate) fn hold(&mut self, workers: &[WorkerId]) {
+        for worker in workers {
+            self.meant.hold(*worker);
+        }
+    }
+
+    /// Holds them no more. The lanes for which something was published meanwhile
+    /// go to the newest at once.
+    pub(crate) fn release(
+        &mut self,
+        workers: &[WorkerId],
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) {
+        for worker in workers {
+            let Some(was) = self.meant.release(*worker) else {
+                continue;
+            };
+            let Some(lane) = self.lanes.get_mut(worker) else {
+                continue;
+            };
+            let set = self.meant.for_worker(*worker);
+            let news = set.only(lane.models) != was.only(lane.models);
+            let wanted = match lane.delivery {
+                Delivery::Asked => lane.take_wanted(&set),
+                Delivery::Newest | Delivery::Every { .. } => true,
+            };
+            if news && wanted {
+                self.point(*worker, &set, record_pins, steps);
+            }
+        }
+    }
+
+    pub(crate) fn is_held(&self, worker: WorkerId) -> bool {
+        self.meant.held(worker).is_some()
+    }
+}
+
+/// Looking.
+impl Plan {
+    /// The newest version published of a model, to whomever.
+    pub(crate) fn version(&self, model: usize) -> Version {
+        self.models[model].version
+    }
+
+    /// How many slots a model has.
+    pub(crate) fn slots(&self, model: usize) -> u8 {
+        self.models[model].slots
+    }
+
+    /// The newest that was sent to all.
+    pub(crate) fn default_set(&self) -> &ModelSet {
+        self.meant.default_set()
+    }
+
+    /// What a worker is meant to run, connected or not.
+    pub(crate) fn meant_for(&self, worker: WorkerId) -> ModelSet {
+        self.meant.for_worker(worker)
+    }
+
+    /// The slot of exactly this version, while anything refers to it.
+    pub(crate) fn find(&self, model: usize, version: Version) -> Option<u8> {
+        let told = || {
+            let slots = self.told(model);
+            slots
+                .iter()
+                .find(|&slot| self.version_in(model, slot) == version)
+        };
+        self.meant.find(model, version).or_else(told)
+    }
+
+    /// What a set record is to say.
+    pub(crate) fn record(&self, record: u8) -> SetRecord {
+        self.records.record(record)
+    }
+
+    /// The version a slot was last published with.
+    pub(crate) fn version_in(&self, model: usize, slot: u8) -> Version {
+        self.models[model].versions[usize::from(slot)]
+    }
+
+    /// The slots of a model that these records refer to.
+    pub(crate) fn slots_of(&self, records: SlotSet, model: usize) -> SlotSet {
+        let sets = records.iter().map(|record| self.records.set(record));
+        slots_in(sets, model)
+    }
+
+    /// The slots of a model that this reader's lane refers to, for saying who
+    /// holds what.
+    pub(crate) fn lane_slots(&self, key: Key, model: usize) -> SlotSet {
+        self.lane(key)
+            .filter(|lane| lane.models.contains(model))
+            .map_or(SlotSet::default(), |lane| {
+                let waiting = lane.waiting.iter().map(|waiting| &waiting.set);
+                self.slots_of(lane.records(), model)
+                    .union(slots_in(waiting, model))
+            })
+    }
+
+    /// The slots of a model that lanes refer to.
+    fn told(&self, model: usize) -> SlotSet {
+        let lanes = self.lanes.values();
+        let lanes = lanes.filter(|lane| lane.models.contains(model));
+        let records = lanes.fold(SlotSet::default(), |all, lane| all.union(lane.records()));
+        self.slots_of(records, model)
+    }
+
+    fn records_told(&self) -> SlotSet {
+        let lanes = self.lanes.values().map(Lane::records);
+        lanes.fold(SlotSet::default(), SlotSet::union)
+    }
+
+    fn lane(&self, (worker, joined): Key) -> Option<&Lane> {
+        self.lanes.get(&worker).filter(|lane| lane.joined == joined)
+    }
+
+    fn lane_mut(&mut self, (worker, joined): Key) -> Option<&mut Lane> {
+        let lane = self.lanes.get_mut(&worker);
+        lane.filter(|lane| lane.joined == joined)
+    }
+
+    /// Points one lane at a set, by a record that is newer than what it was told.
+    fn point(
+        &mut self,
+        worker: WorkerId,
+        set: &ModelSet,
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) {
+        let in_use = self.records_told().union(record_pins);
+        let Some(lane) = self.lanes.get_mut(&worker) else {
+            return;
+        };
+        let after = lane.waiting.back().map_or(lane.told, |last| last.sequence);
+        let sequence = self.records.newer(after, set).unwrap_or_else(|| {
+            self.sequence += 1;
+            self.sequence
+        });
+        let mut teller = Teller::new(sequence, in_use, steps);
+        lane.tell(worker, sequence, set, &mut self.records, &mut teller);
+    }
+}
+
+/// Where steps go while lanes are told one thing.
+struct Teller<'a> {
+    sequence: u64,
+    /// Records that lanes or pins hold, or that were written meanwhile.
+    in_use: SlotSet,
+    /// The record of the default set, once there is one.
+    default: Option<u8>,
+    steps: &'a mut Vec<Step>,
+}
+
+impl<'a> Teller<'a> {
+    fn new(sequence: u64, in_use: SlotSet, steps: &'a mut Vec<Step>) -> Self {
+        Self {
+            sequence,
+            in_use,
+            default: None,
+            steps,
+        }
+    }
+}
+
+impl Lane {
+    /// The records it refers to.
+    fn records(&self) -> SlotSet {
+        let records = self.queue.iter().chain(&self.live);
+        records.fold(SlotSet::default(), |all, record| all.with(*record))
+    }
+
+    /// What a publication that concerns this reader is for it.
+    fn publish(
+        &mut self,
+        worker: WorkerId,
+        meant: &Meant,
+        records: &mut Records,
+        teller: &mut Teller<'_>,
+    ) -> Fate {
+        if meant.held(worker).is_some() {
+            return Fate::Held;
+        }
+        let sequence = teller.sequence;
+        // Nearly always every lane goes to the same record, which is then not
+        // looked for again.
+        let Some(own) = meant.own(worker) else {
+            let set = meant.default_set();
+            if !self.is_for(set) {
+                return Fate::Asks;
+            }
+            if let Some(record) = teller.default
+                && self.has_room()
+            {
+                self.put(worker, Live { sequence, record }, teller);
+                return Fate::Told;
+            }
+            let fate = self.tell(worker, sequence, set, records, teller);
+            teller.default = match fate {
+                Fate::Told => self.newest_record(),
+                _ => teller.default,
+            };
+            return fate;
+        };
+        let set = meant.default_set().with(own);
+        match self.is_for(&set) {
+            true => self.tell(worker, sequence, &set, records, teller),
+            false => Fate::Asks,
+        }
+    }
+
+    /// Whether a publication of this set goes to the lane without being asked
+    /// for, or answers what was asked for.
+    fn is_for(&mut self, set: &ModelSet) -> bool {
+        self.delivery != Delivery::Asked || self.take_wanted(set)
+    }
+
+    fn take_wanted(&mut self, set: &ModelSet) -> bool {
+        let mine = self.models;
+        let wanted = |want: &mut Want| satisfies(set, mine, *want);
+        self.wanted.take_if(wanted).is_some()
+    }
+
+    /// Tells the lane a set, now or once there is room.
+    fn tell(
+        &mut self,
+        worker: WorkerId,
+        sequence: u64,
+        set: &ModelSet,
+        records: &mut Records,
+        teller: &mut Teller<'_>,
+    ) -> Fate {
+        if self.has_room()
+            && let Some(record) = records.provide(sequence, set, &mut teller.in_use, teller.steps)
+        {
+            self.put(worker, Live { sequence, record }, teller);
+            return Fate::Told;
+        }
+        match self.delivery {
+            // As many again as its queue holds.
+            Delivery::Every { bound } if self.waiting.len() >= bound.into() => return Fate::Full,
+            Delivery::Every { .. } => {}
+            Delivery::Newest | Delivery::Asked => self.waiting.clear(),
+        }
+        let set = set.only(self.models);
+        self.waiting.push_back(Waiting { sequence, set });
+        Fate::Waiting
+    }
+
+    fn deliver(&mut self, worker: WorkerId, records: &mut Records, teller: &mut Teller<'_>) {
+        while self.has_place()
+            && let Some(Waiting { sequence, set }) = self.waiting.front()
+            && let Some(record) = records.provide(*sequence, set, &mut teller.in_use, teller.steps)
+        {
+            let live = Live {
+                sequence: *sequence,
+                record,
+            };
+            self.waiting.pop_front();
+            self.put(worker, live, teller);
+        }
+    }
+
+    /// Whether it can be told something at once, and in order.
+    fn has_room(&self) -> bool {
+        match self.delivery {
+            Delivery::Every { .. } => self.waiting.is_empty() && self.has_place(),
+            Delivery::Newest | Delivery::Asked => true,
+        }
+    }
+
+    fn has_place(&self) -> bool {
+        match self.delivery {
+            Delivery::Every { bound } => self.queue.len() < bound.into(),
+            Delivery::Newest | Delivery::Asked => true,
+        }
+    }
+
+    fn put(&mut self, worker: WorkerId, live: Live, teller: &mut Teller<'_>) {
+        let key = (worker, self.joined);
+        self.told = live.sequence;
+        match self.delivery {
+            Delivery::Every { .. } => {
+                self.queue.push_back(live.record);
+                teller.steps.push(Step::Push { key, live });
+            }
+            Delivery::Newest | Delivery::Asked => {
+                // A newer set stands for one that still waits.
+                self.waiting
+                    .retain(|waiting| waiting.sequence > live.sequence);
+                self.live = Some(live.record);
+                teller.steps.push(Step::Flip { key, live });
+            }
+        }
+    }
+
+    /// The record it was put on last.
+    fn newest_record(&self) -> Option<u8> {
+        self.queue.back().copied().or(self.live)
+    }
+}
+
+/// Whether a set, as far as the reader is given it, is what it wants.
+fn satisfies(set: &ModelSet, mine: Models, want: Want) -> bool {
+    let version = |model| {
+        set.place(model)
+            .map_or(Version::NONE, |placed| placed.version)
+    };
+    match want {
+        Want::Newest => !set.models().and(mine).is_empty(),
+        Want::AtLeast {
+            model,
+            version: least,
+        } => version(model) >= least,
+        Want::Exactly {
+            model,
+            version: exact,
+        } => version(model) == exact,
+    }
+}
+
+fn slots_in<'a>(sets: impl Iterator<Item = &'a ModelSet>, model: usize) -> SlotSet {
+    let places = sets.filter_map(|set| set.place(model));
+    places.fold(SlotSet::default(), |all, placed| all.with(placed.slot))
+}
+
+#[cfg(test)]
+mod tests;

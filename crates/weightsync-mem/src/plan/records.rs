@@ -1,0 +1,68 @@
+//! Which set records are written with what.
+
+use crate::protocol::{MAX_RECORDS, SlotSet};
+use crate::set::{ModelSet, SetRecord};
+
+use super::Step;
+
+/// What was last written into each record. A record that nothing holds keeps
+/// what it says until it is written again.
+#[derive(Debug)]
+pub(super) struct Records {
+    /// 0: never written.
+    sequences: [u64; MAX_RECORDS],
+    sets: [ModelSet; MAX_RECORDS],
+}
+
+impl Records {
+    pub(super) fn new() -> Self {
+        Self {
+            sequences: [0; MAX_RECORDS],
+            sets: [ModelSet::EMPTY; MAX_RECORDS],
+        }
+    }
+
+    pub(super) fn set(&self, record: u8) -> &ModelSet {
+        &self.sets[usize::from(record)]
+    }
+
+    pub(super) fn record(&self, record: u8) -> SetRecord {
+        SetRecord {
+            sequence: self.sequences[usize::from(record)],
+            set: *self.set(record),
+        }
+    }
+
+    /// The record that says this, or one that is `in_use` by nothing and is
+    /// written with it. `None` if there is none. Either is in use from now on.
+    pub(super) fn provide(
+        &mut self,
+        sequence: u64,
+        set: &ModelSet,
+        in_use: &mut SlotSet,
+        steps: &mut Vec<Step>,
+    ) -> Option<u8> {
+        let written = (0..MAX_RECORDS as u8).find(|&record| {
+            self.sequences[usize::from(record)] == sequence && self.set(record) == set
+        });
+        let record = match written {
+            Some(record) => record,
+            None => {
+                let record = in_use.first_free(MAX_RECORDS as u8)?;
+                self.sequences[usize::from(record)] = sequence;
+                self.sets[usize::from(record)] = *set;
+                steps.push(Step::Write { record });
+                record
+            }
+        };
+        *in_use = in_use.with(record);
+        Some(record)
+    }
+
+    /// The sequence number of a record that says `set` and is newer than `told`.
+    pub(super) fn newer(&self, told: u64, set: &ModelSet) -> Option<u64> {
+        let records = self.sequences.iter().zip(&self.sets);
+        let found = records.filter(|(sequence, other)| **sequence > told && *other == set);
+        found.map(|(sequence, _)| *sequence).max()
+    }
+}

@@ -1,0 +1,312 @@
+//! What became of a publication at each reader.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use weightsync_core::{Version, WorkerId};
+
+use crate::error::Error;
+use crate::plan::{Fate, Key, Published, Targets};
+use crate::roster::{Gone, Reader, Shared, State};
+use crate::wait::Deadline;
+use crate::wire::Delivery;
+
+/// One step of the sender: new versions of one or more models, live together.
+#[derive(Clone, Debug)]
+pub struct Publication {
+    /// Counts the sender's steps. A reader that has taken a set of this or a
+    /// higher sequence number has this one or a newer one.
+    pub sequence: u64,
+    /// Which models, and the version each got.
+    pub versions: Vec<(usize, Version)>,
+    /// When it became live.
+    pub at: Instant,
+    /// What it is for each reader that was connected.
+    fates: Vec<(Key, Fate)>,
+    absent: Vec<WorkerId>,
+    /// The workers it was for; `None` for all.
+    named: Option<BTreeSet<WorkerId>>,
+}
+
+/// How far a publication has to have come at a reader to count as done there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// The reader has taken it: its record is checked, its slots are pinned.
+    Staged,
+    /// The worker has said that it has loaded it.
+    Applied,
+}
+
+/// What became of a publication at one reader.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The worker has loaded it (or a newer one).
+    Applied,
+    /// The reader has taken it (or a newer one); asked for [`Level::Staged`],
+    /// no more was waited for.
+    Staged,
+    /// The worker cannot use it and goes on with what it had.
+    Refused {
+        /// The worker's reason.
+        reason: String,
+    },
+    /// The worker's process died.
+    Died,
+    /// The worker closed its end in order.
+    Left,
+    /// The deadline came first.
+    Late,
+    /// The worker is held at what it has; it gets the newest when it is
+    /// released.
+    Held,
+    /// Its queue had no room by the deadline; it will not get this one.
+    Full,
+    /// It takes nothing but what it asks for, so there was nothing to wait for.
+    Asks,
+    /// It was named but is not connected; it gets this when it joins.
+    Absent,
+}
+
+/// One line of a publication's result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReaderOutcome {
+    /// Which worker.
+    pub worker: WorkerId,
+    /// Its process; 0 if it is not connected.
+    pub pid: u32,
+    /// Where its weights live, in its own words.
+    pub device: String,
+    /// What became of the publication there.
+    pub outcome: Outcome,
+    /// The version of each model that it reports as loaded; `Version::NONE`
+    /// before the first.
+    pub versions: Vec<Version>,
+    /// How long after the publication the sender learned of it.
+    pub after: Duration,
+}
+
+/// Waits for readers, from any thread and while others do.
+#[derive(Clone, Debug)]
+pub struct Waiter {
+    shared: Arc<Shared>,
+}
+
+impl Publication {
+    pub(crate) fn new(published: Published, targets: &Targets, at: Instant) -> Self {
+        Self {
+            sequence: published.sequence,
+            versions: published.versions,
+            at,
+            fates: published.fates,
+            absent: published.absent,
+            named: match targets {
+                Targets::All => None,
+                Targets::Workers(workers) => Some(workers.iter().copied().collect()),
+            },
+        }
+    }
+
+    fn is_for(&self, worker: WorkerId) -> bool {
+        self.named
+            .as_ref()
+            .is_none_or(|named| named.contains(&worker))
+    }
+}
+
+impl Waiter {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared }
+    }
+
+    /// Waits until the publication has come to `level` at every reader it was
+    /// for, or the reader has refused it or gone, or the deadline comes. One line
+    /// for each reader it was for, and for each of its workers that went since
+    /// the last lines were made; by worker.
+    ///
+    /// While it waits it also puts into queues what had no room there before; at
+    /// the deadline that is given up ([`Outcome::Full`]).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SenderClosed`] if the [`Writer`](crate::Writer) is gone,
+    /// [`Error::Forked`] in a forked child, or of the operating system: what goes
+    /// wrong at a reader is its line.
+    pub fn settle(
+        &self,
+        publication: &Publication,
+        level: Level,
+        deadline: Deadline,
+    ) -> Result<Vec<ReaderOutcome>, Error> {
+        let shared = &self.shared;
+        shared.open()?;
+        let mut settling = Settling {
+            shared,
+            publication,
+            level,
+            pending: publication.fates.clone(),
+            lines: Vec::with_capacity(publication.fates.len()),
+        };
+        let done = shared.wait_until(deadline, || {
+            settling.look();
+            Ok(settling.pending.is_empty().then_some(()))
+        })?;
+        if done.is_none() {
+            settling.give_up();
+        }
+        settling.tell_the_rest();
+        let mut lines = settling.lines;
+        lines.sort_by_key(|line| line.worker);
+        Ok(lines)
+    }
+}
+
+struct Settling<'a> {
+    shared: &'a Shared,
+    publication: &'a Publication,
+    level: Level,
+    pending: Vec<(Key, Fate)>,
+    lines: Vec<ReaderOutcome>,
+}
+
+impl Settling<'_> {
+    /// Moves the readers whose outcome is known from `pending` to `lines`.
+    fn look(&mut self) {
+        let mut state = self.shared.state();
+        if self.pending.iter().any(|(_, fate)| *fate == Fate::Waiting) {
+            self.shared.deliver(&mut state);
+        }
+        let mut pending = std::mem::take(&mut self.pending);
+        pending.retain(|(key, fate)| {
+            // Whoever is removed from the table is put among the gone in the
+            // same step, so a reader is in one of the two, unless thousands went
+            // since.
+            if let Some(reader) = state.readers.get_mut(key) {
+                let Some(outcome) = self.outcome(reader, *fate) else {
+                    return true;
+                };
+                reader.told |= outcome == Outcome::Left;
+                self.line(&state, *key, outcome);
+            } else if let Some(gone) = state.tell_gone(*key) {
+                self.gone_line(gone);
+            }
+            false
+        });
+        self.pending = pending;
+    }
+
+    /// What became of it at a reader, if that is known yet.
+    fn outcome(&self, reader: &Reader, fate: Fate) -> Option<Outcome> {
+        let sequence = self.publication.sequence;
+        match fate {
+            _ if reader.unusable.is_some() => {
+                let reason = reader.unusable.clone().unwrap_or_default();
+                return Some(Outcome::Refused { reason });
+            }
+            Fate::Told | Fate::Waiting => {}
+            Fate::Held => return Some(Outcome::Held),
+            Fate::Full => return Some(Outcome::Full),
+            Fate::Asks => return Some(Outcome::Asks),
+        }
+        if reader.applied() >= sequence {
+            return Some(Outcome::Applied);
+        }
+        if reader.has_left() {
+            return Some(Outcome::Left);
+        }
+        if let Some((refused, reason)) = &reader.refused
+            && *refused >= sequence
+        {
+            let reason = reason.clone();
+            return Some(Outcome::Refused { reason });
+        }
+        (self.level == Level::Staged && reader.taken() >= sequence).then_some(Outcome::Staged)
+    }
+
+    /// The lines of readers that have not answered in time.
+    fn give_up(&mut self) {
+        let mut state = self.shared.state();
+        for (key, _) in std::mem::take(&mut self.pending) {
+            let sequence = self.publication.sequence;
+            let queued = state.readers.get(&key);
+            let queued = queued.is_some_and(|one| matches!(one.delivery, Delivery::Every { .. }));
+            // The newest of a reader that wants only that still comes.
+            let outcome = match queued && state.plan.waits(key, sequence) {
+                true => Outcome::Full,
+                false => Outcome::Late,
+            };
+            state.plan.give_up(key, sequence);
+            self.line(&state, key, outcome);
+        }
+    }
+
+    /// The lines of workers that were not among the readers of the publication:
+    /// those that are not connected, that cannot use the models, that went.
+    fn tell_the_rest(&mut self) {
+        let mut state = self.shared.state();
+        let publication = self.publication;
+        let lined: BTreeSet<WorkerId> = self.lines.iter().map(|line| line.worker).collect();
+        let rejected = state.tell_rejected(|worker| publication.is_for(worker));
+        for one in rejected {
+            if lined.contains(&one.key.0) {
+                continue;
+            }
+            let reason = one.reason;
+            self.lines.push(ReaderOutcome {
+                worker: one.key.0,
+                pid: one.pid,
+                device: one.device,
+                outcome: Outcome::Refused { reason },
+                versions: vec![Version::NONE; self.shared.models.len()],
+                after: publication.at.elapsed(),
+            });
+        }
+        for gone in state.tell_untold(|worker| publication.is_for(worker)) {
+            self.gone_line(gone);
+        }
+        for worker in &publication.absent {
+            if self.lines.iter().any(|line| line.worker == *worker) {
+                continue;
+            }
+            self.lines.push(ReaderOutcome {
+                worker: *worker,
+                pid: 0,
+                device: String::new(),
+                outcome: Outcome::Absent,
+                versions: vec![Version::NONE; self.shared.models.len()],
+                after: publication.at.elapsed(),
+            });
+        }
+    }
+
+    fn line(&mut self, state: &State, key: Key, outcome: Outcome) {
+        let Some(reader) = state.readers.get(&key) else {
+            return;
+        };
+        self.lines.push(ReaderOutcome {
+            worker: key.0,
+            pid: reader.socket.peer_pid(),
+            device: reader.device.clone(),
+            outcome,
+            versions: reader.versions(self.shared.models.len()),
+            after: self.publication.at.elapsed(),
+        });
+    }
+
+    fn gone_line(&mut self, gone: Gone) {
+        let outcome = match gone.died {
+            // It did its part before it went.
+            false if gone.applied >= self.publication.sequence => Outcome::Applied,
+            false => Outcome::Left,
+            true => Outcome::Died,
+        };
+        self.lines.push(ReaderOutcome {
+            worker: gone.key.0,
+            pid: gone.pid,
+            device: gone.device,
+            outcome,
+            versions: gone.versions,
+            after: self.publication.at.elapsed(),
+        });
+    }
+}

@@ -1,0 +1,390 @@
+//! Sets: for each model the data slot and the version that go together, and the
+//! record in which a set lies in shared memory.
+
+use std::fmt;
+
+use weightsync_core::Version;
+
+use crate::protocol::{MAX_MODELS, MAX_SLOTS};
+
+/// The most words that an encoded [`SetRecord`] takes.
+pub(crate) const SET_WORDS: usize = VERSIONS + MAX_MODELS;
+
+/// Where the packed slots begin, and then the versions.
+const SLOTS: usize = 3;
+const VERSIONS: usize = SLOTS + MAX_MODELS / 8;
+
+/// Mixed into the checksum, so that a page of zeros is no record.
+const MAGIC: u64 = u64::from_le_bytes(*b"wsSET\x02\0\0");
+
+/// Some of a segment's models, a bit each.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub struct Models(pub u64);
+
+impl Models {
+    /// Every model there is, however many.
+    pub const ALL: Self = Self(u64::MAX);
+
+    /// The first `count` models.
+    pub fn first(count: usize) -> Self {
+        match count {
+            MAX_MODELS.. => Self::ALL,
+            _ => Self((1 << count) - 1),
+        }
+    }
+
+    /// These models. Numbers of 64 and more are in no set.
+    pub fn of(models: &[usize]) -> Self {
+        let bits = models.iter().filter(|&&model| model < MAX_MODELS);
+        Self(bits.fold(0, |all, &model| all | 1 << model))
+    }
+
+    /// Whether `model` is among them.
+    pub fn contains(self, model: usize) -> bool {
+        model < MAX_MODELS && self.0 & (1 << model) != 0
+    }
+
+    /// Those in both.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// Those in either.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// Those not in `other`.
+    #[must_use]
+    pub fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// How many there are.
+    pub fn len(self) -> usize {
+        self.0.count_ones() as usize
+    }
+
+    /// The models, lowest first.
+    pub fn iter(self) -> impl Iterator<Item = usize> {
+        let mut rest = self.0;
+        std::iter::from_fn(move || {
+            let model = rest.trailing_zeros() as usize;
+            (rest != 0).then(|| {
+                rest &= rest - 1;
+                model
+            })
+        })
+    }
+}
+
+impl fmt::Debug for Models {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::ALL => f.write_str("all"),
+            models => f.debug_set().entries(models.iter()).finish(),
+        }
+    }
+}
+
+/// Where one model's version lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Placed {
+    pub(crate) slot: u8,
+    pub(crate) version: Version,
+}
+
+/// For some of the models, the version that belongs in this set.
+///
+/// What is not in the set is zero, so that equal sets are equal byte by byte.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ModelSet {
+    models: Models,
+    slots: [u8; MAX_MODELS],
+    versions: [Version; MAX_MODELS],
+}
+
+impl ModelSet {
+    /// The set before the first publication.
+    pub(crate) const EMPTY: Self = Self {
+        models: Models(0),
+        slots: [0; MAX_MODELS],
+        versions: [Version::NONE; MAX_MODELS],
+    };
+
+    pub(crate) fn models(&self) -> Models {
+        self.models
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.models.is_empty()
+    }
+
+    pub(crate) fn place(&self, model: usize) -> Option<Placed> {
+        self.models.contains(model).then(|| Placed {
+            slot: self.slots[model],
+            version: self.versions[model],
+        })
+    }
+
+    /// Puts a model's version in the set, in place of the one there.
+    pub(crate) fn put(&mut self, model: usize, placed: Placed) {
+        self.models = self.models.or(Models(1 << model));
+        self.slots[model] = placed.slot;
+        self.versions[model] = placed.version;
+    }
+
+    /// Takes models out of the set.
+    pub(crate) fn remove(&mut self, models: Models) {
+        for model in self.models.and(models).iter() {
+            self.slots[model] = 0;
+            self.versions[model] = Version::NONE;
+        }
+        self.models = self.models.without(models);
+    }
+
+    /// This set, with the models of `other` in place of its own.
+    #[must_use]
+    pub(crate) fn with(mut self, other: &Self) -> Self {
+        for (model, placed) in other.iter() {
+            self.put(model, placed);
+        }
+        self
+    }
+
+    /// Only these models of the set.
+    #[must_use]
+    pub(crate) fn only(mut self, models: Models) -> Self {
+        self.remove(self.models.without(models));
+        self
+    }
+
+    /// The models of the set, lowest first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, Placed)> {
+        self.models.iter().map(|model| {
+            let placed = Placed {
+                slot: self.slots[model],
+                version: self.versions[model],
+            };
+            (model, placed)
+        })
+    }
+}
+
+impl fmt::Debug for ModelSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let members = self.iter().map(|(model, placed)| {
+            let Placed { slot, version } = placed;
+            (model, format!("v{} in slot {slot}", version.0))
+        });
+        f.debug_map().entries(members).finish()
+    }
+}
+
+/// A set as it lies in shared memory.
+///
+/// **Guarantee.** Words that decode are those of one record: any flipped bit of
+/// them is noticed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SetRecord {
+    /// The sequence number under which the lanes name it.
+    pub(crate) sequence: u64,
+    pub(crate) set: ModelSet,
+}
+
+/// Why a set record was not believed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SetFault {
+    /// Its checksum does not hold.
+    Checksum,
+    /// Its checksum holds, but it names a slot that cannot be.
+    Slot,
+    /// Its checksum holds, but it names version 0, which is never published.
+    Version,
+    /// Its checksum holds, but it is another record than the one meant.
+    Sequence,
+}
+
+impl SetFault {
+    /// The fault in words.
+    pub(crate) fn what(self) -> &'static str {
+        match self {
+            Self::Checksum => "its checksum does not hold",
+            Self::Slot => "it names a slot above 63",
+            Self::Version => "it names version 0",
+            Self::Sequence => "it is another record than the one that was announced",
+        }
+    }
+}
+
+impl SetRecord {
+    /// The record as words, and how many of them count: a set of few models is
+    /// written and checked in few words.
+    pub(crate) fn encode(&self) -> ([u64; SET_WORDS], usize) {
+        let mut words = [0; SET_WORDS];
+        words[0] = self.sequence;
+        words[1] = self.set.models.0;
+        for (at, (_, placed)) in self.set.iter().enumerate() {
+            words[SLOTS + at / 8] |= u64::from(placed.slot) << (at % 8 * 8);
+            words[VERSIONS + at] = placed.version.0;
+        }
+        words[2] = checksum(&words);
+        (words, used(words[1]))
+    }
+
+    /// Reads back the record that a lane announced as `sequence`, checking it.
+    /// Words that do not count are not looked at.
+    pub(crate) fn decode(words: &[u64; SET_WORDS], sequence: u64) -> Result<Self, SetFault> {
+        if words[2] != checksum(words) {
+            return Err(SetFault::Checksum);
+        }
+        if words[0] != sequence {
+            return Err(SetFault::Sequence);
+        }
+        let mut set = ModelSet::EMPTY;
+        for (at, model) in Models(words[1]).iter().enumerate() {
+            let slot = (words[SLOTS + at / 8] >> (at % 8 * 8)) as u8;
+            let version = Version(words[VERSIONS + at]);
+            if usize::from(slot) >= MAX_SLOTS {
+                return Err(SetFault::Slot);
+            }
+            if version.is_none() {
+                return Err(SetFault::Version);
+            }
+            set.put(model, Placed { slot, version });
+        }
+        Ok(Self { sequence, set })
+    }
+
+    /// How many words count, by the word that names the models.
+    pub(crate) fn words_used(models: u64) -> usize {
+        used(models)
+    }
+}
+
+/// The end of the last word that counts.
+fn used(models: u64) -> usize {
+    VERSIONS + models.count_ones() as usize
+}
+
+/// CRC-64/NVME of the words that count, but for the checksum itself.
+fn checksum(words: &[u64; SET_WORDS]) -> u64 {
+    let members = words[1].count_ones() as usize;
+    let head = [MAGIC, words[0], words[1]];
+    let slots = &words[SLOTS..SLOTS + members.div_ceil(8)];
+    let versions = &words[VERSIONS..VERSIONS + members];
+    let mut bytes = [0; SET_WORDS * 8];
+    let parts = bytes.as_chunks_mut::<8>().0.iter_mut();
+    let covered = head.iter().chain(slots).chain(versions);
+    let mut len = 0;
+    for (part, word) in parts.zip(covered) {
+        *part = word.to_le_bytes();
+        len += 8;
+    }
+    weightsync_simd::crc64(&bytes[..len])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sets of 0, 1, 9 and 64 models.
+    fn records() -> Vec<SetRecord> {
+        let record = |models: Models| {
+            let mut set = ModelSet::EMPTY;
+            for model in models.iter() {
+                let slot = (model * 7 % MAX_SLOTS) as u8;
+                let version = Version(1 + ((model as u64) << 40));
+                set.put(model, Placed { slot, version });
+            }
+            let sequence = 1 << 50;
+            SetRecord { sequence, set }
+        };
+        let few = Models::of(&[0, 2, 3, 17, 30, 31, 40, 62, 63, 64, 1000]);
+        assert_eq!(few.len(), 9);
+        [Models(0), Models(1 << 63), few, Models::ALL]
+            .map(record)
+            .to_vec()
+    }
+
+    #[test]
+    fn records_come_back_as_they_were() {
+        for record in records() {
+            let (mut words, used) = record.encode();
+            assert_eq!(used, SetRecord::words_used(words[1]));
+            // What an earlier, longer record left behind does not count.
+            words[used..].fill(u64::MAX);
+            let slots = SLOTS + record.set.models().len().div_ceil(8);
+            words[slots..VERSIONS].fill(u64::MAX);
+            assert_eq!(SetRecord::decode(&words, record.sequence), Ok(record));
+        }
+    }
+
+    #[test]
+    fn every_flipped_bit_is_noticed() {
+        for record in records() {
+            let (words, _) = record.encode();
+            let members = record.set.models().len();
+            let slots = SLOTS..SLOTS + members.div_ceil(8);
+            let versions = VERSIONS..VERSIONS + members;
+            for word in (0..SLOTS).chain(slots).chain(versions) {
+                for bit in 0..64 {
+                    let mut words = words;
+                    words[word] ^= 1 << bit;
+                    let decoded = SetRecord::decode(&words, record.sequence);
+                    assert_eq!(decoded, Err(SetFault::Checksum), "word {word} bit {bit}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_whatever_its_checksum() {
+        let sealed = |change: &dyn Fn(&mut [u64; SET_WORDS])| {
+            let (mut words, _) = records()[1].encode();
+            change(&mut words);
+            words[2] = checksum(&words);
+            SetRecord::decode(&words, 1 << 50).map(drop)
+        };
+        assert_eq!(sealed(&|_| ()), Ok(()));
+        assert_eq!(sealed(&|words| words[SLOTS] = 64), Err(SetFault::Slot));
+        assert_eq!(sealed(&|words| words[VERSIONS] = 0), Err(SetFault::Version));
+        assert_eq!(sealed(&|words| words[0] += 1), Err(SetFault::Sequence));
+        let zeros = SetRecord::decode(&[0; SET_WORDS], 0);
+        assert_eq!(zeros, Err(SetFault::Checksum));
+    }
+
+    #[test]
+    fn sets_are_laid_over_each_other_and_cut() {
+        let set = |members: &[(usize, u64)]| {
+            let mut set = ModelSet::EMPTY;
+            for &(model, version) in members {
+                let slot = version as u8 + 10;
+                let version = Version(version);
+                set.put(model, Placed { slot, version });
+            }
+            set
+        };
+        let all = set(&[(0, 1), (1, 1), (63, 4)]).with(&set(&[(1, 2), (5, 3)]));
+        assert_eq!(all, set(&[(0, 1), (1, 2), (5, 3), (63, 4)]));
+        assert_eq!(all.only(Models::of(&[1, 63, 7])), set(&[(1, 2), (63, 4)]));
+        assert_eq!(all.place(7), None);
+        let mut none = all;
+        none.remove(Models::ALL);
+        assert_eq!(none, ModelSet::EMPTY);
+    }
+
+    #[test]
+    fn the_first_models_are_counted_from_zero() {
+        assert_eq!(Models::first(0), Models(0));
+        assert_eq!(Models::first(3).iter().collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(Models::first(64), Models::ALL);
+    }
+}

@@ -1,0 +1,240 @@
+//! Free slots of one or more models, lent to be written and then published as
+//! one set.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use weightsync_core::Layout;
+use weightsync_core::record::CommitRecord;
+
+use crate::copy::{CopyOptions, Source, write_image};
+use crate::error::Error;
+use crate::map::OwnedFile;
+use crate::plan::Targets;
+use crate::report::Publication;
+use crate::roster::Shared;
+use crate::spans::{CHECKSUM_BLOCK, Spans};
+use crate::writer::Writer;
+
+/// Slots that nobody reads, one for each model staged, to be filled and then
+/// published together.
+///
+/// **Guarantee.** Until [`Staging::publish`] no reader can see any of it; dropped
+/// without publishing, it leaves everything as it was. The bytes in a slot at the
+/// beginning are those of some older version (or zeros): write every tensor.
+///
+/// Methods that take a model take its index in the segment.
+///
+/// # Panics
+///
+/// They panic if the model is not one of those staged, or has no such tensor.
+#[derive(Debug)]
+pub struct Staging<'a> {
+    writer: &'a mut Writer,
+    parts: Vec<Part>,
+}
+
+/// One model's part.
+#[derive(Debug)]
+pub(crate) struct Part {
+    model: usize,
+    slot: u8,
+    file: Arc<OwnedFile>,
+    checksums: bool,
+}
+
+impl Part {
+    pub(crate) fn new(model: usize, slot: u8, file: Arc<OwnedFile>) -> Self {
+        Self {
+            model,
+            slot,
+            file,
+            checksums: false,
+        }
+    }
+}
+
+impl<'a> Staging<'a> {
+    /// With room for so many models; the parts come one by one.
+    pub(crate) fn new(writer: &'a mut Writer, models: usize) -> Self {
+        Self {
+            writer,
+            parts: Vec::with_capacity(models),
+        }
+    }
+
+    pub(crate) fn parts(&mut self) -> (&Shared, &mut Vec<Part>) {
+        (&self.writer.shared, &mut self.parts)
+    }
+
+    /// The layout to write a model by.
+    pub fn layout(&self, model: usize) -> &Layout {
+        &self.writer.models()[model].layout
+    }
+
+    /// One tensor's place, by its index in the layout.
+    pub fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
+        let range = self.layout(model).tensors()[index].range;
+        let start = range.offset as usize;
+        self.part(model, start..start + range.len as usize)
+    }
+
+    /// Every tensor's place, in layout order, to be written in any order and
+    /// from any number of threads.
+    pub fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
+        let layout = self.layout(model).clone();
+        let mut rest = self.part(model, 0..layout.bytes() as usize);
+        let mut at = 0;
+        let mut places = Vec::with_capacity(layout.len());
+        for tensor in layout.tensors() {
+            let start = tensor.range.offset as usize;
+            let (_, tail) = rest.split_at_mut(start - at);
+            let (place, tail) = tail.split_at_mut(tensor.range.len as usize);
+            places.push(place);
+            at = start + tensor.range.len as usize;
+            rest = tail;
+        }
+        places
+    }
+
+    /// Writes every tensor of a model from `sources`, in layout order, in one
+    /// pass over the source.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Fill`] with the first failure of a [`Source::Fill`]; the model
+    /// can be written again.
+    ///
+    /// # Panics
+    ///
+    /// If there is not one source per tensor, or one has another length than
+    /// its tensor: the caller compares layouts first.
+    pub fn write(
+        &mut self,
+        model: usize,
+        sources: &[Source<'_>],
+        options: CopyOptions,
+    ) -> Result<(), Error> {
+        let served = self.writer.shared.models[model].model.clone();
+        let at = self.at(model);
+        self.parts[at].checksums = false;
+        let map = &self.parts[at].file.map;
+        // SAFETY: the sender's mapping is writable and a slot of this model; the
+        // slot is lent, so no reader reads it, and `&mut self` is the only way
+        // to it here.
+        let sums = unsafe { write_image(map, &served.layout, &served.spans, sources, options) }?;
+        if options.checksums {
+            let table: Vec<u8> = sums.iter().flat_map(|sum| u64::to_le_bytes(*sum)).collect();
+            let start = served.spans.table_offset();
+            self.part(model, start..start + table.len())
+                .copy_from_slice(&table);
+        }
+        self.parts[at].checksums = options.checksums;
+        Ok(())
+    }
+
+    /// Makes what was written the newest versions of these models for
+    /// `targets`: each worker of them sees all of it or nothing. Their numbers
+    /// are one above the highest ever given out.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Crowded`] if no slot would be left for what comes next; nothing
+    /// has happened then. [`Error::Forked`] in a forked child.
+    pub fn publish(mut self, targets: &Targets) -> Result<Publication, Error> {
+        let shared = self.writer.shared.clone();
+        shared.header.map.usable()?;
+        let tables: Vec<_> = (0..self.parts.len()).map(|at| self.sums(at)).collect();
+        let written: Vec<_> = self
+            .parts
+            .iter()
+            .map(|part| (part.model, part.slot))
+            .collect();
+        let mut state = shared.state();
+        for (part, table) in self.parts.iter().zip(tables) {
+            let model = &shared.models[part.model].model;
+            let record = CommitRecord {
+                run: shared.run,
+                version: state.plan.next_version(part.model),
+                layout: model.layout.id(),
+                bytes: model.layout.bytes(),
+                checksum_block: table.map_or(0, |_| CHECKSUM_BLOCK as u64),
+                checksum_table: table.unwrap_or(0),
+            };
+            model.page().write_commit(part.slot, &record);
+        }
+        let records = shared.observe(&mut state);
+        let at = Instant::now();
+        let published = shared.decide(&mut state, |plan, steps| {
+            plan.publish(&written, targets, records, steps)
+        });
+        match published {
+            Ok(published) => {
+                // Lent no more.
+                self.parts.clear();
+                Ok(Publication::new(published, targets, at))
+            }
+            Err(crowded) => {
+                let slots = state.plan.slots(crowded.model);
+                drop(state);
+                Err(Error::Crowded {
+                    model: crowded.model,
+                    slots,
+                })
+            }
+        }
+    }
+
+    /// The checksum of a part's table of checksums, if it has one.
+    fn sums(&mut self, at: usize) -> Option<u64> {
+        let Part {
+            model, checksums, ..
+        } = self.parts[at];
+        checksums.then(|| {
+            let spans: &Spans = &self.writer.shared.models[model].model.spans;
+            let start = spans.table_offset();
+            let end = start + spans.table_bytes();
+            weightsync_simd::crc64(self.stretch(at, start..end))
+        })
+    }
+
+    fn at(&self, model: usize) -> usize {
+        let mut parts = self.parts.iter();
+        parts
+            .position(|part| part.model == model)
+            .unwrap_or_else(|| panic!("model {model} is not staged"))
+    }
+
+    /// A stretch of a model's slot, about to be changed.
+    fn part(&mut self, model: usize, range: Range<usize>) -> &mut [u8] {
+        let at = self.at(model);
+        self.parts[at].checksums = false;
+        self.stretch(at, range)
+    }
+
+    fn stretch(&mut self, at: usize, range: Range<usize>) -> &mut [u8] {
+        let map = &self.parts[at].file.map;
+        assert!(range.start <= range.end && range.end <= map.len());
+        // SAFETY: the range lies in the mapping (asserted).
+        let start = unsafe { map.as_ptr().add(range.start) };
+        // SAFETY: the sender's mapping is writable and lives as long as the
+        // part; the slot is lent (`Writer::stage`), so no reader reads it, and
+        // `&mut self` is the only way to it here.
+        unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
+    }
+}
+
+impl Drop for Staging<'_> {
+    fn drop(&mut self) {
+        // In a forked child the lock may be held by a thread that is not there.
+        let shared = &self.writer.shared;
+        if self.parts.is_empty() || shared.header.map.usable().is_err() {
+            return;
+        }
+        let mut state = shared.state();
+        for part in &self.parts {
+            state.plan.give_back(part.model, part.slot);
+        }
+    }
+}
