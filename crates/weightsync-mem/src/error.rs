@@ -136,6 +136,14 @@ pub enum Error {
         /// How many slots it has.
         slots: u8,
     },
+    /// A version number that does not grow.
+    #[error("{got} cannot follow {newest}: versions only grow within a run")]
+    VersionNotNewer {
+        /// The newest version.
+        newest: Version,
+        /// The one offered.
+        got: Version,
+    },
     /// The workers named do not all have the same version.
     #[error("these workers do not have the same version of model {model}, but {}", in_words(.versions))]
     Diverged {

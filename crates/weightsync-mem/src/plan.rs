@@ -138,6 +138,8 @@ struct Model {
     versions: [Version; MAX_SLOTS],
     /// The newest version published.
     version: Version,
+    /// The number its next version is to have, if that was said.
+    numbered: Option<Version>,
 }
 
 /// What one reader was told.
@@ -176,6 +178,7 @@ impl Plan {
         let model = |_| Model {
             slots,
             lent: SlotSet::default(),
+            numbered: None,
             versions: [Version::NONE; MAX_SLOTS],
             version: Version::NONE,
         };
@@ -231,7 +234,19 @@ impl Plan {
     /// The version that the next publication of `model` will be: its commit
     /// record is written before.
     pub(crate) fn next_version(&self, model: usize) -> Version {
-        self.models[model].version.next()
+        let model = &self.models[model];
+        model.numbered.unwrap_or(model.version.next())
+    }
+
+    /// Numbers the next version of a model, until it is published or numbered
+    /// again. The newest version there is, if the number is not above it.
+    pub(crate) fn number(&mut self, model: usize, number: Option<Version>) -> Result<(), Version> {
+        let model = &mut self.models[model];
+        if number.is_some_and(|number| number <= model.version) {
+            return Err(model.version);
+        }
+        model.numbered = number;
+        Ok(())
     }
 
     /// Publishes the versions written into lent slots, as one set. The slots are
@@ -256,6 +271,7 @@ impl Plan {
             of.lent = of.lent.without(placed.slot);
             of.versions[usize::from(placed.slot)] = placed.version;
             of.version = placed.version;
+            of.numbered = None;
         }
         self.sequence += 1;
         let mut teller = Teller::new(self.sequence, self.records_told().union(record_pins), steps);

@@ -365,14 +365,31 @@ impl Reader {
     ///
     /// [`Error::Forked`] in a forked child.
     pub fn applied(&self, taken: &Taken) -> Result<(), Error> {
+        let members = taken.members.iter();
+        self.applied_versions(
+            taken.sequence,
+            members.map(|member| (member.model, member.snapshot.version())),
+        )
+    }
+
+    /// As [`applied`](Self::applied), by the set's sequence number and the
+    /// versions in it.
+    ///
+    /// # Errors
+    ///
+    /// As [`applied`](Self::applied).
+    pub fn applied_versions(
+        &self,
+        sequence: u64,
+        versions: impl IntoIterator<Item = (usize, Version)>,
+    ) -> Result<(), Error> {
         self.book.header.usable()?;
         let control = self.book.control()?;
-        if taken.sequence >= control.applied.0.load(Ordering::Relaxed) {
-            for member in &taken.members {
-                let version = member.snapshot.version().0;
-                control.versions.0[member.model].store(version, Ordering::Relaxed);
+        if sequence >= control.applied.0.load(Ordering::Relaxed) {
+            for (model, version) in versions {
+                control.versions.0[model].store(version.0, Ordering::Relaxed);
             }
-            control.applied.0.store(taken.sequence, Ordering::Release);
+            control.applied.0.store(sequence, Ordering::Release);
         }
         self.book.tell_sender();
         Ok(())

@@ -9,6 +9,7 @@ use weightsync_core::{Version, WorkerId};
 use crate::error::Error;
 use crate::plan::{Fate, Key, Published, Targets};
 use crate::roster::{Gone, Reader, Shared, State};
+use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
 use crate::wire::Delivery;
 
@@ -115,6 +116,19 @@ impl Publication {
 }
 
 impl Waiter {
+    /// The sender's own hold on the version of a model that was last sent to
+    /// all; `None` before the first.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Forked`] in a forked child, [`Error::BadOption`] if there is no
+    /// such model.
+    pub fn snapshot(&self, model: usize) -> Result<Option<Snapshot>, Error> {
+        self.shared.check_model(model)?;
+        let state = self.shared.state();
+        self.shared.hold(&state, model, state.plan.default_set())
+    }
+
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
         Self { shared }
     }

@@ -415,6 +415,19 @@ impl Shared {
         self.decide(state, |plan, steps| plan.deliver(records, steps));
     }
 
+    /// Whether this process can read a model, and there is one.
+    pub(crate) fn check_model(&self, model: usize) -> Result<(), Error> {
+        self.header.map.usable()?;
+        if model < self.models.len() {
+            return Ok(());
+        }
+        Err(Error::BadOption {
+            option: "model",
+            expected: "the index of a model",
+            got: model.to_string(),
+        })
+    }
+
     /// The sender's own hold on one model's version of a set.
     pub(crate) fn hold(
         &self,

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use weightsync_core::Layout;
 use weightsync_core::record::CommitRecord;
+use weightsync_core::{Layout, Version};
 
 use crate::copy::{CopyOptions, Source, write_image};
 use crate::error::Error;
@@ -42,6 +42,7 @@ pub(crate) struct Part {
     slot: u8,
     file: Arc<OwnedFile>,
     checksums: bool,
+    number: Option<Version>,
 }
 
 impl Part {
@@ -51,6 +52,7 @@ impl Part {
             slot,
             file,
             checksums: false,
+            number: None,
         }
     }
 }
@@ -134,9 +136,28 @@ impl<'a> Staging<'a> {
         Ok(())
     }
 
+    /// Numbers the next version of a model: it must be above every version
+    /// before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::VersionNotNewer`].
+    pub fn number(&mut self, model: usize, version: Version) -> Result<(), Error> {
+        let at = self.at(model);
+        let newest = self.writer.version(model);
+        if version <= newest {
+            return Err(Error::VersionNotNewer {
+                newest,
+                got: version,
+            });
+        }
+        self.parts[at].number = Some(version);
+        Ok(())
+    }
+
     /// Makes what was written the newest versions of these models for
     /// `targets`: each worker of them sees all of it or nothing. Their numbers
-    /// are one above the highest ever given out.
+    /// are one above the highest ever given out, unless they were numbered.
     ///
     /// # Errors
     ///
@@ -152,6 +173,11 @@ impl<'a> Staging<'a> {
             .map(|part| (part.model, part.slot))
             .collect();
         let mut state = shared.state();
+        for part in &self.parts {
+            // Nobody else publishes: `self` borrows the writer.
+            let numbered = state.plan.number(part.model, part.number);
+            debug_assert!(numbered.is_ok(), "{numbered:?}");
+        }
         for (part, table) in self.parts.iter().zip(tables) {
             let model = &shared.models[part.model].model;
             let record = CommitRecord {

@@ -229,9 +229,7 @@ impl Writer {
     /// [`Error::Forked`] in a forked child, [`Error::BadOption`] if there is no
     /// such model.
     pub fn snapshot(&self, model: usize) -> Result<Option<Snapshot>, Error> {
-        self.check(model)?;
-        let state = self.shared.state();
-        self.shared.hold(&state, model, state.plan.default_set())
+        self.waiter().snapshot(model)
     }
 
     /// The sender's own hold on the one version of a model that all of
@@ -301,11 +299,7 @@ impl Writer {
     }
 
     fn check(&self, model: usize) -> Result<(), Error> {
-        self.shared.header.map.usable()?;
-        if model < self.models.len() {
-            return Ok(());
-        }
-        Err(bad("model", "the index of a model", model.to_string()))
+        self.shared.check_model(model)
     }
 }
 

@@ -194,10 +194,10 @@ pub enum Error {
         newest: Version,
     },
     /// A version number that does not grow.
-    #[error("{got} cannot follow {live}: versions only grow within a run")]
+    #[error("{got} cannot follow {newest}: versions only grow within a run")]
     VersionNotNewer {
         /// The newest version.
-        live: Version,
+        newest: Version,
         /// The one offered.
         got: Version,
     },
@@ -367,8 +367,8 @@ impl From<weightsync_mem::Error> for Error {
             weightsync_mem::Error::NoSender { address, waited } => {
                 Self::NoSender { address, waited }
             }
-            weightsync_mem::Error::VersionNotNewer { live, got } => {
-                Self::VersionNotNewer { live, got }
+            weightsync_mem::Error::VersionNotNewer { newest, got } => {
+                Self::VersionNotNewer { newest, got }
             }
             error => Self::Memory(error),
         }

@@ -13,10 +13,10 @@ use crate::options::SendOptions;
 use crate::pending::{Flight, PendingSend};
 use crate::publish::{self, Prepared};
 use crate::report::{Report, WorkerStatus};
+use crate::send_source::{Members, Resolved, SendSource, resolve};
 use crate::setup::{Pending, SenderSetup};
 use crate::snapshot::Snapshot;
 use crate::transport::{Deadline, Outstanding, SenderTransport, Staging, Targets};
-use crate::send_source::{Members, Resolved, SendSource, resolve};
 
 /// The trainer's end of connected models.
 ///

@@ -6,8 +6,8 @@ use weightsync_core::ModelId;
 use crate::error::{Error, Result};
 use crate::options::SendOptions;
 use crate::report::Report;
-use crate::sender::Sender;
 use crate::send_source::{Members, SendSource};
+use crate::sender::Sender;
 
 /// The senders of one trainer, found by the models they feed.
 ///

@@ -16,12 +16,12 @@ use crate::pending::PendingSend;
 use crate::receiver::{Receiver, ReceiverSetup};
 use crate::report::Report;
 use crate::scheme::AnyScheme;
+use crate::send_source::SendSource;
 use crate::sender::Sender;
 use crate::set::SetSnapshot;
 use crate::setup::{Expect, SenderSetup};
 use crate::snapshot::Snapshot;
 use crate::transport::Pull;
-use crate::send_source::SendSource;
 
 /// One end of the lifecycle, whichever it turns out to be: a value for programs
 /// that decide at run time, and for bindings to other languages. In Rust,

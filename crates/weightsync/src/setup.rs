@@ -15,9 +15,9 @@ use crate::publish::Prepared;
 use crate::report::{WaitFor, WorkerStatus};
 use crate::run_dir;
 use crate::scheme::AnyScheme;
+use crate::send_source::SendSource;
 use crate::sender::Sender;
 use crate::transport::{Endpoint, ModelSpec, Opening, TransferOptions};
-use crate::send_source::SendSource;
 
 /// Which workers [`SenderSetup::connect`] waits for. Others may join later.
 #[derive(Clone, Debug, PartialEq, Eq)]

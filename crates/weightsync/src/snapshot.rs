@@ -224,14 +224,6 @@ impl Snapshot {
         safetensors_file::save(self, path.as_ref())
     }
 
-    /// As [`digest`](Self::digest), but asks `give_up` every few megabytes.
-    pub(crate) fn digest_unless(&self, give_up: impl Fn() -> bool) -> Option<Digest> {
-        match &self.held {
-            Held::Slot(slot) => slot.digest_unless(give_up),
-            Held::Own(_) => Some(self.digest()),
-        }
-    }
-
     /// Stores a digest where workers find it, if this is the sender's own view.
     pub(crate) fn publish_digest(&self, digest: Digest) {
         match &self.held {

@@ -2,8 +2,8 @@ use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
 use weightsync::{
-    Expect, InitInfo, Report, Sender, SendOptions, SenderSetup, Snapshot, Version, WaitFor, WorkerStatus,
-    WeightExtractor, WorkerId,
+    Expect, InitInfo, Report, SendOptions, Sender, SenderSetup, Snapshot, Version, WaitFor,
+    WeightExtractor, WorkerId, WorkerStatus,
     worker::{Event, Exit, Restart, Spawn, WorkerError, Workers},
 };
 
@@ -255,7 +255,12 @@ impl MultiSync {
         weights: &impl WeightExtractor,
     ) -> Result<Report, Error> {
         let sender = &mut self.sender;
-        Ok(sender.send_with(weights, &SendOptions::new().wait(WaitFor::Applied).deadline(self.deadline))?)
+        Ok(sender.send_with(
+            weights,
+            &SendOptions::new()
+                .wait(WaitFor::Applied)
+                .deadline(self.deadline),
+        )?)
     }
 
     /// How long a batch or an update may take at most, from now on.

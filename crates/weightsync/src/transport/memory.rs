@@ -343,10 +343,8 @@ impl ReceiverTransport for Attached {
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
         let versions = set.members().iter().zip(&self.indices);
-        let versions: Vec<_> = versions
-            .map(|(member, index)| (*index, member.snapshot.version()))
-            .collect();
-        Ok(self.reader.applied(set.sequence(), &versions)?)
+        let versions = versions.map(|(member, index)| (*index, member.snapshot.version()));
+        Ok(self.reader.applied_versions(set.sequence(), versions)?)
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {

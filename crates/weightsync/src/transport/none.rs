@@ -126,9 +126,12 @@ impl Staging for Unseen<'_> {
     }
 
     fn number(&mut self, model: usize, version: Version) -> Result<()> {
-        let live = self.sent.versions[model];
-        if version <= live {
-            return Err(Error::VersionNotNewer { live, got: version });
+        let newest = self.sent.versions[model];
+        if version <= newest {
+            return Err(Error::VersionNotNewer {
+                newest,
+                got: version,
+            });
         }
         for (_, number) in self.numbers.iter_mut().filter(|(one, _)| *one == model) {
             *number = version;

@@ -29,6 +29,7 @@ fn when_every_slot_is_pinned_the_holder_is_named() {
         slots,
         waited,
         holders,
+        ..
     }) = &error
     else {
         panic!("{error}")
@@ -205,6 +206,7 @@ fn every_error_says_what_to_do_about_it() {
         ),
         (
             MemoryError::AllSlotsPinned {
+                model: 0,
                 slots: 2,
                 waited: BRIEF,
                 holders: vec![],

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use weightsync::worker::WorkerProcess;
 use weightsync::{
-    Expect, InitInfo, MemoryError, Outcome, Receiver, ReceiverSetup, SendOptions, Sender,
-    SenderSetup, Snapshot, Tensors, WaitFor, WaitStyle,
+    Expect, InitInfo, Outcome, Receiver, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot,
+    Tensors, WaitFor, WaitStyle,
 };
 
 use crate::scale::PATIENCE;
