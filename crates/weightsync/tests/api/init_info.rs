@@ -39,28 +39,38 @@ fn what_was_changed_is_refused_in_words() {
     let good = serde_json::to_value(info()).unwrap();
     let changed = |field: &str, value: Value| {
         let mut changed = good.clone();
-        changed[field] = value;
+        match field.split_once('.') {
+            Some((outer, inner)) => changed[outer][inner] = value,
+            None => changed[field] = value,
+        }
         serde_json::from_value::<InitInfo>(changed).map_err(|error| error.to_string())
     };
     assert!(
-        changed("restarts", json!(true)).is_ok(),
+        changed("at.restarts", json!(true)).is_ok(),
         "the way it is changed works"
     );
+    let long = "x".repeat(1025);
     for (field, value, words) in [
-        ("format", json!(2), "format 2, this version reads 1"),
-        ("address", json!(""), "has 0 bytes"),
-        ("address", json!("x".repeat(108)), "has 108 bytes"),
-        ("address", json!(7), "expected a string"),
-        ("model", json!(""), "model id"),
-        ("model", json!("x".repeat(256)), "limit of 255"),
-        ("secret", json!([1, 2, 3]), "16"),
-        ("secret", json!("secret"), "expected"),
+        ("format", json!(3), "format 3, this version reads 2"),
+        ("at.address", json!(""), "has 0 bytes"),
+        ("at.address", json!(long), "has 1025 bytes"),
+        ("at.address", json!(7), "expected a string"),
+        ("scheme", json!(""), "has 0 bytes"),
+        ("scheme", json!(long), "has 1025 bytes"),
+        ("models", json!([]), "names 0 models"),
+        ("models", json!(vec!["x"; 65]), "names 65 models"),
+        ("models", json!(["a", "b", "a"]), "names a twice"),
+        ("models", json!([""]), "model id"),
+        ("models", json!(["x".repeat(256)]), "limit of 255"),
+        ("at.secret", json!([1, 2, 3]), "16"),
+        ("at.secret", json!("secret"), "expected"),
         ("pickle", json!("gASVAAAA"), "unknown field `pickle`"),
+        ("at.pickle", json!("gASVAAAA"), "unknown field `pickle`"),
     ] {
         let refused = changed(field, value).unwrap_err();
         assert!(refused.contains(words), "{field}: {refused:?}");
     }
-    for field in ["format", "model", "address", "secret", "restarts"] {
+    for field in ["format", "models", "scheme", "at"] {
         let mut less = good.clone();
         less.as_object_mut().unwrap().remove(field);
         let refused = serde_json::from_value::<InitInfo>(less)
@@ -71,10 +81,25 @@ fn what_was_changed_is_refused_in_words() {
 }
 
 #[test]
+fn a_scheme_that_is_not_known_is_named_with_those_that_are() {
+    let mut other = serde_json::to_value(info()).unwrap();
+    other["scheme"] = json!("carrier-pigeon");
+    // It may be passed on by a process that does not know the scheme.
+    let other: InitInfo = serde_json::from_value(other).unwrap();
+    assert_eq!(other.scheme(), "carrier-pigeon");
+    let error = ReceiverSetup::new(other, 0).connect(SOON).unwrap_err();
+    let words = error.to_string();
+    assert!(
+        words.contains("carrier-pigeon") && words.contains("shared-mem"),
+        "{words}"
+    );
+}
+
+#[test]
 fn a_wrong_secret_does_not_get_in() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let mut stolen = serde_json::to_value(setup.init_info()).unwrap();
-    stolen["secret"][3] = json!(stolen["secret"][3].as_u64().unwrap() ^ 1);
+    stolen["at"]["secret"][3] = json!(stolen["at"]["secret"][3].as_u64().unwrap() ^ 1);
     let stolen: InitInfo = serde_json::from_value(stolen).unwrap();
     let sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
     ReceiverSetup::new(stolen, 0)
@@ -87,7 +112,7 @@ fn a_wrong_secret_does_not_get_in() {
 fn no_debug_output_shows_the_secret() {
     let mut setup = SenderSetup::new("policy", &weights()).unwrap();
     let value = serde_json::to_value(setup.init_info()).unwrap();
-    let secret: Vec<u64> = serde_json::from_value(value["secret"].clone()).unwrap();
+    let secret: Vec<u64> = serde_json::from_value(value["at"]["secret"].clone()).unwrap();
     let secret = format!("{secret:?}");
     let mut shown = vec![format!("{:?}", setup.init_info()), format!("{setup:?}")];
     setup = setup.checksums(true);

@@ -94,6 +94,7 @@ fn a_loan_that_is_dropped_publishes_nothing() {
 fn a_loan_waits_for_a_slot_no_longer_than_a_send() {
     let setup = SenderSetup::new("policy", &weights())
         .unwrap()
+        .slots(2, 2)
         .deadline(crate::BRIEF);
     let (mut sender, mut receiver) = pair_by(setup, &weights());
     let _first = receiver.latest().unwrap();

@@ -69,6 +69,29 @@ fn every_outcome_has_its_sentence() {
             line(4, Outcome::Late, 0),
             "worker 4 (pid 104) had not applied it after 1.5ms; it has no version yet",
         ),
+        (
+            line(5, Outcome::Staged, 6),
+            "worker 5 (pid 105) had staged but not applied it after 1.5ms; it goes on with v6",
+        ),
+        (
+            line(6, Outcome::Held, 3),
+            "worker 6 (pid 106) is held at v3",
+        ),
+        (
+            line(7, Outcome::Full, 2),
+            "worker 7 (pid 107) will not get it: its queue was full for 1.5ms; it goes on with v2",
+        ),
+        (
+            line(8, Outcome::Asks, 2),
+            "worker 8 (pid 108) takes what it asks for, and runs v2",
+        ),
+        (
+            WorkerReport {
+                pid: 0,
+                ..line(9, Outcome::Absent, 0)
+            },
+            "worker 9 is not connected; it gets this version if it joins",
+        ),
     ] {
         assert_eq!(line.to_string(), words);
     }
@@ -103,7 +126,7 @@ fn a_report_says_the_whole_and_names_those_who_have_it_not() {
     assert!(nobody.all_applied());
     assert_eq!(
         nobody.to_string(),
-        "policy v7 is live after 250.0µs; no worker was waited for"
+        "policy v7 is live after 250.0µs; there is no worker"
     );
 }
 

@@ -14,7 +14,7 @@ use crate::{BRIEF, SOON, pair_by, send_to, weights};
 
 #[test]
 fn when_every_slot_is_pinned_the_holder_is_named() {
-    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 2);
     let (mut sender, mut receiver) = pair_by(setup, &weights());
     let first = receiver.latest().unwrap().unwrap();
     let second = send_to(&mut sender, &weights(), &mut receiver);
@@ -67,7 +67,7 @@ fn wrong_weights_do_not_wait_for_a_slot() {
     wrong.insert("layer.extra", [1], [0.0_f32]).unwrap();
     let mut longer = weights();
     longer.insert("layer.bias", [8], [0.0_f32; 8]).unwrap();
-    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 2);
     let (mut sender, mut receiver) = pair_by(setup, &weights());
     let _first = receiver.latest().unwrap().unwrap();
     let _second = send_to(&mut sender, &weights(), &mut receiver);
@@ -85,7 +85,7 @@ fn wrong_weights_do_not_wait_for_a_slot() {
 
 #[test]
 fn the_senders_own_hold_is_named_as_such() {
-    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 2);
     let (mut sender, mut receiver) = pair_by(setup, &weights());
     let _own = sender.snapshot().unwrap();
     send_to(&mut sender, &weights(), &mut receiver);
@@ -103,6 +103,7 @@ fn a_send_waits_until_a_snapshot_is_dropped() {
     for style in [WaitStyle::Sleep, WaitStyle::YieldThenSleep] {
         let setup = SenderSetup::new("policy", &weights())
             .unwrap()
+            .slots(2, 2)
             .wait_style(style);
         let (mut sender, mut receiver) = pair_by(setup, &weights());
         let first = receiver.latest().unwrap().unwrap();
