@@ -142,16 +142,18 @@ impl PinBook {
     /// or by its place in the queue.
     fn hand_over(self: &Arc<Self>, live: Live) -> Result<Hold, Error> {
         let record = self.header().read_set(live)?;
-        if !record.set.models().without(self.models).is_empty() {
+        // The record may be shared with workers that have other models too.
+        let set = record.set.only(self.models);
+        if set.is_empty() {
             return Err(Error::CorruptSet {
                 record: live.record,
-                what: "it names a model that this worker did not ask for",
+                what: "it names none of this worker's models",
             });
         }
         let hold = Hold {
             sequence: live.sequence,
-            set: record.set,
-            pins: self.pin(&record.set),
+            set,
+            pins: self.pin(&set),
         };
         let control = self.control()?;
         control.taken.0.fetch_max(live.sequence, Ordering::Release);

@@ -1,5 +1,8 @@
 //! A worker's end of a segment.
 
+#[cfg(test)]
+mod tests;
+
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;

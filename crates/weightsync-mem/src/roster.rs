@@ -461,7 +461,10 @@ impl Shared {
         let readers = state.readers.iter().map(|(key, reader)| {
             let queued = state.plan.lane_slots(*key, model);
             let queued = newest.map_or(queued, |newest| queued.without(newest.slot));
-            let pinned = reader.control().pins.0[model].held();
+            let control = reader.control();
+            let records = control.record_pins.0.held();
+            let pinned = state.plan.slots_of(records, model);
+            let pinned = pinned.union(control.pins.0[model].held());
             Holder {
                 worker: Some(key.0),
                 pid: reader.socket.peer_pid(),

@@ -1,16 +1,19 @@
 //! Both ends of a segment, each with mappings of its own, as two processes have
 //! them (the tests with real processes and SIGKILL are in `weightsync`).
 
+mod delivery;
 mod faults;
 mod hostile;
+mod sets;
 mod swap;
+mod waiters;
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Deadline, Delivery, Level, ModelSpec, Publication, Reader,
+    AttachOptions, CopyOptions, Deadline, Delivery, Level, ModelSpec, Outcome, Publication, Reader,
     ReaderOutcome, SegmentOptions, Snapshot, Source, Taken, Targets, WaitStyle, Writer,
 };
 
@@ -79,21 +82,67 @@ fn slots(slots: u8, max_slots: u8) -> SegmentOptions {
     }
 }
 
+/// A segment of some small models, each with a layout of its own.
+fn small(address: &str, models: usize, options: SegmentOptions) -> Writer {
+    let models: Vec<_> = (0..models)
+        .map(|model| {
+            let shape = vec![50 + model as u64, 3];
+            let tensors = [("w", Dtype::BF16, shape), ("b", Dtype::I8, vec![7])];
+            let tensors = tensors.map(|(name, dtype, shape)| (name.to_owned(), dtype, shape));
+            ModelSpec {
+                layout: Layout::new(tensors).unwrap(),
+                note: vec![model as u8; model],
+            }
+        })
+        .collect();
+    Writer::create(address, SECRET, RUN, &models, options).unwrap()
+}
+
 /// Publishes the next version of the first model to all, every byte of it
 /// derived from its number, which is to be `version`.
 fn publish(writer: &mut Writer, version: u64, options: CopyOptions) -> Publication {
-    let layout = writer.models()[0].layout.clone();
-    let tensors: Vec<Vec<u8>> = layout
-        .tensors()
-        .iter()
-        .map(|tensor| pattern(version, tensor.range.len))
-        .collect();
-    let sources: Vec<_> = tensors.iter().map(|bytes| Source::Bytes(bytes)).collect();
-    let mut staging = writer.stage(&[0], within(20)).unwrap();
-    staging.write(0, &sources, options).unwrap();
-    let publication = staging.publish(&Targets::All).unwrap();
+    let publication = send_with(writer, &[0], &Targets::All, options);
     assert_eq!(publication.versions, [(0, Version(version))]);
     publication
+}
+
+/// Publishes the next versions of some models, as one set.
+fn send(writer: &mut Writer, models: &[usize], targets: &Targets) -> Publication {
+    send_with(writer, models, targets, CopyOptions::default())
+}
+
+fn send_with(
+    writer: &mut Writer,
+    models: &[usize],
+    targets: &Targets,
+    options: CopyOptions,
+) -> Publication {
+    let mut next: Vec<_> = models
+        .iter()
+        .map(|model| (*model, writer.version(*model).next()))
+        .collect();
+    next.sort();
+    let layouts: Vec<_> = next
+        .iter()
+        .map(|(model, _)| writer.models()[*model].layout.clone())
+        .collect();
+    let mut staging = writer.stage(models, within(20)).unwrap();
+    for ((model, version), layout) in next.iter().zip(layouts) {
+        let tensors: Vec<Vec<u8>> = layout
+            .tensors()
+            .iter()
+            .map(|tensor| pattern(*model, *version, tensor.range.len))
+            .collect();
+        let sources: Vec<_> = tensors.iter().map(|bytes| Source::Bytes(bytes)).collect();
+        staging.write(*model, &sources, options).unwrap();
+    }
+    let publication = staging.publish(targets).unwrap();
+    assert_eq!(publication.versions, next);
+    publication
+}
+
+fn workers(numbers: &[u32]) -> Targets {
+    Targets::Workers(numbers.iter().copied().map(WorkerId).collect())
 }
 
 /// The lines of a publication once it is applied everywhere, within 20 s.
@@ -104,16 +153,17 @@ fn settle(writer: &Writer, publication: &Publication) -> Vec<ReaderOutcome> {
         .unwrap()
 }
 
-fn pattern(version: u64, len: u64) -> Vec<u8> {
+fn pattern(model: usize, version: Version, len: u64) -> Vec<u8> {
+    let seed = version.0.wrapping_mul(0x9e37) ^ (model as u64).wrapping_mul(0x5b);
     (0..len)
-        .map(|i| (i.wrapping_mul(31) ^ version.wrapping_mul(0x9e37)) as u8)
+        .map(|i| (i.wrapping_mul(31) ^ seed) as u8)
         .collect()
 }
 
 /// Every tensor is that of the version the snapshot says it is.
 fn check(snapshot: &Snapshot) {
     for (index, tensor) in snapshot.layout().tensors().iter().enumerate() {
-        let expected = pattern(snapshot.version().0, tensor.range.len);
+        let expected = pattern(snapshot.model(), snapshot.version(), tensor.range.len);
         assert!(
             snapshot.tensor_bytes(index) == expected,
             "{} of {}",
@@ -146,4 +196,31 @@ fn take_set(reader: &mut Reader) -> Taken {
 fn only(mut taken: Taken) -> Snapshot {
     assert_eq!(taken.members.len(), 1);
     taken.members.remove(0).snapshot
+}
+
+/// The model and version of each member of a set.
+fn versions(taken: &Taken) -> Vec<(usize, u64)> {
+    let members = taken.members.iter();
+    members
+        .map(|member| (member.model, member.snapshot.version().0))
+        .collect()
+}
+
+/// The models of a set that are new in it.
+fn changed(taken: &Taken) -> Vec<usize> {
+    let members = taken.members.iter().filter(|member| member.changed);
+    members.map(|member| member.model).collect()
+}
+
+/// Each line's worker and outcome.
+fn outcomes(lines: &[ReaderOutcome]) -> Vec<(u32, Outcome)> {
+    let lines = lines.iter();
+    lines
+        .map(|line| (line.worker.0, line.outcome.clone()))
+        .collect()
+}
+
+/// There is nothing new for this reader.
+fn nothing_new(reader: &mut Reader) -> bool {
+    reader.next(within(0)).unwrap().is_none()
 }

@@ -152,7 +152,7 @@ fn staging_writes_in_place_and_an_abandoned_one_shows_nothing() {
     for (index, len) in lens.into_iter().enumerate() {
         staging
             .tensor_mut(0, index)
-            .copy_from_slice(&pattern(2, len));
+            .copy_from_slice(&pattern(0, Version(2), len));
     }
     let publication = staging.publish(&Targets::All).unwrap();
     assert_eq!(publication.versions, [(0, Version(2))]);

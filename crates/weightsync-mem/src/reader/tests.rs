@@ -1,0 +1,148 @@
+//! What a reader does not believe, and what one that stops midway leaves behind.
+
+use std::sync::atomic::AtomicU32;
+
+use weightsync_core::{Dtype, Layout};
+
+use super::*;
+use crate::plan::Targets;
+use crate::protocol::Live;
+use crate::writer::{SegmentOptions, Writer};
+
+fn soon() -> Deadline {
+    Some(Instant::now() + Duration::from_secs(20))
+}
+
+fn pair(delivery: Delivery) -> (Writer, Reader) {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let address = format!("weightsync-test/reader/{}/{number}", std::process::id());
+    let model = ModelSpec {
+        layout: Layout::new([("w".to_owned(), Dtype::U8, vec![100])]).unwrap(),
+        note: Vec::new(),
+    };
+    let run = Run {
+        epoch: Epoch(1),
+        id: [3; 16],
+    };
+    let options = SegmentOptions {
+        slots: 2,
+        max_slots: 2,
+        ..SegmentOptions::default()
+    };
+    let writer = Writer::create(&address, [9; 16], run, &[model], options).unwrap();
+    let options = AttachOptions {
+        address,
+        secret: [9; 16],
+        worker: WorkerId(0),
+        seen: Epoch(0),
+        wait: WaitStyle::Sleep,
+        models: None,
+        delivery,
+        device: String::new(),
+    };
+    (writer, Reader::attach(&options, soon()).unwrap())
+}
+
+fn publish(writer: &mut Writer) {
+    let staging = writer.stage(&[0], soon()).unwrap();
+    staging.publish(&Targets::All).unwrap();
+}
+
+fn version(taken: &Taken) -> u64 {
+    taken.members[0].snapshot.version().0
+}
+
+fn live(reader: &Reader) -> Live {
+    reader.book.lane().unwrap().live.0.load().unwrap()
+}
+
+/// The words of a set record of one model: what it is, its slots, its version.
+const WORDS: [usize; 5] = [0, 1, 2, 3, 11];
+
+#[test]
+fn a_spoilt_set_record_is_not_believed() {
+    let (mut writer, mut reader) = pair(Delivery::Newest);
+    let spoil = |writer: &Writer, record, word| writer.shared.header().spoil_set(record, word);
+    publish(&mut writer);
+    let record = live(&reader).record;
+    for word in WORDS {
+        spoil(&writer, record, word);
+        let error = reader.latest().map(drop).unwrap_err();
+        assert!(matches!(error, Error::CorruptSet { .. }), "{word}: {error}");
+        assert!(error.is_peer_fault());
+        spoil(&writer, record, word);
+        assert_eq!(version(&reader.latest().unwrap().unwrap()), 1);
+    }
+    // Passed over by `next`, and nothing stays pinned for it.
+    publish(&mut writer);
+    spoil(&writer, live(&reader).record, 11);
+    assert!(matches!(reader.next(soon()), Err(Error::CorruptSet { .. })));
+    assert!(matches!(reader.next(Some(Instant::now())), Ok(None)));
+    publish(&mut writer);
+    assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 3);
+    publish(&mut writer);
+}
+
+#[test]
+fn a_spoilt_record_in_a_queue_costs_that_version_alone() {
+    let (mut writer, mut reader) = pair(Delivery::Every { bound: 3 });
+    (0..3).for_each(|_| publish(&mut writer));
+    let second = reader.book.lane().unwrap().queue.0.get(1).unwrap();
+    writer.shared.header().spoil_set(second.record, 1);
+    assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 1);
+    assert!(matches!(reader.next(soon()), Err(Error::CorruptSet { .. })));
+    assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 3);
+}
+
+#[test]
+fn a_reader_that_stops_with_a_record_pinned_holds_its_slots_until_it_dies() {
+    let (mut writer, reader) = pair(Delivery::Newest);
+    publish(&mut writer);
+    let control = reader.book.control().unwrap();
+    let lane = reader.book.lane().unwrap();
+    assert!(control.record_pins.0.pin(live(&reader), &lane.live.0));
+    publish(&mut writer);
+    let error = writer.stage(&[0], Some(Instant::now())).map(drop);
+    let Err(Error::AllSlotsPinned { holders, .. }) = &error else {
+        panic!("{error:?}")
+    };
+    assert_eq!(holders[0].versions, [Version(1)]);
+    // Its process ends: all that the sender sees is the hang-up.
+    reader.book.socket().unwrap().shut_down();
+    publish(&mut writer);
+    assert!(writer.readers().is_empty());
+}
+
+#[test]
+fn a_reader_that_dies_gives_its_queue_back() {
+    let (mut writer, reader) = pair(Delivery::Every { bound: 1 });
+    // The third waits for room in the queue.
+    (0..3).for_each(|_| publish(&mut writer));
+    assert_eq!(writer.slots(0), 3);
+    let error = writer.stage(&[0], Some(Instant::now())).map(drop);
+    let Err(Error::AllSlotsPinned { holders, .. }) = &error else {
+        panic!("{error:?}")
+    };
+    assert_eq!(holders[0].versions, [1, 2].map(Version));
+    reader.book.socket().unwrap().shut_down();
+    (0..3).for_each(|_| publish(&mut writer));
+    assert_eq!(writer.slots(0), 3);
+}
+
+#[test]
+fn a_head_that_lies_harms_nobody() {
+    for lie in [u64::MAX, 1 << 40, 7, 0] {
+        let (mut writer, mut reader) = pair(Delivery::Every { bound: 2 });
+        publish(&mut writer);
+        assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 1);
+        reader.book.control().unwrap().head.0.advance(lie);
+        (0..200).for_each(|_| {
+            let _ = writer
+                .stage(&[0], Some(Instant::now()))
+                .map(|staging| staging.publish(&Targets::All).unwrap());
+        });
+        reader.book.socket().unwrap().shut_down();
+        publish(&mut writer);
+    }
+}

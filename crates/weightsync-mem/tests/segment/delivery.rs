@@ -1,0 +1,270 @@
+//! Every version in order, and versions asked for.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use weightsync_core::{Version, WorkerId};
+use weightsync_mem::{
+    AttachOptions, Deadline, Delivery, Error, Level, Outcome, Reader, SegmentOptions, Targets, Want,
+};
+
+use crate::{
+    address, attach, check, nothing_new, only, outcomes, send, settle, slots, small, take,
+    take_set, versions, within, workers,
+};
+
+fn soon() -> Deadline {
+    Some(Instant::now() + Duration::from_millis(100))
+}
+
+fn joins(address: &str, worker: u32, delivery: Delivery) -> Reader {
+    let options = AttachOptions {
+        delivery,
+        ..attach(address, worker)
+    };
+    Reader::attach(&options, within(20)).unwrap()
+}
+
+#[test]
+fn every_version_comes_in_order() {
+    let address = address();
+    let mut writer = small(&address, 2, slots(2, 2));
+    let mut every = joins(&address, 0, Delivery::Every { bound: 5 });
+    assert!(every.latest().unwrap().is_none() && nothing_new(&mut every));
+    for _ in 0..3 {
+        send(&mut writer, &[0, 1], &Targets::All);
+    }
+    send(&mut writer, &[1], &Targets::All);
+    let last = send(&mut writer, &[0], &workers(&[0]));
+    let expected = [(1, 1), (2, 2), (3, 3), (3, 4), (4, 4)];
+    for (first, second) in expected {
+        let taken = take_set(&mut every);
+        assert_eq!(versions(&taken), [(0, first), (1, second)]);
+        let latest = every.latest().unwrap().unwrap();
+        assert_eq!(versions(&latest), versions(&taken));
+    }
+    assert!(nothing_new(&mut every));
+    assert_eq!(outcomes(&settle(&writer, &last)), [(0, Outcome::Applied)]);
+    // One that joins gets what is newest for it, and from there on every one.
+    let mut late = joins(&address, 1, Delivery::Every { bound: 1 });
+    assert_eq!(versions(&take_set(&mut late)), [(0, 3), (1, 4)]);
+    assert!(nothing_new(&mut late));
+    send(&mut writer, &[1], &Targets::All);
+    assert_eq!(versions(&take_set(&mut late)), [(0, 3), (1, 5)]);
+}
+
+#[test]
+fn a_full_queue_is_a_line_and_costs_the_others_nothing() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 2));
+    let mut every = joins(&address, 0, Delivery::Every { bound: 2 });
+    let mut newest = joins(&address, 1, Delivery::Newest);
+    let waiter = writer.waiter();
+    for version in 1..=4 {
+        let publication = send(&mut writer, &[0], &Targets::All);
+        assert_eq!(take(&mut newest).version(), Version(version));
+        let lines = waiter.settle(&publication, Level::Applied, soon()).unwrap();
+        let slow = match version {
+            ..=2 => Outcome::Late,
+            _ => Outcome::Full,
+        };
+        assert_eq!(outcomes(&lines), [(0, slow), (1, Outcome::Applied)]);
+    }
+    // What was given up does not come later, what is sent from now on does.
+    assert_eq!(take(&mut every).version(), Version(1));
+    assert_eq!(take(&mut every).version(), Version(2));
+    assert!(nothing_new(&mut every));
+    let publication = send(&mut writer, &[0], &Targets::All);
+    assert_eq!(take(&mut every).version(), Version(5));
+    take(&mut newest);
+    assert_eq!(settle(&writer, &publication)[0].outcome, Outcome::Applied);
+}
+
+#[test]
+fn a_sender_that_waits_fills_the_queue_as_it_empties() {
+    const LAST: u64 = 50;
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 2));
+    let mut every = joins(&address, 0, Delivery::Every { bound: 1 });
+    let worker = thread::spawn(move || {
+        for version in 1..=LAST {
+            assert_eq!(take(&mut every).version(), Version(version));
+        }
+        every
+    });
+    let mut publications = Vec::new();
+    for at in 0..LAST {
+        publications.push(send(&mut writer, &[0], &Targets::All));
+        // Staging alone must make room as well as waiting for the outcome does.
+        if at % 7 == 6 {
+            for publication in publications.drain(..) {
+                let lines = settle(&writer, &publication);
+                assert!(
+                    matches!(lines[0].outcome, Outcome::Applied | Outcome::Full),
+                    "{lines:?}"
+                );
+            }
+        } else {
+            let lines = settle(&writer, &publications[publications.len() - 1]);
+            assert_eq!(lines[0].outcome, Outcome::Applied);
+        }
+    }
+    drop(worker.join().unwrap());
+    // The last taken by the reader, one queued for it, and one to write.
+    assert!(writer.slots(0) <= 4, "{} slots", writer.slots(0));
+}
+
+#[test]
+fn a_reader_that_asks_gets_what_it_asks_for() {
+    let address = address();
+    let options = SegmentOptions {
+        history: 2,
+        ..slots(2, 2)
+    };
+    let mut writer = small(&address, 2, options);
+    let mut asks = joins(&address, 0, Delivery::Asked);
+    let mut newest = joins(&address, 1, Delivery::Newest);
+    let exactly = |version| Want::Exactly {
+        model: 0,
+        version: Version(version),
+    };
+    // Nothing there yet: it comes when there is something.
+    asks.ask(Want::Newest).unwrap();
+    assert!(nothing_new(&mut asks));
+    let publication = send(&mut writer, &[0, 1], &Targets::All);
+    assert_eq!(versions(&take_set(&mut asks)), [(0, 1), (1, 1)]);
+    take_set(&mut newest);
+    // The question may have come before the publication, or after.
+    let lines = settle(&writer, &publication);
+    assert!(
+        matches!(lines[0].outcome, Outcome::Applied | Outcome::Asks),
+        "{lines:?}"
+    );
+    let applied = Outcome::Applied;
+    assert_eq!(lines[1].outcome, applied);
+    // What it does not ask for does not come, and nobody waits for it.
+    for _ in 2..=4 {
+        let publication = send(&mut writer, &[0, 1], &Targets::All);
+        take_set(&mut newest);
+        assert_eq!(
+            outcomes(&settle(&writer, &publication)),
+            [(0, Outcome::Asks), (1, applied.clone())]
+        );
+    }
+    assert!(nothing_new(&mut asks));
+    for (want, version) in [
+        (exactly(3), 3),
+        (exactly(2), 2),
+        (Want::Newest, 4),
+        (exactly(4), 4),
+        (exactly(2), 2),
+    ] {
+        asks.ask(want).unwrap();
+        let taken = take_set(&mut asks);
+        // The set of that time: never the models of different ones.
+        assert_eq!(versions(&taken), [(0, version), (1, version)]);
+        assert_eq!(writer.readers()[0].applied[0], Version(version));
+    }
+    for missing in [1, 9] {
+        asks.ask(exactly(missing)).unwrap();
+        let error = asks.next(within(20)).unwrap_err();
+        let Error::NoSuchVersion {
+            model: 0,
+            asked,
+            known,
+        } = &error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(*asked, Version(missing));
+        assert_eq!(known[..], [4, 3, 2].map(Version));
+        assert!(error.to_string().contains("v4, v3, v2"), "{error}");
+    }
+    // At least: at once where there is one, else as soon as there is.
+    let least = |version| Want::AtLeast {
+        model: 1,
+        version: Version(version),
+    };
+    asks.ask(least(2)).unwrap();
+    assert_eq!(versions(&take_set(&mut asks)), [(0, 4), (1, 4)]);
+    asks.ask(least(6)).unwrap();
+    let waiting = thread::spawn(move || {
+        let taken = take_set(&mut asks);
+        (asks, versions(&taken))
+    });
+    send(&mut writer, &[1], &Targets::All);
+    send(&mut writer, &[1], &Targets::All);
+    let (mut asks, got) = waiting.join().unwrap();
+    assert_eq!(got, [(0, 4), (1, 6)]);
+    // A reader of the newest may ask too, and goes on with the newest.
+    take_set(&mut newest);
+    newest.ask(exactly(4)).unwrap();
+    let before = newest.next(within(20)).unwrap().unwrap();
+    assert_eq!(versions(&before)[0], (0, 4));
+    send(&mut writer, &[0], &Targets::All);
+    assert_eq!(versions(&take_set(&mut newest)), [(0, 5), (1, 6)]);
+    // A held worker has what it is held at, and nothing else.
+    writer.hold(&[WorkerId(0)]).unwrap();
+    send(&mut writer, &[0], &Targets::All);
+    asks.ask(Want::Newest).unwrap();
+    assert_eq!(versions(&take_set(&mut asks)), [(0, 5), (1, 6)]);
+    asks.ask(exactly(6)).unwrap();
+    assert!(matches!(
+        asks.next(within(20)),
+        Err(Error::NoSuchVersion { known, .. }) if known == [Version(5)]
+    ));
+}
+
+#[test]
+fn asking_out_of_turn_is_refused() {
+    let address = address();
+    let mut writer = small(&address, 2, slots(2, 2));
+    let mut every = joins(&address, 0, Delivery::Every { bound: 1 });
+    assert!(matches!(
+        every.ask(Want::Newest),
+        Err(Error::BadOption { .. })
+    ));
+    let options = AttachOptions {
+        models: Some(vec![1]),
+        delivery: Delivery::Asked,
+        ..attach(&address, 1)
+    };
+    let mut second = Reader::attach(&options, within(20)).unwrap();
+    let other = Want::Exactly {
+        model: 0,
+        version: Version(1),
+    };
+    assert!(matches!(second.ask(other), Err(Error::BadOption { .. })));
+    send(&mut writer, &[0, 1], &Targets::All);
+    second.ask(Want::Newest).unwrap();
+    assert_eq!(versions(&take_set(&mut second)), [(1, 1)]);
+    drop(writer);
+    let error = (0..1000).find_map(|_| second.ask(Want::Newest).err());
+    assert!(matches!(error, Some(Error::SenderClosed)), "{error:?}");
+}
+
+#[test]
+fn what_was_asked_for_makes_room_once_it_is_not_held() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 2));
+    let mut asks = joins(&address, 0, Delivery::Asked);
+    send(&mut writer, &[0], &Targets::All);
+    asks.ask(Want::Newest).unwrap();
+    let held = take_set(&mut asks);
+    assert_eq!(versions(&asks.latest().unwrap().unwrap()), [(0, 1)]);
+    send(&mut writer, &[0], &Targets::All);
+    // Held, it is as any other version that is held.
+    let full = writer.stage(&[0], within(0)).map(drop).unwrap_err();
+    assert!(matches!(full, Error::AllSlotsPinned { .. }), "{full}");
+    check(&only(held));
+    for _ in 0..3 {
+        send(&mut writer, &[0], &Targets::All);
+    }
+    assert_eq!(writer.slots(0), 2);
+    assert!(
+        asks.latest().unwrap().is_none(),
+        "the sender needed the room"
+    );
+    asks.ask(Want::Newest).unwrap();
+    assert_eq!(versions(&take_set(&mut asks)), [(0, 5)]);
+}
