@@ -60,6 +60,8 @@ mod extract;
 mod init_info;
 mod load;
 pub mod mapping;
+mod models;
+mod path;
 pub mod plain;
 mod receiver;
 mod report;
@@ -67,6 +69,7 @@ mod run_dir;
 mod safetensors_file;
 mod sender;
 mod setup;
+mod shared;
 mod snapshot;
 mod strategy;
 mod tensors;
@@ -79,6 +82,8 @@ pub use crate::{
     init_info::InitInfo,
     load::{TensorView, WeightLoader},
     mapping::{DryRun, MappedExtractor, MappedLoader, Mapping, MappingError},
+    models::{Model, ModelTree, Models, ModuleTree},
+    path::{ModelPath, ModelPathError, PathPart},
     plain::{ExtraState, Plain, PlainError},
     receiver::{Receiver, ReceiverSetup},
     report::{Report, WorkerReport},
