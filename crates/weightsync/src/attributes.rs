@@ -257,7 +257,7 @@ impl Attributes {
     pub fn expand<'a>(
         &'a self,
         sent: &[TensorView<'a>],
-        own: Option<&'a Layout>,
+        own: Option<&Layout>,
     ) -> Vec<TensorView<'a>> {
         let names = self.names(own);
         sent.iter()
@@ -271,7 +271,7 @@ impl Attributes {
             .collect()
     }
 
-    fn names<'a>(&'a self, own: Option<&'a Layout>) -> Names<'a> {
+    fn names<'a, 'o>(&'a self, own: Option<&'o Layout>) -> Names<'a, 'o> {
         let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
         for (alias, of) in self.ties() {
             aliases.entry(of).or_default().push(alias);
@@ -376,15 +376,15 @@ impl<E: WeightExtractor + ?Sized> WeightExtractor for TiedOnce<'_, E> {
 }
 
 /// The names under which tensors are handed over.
-struct Names<'a> {
+struct Names<'a, 'o> {
     aliases: HashMap<&'a str, Vec<&'a str>>,
-    own: Option<&'a Layout>,
+    own: Option<&'o Layout>,
 }
 
-impl<'a> Names<'a> {
+impl<'a> Names<'a, '_> {
     /// Those of one that was sent; its own if the model has none of them, so
     /// that the difference is seen.
-    fn of(&self, sent: &'a str) -> impl Iterator<Item = &'a str> + use<'a> {
+    fn of(&self, sent: &'a str) -> std::vec::IntoIter<&'a str> {
         let mut names = vec![sent];
         names.extend(self.aliases.get(sent).into_iter().flatten());
         if let Some(own) = self.own

@@ -61,7 +61,9 @@ mod init_info;
 mod load;
 mod load_set;
 pub mod mapping;
+mod models;
 mod options;
+mod path;
 mod pending;
 pub mod plain;
 mod publish;
@@ -76,6 +78,7 @@ mod senders;
 mod session;
 mod set;
 mod setup;
+mod shared;
 mod snapshot;
 mod strategy;
 mod tensors;
@@ -90,7 +93,9 @@ pub use crate::{
     load::{TensorView, WeightLoader},
     load_set::SetLoader,
     mapping::{DryRun, MappedExtractor, MappedLoader, Mapping, MappingError},
+    models::{Model, ModelTree, Models, ModuleTree},
     options::SendOptions,
+    path::{ModelPath, ModelPathError, PathPart},
     pending::PendingSend,
     plain::{ExtraState, Plain, PlainError},
     receiver::{Receiver, ReceiverSetup},

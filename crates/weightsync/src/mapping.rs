@@ -44,7 +44,6 @@ use crate::load::WeightLoader;
 /// let dry_run = mapping.dry_run(&model.layout()?, &engine);
 /// assert!(dry_run.is_complete(), "{dry_run}");
 /// assert_eq!(mapping.extract(&model).layout()?, engine);
-/// # fn layout_of(model: &impl WeightExtractor) -> weightsync::Result<Layout> { model.layout() }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -248,7 +247,7 @@ impl Mapping {
     /// [`MappingError::DoesNotFit`] names every rule and tensor that do not go
     /// together.
     pub fn layout(&self, source: &Layout) -> Result<Layout, MappingError> {
-        Plan::new(&self.rules, source).into_layout()
+        Plan::new(&self.rules, source).layout()
     }
 
     /// What would happen to every tensor of `source`, and what would be missing

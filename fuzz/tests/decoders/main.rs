@@ -6,4 +6,5 @@ mod init;
 mod layout;
 mod manifest;
 mod pipe;
+mod plain;
 mod record;

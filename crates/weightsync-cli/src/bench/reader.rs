@@ -4,7 +4,7 @@ use std::error::Error;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use weightsync::{InitInfo, MemoryError, ReceiverSetup, WaitStyle, worker};
+use weightsync::{InitInfo, ReceiverSetup, WaitStyle, worker};
 
 /// What a worker of a benchmark is told.
 #[derive(Serialize, Deserialize)]

@@ -93,7 +93,7 @@ impl Progress {
              send → applied on all workers: {}",
             status.elapsed.as_secs_f64(),
             status.frames,
-            status.versions[0],
+            status.version,
             self.versions(status),
             micros(status.latency),
         )
@@ -107,7 +107,7 @@ impl Progress {
             status.elapsed.as_secs_f64(),
             status.frames,
             status.frames as f64 / status.elapsed.as_secs_f64(),
-            status.versions[0],
+            status.version,
             self.versions(status),
             micros(status.latency),
         )

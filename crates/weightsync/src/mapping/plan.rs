@@ -120,7 +120,7 @@ pub(super) struct Plan {
     pub(super) source: Layout,
     /// The tensors that are made, in order.
     pub(super) targets: Vec<Target>,
-    /// The rules that changed something about a source tensor's whereabouts.
+    /// Source tensors that are left out, each with the rule that says so.
     pub(super) dropped: Vec<(usize, usize)>,
     /// Rules that matched nothing.
     pub(super) unused: Vec<usize>,
@@ -184,10 +184,6 @@ impl Plan {
     }
 
     /// The layout of what is made.
-    pub(super) fn into_layout(self) -> Result<Layout, MappingError> {
-        self.layout()
-    }
-
     pub(super) fn layout(&self) -> Result<Layout, MappingError> {
         if !self.problems.is_empty() {
             return Err(MappingError::DoesNotFit(self.problems.clone()));
@@ -378,7 +374,7 @@ impl Plan {
 }
 
 impl Target {
-    /// The piece, if it is a source tensor as it is, dtype aside.
+    /// The source tensor of which it is the whole or the first part, dtype aside.
     pub(super) fn as_it_is(&self) -> Option<usize> {
         let piece = self.whole()?;
         piece.is_as_it_is().then_some(piece.source)
@@ -403,7 +399,7 @@ impl Target {
         if piece.shape.contains(&0) {
             return Ok(());
         }
-        if self.whole().is_some() && piece.is_as_it_is() {
+        if self.whole().is_some() && piece.is_as_it_is() && source.shape() == self.shape {
             return Ok(source.write_into(place, self.dtype)?);
         }
         // From here inwards the piece takes all of the target, so it lies there in one.
@@ -465,7 +461,9 @@ impl Target {
         part.shape[dim] = len;
         part.pieces.retain_mut(|piece| {
             let first = piece.at[dim].max(start);
-            let end = (piece.at[dim] + piece.shape[dim]).min(start + len);
+            let end = piece.at[dim]
+                .saturating_add(piece.shape[dim])
+                .min(start.saturating_add(len));
             piece.starts[piece.order[dim]] += first.saturating_sub(piece.at[dim]);
             piece.shape[dim] = end.saturating_sub(first);
             piece.at[dim] = first.saturating_sub(start);
@@ -607,7 +605,7 @@ fn split(
     let mut start = 0;
     let parts = into.iter().map(|(name, len)| {
         let mut part = target.narrowed(dim, start, *len);
-        start += len;
+        start = start.saturating_add(*len);
         part.name = name.name(star);
         part.rules.push(rule);
         part
