@@ -1,28 +1,44 @@
 //! What the two ends of shared memory say to each other over their Unix socket.
 
-use weightsync_core::{Epoch, LayoutId, Run, Version, WorkerId};
+use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_fuzz::fuzz;
-use weightsync_mem::wire::{FromReader, FromSender, MAX_PACKET};
+use weightsync_mem::wire::{
+    Delivery, FromReader, FromSender, MAX_DEVICE, MAX_KNOWN, MAX_PACKET, Models, Want,
+};
 
 #[test]
 fn from_reader() {
-    let hello = |layout| FromReader::Hello {
+    let hello = |models, delivery| FromReader::Hello {
         secret: *b"0123456789abcdef",
         worker: WorkerId(3),
         seen: Epoch(2),
-        layout,
+        models,
+        delivery,
+        device: "cuda:0".into(),
     };
+    let (model, version) = (1, Version(42));
     let seeds = [
-        hello(None),
-        hello(Some(LayoutId([9; 32]))),
+        hello(Models::ALL, Delivery::Newest),
+        hello(Models(0b101), Delivery::Every { bound: 8 }),
+        hello(Models(2), Delivery::Asked),
         FromReader::Refused {
-            version: Version(42),
+            sequence: 42,
             reason: "the layout is another: ü".into(),
+        },
+        FromReader::Ask { want: Want::Newest },
+        FromReader::Ask {
+            want: Want::AtLeast { model, version },
+        },
+        FromReader::Ask {
+            want: Want::Exactly { model, version },
         },
     ];
     let seeds = seeds.iter().map(FromReader::encode);
     fuzz!("from_reader", seeds, |bytes: &[u8]| {
         if let Ok(message) = FromReader::decode(bytes) {
+            if let FromReader::Hello { models, device, .. } = &message {
+                assert!(!models.is_empty() && device.len() <= MAX_DEVICE);
+            }
             // Text that is not UTF-8 is mended and cut, so only the second form must be stable.
             let packet = message.encode();
             assert!(packet.len() <= MAX_PACKET);
@@ -41,18 +57,32 @@ fn from_sender() {
     let seeds = [
         FromSender::Welcome {
             run,
+            count: 3,
+            models: Models(0b101),
+        },
+        FromSender::Model {
+            index: 2,
             slots: 3,
             slot_bytes: 1 << 30,
             layout_bytes: 4096,
+            note_bytes: 100,
         },
         FromSender::Denied {
             reason: "no such model".into(),
         },
-        FromSender::Slot { index: 2 },
+        FromSender::Slot { model: 2, index: 2 },
+        FromSender::NoSuchVersion {
+            model: 2,
+            asked: Version(9),
+            known: vec![Version(4), Version(3)],
+        },
     ];
     let seeds = seeds.iter().map(FromSender::encode);
     fuzz!("from_sender", seeds, |bytes: &[u8]| {
         if let Ok(message) = FromSender::decode(bytes) {
+            if let FromSender::NoSuchVersion { known, .. } = &message {
+                assert!(known.len() <= MAX_KNOWN);
+            }
             // Text that is not UTF-8 is mended and cut, so only the second form must be stable.
             let packet = message.encode();
             assert!(packet.len() <= MAX_PACKET);
