@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
-use weightsync::{Error as SyncError, Expect, InitInfo, MemoryError, ReceiverSetup, SenderSetup};
+use weightsync::{Error as SyncError, Expect, InitInfo, ReceiverSetup, SenderSetup};
 
 const SOON: Duration = Duration::from_secs(30);
 

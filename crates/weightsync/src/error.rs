@@ -6,6 +6,7 @@ use std::time::Duration;
 use weightsync_core::{Dtype, LayoutMismatch, ModelId, Version, WorkerId};
 
 use crate::attributes::AttributesError;
+use crate::path::ModelPathError;
 use crate::worker::WorkerError;
 
 /// A result of this crate.
@@ -149,11 +150,11 @@ pub enum Error {
     /// A model came for which the worker has nothing to load it into.
     #[error(
         "there is no loader for {model}; there is one for {}: add it, or take only some models",
-        some_names(.known)
+        if .known.is_empty() { "nothing".into() } else { .known.join(", ") }
     )]
     NoLoader {
         /// The model.
-        model: ModelId,
+        model: String,
         /// The models that can be loaded.
         known: Vec<String>,
     },
@@ -338,6 +339,9 @@ pub enum Error {
         /// Its answer.
         source: std::io::Error,
     },
+    /// A path that leads to no model.
+    #[error(transparent)]
+    Path(#[from] ModelPathError),
     /// What describes a model beside its layout does not hold together.
     #[error(transparent)]
     Attributes(#[from] AttributesError),

@@ -1,24 +1,33 @@
 //! Loading several models as one: all of them, or none.
 
+use weightsync_core::Layout;
+
 use crate::error::{Error, Result};
 use crate::load::WeightLoader;
+use crate::models::ModelTree;
 use crate::receiver::fits;
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
 
-/// The worker's own models by id: what
+/// The worker's own models: what
 /// [`Receiver::receive_set_into`](crate::Receiver::receive_set_into) loads into.
+///
+/// Models are registered one by one with [`with`](Self::with), or found in a
+/// [tree](Self::tree) by their ids, which are paths then.
 ///
 /// ```
 /// use weightsync::{SetLoader, Tensors};
 ///
 /// let (mut actor, mut critic) = (Tensors::new(), Tensors::new());
-/// let models = SetLoader::new().with("actor", &mut actor).with("critic", &mut critic);
-/// assert_eq!(models.members().count(), 2);
+/// let mut models = SetLoader::new().with("actor", &mut actor).with("critic", &mut critic);
+/// assert!(models.model_mut("critic").is_ok());
+/// let error = models.model_mut("critc").err().unwrap().to_string();
+/// assert!(error.contains("actor, critic"), "{error}");
 /// ```
 #[derive(Default)]
 pub struct SetLoader<'a> {
     members: Vec<(String, &'a mut dyn WeightLoader)>,
+    tree: Option<&'a mut dyn ModelTree>,
 }
 
 /// Why a load failed.
@@ -45,19 +54,40 @@ impl<'a> SetLoader<'a> {
         self
     }
 
-    /// Every model with its id.
-    pub fn members(&self) -> impl Iterator<Item = (&str, &dyn WeightLoader)> {
-        self.members
-            .iter()
-            .map(|(id, model)| (id.as_str(), &**model))
+    /// The models with all those of a tree, for ids that were not named: an id
+    /// such as `env.value_net` is the path there.
+    #[must_use]
+    pub fn tree(mut self, tree: &'a mut dyn ModelTree) -> Self {
+        self.tree = Some(tree);
+        self
     }
 
     /// One model.
-    pub fn model_mut(&mut self, id: &str) -> Option<&mut (dyn WeightLoader + 'a)> {
-        let mut members = self.members.iter_mut();
-        members
-            .find(|(one, _)| one == id)
-            .map(|(_, model)| &mut **model)
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoLoader`], or [`Error::Path`] with what the tree has instead.
+    pub fn model_mut(&mut self, id: &str) -> Result<&mut dyn WeightLoader> {
+        let place = self.members.iter().position(|(one, _)| one == id);
+        if let Some(place) = place {
+            return Ok(&mut *self.members[place].1);
+        }
+        match &mut self.tree {
+            Some(tree) => Ok(tree.loader(&id.parse()?)?),
+            None => Err(Error::NoLoader {
+                model: id.into(),
+                known: self.members.iter().map(|(id, _)| id.clone()).collect(),
+            }),
+        }
+    }
+
+    /// The names, dtypes and shapes of one model.
+    ///
+    /// # Errors
+    ///
+    /// As [`model_mut`](Self::model_mut), and the model's own.
+    pub fn layout(&mut self, id: &str) -> Result<Layout> {
+        self.model_mut(id)?.layout()
     }
 
     /// Loads what has changed, or everything. Every model is compared before
@@ -70,43 +100,38 @@ impl<'a> SetLoader<'a> {
         let members = set.members().iter();
         let wanted = members.filter(|member| all || member.changed);
         let wanted: Vec<&Snapshot> = wanted.map(|member| &member.snapshot).collect();
-        for snapshot in &wanted {
-            self.check(snapshot).map_err(untouched)?;
-        }
-        for snapshot in wanted {
-            let Some(model) = self.model_mut(snapshot.model().as_str()) else {
-                continue;
-            };
-            let own = model.layout().map_err(untouched)?;
+        let owns = wanted.iter().map(|snapshot| self.compared(snapshot));
+        let owns = owns.collect::<Result<Vec<_>>>().map_err(untouched)?;
+        for (at, (snapshot, own)) in wanted.iter().zip(&owns).enumerate() {
             let sent: Vec<_> = snapshot.tensors().collect();
-            let views = snapshot.attributes().expand(&sent, Some(&own));
-            model.load(&views).map_err(|error| Failure {
+            let views = snapshot.attributes().expand(&sent, Some(own));
+            let model = self.model_mut(snapshot.model().as_str());
+            let touched = |error| Failure {
                 error,
+                // This one may be half written, or one before it whole.
                 touched: true,
-            })?;
+            };
+            match model {
+                Ok(model) => model.load(&views).map_err(touched)?,
+                Err(error) if at == 0 => return Err(untouched(error)),
+                Err(error) => return Err(touched(error)),
+            }
         }
         Ok(())
     }
 
-    fn check(&self, snapshot: &Snapshot) -> Result<()> {
+    /// The layout of a model, found to fit what came.
+    fn compared(&mut self, snapshot: &Snapshot) -> Result<Layout> {
         let id = snapshot.model();
-        let mut members = self.members.iter();
-        let model = members.find(|(one, _)| one == id.as_str());
-        let Some((_, model)) = model else {
-            let known = self.members.iter();
-            return Err(Error::NoLoader {
-                model: id.clone(),
-                known: known.map(|(id, _)| id.clone()).collect(),
-            });
-        };
-        let own = model.layout()?;
-        let sent = snapshot.layout();
-        fits(&own, &snapshot.attributes().layout_for(sent, &own)?).map_err(|mismatch| {
-            Error::WrongModel {
+        let own = self.layout(id.as_str())?;
+        let sent = snapshot.attributes().layout_for(snapshot.layout(), &own)?;
+        match fits(&own, &sent) {
+            Ok(()) => Ok(own),
+            Err(mismatch) => Err(Error::WrongModel {
                 model: id.clone(),
                 mismatch: Box::new(mismatch),
-            }
-        })
+            }),
+        }
     }
 }
 

@@ -99,14 +99,18 @@ impl ReceiverSetup {
         Ok(self)
     }
 
-    /// Insists on the names, dtypes and shapes of these models.
+    /// Insists on the names, dtypes and shapes of these models: there has to be
+    /// one for each model this worker wants.
     ///
     /// # Errors
     ///
-    /// If one of them cannot be asked.
-    pub fn set(mut self, models: &SetLoader<'_>) -> Result<Self> {
-        for (id, model) in models.members() {
-            self.own.push((id.to_owned(), model.layout()?));
+    /// [`Error::NoLoader`], [`Error::Path`], or if one of them cannot be asked.
+    pub fn set(mut self, models: &mut SetLoader<'_>) -> Result<Self> {
+        let wanted = self.wanted()?;
+        for index in wanted {
+            let id = self.info.models[index].as_str().to_owned();
+            let layout = models.layout(&id)?;
+            self.own.push((id, layout));
         }
         Ok(self)
     }
@@ -172,8 +176,11 @@ impl ReceiverSetup {
         if let Some(initial) = receiver.initial.take() {
             for member in initial.members() {
                 let snapshot = &member.snapshot;
-                if let Some(model) = models.model_mut(snapshot.model().as_str()) {
-                    model.shape(&snapshot.attributes().model_layout(snapshot.layout())?)?;
+                let shapes = snapshot.attributes().model_layout(snapshot.layout())?;
+                let model = models.model_mut(snapshot.model().as_str());
+                if let Err(error) = model.and_then(|model| model.shape(&shapes)) {
+                    receiver.transport.refuse(None, &error.to_string())?;
+                    return Err(error);
                 }
             }
             receiver.load_and_report(initial, models)?;

@@ -5,6 +5,7 @@ use weightsync_core::ModelId;
 
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
+use crate::models::ModelTree;
 
 /// What can be sent: anything that is a [`WeightExtractor`], a [`Set`] of them,
 /// or [`Registered`].
@@ -64,6 +65,23 @@ impl<'a> Set<'a> {
             None => self.members.push((model, weights)),
         }
         self
+    }
+
+    /// The set with models of a tree, each by its path, which is its id too.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Path`] with what the tree has instead.
+    pub fn with_paths(
+        mut self,
+        tree: &'a dyn ModelTree,
+        paths: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Self> {
+        for path in paths {
+            let weights = tree.extractor(&path.parse()?)?;
+            self = self.with(path, weights);
+        }
+        Ok(self)
     }
 
     /// How many models.

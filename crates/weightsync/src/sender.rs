@@ -31,6 +31,9 @@ pub struct Sender {
     flying: VecDeque<PendingSend>,
 }
 
+/// The tensors a partial update carried.
+type Carried = Option<Vec<String>>;
+
 impl Sender {
     pub(crate) fn new(setup: SenderSetup, transport: Box<dyn SenderTransport>, run: Run) -> Self {
         Self {
@@ -449,7 +452,7 @@ impl Sender {
         resolved: &Resolved<'_>,
         options: &SendOptions,
         until: Deadline,
-    ) -> Result<(Box<dyn Outstanding>, Option<Vec<String>>)> {
+    ) -> Result<(Box<dyn Outstanding>, Carried)> {
         let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
         let mut bases = Vec::new();
         if options.partial {
@@ -460,7 +463,7 @@ impl Sender {
                 })?);
             }
         }
-        let mut carried: Option<Vec<String>> = None;
+        let mut carried: Carried = None;
         let mut transport = Some(&mut *self.transport);
         let mut staging: Option<Box<dyn Staging + '_>> = None;
         for (place, (index, weights)) in resolved.iter().enumerate() {

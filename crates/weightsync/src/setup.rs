@@ -137,7 +137,9 @@ impl SenderSetup {
         let model = Model::new(model, source)?;
         let scheme = AnyScheme::default();
         Ok(Self {
-            at: scheme.scheme().place(&[model.prepared.id.clone()], None)?,
+            at: scheme
+                .scheme()
+                .place(std::slice::from_ref(&model.prepared.id), None)?,
             models: vec![model],
             scheme,
             run_dir: None,
