@@ -387,10 +387,11 @@ impl<'a> Names<'a, '_> {
     fn of(&self, sent: &'a str) -> std::vec::IntoIter<&'a str> {
         let mut names = vec![sent];
         names.extend(self.aliases.get(sent).into_iter().flatten());
-        if let Some(own) = self.own
-            && names.iter().any(|name| own.index_of(name).is_some())
-        {
+        if let Some(own) = self.own {
             names.retain(|name| own.index_of(name).is_some());
+            if names.is_empty() {
+                names.push(sent);
+            }
         }
         names.into_iter()
     }

@@ -167,3 +167,24 @@ fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
         _ => return None,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_that_share_their_memory_are_tied() {
+        let map = VarMap::new();
+        let var = |value: f32| Var::new(&[value, value], &Device::Cpu).unwrap();
+        let embed = var(1.0);
+        for (name, var) in [
+            ("embed", embed.clone()),
+            ("head", embed),
+            ("other", var(1.0)),
+        ] {
+            map.data().lock().unwrap().insert(name.to_owned(), var);
+        }
+        let ties = WeightExtractor::ties(&map).unwrap();
+        assert_eq!(ties, [("head".to_owned(), "embed".to_owned())]);
+    }
+}

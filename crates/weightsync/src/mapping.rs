@@ -8,6 +8,7 @@
 mod dry_run;
 mod pattern;
 mod plan;
+mod problem;
 mod sides;
 #[cfg(test)]
 mod tests;
@@ -20,7 +21,7 @@ use weightsync_core::{Dtype, Layout};
 pub use self::dry_run::{DryRun, Fate};
 pub use self::pattern::Pattern;
 use self::plan::Plan;
-pub use self::plan::Problem;
+pub use self::problem::Problem;
 pub use self::sides::{MappedExtractor, MappedLoader};
 use crate::extract::{WeightExtractor, is_float};
 use crate::load::WeightLoader;

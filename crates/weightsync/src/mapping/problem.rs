@@ -1,0 +1,109 @@
+//! Why rules do not fit the tensors there are.
+
+use weightsync_core::Dtype;
+
+/// A rule and tensors that do not go together. Rules are counted from 1.
+#[non_exhaustive]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// A tensor has not the number of dimensions that its new order has.
+    #[error(
+        "rule {rule}: {tensor:?} of {shape:?} cannot have its dimensions in the order {order:?}"
+    )]
+    Rank {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// The order asked for.
+        order: Vec<usize>,
+    },
+    /// A tensor has no such dimension.
+    #[error("rule {rule}: {tensor:?} of {shape:?} has no dimension {dim}")]
+    Dim {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// The dimension.
+        dim: usize,
+    },
+    /// A tensor that is no floating-point tensor is to be cast.
+    #[error("rule {rule}: {tensor:?} is {from} and cannot be cast to {to}")]
+    Cast {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// What it is.
+        from: Dtype,
+        /// What it was to be.
+        to: Dtype,
+    },
+    /// Some parts of a whole are not there.
+    #[error("rule {rule}: {into:?} lacks the parts {missing:?}")]
+    PartsMissing {
+        /// The rule.
+        rule: usize,
+        /// The whole.
+        into: String,
+        /// Their names.
+        missing: Vec<String>,
+    },
+    /// Two parts of a whole differ in more than their length along the dimension.
+    #[error(
+        "rule {rule}: {second:?} ({} {:?}) cannot follow {first:?} ({} {:?})",
+        second_kind.0, second_kind.1, first_kind.0, first_kind.1
+    )]
+    PartsDiffer {
+        /// The rule.
+        rule: usize,
+        /// The first part.
+        first: String,
+        /// Its dtype and shape.
+        first_kind: Box<(Dtype, Vec<u64>)>,
+        /// The part that differs from it.
+        second: String,
+        /// Its dtype and shape.
+        second_kind: Box<(Dtype, Vec<u64>)>,
+    },
+    /// The parts are together longer or shorter than the whole.
+    #[error("rule {rule}: {tensor:?} is {expected} long there, its parts together {got}")]
+    Lengths {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its length along the dimension.
+        expected: u64,
+        /// That of the parts together.
+        got: u64,
+    },
+    /// Elements smaller than a byte can only stay as they are.
+    #[error(
+        "rule {rule}: {tensor:?} is packed {dtype}, which can neither be transposed nor fused nor split"
+    )]
+    Packed {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+    /// Several tensors get one name.
+    #[error("{name:?} would be {sources:?} at once")]
+    SameName {
+        /// The name.
+        name: String,
+        /// What they are made of.
+        sources: Vec<String>,
+    },
+    /// The result is no layout.
+    #[error("{0}")]
+    Layout(weightsync_core::Error),
+}
