@@ -120,6 +120,13 @@ impl<'a> SetLoader<'a> {
         Ok(())
     }
 
+    /// Gives a model without shapes those of what came, and compares any other.
+    pub(crate) fn shaped(&mut self, snapshot: &Snapshot) -> Result<()> {
+        let shapes = snapshot.attributes().model_layout(snapshot.layout())?;
+        self.model_mut(snapshot.model().as_str())?.shape(&shapes)?;
+        self.compared(snapshot).map(|_| ())
+    }
+
     /// The layout of a model, found to fit what came.
     fn compared(&mut self, snapshot: &Snapshot) -> Result<Layout> {
         let id = snapshot.model();

@@ -175,10 +175,8 @@ impl ReceiverSetup {
         let mut receiver = self.take_first(deadline)?;
         if let Some(initial) = receiver.initial.take() {
             for member in initial.members() {
-                let snapshot = &member.snapshot;
-                let shapes = snapshot.attributes().model_layout(snapshot.layout())?;
-                let model = models.model_mut(snapshot.model().as_str());
-                if let Err(error) = model.and_then(|model| model.shape(&shapes)) {
+                // What does not fit now never will: the sender need not wait.
+                if let Err(error) = models.shaped(&member.snapshot) {
                     receiver.transport.refuse(None, &error.to_string())?;
                     return Err(error);
                 }

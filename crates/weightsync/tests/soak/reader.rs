@@ -4,9 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use weightsync::worker::WorkerProcess;
-use weightsync::{
-    InitInfo, MemoryError, Receiver, ReceiverSetup, Remedy, Run, Snapshot, Version, WaitStyle,
-};
+use weightsync::{InitInfo, Receiver, ReceiverSetup, Remedy, Run, Snapshot, Version, WaitStyle};
 
 use crate::fuse::{Fuse, Lit};
 use crate::leaks;
@@ -63,9 +61,7 @@ pub fn read(worker: &WorkerProcess, plan: Plan) -> Result<(), Box<dyn std::error
                     return Err("no trainer came back".into());
                 }
             }
-            Err(weightsync::Error::Memory(
-                MemoryError::SenderDied { .. } | MemoryError::SenderClosed,
-            )) => {
+            Err(weightsync::Error::SenderDied { .. } | weightsync::Error::SenderClosed) => {
                 // What it held is whole, whatever the trainer was doing.
                 tally.again += checker.check_held(false)?;
                 if !plan.outlives {
