@@ -26,17 +26,23 @@ Spoken over stdin and stdout, a line each:
     -> quit                          or the end of stdin
 
 Everything is bounded by `--deadline` seconds. When it passes, a worker dies, or a value has not
-arrived, the workers are killed, stderr says why, and the exit status is 3.
+arrived, the workers are killed, stderr says why, and the exit status is 3. Whoever starts this
+takes it along when it dies, and it its workers.
 """
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from multiprocessing import connection
+
+# PR_SET_PDEATHSIG, before the imports that take seconds; each worker imports this file too.
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 import torch
 from tensordict import TensorDict

@@ -133,12 +133,16 @@ impl Peer {
         match self.answers.next(Instant::now() + self.deadline) {
             Ok(Some(line)) => serde_json::from_str(&line)
                 .map_err(|error| format!("an answer that is none: {error}: {line}").into()),
-            Ok(None) => Err(format!("it ended\n{}", self.complaints()).into()),
-            Err(error) => Err(format!("{error}\n{}", self.complaints()).into()),
+            Ok(None) => {
+                let status = self.child.try_wait().ok().flatten();
+                let status = status.map_or(String::new(), |status| format!(", {status}"));
+                Err(format!("it ended{status}{}", self.complaints()).into())
+            }
+            Err(error) => Err(format!("{error}{}", self.complaints()).into()),
         }
     }
 
-    /// The last lines of its standard error.
+    /// The last lines of its standard error, each on a new line.
     fn complaints(&self) -> String {
         let mut bytes = vec![0; 4096];
         let length = self.complaints.metadata().map_or(0, |file| file.len());
@@ -147,10 +151,7 @@ impl Peer {
         let text = String::from_utf8_lossy(&bytes[..read]);
         let lines: Vec<&str> = text.lines().filter(|line| !line.is_empty()).collect();
         let last = &lines[lines.len().saturating_sub(COMPLAINTS)..];
-        last.iter()
-            .map(|line| format!("    {line}"))
-            .collect::<Vec<_>>()
-            .join("\n")
+        last.iter().map(|line| format!("\n    {line}")).collect()
     }
 }
 
