@@ -1,34 +1,64 @@
 //! `cargo xtask bench GROUP`: one group of benchmarks, built for release.
 //!
-//! A group is a hidden subcommand of `weightsync bench`, so that it measures through the same code
-//! as a user does. It prints a table, or with `--json` one object a line (`case`, `value`, `unit`,
-//! `baseline`, `ratio`, `target`, `met`); with `--plot` it also draws. A flag that a group does not
-//! offer is refused by the group itself.
+//! A group is one or more hidden subcommands of `weightsync bench`, so that it measures through the
+//! same code as a user does. It prints tables, or with `--json` one object a line (`case`, `value`,
+//! `unit`, `baseline`, `ratio`, `target`, `met`); with `--plot` it also draws.
 
 use crate::error::Error;
 use crate::places::Places;
+use crate::python;
 use crate::step;
+
+/// How every part of a group is run.
+const COMMAND: &str = "run --release --package weightsync-cli --bin weightsync -- bench";
 
 /// Every group; a new one is a line here.
 const GROUPS: &[Group] = &[Group {
     name: "mem",
-    command: "run --release --package weightsync-cli --bin weightsync -- bench mem",
-    about: "publish to applied over shared memory, beside the same run's memcpy",
+    own: "mem",
+    peers: Some("peers"),
+    about: "publish to applied over shared memory, beside the same run's memcpy, then TorchRL's",
 }];
 
-/// A group of benchmarks and the cargo command that runs it.
+/// A group of benchmarks.
 struct Group {
     name: &'static str,
-    command: &'static str,
+    /// The subcommand with the project's own cases. It takes every flag.
+    own: &'static str,
+    /// The subcommand that compares with other implementations. It takes `--json`, and the Python
+    /// of their environment.
+    peers: Option<&'static str>,
     about: &'static str,
 }
 
 /// Builds and runs the group named by the first argument, passing the flags on.
+///
+/// The environment of the peers is made before anything is measured, as that keeps the machine
+/// busy. If it cannot be had, the project's own cases run all the same, and the run fails at its
+/// end with the reason and the fix.
 pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
     let (group, flags) = parse(args)?;
-    let mut command = places.cargo();
-    command.args(group.command.split(' ')).args(flags);
-    step::run_last(&format!("bench {}", group.name), &mut command)
+    let peers = group
+        .peers
+        .map(|peers| (peers, python::PEERS.provide(places)));
+
+    let mut own = places.cargo();
+    own.args(COMMAND.split(' ')).arg(group.own).args(&flags);
+    let name = format!("bench {}", group.own);
+    let Some((peers, environment)) = peers else {
+        return step::run_last(&name, &mut own);
+    };
+    let outcome = step::run(&name, &mut own).map(drop);
+
+    let compared = environment.and_then(|python| {
+        let mut command = places.cargo();
+        command.args(COMMAND.split(' ')).arg(peers);
+        command.arg("--python").arg(python);
+        command.args(flags.iter().filter(|flag| **flag == "--json"));
+        step::run_last(&format!("bench {peers}"), &mut command)
+    });
+    // Of two failures the first is the one to look at.
+    outcome.and(compared)
 }
 
 /// The groups, one a line.

@@ -1,8 +1,8 @@
 //! `cargo xtask test | ci | arrows | bench`: what a contributor and the CI run.
 //!
 //! The module order is the order in which a run uses them: [`places`] says where build output and
-//! tools live, [`tools`] provides the tools, [`step`] runs one command, and the commands
-//! themselves are [`mod@test`], [`ci`], [`arrows`] and [`bench`].
+//! tools live, [`tools`] provides the tools and [`python`] the environments of what is compared
+//! with, [`step`] runs one command, and the commands themselves are [`mod@test`], [`ci`], [`arrows`] and [`bench`].
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +11,7 @@ mod bench;
 mod ci;
 mod error;
 mod places;
+mod python;
 mod step;
 mod test;
 mod tools;

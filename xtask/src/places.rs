@@ -78,6 +78,16 @@ impl Places {
             .join(format!("{name}-{version}-{}", self.rustc.host))
     }
 
+    /// The clone.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where Python environments are.
+    pub fn environments(&self) -> PathBuf {
+        self.cache.join("python")
+    }
+
     /// A cargo command in the clone, building to [`Places::target`].
     pub fn cargo(&self) -> Command {
         self.command(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
@@ -147,7 +157,8 @@ fn cache_root(xdg: Option<OsString>, home: Option<OsString>) -> Result<PathBuf, 
         })
 }
 
-fn lock(dir: &Path) -> Result<File, Error> {
+/// Waits until no other run uses the directory, which is made if there is none.
+pub fn lock(dir: &Path) -> Result<File, Error> {
     let path = dir.join("xtask.lock");
     let io = |source| Error::Io {
         doing: format!("locking {}", path.display()),

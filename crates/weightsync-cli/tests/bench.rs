@@ -64,6 +64,61 @@ fn a_wrong_size_is_refused_in_words() {
     }
 }
 
+/// A peer whose every send takes nine seconds, and that has no multi-process.
+const PEER: &str = "case \"$*\" in *multi-process*) echo no such scheme >&2; exit 1 ;; esac\n\
+    echo '{\"first_s\": 9}'\n\
+    while read -r word count && [ \"$word\" = round ]; do\n\
+    times=9; while [ \"$count\" -gt 1 ]; do times=\"$times, 9\"; count=$((count - 1)); done\n\
+    echo \"{\\\"sends_s\\\": [$times], \\\"memcpys_s\\\": [$times]}\"\n\
+    done\n";
+
+#[test]
+fn a_peer_that_fails_takes_no_other_rows_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("peer.sh");
+    std::fs::write(&script, PEER).unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_weightsync"))
+        .args(["bench", "peers", "--json", "--python", "sh"])
+        .args(["--only", " 16 KiB, N = 2", "--script"])
+        .arg(&script)
+        .output()
+        .unwrap();
+    let stderr = text(&output.stderr);
+    assert!(!output.status.success(), "{stderr}");
+    for words in [
+        "no such scheme",
+        "no figures for multi-process 16 KiB, N = 2",
+    ] {
+        assert!(stderr.contains(words), "no {words:?} in\n{stderr}");
+    }
+    let rows: Vec<Value> = text(&output.stdout)
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let cases: Vec<&str> = rows.iter().filter_map(|row| row["case"].as_str()).collect();
+    let expected = [
+        "shared-mem 16 KiB, N = 2, against TorchRL's",
+        "shared-mem 16 KiB, N = 2, against memcpy",
+        "shared-mem 16 KiB, N = 2, TorchRL's against memcpy",
+    ];
+    assert_eq!(cases, expected);
+    assert_eq!(
+        (&rows[0]["unit"], &rows[0]["baseline"]),
+        (&"µs".into(), &9e6.into())
+    );
+    let ratio = rows[0]["ratio"].as_f64().unwrap();
+    let expected = rows[0]["value"].as_f64().unwrap() / 9e6;
+    assert!((ratio / expected - 1.0).abs() < 1e-6, "{ratio}, {expected}");
+    assert_eq!(
+        (&rows[0]["target"], &rows[0]["met"]),
+        (&0.1.into(), &(ratio <= 0.1).into())
+    );
+    assert_eq!(
+        (&rows[2]["value"], &rows[2]["ratio"]),
+        (&9e6.into(), &1.0.into())
+    );
+}
+
 fn succeeds(more: &[&str]) -> Vec<u8> {
     let small = [
         "--size",

@@ -6,6 +6,8 @@
 
 mod group;
 mod numbers;
+mod peer;
+mod peers;
 mod reader;
 mod shared_mem;
 
@@ -28,6 +30,9 @@ enum Scheme {
     /// The project's own group of cases, with their targets (`cargo xtask bench mem`)
     #[command(hide = true)]
     Mem(group::Args),
+    /// TorchRL's schemes beside ours, in the same run (`cargo xtask bench mem`)
+    #[command(hide = true)]
+    Peers(peers::Args),
     /// A worker process of a benchmark
     #[command(hide = true)]
     Reader,
@@ -38,6 +43,7 @@ pub fn run(args: Args) -> Result<ExitCode, Box<dyn Error>> {
     match args.scheme {
         Scheme::SharedMem(args) => shared_mem::run(&args)?,
         Scheme::Mem(args) => group::run(&args)?,
+        Scheme::Peers(args) => peers::run(&args)?,
         Scheme::Reader => reader::run()?,
     }
     Ok(ExitCode::SUCCESS)

@@ -134,14 +134,7 @@ pub fn measure(args: &Args) -> Result<Figures, Box<dyn Error>> {
         )
         .into());
     }
-    let layout = Layout::new((0..args.tensors).map(|index| {
-        let elements = (args.size.0 / 2).div_ceil(args.tensors);
-        (
-            format!("layers.{index}.weight"),
-            Dtype::BF16,
-            vec![elements],
-        )
-    }))?;
+    let layout = layout(args)?;
     let source = filled(&layout)?;
     let bytes = layout.payload_bytes();
     let began = Instant::now();
@@ -189,7 +182,17 @@ pub fn measure(args: &Args) -> Result<Figures, Box<dyn Error>> {
     })
 }
 
-fn connect(args: &Args, source: &Tensors) -> Result<(Sender, Workers), Box<dyn Error>> {
+/// The model: bfloat16 tensors of equal size.
+pub fn layout(args: &Args) -> Result<Layout, Box<dyn Error>> {
+    let elements = (args.size.0 / 2).div_ceil(args.tensors);
+    Ok(Layout::new((0..args.tensors).map(|index| {
+        let name = format!("layers.{index}.weight");
+        (name, Dtype::BF16, vec![elements])
+    }))?)
+}
+
+/// Starts the workers and brings them the first version.
+pub fn connect(args: &Args, source: &Tensors) -> Result<(Sender, Workers), Box<dyn Error>> {
     let wait = if args.sleep {
         WaitStyle::Sleep
     } else {
@@ -217,7 +220,7 @@ fn connect(args: &Args, source: &Tensors) -> Result<(Sender, Workers), Box<dyn E
 
 /// One send: how long until the version was live everywhere, and how much of
 /// that came after it was live here.
-fn one_send(
+pub fn one_send(
     args: &Args,
     sender: &mut Sender,
     source: &Tensors,
@@ -244,20 +247,20 @@ fn one_send(
 }
 
 /// Plain copies between two buffers of the model's size, both faulted in.
-struct Baseline {
+pub struct Baseline {
     from: Vec<u8>,
     to: Vec<u8>,
 }
 
 impl Baseline {
-    fn new(bytes: usize) -> Self {
+    pub fn new(bytes: usize) -> Self {
         Self {
             from: vec![1; bytes],
             to: vec![2; bytes],
         }
     }
 
-    fn copy(&mut self) -> Duration {
+    pub fn copy(&mut self) -> Duration {
         let began = Instant::now();
         self.to.copy_from_slice(std::hint::black_box(&self.from));
         std::hint::black_box(&self.to);

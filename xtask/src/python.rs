@@ -1,0 +1,300 @@
+//! Python environments for the implementations ours is compared with.
+//!
+//! An environment lies in the cache, outside every clone, under a name that says what it depends
+//! on: the Python it was made with and the pinned lines of its requirements. It is made beside its
+//! place and renamed when it is complete, so a half-made one is never used.
+
+use std::ffi::OsString;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::error::Error;
+use crate::places::{self, Places};
+use crate::step;
+
+/// What the scripts in `bench/peers` run in.
+pub const PEERS: Environment = Environment {
+    name: "peers",
+    requirements: "bench/peers/requirements.txt",
+    imports: "torch, torchrl",
+};
+
+/// An environment and what is in it.
+#[derive(Debug, Clone, Copy)]
+pub struct Environment {
+    name: &'static str,
+    /// The requirements file, in the clone. Its lines are pinned: the same lines give the same
+    /// environment.
+    requirements: &'static str,
+    /// What must be importable before it counts as complete.
+    imports: &'static str,
+}
+
+impl Environment {
+    /// The environment's Python: one made before, or one made now (minutes, and the package index
+    /// must be reachable).
+    pub fn provide(&self, places: &Places) -> Result<PathBuf, Error> {
+        self.provide_with("python3".into(), places.root(), &places.environments())
+    }
+
+    fn provide_with(
+        &self,
+        python: OsString,
+        root: &Path,
+        environments: &Path,
+    ) -> Result<PathBuf, Error> {
+        let requirements = root.join(self.requirements);
+        let text = fs::read_to_string(&requirements).map_err(|source| Error::Io {
+            doing: format!("reading {}", requirements.display()),
+            source,
+        })?;
+        let version = version(&python).map_err(|_| Error::Missing {
+            what: "`python3`".into(),
+            fix: "install Python 3.10 or newer with its venv module, as `python3` on PATH".into(),
+        })?;
+        let _lock = places::lock(environments)?;
+        let home = environments.join(format!("{}-{}", self.name, key(&version, &text)));
+        let own = home.join("bin/python");
+        if runs(&own) {
+            eprintln!("{} environment: {}", self.name, home.display());
+            return Ok(own);
+        }
+        let making = environments.join(format!("{}.making", self.name));
+        // What a killed run left, or an environment whose Python has been uninstalled.
+        clear(&making)?;
+        clear(&home)?;
+        let made = self
+            .make(&python, &requirements, &making)
+            .and_then(|()| rename(&making, &home));
+        if let Err(error) = made {
+            // The reason is the failure before it.
+            let _ = fs::remove_dir_all(&making);
+            return Err(error);
+        }
+        Ok(own)
+    }
+
+    fn make(&self, python: &OsString, requirements: &Path, making: &Path) -> Result<(), Error> {
+        let missing = |what: &str, error: &Error, fix: &str| Error::Missing {
+            what: format!("the Python environment `{}` ({what}: {error})", self.name),
+            fix: fix.into(),
+        };
+        let mut venv = Command::new(python);
+        venv.args(["-m", "venv"]).arg(making);
+        step::run(&format!("{} environment", self.name), &mut venv).map_err(|error| {
+            let fix = "install Python's venv module (Debian: apt install python3-venv)";
+            missing("it could not be begun", &error, fix)
+        })?;
+
+        eprintln!("(once: some minutes and several GB)");
+        let own = making.join("bin/python");
+        let mut pip = Command::new(&own);
+        pip.args("-m pip install --quiet --disable-pip-version-check --no-input".split(' '))
+            // Building torch from its sources would take hours and fail.
+            .arg("--only-binary=:all:")
+            .arg("--requirement")
+            .arg(requirements);
+        step::run(&format!("{} packages", self.name), &mut pip).map_err(|error| {
+            let fix = format!(
+                "make the package index reachable (pip's own settings apply), with a Python that \
+                 {} has wheels for, and run this again",
+                requirements.display()
+            );
+            missing("its packages could not be installed", &error, &fix)
+        })?;
+
+        let mut import = Command::new(&own);
+        import.args(["-c", &format!("import {}", self.imports)]);
+        step::run(&format!("{} imports", self.name), &mut import)
+            .map(drop)
+            .map_err(|error| {
+                let fix = format!("see what the import of {} says above", self.imports);
+                missing("its packages do not load", &error, &fix)
+            })
+    }
+}
+
+/// The version and platform of a Python, one line.
+fn version(python: &OsString) -> Result<String, Error> {
+    let ask = "import platform, sys; print(sys.implementation.cache_tag, \
+               platform.python_version(), platform.machine())";
+    let text = step::output(Command::new(python).args(["-c", ask]), "python3")?;
+    match text.trim() {
+        "" => Err(Error::Unreadable {
+            what: "`python3`'s version".into(),
+        }),
+        version => Ok(version.to_owned()),
+    }
+}
+
+/// Differs when the Python or a pinned line does, not when a comment does.
+fn key(version: &str, requirements: &str) -> String {
+    let pinned = requirements
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or(line).trim())
+        .filter(|line| !line.is_empty());
+    // Should another toolchain hash differently, the environment is made once more.
+    let mut hasher = DefaultHasher::new();
+    version.hash(&mut hasher);
+    pinned.for_each(|line| line.hash(&mut hasher));
+    let plain: Vec<&str> = version.split_whitespace().collect();
+    format!("{}-{:016x}", plain.join("-"), hasher.finish())
+}
+
+fn runs(python: &Path) -> bool {
+    Command::new(python)
+        .args(["-c", "pass"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+}
+
+fn clear(folder: &Path) -> Result<(), Error> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::Io {
+            doing: format!("removing {}", folder.display()),
+            source: error,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// The environment's Python finds its packages from where it lies, so it may move; the scripts
+/// beside it, such as `pip`, may not, and nothing calls them.
+fn rename(making: &Path, home: &Path) -> Result<(), Error> {
+    fs::rename(making, home).map_err(|source| Error::Io {
+        doing: format!("moving {} to {}", making.display(), home.display()),
+        source,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// A `python3` that does what its surroundings say: `FAIL` in its folder makes the step named
+    /// there fail, and each installation is a line in `installed`.
+    const PYTHON: &str = "#!/bin/sh\n\
+        here=\"HERE\"\n\
+        case \"$*\" in\n\
+        *platform*) step=version; echo cpython-399 3.99.0 x86_64 ;;\n\
+        *venv*) step=venv; mkdir -p \"$3/bin\" && cp \"$0\" \"$3/bin/python\" ;;\n\
+        *pip*) step=pip; echo pip >> \"$here/installed\" ;;\n\
+        *torchrl*) step=imports ;;\n\
+        *) step=pass ;;\n\
+        esac\n\
+        [ \"$(cat \"$here/fail\" 2>/dev/null)\" != \"$step\" ]\n";
+
+    /// A clone and a cache in a folder of their own.
+    struct Scene(tempfile::TempDir);
+
+    impl Scene {
+        fn new() -> Self {
+            let scene = Self(tempfile::tempdir().expect("a folder"));
+            let python = PYTHON.replace("HERE", &scene.path("").display().to_string());
+            fs::write(scene.path("python3"), python).expect("python3");
+            let executable = fs::Permissions::from_mode(0o755);
+            fs::set_permissions(scene.path("python3"), executable).expect("mode");
+            fs::create_dir_all(scene.path("bench/peers")).expect("bench/peers");
+            scene.pin("torch==1\n");
+            scene
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
+        fn pin(&self, lines: &str) {
+            fs::write(self.path(PEERS.requirements), lines).expect("requirements");
+        }
+
+        fn fail(&self, step: &str) {
+            fs::write(self.path("fail"), step).expect("fail");
+        }
+
+        fn provide(&self) -> Result<PathBuf, Error> {
+            let python = self.path("python3").into_os_string();
+            PEERS.provide_with(python, self.0.path(), &self.path("cache"))
+        }
+
+        fn installations(&self) -> usize {
+            fs::read_to_string(self.path("installed")).map_or(0, |text| text.lines().count())
+        }
+
+        /// The environments there are, complete or not.
+        fn environments(&self) -> usize {
+            let entries = fs::read_dir(self.path("cache")).expect("the cache");
+            entries
+                .filter(|entry| entry.as_ref().is_ok_and(|entry| entry.path().is_dir()))
+                .count()
+        }
+    }
+
+    #[test]
+    fn an_environment_is_made_once_for_its_pinned_lines() {
+        let scene = Scene::new();
+        let python = scene.provide().expect("made");
+        assert!(runs(&python), "{}", python.display());
+        scene.pin("# said differently\n\ntorch==1   # the same\n");
+        assert_eq!(scene.provide().expect("found"), python);
+        assert_eq!(scene.installations(), 1);
+        scene.pin("torch==2\n");
+        assert_ne!(scene.provide().expect("another"), python);
+        assert_eq!((scene.installations(), scene.environments()), (2, 2));
+    }
+
+    #[test]
+    fn a_half_made_one_is_never_used_and_the_fix_is_said() {
+        let cases = [
+            ("version", "as `python3` on PATH"),
+            ("venv", "python3-venv"),
+            ("pip", "make the package index reachable"),
+            ("imports", "says above"),
+        ];
+        for (step, fix) in cases {
+            let scene = Scene::new();
+            scene.fail(step);
+            let text = scene.provide().expect_err(step).to_string();
+            assert!(text.contains(fix), "{step}: {text}");
+            // What a killed run leaves.
+            fs::create_dir_all(scene.path("cache/peers.making/bin")).expect("a leftover");
+            scene.fail("nothing");
+            scene.provide().expect(step);
+            assert_eq!(scene.environments(), 1, "{step}");
+        }
+    }
+
+    #[test]
+    fn one_whose_python_is_gone_is_made_again() {
+        let scene = Scene::new();
+        let python = scene.provide().expect("made");
+        fs::remove_file(&python).expect("removed");
+        assert_eq!(scene.provide().expect("made again"), python);
+        assert_eq!(scene.installations(), 2);
+    }
+
+    #[test]
+    fn the_key_names_the_python() {
+        let one = key("cpython-311 3.11.7 x86_64", "torch==1");
+        assert!(one.starts_with("cpython-311-3.11.7-x86_64-"), "{one}");
+        assert_ne!(one, key("cpython-312 3.12.1 x86_64", "torch==1"));
+        assert_ne!(one, key("cpython-311 3.11.7 x86_64", "torch==1\nnumpy==1"));
+    }
+
+    #[test]
+    fn every_requirement_is_pinned() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("..")
+            .join(PEERS.requirements);
+        let text = fs::read_to_string(path).expect("requirements");
+        let lines = text.lines().filter(|line| !line.starts_with('#'));
+        let loose: Vec<&str> = lines.filter(|line| !line.contains("==")).collect();
+        assert!(loose.is_empty(), "{loose:?}");
+    }
+}
