@@ -108,7 +108,7 @@ impl PinBook {
     pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
         let (lane, control) = (self.lane()?, self.control()?);
-        let records = &control.record_pins.0;
+        let records = &control.holds.0.records;
         while let Some(live) = lane.live.0.load() {
             let hold = records
                 .pin(live, &lane.live.0)
@@ -156,7 +156,11 @@ impl PinBook {
             pins: self.pin(&set),
         };
         let control = self.control()?;
-        control.taken.0.fetch_max(live.sequence, Ordering::Release);
+        control
+            .holds
+            .0
+            .taken
+            .store(live.sequence, Ordering::Release);
         Ok(hold)
     }
 
@@ -186,7 +190,7 @@ impl PinBook {
 
     fn word(&self, model: usize) -> &PinWord {
         match &self.home {
-            Home::Reader { control, .. } => &control.map.table::<Control>().pins.0[model],
+            Home::Reader { control, .. } => &control.map.table::<Control>().holds.0.pins[model],
             Home::Sender(words) => &words[model],
         }
     }

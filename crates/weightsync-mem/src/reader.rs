@@ -369,13 +369,13 @@ impl Reader {
     /// [`Error::Forked`] in a forked child.
     pub fn applied(&self, taken: &Taken) -> Result<(), Error> {
         self.book.header.usable()?;
-        let control = self.book.control()?;
-        if taken.sequence >= control.applied.0.load(Ordering::Relaxed) {
+        let loaded = &self.book.control()?.loaded.0;
+        if taken.sequence >= loaded.sequence.load(Ordering::Relaxed) {
             for member in &taken.members {
                 let version = member.snapshot.version().0;
-                control.versions.0[member.model].store(version, Ordering::Relaxed);
+                loaded.versions[member.model].store(version, Ordering::Relaxed);
             }
-            control.applied.0.store(taken.sequence, Ordering::Release);
+            loaded.sequence.store(taken.sequence, Ordering::Release);
         }
         self.book.tell_sender();
         Ok(())

@@ -174,11 +174,11 @@ impl Reader {
     }
 
     pub(crate) fn applied(&self) -> u64 {
-        self.control().applied.0.load(Ordering::Acquire)
+        self.control().loaded.0.sequence.load(Ordering::Acquire)
     }
 
     pub(crate) fn taken(&self) -> u64 {
-        self.control().taken.0.load(Ordering::Acquire)
+        self.control().holds.0.taken.load(Ordering::Acquire)
     }
 
     pub(crate) fn has_left(&self) -> bool {
@@ -187,7 +187,7 @@ impl Reader {
 
     /// The versions it has loaded, of the first `models` models.
     pub(crate) fn versions(&self, models: usize) -> Vec<Version> {
-        let words = &self.control().versions.0[..models];
+        let words = &self.control().loaded.0.versions[..models];
         let versions = words.iter().enumerate().map(|(model, word)| {
             let version = Version(word.load(Ordering::Relaxed));
             match self.models.contains(model) {
@@ -344,7 +344,7 @@ impl Shared {
             if reader.delivery != Delivery::Newest {
                 plan.observe(*key, control.head.0.load(), reader.taken());
             }
-            records = records.union(control.record_pins.0.held());
+            records = records.union(control.holds.0.records.held());
         }
         records
     }
@@ -353,7 +353,7 @@ impl Shared {
     /// [`observe`](Self::observe) found pinned before.
     pub(crate) fn pinned(&self, state: &State, model: usize, records: SlotSet) -> SlotSet {
         let readers = state.readers.values();
-        let pins = readers.map(|reader| reader.control().pins.0[model].held());
+        let pins = readers.map(|reader| reader.control().holds.0.pins[model].held());
         let held = pins.fold(self.own.held(model), SlotSet::union);
         held.union(state.plan.slots_of(records, model))
     }
@@ -449,9 +449,9 @@ impl Shared {
             let queued = state.plan.lane_slots(*key, model);
             let queued = newest.map_or(queued, |newest| queued.without(newest.slot));
             let control = reader.control();
-            let records = control.record_pins.0.held();
+            let records = control.holds.0.records.held();
             let pinned = state.plan.slots_of(records, model);
-            let pinned = pinned.union(control.pins.0[model].held());
+            let pinned = pinned.union(control.holds.0.pins[model].held());
             Holder {
                 worker: Some(key.0),
                 pid: reader.socket.peer_pid(),
