@@ -11,6 +11,7 @@ use crate::set::{ModelSet, Models};
 use crate::shared::{Control, Header, Lane};
 use crate::socket::Socket;
 use crate::wait::Doorbell;
+use crate::wire::FromReader;
 
 /// Where the pin words live.
 #[derive(Debug)]
@@ -135,6 +136,12 @@ impl PinBook {
         // Also past one that is corrupt: the next may be whole.
         control.head.0.advance(position + 1);
         self.tell_sender();
+        // After the fence in there: a sender that asks to be told looks again
+        // after asking.
+        if lane.wants_room.0.sleeping() {
+            // A sender that is gone needs no telling.
+            let _ = self.socket()?.send(&FromReader::Room.encode(), &[]);
+        }
         hold.map(Some)
     }
 

@@ -287,6 +287,16 @@ impl Plan {
         }
     }
 
+    /// Whether anything waits for room anywhere.
+    pub(crate) fn anything_waits(&self) -> bool {
+        self.lanes.values().any(|lane| !lane.waiting.is_empty())
+    }
+
+    /// Whether anything waits for room at this reader.
+    pub(crate) fn anything_waits_for(&self, key: Key) -> bool {
+        self.lane(key).is_some_and(|lane| !lane.waiting.is_empty())
+    }
+
     /// Whether the publication still waits for room at this reader.
     pub(crate) fn waits(&self, key: Key, sequence: u64) -> bool {
         let waits = |waiting: &Waiting, lane: &Lane| match lane.delivery {

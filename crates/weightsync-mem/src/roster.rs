@@ -358,9 +358,39 @@ impl Shared {
         held.union(state.plan.slots_of(records, model))
     }
 
-    /// Makes the shared pages say what the plan has decided, then wakes the
-    /// readers concerned.
+    /// Makes the shared pages say what the plan has decided, and asks full
+    /// queues to tell when there is room.
     pub(crate) fn decide<T>(
+        &self,
+        state: &mut State,
+        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
+    ) -> T {
+        let decided = self.perform(state, decision);
+        if state.plan.anything_waits() && self.ask_for_room(state) {
+            // A reader that made room before it was asked to tell does not.
+            let records = self.observe(state);
+            self.perform(state, |plan, steps| plan.deliver(records, steps));
+        }
+        decided
+    }
+
+    /// True if there was somebody to ask who had not been asked before.
+    fn ask_for_room(&self, state: &State) -> bool {
+        let mut asked = false;
+        for (key, reader) in &state.readers {
+            let wants = &reader.lane().wants_room.0;
+            let every = matches!(reader.delivery, Delivery::Every { .. });
+            if every && !wants.sleeping() && state.plan.anything_waits_for(*key) {
+                wants.announce();
+                asked = true;
+            }
+        }
+        asked
+    }
+
+    /// Takes the decided steps in the shared pages, then wakes the readers
+    /// concerned.
+    fn perform<T>(
         &self,
         state: &mut State,
         decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
@@ -413,6 +443,12 @@ impl Shared {
     pub(crate) fn deliver(&self, state: &mut State) {
         let records = self.observe(state);
         self.decide(state, |plan, steps| plan.deliver(records, steps));
+        for (key, reader) in &state.readers {
+            let wants = &reader.lane().wants_room.0;
+            if wants.sleeping() && !state.plan.anything_waits_for(*key) {
+                wants.awake();
+            }
+        }
     }
 
     /// The sender's own hold on one model's version of a set.

@@ -148,6 +148,9 @@ pub(crate) struct Lane {
     pub(crate) live: Line<LiveWord>,
     /// For readers that want every version.
     pub(crate) queue: Line<Queue>,
+    /// More waits than the queue has room for, and the sender wants to be told
+    /// when there is some.
+    pub(crate) wants_room: Line<SleepWord>,
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.

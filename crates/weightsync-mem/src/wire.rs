@@ -90,6 +90,8 @@ pub enum FromReader {
         /// The reason, for the report.
         reason: String,
     },
+    /// It has taken an entry of its queue, for which the sender waits.
+    Room,
     /// It asks for a version.
     Ask {
         /// Which.
@@ -179,6 +181,7 @@ impl FromReader {
                 push_text(&mut packet, reason);
                 packet
             }
+            Self::Room => begin(4),
             Self::Ask { want } => {
                 let mut packet = begin(3);
                 let (kind, model, version) = match *want {
@@ -219,6 +222,7 @@ impl FromReader {
                 reason: rest.text()?,
             },
             3 => Self::Ask { want: rest.want()? },
+            4 => Self::Room,
             other => return Err(unexpected("a reader's message", format!("kind {other}"))),
         };
         rest.end()?;

@@ -27,6 +27,7 @@ fn readers() -> Vec<FromReader> {
             reason: "wrong shape: größer".into(),
         },
     ];
+    messages.push(FromReader::Room);
     messages.extend(asks);
     messages
 }
