@@ -11,6 +11,7 @@ use crate::set::{ModelSet, Models};
 use crate::shared::{Control, Header, Lane};
 use crate::socket::Socket;
 use crate::wait::Doorbell;
+use crate::wire::FromReader;
 
 /// Where the pin words live.
 #[derive(Debug)]
@@ -108,7 +109,7 @@ impl PinBook {
     pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
         let (lane, control) = (self.lane()?, self.control()?);
-        let records = &control.record_pins.0;
+        let records = &control.holds.0.records;
         while let Some(live) = lane.live.0.load() {
             let hold = records
                 .pin(live, &lane.live.0)
@@ -135,6 +136,12 @@ impl PinBook {
         // Also past one that is corrupt: the next may be whole.
         control.head.0.advance(position + 1);
         self.tell_sender();
+        // After the fence in there: a sender that asks to be told looks again
+        // after asking.
+        if lane.wants_room.0.sleeping() {
+            // A sender that is gone needs no telling.
+            let _ = self.socket()?.send(&FromReader::Room.encode(), &[]);
+        }
         hold.map(Some)
     }
 
@@ -156,7 +163,11 @@ impl PinBook {
             pins: self.pin(&set),
         };
         let control = self.control()?;
-        control.taken.0.fetch_max(live.sequence, Ordering::Release);
+        control
+            .holds
+            .0
+            .taken
+            .store(live.sequence, Ordering::Release);
         Ok(hold)
     }
 
@@ -186,7 +197,7 @@ impl PinBook {
 
     fn word(&self, model: usize) -> &PinWord {
         match &self.home {
-            Home::Reader { control, .. } => &control.map.table::<Control>().pins.0[model],
+            Home::Reader { control, .. } => &control.map.table::<Control>().holds.0.pins[model],
             Home::Sender(words) => &words[model],
         }
     }

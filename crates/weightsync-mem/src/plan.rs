@@ -13,6 +13,7 @@
 //! * A model gets no more slots than its options and what is meant to be run ask
 //!   for.
 
+mod lane;
 mod meant;
 mod records;
 
@@ -20,6 +21,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use weightsync_core::{Version, WorkerId};
 
+use self::lane::{Lane, Teller, Waiting, satisfies};
 use self::meant::Meant;
 use self::records::Records;
 use crate::protocol::{Live, MAX_RECORDS, MAX_SLOTS, SlotSet};
@@ -140,35 +142,6 @@ struct Model {
     version: Version,
     /// The number its next version is to have, if that was said.
     numbered: Option<Version>,
-}
-
-/// What one reader was told.
-#[derive(Debug)]
-struct Lane {
-    joined: u64,
-    models: Models,
-    delivery: Delivery,
-    /// The record its live word names.
-    live: Option<u8>,
-    /// The records in its queue that it has not taken, oldest first.
-    queue: VecDeque<u8>,
-    /// How many entries it has taken.
-    head: u64,
-    /// What it is to be told once there is room, oldest first; of readers that
-    /// want the newest, at most one.
-    waiting: VecDeque<Waiting>,
-    /// What it asked for and cannot have yet.
-    wanted: Option<Want>,
-    /// The newest sequence number it was told.
-    told: u64,
-    /// The newest sequence number it has taken.
-    taken: u64,
-}
-
-#[derive(Debug)]
-struct Waiting {
-    sequence: u64,
-    set: ModelSet,
 }
 
 impl Plan {
@@ -328,6 +301,16 @@ impl Plan {
         if teller.in_use.len() == MAX_RECORDS {
             self.clear_taken(steps);
         }
+    }
+
+    /// Whether anything waits for room anywhere.
+    pub(crate) fn anything_waits(&self) -> bool {
+        self.lanes.values().any(|lane| !lane.waiting.is_empty())
+    }
+
+    /// Whether anything waits for room at this reader.
+    pub(crate) fn anything_waits_for(&self, key: Key) -> bool {
+        self.lane(key).is_some_and(|lane| !lane.waiting.is_empty())
     }
 
     /// Whether the publication still waits for room at this reader.
@@ -617,183 +600,6 @@ impl Plan {
         });
         let mut teller = Teller::new(sequence, in_use, steps);
         lane.tell(worker, sequence, set, &mut self.records, &mut teller);
-    }
-}
-
-/// Where steps go while lanes are told one thing.
-struct Teller<'a> {
-    sequence: u64,
-    /// Records that lanes or pins hold, or that were written meanwhile.
-    in_use: SlotSet,
-    /// The record of the default set, once there is one.
-    default: Option<u8>,
-    steps: &'a mut Vec<Step>,
-}
-
-impl<'a> Teller<'a> {
-    fn new(sequence: u64, in_use: SlotSet, steps: &'a mut Vec<Step>) -> Self {
-        Self {
-            sequence,
-            in_use,
-            default: None,
-            steps,
-        }
-    }
-}
-
-impl Lane {
-    /// The records it refers to.
-    fn records(&self) -> SlotSet {
-        let records = self.queue.iter().chain(&self.live);
-        records.fold(SlotSet::default(), |all, record| all.with(*record))
-    }
-
-    /// What a publication that concerns this reader is for it.
-    fn publish(
-        &mut self,
-        worker: WorkerId,
-        meant: &Meant,
-        records: &mut Records,
-        teller: &mut Teller<'_>,
-    ) -> Fate {
-        if meant.held(worker).is_some() {
-            return Fate::Held;
-        }
-        let sequence = teller.sequence;
-        // Nearly always every lane goes to the same record, which is then not
-        // looked for again.
-        let Some(own) = meant.own(worker) else {
-            let set = meant.default_set();
-            if !self.is_for(set) {
-                return Fate::Asks;
-            }
-            if let Some(record) = teller.default
-                && self.has_room()
-            {
-                self.put(worker, Live { sequence, record }, teller);
-                return Fate::Told;
-            }
-            let fate = self.tell(worker, sequence, set, records, teller);
-            teller.default = match fate {
-                Fate::Told => self.newest_record(),
-                _ => teller.default,
-            };
-            return fate;
-        };
-        let set = meant.default_set().with(own);
-        match self.is_for(&set) {
-            true => self.tell(worker, sequence, &set, records, teller),
-            false => Fate::Asks,
-        }
-    }
-
-    /// Whether a publication of this set goes to the lane without being asked
-    /// for, or answers what was asked for.
-    fn is_for(&mut self, set: &ModelSet) -> bool {
-        self.delivery != Delivery::Asked || self.take_wanted(set)
-    }
-
-    fn take_wanted(&mut self, set: &ModelSet) -> bool {
-        let mine = self.models;
-        let wanted = |want: &mut Want| satisfies(set, mine, *want);
-        self.wanted.take_if(wanted).is_some()
-    }
-
-    /// Tells the lane a set, now or once there is room.
-    fn tell(
-        &mut self,
-        worker: WorkerId,
-        sequence: u64,
-        set: &ModelSet,
-        records: &mut Records,
-        teller: &mut Teller<'_>,
-    ) -> Fate {
-        if self.has_room()
-            && let Some(record) = records.provide(sequence, set, &mut teller.in_use, teller.steps)
-        {
-            self.put(worker, Live { sequence, record }, teller);
-            return Fate::Told;
-        }
-        match self.delivery {
-            // As many again as its queue holds.
-            Delivery::Every { bound } if self.waiting.len() >= bound.into() => return Fate::Full,
-            Delivery::Every { .. } => {}
-            Delivery::Newest | Delivery::Asked => self.waiting.clear(),
-        }
-        let set = set.only(self.models);
-        self.waiting.push_back(Waiting { sequence, set });
-        Fate::Waiting
-    }
-
-    fn deliver(&mut self, worker: WorkerId, records: &mut Records, teller: &mut Teller<'_>) {
-        while self.has_place()
-            && let Some(Waiting { sequence, set }) = self.waiting.front()
-            && let Some(record) = records.provide(*sequence, set, &mut teller.in_use, teller.steps)
-        {
-            let live = Live {
-                sequence: *sequence,
-                record,
-            };
-            self.waiting.pop_front();
-            self.put(worker, live, teller);
-        }
-    }
-
-    /// Whether it can be told something at once, and in order.
-    fn has_room(&self) -> bool {
-        match self.delivery {
-            Delivery::Every { .. } => self.waiting.is_empty() && self.has_place(),
-            Delivery::Newest | Delivery::Asked => true,
-        }
-    }
-
-    fn has_place(&self) -> bool {
-        match self.delivery {
-            Delivery::Every { bound } => self.queue.len() < bound.into(),
-            Delivery::Newest | Delivery::Asked => true,
-        }
-    }
-
-    fn put(&mut self, worker: WorkerId, live: Live, teller: &mut Teller<'_>) {
-        let key = (worker, self.joined);
-        self.told = live.sequence;
-        match self.delivery {
-            Delivery::Every { .. } => {
-                self.queue.push_back(live.record);
-                teller.steps.push(Step::Push { key, live });
-            }
-            Delivery::Newest | Delivery::Asked => {
-                // A newer set stands for one that still waits.
-                self.waiting
-                    .retain(|waiting| waiting.sequence > live.sequence);
-                self.live = Some(live.record);
-                teller.steps.push(Step::Flip { key, live });
-            }
-        }
-    }
-
-    /// The record it was put on last.
-    fn newest_record(&self) -> Option<u8> {
-        self.queue.back().copied().or(self.live)
-    }
-}
-
-/// Whether a set, as far as the reader is given it, is what it wants.
-fn satisfies(set: &ModelSet, mine: Models, want: Want) -> bool {
-    let version = |model| {
-        set.place(model)
-            .map_or(Version::NONE, |placed| placed.version)
-    };
-    match want {
-        Want::Newest => !set.models().and(mine).is_empty(),
-        Want::AtLeast {
-            model,
-            version: least,
-        } => version(model) >= least,
-        Want::Exactly {
-            model,
-            version: exact,
-        } => version(model) == exact,
     }
 }
 

@@ -379,3 +379,74 @@ pub fn order() {
 
 #[cfg(all(test, loom))]
 mod loom_tests;
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn live(sequence: u64) -> Live {
+        Live {
+            sequence,
+            record: (sequence % 64) as u8,
+        }
+    }
+
+    #[test]
+    fn a_queue_holds_its_bound_and_goes_round() {
+        for bound in [1, 2, MAX_BOUND] {
+            let queue = Queue::new();
+            let mut pushed = 0;
+            for head in 0..3 * QUEUE as u64 {
+                while queue.push(head, bound, live(pushed + 1)) {
+                    pushed += 1;
+                }
+                assert_eq!(pushed - head, u64::from(bound));
+                for position in head..pushed {
+                    assert_eq!(queue.get(position), Some(live(position + 1)));
+                }
+                assert_eq!(queue.get(pushed), None);
+            }
+        }
+        // No bound is larger than half of the room, whoever asks.
+        let queue = Queue::new();
+        let pushed = (1..=100).filter(|&sequence| queue.push(0, u8::MAX, live(sequence)));
+        assert_eq!(pushed.count(), QUEUE / 2);
+    }
+
+    #[test]
+    fn a_head_beyond_the_tail_is_no_room_without_end() {
+        let queue = Queue::new();
+        assert!(queue.push(u64::MAX, 1, live(1)));
+        assert!(!queue.push(0, 1, live(2)));
+        assert_eq!(queue.get(u64::MAX), None);
+    }
+
+    #[test]
+    fn words_of_a_broken_sender_are_nothing_published() {
+        for word in [0, 5, (1 << 8) | 64, (7 << 8) | 255] {
+            assert_eq!(Live::unpack(word), None, "{word:#x}");
+        }
+        let last = Live {
+            sequence: (1 << 56) - 1,
+            record: 63,
+        };
+        assert_eq!(Live::unpack(last.pack()), Some(last));
+    }
+
+    #[test]
+    fn slots_are_counted_and_listed() {
+        let set = [0, 1, 5, 63]
+            .into_iter()
+            .fold(SlotSet::default(), SlotSet::with);
+        assert_eq!(set.iter().collect::<Vec<_>>(), [0, 1, 5, 63]);
+        assert_eq!((set.len(), set.is_empty()), (4, false));
+        assert_eq!(set.first_free(64), Some(2));
+        assert_eq!(
+            (set.first_free(2), set.without(1).first_free(2)),
+            (None, Some(1))
+        );
+        assert!(!set.without(63).contains(63) && !set.contains(64));
+        let full = (0..64).fold(SlotSet::default(), SlotSet::with);
+        assert_eq!(full.first_free(64), None);
+    }
+}

@@ -387,12 +387,12 @@ impl Reader {
         versions: impl IntoIterator<Item = (usize, Version)>,
     ) -> Result<(), Error> {
         self.book.header.usable()?;
-        let control = self.book.control()?;
-        if sequence >= control.applied.0.load(Ordering::Relaxed) {
+        let loaded = &self.book.control()?.loaded.0;
+        if sequence >= loaded.sequence.load(Ordering::Relaxed) {
             for (model, version) in versions {
-                control.versions.0[model].store(version.0, Ordering::Relaxed);
+                loaded.versions[model].store(version.0, Ordering::Relaxed);
             }
-            control.applied.0.store(sequence, Ordering::Release);
+            loaded.sequence.store(sequence, Ordering::Release);
         }
         self.book.tell_sender();
         Ok(())

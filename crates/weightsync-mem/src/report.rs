@@ -259,10 +259,9 @@ impl Settling<'_> {
     fn tell_the_rest(&mut self) {
         let mut state = self.shared.state();
         let publication = self.publication;
-        let lined: BTreeSet<WorkerId> = self.lines.iter().map(|line| line.worker).collect();
-        let rejected = state.tell_rejected(|worker| publication.is_for(worker));
-        for one in rejected {
-            if lined.contains(&one.key.0) {
+        for one in state.tell_rejected(|worker| publication.is_for(worker)) {
+            let told = publication.fates.iter().any(|(key, _)| *key == one.key);
+            if told {
                 continue;
             }
             let reason = one.reason;

@@ -78,7 +78,7 @@ pub(crate) struct State {
     /// The data slots of each model.
     pub(crate) slots: Vec<Vec<Arc<OwnedFile>>>,
     /// Kept to be used again.
-    steps: Vec<Step>,
+    pub(crate) steps: Vec<Step>,
 }
 
 #[derive(Debug)]
@@ -99,7 +99,7 @@ pub(crate) struct Reader {
     /// It broke the protocol and is not listened to any more.
     pub(crate) deaf: bool,
     /// It has closed its end and its lane is taken down.
-    retired: bool,
+    pub(crate) retired: bool,
 }
 
 /// What is known of a reader that is not there any more.
@@ -174,11 +174,11 @@ impl Reader {
     }
 
     pub(crate) fn applied(&self) -> u64 {
-        self.control().applied.0.load(Ordering::Acquire)
+        self.control().loaded.0.sequence.load(Ordering::Acquire)
     }
 
     pub(crate) fn taken(&self) -> u64 {
-        self.control().taken.0.load(Ordering::Acquire)
+        self.control().holds.0.taken.load(Ordering::Acquire)
     }
 
     pub(crate) fn has_left(&self) -> bool {
@@ -187,7 +187,7 @@ impl Reader {
 
     /// The versions it has loaded, of the first `models` models.
     pub(crate) fn versions(&self, models: usize) -> Vec<Version> {
-        let words = &self.control().versions.0[..models];
+        let words = &self.control().loaded.0.versions[..models];
         let versions = words.iter().enumerate().map(|(model, word)| {
             let version = Version(word.load(Ordering::Relaxed));
             match self.models.contains(model) {
@@ -199,7 +199,7 @@ impl Reader {
     }
 
     /// What a wake-up of this reader, if it sleeps, has to be told to.
-    fn wake(&self) {
+    pub(crate) fn wake(&self) {
         if self.control().sleep.0.sleeping() {
             futex::wake(match self.delivery {
                 Delivery::Every { .. } => self.lane().queue.0.tail_word(),
@@ -329,92 +329,6 @@ impl Shared {
         index
     }
 
-    /// Takes what the readers' pages say into the plan; gives the records that
-    /// some reader pins. Whoever asks for data pins does so after this.
-    pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
-        let State { plan, readers, .. } = state;
-        let mut records = SlotSet::default();
-        for (key, reader) in readers {
-            if !reader.retired && reader.has_left() {
-                // Its pins go on counting, but nothing more comes to it.
-                reader.retired = true;
-                plan.leave(*key);
-            }
-            let control = reader.control();
-            if reader.delivery != Delivery::Newest {
-                plan.observe(*key, control.head.0.load(), reader.taken());
-            }
-            records = records.union(control.record_pins.0.held());
-        }
-        records
-    }
-
-    /// The slots of a model that some end holds, given the records that
-    /// [`observe`](Self::observe) found pinned before.
-    pub(crate) fn pinned(&self, state: &State, model: usize, records: SlotSet) -> SlotSet {
-        let readers = state.readers.values();
-        let pins = readers.map(|reader| reader.control().pins.0[model].held());
-        let held = pins.fold(self.own.held(model), SlotSet::union);
-        held.union(state.plan.slots_of(records, model))
-    }
-
-    /// Makes the shared pages say what the plan has decided, then wakes the
-    /// readers concerned.
-    pub(crate) fn decide<T>(
-        &self,
-        state: &mut State,
-        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
-    ) -> T {
-        let mut steps = std::mem::take(&mut state.steps);
-        let decided = decision(&mut state.plan, &mut steps);
-        for step in &steps {
-            match step {
-                Step::Write { record } => {
-                    let set = state.plan.record(*record);
-                    self.header().write_set(*record, &set);
-                }
-                Step::Flip { key, live } => {
-                    if let Some(reader) = state.readers.get(key) {
-                        reader.lane().live.0.swap_in(*live);
-                    }
-                }
-                Step::Push { key, live } => {
-                    if let Some(reader) = state.readers.get(key)
-                        && let Delivery::Every { bound } = reader.delivery
-                    {
-                        // Refused only if the reader has moved its head back,
-                        // which harms nobody else.
-                        let head = reader.control().head.0.load();
-                        reader.lane().queue.0.push(head, bound, *live);
-                    }
-                }
-                Step::Clear { key } => {
-                    if let Some(reader) = state.readers.get(key) {
-                        reader.lane().live.0.clear();
-                    }
-                }
-            }
-        }
-        // All lanes first: a reader that is woken may want the processor.
-        for step in &steps {
-            if let Step::Flip { key, .. } | Step::Push { key, .. } = step
-                && let Some(reader) = state.readers.get(key)
-            {
-                reader.wake();
-            }
-        }
-        steps.clear();
-        state.steps = steps;
-        decided
-    }
-
-    /// Puts lanes that wait for room where they are meant to be, as far as there
-    /// is room by now.
-    pub(crate) fn deliver(&self, state: &mut State) {
-        let records = self.observe(state);
-        self.decide(state, |plan, steps| plan.deliver(records, steps));
-    }
-
     /// Whether this process can read a model, and there is one.
     pub(crate) fn check_model(&self, model: usize) -> Result<(), Error> {
         self.header.map.usable()?;
@@ -462,9 +376,9 @@ impl Shared {
             let queued = state.plan.lane_slots(*key, model);
             let queued = newest.map_or(queued, |newest| queued.without(newest.slot));
             let control = reader.control();
-            let records = control.record_pins.0.held();
+            let records = control.holds.0.records.held();
             let pinned = state.plan.slots_of(records, model);
-            let pinned = pinned.union(control.pins.0[model].held());
+            let pinned = pinned.union(control.holds.0.pins[model].held());
             Holder {
                 worker: Some(key.0),
                 pid: reader.socket.peer_pid(),

@@ -190,6 +190,10 @@ impl Shared {
                         reader.refused = Some((sequence, reason));
                         continue;
                     }
+                    Ok(FromReader::Room) => {
+                        self.deliver(&mut state);
+                        continue;
+                    }
                     Ok(FromReader::Ask { want }) => match self.answer(&mut state, key, want) {
                         None => continue,
                         Some(fault) => fault,

@@ -148,6 +148,9 @@ pub(crate) struct Lane {
     pub(crate) live: Line<LiveWord>,
     /// For readers that want every version.
     pub(crate) queue: Line<Queue>,
+    /// More waits than the queue has room for, and the sender wants to be told
+    /// when there is some.
+    pub(crate) wants_room: Line<SleepWord>,
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.
@@ -157,24 +160,40 @@ unsafe impl Table for Lane {}
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Control {
-    /// The set records it holds. The sender reads them, and the head, before
-    /// the data pins.
-    pub(crate) record_pins: Line<PinWord>,
-    /// The data slots it holds, per model.
-    pub(crate) pins: Line<[PinWord; MAX_MODELS]>,
+    /// Written when it takes a set.
+    pub(crate) holds: Line<Holds>,
     pub(crate) sleep: Line<SleepWord>,
-    /// The sequence number of the newest set it has taken; 0 before the first.
-    pub(crate) taken: Line<AtomicU64>,
     /// How many entries of its queue it has taken.
     pub(crate) head: Line<Head>,
-    /// The sequence number of the newest set the worker has loaded; 0 before
-    /// the first.
-    pub(crate) applied: Line<AtomicU64>,
-    /// The version of each model that the worker has loaded; 0 before the first.
-    pub(crate) versions: Line<[AtomicU64; MAX_MODELS]>,
+    /// Written when the worker has loaded a set.
+    pub(crate) loaded: Line<Loaded>,
     /// 1 once the reader has closed its end while snapshots of it live on: it
     /// is not waited for any more, its data pins still count.
     pub(crate) left: Line<AtomicU64>,
+}
+
+/// What a reader holds. Together, because they change together: with few models
+/// all of it is one cache line.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct Holds {
+    /// The set records it holds. The sender reads them, and the head, before
+    /// the data pins.
+    pub(crate) records: PinWord,
+    /// The sequence number of the newest set it has taken; 0 before the first.
+    pub(crate) taken: AtomicU64,
+    /// The data slots it holds, per model.
+    pub(crate) pins: [PinWord; MAX_MODELS],
+}
+
+/// What a worker has loaded.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    /// The sequence number of the newest set; 0 before the first.
+    pub(crate) sequence: AtomicU64,
+    /// The version of each model; 0 before the first.
+    pub(crate) versions: [AtomicU64; MAX_MODELS],
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.

@@ -199,6 +199,9 @@ impl<'a> Staging<'a> {
             Ok(published) => {
                 // Lent no more.
                 self.parts.clear();
+                for (model, _) in &published.versions {
+                    self.writer.versions[*model] = state.plan.version(*model);
+                }
                 Ok(Publication::new(published, targets, at))
             }
             Err(crowded) => {

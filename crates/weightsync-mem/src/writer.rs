@@ -62,6 +62,8 @@ pub struct Writer {
     pub(crate) shared: Arc<Shared>,
     service: Option<JoinHandle<()>>,
     models: Vec<ModelSpec>,
+    /// By model, the newest published.
+    pub(crate) versions: Vec<Version>,
     options: SegmentOptions,
 }
 
@@ -88,6 +90,7 @@ impl Writer {
             shared,
             service: Some(service),
             models: models.to_vec(),
+            versions: vec![Version::NONE; models.len()],
             options,
         })
     }
@@ -104,15 +107,18 @@ impl Writer {
     ///
     /// If there is no such model.
     pub fn version(&self, model: usize) -> Version {
-        self.shared.state().plan.version(model)
+        self.versions[model]
     }
 
     /// How many slots a model has at present.
     ///
     /// # Panics
     ///
-    /// If there is no such model.
+    /// If there is no such model, and in a forked child.
     pub fn slots(&self, model: usize) -> usize {
+        if let Err(error) = self.shared.header.map.usable() {
+            panic!("{error}");
+        }
         self.shared.state().plan.slots(model).into()
     }
 

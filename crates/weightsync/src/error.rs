@@ -183,16 +183,17 @@ pub enum Error {
     },
     /// The version asked for is not kept any more, or does not exist yet.
     #[error(
-        "{asked} of {model} is not kept; the newest is {newest}: ask for that one, or have the \
-         sender keep a history"
+        "{asked} of {model} is not kept, but {}: ask for one of these, or have the sender keep a \
+         history",
+        versions_text(.known)
     )]
     NoSuchVersion {
         /// The model.
         model: ModelId,
         /// What was asked for.
         asked: Version,
-        /// The newest there is.
-        newest: Version,
+        /// Some of those that are, the newest last.
+        known: Vec<Version>,
     },
     /// A version number that does not grow.
     #[error("{got} cannot follow {newest}: versions only grow within a run")]
@@ -458,4 +459,15 @@ fn names(models: &[ModelId]) -> String {
 
 fn pid_text(pid: &Option<u32>) -> String {
     pid.map_or(String::new(), |pid| format!(" (pid {pid})"))
+}
+
+fn versions_text(known: &[Version]) -> String {
+    match known {
+        [] => "none is".into(),
+        [one] => format!("{one} is"),
+        several => {
+            let texts: Vec<_> = several.iter().map(ToString::to_string).collect();
+            format!("{} are", texts.join(", "))
+        }
+    }
 }

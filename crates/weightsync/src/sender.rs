@@ -316,7 +316,7 @@ impl Sender {
         found.ok_or_else(|| Error::NoSuchVersion {
             model: self.setup.models[index].prepared.id.clone(),
             asked: version,
-            newest: self.transport.version(index),
+            known: vec![self.transport.version(index)],
         })
     }
 

@@ -25,6 +25,7 @@ fn from_reader() {
             sequence: 42,
             reason: "the layout is another: ü".into(),
         },
+        FromReader::Room,
         FromReader::Ask { want: Want::Newest },
         FromReader::Ask {
             want: Want::AtLeast { model, version },

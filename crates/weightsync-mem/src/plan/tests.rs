@@ -394,7 +394,7 @@ fn where_records_run_out_lanes_wait_for_one() {
             .collect();
         send(&mut plan, &[1], &to(&named));
     }
-    let expected = |(a, b, _)| [u64::from(a as u32) + 1, u64::from(b as u32) + 1];
+    let expected = |(a, b, _)| [u64::from(a) + 1, u64::from(b) + 1];
     let mut told = 0;
     let mut last = Vec::new();
     for one in workers() {

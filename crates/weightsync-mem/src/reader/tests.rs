@@ -101,7 +101,7 @@ fn a_reader_that_stops_with_a_record_pinned_holds_its_slots_until_it_dies() {
     publish(&mut writer);
     let control = reader.book.control().unwrap();
     let lane = reader.book.lane().unwrap();
-    assert!(control.record_pins.0.pin(live(&reader), &lane.live.0));
+    assert!(control.holds.0.records.pin(live(&reader), &lane.live.0));
     publish(&mut writer);
     let error = writer.stage(&[0], Some(Instant::now())).map(drop);
     let Err(Error::AllSlotsPinned { holders, .. }) = &error else {

@@ -81,6 +81,23 @@ fn a_full_queue_is_a_line_and_costs_the_others_nothing() {
 }
 
 #[test]
+fn what_waits_for_room_comes_also_if_nobody_waits_for_the_outcome() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 8));
+    let mut every = joins(&address, 0, Delivery::Every { bound: 2 });
+    for round in 0..10 {
+        // As many again as there is room for may wait.
+        for _ in 0..4 {
+            send(&mut writer, &[0], &Targets::All);
+        }
+        for version in 1..=4 {
+            assert_eq!(take(&mut every).version(), Version(4 * round + version));
+        }
+    }
+    assert!(nothing_new(&mut every));
+}
+
+#[test]
 fn a_sender_that_waits_fills_the_queue_as_it_empties() {
     const LAST: u64 = 50;
     let address = address();

@@ -1,12 +1,13 @@
 //! Other ends that are not weightsync, or mean harm.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use proptest::prelude::*;
 use rustix::net::{
-    AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, send,
-    socket_with,
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType, connect, recv, send, sendmsg, socket_with,
 };
+use weightsync_core::{Dtype, Layout};
 use weightsync_mem::wire::{FromReader, FromSender, Models};
 use weightsync_mem::{CopyOptions, Delivery, Error, Reader};
 
@@ -102,6 +103,88 @@ fn a_sender_that_talks_nonsense_is_an_error() {
         let error = joining.join().unwrap().unwrap_err();
         assert!(matches!(error, Error::Protocol { .. }), "{error}");
         assert!(error.is_peer_fault());
+    }
+}
+
+/// A memory file as a sender makes them.
+fn sealed(bytes: &[u8], len: usize) -> OwnedFd {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    let file = memfd_create("weightsync-hostile", MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, len as u64).unwrap();
+    rustix::io::pwrite(&file, bytes, 0).unwrap();
+    fcntl_add_seals(
+        &file,
+        SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE,
+    )
+    .unwrap();
+    file
+}
+
+fn send_fds(peer: &OwnedFd, packet: &[u8], fds: &[&OwnedFd]) {
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
+    let part = [std::io::IoSlice::new(packet)];
+    sendmsg(peer, &part, &mut ancillary, SendFlags::NOSIGNAL).unwrap();
+}
+
+#[test]
+fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
+    const PAGE: usize = 1 << 20;
+    let address = address();
+    let name = SocketAddrUnix::new_abstract_name(address.as_bytes()).unwrap();
+    let flags = SocketFlags::CLOEXEC;
+    let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    rustix::net::bind(&listener, &name).unwrap();
+    rustix::net::listen(&listener, 8).unwrap();
+    let small = Layout::new([("w".to_owned(), Dtype::U8, vec![100])]).unwrap();
+    let layout = small.encode();
+    let len = layout.len() as u64;
+    let (page, description) = (sealed(b"", PAGE), sealed(&layout, PAGE));
+    let slot = sealed(b"", 4096);
+    let doorbell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    let model = |index, slots, slot_bytes, layout_bytes, note_bytes| {
+        let packet = FromSender::Model {
+            index,
+            slots,
+            slot_bytes,
+            layout_bytes,
+            note_bytes,
+        };
+        packet.encode()
+    };
+    let denied = FromSender::Denied {
+        reason: "changed my mind".into(),
+    };
+    for (packet, whole) in [
+        (model(0, 1, 4096, len, 0), true),
+        (model(1, 1, 4096, len, 0), false),
+        (model(0, 2, 4096, len, 0), false),
+        (model(0, 1, 8192, len, 0), false),
+        (model(0, 1, 4096, u64::MAX, 0), false),
+        (model(0, 1, 4096, len - 1, 0), false),
+        (model(0, 1, 4096, len, 17 << 20), false),
+        (model(0, 1, 4096, len, PAGE as u64), false),
+        (denied.encode(), false),
+        (FromSender::Slot { model: 0, index: 0 }.encode(), false),
+    ] {
+        let options = attach(&address, 0);
+        let joining = std::thread::spawn(move || Reader::attach(&options, within(20)).map(drop));
+        let peer = rustix::net::accept(&listener).unwrap();
+        let welcome = FromSender::Welcome {
+            run: crate::RUN,
+            count: 1,
+            models: Models::first(1),
+        };
+        send_fds(&peer, &welcome.encode(), &[&page, &page, &doorbell]);
+        send_fds(&peer, &packet, &[&description, &page, &slot]);
+        let joined = joining.join().unwrap();
+        assert_eq!(joined.is_ok(), whole, "{joined:?}");
+        if let Err(error) = joined {
+            let expected = matches!(error, Error::Denied { .. }) || error.is_peer_fault();
+            assert!(expected, "{error}");
+        }
     }
 }
 

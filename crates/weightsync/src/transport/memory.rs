@@ -287,6 +287,32 @@ struct Attached {
 }
 
 impl Attached {
+    /// An error with the model's name instead of its number.
+    fn named(&self, error: weightsync_mem::Error) -> Error {
+        match error {
+            weightsync_mem::Error::NoSuchVersion {
+                model,
+                asked,
+                known,
+            } => {
+                let place = self.indices.iter().position(|index| *index == model);
+                match place {
+                    Some(place) => Error::NoSuchVersion {
+                        model: self.specs[place].id.clone(),
+                        asked,
+                        known,
+                    },
+                    None => Error::Memory(weightsync_mem::Error::NoSuchVersion {
+                        model,
+                        asked,
+                        known,
+                    }),
+                }
+            }
+            error => error.into(),
+        }
+    }
+
     fn lent(&self, taken: Taken) -> SetSnapshot {
         let members = taken.members.into_iter().filter_map(|member| {
             let place = self
@@ -322,7 +348,10 @@ impl ReceiverTransport for Attached {
     }
 
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
-        let taken = self.reader.next(deadline)?;
+        let taken = self
+            .reader
+            .next(deadline)
+            .map_err(|error| self.named(error))?;
         Ok(taken.map(|taken| self.lent(taken)))
     }
 

@@ -1,0 +1,131 @@
+//! Between the plan and the shared pages: what the readers' pages say goes into
+//! the plan, and what it decides into their lanes. All of it under the lock.
+
+use crate::plan::{Plan, Step};
+use crate::protocol::SlotSet;
+use crate::roster::{Shared, State};
+use crate::wire::Delivery;
+
+impl Shared {
+    /// Takes what the readers' pages say into the plan; gives the records that
+    /// some reader pins. Whoever asks for data pins does so after this.
+    pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
+        let State { plan, readers, .. } = state;
+        let mut records = SlotSet::default();
+        for (key, reader) in readers {
+            if !reader.retired && reader.has_left() {
+                // Its pins go on counting, but nothing more comes to it.
+                reader.retired = true;
+                plan.leave(*key);
+            }
+            let control = reader.control();
+            if reader.delivery != Delivery::Newest {
+                plan.observe(*key, control.head.0.load(), reader.taken());
+            }
+            records = records.union(control.holds.0.records.held());
+        }
+        records
+    }
+
+    /// The slots of a model that some end holds, given the records that
+    /// [`observe`](Self::observe) found pinned before.
+    pub(crate) fn pinned(&self, state: &State, model: usize, records: SlotSet) -> SlotSet {
+        let readers = state.readers.values();
+        let pins = readers.map(|reader| reader.control().holds.0.pins[model].held());
+        let held = pins.fold(self.own.held(model), SlotSet::union);
+        held.union(state.plan.slots_of(records, model))
+    }
+
+    /// Makes the shared pages say what the plan has decided, and asks full
+    /// queues to tell when there is room.
+    pub(crate) fn decide<T>(
+        &self,
+        state: &mut State,
+        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
+    ) -> T {
+        let decided = self.perform(state, decision);
+        if state.plan.anything_waits() && self.ask_for_room(state) {
+            // A reader that made room before it was asked to tell does not.
+            let records = self.observe(state);
+            self.perform(state, |plan, steps| plan.deliver(records, steps));
+        }
+        decided
+    }
+
+    /// True if there was somebody to ask who had not been asked before.
+    fn ask_for_room(&self, state: &State) -> bool {
+        let mut asked = false;
+        for (key, reader) in &state.readers {
+            let wants = &reader.lane().wants_room.0;
+            let every = matches!(reader.delivery, Delivery::Every { .. });
+            if every && !wants.sleeping() && state.plan.anything_waits_for(*key) {
+                wants.announce();
+                asked = true;
+            }
+        }
+        asked
+    }
+
+    /// Takes the decided steps in the shared pages, then wakes the readers
+    /// concerned.
+    fn perform<T>(
+        &self,
+        state: &mut State,
+        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
+    ) -> T {
+        let mut steps = std::mem::take(&mut state.steps);
+        let decided = decision(&mut state.plan, &mut steps);
+        for step in &steps {
+            match step {
+                Step::Write { record } => {
+                    let set = state.plan.record(*record);
+                    self.header().write_set(*record, &set);
+                }
+                Step::Flip { key, live } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.lane().live.0.swap_in(*live);
+                    }
+                }
+                Step::Push { key, live } => {
+                    if let Some(reader) = state.readers.get(key)
+                        && let Delivery::Every { bound } = reader.delivery
+                    {
+                        // Refused only if the reader has moved its head back,
+                        // which harms nobody else.
+                        let head = reader.control().head.0.load();
+                        reader.lane().queue.0.push(head, bound, *live);
+                    }
+                }
+                Step::Clear { key } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.lane().live.0.clear();
+                    }
+                }
+            }
+        }
+        // All lanes first: a reader that is woken may want the processor.
+        for step in &steps {
+            if let Step::Flip { key, .. } | Step::Push { key, .. } = step
+                && let Some(reader) = state.readers.get(key)
+            {
+                reader.wake();
+            }
+        }
+        steps.clear();
+        state.steps = steps;
+        decided
+    }
+
+    /// Puts lanes that wait for room where they are meant to be, as far as there
+    /// is room by now.
+    pub(crate) fn deliver(&self, state: &mut State) {
+        let records = self.observe(state);
+        self.decide(state, |plan, steps| plan.deliver(records, steps));
+        for (key, reader) in &state.readers {
+            let wants = &reader.lane().wants_room.0;
+            if wants.sleeping() && !state.plan.anything_waits_for(*key) {
+                wants.awake();
+            }
+        }
+    }
+}

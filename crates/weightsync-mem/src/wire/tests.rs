@@ -1,0 +1,232 @@
+//! Every message there and back, and what is refused.
+
+use super::*;
+
+fn readers() -> Vec<FromReader> {
+    let hello = |models, delivery, device: &str| FromReader::Hello {
+        secret: *b"sixteen bytes ok",
+        worker: WorkerId(3),
+        seen: Epoch(9),
+        models,
+        delivery,
+        device: device.into(),
+    };
+    let (model, version) = (63, Version(1 << 40));
+    let asks = [
+        Want::Newest,
+        Want::AtLeast { model, version },
+        Want::Exactly { model, version },
+    ];
+    let asks = asks.map(|want| FromReader::Ask { want });
+    let mut messages = vec![
+        hello(Models::ALL, Delivery::Newest, ""),
+        hello(Models(5), Delivery::Every { bound: MAX_BOUND }, "cuda:0"),
+        hello(Models(1 << 63), Delivery::Asked, "größer"),
+        FromReader::Refused {
+            sequence: 4,
+            reason: "wrong shape: größer".into(),
+        },
+    ];
+    messages.push(FromReader::Room);
+    messages.extend(asks);
+    messages
+}
+
+fn senders() -> Vec<FromSender> {
+    let no_such = |known| FromSender::NoSuchVersion {
+        model: 63,
+        asked: Version(7),
+        known,
+    };
+    let run = Run {
+        epoch: Epoch(2),
+        id: [5; 16],
+    };
+    vec![
+        FromSender::Welcome {
+            run,
+            count: 64,
+            models: Models::ALL,
+        },
+        FromSender::Welcome {
+            run,
+            count: 3,
+            models: Models(0b101),
+        },
+        FromSender::Model {
+            index: 63,
+            slots: 64,
+            slot_bytes: 1 << 40,
+            layout_bytes: 77,
+            note_bytes: 0,
+        },
+        FromSender::Denied {
+            reason: String::new(),
+        },
+        FromSender::Slot {
+            model: 63,
+            index: 63,
+        },
+        no_such(Vec::new()),
+        no_such((1..=MAX_KNOWN as u64).map(Version).collect()),
+    ]
+}
+
+#[test]
+fn messages_come_back_as_they_were() {
+    for message in readers() {
+        assert_eq!(FromReader::decode(&message.encode()).unwrap(), message);
+    }
+    for message in senders() {
+        assert_eq!(FromSender::decode(&message.encode()).unwrap(), message);
+    }
+}
+
+#[test]
+fn cut_and_lengthened_packets_are_refused() {
+    for packet in readers().iter().map(FromReader::encode) {
+        for len in 0..packet.len() {
+            assert!(
+                FromReader::decode(&packet[..len]).is_err(),
+                "{len} of {}",
+                packet.len()
+            );
+        }
+        assert!(FromReader::decode(&[&packet[..], b"x"].concat()).is_err());
+    }
+    for packet in senders().iter().map(FromSender::encode) {
+        for len in 0..packet.len() {
+            assert!(
+                FromSender::decode(&packet[..len]).is_err(),
+                "{len} of {}",
+                packet.len()
+            );
+        }
+        assert!(FromSender::decode(&[&packet[..], b"x"].concat()).is_err());
+    }
+}
+
+#[test]
+fn long_texts_are_cut_at_a_character() {
+    let reason = "ö".repeat(2 * MAX_TEXT);
+    let packet = FromSender::Denied { reason }.encode();
+    assert!(packet.len() <= MAX_PACKET);
+    let FromSender::Denied { reason } = FromSender::decode(&packet).unwrap() else {
+        panic!("another message came back")
+    };
+    assert_eq!(reason, "ö".repeat(MAX_TEXT / 2));
+}
+
+#[test]
+fn numbers_out_of_range_are_refused() {
+    let hello = |models, delivery| {
+        FromReader::Hello {
+            secret: [0; 16],
+            worker: WorkerId(0),
+            seen: Epoch(0),
+            models,
+            delivery,
+            device: String::new(),
+        }
+        .encode()
+    };
+    let ask = |want| FromReader::Ask { want }.encode();
+    let beyond = MAX_BOUND + 1;
+    for packet in [
+        hello(Models(0), Delivery::Newest),
+        hello(Models::ALL, Delivery::Every { bound: 0 }),
+        hello(Models::ALL, Delivery::Every { bound: beyond }),
+        ask(Want::AtLeast {
+            model: 64,
+            version: Version(1),
+        }),
+        ask(Want::Exactly {
+            model: 256,
+            version: Version(1),
+        }),
+        ask(Want::Exactly {
+            model: 0,
+            version: Version::NONE,
+        }),
+    ] {
+        assert!(FromReader::decode(&packet).is_err(), "{packet:?}");
+    }
+    let welcome = |count, models| {
+        FromSender::Welcome {
+            run: Run {
+                epoch: Epoch(0),
+                id: [0; 16],
+            },
+            count,
+            models,
+        }
+        .encode()
+    };
+    let model = |index, slots| {
+        FromSender::Model {
+            index,
+            slots,
+            slot_bytes: 0,
+            layout_bytes: 0,
+            note_bytes: 0,
+        }
+        .encode()
+    };
+    let slot = |model, index| FromSender::Slot { model, index }.encode();
+    for packet in [
+        welcome(0, Models(1)),
+        welcome(65, Models(1)),
+        welcome(3, Models(0b1000)),
+        welcome(3, Models(0)),
+        model(64, 1),
+        model(0, 0),
+        model(0, 65),
+        slot(64, 0),
+        slot(0, 64),
+    ] {
+        assert!(FromSender::decode(&packet).is_err(), "{packet:?}");
+    }
+}
+
+#[test]
+fn long_lists_and_labels_are_cut() {
+    let known = (1..100).map(Version).collect();
+    let (model, asked) = (0, Version(1));
+    let packet = FromSender::NoSuchVersion {
+        model,
+        asked,
+        known,
+    }
+    .encode();
+    let FromSender::NoSuchVersion { known, .. } = FromSender::decode(&packet).unwrap() else {
+        panic!("another message came back")
+    };
+    assert_eq!(known, (1..=16).map(Version).collect::<Vec<_>>());
+    let mut packet = FromReader::Hello {
+        secret: [0; 16],
+        worker: WorkerId(0),
+        seen: Epoch(0),
+        models: Models::ALL,
+        delivery: Delivery::Newest,
+        device: "x".repeat(100),
+    }
+    .encode();
+    // Bytes that are no characters grow when they are mended.
+    let len = packet.len();
+    packet[len - 64..].fill(0xff);
+    let FromReader::Hello { device, .. } = FromReader::decode(&packet).unwrap() else {
+        panic!("another message came back")
+    };
+    assert!(device.len() <= MAX_DEVICE && device.starts_with(char::REPLACEMENT_CHARACTER));
+}
+
+#[test]
+fn another_protocol_version_is_named() {
+    let mut packet = FromSender::Slot { model: 0, index: 0 }.encode();
+    packet[4] = 9;
+    let error = FromSender::decode(&packet).unwrap_err().to_string();
+    assert!(
+        error.contains("version 9") && error.contains("same weightsync"),
+        "{error}"
+    );
+}
