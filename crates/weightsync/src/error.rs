@@ -192,7 +192,7 @@ pub enum Error {
         model: ModelId,
         /// What was asked for.
         asked: Version,
-        /// Some of those that are, the newest last.
+        /// Some of those that are, the newest first.
         known: Vec<Version>,
     },
     /// A version number that does not grow.
