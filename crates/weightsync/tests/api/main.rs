@@ -15,7 +15,9 @@ mod refusals;
 mod report;
 mod round_trip;
 mod run_dir;
+mod session;
 mod slots;
+mod strategies;
 
 use std::thread;
 use std::time::Duration;
