@@ -84,6 +84,7 @@ pub use crate::{
     snapshot::Snapshot,
     staging::Staging,
     wait::{Deadline, WaitStyle},
+    watch::Interrupter,
     wire::{Delivery, Want},
     writer::{SegmentOptions, Writer},
 };
