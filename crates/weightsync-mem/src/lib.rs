@@ -86,6 +86,7 @@ pub use crate::{
     snapshot::Snapshot,
     staging::Staging,
     wait::{Deadline, WaitStyle},
+    watch::Interrupter,
     wire::{Delivery, Want},
     writer::{SegmentOptions, Writer},
 };

@@ -21,7 +21,7 @@ use crate::shared::{CONTROL_BYTES, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES};
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
-use crate::watch::{Mapped, Watch};
+use crate::watch::{Interrupter, Mapped, Watch};
 use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Want};
 
 /// How long a sender that listens has to answer: far more than it needs on a
@@ -230,6 +230,11 @@ impl Reader {
         self.run
     }
 
+    /// What ends a wait in [`next`](Self::next) from another thread.
+    pub fn interrupter(&self) -> Interrupter {
+        self.watch.interrupter()
+    }
+
     /// The sender's process.
     pub fn sender_pid(&self) -> u32 {
         self.book.socket().map_or(0, Socket::peer_pid)
@@ -304,7 +309,7 @@ impl Reader {
             if over {
                 return Err(self.why_over());
             }
-            if passed(deadline) {
+            if self.watch.take_interrupt() || passed(deadline) {
                 return Ok(None);
             }
             self.watch.sleep(|| look().is_none(), deadline)?;

@@ -7,7 +7,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,46 @@ pub(crate) struct Seen {
     over: AtomicBool,
     /// The reader is asleep on its lane, or about to be.
     asleep: AtomicBool,
+    /// The reader's wait is to end although nothing has come.
+    interrupted: AtomicBool,
+    /// Has the thread see to it that an interrupted reader wakes.
+    call: Doorbell,
     stop: Doorbell,
+}
+
+/// Ends a reader's wait from another thread.
+///
+/// **Guarantee.** After [`interrupt`](Self::interrupt) the [`Reader::next`] that
+/// waits, or else the next one that would, returns nothing at once, as if its
+/// deadline had come. Several interrupts before that add up to one. It may
+/// outlive its reader, and then does nothing.
+///
+/// [`Reader::next`]: crate::Reader::next
+#[derive(Clone, Debug)]
+pub struct Interrupter {
+    seen: Weak<Seen>,
+}
+
+impl Interrupter {
+    /// Ends the wait.
+    pub fn interrupt(&self) {
+        let Some(seen) = self.seen.upgrade() else {
+            return;
+        };
+        // In a forked child it is the parent's reader that would wake.
+        if seen.book.header.usable().is_err() {
+            return;
+        }
+        seen.interrupted.store(true, Ordering::SeqCst);
+        if !seen.asleep.load(Ordering::SeqCst) {
+            return;
+        }
+        if let Ok(word) = seen.word() {
+            futex::wake(word);
+        }
+        // It may have been about to fall asleep.
+        seen.call.ring();
+    }
 }
 
 #[derive(Debug)]
@@ -84,6 +123,8 @@ impl Watch {
             changed: Condvar::new(),
             over: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
+            interrupted: AtomicBool::new(false),
+            call: Doorbell::new()?,
             stop: Doorbell::new()?,
         });
         let thread = std::thread::Builder::new()
@@ -142,6 +183,18 @@ impl Watch {
         self.seen.known().answer.take()
     }
 
+    /// What ends the reader's waits.
+    pub(crate) fn interrupter(&self) -> Interrupter {
+        Interrupter {
+            seen: Arc::downgrade(&self.seen),
+        }
+    }
+
+    /// Whether this wait is to end; the next one is not.
+    pub(crate) fn take_interrupt(&self) -> bool {
+        self.seen.interrupted.swap(false, Ordering::SeqCst)
+    }
+
     /// Whether nothing more will come from this sender.
     pub(crate) fn is_over(&self) -> bool {
         self.seen.over.load(Ordering::SeqCst)
@@ -152,8 +205,8 @@ impl Watch {
         self.seen.known().fault.take()
     }
 
-    /// Sleeps until the lane has moved, the watch is over or has an answer, or
-    /// the deadline comes; may also wake for nothing. It does not sleep unless
+    /// Sleeps until the lane has moved, the watch is over or has an answer, it is
+    /// interrupted, or the deadline comes; may also wake for nothing. It does not sleep unless
     /// `still`.
     pub(crate) fn sleep(&self, still: impl Fn() -> bool, deadline: Deadline) -> Result<(), Error> {
         let seen = &self.seen;
@@ -162,7 +215,12 @@ impl Watch {
         let value = futex::value(word);
         seen.asleep.store(true, Ordering::SeqCst);
         sleep.announce();
-        let result = if still() && !self.is_over() && seen.known().answer.is_none() {
+        let quiet = || {
+            !self.is_over()
+                && !seen.interrupted.load(Ordering::SeqCst)
+                && seen.known().answer.is_none()
+        };
+        let result = if still() && quiet() {
             futex::wait(word, value, deadline)
         } else {
             Ok(())
@@ -206,13 +264,14 @@ impl Seen {
         // Under the lock, so that nobody is between looking and waiting.
         drop(self.known());
         self.changed.notify_all();
-        self.rouse();
+        self.rouse(|| true);
     }
 
     /// Wakes the reader. One that looked before there was anything to see may
-    /// fall asleep after the wake-up: it is woken until it is seen awake.
-    fn rouse(&self) {
-        while self.asleep.load(Ordering::SeqCst) {
+    /// fall asleep after the wake-up: it is woken until it is seen awake, or has
+    /// found what it is woken for.
+    fn rouse(&self, unseen: impl Fn() -> bool) {
+        while self.asleep.load(Ordering::SeqCst) && unseen() {
             if let Ok(word) = self.word() {
                 futex::wake(word);
             }
@@ -234,16 +293,20 @@ impl Seen {
 
     /// Waits for the sender's next words. False: there will be none.
     fn listen(&self, socket: &Socket) -> Result<bool, Error> {
-        let stop = self.stop.as_fd();
-        let [stopped, _, died] = match socket.peer_death() {
-            Some(death) => poll([stop, socket.as_fd(), death], None)?,
+        let (stop, call) = (self.stop.as_fd(), self.call.as_fd());
+        let [stopped, called, _, died] = match socket.peer_death() {
+            Some(death) => poll([stop, call, socket.as_fd(), death], None)?,
             None => {
-                let [stopped, spoke] = poll([stop, socket.as_fd()], None)?;
-                [stopped, spoke, false]
+                let [stopped, called, spoke] = poll([stop, call, socket.as_fd()], None)?;
+                [stopped, called, spoke, false]
             }
         };
         if stopped {
             return Ok(false);
+        }
+        if called {
+            self.call.silence();
+            self.rouse(|| self.interrupted.load(Ordering::SeqCst));
         }
         loop {
             match socket.receive()? {
@@ -261,7 +324,7 @@ impl Seen {
                             asked,
                             known,
                         });
-                        self.rouse();
+                        self.rouse(|| self.known().answer.is_some());
                     }
                     other => return Err(unexpected("a slot", format!("{other:?}"))),
                 },

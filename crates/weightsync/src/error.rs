@@ -167,6 +167,21 @@ pub enum Error {
         /// The models of this worker.
         models: Vec<ModelId>,
     },
+    /// A thread that holds a guard of a model asked for something that has to
+    /// wait until it is dropped.
+    #[error("{call} waits for this thread's own guard of the model: drop the guard first")]
+    GuardHeld {
+        /// The call.
+        call: &'static str,
+    },
+    /// Code that was called back panicked; the panic ended there.
+    #[error("{what} panicked: {message}")]
+    Panicked {
+        /// Which.
+        what: &'static str,
+        /// What the panic said.
+        message: String,
+    },
     /// A partial update without a single tensor.
     #[error("the partial update of {model} carries no tensor")]
     EmptyUpdate {

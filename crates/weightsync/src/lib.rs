@@ -52,8 +52,10 @@
 #![forbid(unsafe_code)]
 
 mod attributes;
+mod background;
 #[cfg(feature = "candle")]
 mod candle;
+mod cascade;
 mod digest;
 mod error;
 mod extract;
@@ -87,6 +89,11 @@ pub mod worker;
 
 pub use crate::{
     attributes::{Attributes, AttributesError, TiedOnce, find_ties},
+    background::{
+        Background, BackgroundState, BackgroundStatus, ModelGuard, ModelGuardMut, SafePoints,
+        SnapshotsInBackground,
+    },
+    cascade::{Cascade, CascadeInBackground, CascadeSetup, Forwarded},
     error::{Error, Remedy, Result},
     extract::{Extracted, TensorData, WeightExtractor},
     init_info::InitInfo,

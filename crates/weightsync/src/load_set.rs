@@ -90,16 +90,27 @@ impl<'a> SetLoader<'a> {
         self.model_mut(id)?.layout()
     }
 
-    /// Loads what has changed, or everything. Every model is compared before
-    /// the first is touched.
-    pub(crate) fn load(&mut self, set: &SetSnapshot, all: bool) -> Result<(), Failure> {
+    /// Loads what differs from the set that the models hold whole, or
+    /// everything. Every model is compared before the first is touched.
+    pub(crate) fn load(
+        &mut self,
+        set: &SetSnapshot,
+        held: Option<&SetSnapshot>,
+    ) -> Result<(), Failure> {
         let untouched = |error| Failure {
             error,
             touched: false,
         };
         let members = set.members().iter();
-        let wanted = members.filter(|member| all || member.changed);
-        let wanted: Vec<&Snapshot> = wanted.map(|member| &member.snapshot).collect();
+        // Not by what the worker was handed: that may never have been loaded.
+        let is_held = |snapshot: &Snapshot| {
+            let held = held.and_then(|held| held.model(snapshot.model().as_str()).ok());
+            held.is_some_and(|held| {
+                held.version() == snapshot.version() && held.run() == snapshot.run()
+            })
+        };
+        let wanted = members.map(|member| &member.snapshot);
+        let wanted: Vec<&Snapshot> = wanted.filter(|snapshot| !is_held(snapshot)).collect();
         let owns = wanted.iter().map(|snapshot| self.compared(snapshot));
         let owns = owns.collect::<Result<Vec<_>>>().map_err(untouched)?;
         for (at, (snapshot, own)) in wanted.iter().zip(&owns).enumerate() {

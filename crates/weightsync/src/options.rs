@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::{ModelId, Version, WorkerId};
 
 use crate::report::WaitFor;
 use crate::transport::Targets;
@@ -28,6 +28,8 @@ pub struct SendOptions {
     pub(crate) deadline: Option<Duration>,
     pub(crate) partial: bool,
     pub(crate) version: Option<Version>,
+    /// As `version`, for models one by one.
+    pub(crate) numbers: Vec<(ModelId, Version)>,
 }
 
 impl SendOptions {

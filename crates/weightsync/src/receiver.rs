@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Run, Version, WorkerId};
 use weightsync_mem::{Deadline, WaitStyle};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::init_info::InitInfo;
 use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
 use crate::scheme::{AnyScheme, Schemes};
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
-use crate::transport::{Joining, ModelSpec, Pull, ReceiverTransport};
+use crate::transport::{Interrupter, Joining, ModelSpec, Pull, ReceiverTransport};
 
 /// How long a receive without a timeout looks for a restarted trainer before it
 /// says that there is none.
@@ -173,16 +173,7 @@ impl ReceiverSetup {
         deadline: Duration,
     ) -> Result<Receiver> {
         let mut receiver = self.take_first(deadline)?;
-        if let Some(initial) = receiver.initial.take() {
-            for member in initial.members() {
-                // What does not fit now never will: the sender need not wait.
-                if let Err(error) = models.shaped(&member.snapshot) {
-                    receiver.transport.refuse(None, &error.to_string())?;
-                    return Err(error);
-                }
-            }
-            receiver.load_and_report(initial, models)?;
-        }
+        receiver.begin_into(models)?;
         Ok(receiver)
     }
 
@@ -200,7 +191,9 @@ impl ReceiverSetup {
         }
     }
 
-    fn take_first(self, deadline: Duration) -> Result<Receiver> {
+    /// Joins and takes the initial weights, and does not say that this worker
+    /// runs them.
+    pub(crate) fn take_first(self, deadline: Duration) -> Result<Receiver> {
         let since = Instant::now();
         let until = since.checked_add(deadline);
         let scheme = self.info.known(&self.schemes)?;
@@ -225,6 +218,7 @@ impl ReceiverSetup {
             applied: Vec::new(),
             setup: self,
             sender_lost: false,
+            interrupted: false,
             nothing: Layout::new([])?,
         })
     }
@@ -300,8 +294,20 @@ pub struct Receiver {
     run: Run,
     /// The sender died, and that has been said.
     sender_lost: bool,
+    /// A wait may end early once, for an interrupt that came too late.
+    interrupted: bool,
     /// The layout of a model that never comes.
     nothing: Layout,
+}
+
+/// What [`Receiver::follow`] comes back with.
+#[derive(Debug)]
+pub(crate) enum Followed {
+    Set(SetSnapshot),
+    /// The wait was ended, or its sender's successor was joined.
+    Interrupted,
+    /// The sender is gone, and its successor is not there yet.
+    NoSender,
 }
 
 impl Receiver {
@@ -489,7 +495,20 @@ impl Receiver {
         first.map_or(&self.nothing, |spec| &spec.layout)
     }
 
-    fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
+    /// What ends this receiver's waits from another thread: a receive then
+    /// returns nothing, as if its timeout had come. After a restarted trainer was
+    /// joined it is another one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] if the transport has none.
+    pub fn interrupter(&self) -> Result<Interrupter> {
+        self.transport.interrupter()
+    }
+
+    /// As [`receive_set`](Self::receive_set), without saying that this worker
+    /// runs what came.
+    pub(crate) fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
         let now = Instant::now();
         if let Some(initial) = self.initial.take() {
             if self.scheme.capabilities().every_version {
@@ -508,11 +527,82 @@ impl Receiver {
                 Err(error) => return Err(error),
             }
         }
-        let next = self.transport.next(deadline);
+        let mut next = self.transport.next(deadline);
+        if matches!(next, Ok(None)) && std::mem::take(&mut self.interrupted) {
+            next = self.transport.next(deadline);
+        }
         if let Err(Error::SenderClosed | Error::SenderDied { .. }) = &next {
             self.sender_lost = true;
         }
         next
+    }
+
+    /// As [`next`](Self::next) without a timeout, for a thread that has to end
+    /// when it is told to: what can be waited for here can be interrupted, and a
+    /// sender that is gone is looked for once. It is to be called as long as its
+    /// sender [`restarts`](Self::restarts).
+    pub(crate) fn follow(&mut self) -> Result<Followed> {
+        if !self.sender_lost {
+            let next = self.next(None)?;
+            return Ok(next.map_or(Followed::Interrupted, Followed::Set));
+        }
+        match self.rejoin(Some(Instant::now())) {
+            // Its waits are ended by another interrupter from here on.
+            Ok(()) => Ok(Followed::Interrupted),
+            Err(error) if error.remedy() == Remedy::Retry => Ok(Followed::NoSender),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Loads what the models of this worker should begin with, unless they hold
+    /// what came last. Models without shapes yet take the sender's.
+    pub(crate) fn begin_into(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
+        let Some(set) = self.begin()? else {
+            return Ok(());
+        };
+        for member in set.members() {
+            // What does not fit now never will: the sender need not wait.
+            if let Err(error) = models.shaped(&member.snapshot) {
+                self.refuse(None, &error.to_string())?;
+                return Err(error);
+            }
+        }
+        self.load_and_report(set, models)
+    }
+
+    /// What models of this worker that nothing was loaded into should begin
+    /// with; none if they hold what this receiver handed out last.
+    pub(crate) fn begin(&mut self) -> Result<Option<SetSnapshot>> {
+        match (self.initial.take(), &self.current) {
+            (Some(initial), _) => Ok(Some(initial)),
+            (None, Some(_)) => Ok(None),
+            (None, None) => self.transport.latest(),
+        }
+    }
+
+    /// Takes back what was taken and not used: the next receive hands it out, or
+    /// what is newer.
+    pub(crate) fn put_back(&mut self, set: SetSnapshot) {
+        self.initial = Some(set);
+    }
+
+    /// An interrupt may have come after the last wait; it is to end no other.
+    pub(crate) fn expect_interrupt(&mut self) {
+        self.interrupted = true;
+    }
+
+    /// Whether the sender is gone, and its successor was not joined yet.
+    pub(crate) fn has_lost_sender(&self) -> bool {
+        self.sender_lost
+    }
+
+    /// Whether a sender that is gone may come back.
+    pub(crate) fn restarts(&self) -> bool {
+        self.setup.info.at.restarts()
+    }
+
+    pub(crate) fn scheme(&self) -> &AnyScheme {
+        &self.scheme
     }
 
     /// Joins the successor of a sender that is gone. Its run has a higher
@@ -540,32 +630,69 @@ impl Receiver {
     }
 
     /// Loads a set and says so, or goes back, and says why.
-    fn load_and_report(&mut self, set: SetSnapshot, models: &mut SetLoader<'_>) -> Result<()> {
+    pub(crate) fn load_and_report(
+        &mut self,
+        set: SetSnapshot,
+        models: &mut SetLoader<'_>,
+    ) -> Result<()> {
         // After a load that was left half done every model is loaded anew.
-        let all = !self.whole || self.current.is_none();
-        let Err(failure) = models.load(&set, all) else {
-            self.report_applied(&set)?;
+        let held = self.current.clone().filter(|_| self.whole);
+        // A loader that panics leaves it so.
+        let was_whole = std::mem::replace(&mut self.whole, false);
+        let Err(failure) = models.load(&set, held.as_ref()) else {
             self.whole = true;
+            self.report_applied(&set)?;
             self.current = Some(set);
             return Ok(());
         };
         if failure.touched {
-            self.whole = match &self.current {
-                Some(before) => models.load(before, true).is_ok(),
-                None => false,
-            };
+            self.go_back(&set, models, &failure.error.to_string())?;
+        } else {
+            self.whole = was_whole;
+            self.refuse_half_loaded(&set, &failure.error.to_string())?;
         }
-        let now = match (&self.current, self.whole) {
-            (Some(_), true) if failure.touched => "; it went back to what it had",
-            (_, true) => "",
-            (_, false) => "; its models are half loaded, and do not serve until one load succeeds",
-        };
-        let reason = format!("{}{now}", failure.error);
-        self.transport.refuse(Some(&set), &reason)?;
         Err(failure.error)
     }
 
-    fn report_applied(&mut self, set: &SetSnapshot) -> Result<()> {
+    /// Loads what the models had before a load of `set` that left them half
+    /// done, and tells the sender why.
+    pub(crate) fn go_back(
+        &mut self,
+        set: &SetSnapshot,
+        models: &mut SetLoader<'_>,
+        reason: &str,
+    ) -> Result<()> {
+        self.whole = match &self.current {
+            Some(before) => models.load(before, None).is_ok(),
+            None => false,
+        };
+        match self.whole {
+            true => self.refuse(Some(set), &format!("{reason}; it went back to what it had")),
+            false => self.refuse_half_loaded(set, reason),
+        }
+    }
+
+    /// Tells the sender why a set was not loaded, and what that means for models
+    /// that are not whole.
+    pub(crate) fn refuse_half_loaded(&mut self, set: &SetSnapshot, reason: &str) -> Result<()> {
+        let now = match self.whole {
+            true => "",
+            false => "; its models are half loaded, and do not serve until one load succeeds",
+        };
+        self.refuse(Some(set), &format!("{reason}{now}"))
+    }
+
+    /// Says that the models were changed by somebody else and left half done.
+    pub(crate) fn lose_whole(&mut self) {
+        self.whole = false;
+    }
+
+    /// Tells the sender that this worker cannot use a set, or nothing at all.
+    pub(crate) fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        self.transport.refuse(set, reason)
+    }
+
+    pub(crate) fn report_applied(&mut self, set: &SetSnapshot) -> Result<()> {
         self.transport.applied(set)?;
         self.applied = set.versions();
         self.run = self.transport.run();
@@ -573,7 +700,7 @@ impl Receiver {
     }
 
     /// The only model of this worker.
-    fn one_model(&self) -> Result<String> {
+    pub(crate) fn one_model(&self) -> Result<String> {
         match self.transport.models() {
             [one] => Ok(one.id.as_str().to_owned()),
             [] => self.setup.only_model(),

@@ -230,6 +230,12 @@ impl Sender {
         Ok(self.transport.version(self.index_of(model)?))
     }
 
+    /// Every model with the version published last.
+    pub(crate) fn newest(&self) -> impl Iterator<Item = (ModelId, Version)> {
+        let models = self.setup.models.iter().enumerate();
+        models.map(|(index, model)| (model.prepared.id.clone(), self.transport.version(index)))
+    }
+
     /// The run this sender belongs to.
     pub fn run(&self) -> Run {
         self.run
@@ -494,6 +500,13 @@ impl Sender {
         if let Some(version) = options.version {
             for index in &indices {
                 staging.number(*index, version)?;
+            }
+        }
+        for index in &indices {
+            let id = &self.setup.models[*index].prepared.id;
+            let mut numbers = options.numbers.iter();
+            if let Some((_, version)) = numbers.find(|(model, _)| model == id) {
+                staging.number(*index, *version)?;
             }
         }
         Ok((staging.publish(&options.targets)?, carried))

@@ -134,13 +134,34 @@ impl SenderSetup {
     /// If the model's name is empty or longer than 255 bytes, or the source has
     /// tensors that no layout can have.
     pub fn new(model: &str, source: &dyn WeightExtractor) -> Result<Self> {
-        let model = Model::new(model, source)?;
+        Self::of(vec![Model::new(model, source)?])
+    }
+
+    /// Sets a sender up for models that a worker receives, to pass them on.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::EmptySet`] if there is none.
+    pub(crate) fn passing_on(models: &[ModelSpec]) -> Result<Self> {
+        match models {
+            [] => Err(Error::EmptySet),
+            _ => Self::of(models.iter().cloned().map(Model::passed_on).collect()),
+        }
+    }
+
+    fn of(models: Vec<Model>) -> Result<Self> {
         let scheme = AnyScheme::default();
+        let ids: Vec<_> = models.iter().map(|model| model.prepared.id.clone()).collect();
         Ok(Self {
+<<<<<<< HEAD
             at: scheme
                 .scheme()
                 .place(std::slice::from_ref(&model.prepared.id), None)?,
             models: vec![model],
+=======
+            at: scheme.scheme().place(&ids, None)?,
+            models,
+>>>>>>> ef9e401 (Receive in the background, at implied or declared safe points, and pass on what was received to workers of one's own)
             scheme,
             run_dir: None,
             transfer: TransferOptions::default(),
@@ -336,6 +357,17 @@ impl SenderSetup {
         expect: Expect,
         deadline: Duration,
     ) -> Result<Sender> {
+        self.connect_with(weights, SendOptions::new(), expect, deadline)
+    }
+
+    /// As [`connect`](Self::connect), with the first versions numbered.
+    pub(crate) fn connect_with(
+        self,
+        weights: &(impl SendSource + ?Sized),
+        first: SendOptions,
+        expect: Expect,
+        deadline: Duration,
+    ) -> Result<Sender> {
         let since = Instant::now();
         let until = since.checked_add(deadline);
         let run = match &self.run_dir {
@@ -352,7 +384,7 @@ impl SenderSetup {
         let model = self.name();
         let ids = self.ids();
         let mut sender = Sender::new(self, transport, run);
-        let first = SendOptions::new().wait(WaitFor::Sent).deadline(deadline);
+        let first = first.wait(WaitFor::Sent).deadline(deadline);
         let report = sender.send_with(weights, &first)?;
         let without: Vec<_> = ids
             .into_iter()
@@ -444,6 +476,23 @@ impl Model {
             },
             source: None,
         })
+    }
+
+    fn passed_on(spec: ModelSpec) -> Self {
+        let ModelSpec {
+            id,
+            layout,
+            attributes,
+        } = spec;
+        Self {
+            prepared: Prepared {
+                id,
+                source: layout.clone(),
+                layout,
+                attributes,
+            },
+            source: None,
+        }
     }
 
     fn spec(&self) -> ModelSpec {

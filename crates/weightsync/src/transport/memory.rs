@@ -18,7 +18,7 @@ use crate::set::{Member, SetSnapshot};
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
 use crate::transport::{
-    Capabilities, Endpoint, Joining, Level, ModelSpec, Opening, Outstanding, Pull,
+    Capabilities, Endpoint, Interrupter, Joining, Level, ModelSpec, Opening, Outstanding, Pull,
     ReceiverTransport, SenderTransport, Staging, Targets,
 };
 
@@ -368,6 +368,11 @@ impl ReceiverTransport for Attached {
             Pull::Exactly(version) => Want::Exactly { model, version },
         };
         Ok(self.reader.ask(want)?)
+    }
+
+    fn interrupter(&self) -> Result<Interrupter> {
+        let wait = self.reader.interrupter();
+        Ok(Interrupter::new(move || wait.interrupt()))
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {

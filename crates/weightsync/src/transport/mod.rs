@@ -17,6 +17,7 @@
 
 mod endpoint;
 mod image;
+mod interrupter;
 mod memory;
 mod none;
 
@@ -27,6 +28,7 @@ use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
 
 pub use self::endpoint::Endpoint;
 pub use self::image::Image;
+pub use self::interrupter::Interrupter;
 pub(crate) use self::memory::Memory;
 pub use self::none::NoSync;
 use crate::attributes::Attributes;
@@ -402,6 +404,19 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
         let _ = (model, pull);
         Err(Error::Unsupported {
             what: "asking for a version",
+            scheme: "this scheme".into(),
+        })
+    }
+
+    /// What ends a wait in [`next`](Self::next) from another thread. Without it
+    /// a worker has no [background receiver](crate::Receiver::in_background).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`].
+    fn interrupter(&self) -> Result<Interrupter> {
+        Err(Error::Unsupported {
+            what: "ending a wait from another thread",
             scheme: "this scheme".into(),
         })
     }

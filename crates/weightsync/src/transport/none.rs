@@ -9,8 +9,8 @@ use crate::report::{WorkerReport, WorkerStatus};
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
 use crate::transport::{
-    Capabilities, CopyOptions, Deadline, Endpoint, Joining, Level, ModelSpec, Opening, Outstanding,
-    ReceiverTransport, Scheme, SenderTransport, Source, Staging, Targets,
+    Capabilities, CopyOptions, Deadline, Endpoint, Interrupter, Joining, Level, ModelSpec, Opening,
+    Outstanding, ReceiverTransport, Scheme, SenderTransport, Source, Staging, Targets,
 };
 
 /// No synchronisation: the trainer and its workers go through the same calls,
@@ -184,6 +184,11 @@ impl ReceiverTransport for Silence {
 
     fn latest(&mut self) -> Result<Option<SetSnapshot>> {
         Ok(None)
+    }
+
+    /// There is no wait to end.
+    fn interrupter(&self) -> Result<Interrupter> {
+        Ok(Interrupter::new(|| {}))
     }
 
     fn applied(&mut self, _: &SetSnapshot) -> Result<()> {

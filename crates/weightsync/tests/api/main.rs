@@ -2,8 +2,10 @@
 //! with mappings of its own, as two processes have them; what takes processes
 //! and SIGKILL is in the other test binaries.
 
+mod background;
 #[cfg(feature = "candle")]
 mod candle;
+mod cascade;
 mod connect;
 mod digest;
 mod extract;

@@ -1,0 +1,561 @@
+//! Receiving without the worker's loop having to ask: a thread of its own takes
+//! what is sent, and the models change at safe points only.
+
+mod room;
+mod snapshots;
+pub(crate) mod thread;
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+use weightsync_core::{ModelId, Run, Version};
+
+use self::room::{Access, Room, Seat};
+use self::thread::{Desk, Follower, Task, Work, message_of};
+use crate::error::{Error, Result};
+use crate::load::WeightLoader;
+use crate::load_set::SetLoader;
+use crate::receiver::Receiver;
+use crate::set::SetSnapshot;
+
+pub use self::snapshots::SnapshotsInBackground;
+
+/// When the models of a [`Background`] may change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SafePoints {
+    /// Whenever no guard of the models is held: the worker need not do anything.
+    #[default]
+    Implied,
+    /// Inside [`Background::safe_point`] only.
+    Declared,
+}
+
+impl Receiver {
+    /// Hands the receiving, and the worker's model, to a thread of its own. The
+    /// worker's loop never asks for weights: it [reads](Background::read) the
+    /// model, which changes at [safe points](SafePoints) only, whole versions at
+    /// a time.
+    ///
+    /// The model is the one that the receiver was
+    /// [connected into](crate::ReceiverSetup::connect_into); any other is loaded
+    /// here, before this returns, and takes the sender's shapes if it has none.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use weightsync::{Expect, ReceiverSetup, SenderSetup};
+    /// use weightsync::{SafePoints, Tensors, Version};
+    /// # let mut weights = Tensors::new();
+    /// # weights.insert("bias", [2], [0.0_f32, 1.0])?;
+    /// # let setup = SenderSetup::new("policy", &weights)?;
+    /// # let info = setup.init_info();
+    /// # let own = weights.clone();
+    /// # let worker = std::thread::spawn(move || -> weightsync::Result<()> {
+    /// let receiver = ReceiverSetup::new(info, 0).connect(Duration::from_secs(10))?;
+    /// let policy = receiver.in_background(own, SafePoints::Implied)?;
+    /// loop {
+    ///     let policy = policy.read()?; // it does not change until this is dropped
+    ///     let bias = policy.slice::<f32>("bias")?;
+    ///     if policy.version() == Version(2) {
+    ///         break assert_eq!(bias, [3.0, 4.0]);
+    ///     }
+    /// }
+    /// # Ok(()) });
+    /// # let mut sender = setup.connect(&weights, Expect::Count(1), Duration::from_secs(10))?;
+    /// # weights.insert("bias", [2], [3.0_f32, 4.0])?;
+    /// # assert!(sender.send(&weights)?.all_applied());
+    /// # worker.join().unwrap()?;
+    /// # Ok::<(), weightsync::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`receive_into`](Self::receive_into), [`Error::SeveralModels`],
+    /// and [`Error::Unsupported`] if the transport cannot end a wait.
+    pub fn in_background<M>(self, model: M, when: SafePoints) -> Result<Background<M>>
+    where
+        M: WeightLoader + Send + Sync + 'static,
+    {
+        let id = self.one_model()?;
+        self.set_in_background(model, move |model| SetLoader::new().with(&id, model), when)
+    }
+
+    /// As [`in_background`](Self::in_background), for several models behind one
+    /// lock: either all of them have the new versions, or none has. The models
+    /// are a value of any type; `loaders` says which of it is loaded with what.
+    ///
+    /// ```no_run
+    /// # fn worker(receiver: weightsync::Receiver) -> weightsync::Result<()> {
+    /// use weightsync::{SafePoints, SetLoader, Tensors};
+    ///
+    /// #[derive(Default)]
+    /// struct Agent {
+    ///     actor: Tensors,
+    ///     critic: Tensors,
+    /// }
+    ///
+    /// let agent = receiver.set_in_background(
+    ///     Agent::default(),
+    ///     |agent| {
+    ///         let models = SetLoader::new().with("actor", &mut agent.actor);
+    ///         models.with("critic", &mut agent.critic)
+    ///     },
+    ///     SafePoints::Implied,
+    /// )?;
+    /// let agent = agent.read()?; // both of one set, until this is dropped
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`receive_set_into`](Self::receive_set_into), and
+    /// [`Error::Unsupported`] if the transport cannot end a wait.
+    pub fn set_in_background<M, F>(
+        mut self,
+        mut models: M,
+        loaders: F,
+        when: SafePoints,
+    ) -> Result<Background<M>>
+    where
+        M: Send + Sync + 'static,
+        F: for<'a> Fn(&'a mut M) -> SetLoader<'a> + Send + Sync + 'static,
+    {
+        self.begin_into(&mut loaders(&mut models))?;
+        let hold = Arc::new(Hold {
+            held: RwLock::new(Held {
+                models,
+                versions: self.versions().to_vec(),
+                run: self.run(),
+                whole: self.is_whole(),
+            }),
+            loaders: Box::new(loaders),
+        });
+        let task = Keep {
+            hold: hold.clone(),
+            when,
+            every: self.scheme().capabilities().every_version,
+        };
+        Ok(Background {
+            follower: Follower::start(self, Room::default(), task)?,
+            hold,
+        })
+    }
+
+    /// Hands the receiving to a thread of its own that keeps the newest weights
+    /// at hand as snapshots, for a worker that reads them in place: see
+    /// [`SnapshotsInBackground`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`latest_set`](Self::latest_set), and [`Error::Unsupported`] if
+    /// the transport cannot end a wait.
+    pub fn snapshots_in_background(self) -> Result<SnapshotsInBackground> {
+        SnapshotsInBackground::start(self)
+    }
+}
+
+/// A worker's models, kept up to date by a thread; see
+/// [`Receiver::in_background`].
+///
+/// **Guarantee.** While a guard of the models is held they do not change, and
+/// they are one whole set. The sender is told that this worker runs a version
+/// once all of it is loaded. A load that fails, or panics, puts back what the
+/// models had; the sender's report says so, and the next version is tried again.
+///
+/// A worker that waits elsewhere holds nobody up: the thread takes what is sent,
+/// and with [`SafePoints::Implied`] applies it. What is replaced before its safe
+/// point came is let go of, unless the scheme delivers every version.
+///
+/// A sender with a run directory is found again when it has restarted; what
+/// became of the sender is in the [`status`](Self::status). Dropping this ends
+/// the thread, and tells the sender that the worker has left. In a forked child
+/// every call is an error, and dropping it does nothing.
+pub struct Background<M: Send + Sync + 'static> {
+    follower: Follower<Room>,
+    hold: Arc<Hold<M>>,
+}
+
+/// What a background receiver does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BackgroundState {
+    /// It waits for weights, or applies them.
+    Following,
+    /// The sender is gone, and its successor is looked for. The models serve on.
+    Searching,
+    /// The sender has shut down, and will not come back. The models serve on.
+    Closed,
+    /// The sender has died, and will not come back. The models serve on.
+    Died {
+        /// Its process, if it is known.
+        pid: Option<u32>,
+    },
+    /// Receiving has failed; the sender was told.
+    Failed {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Where a background receiver stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BackgroundStatus {
+    /// What it does.
+    pub state: BackgroundState,
+    /// What this worker runs.
+    pub versions: Vec<(ModelId, Version)>,
+    /// The run of these versions.
+    pub run: Run,
+    /// What was taken, and waits for a safe point; empty if nothing does.
+    pub staged: Vec<(ModelId, Version)>,
+    /// Why the newest version could not be applied, if it could not.
+    pub failure: Option<String>,
+}
+
+impl BackgroundStatus {
+    /// The version this worker runs, of its first model; `Version::NONE` before
+    /// the first.
+    pub fn version(&self) -> Version {
+        first(&self.versions)
+    }
+}
+
+impl<M: Send + Sync + 'static> Background<M> {
+    /// The models, which do not change while the guard is held; any number of
+    /// threads may hold one. Waits only while the models are being changed, and
+    /// for a moment if a version has been waiting for other guards.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotWhole`] after a load failed midway and the way back failed
+    /// too, or a thread panicked while it [wrote](Self::write), until a version
+    /// has been loaded; [`Error::GuardHeld`] if this thread holds the guard of
+    /// [`write`](Self::write).
+    pub fn read(&self) -> Result<ModelGuard<'_, M>> {
+        let desk = self.follower.desk()?;
+        let seat = Seat::take(desk, Access::Shared, "Background::read")?;
+        match self.hold.held.read() {
+            Ok(held) if held.whole => Ok(ModelGuard { held, _seat: seat }),
+            _ => Err(self.not_whole()),
+        }
+    }
+
+    /// The models, to be changed by the worker itself (its buffers, say): what
+    /// it changes lasts until the next version that has it. Waits for the guards
+    /// of other threads.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read); [`Error::GuardHeld`] if this thread holds a
+    /// guard.
+    pub fn write(&self) -> Result<ModelGuardMut<'_, M>> {
+        let desk = self.follower.desk()?;
+        let seat = Seat::take(desk, Access::Alone, "Background::write")?;
+        match self.hold.held.write() {
+            Ok(held) if held.whole => Ok(ModelGuardMut { held, _seat: seat }),
+            _ => Err(self.not_whole()),
+        }
+    }
+
+    /// Lets the models change, here and now, in this thread; says which versions
+    /// they have if they did. Does not wait for anybody: while another thread
+    /// holds a guard, it is no safe point, and nothing happens.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::GuardHeld`] if this thread holds a guard, and the loader's; then
+    /// the models have what they had, and the sender knows.
+    pub fn safe_point(&self) -> Result<Option<Vec<(ModelId, Version)>>> {
+        let desk = self.follower.desk()?;
+        let me = std::thread::current().id();
+        {
+            let book = desk.open();
+            if book.board.holds(me) {
+                return Err(Error::GuardHeld {
+                    call: "Background::safe_point",
+                });
+            }
+            if !book.board.has_staged() {
+                return Ok(None);
+            }
+        }
+        desk.borrow(|receiver| match enter(desk, me, false) {
+            Entry::Applying(set) => {
+                let versions = set.versions();
+                self.hold.apply(desk, me, receiver, set)?;
+                Ok(Some(versions))
+            }
+            Entry::Nothing | Entry::Taken => Ok(None),
+        })
+    }
+
+    /// Where it stands: what the sender is doing, and what this worker runs.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn status(&self) -> Result<BackgroundStatus> {
+        Ok(self.follower.desk()?.open().status.clone())
+    }
+
+    /// Waits until the status is as wished; false if the timeout came first, or
+    /// nothing will arrive any more.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn wait(
+        &self,
+        timeout: Option<Duration>,
+        mut enough: impl FnMut(&BackgroundStatus) -> bool,
+    ) -> Result<bool> {
+        let desk = self.follower.desk()?;
+        let found = desk.wait(timeout, |book| enough(&book.status).then_some(()));
+        Ok(found.is_some())
+    }
+
+    /// Ends the thread, and gives receiver and models back. What was taken and
+    /// not applied is what the receiver hands out next.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child; [`Error::NotWhole`], as of [`read`](Self::read).
+    pub fn stop(self) -> Result<(Receiver, M)> {
+        let not_whole = self.not_whole();
+        let Self { follower, hold } = self;
+        let (mut receiver, room) = follower.stop()?;
+        if let Some(set) = room.into_staged() {
+            receiver.put_back(set);
+        }
+        let hold = Arc::into_inner(hold).map(|hold| hold.held.into_inner());
+        match hold {
+            Some(Ok(held)) if held.whole => Ok((receiver, held.models)),
+            _ => Err(not_whole),
+        }
+    }
+
+    fn not_whole(&self) -> Error {
+        let book = self.follower.desk().map(Desk::open);
+        let versions = book.map(|book| book.status.versions.clone());
+        let models = versions.unwrap_or_default().into_iter();
+        Error::NotWhole {
+            models: models.map(|(model, _)| model).collect(),
+        }
+    }
+}
+
+impl<M: Send + Sync + 'static> fmt::Debug for Background<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let status = self.status();
+        f.debug_struct("Background")
+            .field("status", &status.ok())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The models to read: one whole set, that does not change while this is held.
+pub struct ModelGuard<'a, M> {
+    // Dropped before the seat: who sits down next finds the lock free.
+    held: RwLockReadGuard<'a, Held<M>>,
+    _seat: Seat<'a>,
+}
+
+/// The models to change; see [`Background::write`].
+pub struct ModelGuardMut<'a, M> {
+    held: RwLockWriteGuard<'a, Held<M>>,
+    _seat: Seat<'a>,
+}
+
+macro_rules! guard {
+    ($guard:ident) => {
+        impl<M> $guard<'_, M> {
+            /// The version of the first model.
+            pub fn version(&self) -> Version {
+                first(&self.held.versions)
+            }
+
+            /// The version of each model.
+            pub fn versions(&self) -> &[(ModelId, Version)] {
+                &self.held.versions
+            }
+
+            /// The run of these versions.
+            pub fn run(&self) -> Run {
+                self.held.run
+            }
+        }
+
+        impl<M> Deref for $guard<'_, M> {
+            type Target = M;
+
+            fn deref(&self) -> &M {
+                &self.held.models
+            }
+        }
+
+        impl<M> fmt::Debug for $guard<'_, M> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_struct(stringify!($guard))
+                    .field("versions", &self.held.versions)
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}
+
+guard!(ModelGuard);
+guard!(ModelGuardMut);
+
+impl<M> DerefMut for ModelGuardMut<'_, M> {
+    fn deref_mut(&mut self) -> &mut M {
+        &mut self.held.models
+    }
+}
+
+/// The models, and how they are loaded.
+struct Hold<M> {
+    held: RwLock<Held<M>>,
+    loaders: Box<Loaders<M>>,
+}
+
+type Loaders<M> = dyn for<'a> Fn(&'a mut M) -> SetLoader<'a> + Send + Sync;
+
+/// The models with what they have.
+struct Held<M> {
+    models: M,
+    versions: Vec<(ModelId, Version)>,
+    run: Run,
+    whole: bool,
+}
+
+impl<M> Hold<M> {
+    /// Loads a set on behalf of a thread that is alone in the room, and leaves
+    /// the room.
+    fn apply(
+        &self,
+        desk: &Desk<Room>,
+        me: ThreadId,
+        receiver: &mut Receiver,
+        set: SetSnapshot,
+    ) -> Result<()> {
+        let done = self.load(receiver, set);
+        desk.note(|book| {
+            book.board.leave(me);
+            book.status.failure = done.as_ref().err().map(ToString::to_string);
+            book.status.reflect(receiver);
+        });
+        done
+    }
+
+    fn load(&self, receiver: &mut Receiver, set: SetSnapshot) -> Result<()> {
+        let mut held = self.held.write().unwrap_or_else(|poisoned| {
+            // Somebody panicked while writing: everything is loaded anew.
+            self.held.clear_poison();
+            receiver.lose_whole();
+            poisoned.into_inner()
+        });
+        let loaded = catch_unwind(AssertUnwindSafe(|| {
+            let mut models = (self.loaders)(&mut held.models);
+            receiver.load_and_report(set.clone(), &mut models)
+        }));
+        let loaded = loaded.unwrap_or_else(|panic| {
+            let error = Error::Panicked {
+                what: "the loader of this worker's models",
+                message: message_of(&*panic),
+            };
+            let reason = error.to_string();
+            let back = catch_unwind(AssertUnwindSafe(|| {
+                let mut models = (self.loaders)(&mut held.models);
+                receiver.go_back(&set, &mut models, &reason)
+            }));
+            back.unwrap_or_else(|_| {
+                receiver.lose_whole();
+                receiver.refuse_half_loaded(&set, &reason)
+            })?;
+            Err(error)
+        });
+        held.whole = receiver.is_whole();
+        held.versions = receiver.versions().to_vec();
+        held.run = receiver.run();
+        loaded
+    }
+}
+
+/// Keeps models up to date.
+struct Keep<M> {
+    hold: Arc<Hold<M>>,
+    when: SafePoints,
+    /// Whether every version is to be applied.
+    every: bool,
+}
+
+impl<M: Send + Sync + 'static> Task for Keep<M> {
+    type Board = Room;
+
+    fn work(&mut self, desk: &Desk<Room>, receiver: &mut Receiver) -> Result<Work> {
+        let me = std::thread::current().id();
+        let waits = match self.when {
+            SafePoints::Declared => desk.open().board.has_staged(),
+            SafePoints::Implied => match enter(desk, me, true) {
+                Entry::Nothing => false,
+                Entry::Taken => true,
+                Entry::Applying(set) => {
+                    // It is in the status, and the sender knows.
+                    if let Err(error) = self.hold.apply(desk, me, receiver, set) {
+                        tracing::warn!(worker = %receiver.worker(), %error, "not applied");
+                    }
+                    false
+                }
+            },
+        };
+        Ok(match (waits, self.every) {
+            (false, _) => Work::Nothing,
+            (true, false) => Work::Replaceable,
+            (true, true) => Work::Full,
+        })
+    }
+
+    fn arrived(&mut self, desk: &Desk<Room>, _: &mut Receiver, set: SetSnapshot) -> Result<()> {
+        let replaced = desk.note(|book| {
+            book.status.staged = set.versions();
+            book.board.stage(set)
+        });
+        drop(replaced);
+        Ok(())
+    }
+}
+
+/// How a thread that wants to apply what is staged finds the room.
+enum Entry {
+    Nothing,
+    /// Somebody holds a guard.
+    Taken,
+    /// It is alone in the room, and must leave it.
+    Applying(SetSnapshot),
+}
+
+/// Comes in to apply what is staged, if nobody else is there; otherwise asks to
+/// be told, if it is to.
+fn enter(desk: &Desk<Room>, me: ThreadId, ask: bool) -> Entry {
+    desk.note(|book| {
+        if !book.board.has_staged() {
+            return Entry::Nothing;
+        }
+        match book.board.take_staged(me, ask) {
+            None => Entry::Taken,
+            Some(set) => {
+                book.status.staged.clear();
+                Entry::Applying(set)
+            }
+        }
+    })
+}
+
+fn first(versions: &[(ModelId, Version)]) -> Version {
+    versions.first().map_or(Version::NONE, |(_, version)| *version)
+}

@@ -1,0 +1,112 @@
+//! The newest weights at hand, for workers that read them in place.
+
+use std::time::Duration;
+
+use crate::background::BackgroundStatus;
+use crate::background::thread::{Desk, Follower, Task, Work};
+use crate::error::Result;
+use crate::receiver::Receiver;
+use crate::set::SetSnapshot;
+
+/// The newest weights, kept at hand by a thread; see
+/// [`Receiver::snapshots_in_background`].
+///
+/// **Guarantee.** What is at hand is one whole set. The sender is told that this
+/// worker runs it as soon as it is here, whether or not anybody looks, and the
+/// one before is let go of: a worker that does something else for long holds up
+/// no send, and at most one version of each model.
+///
+/// A sender with a run directory is found again when it has restarted. Dropping
+/// this ends the thread, and tells the sender that the worker has left;
+/// snapshots taken from it stay valid. In a forked child every call is an error,
+/// and dropping it does nothing.
+#[derive(Debug)]
+pub struct SnapshotsInBackground {
+    follower: Follower<Option<SetSnapshot>>,
+}
+
+impl SnapshotsInBackground {
+    pub(super) fn start(mut receiver: Receiver) -> Result<Self> {
+        let first = match receiver.begin()? {
+            Some(first) => Some(first),
+            // What was loaded into a model is at hand too.
+            None => receiver.latest_set()?,
+        };
+        if let Some(first) = &first {
+            receiver.report_applied(first)?;
+        }
+        Ok(Self {
+            follower: Follower::start(receiver, first, Newest)?,
+        })
+    }
+
+    /// The newest weights, at once; `None` only with a scheme that carries
+    /// nothing.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn newest(&self) -> Result<Option<SetSnapshot>> {
+        Ok(self.follower.desk()?.open().board.clone())
+    }
+
+    /// Waits until the newest weights are as wished, and returns them; `None` if
+    /// the timeout came first, or nothing will arrive any more.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn wait(
+        &self,
+        timeout: Option<Duration>,
+        mut wanted: impl FnMut(&SetSnapshot) -> bool,
+    ) -> Result<Option<SetSnapshot>> {
+        let desk = self.follower.desk()?;
+        Ok(desk.wait(timeout, |book| {
+            let newest = book.board.as_ref();
+            newest.filter(|set| wanted(set)).cloned()
+        }))
+    }
+
+    /// Where it stands: what the sender is doing, and what this worker runs.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn status(&self) -> Result<BackgroundStatus> {
+        Ok(self.follower.desk()?.open().status.clone())
+    }
+
+    /// Ends the thread, and gives the receiver back.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn stop(self) -> Result<Receiver> {
+        Ok(self.follower.stop()?.0)
+    }
+}
+
+/// Puts what arrives on the desk.
+struct Newest;
+
+impl Task for Newest {
+    type Board = Option<SetSnapshot>;
+
+    fn work(&mut self, _: &Desk<Self::Board>, _: &mut Receiver) -> Result<Work> {
+        Ok(Work::Nothing)
+    }
+
+    fn arrived(
+        &mut self,
+        desk: &Desk<Self::Board>,
+        receiver: &mut Receiver,
+        set: SetSnapshot,
+    ) -> Result<()> {
+        // Before the sender is told, so that whoever has its report finds it here.
+        let before = desk.note(|book| book.board.replace(set.clone()));
+        // Let go of outside the lock.
+        drop(before);
+        receiver.report_applied(&set)
+    }
+}

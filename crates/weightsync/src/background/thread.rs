@@ -1,0 +1,466 @@
+//! The thread that receives, and the desk at which it meets the worker's own
+//! threads.
+//!
+//! The receiver lies on the desk while nobody uses it. The thread waits for
+//! weights with it; a thread of the worker that needs it interrupts that wait,
+//! and has it next.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use weightsync_mem::Error as Memory;
+
+use crate::background::{BackgroundState, BackgroundStatus};
+use crate::error::{Error, Result};
+use crate::receiver::{Followed, Receiver};
+use crate::set::SetSnapshot;
+use crate::transport::Interrupter;
+
+/// How often a sender that is gone is looked for: soon at first, then less often.
+const SEARCH_FIRST: Duration = Duration::from_millis(2);
+const SEARCH_LAST: Duration = Duration::from_millis(50);
+
+/// What is done with what arrives.
+pub(crate) trait Task: Send + 'static {
+    /// What the thread and the worker's threads both see.
+    type Board: Send + 'static;
+
+    /// Does what can be done with what was taken before.
+    ///
+    /// # Errors
+    ///
+    /// What ends the thread.
+    fn work(&mut self, desk: &Desk<Self::Board>, receiver: &mut Receiver) -> Result<Work>;
+
+    /// Deals with what has just been taken.
+    ///
+    /// # Errors
+    ///
+    /// What ends the thread.
+    fn arrived(
+        &mut self,
+        desk: &Desk<Self::Board>,
+        receiver: &mut Receiver,
+        set: SetSnapshot,
+    ) -> Result<()>;
+}
+
+/// What a task still has to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// Nothing.
+    Nothing,
+    /// Something waits for its time, and something newer may take its place.
+    Replaceable,
+    /// Something waits for its time, and nothing more may be taken until then.
+    Full,
+}
+
+/// The thread, and the desk it shares. Dropping it ends the thread.
+#[derive(Debug)]
+pub(crate) struct Follower<B: Send + 'static> {
+    desk: Arc<Desk<B>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Where the thread and the worker's threads meet.
+#[derive(Debug)]
+pub(crate) struct Desk<B> {
+    book: Mutex<Book<B>>,
+    changed: Condvar,
+    /// The process that opened it. In a forked child there is no thread, and the
+    /// lock may be held for ever.
+    owner: u32,
+}
+
+/// What lies on the desk.
+#[derive(Debug)]
+pub(crate) struct Book<B> {
+    pub(crate) board: B,
+    pub(crate) status: BackgroundStatus,
+    /// The receiver, while nobody uses it.
+    receiver: Option<Box<Receiver>>,
+    interrupter: Interrupter,
+    /// Threads of the worker that wait for the receiver.
+    borrowers: usize,
+    /// Counts what the thread has to look at.
+    news: u64,
+    stop: bool,
+    /// The thread has ended, or there never was one: nothing arrives any more.
+    ended: bool,
+}
+
+impl<B: Send + 'static> Follower<B> {
+    /// Starts the thread, unless there is nothing that could ever arrive.
+    pub(crate) fn start(
+        receiver: Receiver,
+        board: B,
+        task: impl Task<Board = B>,
+    ) -> Result<Self> {
+        let carries = receiver.scheme().capabilities().weights;
+        let desk = Arc::new(Desk {
+            book: Mutex::new(Book {
+                board,
+                status: BackgroundStatus::of(&receiver),
+                interrupter: receiver.interrupter()?,
+                receiver: Some(Box::new(receiver)),
+                borrowers: 0,
+                news: 0,
+                stop: false,
+                ended: !carries,
+            }),
+            changed: Condvar::new(),
+            owner: std::process::id(),
+        });
+        let thread = match carries {
+            false => None,
+            true => {
+                let thread = std::thread::Builder::new().name("weightsync-background".into());
+                let desk = desk.clone();
+                let thread = thread.spawn(move || run(&desk, task));
+                Some(thread.map_err(|source| Error::Os {
+                    action: "starting a background receiver",
+                    source,
+                })?)
+            }
+        };
+        Ok(Self { desk, thread })
+    }
+
+    /// The desk.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub(crate) fn desk(&self) -> Result<&Desk<B>> {
+        let child = std::process::id();
+        match self.desk.owner {
+            owner if owner == child => Ok(&self.desk),
+            owner => Err(Memory::Forked { owner, child }.into()),
+        }
+    }
+
+    /// Ends the thread and clears the desk.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub(crate) fn stop(self) -> Result<(Receiver, B)> {
+        self.desk()?;
+        let desk = self.desk.clone();
+        drop(self);
+        let desk = Arc::into_inner(desk);
+        let desk = desk.unwrap_or_else(|| unreachable!("the thread that had it has ended"));
+        let book = desk.book.into_inner();
+        let book = book.unwrap_or_else(PoisonError::into_inner);
+        let receiver = book.receiver;
+        let mut receiver =
+            receiver.unwrap_or_else(|| unreachable!("whoever takes the receiver brings it back"));
+        receiver.expect_interrupt();
+        Ok((*receiver, book.board))
+    }
+
+    fn end(&mut self) {
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        if self.desk().is_err() {
+            // The thread is the parent's and does not exist here.
+            std::mem::forget(thread);
+            return;
+        }
+        self.desk.tell(|book| book.stop = true);
+        // What panicked in it was caught, and is in the status.
+        let _ = thread.join();
+    }
+}
+
+impl<B: Send + 'static> Drop for Follower<B> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl<B> Desk<B> {
+    /// Whether this process opened it.
+    pub(crate) fn is_own(&self) -> bool {
+        self.owner == std::process::id()
+    }
+
+    pub(crate) fn open(&self) -> MutexGuard<'_, Book<B>> {
+        // Changed in single steps, so it holds after a panic.
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes something that the thread has to look at, and has it look.
+    pub(crate) fn tell<T>(&self, change: impl FnOnce(&mut Book<B>) -> T) -> T {
+        let mut book = self.open();
+        let told = change(&mut book);
+        book.news += 1;
+        let waiting = book.receiver.is_none().then(|| book.interrupter.clone());
+        drop(book);
+        self.changed.notify_all();
+        if let Some(waiting) = waiting {
+            waiting.interrupt();
+        }
+        told
+    }
+
+    /// Changes something that only threads of the worker wait for.
+    pub(crate) fn note<T>(&self, change: impl FnOnce(&mut Book<B>) -> T) -> T {
+        let noted = change(&mut self.open());
+        self.changed.notify_all();
+        noted
+    }
+
+    /// Waits until `look` finds something, or the deadline comes, or nothing
+    /// will change any more.
+    pub(crate) fn wait<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut look: impl FnMut(&mut Book<B>) -> Option<T>,
+    ) -> Option<T> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut book = self.open();
+        loop {
+            let found = look(&mut book);
+            if found.is_some() || book.ended {
+                return found;
+            }
+            book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return None,
+                left => self.rest(book, left),
+            };
+        }
+    }
+
+    /// Uses the receiver from a thread of the worker.
+    pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> T) -> T {
+        self.tell(|book| book.borrowers += 1);
+        let mut book = self.open();
+        let receiver = loop {
+            match book.receiver.take() {
+                Some(receiver) => break receiver,
+                None => book = self.rest(book, None),
+            }
+        };
+        book.borrowers -= 1;
+        drop(book);
+        let mut lent = Lent {
+            desk: self,
+            receiver: Some(receiver),
+        };
+        lent.receiver
+            .as_mut()
+            .map(|receiver| with(receiver))
+            .unwrap_or_else(|| unreachable!("it was put there just now"))
+    }
+
+    /// Takes the receiver for the thread, once no other thread wants it; `None`
+    /// when it is to end. The number is what the thread has seen of the news.
+    fn check_out(&self) -> Option<(Box<Receiver>, u64)> {
+        let mut book = self.open();
+        loop {
+            if book.stop {
+                return None;
+            }
+            if book.borrowers == 0
+                && let Some(receiver) = book.receiver.take()
+            {
+                return Some((receiver, book.news));
+            }
+            book = self.rest(book, None);
+        }
+    }
+
+    /// Brings the receiver back, and says what state that leaves.
+    fn check_in(&self, receiver: Box<Receiver>, state: Option<BackgroundState>, ended: bool) {
+        // After a restarted sender was joined it is another one.
+        let interrupter = receiver.interrupter();
+        self.note(|book| {
+            if let Ok(interrupter) = interrupter {
+                book.interrupter = interrupter;
+            }
+            if let Some(state) = state {
+                book.status.state = state;
+            }
+            book.status.reflect(&receiver);
+            book.receiver = Some(receiver);
+            book.ended |= ended;
+        });
+    }
+
+    /// Waits at most so long for news beyond those seen.
+    fn rest_until_news(&self, seen: u64, at_most: Option<Duration>) {
+        let until = at_most.and_then(|left| Instant::now().checked_add(left));
+        let mut book = self.open();
+        while book.news == seen {
+            book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return,
+                left => self.rest(book, left),
+            };
+        }
+    }
+
+    pub(crate) fn rest<'a>(
+        &self,
+        book: MutexGuard<'a, Book<B>>,
+        left: Option<Duration>,
+    ) -> MutexGuard<'a, Book<B>> {
+        match left {
+            None => {
+                let waited = self.changed.wait(book);
+                waited.unwrap_or_else(PoisonError::into_inner)
+            }
+            Some(left) => {
+                let waited = self.changed.wait_timeout(book, left);
+                waited.unwrap_or_else(PoisonError::into_inner).0
+            }
+        }
+    }
+}
+
+/// The receiver in the hands of a thread of the worker; it comes back to the
+/// desk also if that panics.
+struct Lent<'a, B> {
+    desk: &'a Desk<B>,
+    receiver: Option<Box<Receiver>>,
+}
+
+impl<B> Drop for Lent<'_, B> {
+    fn drop(&mut self) {
+        let receiver = self.receiver.take();
+        self.desk.note(|book| book.receiver = receiver);
+    }
+}
+
+impl BackgroundStatus {
+    fn of(receiver: &Receiver) -> Self {
+        Self {
+            state: BackgroundState::Following,
+            versions: receiver.versions().to_vec(),
+            run: receiver.run(),
+            staged: Vec::new(),
+            failure: None,
+        }
+    }
+
+    /// Takes over what the receiver says this worker runs.
+    pub(crate) fn reflect(&mut self, receiver: &Receiver) {
+        self.versions = receiver.versions().to_vec();
+        self.run = receiver.run();
+    }
+}
+
+/// What the thread does next.
+#[derive(Clone, Copy, Debug)]
+enum Turn {
+    Again,
+    /// Nothing, until there are news.
+    Rest,
+    /// Look for the sender again, after a while.
+    Search,
+    /// Nothing any more.
+    End,
+}
+
+fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
+    let mut over = false;
+    let mut pause = SEARCH_FIRST;
+    while let Some((mut receiver, seen)) = desk.check_out() {
+        let done = catch_unwind(AssertUnwindSafe(|| {
+            turn(desk, &mut task, &mut receiver, over)
+        }));
+        let done = done.unwrap_or_else(|panic| {
+            Err(Error::Panicked {
+                what: "the background receiver",
+                message: message_of(&*panic),
+            })
+        });
+        let (turn, state) = match done {
+            Ok(turn) if over => (turn, None),
+            Ok(turn) => (turn, Some(state_of(&receiver))),
+            Err(_) if over => (Turn::End, None),
+            // One set is lost, and what comes after it is not.
+            Err(Error::Memory(error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }))) => {
+                desk.note(|book| book.status.failure = Some(error.to_string()));
+                (Turn::Again, None)
+            }
+            Err(Error::SenderClosed | Error::SenderDied { .. }) if receiver.restarts() => {
+                (Turn::Again, Some(BackgroundState::Searching))
+            }
+            Err(error) => {
+                over = true;
+                (Turn::Again, Some(end_of(error, &mut receiver)))
+            }
+        };
+        desk.check_in(receiver, state, matches!(turn, Turn::End));
+        match turn {
+            Turn::End => return,
+            Turn::Again => pause = SEARCH_FIRST,
+            Turn::Rest => desk.rest_until_news(seen, None),
+            Turn::Search => {
+                desk.rest_until_news(seen, Some(pause));
+                pause = (pause * 2).min(SEARCH_LAST);
+            }
+        }
+    }
+}
+
+fn turn<T: Task>(
+    desk: &Desk<T::Board>,
+    task: &mut T,
+    receiver: &mut Receiver,
+    over: bool,
+) -> Result<Turn> {
+    let work = task.work(desk, receiver)?;
+    if over {
+        return Ok(match work {
+            Work::Nothing => Turn::End,
+            Work::Replaceable | Work::Full => Turn::Rest,
+        });
+    }
+    if work == Work::Full {
+        return Ok(Turn::Rest);
+    }
+    match receiver.follow()? {
+        Followed::Set(set) => {
+            task.arrived(desk, receiver, set)?;
+            Ok(Turn::Again)
+        }
+        Followed::Interrupted => Ok(Turn::Again),
+        Followed::NoSender => Ok(Turn::Search),
+    }
+}
+
+fn state_of(receiver: &Receiver) -> BackgroundState {
+    match receiver.has_lost_sender() {
+        true => BackgroundState::Searching,
+        false => BackgroundState::Following,
+    }
+}
+
+/// The state after an error that ends it all.
+fn end_of(error: Error, receiver: &mut Receiver) -> BackgroundState {
+    match error {
+        Error::SenderClosed => BackgroundState::Closed,
+        Error::SenderDied { pid } => BackgroundState::Died { pid },
+        error => {
+            let reason = error.to_string();
+            tracing::error!(worker = %receiver.worker(), %reason, "the background receiver ends");
+            // Sends are not to wait for it any more, and to say why.
+            let _ = receiver.refuse(None, &reason);
+            BackgroundState::Failed { reason }
+        }
+    }
+}
+
+/// What a panic said.
+pub(crate) fn message_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("no message").to_owned()
+}
