@@ -81,6 +81,8 @@ pub(crate) enum Act {
         expect: Vec<u32>,
         deadline: Duration,
     },
+    /// Connects with these weights, and expects nobody.
+    ConnectWith(What),
     /// Sends.
     Send(What, How),
     /// Begins to send.
@@ -125,6 +127,8 @@ pub(crate) enum What {
     Other(u64),
     /// Some models at once.
     Set(Vec<(String, u64)>),
+    /// All models at once; the last one has another shape than it was set up with.
+    Mixed(u64),
     /// Some models at once; the last one's source dies on the way.
     DyingSet(Vec<(String, u64)>, Stage),
     /// Some tensors of the model.
@@ -259,7 +263,7 @@ impl Join {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Deed {
     Join(Box<Join>),
-    /// Receives the next version and holds it.
+    /// Receives the next version and holds it, in place of the one before.
     Receive(Option<Duration>),
     /// Asks for one and holds it.
     Pull(Want, Option<Duration>),
@@ -279,6 +283,8 @@ pub(crate) enum Deed {
     Reread(u32),
     /// Lets go of everything held but the last so many.
     Keep(usize),
+    /// Holds so many from here on; without it, the last one alone.
+    Hoard(usize),
     /// The digests of everything held: made here, and found published.
     Digests,
     /// Verifies the checksums of everything held.

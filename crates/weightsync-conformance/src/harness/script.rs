@@ -25,6 +25,7 @@ pub(crate) struct Script<'a> {
     census: Census,
     dir: TempDir,
     addresses: Vec<String>,
+    info: Option<InitInfo>,
     /// What each puppet has said that nobody has asked for yet.
     said: Vec<VecDeque<Answer>>,
     /// Puppets whose death is no surprise.
@@ -53,6 +54,7 @@ impl<'a> Script<'a> {
             census,
             dir,
             addresses: Vec::new(),
+            info: None,
             said: (0..count).map(|_| VecDeque::new()).collect(),
             doomed: BTreeSet::new(),
             dead: BTreeSet::new(),
@@ -77,7 +79,13 @@ impl<'a> Script<'a> {
     pub(crate) fn prepare(&mut self, lead: Lead) -> InitInfo {
         let info = self.act(Act::Prepare(lead)).info();
         self.addresses.push(address(&info));
+        self.info = Some(info.clone());
         info
+    }
+
+    /// The init info of the trainer that was prepared last.
+    pub(crate) fn info(&self) -> InitInfo {
+        self.info.clone().expect("a trainer was prepared")
     }
 
     /// Connects the trainer with these workers, each of which joins as it is.

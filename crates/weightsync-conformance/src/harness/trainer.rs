@@ -61,6 +61,14 @@ impl Trainer {
         match act {
             Act::Prepare(lead) => self.prepare(&lead),
             Act::Connect { expect, deadline } => self.connect(&expect, deadline),
+            Act::ConnectWith(what) => {
+                let setup = self.setup.clone().ok_or("nothing is prepared")?;
+                let sender = self.with_weights(&what, &How::default(), |weights| {
+                    Ok(setup.connect(weights, Expect::Count(0), PATIENCE)?)
+                })?;
+                self.sender = Some(sender);
+                Ok(Answer::Done)
+            }
             Act::Send(what, how) => self.send(&what, &how),
             Act::SendAsync(what, how) => self.send_async(&what, &how),
             Act::Await(place, timeout) => {
@@ -313,6 +321,20 @@ impl Trainer {
                     .iter()
                     .fold(Set::new(), |set, (id, tensors)| set.with(id, tensors));
                 send(&set)
+            }
+            What::Mixed(word) => {
+                let [first @ .., last] = &self.models[..] else {
+                    return Err("no model".into());
+                };
+                let (shaped, wrong) = (
+                    first.iter().map(|one| (&one.id, one.shape.make(*word))),
+                    Shape::Floats.make(*word),
+                );
+                let shaped: Vec<_> = shaped.collect();
+                let set = shaped
+                    .iter()
+                    .fold(Set::new(), |set, (id, tensors)| set.with(id, tensors));
+                send(&set.with(&last.id, &wrong))
             }
             What::DyingSet(words, stage) => {
                 let sources = self.set(words);

@@ -21,6 +21,8 @@ pub(crate) struct Worker {
     schemes: Schemes,
     receiver: Option<Receiver>,
     held: Vec<SetSnapshot>,
+    /// How many it holds at most.
+    hoard: usize,
     own: Vec<(String, Tensors)>,
 }
 
@@ -31,6 +33,7 @@ impl Worker {
             schemes,
             receiver: None,
             held: Vec::new(),
+            hoard: 1,
             own: Vec::new(),
         }
     }
@@ -63,8 +66,11 @@ impl Worker {
                 Ok(Answer::Held(first))
             }
             Deed::Keep(count) => {
-                let gone = self.held.len().saturating_sub(count);
-                self.held.drain(..gone);
+                self.keep(count);
+                Ok(Answer::Done)
+            }
+            Deed::Hoard(count) => {
+                self.hoard = count;
                 Ok(Answer::Done)
             }
             Deed::Digests => {
@@ -167,7 +173,13 @@ impl Worker {
         };
         let seen = Seen::of(&set)?;
         self.held.push(set);
+        self.keep(self.hoard);
         Ok(Answer::Seen(seen))
+    }
+
+    fn keep(&mut self, count: usize) {
+        let gone = self.held.len().saturating_sub(count);
+        self.held.drain(..gone);
     }
 
     fn look(&self) -> Result<Vec<Seen>, String> {

@@ -1,12 +1,18 @@
 //! What is always true, one scenario each.
 
 pub(crate) mod asynchronous;
+pub(crate) mod death;
+pub(crate) mod hold;
 pub(crate) mod hostile;
+pub(crate) mod leaks;
 pub(crate) mod lifecycle;
 pub(crate) mod payload;
 pub(crate) mod receive;
 pub(crate) mod refusals;
+pub(crate) mod restart;
 pub(crate) mod send;
+pub(crate) mod sets;
+pub(crate) mod snapshots;
 pub(crate) mod targets;
 
 use weightsync::Capabilities;
@@ -156,5 +162,35 @@ pub(crate) fn all() -> Vec<Scenario> {
         receive::a_worker_waits_for_a_version_to_come[Weights Pull],
         receive::a_model_without_shapes_takes_the_senders[Weights Push],
         receive::several_workers_live_in_one_process[Weights],
+        sets::a_set_flips_as_one_on_every_worker[Weights Sets Push],
+        sets::a_sender_killed_at_any_stage_of_a_set_leaves_one_set[Weights Sets Push Restarts Death],
+        sets::a_sender_killed_at_random_moments_leaves_one_set[Weights Sets Push Restarts Death],
+        sets::a_load_that_fails_midway_goes_back[Weights Sets Push],
+        sets::a_load_that_cannot_go_back_does_not_serve[Weights Sets Push],
+        sets::a_worker_killed_midway_loads_one_set_when_it_is_back[Weights Sets Push Death],
+        sets::a_bad_member_is_refused_before_anything_is_sent[Sets],
+        sets::members_can_be_sent_alone_between_sets[Weights Sets Push],
+        sets::a_worker_can_take_some_of_the_models[Weights Sets Push],
+        death::a_worker_killed_while_a_send_waits_is_a_line[Weights Push Death],
+        death::a_worker_killed_while_idle_is_gone[Weights Death],
+        death::a_worker_killed_while_it_holds_everything_frees_it[Weights Push Death],
+        death::a_worker_that_cannot_load_is_a_line[Weights Push],
+        death::a_stopped_worker_is_late_and_the_others_are_up_to_date[Weights Push Newest],
+        death::a_sender_killed_at_any_stage_leaves_whole_versions[Weights Push Death],
+        death::a_killed_sender_is_told_to_all_at_once[Weights Push Death],
+        restart::workers_find_the_next_sender_by_themselves[Weights Push Restarts Death],
+        restart::a_living_sender_keeps_its_place[Weights Restarts],
+        restart::a_worker_does_not_go_back_to_an_earlier_epoch[Weights Restarts Death],
+        restart::a_worker_that_comes_back_has_the_newest[Weights Death],
+        restart::both_ends_can_start_again_in_either_order[Weights Restarts Death],
+        hold::a_held_worker_stays_and_is_released_to_the_newest[Weights Push Hold],
+        hold::a_held_worker_that_comes_back_is_still_held[Weights Push Hold Death],
+        hold::an_older_version_comes_back_as_a_new_one_of_the_same_digest[Weights],
+        snapshots::a_snapshot_outlives_both_ends[Weights Death],
+        snapshots::a_digest_is_the_same_at_both_ends[Weights],
+        snapshots::checksums_hold_where_they_were_made[Weights],
+        leaks::many_connections_leave_nothing[Weights],
+        leaks::workers_that_come_and_go_leave_nothing[Weights Death],
+        leaks::failed_connections_leave_nothing[Weights],
     ]
 }

@@ -1,13 +1,11 @@
 //! A send: whole versions, only what was sent, and a report that is true.
 
-use std::time::Duration;
-
 use crate::Subject;
 use crate::harness::fault::Kind;
 use crate::harness::order::{
     Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Publish, Wait, What,
 };
-use crate::harness::scale::{BRIEF, MOMENT, rounds};
+use crate::harness::scale::{BRIEF, rounds};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 use crate::harness::worker::own;
@@ -23,7 +21,12 @@ pub(crate) fn whole_versions_only_of_megabytes(subject: &Subject) {
 }
 
 fn full_speed(subject: &Subject, words: u64, count: u64) {
-    let (mut script, _) = Script::open(subject, Lead::words(words), 3);
+    // Each reader keeps one version for a while, and reads another.
+    let lead = Lead {
+        slots: (2, 8),
+        ..Lead::words(words)
+    };
+    let (mut script, _) = Script::open(subject, lead, 3);
     let last = 1 + count;
     let pulls = subject.pulls();
     for worker in 0..3 {
@@ -362,33 +365,29 @@ pub(crate) fn a_worker_that_holds_on_stops_nobody_beyond_the_deadline(subject: &
         ..Lead::words(64)
     };
     let (mut script, _) = Script::open(subject, lead, 1);
-    let mut word = 1;
+    script.deed(0, Deed::Hoard(100));
+    let brief = How {
+        wait: Wait::Sent,
+        ..How::within(BRIEF)
+    };
+    let mut words = vec![1];
     let fault = loop {
-        word += 1;
+        let word = words.len() as u64 + 1;
         if word > 40 {
             // Holding costs the sender nothing here.
             break None;
         }
-        script.tell_worker(0, script.take_deed());
-        if subject.pulls() {
-            // It is asked for once it is there.
-            script.answer_of(0).seen();
-        }
-        match script.act(Act::Send(What::Word(word), How::within(BRIEF))) {
+        match script.act(Act::Send(What::Word(word), brief.clone())) {
             Answer::Fault(fault) => break Some(fault),
             answer => drop(answer.sent()),
         }
-        if !subject.pulls() {
-            script.answer_of(0).seen();
-        }
+        words.push(script.take(0).word());
     };
-    let words: Vec<_> = script
-        .deed(0, Deed::Reread(3))
-        .held()
-        .iter()
-        .map(|seen| seen.word())
-        .collect();
-    assert!(words.is_sorted(), "{words:?}");
+    let held = script.deed(0, Deed::Reread(3)).held();
+    assert_eq!(
+        held.iter().map(|seen| seen.word()).collect::<Vec<_>>(),
+        words
+    );
     let Some(fault) = fault else {
         println!("{} versions were held and nothing stood still", words.len());
         return script.close();
@@ -398,17 +397,22 @@ pub(crate) fn a_worker_that_holds_on_stops_nobody_beyond_the_deadline(subject: &
         "{}",
         fault.text
     );
-    // It is still there to be told.
-    script.deed(0, Deed::Keep(0));
-    match subject.pulls() {
-        true => script.deliver_word(word, &[0]),
-        false => {
-            let sent = script.send(What::Word(word), How::default());
-            script.assert_applied(&sent, &[0]);
-            assert_eq!(script.answer_of(0).seen().word(), word);
-        }
-    }
-    assert!(script.send(What::Word(99), How::wait(Wait::Sent)).took < MOMENT);
+
+    // A send that can wait goes through as soon as one is let go.
+    script.tell(
+        TRAINER,
+        &Order::Trainer(Act::Send(What::Word(99), How::wait(Wait::Sent))),
+    );
+    script.until_it_sleeps(TRAINER);
+    assert!(!script.has_said(TRAINER), "nothing was let go yet");
+    script.deed(0, Deed::Keep(1));
+    let sent = script.answer(TRAINER).sent();
+    assert_eq!(
+        sent.version(),
+        words.len() as u64 + 1,
+        "the one that failed has no number"
+    );
+    assert_eq!(script.take(0).word(), 99);
     script.close();
 }
 
