@@ -201,6 +201,9 @@ impl ReceiverSetup {
         let initial = match scheme.capabilities().weights {
             false => None,
             true => {
+                if !scheme.capabilities().push {
+                    transport.ask(0, Pull::AtLeast(Version::FIRST))?;
+                }
                 let first = transport.next(until)?;
                 Some(first.ok_or_else(|| Error::NoInitialWeights {
                     model: self.info.model().clone(),

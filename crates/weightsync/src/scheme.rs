@@ -253,6 +253,7 @@ impl Scheme for SharedMem {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
+            push: !self.pull,
             every_version: false,
             ..Memory::CAPABILITIES
         }

@@ -28,6 +28,7 @@ pub(crate) struct Memory;
 impl Memory {
     pub(crate) const CAPABILITIES: Capabilities = Capabilities {
         weights: true,
+        push: true,
         sets: true,
         subsets: true,
         hold: true,

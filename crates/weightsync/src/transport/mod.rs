@@ -94,6 +94,8 @@ pub trait Scheme: fmt::Debug + Send + Sync {
 pub struct Capabilities {
     /// Weights arrive at all.
     pub weights: bool,
+    /// A send reaches workers that have not asked for it.
+    pub push: bool,
     /// Several models flip together.
     pub sets: bool,
     /// A send to some workers leaves the others as they are.
@@ -116,6 +118,7 @@ impl Capabilities {
     /// Nothing at all.
     pub const NONE: Self = Self {
         weights: false,
+        push: false,
         sets: false,
         subsets: false,
         hold: false,

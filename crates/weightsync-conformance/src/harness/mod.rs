@@ -1,0 +1,12 @@
+//! Processes that are told what to do, and what is checked when they are done.
+
+pub(crate) mod fault;
+pub(crate) mod order;
+pub(crate) mod puppet;
+pub(crate) mod scale;
+pub(crate) mod script;
+pub(crate) mod shape;
+mod source;
+pub(crate) mod stock;
+mod trainer;
+pub(crate) mod worker;

@@ -1,0 +1,398 @@
+//! A scenario as a script: puppets, what they are told, and what they answer.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use weightsync::InitInfo;
+use weightsync::worker::{Event, Spawn, Workers};
+
+use super::order::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Sent, Status, Want, What};
+use super::scale::PATIENCE;
+use super::shape::Seen;
+use super::stock::{Census, TOKEN, describe, state};
+use crate::Subject;
+
+/// The puppet that leads, in every script. Worker number n is puppet n + 1.
+pub(crate) const TRAINER: usize = 0;
+
+/// The processes of one scenario. Dropping it ends them.
+pub(crate) struct Script<'a> {
+    subject: &'a Subject,
+    workers: Workers,
+    census: Census,
+    dir: TempDir,
+    addresses: Vec<String>,
+    info: Option<InitInfo>,
+    /// What each puppet has said that nobody has asked for yet.
+    said: Vec<VecDeque<Answer>>,
+    /// Puppets whose death is no surprise.
+    doomed: BTreeSet<usize>,
+    dead: BTreeSet<usize>,
+    asleep: BTreeSet<usize>,
+}
+
+impl<'a> Script<'a> {
+    /// Starts a trainer and so many workers, which have been told nothing yet.
+    pub(crate) fn new(subject: &'a Subject, workers: usize) -> Self {
+        let token = format!("conformance-{}-{}", std::process::id(), subject.next());
+        let census = Census::take(&token);
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let count = workers + 1;
+        let group = Spawn::this_program()
+            .expect("this program has a path")
+            .count(count)
+            .init_value(&subject.scheme)
+            .expect("text has a postcard form")
+            .env(TOKEN, token)
+            .grace(PATIENCE);
+        Self {
+            subject,
+            workers: group.start().expect("the puppets start"),
+            census,
+            dir,
+            addresses: Vec::new(),
+            info: None,
+            said: (0..count).map(|_| VecDeque::new()).collect(),
+            doomed: BTreeSet::new(),
+            dead: BTreeSet::new(),
+            asleep: BTreeSet::new(),
+        }
+    }
+
+    /// Starts a trainer and so many workers that have joined it and hold its
+    /// first version.
+    pub(crate) fn open(subject: &'a Subject, lead: Lead, workers: u32) -> (Self, InitInfo) {
+        let mut script = Self::new(subject, workers as usize);
+        let info = script.prepare(lead);
+        let all: Vec<u32> = (0..workers).collect();
+        script.gather(&info, &all);
+        for worker in all {
+            assert_eq!(script.take(worker).word(), 1);
+        }
+        (script, info)
+    }
+
+    /// Has the trainer decide everything; the init info.
+    pub(crate) fn prepare(&mut self, lead: Lead) -> InitInfo {
+        let info = self.act(Act::Prepare(lead)).info();
+        self.addresses.push(address(&info));
+        self.info = Some(info.clone());
+        info
+    }
+
+    /// The init info of the trainer that was prepared last.
+    pub(crate) fn info(&self) -> InitInfo {
+        self.info.clone().expect("a trainer was prepared")
+    }
+
+    /// Connects the trainer with these workers, each of which joins as it is.
+    pub(crate) fn gather(&mut self, info: &InitInfo, workers: &[u32]) {
+        let joins = workers.iter().map(|worker| {
+            let sleeps = worker % 2 == 1;
+            (
+                *worker,
+                Join {
+                    sleeps,
+                    ..Join::new(info)
+                },
+            )
+        });
+        self.gather_by(joins.collect());
+    }
+
+    /// The same, each on terms of its own.
+    pub(crate) fn gather_by(&mut self, joins: Vec<(u32, Join)>) {
+        let expect: Vec<u32> = joins.iter().map(|(worker, _)| *worker).collect();
+        self.tell(
+            TRAINER,
+            &Order::Trainer(Act::Connect {
+                expect: expect.clone(),
+                deadline: PATIENCE,
+            }),
+        );
+        for (worker, join) in joins {
+            self.tell_worker(worker, Deed::Join(Box::new(join)));
+        }
+        assert_eq!(self.answer(TRAINER), Answer::Done);
+        for worker in expect {
+            assert_eq!(self.answer_of(worker), Answer::Done);
+        }
+    }
+
+    /// Has one more worker join.
+    pub(crate) fn join(&mut self, worker: u32, join: Join) -> Answer {
+        self.deed(worker, Deed::Join(Box::new(join)))
+    }
+
+    /// A directory of this scenario alone.
+    pub(crate) fn run_dir(&self) -> PathBuf {
+        self.dir.path().join("run")
+    }
+
+    /// Tells a puppet something without waiting for its answer.
+    pub(crate) fn tell(&self, puppet: usize, order: &Order) {
+        let frame = postcard::to_stdvec(order).expect("an order has a postcard form");
+        self.workers
+            .send(puppet, &frame, Some(PATIENCE))
+            .expect("it listens");
+    }
+
+    pub(crate) fn tell_worker(&self, worker: u32, deed: Deed) {
+        self.tell(worker as usize + 1, &Order::Worker(worker, deed));
+    }
+
+    /// The next answer of a puppet.
+    pub(crate) fn answer(&mut self, puppet: usize) -> Answer {
+        let answer = self.answer_or_death(puppet);
+        answer.unwrap_or_else(|| panic!("puppet {puppet} died and was to answer"))
+    }
+
+    pub(crate) fn answer_of(&mut self, worker: u32) -> Answer {
+        self.answer(worker as usize + 1)
+    }
+
+    /// The next answer of a puppet that may die instead.
+    pub(crate) fn answer_or_death(&mut self, puppet: usize) -> Option<Answer> {
+        loop {
+            match self.said[puppet].pop_front() {
+                Some(Answer::Broken(text)) => panic!("puppet {puppet}: {text}"),
+                Some(answer) => return Some(answer),
+                None if self.dead.contains(&puppet) => return None,
+                None => self.listen(),
+            }
+        }
+    }
+
+    /// Whether a puppet has said something that nobody has asked for; looks at
+    /// what has come, and waits for nothing.
+    pub(crate) fn has_said(&mut self, puppet: usize) -> bool {
+        while let Some((from, event)) = self.workers.recv_any(Some(Duration::ZERO)) {
+            self.heard(from, event);
+        }
+        !self.said[puppet].is_empty()
+    }
+
+    /// Tells the trainer something and waits for its answer.
+    pub(crate) fn act(&mut self, act: Act) -> Answer {
+        self.tell(TRAINER, &Order::Trainer(act));
+        self.answer(TRAINER)
+    }
+
+    /// Tells a worker something and waits for its answer.
+    pub(crate) fn deed(&mut self, worker: u32, deed: Deed) -> Answer {
+        self.tell_worker(worker, deed);
+        self.answer_of(worker)
+    }
+
+    /// Has the trainer send, and waits for its report.
+    pub(crate) fn send(&mut self, what: What, how: How) -> Sent {
+        self.act(Act::Send(what, how)).sent()
+    }
+
+    /// Has the trainer send, and these workers take what comes; the report, and
+    /// what each of them saw.
+    pub(crate) fn deliver(&mut self, what: What, how: How, workers: &[u32]) -> (Sent, Vec<Seen>) {
+        if self.subject.pulls() {
+            let sent = self.send(what, how);
+            return (
+                sent,
+                workers.iter().map(|worker| self.take(*worker)).collect(),
+            );
+        }
+        for worker in workers {
+            self.tell_worker(*worker, Deed::Receive(None));
+        }
+        let sent = self.send(what, how);
+        let seen = workers.iter().map(|worker| self.answer_of(*worker).seen());
+        (sent, seen.collect())
+    }
+
+    /// Has the trainer send this number to all, and all of these workers take it.
+    pub(crate) fn deliver_word(&mut self, word: u64, workers: &[u32]) {
+        let (sent, seen) = self.deliver(What::Word(word), How::default(), workers);
+        for seen in seen {
+            assert_eq!(seen.word(), word);
+        }
+        self.assert_applied(&sent, workers);
+    }
+
+    /// Has a worker take what is there for it.
+    pub(crate) fn take(&mut self, worker: u32) -> Seen {
+        self.deed(worker, self.take_deed()).seen()
+    }
+
+    /// How a worker takes what is there for it.
+    pub(crate) fn take_deed(&self) -> Deed {
+        match self.subject.pulls() {
+            true => Deed::Pull(Want::Newest, Some(PATIENCE)),
+            false => Deed::Receive(None),
+        }
+    }
+
+    /// These workers have applied what was sent, and nobody else has a line.
+    /// Where workers ask, nobody was waited for.
+    pub(crate) fn assert_applied(&self, sent: &Sent, workers: &[u32]) {
+        let expected: Vec<_> = match self.subject.pulls() {
+            true => Vec::new(),
+            false => workers
+                .iter()
+                .map(|worker| (*worker, Fate::Applied))
+                .collect(),
+        };
+        assert_eq!(sent.fates(), expected, "{}", sent.text);
+    }
+
+    pub(crate) fn status(&mut self) -> Vec<Status> {
+        self.act(Act::Status).workers()
+    }
+
+    /// Asks until the sender's view of its workers is as wanted.
+    pub(crate) fn until_status(&mut self, wanted: impl Fn(&[Status]) -> bool) -> Vec<Status> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status();
+            if wanted(&status) {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "{status:?}");
+        }
+    }
+
+    pub(crate) fn pid(&self, puppet: usize) -> u32 {
+        self.workers.pid(puppet).expect("it runs")
+    }
+
+    /// Kills a puppet, and waits until it is dead.
+    pub(crate) fn kill(&mut self, puppet: usize) {
+        self.doomed.insert(puppet);
+        self.workers.kill(puppet).expect("it is there");
+        self.until_dead(puppet);
+    }
+
+    /// Waits for the death of a puppet that was told to die.
+    pub(crate) fn until_dead(&mut self, puppet: usize) {
+        self.doomed.insert(puppet);
+        while !self.dead.contains(&puppet) {
+            self.listen();
+        }
+    }
+
+    /// A puppet may die from here on.
+    pub(crate) fn doom(&mut self, puppet: usize) {
+        self.doomed.insert(puppet);
+    }
+
+    /// A fresh process in the place of a dead one.
+    pub(crate) fn raise(&mut self, puppet: usize) {
+        assert!(self.dead.remove(&puppet), "it is not dead");
+        self.doomed.remove(&puppet);
+        self.said[puppet].clear();
+        self.workers.restart(puppet, None).expect("it starts");
+    }
+
+    /// Stops a puppet where it is.
+    pub(crate) fn stop(&mut self, puppet: usize) {
+        self.signal(puppet, Signal::STOP);
+        self.asleep.insert(puppet);
+        self.until_state(puppet, 'T');
+    }
+
+    /// Lets it go on.
+    pub(crate) fn wake(&mut self, puppet: usize) {
+        self.signal(puppet, Signal::CONT);
+        self.asleep.remove(&puppet);
+    }
+
+    /// Waits until a puppet waits in the kernel: it has nothing more to do by
+    /// itself.
+    pub(crate) fn until_it_sleeps(&self, puppet: usize) {
+        self.until_state(puppet, 'S');
+    }
+
+    /// Ends everything in order; nothing may be left.
+    pub(crate) fn close(self) {
+        let Self {
+            subject,
+            workers,
+            census,
+            dir,
+            addresses,
+            said,
+            doomed,
+            asleep,
+            ..
+        } = self;
+        assert!(asleep.is_empty(), "puppets that cannot end");
+        for (puppet, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
+            let excused = exit.is_success() || doomed.contains(&puppet);
+            assert!(excused, "puppet {puppet} {exit}\n{}", exit.stderr_text());
+        }
+        for (puppet, said) in said.into_iter().enumerate() {
+            assert!(
+                said.is_empty() || doomed.contains(&puppet),
+                "puppet {puppet} also said {said:?}"
+            );
+        }
+        drop(workers);
+        census.assert_nothing_left(&addresses);
+        let residue = (subject.residue)();
+        assert!(residue.is_empty(), "the scheme has left {residue:#?}");
+        drop(dir);
+    }
+
+    /// Waits for one event.
+    fn listen(&mut self) {
+        match self.workers.recv_any(Some(PATIENCE)) {
+            Some((from, event)) => self.heard(from, event),
+            None => panic!("nobody says anything: {:#?}", self.doings()),
+        }
+    }
+
+    fn heard(&mut self, from: usize, event: Event) {
+        match event {
+            Event::Frame(frame) => {
+                let answer = postcard::from_bytes(&frame).expect("an answer");
+                self.said[from].push_back(answer);
+            }
+            Event::Exited(exit) => {
+                let killed = exit.signal == Some(Signal::KILL.as_raw());
+                let excused = killed && self.doomed.contains(&from);
+                assert!(excused, "puppet {from} {exit}\n{}", exit.stderr_text());
+                self.dead.insert(from);
+            }
+            other => panic!("puppet {from}: {other:?}"),
+        }
+    }
+
+    /// What every puppet is doing.
+    fn doings(&self) -> Vec<String> {
+        let pids = (0..self.workers.len()).filter_map(|puppet| self.workers.pid(puppet));
+        pids.map(describe).collect()
+    }
+
+    fn signal(&self, puppet: usize, signal: Signal) {
+        let pid = Pid::from_raw(self.pid(puppet) as i32).expect("a process id");
+        kill_process(pid, signal).expect("it is our child");
+    }
+
+    fn until_state(&self, puppet: usize, wanted: char) {
+        let pid = self.pid(puppet);
+        let deadline = Instant::now() + PATIENCE;
+        while state(pid) != Some(wanted) {
+            assert!(Instant::now() < deadline, "{}", describe(pid));
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Where an init info leads.
+fn address(info: &InitInfo) -> String {
+    let value = serde_json::to_value(info).expect("an init info has a JSON form");
+    value["at"]["address"]
+        .as_str()
+        .expect("an address")
+        .to_owned()
+}

@@ -1,0 +1,550 @@
+//! The trainer in a puppet.
+
+use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
+use std::time::{Duration, Instant};
+use std::{mem, thread};
+
+use weightsync::{
+    AnyScheme, Expect, Outcome, Pending, PendingSend, Registered, Report, SendOptions, SendSource,
+    Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor, WorkerId,
+};
+
+use super::order::{Act, Answer, Fate, How, Lead, Line, Publish, Sent, Stage, Status, Wait, What};
+use super::puppet::{Stop, Strings, die};
+use super::scale::PATIENCE;
+use super::shape::{Model, Seen, Shape, part, print_of, words_of};
+use super::source::{Doomed, Mischief, Shared, Strided};
+
+type Done = Result<Answer, Stop>;
+
+/// What a trainer has.
+pub(crate) struct Trainer {
+    scheme: AnyScheme,
+    models: Vec<Own>,
+    setup: Option<SenderSetup>,
+    sender: Option<Sender>,
+    pending: Vec<PendingSend>,
+}
+
+/// A model of its own.
+struct Own {
+    id: String,
+    shape: Shape,
+    tensors: Arc<RwLock<Tensors>>,
+}
+
+impl Own {
+    fn lock(&self) -> RwLockWriteGuard<'_, Tensors> {
+        self.tensors.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn make(&self, word: u64) {
+        match self.shape {
+            Shape::Words(_) => Shape::fill(&mut self.lock(), word),
+            shape => *self.lock() = shape.make(word),
+        }
+    }
+}
+
+impl Trainer {
+    pub(crate) fn new(scheme: AnyScheme) -> Self {
+        Self {
+            scheme,
+            models: Vec::new(),
+            setup: None,
+            sender: None,
+            pending: Vec::new(),
+        }
+    }
+
+    pub(crate) fn act(&mut self, act: Act, strings: &Strings<'_>) -> Done {
+        match act {
+            Act::Prepare(lead) => self.prepare(&lead),
+            Act::Connect { expect, deadline } => self.connect(&expect, deadline),
+            Act::ConnectWith(what) => {
+                let setup = self.setup.clone().ok_or("nothing is prepared")?;
+                let sender = self.with_weights(&what, &How::default(), |weights| {
+                    Ok(setup.connect(weights, Expect::Count(0), PATIENCE)?)
+                })?;
+                self.sender = Some(sender);
+                Ok(Answer::Done)
+            }
+            Act::Send(what, how) => self.send(&what, &how),
+            Act::SendAsync(what, how) => self.send_async(&what, &how),
+            Act::Await(place, timeout) => {
+                let pending = self.pending.get(place).ok_or("no such send")?;
+                let begun = Instant::now();
+                Ok(Answer::Sent(told(&pending.wait(timeout)?, begun.elapsed())))
+            }
+            Act::Change(word) => {
+                self.models.iter().for_each(|model| model.make(word));
+                Ok(Answer::Done)
+            }
+            Act::Scribble => self.scribble(strings),
+            Act::Publish(publish) => self.publish(&publish),
+            Act::Hold(workers, hold) => {
+                match hold {
+                    true => self.sender()?.hold(workers)?,
+                    false => self.sender()?.release(workers)?,
+                }
+                Ok(Answer::Done)
+            }
+            Act::Status => Ok(Answer::Workers(self.status()?)),
+            Act::Look { model, version } => self.look(model.as_deref(), version),
+            Act::Source => match self.models.first() {
+                Some(Own {
+                    shape: Shape::Words(_),
+                    ..
+                }) => {
+                    let words = self.models.iter().map(|model| words_of(&model.lock()));
+                    Ok(Answer::Source(words.collect()))
+                }
+                Some(model) => Ok(Answer::Print(print_of(&model.lock()))),
+                None => Err("no model".into()),
+            },
+            Act::Digest => {
+                let digest = self.sender()?.digest()?;
+                Ok(Answer::Digests(vec![(digest.to_string(), None)]))
+            }
+            Act::Close => {
+                self.pending.clear();
+                if let Some(sender) = self.sender.take() {
+                    sender.shutdown();
+                }
+                Ok(Answer::Done)
+            }
+        }
+    }
+
+    fn prepare(&mut self, lead: &Lead) -> Done {
+        let models = lead.models.iter().map(|(id, shape)| Own {
+            id: id.clone(),
+            shape: *shape,
+            tensors: Arc::new(RwLock::new(shape.make(1))),
+        });
+        self.models = models.collect();
+        let mut setup: Option<SenderSetup> = None;
+        for model in &self.models {
+            let source = Shared(model.tensors.clone());
+            let next = match setup {
+                None => SenderSetup::new(&model.id, &source)?.scheme(self.scheme.clone())?,
+                Some(setup) => setup.and(&model.id, &source)?,
+            };
+            setup = Some(match lead.register {
+                true => next.register(&model.id, source)?,
+                false => next,
+            });
+        }
+        let mut setup = setup.ok_or("no model")?;
+        if let Some(dir) = &lead.run_dir {
+            setup = setup.run_dir(dir)?;
+        }
+        if let Some(name) = &lead.cast {
+            setup = setup.cast(name.parse().map_err(weightsync::Error::from)?)?;
+        }
+        let pending = match lead.pending {
+            0 => Pending::Refuse,
+            bound => Pending::Queue(bound),
+        };
+        let setup = setup
+            .slots(lead.slots.0, lead.slots.1)
+            .history(lead.history)
+            .checksums(lead.checksums)
+            .pending(pending)
+            .deadline(PATIENCE);
+        let info = setup.init_info();
+        self.setup = Some(setup);
+        Ok(Answer::Info(info))
+    }
+
+    fn connect(&mut self, expect: &[u32], deadline: Duration) -> Done {
+        let setup = self.setup.clone().ok_or("nothing is prepared")?;
+        let expect = Expect::Workers(expect.iter().map(|worker| WorkerId(*worker)).collect());
+        let sources: Vec<_> = self
+            .models
+            .iter()
+            .map(|model| Shared(model.tensors.clone()))
+            .collect();
+        let sender = match &sources[..] {
+            [one] => setup.connect(one, expect, deadline)?,
+            _ => setup.connect(&set_of(&self.models, &sources), expect, deadline)?,
+        };
+        self.sender = Some(sender);
+        Ok(Answer::Done)
+    }
+
+    fn sender(&mut self) -> Result<&mut Sender, Stop> {
+        self.sender.as_mut().ok_or_else(|| "no sender".into())
+    }
+
+    /// The model that a send is about.
+    fn own(&self, how: &How) -> Result<&Own, Stop> {
+        let found = match &how.model {
+            None => self.models.first(),
+            Some(id) => self.models.iter().find(|model| model.id == *id),
+        };
+        found.ok_or_else(|| "no such model".into())
+    }
+
+    fn send(&mut self, what: &What, how: &How) -> Done {
+        let options = options(how);
+        let mut sender = self.sender.take().ok_or("no sender")?;
+        let begun = Instant::now();
+        let report = self.send_by(&mut sender, what, how, &options);
+        let took = begun.elapsed();
+        self.sender = Some(sender);
+        let report = report?;
+        if let What::Dying(_, Stage::Live) | What::DyingSet(_, Stage::Live) = what {
+            die();
+        }
+        Ok(Answer::Sent(told(&report, took)))
+    }
+
+    fn send_by(
+        &self,
+        sender: &mut Sender,
+        what: &What,
+        how: &How,
+        options: &SendOptions,
+    ) -> Result<Report, Stop> {
+        match what {
+            What::Each(words) => {
+                let shape = self.own(how)?.shape;
+                let sources = by_word(shape, words);
+                let each = words
+                    .iter()
+                    .map(|(worker, word)| (*worker, at(&sources, *word)));
+                Ok(sender.send_each(each, options)?)
+            }
+            What::Devices(words) => {
+                let shape = self.own(how)?.shape;
+                let sources = by_word(shape, words);
+                let of = |device: &str| {
+                    let found = words.iter().find(|(one, _)| one == device);
+                    at(&sources, found.map_or(0, |(_, word)| *word))
+                };
+                Ok(sender.send_by_device(of, options)?)
+            }
+            What::Loan(word) => {
+                let id = how
+                    .model
+                    .clone()
+                    .unwrap_or_else(|| self.models[0].id.clone());
+                let mut loan = sender.loan_model(&id)?;
+                for place in loan.tensors_mut() {
+                    for bytes in place.chunks_exact_mut(8) {
+                        bytes.copy_from_slice(&word.to_le_bytes());
+                    }
+                }
+                Ok(loan.publish_with(options)?)
+            }
+            What::Old(version) => {
+                let id = how
+                    .model
+                    .clone()
+                    .unwrap_or_else(|| self.models[0].id.clone());
+                let old = sender.old_snapshot(&id, Version(*version))?;
+                Ok(sender.send_with(&old, options)?)
+            }
+            _ => self.with_weights(what, how, |weights| Ok(sender.send_with(weights, options)?)),
+        }
+    }
+
+    fn send_async(&mut self, what: &What, how: &How) -> Done {
+        let options = options(how);
+        let mut sender = self.sender.take().ok_or("no sender")?;
+        let pending = self.with_weights(what, how, |weights| {
+            Ok(sender.send_async(weights, &options)?)
+        });
+        self.sender = Some(sender);
+        let pending = pending?;
+        let versions = pending.versions().iter();
+        let versions = versions
+            .map(|(id, version)| (id.as_str().to_owned(), version.0))
+            .collect();
+        self.pending.push(pending);
+        Ok(Answer::Began(versions))
+    }
+
+    /// Lends what is to be sent.
+    fn with_weights<T>(
+        &self,
+        what: &What,
+        how: &How,
+        send: impl FnOnce(&dyn SendSource) -> Result<T, Stop>,
+    ) -> Result<T, Stop> {
+        let doomed = |word: u64, mischief| {
+            let own = self.own(how)?;
+            own.make(word);
+            Ok::<_, Stop>((own.lock(), mischief))
+        };
+        match what {
+            What::Word(word) => {
+                let own = self.own(how)?;
+                own.make(*word);
+                send(&Shared(own.tensors.clone()))
+            }
+            What::Dying(word, stage) => {
+                let (tensors, mischief) = doomed(*word, Mischief::Dies(*stage))?;
+                send(&Doomed {
+                    tensors: &tensors,
+                    mischief,
+                })
+            }
+            What::Failing(word) => {
+                let (tensors, mischief) = doomed(*word, Mischief::Fails)?;
+                send(&Doomed {
+                    tensors: &tensors,
+                    mischief,
+                })
+            }
+            What::Other(word) => send(&self.own(how)?.shape.make(*word)),
+            What::Wrong(shape) => send(&shape.make(7)),
+            What::Strided(word) => send(&Strided::of(&self.own(how)?.shape.make(*word))?),
+            What::Part(words) => {
+                let Shape::Words(total) = self.own(how)?.shape else {
+                    return Err("a part of a model of words".into());
+                };
+                send(&part(total, words))
+            }
+            What::Registered(word) => {
+                let wanted = self
+                    .models
+                    .iter()
+                    .filter(|one| how.model.as_ref().is_none_or(|id| one.id == *id));
+                wanted.for_each(|model| model.make(*word));
+                send(&Registered)
+            }
+            What::Set(words) => {
+                let sources = self.set(words);
+                let set = sources
+                    .iter()
+                    .fold(Set::new(), |set, (id, tensors)| set.with(id, tensors));
+                send(&set)
+            }
+            What::Mixed(word) => {
+                let [first @ .., last] = &self.models[..] else {
+                    return Err("no model".into());
+                };
+                let (shaped, wrong) = (
+                    first.iter().map(|one| (&one.id, one.shape.make(*word))),
+                    Shape::Floats.make(*word),
+                );
+                let shaped: Vec<_> = shaped.collect();
+                let set = shaped
+                    .iter()
+                    .fold(Set::new(), |set, (id, tensors)| set.with(id, tensors));
+                send(&set.with(&last.id, &wrong))
+            }
+            What::DyingSet(words, stage) => {
+                let sources = self.set(words);
+                let [first @ .., (last, tensors)] = &sources[..] else {
+                    return Err("a set without models".into());
+                };
+                let doomed = Doomed {
+                    tensors,
+                    mischief: Mischief::Dies(*stage),
+                };
+                let set = first
+                    .iter()
+                    .fold(Set::new(), |set, (id, tensors)| set.with(id, tensors));
+                send(&set.with(last, &doomed))
+            }
+            What::Each(_) | What::Devices(_) | What::Loan(_) | What::Old(_) => {
+                Err("not such a send".into())
+            }
+        }
+    }
+
+    /// Weights of these models; of words, where there is no such model.
+    fn set(&self, words: &[(String, u64)]) -> Vec<(String, Tensors)> {
+        let sources = words.iter().map(|(id, word)| {
+            let known = self.models.iter().find(|model| model.id == *id);
+            (
+                id.clone(),
+                known
+                    .map_or(Shape::Words(8), |model| model.shape)
+                    .make(*word),
+            )
+        });
+        sources.collect()
+    }
+
+    fn publish(&mut self, publish: &Publish) -> Done {
+        let mut sender = self.sender.take().ok_or("no sender")?;
+        let sources: Vec<_> = self
+            .models
+            .iter()
+            .map(|model| Shared(model.tensors.clone()))
+            .collect();
+        let set = set_of(&self.models, &sources);
+        for place in 0..publish.count {
+            self.models
+                .iter()
+                .for_each(|model| model.make(publish.from + place));
+            let wait = match publish.fast && place % 16 != 15 {
+                true => WaitFor::Sent,
+                false => WaitFor::Applied,
+            };
+            let options = SendOptions::new().wait(wait);
+            let report = match &sources[..] {
+                [one] => sender.send_with(one, &options)?,
+                _ => sender.send_with(&set, &options)?,
+            };
+            // Death is the only excuse.
+            let excused = |outcome: &Outcome| matches!(outcome, Outcome::Died | Outcome::Left);
+            if wait == WaitFor::Applied && report.failed().any(|line| !excused(&line.outcome)) {
+                return Err(report.to_string().into());
+            }
+            if let Some((after, micros)) = publish.fuse
+                && after == place
+            {
+                burn(Duration::from_micros(micros));
+            }
+        }
+        self.sender = Some(sender);
+        Ok(Answer::Count(publish.count))
+    }
+
+    fn scribble(&self, strings: &Strings<'_>) -> Done {
+        let mut times = 0;
+        loop {
+            for model in &self.models {
+                let mut tensors = model.lock();
+                for name in super::shape::TENSORS {
+                    for word in tensors.slice_mut::<u64>(name)? {
+                        *word = word.wrapping_add(1);
+                    }
+                }
+            }
+            times += 1;
+            // Any order is the end, and has no answer of its own.
+            if strings.is_pulled()? {
+                return Ok(Answer::Count(times));
+            }
+        }
+    }
+
+    fn look(&mut self, model: Option<&str>, version: Option<u64>) -> Done {
+        let id = model.map_or_else(|| self.models[0].id.clone(), str::to_owned);
+        let sender = self.sender()?;
+        let snapshot = match version {
+            None => sender.snapshot_of(&id)?,
+            Some(version) => sender.old_snapshot(&id, Version(version))?,
+        };
+        let member = Model::of(&snapshot, false)?;
+        Ok(Answer::Seen(Seen {
+            run: snapshot.run(),
+            sequence: 0,
+            members: vec![member],
+        }))
+    }
+
+    fn status(&mut self) -> Result<Vec<Status>, Stop> {
+        let workers = self.sender()?.workers().into_iter().map(|status| Status {
+            worker: status.worker.0,
+            pid: status.pid,
+            device: status.device.clone(),
+            held: status.held,
+            versions: status.versions.iter().map(|version| version.0).collect(),
+        });
+        Ok(workers.collect())
+    }
+}
+
+fn set_of<'a>(models: &'a [Own], sources: &'a [Shared]) -> Set<'a> {
+    let members = models.iter().zip(sources);
+    members.fold(Set::new(), |set, (model, source)| {
+        set.with(&model.id, source)
+    })
+}
+
+/// One source for each distinct number.
+fn by_word<K>(shape: Shape, words: &[(K, u64)]) -> Vec<(u64, Tensors)> {
+    let mut sources: Vec<(u64, Tensors)> = vec![(0, shape.make(0))];
+    for (_, word) in words {
+        if !sources.iter().any(|(one, _)| one == word) {
+            sources.push((*word, shape.make(*word)));
+        }
+    }
+    sources
+}
+
+fn at(sources: &[(u64, Tensors)], word: u64) -> &dyn WeightExtractor {
+    let found = sources.iter().find(|(one, _)| *one == word);
+    &found.unwrap_or(&sources[0]).1
+}
+
+fn options(how: &How) -> SendOptions {
+    let mut options = SendOptions::new()
+        .wait(match how.wait {
+            Wait::Sent => WaitFor::Sent,
+            Wait::Staged => WaitFor::Staged,
+            Wait::Applied => WaitFor::Applied,
+        })
+        .deadline(how.deadline)
+        .partial(how.partial);
+    if let Some(model) = &how.model {
+        options = options.model(model);
+    }
+    if let Some(workers) = &how.workers {
+        options = options.workers(workers.iter().copied());
+    }
+    match how.version {
+        Some(version) => options.version(Version(version)),
+        None => options,
+    }
+}
+
+fn told(report: &Report, took: Duration) -> Sent {
+    let lines = report.workers.iter().map(|line| {
+        let (fate, reason) = fate(&line.outcome);
+        Line {
+            worker: line.worker.0,
+            pid: line.pid,
+            fate,
+            versions: line.versions.iter().map(|version| version.0).collect(),
+            reason,
+        }
+    });
+    let versions = report.versions.iter();
+    Sent {
+        versions: versions
+            .map(|(id, version)| (id.as_str().to_owned(), version.0))
+            .collect(),
+        lines: lines.collect(),
+        partial: report.partial.clone(),
+        all_applied: report.all_applied(),
+        text: report.to_string(),
+        bytes: report.bytes,
+        took,
+    }
+}
+
+fn fate(outcome: &Outcome) -> (Fate, String) {
+    let fate = match outcome {
+        Outcome::Applied => Fate::Applied,
+        Outcome::Staged => Fate::Staged,
+        Outcome::Refused { reason } => return (Fate::Refused, reason.clone()),
+        Outcome::Died => Fate::Died,
+        Outcome::Left => Fate::Left,
+        Outcome::Late => Fate::Late,
+        Outcome::Held => Fate::Held,
+        Outcome::Full => Fate::Full,
+        Outcome::Absent => Fate::Absent,
+        _ => Fate::Other,
+    };
+    (fate, String::new())
+}
+
+/// Kills this process so long from now, while it goes on: death comes from
+/// within because it is to hit the microseconds around a publication.
+fn burn(delay: Duration) {
+    let at = Instant::now() + delay;
+    mem::drop(thread::spawn(move || {
+        while Instant::now() < at {
+            thread::yield_now();
+        }
+        die();
+    }));
+}

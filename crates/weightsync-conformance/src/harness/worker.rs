@@ -1,0 +1,372 @@
+//! A worker in a puppet.
+
+use std::time::{Duration, Instant};
+
+use weightsync::{
+    Error, Layout, Pull, Receiver, ReceiverSetup, Result, Schemes, SetLoader, SetSnapshot,
+    TensorView, Tensors, Version, WaitStyle, WeightLoader,
+};
+
+use super::fault::Fault;
+use super::order::{Answer, Deed, Join, Loaded, Mishap, Want};
+use super::puppet::{Stop, Strings, die};
+use super::scale::PATIENCE;
+use super::shape::{Seen, Shape, TENSORS, words_of};
+
+type Done = Result<Answer, Stop>;
+
+/// What a worker has.
+pub(crate) struct Worker {
+    number: u32,
+    schemes: Schemes,
+    receiver: Option<Receiver>,
+    held: Vec<SetSnapshot>,
+    /// How many it holds at most.
+    hoard: usize,
+    own: Vec<(String, Tensors)>,
+}
+
+impl Worker {
+    pub(crate) fn new(number: u32, schemes: Schemes) -> Self {
+        Self {
+            number,
+            schemes,
+            receiver: None,
+            held: Vec::new(),
+            hoard: 1,
+            own: Vec::new(),
+        }
+    }
+
+    pub(crate) fn act(&mut self, deed: Deed, strings: &Strings<'_>) -> Done {
+        match deed {
+            Deed::Join(join) => self.join(&join, strings),
+            Deed::Receive(timeout) => {
+                let set = self.receiver()?.receive_set(timeout)?;
+                self.hold(set)
+            }
+            Deed::Pull(want, timeout) => {
+                let set = self.pull(want, timeout)?;
+                self.hold(set)
+            }
+            Deed::Latest => {
+                let set = self.receiver()?.latest_set()?;
+                self.hold(set)
+            }
+            Deed::Load { timeout, mishap } => self.load(timeout, mishap, strings),
+            Deed::ReadUntil { word, pulls } => self.read_until(word, pulls),
+            Deed::Reread(times) => {
+                let first = self.look()?;
+                for _ in 1..times {
+                    let again = self.look()?;
+                    if again != first {
+                        return Err(format!("what is held changed: {first:?}, {again:?}").into());
+                    }
+                }
+                Ok(Answer::Held(first))
+            }
+            Deed::Keep(count) => {
+                self.keep(count);
+                Ok(Answer::Done)
+            }
+            Deed::Hoard(count) => {
+                self.hoard = count;
+                Ok(Answer::Done)
+            }
+            Deed::Digests => {
+                let members = self.held.iter().flat_map(SetSnapshot::members);
+                let digests = members.map(|member| {
+                    let published = member.snapshot.published_digest();
+                    (
+                        member.snapshot.digest().to_string(),
+                        published.map(|digest| digest.to_string()),
+                    )
+                });
+                Ok(Answer::Digests(digests.collect()))
+            }
+            Deed::Checksums => {
+                let members = self.held.iter().flat_map(SetSnapshot::members);
+                let checked = members.map(|member| member.snapshot.verify_checksums());
+                Ok(Answer::Checked(checked.collect::<Result<_>>()?))
+            }
+            Deed::Runs => {
+                let receiver = self.receiver()?;
+                let versions = receiver.versions().iter();
+                Ok(Answer::Runs {
+                    versions: versions
+                        .map(|(id, version)| (id.as_str().to_owned(), version.0))
+                        .collect(),
+                    epoch: receiver.run().epoch.0,
+                    whole: receiver.is_whole(),
+                })
+            }
+            Deed::Leave => {
+                self.receiver = None;
+                Ok(Answer::Done)
+            }
+        }
+    }
+
+    fn join(&mut self, join: &Join, strings: &Strings<'_>) -> Done {
+        let mut setup =
+            ReceiverSetup::new(join.info.clone(), self.number).schemes(self.schemes.clone());
+        if let Some(models) = &join.models {
+            setup = setup.models(models);
+        }
+        if let Some(device) = &join.device {
+            setup = setup.device(device);
+        }
+        if let Some(shape) = join.insists {
+            setup = setup.model(&shape.make(0))?;
+        }
+        if join.sleeps {
+            setup = setup.wait_style(WaitStyle::Sleep);
+        }
+        if join.own.is_empty() {
+            self.receiver = Some(setup.connect(join.deadline)?);
+            return Ok(Answer::Done);
+        }
+        let own = join.own.iter();
+        let own = own.map(|(id, shape)| {
+            (
+                id.clone(),
+                shape.map_or_else(Tensors::new, |shape| shape.make(0)),
+            )
+        });
+        self.own = own.collect();
+        let mut places: Vec<_> = self
+            .own
+            .iter_mut()
+            .map(|(id, tensors)| (&*id, Place::new(tensors, strings)))
+            .collect();
+        let models = places
+            .iter_mut()
+            .fold(SetLoader::new(), |set, (id, place)| set.with(id, place));
+        let mut models = models;
+        self.receiver = Some(setup.connect_set_into(&mut models, join.deadline)?);
+        Ok(Answer::Done)
+    }
+
+    fn receiver(&mut self) -> Result<&mut Receiver, Stop> {
+        self.receiver.as_mut().ok_or_else(|| "no receiver".into())
+    }
+
+    fn pull(&mut self, want: Want, timeout: Option<Duration>) -> Result<Option<SetSnapshot>, Stop> {
+        let pull = match want {
+            Want::Newest => Pull::Newest,
+            Want::AtLeast(version) => Pull::AtLeast(Version(version)),
+            Want::Exactly(version) => Pull::Exactly(Version(version)),
+        };
+        let snapshot = self.receiver()?.pull(pull, timeout)?;
+        Ok(snapshot.map(|snapshot| {
+            let member = weightsync::Member {
+                snapshot,
+                changed: true,
+            };
+            SetSnapshot::new(0, vec![member])
+        }))
+    }
+
+    fn hold(&mut self, set: Option<SetSnapshot>) -> Done {
+        let Some(set) = set else {
+            return Ok(Answer::Nothing);
+        };
+        let seen = Seen::of(&set)?;
+        self.held.push(set);
+        self.keep(self.hoard);
+        Ok(Answer::Seen(seen))
+    }
+
+    fn keep(&mut self, count: usize) {
+        let gone = self.held.len().saturating_sub(count);
+        self.held.drain(..gone);
+    }
+
+    fn look(&self) -> Result<Vec<Seen>, String> {
+        self.held.iter().map(Seen::of).collect()
+    }
+
+    fn load(
+        &mut self,
+        timeout: Option<Duration>,
+        mishap: Option<Mishap>,
+        strings: &Strings<'_>,
+    ) -> Done {
+        let receiver = self.receiver.as_mut().ok_or("no receiver")?;
+        let mut places: Vec<_> = self
+            .own
+            .iter_mut()
+            .map(|(id, tensors)| (&*id, Place::new(tensors, strings)))
+            .collect();
+        match mishap {
+            Some(Mishap::Pause) => places.first_mut(),
+            _ => places.last_mut(),
+        }
+        .ok_or("no model of its own")?
+        .1
+        .mishap = mishap;
+        let mut models = places
+            .iter_mut()
+            .fold(SetLoader::new(), |set, (id, place)| set.with(id, place));
+        let loaded = receiver.receive_set_into(&mut models, timeout);
+        drop(places);
+        let (versions, fault) = match loaded {
+            Ok(None) => return Ok(Answer::Nothing),
+            Ok(Some(versions)) => (Some(versions), None),
+            Err(error) => (None, Some(Fault::from(&error))),
+        };
+        let numbers = |versions: &[(weightsync::ModelId, Version)]| {
+            versions.iter().map(|(_, version)| version.0).collect()
+        };
+        Ok(Answer::Loaded(Loaded {
+            versions: versions.map(|versions| numbers(&versions)),
+            fault,
+            words: self
+                .own
+                .iter()
+                .map(|(_, tensors)| words_of(tensors))
+                .collect(),
+            runs: numbers(receiver.versions()),
+            whole: receiver.is_whole(),
+        }))
+    }
+
+    /// Checks every version until one of that number has come.
+    fn read_until(&mut self, word: u64, pulls: bool) -> Done {
+        let mut checks = 0;
+        let mut last: Option<Seen> = None;
+        let mut kept: Option<(SetSnapshot, Seen)> = None;
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let set = match pulls {
+                true => self.pull(Want::Newest, Some(PATIENCE))?,
+                false => self.receiver()?.receive_set(None)?,
+            };
+            let set = set.ok_or("nothing came")?;
+            let seen = Seen::of(&set)?;
+            let one = seen
+                .members
+                .iter()
+                .all(|member| member.words == [seen.members[0].words[0]; 3]);
+            if !one {
+                return Err(format!("a mix of versions: {seen:?}").into());
+            }
+            if let Some(last) = &last {
+                let grown = last
+                    .versions()
+                    .iter()
+                    .zip(seen.versions())
+                    .all(|(last, now)| match pulls {
+                        true => now >= *last,
+                        false => now > *last,
+                    });
+                if !grown || seen.run != last.run {
+                    return Err(format!("{seen:?} came after {last:?}").into());
+                }
+            }
+            checks += 1;
+            // One is kept for a while, and looked at again.
+            if checks % 5 == 0
+                && let Some((set, before)) = kept.take()
+                && Seen::of(&set)? != before
+            {
+                return Err(format!("{before:?} changed while it was held").into());
+            }
+            if kept.is_none() {
+                kept = Some((set, seen.clone()));
+            }
+            if seen.members[0].words[0] == word {
+                return Ok(Answer::Count(checks));
+            }
+            last = Some(seen);
+            if Instant::now() > until {
+                return Err(format!("after {checks} checks {last:?} is the last").into());
+            }
+        }
+    }
+}
+
+/// A worker's own model, to which something may happen while it is loaded.
+struct Place<'a> {
+    tensors: &'a mut Tensors,
+    strings: &'a Strings<'a>,
+    mishap: Option<Mishap>,
+}
+
+impl<'a> Place<'a> {
+    fn new(tensors: &'a mut Tensors, strings: &'a Strings<'a>) -> Self {
+        Self {
+            tensors,
+            strings,
+            mishap: None,
+        }
+    }
+
+    /// Loads the first tensor and half of the second.
+    fn half(&mut self, views: &[TensorView<'_>]) -> Result<()> {
+        for view in views {
+            let elements = view.elements::<u64>()?;
+            let place = self.tensors.slice_mut::<u64>(view.name())?;
+            let some = match view.name() {
+                name if name == TENSORS[0] => elements.len(),
+                _ => elements.len() / 2,
+            };
+            place[..some].copy_from_slice(&elements[..some]);
+        }
+        Ok(())
+    }
+}
+
+impl WeightLoader for Place<'_> {
+    fn layout(&self) -> Result<Layout> {
+        WeightLoader::layout(self.tensors)
+    }
+
+    fn shape(&mut self, layout: &Layout) -> Result<bool> {
+        let shapeless = self.tensors.is_empty();
+        if shapeless {
+            *self.tensors = Tensors::zeros(layout);
+        }
+        Ok(shapeless)
+    }
+
+    fn load(&mut self, views: &[TensorView<'_>]) -> Result<()> {
+        let failed = |text: &str| Error::Load {
+            name: TENSORS[1].into(),
+            source: text.into(),
+        };
+        match self.mishap {
+            None => return self.tensors.load(views),
+            Some(Mishap::Once) => {
+                self.mishap = None;
+                self.half(views)?;
+                Err(failed("this load was to fail once"))
+            }
+            Some(Mishap::Always) => {
+                self.half(views)?;
+                Err(failed("this load was to fail for good"))
+            }
+            Some(Mishap::Death) => {
+                self.half(views)?;
+                die()
+            }
+            Some(Mishap::Pause) => {
+                self.half(views)?;
+                let told = self
+                    .strings
+                    .say(&Answer::Loading)
+                    .and_then(|()| self.strings.pulled());
+                told.map_err(|error| failed(&error))?;
+                self.tensors.load(views)
+            }
+        }
+    }
+}
+
+/// The shapes of a worker's own models, from those of the trainer.
+pub(crate) fn own(models: &[(String, Shape)]) -> Vec<(String, Option<Shape>)> {
+    models
+        .iter()
+        .map(|(id, shape)| (id.clone(), Some(*shape)))
+        .collect()
+}

@@ -1,0 +1,227 @@
+//! What every scheme of `weightsync` is held to, as a program to run.
+//!
+//! The suite starts processes, has them send, receive and hold weights, kills
+//! some of them by SIGKILL at every stage, and looks at what the others see and
+//! at what is left. It uses the public API of `weightsync` alone, so it runs on
+//! any [`Scheme`](weightsync::transport::Scheme), also on one of your own.
+//!
+//! # Running it on a scheme of your own
+//!
+//! In `Cargo.toml`, a test with a `main` of its own, because the trainers and
+//! workers are this very binary, run again:
+//!
+//! ```toml
+//! [dev-dependencies]
+//! weightsync-conformance = "0.1"
+//!
+//! [[test]]
+//! name = "conformance"
+//! harness = false
+//! ```
+//!
+//! And `tests/conformance.rs`:
+//!
+//! ```no_run
+//! use std::process::ExitCode;
+//!
+//! use weightsync::{AnyScheme, MultiProcess, Schemes};
+//! use weightsync_conformance::Subjects;
+//!
+//! fn main() -> ExitCode {
+//!     let mut schemes = Schemes::default();
+//!     // Yours, in place of this one.
+//!     schemes.insert("mine", |_settings| Ok(AnyScheme::new(MultiProcess::default())));
+//!     weightsync_conformance::main(&Subjects::new(schemes).with("mine"))
+//! }
+//! ```
+//!
+//! `cargo test --test conformance` then runs `mine::send::…`, `mine::death::…`
+//! and so on; `cargo nextest` finds them too. Arguments are those of `cargo test`:
+//! a filter, `--exact`, `--list`.
+//!
+//! # What is asked of it
+//!
+//! What its [`Capabilities`](weightsync::Capabilities) state has to work. What
+//! they do not state has to be refused with
+//! [`Error::Unsupported`](weightsync::Error::Unsupported), which the scenario
+//! `not_offered` of each scheme tries; the scenarios that fall away are named in
+//! its output, so that none passes silently.
+//!
+//! # How much, and how random
+//!
+//! `WEIGHTSYNC_SOAK` scales the loops (`full`, or a factor of what is done every
+//! day), `WEIGHTSYNC_SOAK_SEED` repeats the random choices of an earlier run; each
+//! scenario that makes some prints its seed and its counts. A wait without end in
+//! any process fails the scenario with what hung.
+//!
+//! Absent here: anything that looks inside a scheme, and timings, but for waits
+//! that nothing ended.
+#![forbid(unsafe_code)]
+
+mod harness;
+mod scenarios;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use weightsync::{Capabilities, Schemes, worker};
+
+use crate::scenarios::{Need, Scenario};
+
+/// The schemes to be put through the suite.
+#[derive(Clone)]
+pub struct Subjects {
+    schemes: Schemes,
+    texts: Vec<String>,
+    residue: Residue,
+}
+
+/// Names what a scheme has left in the system.
+type Residue = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
+
+impl Subjects {
+    /// No scheme yet; trainers and workers know these.
+    pub fn new(schemes: Schemes) -> Self {
+        Self {
+            schemes,
+            texts: Vec::new(),
+            residue: Arc::new(Vec::new),
+        }
+    }
+
+    /// One more scheme: its word and settings.
+    #[must_use]
+    pub fn with(mut self, scheme: &str) -> Self {
+        self.texts.push(scheme.into());
+        self
+    }
+
+    /// Looks, after each scenario, for what a scheme has left where the suite does
+    /// not look: files, say. Everything it names is a failure. Processes, threads,
+    /// descriptors, mappings, `/dev/shm` and Unix sockets are looked at anyhow.
+    #[must_use]
+    pub fn residue(mut self, left: impl Fn() -> Vec<String> + Send + Sync + 'static) -> Self {
+        self.residue = Arc::new(left);
+        self
+    }
+}
+
+impl fmt::Debug for Subjects {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Subjects")
+            .field("texts", &self.texts)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Runs the suite as `cargo test` runs a test binary; the `main` of one. In the
+/// processes that the suite starts, it is what they do.
+pub fn main(subjects: &Subjects) -> ExitCode {
+    match worker::current() {
+        Ok(None) => run(subjects),
+        Ok(Some(process)) => match harness::puppet::obey(&process, &subjects.schemes) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("{error}");
+                ExitCode::from(3)
+            }
+        },
+        Err(error) => {
+            // Whoever started it was killed meanwhile.
+            eprintln!("{error}");
+            ExitCode::from(4)
+        }
+    }
+}
+
+/// One scheme on trial.
+pub(crate) struct Subject {
+    pub(crate) scheme: String,
+    pub(crate) schemes: Schemes,
+    pub(crate) can: Capabilities,
+    pub(crate) residue: Residue,
+    scripts: AtomicU64,
+}
+
+impl Subject {
+    /// Whether workers get versions only when they ask.
+    pub(crate) fn pulls(&self) -> bool {
+        self.can.weights && !self.can.push
+    }
+
+    /// A number of its own for each script.
+    pub(crate) fn next(&self) -> u64 {
+        self.scripts.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+fn run(subjects: &Subjects) -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // Each counts this process's threads and descriptors.
+    arguments.test_threads = Some(1);
+    let mut trials = Vec::new();
+    for text in &subjects.texts {
+        let scheme = match subjects.schemes.parse(text) {
+            Ok(scheme) => scheme,
+            Err(error) => {
+                eprintln!("{text}: {error}");
+                return ExitCode::from(2);
+            }
+        };
+        let subject = Arc::new(Subject {
+            scheme: text.clone(),
+            schemes: subjects.schemes.clone(),
+            can: scheme.capabilities(),
+            residue: subjects.residue.clone(),
+            scripts: AtomicU64::new(0),
+        });
+        trials.extend(trials_of(&subject));
+    }
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+fn trials_of(subject: &Arc<Subject>) -> Vec<Trial> {
+    let (offered, missing): (Vec<_>, Vec<_>) = scenarios::all()
+        .into_iter()
+        .partition(|scenario| scenario.lacks(&subject.can).is_empty());
+    let mut trials: Vec<_> = offered
+        .into_iter()
+        .map(|scenario| trial(subject, scenario))
+        .collect();
+    let theirs = subject.clone();
+    let name = format!("{}::not_offered", subject.scheme);
+    trials.push(Trial::test(name, move || {
+        for scenario in &missing {
+            let lacks: BTreeSet<&str> = scenario
+                .lacks(&theirs.can)
+                .into_iter()
+                .map(Need::word)
+                .collect();
+            let lacks: Vec<_> = lacks.into_iter().collect();
+            println!(
+                "not offered: {}::{} ({})",
+                theirs.scheme,
+                scenario.name,
+                lacks.join(", ")
+            );
+        }
+        scenarios::refusals::what_is_not_stated_is_refused(&theirs);
+        Ok::<(), Failed>(())
+    }));
+    trials
+}
+
+fn trial(subject: &Arc<Subject>, scenario: Scenario) -> Trial {
+    let subject = subject.clone();
+    Trial::test(
+        format!("{}::{}", subject.scheme, scenario.name),
+        move || {
+            (scenario.run)(&subject);
+            Ok::<(), Failed>(())
+        },
+    )
+}

@@ -1,0 +1,149 @@
+//! Sends that return before their workers have them.
+
+use std::time::Duration;
+
+use crate::Subject;
+use crate::harness::fault::Kind;
+use crate::harness::order::{Act, Answer, Deed, Fate, How, Lead, Mishap, Order, What};
+use crate::harness::scale::BRIEF;
+use crate::harness::script::{Script, TRAINER};
+use crate::harness::shape::Shape;
+use crate::scenarios::send::loading;
+
+/// The trainer may change its tensors while the workers still wait.
+pub(crate) fn a_send_returns_once_its_source_was_read(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(1 << 12), 2);
+    let begun = script
+        .act(Act::SendAsync(What::Word(2), How::default()))
+        .began();
+    assert_eq!(begun, [("policy".to_owned(), 2)]);
+    script.act(Act::Change(99));
+    let early = script.act(Act::Await(0, Some(Duration::ZERO))).sent();
+    assert_eq!(early.fates(), [(0, Fate::Late), (1, Fate::Late)]);
+    for worker in 0..2 {
+        assert_eq!(
+            script.deed(worker, Deed::Receive(None)).seen().one(),
+            (2, 2)
+        );
+    }
+    for _ in 0..2 {
+        let sent = script.act(Act::Await(0, None)).sent();
+        script.assert_applied(&sent, &[0, 1]);
+        assert_eq!(
+            (sent.version(), sent.all_applied),
+            (2, true),
+            "{}",
+            sent.text
+        );
+    }
+    script.close();
+}
+
+/// Unless the trainer was set up to have several on their way.
+pub(crate) fn a_second_send_is_refused_while_one_is_pending(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    script
+        .act(Act::SendAsync(What::Word(2), How::default()))
+        .began();
+    let fault = script
+        .act(Act::SendAsync(What::Word(3), How::default()))
+        .fault();
+    assert_eq!(fault.kind, Kind::SendPending, "{}", fault.text);
+    assert!(fault.retry && fault.text.contains("v2"), "{}", fault.text);
+    assert_eq!(script.deed(0, Deed::Receive(None)).seen().one(), (2, 2));
+    script.act(Act::Await(0, None));
+    let begun = script
+        .act(Act::SendAsync(What::Word(3), How::default()))
+        .began();
+    assert_eq!(begun[0].1, 3, "the one that was refused has no number");
+    assert_eq!(script.deed(0, Deed::Receive(None)).seen().one(), (3, 3));
+    script.close();
+}
+
+/// One more waits for the oldest, and no longer than its deadline.
+pub(crate) fn pending_sends_queue_up_to_their_bound(subject: &Subject) {
+    let lead = Lead {
+        pending: 2,
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 1);
+    script
+        .act(Act::SendAsync(What::Word(2), How::default()))
+        .began();
+    script
+        .act(Act::SendAsync(What::Word(3), How::default()))
+        .began();
+    let fault = script
+        .act(Act::SendAsync(What::Word(4), How::within(BRIEF)))
+        .fault();
+    assert_eq!(fault.kind, Kind::SendPending, "{}", fault.text);
+
+    script.tell(
+        TRAINER,
+        &Order::Trainer(Act::SendAsync(What::Word(4), How::default())),
+    );
+    script.until_it_sleeps(TRAINER);
+    assert!(!script.has_said(TRAINER), "two are on their way");
+    let mut words = Vec::new();
+    while words.last() != Some(&4) {
+        words.push(script.deed(0, Deed::Receive(None)).seen().word());
+    }
+    match subject.can.every_version {
+        true => assert_eq!(words, [2, 3, 4]),
+        false => assert!(words.is_sorted(), "{words:?}"),
+    }
+    assert_eq!(script.answer(TRAINER).began()[0].1, 4);
+    for (place, version) in [(0, 2), (1, 3), (2, 4)] {
+        let sent = script.act(Act::Await(place, None)).sent();
+        assert_eq!(
+            (sent.version(), sent.fates()),
+            (version, vec![(0, Fate::Applied)]),
+            "{}",
+            sent.text
+        );
+    }
+    script.close();
+}
+
+/// A late one of an older version satisfies nobody who waits for a newer one.
+pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
+    let (mut script, _) = loading(subject, &[("policy", Shape::Words(64))], 1);
+    script.tell_worker(
+        0,
+        Deed::Load {
+            timeout: None,
+            mishap: Some(Mishap::Pause),
+        },
+    );
+    let second = script.send(What::Word(2), How::within(BRIEF));
+    assert_ne!(second.line(0).fate, Fate::Applied, "{}", second.text);
+    assert_eq!(script.answer_of(0), Answer::Loading);
+    script
+        .act(Act::SendAsync(What::Word(3), How::default()))
+        .began();
+    // Only now is the second version loaded.
+    script.tell(1, &Order::GoOn);
+    assert_eq!(script.answer_of(0).loaded().runs, [2]);
+    script.until_status(|workers| workers[0].versions == [2]);
+    let third = script.act(Act::Await(0, Some(BRIEF))).sent();
+    assert_eq!(
+        (third.version(), third.fates()),
+        (3, vec![(0, Fate::Late)]),
+        "{}",
+        third.text
+    );
+    assert_eq!(third.line(0).versions, [2]);
+    let loaded = script
+        .deed(
+            0,
+            Deed::Load {
+                timeout: None,
+                mishap: None,
+            },
+        )
+        .loaded();
+    assert_eq!((loaded.word(), loaded.runs), (Some(3), vec![3]));
+    let third = script.act(Act::Await(0, None)).sent();
+    assert_eq!(third.fates(), [(0, Fate::Applied)], "{}", third.text);
+    script.close();
+}

@@ -1,0 +1,262 @@
+//! Who dies, or stands still, costs the others nothing.
+
+use std::time::{Duration, Instant};
+
+use crate::Subject;
+use crate::harness::fault::Kind;
+use crate::harness::order::{
+    Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Stage, Wait, What,
+};
+use crate::harness::scale::MOMENT;
+use crate::harness::script::{Script, TRAINER};
+use crate::harness::shape::Shape;
+use crate::scenarios::send::loading;
+
+/// Its death ends the wait, and is its line.
+pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, Lead::words(64), 3);
+    for worker in [0, 2] {
+        script.tell_worker(worker, Deed::Receive(None));
+    }
+    let pid = script.pid(2);
+    script.tell(
+        TRAINER,
+        &Order::Trainer(Act::Send(What::Word(2), How::default())),
+    );
+    for worker in [0, 2] {
+        assert_eq!(script.answer_of(worker).seen().word(), 2);
+    }
+    script.until_it_sleeps(TRAINER);
+    assert!(!script.has_said(TRAINER), "worker 1 is alive");
+    let begun = Instant::now();
+    script.kill(2);
+    let sent = script.answer(TRAINER).sent();
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert_eq!(
+        sent.fates(),
+        [(0, Fate::Applied), (1, Fate::Died), (2, Fate::Applied)]
+    );
+    assert!(
+        !sent.all_applied && sent.text.contains("worker 1"),
+        "{}",
+        sent.text
+    );
+    assert!(
+        sent.text.contains("died; its last version was v1"),
+        "{}",
+        sent.text
+    );
+    let line = sent.line(1);
+    assert!(line.pid == 0 || line.pid == pid, "{line:?}");
+
+    // The next send knows nothing of it, and the next process of its number is
+    // a worker like any other.
+    script.deliver_word(3, &[0, 2]);
+    script.raise(2);
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    assert_eq!(script.take(1).one(), (3, 3));
+    script.deliver_word(4, &[0, 1, 2]);
+    script.close();
+}
+
+/// Nobody waits for it, and its number is free again.
+pub(crate) fn a_worker_killed_while_idle_is_gone(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
+    for round in 0..3 {
+        script.kill(2);
+        script.until_status(|workers| workers.len() == 1);
+        script.deliver_word(2 + 2 * round, &[0]);
+        script.raise(2);
+        assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+        assert_eq!(script.take(1).word(), 2 + 2 * round);
+        script.deliver_word(3 + 2 * round, &[0, 1]);
+    }
+    script.close();
+}
+
+/// What it held is free with its death, and a send that waited for it goes on.
+pub(crate) fn a_worker_killed_while_it_holds_everything_frees_it(subject: &Subject) {
+    let lead = Lead {
+        slots: (2, 2),
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 2);
+    // Worker 0 holds both places, if holding costs any; worker 1 nothing.
+    script.deed(0, Deed::Hoard(9));
+    script.deed(1, Deed::Hoard(0));
+    script.deliver_word(2, &[0, 1]);
+    script.tell_worker(1, Deed::Receive(None));
+    script.tell(
+        TRAINER,
+        &Order::Trainer(Act::Send(What::Word(3), How::default())),
+    );
+    script.until_it_sleeps(TRAINER);
+    let begun = Instant::now();
+    script.kill(1);
+    let sent = script.answer(TRAINER).sent();
+    assert_eq!(sent.fates(), [(0, Fate::Died), (1, Fate::Applied)]);
+    assert_eq!(script.answer_of(1).seen().word(), 3);
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    script.deliver_word(4, &[1]);
+    script.close();
+}
+
+/// An error of a load is told at once, in the worker's words, and is over with
+/// the next version that it can load.
+pub(crate) fn a_worker_that_cannot_load_is_a_line(subject: &Subject) {
+    let (mut script, _) = loading(subject, &[("policy", Shape::Words(64))], 2);
+    let begun = Instant::now();
+    for (word, before) in [(2, 1), (3, 1)] {
+        script.tell_worker(
+            0,
+            Deed::Load {
+                timeout: None,
+                mishap: Some(Mishap::Once),
+            },
+        );
+        script.tell_worker(
+            1,
+            Deed::Load {
+                timeout: None,
+                mishap: None,
+            },
+        );
+        let sent = script.send(What::Word(word), How::default());
+        assert_eq!(
+            sent.fates(),
+            [(0, Fate::Refused), (1, Fate::Applied)],
+            "{}",
+            sent.text
+        );
+        assert!(
+            sent.text.contains("to fail once") && sent.text.contains("went back"),
+            "{}",
+            sent.text
+        );
+        assert_eq!(sent.line(0).versions, [before]);
+        let loaded = script.answer_of(0).loaded();
+        assert_eq!(
+            (loaded.word(), loaded.whole),
+            (Some(before), true),
+            "{loaded:?}"
+        );
+        assert_eq!(script.answer_of(1).loaded().word(), Some(word));
+    }
+    for worker in 0..2 {
+        script.tell_worker(
+            worker,
+            Deed::Load {
+                timeout: None,
+                mishap: None,
+            },
+        );
+    }
+    let sent = script.send(What::Word(4), How::default());
+    script.assert_applied(&sent, &[0, 1]);
+    for worker in 0..2 {
+        assert_eq!(script.answer_of(worker).loaded().word(), Some(4));
+    }
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    script.close();
+}
+
+/// It is alive and not dead, so it is late and nothing else.
+pub(crate) fn a_stopped_worker_is_late_and_the_others_are_up_to_date(subject: &Subject) {
+    let lead = Lead {
+        slots: (2, 8),
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 3);
+    script.stop(1);
+    let deadline = Duration::from_millis(300);
+    for word in 2..5 {
+        let (sent, seen) = script.deliver(What::Word(word), How::within(deadline), &[1, 2]);
+        assert_eq!(
+            sent.fates(),
+            [(0, Fate::Late), (1, Fate::Applied), (2, Fate::Applied)]
+        );
+        assert!(
+            sent.took >= deadline && sent.took < MOMENT,
+            "{:?}",
+            sent.took
+        );
+        assert!(seen.iter().all(|seen| seen.word() == word), "{seen:?}");
+    }
+    script.wake(1);
+    // What it held is whole, and what comes is the newest.
+    assert_eq!(script.deed(0, Deed::Reread(3)).held()[0].word(), 1);
+    assert_eq!(script.take(0).one(), (4, 4));
+    script.deliver_word(5, &[0, 1, 2]);
+    script.close();
+}
+
+/// Whatever it was doing, its workers have whole versions of it.
+pub(crate) fn a_sender_killed_at_any_stage_leaves_whole_versions(subject: &Subject) {
+    for stage in [Stage::Begun, Stage::Midway, Stage::Written, Stage::Live] {
+        let (mut script, _) = Script::open(subject, Lead::words(1 << 12), 2);
+        script.deliver_word(2, &[0, 1]);
+        script.doom(TRAINER);
+        script.tell(
+            TRAINER,
+            &Order::Trainer(Act::Send(What::Dying(7, stage), How::wait(Wait::Sent))),
+        );
+        script.until_dead(TRAINER);
+        for worker in 0..2 {
+            let newest = if stage == Stage::Live { (3, 7) } else { (2, 2) };
+            if stage == Stage::Live {
+                assert_eq!(
+                    script.deed(worker, Deed::Receive(None)).seen().one(),
+                    newest
+                );
+            }
+            let fault = script.deed(worker, Deed::Receive(None)).fault();
+            assert!(
+                matches!(fault.kind, Kind::SenderDied(_)),
+                "{stage:?}: {}",
+                fault.text
+            );
+            assert_eq!(
+                script.deed(worker, Deed::Reread(3)).held()[0].one(),
+                newest,
+                "{stage:?}"
+            );
+            assert_eq!(
+                script.deed(worker, Deed::Latest).seen().one(),
+                newest,
+                "{stage:?}"
+            );
+        }
+        script.close();
+    }
+}
+
+/// Also to those that wait without end, and those that look without waiting.
+pub(crate) fn a_killed_sender_is_told_to_all_at_once(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 3);
+    let pid = script.pid(TRAINER);
+    for worker in 0..2 {
+        script.tell_worker(worker, Deed::Receive(None));
+        script.until_it_sleeps(worker as usize + 1);
+    }
+    let begun = Instant::now();
+    script.kill(TRAINER);
+    for worker in 0..2 {
+        let fault = script.answer_of(worker).fault();
+        assert!(
+            matches!(fault.kind, Kind::SenderDied(told) if told.is_none_or(|told| told == pid)),
+            "{fault:?}"
+        );
+    }
+    let fault = loop {
+        match script.deed(2, Deed::Receive(Some(Duration::ZERO))) {
+            Answer::Nothing => assert!(begun.elapsed() < MOMENT, "it looks in vain"),
+            answer => break answer.fault(),
+        }
+    };
+    assert!(matches!(fault.kind, Kind::SenderDied(_)), "{}", fault.text);
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    // There is no run directory: nobody comes back, and that is said as well.
+    let again = script.deed(0, Deed::Receive(None)).fault();
+    assert!(matches!(again.kind, Kind::SenderDied(_)), "{}", again.text);
+    script.close();
+}

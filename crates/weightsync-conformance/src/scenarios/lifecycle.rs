@@ -1,0 +1,477 @@
+//! Setting up, connecting, ending.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use weightsync::{
+    AnyScheme, Error, Expect, InitInfo, ReceiverSetup, SendOptions, SenderSetup, Session,
+};
+
+use crate::Subject;
+use crate::harness::fault::Kind;
+use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Wait, What};
+use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
+use crate::harness::script::{Script, TRAINER};
+use crate::harness::shape::Shape;
+use crate::harness::stock;
+
+const WORDS: Shape = Shape::Words(64);
+
+/// Neither end opens anything before it connects.
+pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
+    let scheme = subject
+        .schemes
+        .parse(&subject.scheme)
+        .expect("it was parsed before");
+    let before = stock::take();
+    let setup = SenderSetup::new("actor", &WORDS.make(1)).expect("a model");
+    let setup = setup.and("critic", &WORDS.make(1)).expect("another");
+    let setup = setup.scheme(scheme).expect("a place");
+    let setup = setup.slots(2, 4).history(1).checksums(true);
+    let info = setup.init_info();
+    let receiving: Vec<_> = (0..3)
+        .map(|worker| ReceiverSetup::new(info.clone(), worker))
+        .collect();
+    assert_eq!(stock::take(), before);
+    let value = serde_json::to_value(&info).expect("an init info has a JSON form");
+    let address = value["at"]["address"]
+        .as_str()
+        .expect("an address")
+        .to_owned();
+    assert_eq!(stock::listening(&[address]), [""; 0]);
+    drop((setup, receiving));
+    assert_eq!(stock::take(), before);
+}
+
+/// A scheme that carries nothing goes through the same calls, and waits for
+/// nobody.
+pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject) {
+    let mut script = Script::new(subject, 2);
+    let info = script.prepare(Lead::words(64));
+    // The worker comes first, and the trainer expects one more than there is.
+    assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
+    let connect = Act::Connect {
+        expect: vec![0, 1, 7],
+        deadline: PATIENCE,
+    };
+    assert_eq!(script.act(connect), Answer::Done);
+    for word in 2..5 {
+        let sent = script.send(What::Word(word), How::default());
+        assert_eq!((sent.version(), sent.fates()), (word, Vec::new()));
+        for timeout in [None, Some(PATIENCE), Some(Duration::ZERO)] {
+            assert_eq!(script.deed(0, Deed::Receive(timeout)), Answer::Nothing);
+        }
+        assert_eq!(script.deed(0, Deed::Latest), Answer::Nothing);
+    }
+    let fault = script
+        .act(Act::Send(What::Wrong(Shape::Floats), How::default()))
+        .fault();
+    assert_eq!(fault.kind, Kind::WrongWeights, "{}", fault.text);
+    script.close();
+}
+
+/// Whoever comes first waits, and both return with the first version loaded.
+pub(crate) fn connect_is_a_rendezvous_in_either_order(subject: &Subject) {
+    let mut script = Script::new(subject, 2);
+    let info = script.prepare(Lead::words(64));
+    let connect = Act::Connect {
+        expect: vec![0, 1],
+        deadline: PATIENCE,
+    };
+    script.tell(TRAINER, &Order::Trainer(connect.clone()));
+    script.until_it_sleeps(TRAINER);
+    assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
+    script.until_it_sleeps(TRAINER);
+    assert!(!script.has_said(TRAINER), "one worker is missing");
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    assert_eq!(script.answer(TRAINER), Answer::Done);
+    for worker in 0..2 {
+        assert_eq!(script.take(worker).one(), (1, 1));
+    }
+    script.close();
+
+    let mut script = Script::new(subject, 2);
+    let info = script.prepare(Lead::words(64));
+    for worker in 0..2 {
+        script.tell_worker(worker, Deed::Join(Box::new(Join::new(&info))));
+    }
+    for worker in 0..2 {
+        script.until_it_sleeps(worker as usize + 1);
+        assert!(
+            !script.has_said(worker as usize + 1),
+            "there is no trainer yet"
+        );
+    }
+    assert_eq!(script.act(connect), Answer::Done);
+    for worker in 0..2 {
+        assert_eq!(script.answer_of(worker), Answer::Done);
+        assert_eq!(script.take(worker).one(), (1, 1));
+    }
+    script.close();
+}
+
+/// By their numbers, as soon as the deadline has come.
+pub(crate) fn missing_workers_are_named(subject: &Subject) {
+    let mut script = Script::new(subject, 1);
+    let info = script.prepare(Lead::words(64));
+    script.tell_worker(0, Deed::Join(Box::new(Join::new(&info))));
+    // Long enough for the one that is there, on any machine but a hanging one.
+    let connect = Act::Connect {
+        expect: vec![0, 5, 6],
+        deadline: Duration::from_secs(3),
+    };
+    let fault = script.act(connect).fault();
+    let missing = Kind::MissingWorkers {
+        joined: vec![0],
+        missing: vec![5, 6],
+    };
+    assert_eq!(fault.kind, missing, "{}", fault.text);
+    assert!(
+        fault.retry && fault.text.contains("worker 5, worker 6"),
+        "{}",
+        fault.text
+    );
+    assert_eq!(script.answer_of(0), Answer::Done);
+
+    // The same setup connects when they are there.
+    assert_eq!(script.deed(0, Deed::Leave), Answer::Done);
+    script.gather(&info, &[0]);
+    assert_eq!(script.take(0).one(), (1, 1));
+    script.close();
+}
+
+/// Workers may join at any time.
+pub(crate) fn a_late_joiner_gets_the_newest_version(subject: &Subject) {
+    let (mut script, info) = {
+        let mut script = Script::new(subject, 2);
+        let info = script.prepare(Lead::words(64));
+        script.gather(&info, &[0]);
+        assert_eq!(script.take(0).word(), 1);
+        (script, info)
+    };
+    script.deliver_word(2, &[0]);
+    script.deliver_word(3, &[0]);
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    assert_eq!(script.take(1).one(), (3, 3));
+    script.deliver_word(4, &[0, 1]);
+    script.close();
+}
+
+/// A worker without a trainer says so, in time.
+pub(crate) fn connecting_to_nobody_ends_by_its_deadline(subject: &Subject) {
+    let mut script = Script::new(subject, 1);
+    let info = script.prepare(Lead::words(64));
+    let begun = Instant::now();
+    let fault = script
+        .join(
+            0,
+            Join {
+                deadline: BRIEF,
+                ..Join::new(&info)
+            },
+        )
+        .fault();
+    assert_eq!(fault.kind, Kind::NoSender, "{}", fault.text);
+    assert!(
+        fault.retry && begun.elapsed() < MOMENT,
+        "{:?}",
+        begun.elapsed()
+    );
+    script.close();
+}
+
+/// Both ends learn at once what does not fit.
+pub(crate) fn a_worker_of_another_model_is_refused_by_name(subject: &Subject) {
+    let mut script = Script::new(subject, 1);
+    let info = script.prepare(Lead::words(64));
+    let connect = Act::Connect {
+        expect: vec![0],
+        deadline: PATIENCE,
+    };
+    script.tell(TRAINER, &Order::Trainer(connect));
+    let insists = Join {
+        insists: Some(Shape::Words(65)),
+        ..Join::new(&info)
+    };
+    let begun = Instant::now();
+    let worker = script.join(0, insists).fault();
+    assert_eq!(worker.kind, Kind::WrongModel, "{}", worker.text);
+    let trainer = script.answer(TRAINER).fault();
+    assert_eq!(trainer.kind, Kind::Refused(vec![0]), "{}", trainer.text);
+    for fault in [worker, trainer] {
+        assert!(fault.text.contains("b.weight"), "{}", fault.text);
+    }
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    script.close();
+}
+
+/// A worker that nobody waits for can be wrong for itself.
+pub(crate) fn a_late_worker_of_another_model_costs_nobody_anything(subject: &Subject) {
+    let mut script = Script::new(subject, 2);
+    let info = script.prepare(Lead::words(64));
+    script.gather(&info, &[0]);
+    script.take(0);
+    let fault = script
+        .join(
+            1,
+            Join {
+                insists: Some(Shape::Floats),
+                ..Join::new(&info)
+            },
+        )
+        .fault();
+    assert_eq!(fault.kind, Kind::WrongModel, "{}", fault.text);
+    script.until_status(|workers| workers.len() == 1);
+    script.deliver_word(2, &[0]);
+    assert_eq!(
+        script.join(
+            1,
+            Join {
+                insists: Some(WORDS),
+                ..Join::new(&info)
+            }
+        ),
+        Answer::Done
+    );
+    assert_eq!(script.take(1).one(), (2, 2));
+    script.close();
+}
+
+/// Workers hear of an end in order after everything that was sent; a second
+/// shutdown is none.
+pub(crate) fn shutdown_is_told_and_happens_once(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, Lead::words(64), 1);
+    script.send(What::Word(2), How::wait(Wait::Sent));
+    assert_eq!(script.act(Act::Close), Answer::Done);
+    assert_eq!(script.act(Act::Close), Answer::Done);
+    if subject.can.push {
+        assert_eq!(script.deed(0, Deed::Receive(None)).seen().one(), (2, 2));
+    }
+    let fault = script.deed(0, script.take_deed()).fault();
+    assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
+    let held = script.deed(0, Deed::Reread(2)).held();
+    assert_eq!(
+        held[0].word(),
+        if subject.can.push { 2 } else { 1 },
+        "what it holds stays"
+    );
+    let fault = script
+        .join(
+            0,
+            Join {
+                deadline: BRIEF,
+                ..Join::new(&info)
+            },
+        )
+        .fault();
+    assert_eq!(fault.kind, Kind::NoSender, "{}", fault.text);
+    script.close();
+}
+
+/// It was a worker and is none any more.
+pub(crate) fn a_worker_that_leaves_is_no_failure(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
+    assert_eq!(script.deed(1, Deed::Leave), Answer::Done);
+    script.until_status(|workers| workers.len() == 1);
+    script.deliver_word(2, &[0]);
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    assert_eq!(script.take(1).one(), (2, 2));
+
+    if subject.can.push {
+        // It leaves while it is waited for.
+        script.tell_worker(0, Deed::Receive(None));
+        script.tell(
+            TRAINER,
+            &Order::Trainer(Act::Send(What::Word(3), How::default())),
+        );
+        assert_eq!(script.answer_of(0).seen().word(), 3);
+        script.until_it_sleeps(TRAINER);
+        assert_eq!(script.deed(1, Deed::Leave), Answer::Done);
+        let sent = script.answer(TRAINER).sent();
+        assert_eq!(sent.fates(), [(0, Fate::Applied), (1, Fate::Left)]);
+        assert!(sent.all_applied, "{}", sent.text);
+    }
+    script.close();
+}
+
+/// It is a plain value, and can be used any number of times.
+pub(crate) fn init_info_crosses_text_and_bytes(subject: &Subject) {
+    let mut script = Script::new(subject, 3);
+    let info = script.prepare(Lead::words(64));
+    let text = serde_json::to_string(&info).expect("it has a JSON form");
+    let bytes = postcard::to_stdvec(&info).expect("it has a postcard form");
+    let from_text: InitInfo = serde_json::from_str(&text).expect("what was just written");
+    let from_bytes: InitInfo = postcard::from_bytes(&bytes).expect("what was just written");
+    assert_eq!([&from_text, &from_bytes], [&info, &info]);
+    assert_eq!(
+        (info.scheme(), info.model().as_str()),
+        (subject.scheme.as_str(), "policy")
+    );
+    script.gather_by(vec![
+        (0, Join::new(&info)),
+        (1, Join::new(&from_text)),
+        (2, Join::new(&from_bytes)),
+    ]);
+    for worker in 0..3 {
+        assert_eq!(script.take(worker).one(), (1, 1));
+    }
+    script.close();
+}
+
+/// It can be handed over before and after a sender was set up, and set up anew
+/// after both.
+pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
+    let scheme: AnyScheme = subject
+        .schemes
+        .parse(&subject.scheme)
+        .expect("it was parsed before");
+    // A session knows the schemes built in by their words; others are handed
+    // over as an init info.
+    let built_in = subject.scheme.parse::<AnyScheme>().is_ok();
+    let passed = |session: &Session| -> Session {
+        if !built_in {
+            return Session::new(session.scheme().clone());
+        }
+        let text = serde_json::to_string(session).expect("a session has a JSON form");
+        let again: Session = serde_json::from_str(&text).expect("what was just written");
+        let bytes = postcard::to_stdvec(session).expect("a session has a postcard form");
+        let same: Session = postcard::from_bytes(&bytes).expect("what was just written");
+        assert_eq!(
+            (again.scheme(), again.init_info()),
+            (same.scheme(), same.init_info())
+        );
+        again
+    };
+    let worker_of = |session: &Session| {
+        let mut worker = passed(session);
+        let info = session.init_info().expect("a sender was set up").clone();
+        assert!(!built_in || worker.init_info() == Some(&info));
+        let setup = ReceiverSetup::new(info, 0).schemes(subject.schemes.clone());
+        worker
+            .prepare_receiver(setup)
+            .expect("nothing is connected");
+        worker
+    };
+    let mut trainer = passed(&Session::new(scheme));
+    for round in 1..4 {
+        trainer
+            .init_on_sender("policy", &WORDS.make(0))
+            .expect("a model");
+        // A second time with the same name starts over.
+        trainer
+            .init_on_sender("policy", &WORDS.make(0))
+            .expect("a model");
+        let mut worker = worker_of(&trainer);
+        let seen = thread::scope(|scope| {
+            let end = scope.spawn(|| {
+                worker
+                    .connect_receiver(PATIENCE)
+                    .expect("the trainer connects");
+                let seen = match subject.pulls() {
+                    true => worker.pull(weightsync::Pull::Newest, Some(PATIENCE)),
+                    false => worker.receive(Some(PATIENCE)),
+                };
+                let seen = seen.expect("the trainer lives").expect("the first version");
+                worker.shutdown();
+                worker.shutdown();
+                crate::harness::shape::Model::of(&seen, true).expect("one version")
+            });
+            trainer
+                .connect_sender(&WORDS.make(round), Expect::Count(1), PATIENCE)
+                .expect("a worker comes");
+            end.join().expect("it has not panicked")
+        });
+        assert_eq!((seen.version, seen.word()), (1, round));
+        trainer.shutdown();
+        trainer.shutdown();
+    }
+}
+
+/// Nothing changes by it.
+pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
+    let scheme: AnyScheme = subject
+        .schemes
+        .parse(&subject.scheme)
+        .expect("it was parsed before");
+    let weights = WORDS.make(1);
+    let options = SendOptions::new();
+    let wrong = |call: &str, fix: &str, error: Error| {
+        let text = error.to_string();
+        assert!(matches!(error, Error::WrongOrder { .. }), "{call}: {text}");
+        assert!(text.contains(call) && text.contains(fix), "{call}: {text}");
+    };
+    let unlinked = |session: &mut Session, fix: &str| {
+        wrong(
+            "send",
+            fix,
+            session.send(&weights, &options).expect_err("not connected"),
+        );
+        wrong(
+            "receive",
+            "",
+            session
+                .receive(Some(Duration::ZERO))
+                .expect_err("not connected"),
+        );
+        wrong(
+            "connect_receiver",
+            "",
+            session.connect_receiver(PATIENCE).expect_err("no receiver"),
+        );
+    };
+    let mut session = Session::new(scheme);
+    unlinked(&mut session, "init_on_sender");
+    wrong(
+        "init_on_receiver",
+        "init_on_sender",
+        session.init_on_receiver(0).expect_err("no sender is known"),
+    );
+    let early = session.connect_sender(&weights, Expect::Count(0), PATIENCE);
+    wrong(
+        "connect_sender",
+        "init_on_sender",
+        early.expect_err("not prepared"),
+    );
+
+    session.init_on_sender("policy", &weights).expect("a model");
+    unlinked(&mut session, "connect");
+    session
+        .connect_sender(&weights, Expect::Count(0), PATIENCE)
+        .expect("nobody is expected");
+    wrong(
+        "init_on_sender",
+        "",
+        session
+            .init_on_sender("policy", &weights)
+            .expect_err("it is connected"),
+    );
+    wrong(
+        "init_on_receiver",
+        "",
+        session.init_on_receiver(0).expect_err("it is a sender"),
+    );
+    wrong(
+        "receive",
+        "",
+        session.receive(None).expect_err("it is a sender"),
+    );
+    let again = session.connect_sender(&weights, Expect::Count(0), PATIENCE);
+    wrong("connect_sender", "", again.expect_err("it is connected"));
+    // It is none the worse for it.
+    assert_eq!(
+        session
+            .send(&weights, &options)
+            .expect("it is connected")
+            .version()
+            .0,
+        2
+    );
+    session.shutdown();
+    wrong(
+        "send",
+        "anew",
+        session
+            .send(&weights, &options)
+            .expect_err("it is shut down"),
+    );
+}

@@ -1,0 +1,196 @@
+//! What is always true, one scenario each.
+
+pub(crate) mod asynchronous;
+pub(crate) mod death;
+pub(crate) mod hold;
+pub(crate) mod hostile;
+pub(crate) mod leaks;
+pub(crate) mod lifecycle;
+pub(crate) mod payload;
+pub(crate) mod receive;
+pub(crate) mod refusals;
+pub(crate) mod restart;
+pub(crate) mod send;
+pub(crate) mod sets;
+pub(crate) mod snapshots;
+pub(crate) mod targets;
+
+use weightsync::Capabilities;
+
+use crate::Subject;
+use Need::{
+    Death, EveryVersion, Hold, Loan, Newest, NoWeights, Pull, Push, Restarts, Sets, Subsets,
+    Weights,
+};
+
+/// What a scenario needs of a scheme.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    Weights,
+    /// A scheme that carries nothing.
+    NoWeights,
+    Push,
+    Sets,
+    Subsets,
+    Hold,
+    Pull,
+    EveryVersion,
+    /// Versions that were not taken in time are passed over.
+    Newest,
+    Loan,
+    Restarts,
+    Death,
+}
+
+impl Need {
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Weights => "weights",
+            Self::NoWeights => "no weights",
+            Self::Push => "push",
+            Self::Sets => "sets",
+            Self::Subsets => "subsets",
+            Self::Hold => "hold",
+            Self::Pull => "pull",
+            Self::EveryVersion => "every version",
+            Self::Newest => "newest only",
+            Self::Loan => "loan",
+            Self::Restarts => "restarts",
+            Self::Death => "death",
+        }
+    }
+
+    fn met(self, can: &Capabilities) -> bool {
+        match self {
+            Self::Weights => can.weights,
+            Self::NoWeights => !can.weights,
+            Self::Push => can.push,
+            Self::Sets => can.sets,
+            Self::Subsets => can.subsets,
+            Self::Hold => can.hold,
+            Self::Pull => can.pull,
+            Self::EveryVersion => can.every_version,
+            Self::Newest => !can.every_version,
+            Self::Loan => can.loan,
+            Self::Restarts => can.restarts,
+            Self::Death => can.death,
+        }
+    }
+}
+
+/// One scenario.
+#[derive(Clone, Copy)]
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    needs: &'static [Need],
+    pub(crate) run: fn(&Subject),
+}
+
+impl Scenario {
+    /// What of its needs a scheme does not offer.
+    pub(crate) fn lacks(&self, can: &Capabilities) -> Vec<Need> {
+        let unmet = self.needs.iter().filter(|need| !need.met(can));
+        unmet.copied().collect()
+    }
+}
+
+macro_rules! scenarios {
+    ($($module:ident :: $name:ident [$($need:ident)*],)*) => {
+        vec![$(Scenario {
+            name: concat!(stringify!($module), "::", stringify!($name)),
+            needs: &[$($need),*],
+            run: $module::$name,
+        },)*]
+    };
+}
+
+/// Every scenario, in the order of the journey.
+pub(crate) fn all() -> Vec<Scenario> {
+    scenarios![
+        lifecycle::setting_up_communicates_nothing[],
+        lifecycle::a_program_runs_unchanged_without_synchronisation[NoWeights],
+        lifecycle::connect_is_a_rendezvous_in_either_order[Weights],
+        lifecycle::missing_workers_are_named[Weights],
+        lifecycle::a_late_joiner_gets_the_newest_version[Weights],
+        lifecycle::connecting_to_nobody_ends_by_its_deadline[Weights],
+        lifecycle::a_worker_of_another_model_is_refused_by_name[Weights],
+        lifecycle::a_late_worker_of_another_model_costs_nobody_anything[Weights],
+        lifecycle::shutdown_is_told_and_happens_once[Weights],
+        lifecycle::a_worker_that_leaves_is_no_failure[Weights],
+        lifecycle::init_info_crosses_text_and_bytes[Weights],
+        lifecycle::a_session_is_a_value_before_and_after_init[Weights],
+        lifecycle::a_call_out_of_order_says_what_to_do[Weights],
+        hostile::damaged_init_info_is_an_error[],
+        hostile::whoever_lacks_the_secret_does_not_get_in[Weights],
+        hostile::absurd_init_info_is_refused_in_words[],
+        send::whole_versions_only_at_full_speed[Weights],
+        send::whole_versions_only_of_megabytes[Weights],
+        send::what_is_not_sent_is_not_seen[Weights],
+        send::the_report_is_a_sentence_for_each_worker[Weights Push],
+        send::a_send_waits_as_far_as_it_is_told[Weights Push],
+        send::labels_are_true_while_a_load_is_under_way[Weights Push],
+        send::version_numbers_may_be_given_and_only_grow[Weights],
+        send::wrong_weights_are_named_and_the_old_version_serves[Weights],
+        send::a_source_that_fails_midway_changes_nothing[Weights],
+        send::a_part_of_the_tensors_leaves_the_others_as_they_are[Weights],
+        send::what_is_registered_can_be_sent_by_name[Weights],
+        send::the_trainer_writes_into_the_place_the_workers_read[Weights Loan],
+        send::a_worker_that_holds_on_stops_nobody_beyond_the_deadline[Weights],
+        targets::a_send_to_one_worker_changes_neither_the_others_nor_the_source[Weights Subsets],
+        targets::each_worker_can_have_weights_of_its_own[Weights Subsets],
+        targets::each_device_can_have_weights_of_its_own[Weights Subsets],
+        targets::a_send_to_all_ends_what_was_sent_to_some[Weights Subsets],
+        targets::a_worker_that_is_not_there_gets_its_own_when_it_joins[Weights Subsets],
+        targets::a_part_is_of_what_the_targets_have[Weights Subsets],
+        asynchronous::a_send_returns_once_its_source_was_read[Weights Push],
+        asynchronous::a_second_send_is_refused_while_one_is_pending[Weights Push],
+        asynchronous::pending_sends_queue_up_to_their_bound[Weights Push],
+        asynchronous::an_acknowledgement_is_of_its_version[Weights Push],
+        payload::every_dtype_arrives_bit_by_bit[Weights],
+        payload::a_hundred_thousand_tensors_arrive[Weights],
+        payload::tensors_that_do_not_lie_in_order_arrive_in_order[Weights],
+        payload::floats_are_cast_on_their_way[Weights],
+        payload::a_model_without_elements_arrives[Weights],
+        receive::a_timeout_is_nothing_and_no_error[Weights],
+        receive::a_wait_without_end_ends_with_a_shutdown[Weights Push],
+        receive::the_newest_is_there_at_once_and_again[Weights],
+        receive::newest_wins_and_older_ones_are_passed_over[Weights Newest],
+        receive::every_version_comes_in_order[Weights EveryVersion],
+        receive::a_full_queue_is_a_line_and_costs_the_others_nothing[Weights EveryVersion],
+        receive::a_worker_asks_for_the_newest_or_one_it_names[Weights Pull],
+        receive::a_version_that_is_not_kept_is_said_to_be_so[Weights Pull],
+        receive::a_worker_waits_for_a_version_to_come[Weights Pull],
+        receive::a_model_without_shapes_takes_the_senders[Weights Push],
+        receive::several_workers_live_in_one_process[Weights],
+        sets::a_set_flips_as_one_on_every_worker[Weights Sets Push],
+        sets::a_sender_killed_at_any_stage_of_a_set_leaves_one_set[Weights Sets Push Restarts Death],
+        sets::a_sender_killed_at_random_moments_leaves_one_set[Weights Sets Push Restarts Death],
+        sets::a_load_that_fails_midway_goes_back[Weights Sets Push],
+        sets::a_load_that_cannot_go_back_does_not_serve[Weights Sets Push],
+        sets::a_worker_killed_midway_loads_one_set_when_it_is_back[Weights Sets Push Death],
+        sets::a_bad_member_is_refused_before_anything_is_sent[Sets],
+        sets::members_can_be_sent_alone_between_sets[Weights Sets Push],
+        sets::a_worker_can_take_some_of_the_models[Weights Sets Push],
+        death::a_worker_killed_while_a_send_waits_is_a_line[Weights Push Death],
+        death::a_worker_killed_while_idle_is_gone[Weights Death],
+        death::a_worker_killed_while_it_holds_everything_frees_it[Weights Push Death],
+        death::a_worker_that_cannot_load_is_a_line[Weights Push],
+        death::a_stopped_worker_is_late_and_the_others_are_up_to_date[Weights Push Newest],
+        death::a_sender_killed_at_any_stage_leaves_whole_versions[Weights Push Death],
+        death::a_killed_sender_is_told_to_all_at_once[Weights Push Death],
+        restart::workers_find_the_next_sender_by_themselves[Weights Push Restarts Death],
+        restart::a_living_sender_keeps_its_place[Weights Restarts],
+        restart::a_worker_does_not_go_back_to_an_earlier_epoch[Weights Restarts Death],
+        restart::a_worker_that_comes_back_has_the_newest[Weights Death],
+        restart::both_ends_can_start_again_in_either_order[Weights Restarts Death],
+        hold::a_held_worker_stays_and_is_released_to_the_newest[Weights Push Hold],
+        hold::a_held_worker_that_comes_back_is_still_held[Weights Push Hold Death],
+        hold::an_older_version_comes_back_as_a_new_one_of_the_same_digest[Weights],
+        snapshots::a_snapshot_outlives_both_ends[Weights Death],
+        snapshots::a_digest_is_the_same_at_both_ends[Weights],
+        snapshots::checksums_hold_where_they_were_made[Weights],
+        leaks::many_connections_leave_nothing[Weights],
+        leaks::workers_that_come_and_go_leave_nothing[Weights Death],
+        leaks::failed_connections_leave_nothing[Weights],
+    ]
+}

@@ -1,0 +1,346 @@
+//! Receiving: what comes, what does not, and when a wait ends.
+
+use std::time::{Duration, Instant};
+
+use crate::Subject;
+use crate::harness::fault::Kind;
+use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Wait, Want, What};
+use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
+use crate::harness::script::{Script, TRAINER};
+use crate::harness::shape::Shape;
+
+/// The end of a timeout is no failure, however often.
+pub(crate) fn a_timeout_is_nothing_and_no_error(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    for timeout in [Duration::ZERO, Duration::from_micros(1), BRIEF] {
+        for _ in 0..3 {
+            assert_eq!(
+                script.deed(0, Deed::Receive(Some(timeout))),
+                Answer::Nothing
+            );
+        }
+    }
+    // A timeout beyond the clock's reach is none.
+    script.tell_worker(0, Deed::Receive(Some(Duration::MAX)));
+    script.until_it_sleeps(1);
+    assert!(!script.has_said(1));
+    script.act(Act::Close);
+    let fault = script.answer_of(0).fault();
+    assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
+    script.close();
+}
+
+/// Or with a version, or a death.
+pub(crate) fn a_wait_without_end_ends_with_a_shutdown(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
+    for worker in 0..2 {
+        script.tell_worker(worker, Deed::Receive(None));
+        script.until_it_sleeps(worker as usize + 1);
+        assert!(!script.has_said(worker as usize + 1));
+    }
+    let begun = Instant::now();
+    script.act(Act::Close);
+    for worker in 0..2 {
+        let fault = script.answer_of(worker).fault();
+        assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
+    }
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    script.close();
+}
+
+/// Looking does not use anything up.
+pub(crate) fn the_newest_is_there_at_once_and_again(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    for _ in 0..3 {
+        assert_eq!(script.deed(0, Deed::Latest).seen().one(), (1, 1));
+    }
+    script.deliver_word(2, &[0]);
+    for _ in 0..3 {
+        assert_eq!(script.deed(0, Deed::Latest).seen().one(), (2, 2));
+    }
+    assert_eq!(
+        script.deed(0, Deed::Receive(Some(Duration::ZERO))),
+        Answer::Nothing
+    );
+    script.close();
+}
+
+/// A worker that was busy gets the newest, and each of those passed over is
+/// settled with it.
+pub(crate) fn newest_wins_and_older_ones_are_passed_over(subject: &Subject) {
+    let lead = Lead {
+        pending: 8,
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 2);
+    for word in 2..7 {
+        script
+            .act(Act::SendAsync(What::Word(word), How::default()))
+            .began();
+    }
+    for worker in 0..2 {
+        assert_eq!(script.take(worker).one(), (6, 6));
+        assert_eq!(
+            script.deed(worker, Deed::Receive(Some(BRIEF))),
+            Answer::Nothing
+        );
+    }
+    for place in 0..5 {
+        let sent = script.act(Act::Await(place, None)).sent();
+        script.assert_applied(&sent, &[0, 1]);
+    }
+    script.close();
+}
+
+/// In the order of the sends, whatever the pace of the worker.
+pub(crate) fn every_version_comes_in_order(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
+    let mut next = [2; 2];
+    for word in 2..40 {
+        let sent = script.send(What::Word(word), How::wait(Wait::Sent));
+        assert!(sent.lines.is_empty());
+        // The second worker is always one behind.
+        for worker in 0..2 {
+            if next[worker] + worker as u64 <= word {
+                let seen = script.deed(worker as u32, Deed::Receive(None)).seen();
+                assert_eq!(seen.one(), (next[worker], next[worker]));
+                script.deed(worker as u32, Deed::Keep(0));
+                next[worker] += 1;
+            }
+        }
+    }
+    assert_eq!(script.deed(1, Deed::Receive(None)).seen().word(), 39);
+    script.close();
+}
+
+/// A queue has its bound. The version that does not fit by the deadline is said
+/// to be lost for that worker, and for nobody else.
+pub(crate) fn a_full_queue_is_a_line_and_costs_the_others_nothing(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
+    let mut word = 1;
+    let full = loop {
+        word += 1;
+        assert!(word < 80, "a queue without a bound");
+        script.tell_worker(1, Deed::Receive(None));
+        let sent = script.send(What::Word(word), How::within(BRIEF));
+        assert_eq!(sent.line(1).fate, Fate::Applied, "{}", sent.text);
+        assert_eq!(script.answer_of(1).seen().one(), (word, word));
+        script.deed(1, Deed::Keep(0));
+        match sent.line(0).fate {
+            Fate::Late => {}
+            Fate::Full => break sent,
+            _ => panic!("{}", sent.text),
+        }
+    };
+    assert!(
+        full.text.contains("worker 0") && full.text.contains("queue was full"),
+        "{}",
+        full.text
+    );
+    println!("full with {} waiting", word - 2);
+    // What is in the queue comes in order, the one that did not fit is missing,
+    // and what comes afterwards is there.
+    for expected in 2..word {
+        assert_eq!(
+            script.deed(0, Deed::Receive(None)).seen().one(),
+            (expected, expected)
+        );
+        script.deed(0, Deed::Keep(0));
+    }
+    assert_eq!(script.deed(0, Deed::Receive(Some(BRIEF))), Answer::Nothing);
+    script.deliver_word(word + 1, &[0, 1]);
+
+    // A send that can wait longer is delivered as soon as there is room.
+    for more in 0..word - 2 {
+        let how = How {
+            workers: Some(vec![0]),
+            ..How::wait(Wait::Sent)
+        };
+        script.send(What::Word(100 + more), how);
+    }
+    let waits = How {
+        workers: Some(vec![0]),
+        ..How::wait(Wait::Staged)
+    };
+    script.tell(TRAINER, &Order::Trainer(Act::Send(What::Word(99), waits)));
+    script.until_it_sleeps(TRAINER);
+    assert!(!script.has_said(TRAINER), "the queue is full");
+    for more in 0..word - 2 {
+        assert_eq!(
+            script.deed(0, Deed::Receive(None)).seen().word(),
+            100 + more
+        );
+        script.deed(0, Deed::Keep(0));
+    }
+    assert_eq!(script.deed(0, Deed::Receive(None)).seen().word(), 99);
+    let sent = script.answer(TRAINER).sent();
+    assert!(
+        matches!(sent.line(0).fate, Fate::Staged | Fate::Applied),
+        "{}",
+        sent.text
+    );
+    script.close();
+}
+
+/// The newest, exactly one, or one at least.
+pub(crate) fn a_worker_asks_for_the_newest_or_one_it_names(subject: &Subject) {
+    let lead = Lead {
+        history: 3,
+        slots: (2, 8),
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 1);
+    for word in 2..5 {
+        script.send(What::Word(word), How::wait(Wait::Sent));
+    }
+    let mut pull = |want| {
+        script
+            .deed(0, Deed::Pull(want, Some(PATIENCE)))
+            .seen()
+            .one()
+    };
+    // Also where a newer one has come that was not looked at yet.
+    assert_eq!(pull(Want::Exactly(2)), (2, 2));
+    assert_eq!(pull(Want::Exactly(3)), (3, 3));
+    assert_eq!(pull(Want::Newest), (4, 4));
+    assert_eq!(
+        pull(Want::Newest),
+        (4, 4),
+        "asked for again, it comes again"
+    );
+    assert_eq!(pull(Want::AtLeast(3)), (4, 4));
+    assert_eq!(pull(Want::AtLeast(4)), (4, 4));
+    assert_eq!(pull(Want::Exactly(1)), (1, 1));
+    let runs = script.deed(0, Deed::Runs);
+    assert!(
+        matches!(&runs, Answer::Runs { versions, .. } if versions[0].1 == 1),
+        "{runs:?}"
+    );
+    assert_eq!(
+        script.status()[0].versions,
+        [1],
+        "the sender knows what it runs"
+    );
+    script.close();
+}
+
+/// With what there is instead.
+pub(crate) fn a_version_that_is_not_kept_is_said_to_be_so(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    for word in 2..8 {
+        script.deliver_word(word, &[0]);
+        script.deed(0, Deed::Keep(0));
+    }
+    for gone in [1, 2, 99] {
+        let fault = script
+            .deed(0, Deed::Pull(Want::Exactly(gone), Some(PATIENCE)))
+            .fault();
+        assert_eq!(fault.kind, Kind::NoSuchVersion, "{}", fault.text);
+        assert!(
+            fault.text.contains(&format!("v{gone} ")) && fault.text.contains("v7"),
+            "{}",
+            fault.text
+        );
+    }
+    assert_eq!(
+        script
+            .deed(0, Deed::Pull(Want::Newest, Some(PATIENCE)))
+            .seen()
+            .one(),
+        (7, 7)
+    );
+    script.deliver_word(8, &[0]);
+    script.close();
+}
+
+/// One that there is not yet comes when there is, or not by the timeout.
+pub(crate) fn a_worker_waits_for_a_version_to_come(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    assert_eq!(
+        script.deed(0, Deed::Pull(Want::AtLeast(3), Some(BRIEF))),
+        Answer::Nothing
+    );
+    script.tell_worker(0, Deed::Pull(Want::AtLeast(3), None));
+    script.until_it_sleeps(1);
+    script.send(What::Word(2), How::wait(Wait::Sent));
+    script.until_it_sleeps(1);
+    assert!(!script.has_said(1), "the second is not the third");
+    script.send(What::Word(3), How::wait(Wait::Sent));
+    assert_eq!(script.answer_of(0).seen().one(), (3, 3));
+
+    script.tell_worker(0, Deed::Pull(Want::AtLeast(9), None));
+    script.until_it_sleeps(1);
+    script.act(Act::Close);
+    let fault = script.answer_of(0).fault();
+    assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
+    script.close();
+}
+
+/// A model that is made when the weights come.
+pub(crate) fn a_model_without_shapes_takes_the_senders(subject: &Subject) {
+    let mut script = Script::new(subject, 2);
+    let info = script.prepare(Lead::words(64));
+    let lazy = Join {
+        own: vec![("policy".into(), None)],
+        ..Join::new(&info)
+    };
+    let shaped = Join {
+        own: vec![("policy".into(), Some(Shape::Words(64)))],
+        ..Join::new(&info)
+    };
+    script.gather_by(vec![(0, lazy), (1, shaped)]);
+    for worker in 0..2 {
+        script.tell_worker(
+            worker,
+            Deed::Load {
+                timeout: None,
+                mishap: None,
+            },
+        );
+    }
+    let sent = script.send(What::Word(2), How::default());
+    script.assert_applied(&sent, &[0, 1]);
+    for worker in 0..2 {
+        let loaded = script.answer_of(worker).loaded();
+        assert_eq!((loaded.word(), loaded.versions), (Some(2), Some(vec![2])));
+    }
+    script.close();
+}
+
+/// One init info does for every worker, also for several in one process.
+pub(crate) fn several_workers_live_in_one_process(subject: &Subject) {
+    let mut script = Script::new(subject, 1);
+    let info = script.prepare(Lead::words(64));
+    let connect = Act::Connect {
+        expect: vec![3, 1_000_000, 8],
+        deadline: PATIENCE,
+    };
+    script.tell(TRAINER, &Order::Trainer(connect));
+    let workers = [3, 8, 1_000_000];
+    let tell = |script: &mut Script<'_>, worker, deed| {
+        script.tell(1, &Order::Worker(worker, deed));
+        script.answer(1)
+    };
+    for worker in workers {
+        assert_eq!(
+            tell(&mut script, worker, Deed::Join(Box::new(Join::new(&info)))),
+            Answer::Done
+        );
+    }
+    assert_eq!(script.answer(TRAINER), Answer::Done);
+    let take = script.take_deed();
+    for worker in workers {
+        assert_eq!(tell(&mut script, worker, take.clone()).seen().word(), 1);
+    }
+    script.send(What::Word(2), How::wait(Wait::Sent));
+    for worker in workers {
+        assert_eq!(tell(&mut script, worker, take.clone()).seen().word(), 2);
+    }
+    assert_eq!(tell(&mut script, 8, Deed::Leave), Answer::Done);
+    script.until_status(|workers| workers.len() == 2);
+    script.send(What::Word(3), How::wait(Wait::Sent));
+    for worker in [3, 1_000_000] {
+        assert_eq!(tell(&mut script, worker, take.clone()).seen().word(), 3);
+    }
+    script.close();
+}

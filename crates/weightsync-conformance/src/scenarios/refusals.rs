@@ -1,0 +1,78 @@
+//! What a scheme does not state, it refuses.
+
+use std::thread;
+
+use weightsync::{Error, Expect, Pull, ReceiverSetup, SendOptions, SenderSetup, Set};
+
+use crate::Subject;
+use crate::harness::scale::PATIENCE;
+use crate::harness::shape::Shape;
+
+/// Every call that is not offered is an error that names the scheme, and none of
+/// them harms what is.
+pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
+    let scheme = subject
+        .schemes
+        .parse(&subject.scheme)
+        .expect("it was parsed before");
+    let can = subject.can;
+    let weights = Shape::Words(64).make(1);
+    let setup =
+        || SenderSetup::new("policy", &weights).and_then(|setup| setup.scheme(scheme.clone()));
+    let refused = |what: &str, error: Error| {
+        let text = error.to_string();
+        assert!(matches!(error, Error::Unsupported { .. }), "{what}: {text}");
+    };
+    if !can.sets {
+        let connected = setup()
+            .and_then(|setup| setup.and("critic", &weights))
+            .and_then(|setup| {
+                let set = Set::new().with("policy", &weights).with("critic", &weights);
+                setup.connect(&set, Expect::Count(0), PATIENCE)
+            });
+        refused(
+            "several models at once",
+            connected.expect_err("it has no sets"),
+        );
+    }
+    let setup = setup().expect("a model and a place");
+    let info = setup.init_info();
+    let mut sender = setup
+        .connect(&weights, Expect::Count(0), PATIENCE)
+        .expect("nobody is expected");
+    if !can.subsets {
+        let sent = sender.send_with(&weights, &SendOptions::new().workers([0]));
+        refused("a send to some", sent.expect_err("it has no subsets"));
+    }
+    if !can.hold {
+        refused("hold", sender.hold([0]).expect_err("it cannot hold"));
+        refused("release", sender.release([0]).expect_err("it cannot hold"));
+    }
+    if !can.loan {
+        refused("loan", sender.loan().expect_err("it lends nothing"));
+    }
+    if !can.weights {
+        refused("snapshot", sender.snapshot().expect_err("it keeps nothing"));
+    }
+    if !can.pull {
+        let worker = ReceiverSetup::new(info, 0).schemes(subject.schemes.clone());
+        let mut receiver = thread::scope(|scope| {
+            let joined = scope.spawn(|| worker.connect(PATIENCE));
+            joined
+                .join()
+                .expect("it has not panicked")
+                .expect("there is a sender")
+        });
+        refused(
+            "pull",
+            receiver
+                .pull(Pull::Newest, Some(PATIENCE))
+                .expect_err("it cannot be asked"),
+        );
+    }
+    let report = sender.send_with(
+        &weights,
+        &SendOptions::new().wait(weightsync::WaitFor::Sent),
+    );
+    assert!(report.is_ok(), "{report:?}");
+}

@@ -1,0 +1,196 @@
+//! Either end comes back without the other, and without a step by hand.
+
+use crate::Subject;
+use crate::harness::fault::Kind;
+use crate::harness::order::{Act, Answer, Deed, How, Join, Lead, Order, Wait, What};
+use crate::harness::scale::{BRIEF, PATIENCE};
+use crate::harness::script::{Script, TRAINER};
+
+/// A trainer with a run directory, and so many workers that hold its first
+/// version.
+fn open(subject: &Subject, workers: u32) -> (Script<'_>, Lead) {
+    let mut script = Script::new(subject, workers as usize);
+    let lead = Lead {
+        run_dir: Some(script.run_dir()),
+        slots: (2, 8),
+        ..Lead::words(64)
+    };
+    let info = script.prepare(lead.clone());
+    script.gather(&info, &(0..workers).collect::<Vec<_>>());
+    for worker in 0..workers {
+        assert_eq!(script.take(worker).word(), 1);
+    }
+    (script, lead)
+}
+
+fn connect(expect: &[u32]) -> Act {
+    Act::Connect {
+        expect: expect.to_vec(),
+        deadline: PATIENCE,
+    }
+}
+
+/// After a death and after an end in order. Its versions count anew, in a run of
+/// a higher epoch.
+pub(crate) fn workers_find_the_next_sender_by_themselves(subject: &Subject) {
+    let (mut script, lead) = open(subject, 2);
+    let info = script.info();
+    let mut epoch = script.deed(0, Deed::Latest).seen().run.epoch;
+    for life in 0..4 {
+        script.deliver_word(2, &[0, 1]);
+        let killed = life % 2 == 0;
+        for worker in 0..2 {
+            script.tell_worker(worker, Deed::Receive(None));
+            script.until_it_sleeps(worker as usize + 1);
+        }
+        match killed {
+            true => script.kill(TRAINER),
+            false => assert_eq!(script.act(Act::Close), Answer::Done),
+        }
+        for worker in 0..2 {
+            let fault = script.answer_of(worker).fault();
+            let told = matches!(fault.kind, Kind::SenderDied(_));
+            assert!(
+                told == killed && (killed || fault.kind == Kind::SenderClosed),
+                "{}",
+                fault.text
+            );
+            // Nobody is there yet; that is no error, and what it holds is whole.
+            assert_eq!(
+                script.deed(worker, Deed::Receive(Some(BRIEF))),
+                Answer::Nothing
+            );
+            assert_eq!(script.deed(worker, Deed::Reread(2)).held()[0].one(), (2, 2));
+            script.tell_worker(worker, Deed::Receive(None));
+        }
+        if killed {
+            script.raise(TRAINER);
+        }
+        assert_eq!(
+            script.prepare(lead.clone()),
+            info,
+            "it is found at the same place"
+        );
+        assert_eq!(script.act(connect(&[0, 1])), Answer::Done);
+        for worker in 0..2 {
+            let seen = script.answer_of(worker).seen();
+            assert_eq!(seen.one(), (1, 1));
+            assert!(seen.run.epoch > epoch, "{:?} after {epoch}", seen.run);
+            if worker == 1 {
+                epoch = seen.run.epoch;
+            }
+        }
+    }
+    script.close();
+}
+
+/// A second one is told so, and nobody notices it.
+pub(crate) fn a_living_sender_keeps_its_place(subject: &Subject) {
+    // The second puppet is a trainer too.
+    let mut script = Script::new(subject, 2);
+    let lead = Lead {
+        run_dir: Some(script.run_dir()),
+        ..Lead::words(64)
+    };
+    let info = script.prepare(lead.clone());
+    script.gather(&info, &[0]);
+    script.take(0);
+    let second = |script: &mut Script<'_>, act| {
+        script.tell(2, &Order::Trainer(act));
+        script.answer(2)
+    };
+    assert_eq!(second(&mut script, Act::Prepare(lead.clone())).info(), info);
+    let fault = second(&mut script, connect(&[])).fault();
+    assert_ne!(fault.kind, Kind::Unsupported, "{}", fault.text);
+    script.deliver_word(2, &[0]);
+
+    // Once it is gone the place is free.
+    assert_eq!(script.act(Act::Close), Answer::Done);
+    let fault = script.deed(0, script.take_deed()).fault();
+    assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
+    assert_eq!(second(&mut script, connect(&[])), Answer::Done);
+    if subject.can.push {
+        assert_eq!(script.deed(0, Deed::Receive(None)).seen().one(), (1, 1));
+    }
+    script.close();
+}
+
+/// Whoever has seen a run refuses the ones before, whatever they offer.
+pub(crate) fn a_worker_does_not_go_back_to_an_earlier_epoch(subject: &Subject) {
+    let (mut script, lead) = open(subject, 1);
+    let epoch = script.deed(0, Deed::Latest).seen().run.epoch;
+    script.kill(TRAINER);
+    let fault = script.deed(0, Deed::Receive(None)).fault();
+    assert!(matches!(fault.kind, Kind::SenderDied(_)), "{}", fault.text);
+    // Somebody puts an old counter back: the next sender has the epoch of the
+    // one that is gone.
+    std::fs::write(script.run_dir().join("epoch"), format!("{}\n", epoch.0 - 1))
+        .expect("the run directory is ours");
+    script.raise(TRAINER);
+    script.prepare(lead.clone());
+    assert_eq!(script.act(connect(&[])), Answer::Done);
+    script.send(What::Word(66), How::wait(Wait::Sent));
+    match script.deed(0, Deed::Receive(Some(BRIEF))) {
+        Answer::Nothing => {}
+        Answer::Fault(fault) => assert!(fault.retry, "{}", fault.text),
+        other => panic!("of an epoch that was seen before: {other:?}"),
+    }
+    assert_eq!(script.deed(0, Deed::Reread(2)).held()[0].one(), (1, 1));
+    // The one after that is higher, and is believed.
+    assert_eq!(script.act(Act::Close), Answer::Done);
+    script.prepare(lead);
+    assert_eq!(script.act(connect(&[])), Answer::Done);
+    let seen = script.take(0);
+    assert_eq!(seen.one(), (1, 1));
+    assert!(seen.run.epoch > epoch, "{seen:?}");
+    script.close();
+}
+
+/// It is a worker like any other, under the number it had.
+pub(crate) fn a_worker_that_comes_back_has_the_newest(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
+    for round in 0..3 {
+        let word = 2 + 2 * round;
+        script.deliver_word(word, &[0, 1]);
+        script.kill(1);
+        script.send(What::Word(word + 1), How::wait(Wait::Sent));
+        script.raise(1);
+        assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
+        for worker in 0..2 {
+            assert_eq!(script.take(worker).word(), word + 1);
+        }
+        let workers = script.status();
+        assert_eq!(workers.len(), 2, "{workers:?}");
+    }
+    script.close();
+}
+
+/// A machine that was switched off and on.
+pub(crate) fn both_ends_can_start_again_in_either_order(subject: &Subject) {
+    for worker_first in [true, false] {
+        let (mut script, lead) = open(subject, 1);
+        let info = script.info();
+        let epoch = script.deed(0, Deed::Latest).seen().run.epoch;
+        script.kill(TRAINER);
+        script.kill(1);
+        script.raise(1);
+        script.raise(TRAINER);
+        let join = Deed::Join(Box::new(Join::new(&info)));
+        if worker_first {
+            script.tell_worker(0, join.clone());
+            script.until_it_sleeps(1);
+        }
+        assert_eq!(script.prepare(lead), info);
+        script.tell(TRAINER, &Order::Trainer(connect(&[0])));
+        if !worker_first {
+            script.tell_worker(0, join);
+        }
+        assert_eq!(script.answer_of(0), Answer::Done);
+        assert_eq!(script.answer(TRAINER), Answer::Done);
+        let seen = script.take(0);
+        assert_eq!(seen.one(), (1, 1));
+        assert!(seen.run.epoch > epoch, "{seen:?}");
+        script.deliver_word(2, &[0]);
+        script.close();
+    }
+}

@@ -1,0 +1,150 @@
+//! Sends to some workers, and weights of their own for each.
+
+use crate::Subject;
+use crate::harness::fault::Kind;
+use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, What};
+use crate::harness::scale::BRIEF;
+use crate::harness::script::Script;
+
+/// Neither the other workers nor the trainer's own weights are touched.
+pub(crate) fn a_send_to_one_worker_changes_neither_the_others_nor_the_source(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(1 << 10), 2);
+    for word in 10..14 {
+        let (sent, seen) = script.deliver(What::Other(word), How::to(&[0]), &[0]);
+        assert_eq!(seen[0].word(), word);
+        script.assert_applied(&sent, &[0]);
+        assert_eq!(script.deed(1, Deed::Latest).seen().one(), (1, 1));
+        assert_eq!(script.deed(1, Deed::Receive(Some(BRIEF))), Answer::Nothing);
+        assert_eq!(script.act(Act::Source).source(), [vec![Some(1); 3]]);
+    }
+    let held = script.deed(1, Deed::Reread(2)).held();
+    assert!(held.iter().all(|seen| seen.word() == 1), "{held:?}");
+    script.close();
+}
+
+/// One call, one report; workers that are given the same share a version.
+pub(crate) fn each_worker_can_have_weights_of_its_own(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 3);
+    let each = What::Each(vec![(0, 5), (1, 6), (2, 5)]);
+    let (sent, seen) = script.deliver(each, How::default(), &[0, 1, 2]);
+    script.assert_applied(&sent, &[0, 1, 2]);
+    let words: Vec<_> = seen.iter().map(|seen| seen.one()).collect();
+    assert_eq!([words[0], words[2]], [(2, 5); 2]);
+    assert_eq!(words[1], (3, 6));
+    let versions: Vec<_> = sent.versions.iter().map(|(_, version)| *version).collect();
+    assert_eq!(versions, [2, 3], "one for each distinct source");
+    if subject.can.push {
+        assert_eq!(sent.line(1).versions.last(), Some(&3), "{}", sent.text);
+    }
+    script.close();
+}
+
+/// One version for each distinct device.
+pub(crate) fn each_device_can_have_weights_of_its_own(subject: &Subject) {
+    let mut script = Script::new(subject, 3);
+    let info = script.prepare(Lead::words(64));
+    let devices = ["cuda:0", "cpu", "cuda:0"];
+    let joins = devices.iter().zip(0..).map(|(device, worker)| {
+        (
+            worker,
+            Join {
+                device: Some((*device).to_owned()),
+                ..Join::new(&info)
+            },
+        )
+    });
+    script.gather_by(joins.collect());
+    for worker in 0..3 {
+        script.take(worker);
+    }
+    let known: Vec<_> = script
+        .status()
+        .into_iter()
+        .map(|status| status.device)
+        .collect();
+    assert_eq!(known, devices);
+    let by_device = What::Devices(vec![("cuda:0".into(), 7), ("cpu".into(), 8)]);
+    let (sent, seen) = script.deliver(by_device, How::default(), &[0, 1, 2]);
+    assert_eq!(
+        seen.iter().map(|seen| seen.word()).collect::<Vec<_>>(),
+        [7, 8, 7]
+    );
+    assert_eq!(sent.versions.len(), 2, "{}", sent.text);
+    script.close();
+}
+
+/// What was for some is over when something is for all.
+pub(crate) fn a_send_to_all_ends_what_was_sent_to_some(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, Lead::words(64), 3);
+    script.deliver(What::Word(5), How::to(&[1, 2]), &[1, 2]);
+    script.deliver_word(6, &[0, 1, 2]);
+    for worker in 0..3 {
+        assert_eq!(script.deed(worker, Deed::Latest).seen().one(), (3, 6));
+    }
+    script.deliver(What::Word(7), How::to(&[0]), &[0]);
+    // Whoever joins anew gets what was for all, or what was for it.
+    for worker in [0, 2] {
+        script.deed(worker, Deed::Leave);
+        assert_eq!(script.join(worker, Join::new(&info)), Answer::Done);
+    }
+    assert_eq!(script.take(0).one(), (4, 7));
+    assert_eq!(script.take(2).one(), (3, 6));
+    script.close();
+}
+
+/// Its line says so, and it is not lost.
+pub(crate) fn a_worker_that_is_not_there_gets_its_own_when_it_joins(subject: &Subject) {
+    let mut script = Script::new(subject, 2);
+    let info = script.prepare(Lead::words(64));
+    script.gather(&info, &[0]);
+    script.take(0);
+    let (sent, seen) = script.deliver(What::Word(4), How::to(&[0, 1]), &[0]);
+    assert_eq!(seen[0].word(), 4);
+    let mut fates = sent.fates();
+    if subject.pulls() {
+        fates.retain(|(worker, _)| *worker == 1);
+        fates.insert(0, (0, Fate::Applied));
+    }
+    assert_eq!(
+        fates,
+        [(0, Fate::Applied), (1, Fate::Absent)],
+        "{}",
+        sent.text
+    );
+    assert!(
+        !sent.all_applied && sent.text.contains("worker 1 is not connected"),
+        "{}",
+        sent.text
+    );
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    assert_eq!(script.take(1).one(), (2, 4));
+    script.close();
+}
+
+/// The rest of a partial update is what its targets have, and is refused where
+/// they have different things.
+pub(crate) fn a_part_is_of_what_the_targets_have(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
+    script.deliver(What::Word(5), How::to(&[1]), &[1]);
+    let part = What::Part(vec![("b.bias".into(), 9)]);
+    let to_one = How {
+        partial: true,
+        ..How::to(&[1])
+    };
+    let (_, seen) = script.deliver(part.clone(), to_one, &[1]);
+    assert_eq!(seen[0].members[0].words, [5, 5, 9]);
+    assert_eq!(script.deed(0, Deed::Latest).seen().word(), 1);
+    let to_both = How {
+        partial: true,
+        ..How::to(&[0, 1])
+    };
+    let fault = script.act(Act::Send(part, to_both)).fault();
+    assert_ne!(fault.kind, Kind::WrongWeights, "{}", fault.text);
+    assert!(
+        fault.text.contains("v1") && fault.text.contains("v3"),
+        "{}",
+        fault.text
+    );
+    script.deliver_word(6, &[0, 1]);
+    script.close();
+}

@@ -1,0 +1,17 @@
+//! Every scheme built in, put through the suite.
+
+use std::process::ExitCode;
+
+use weightsync::Schemes;
+use weightsync_conformance::Subjects;
+
+fn main() -> ExitCode {
+    let subjects = Subjects::new(Schemes::default())
+        .with("shared-mem")
+        .with("shared-mem:pull")
+        .with("multi-process")
+        .with("multi-process:own-copy")
+        .with("multi-process:every=4")
+        .with("none");
+    weightsync_conformance::main(&subjects)
+}
