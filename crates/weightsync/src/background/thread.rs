@@ -95,11 +95,7 @@ pub(crate) struct Book<B> {
 
 impl<B: Send + 'static> Follower<B> {
     /// Starts the thread, unless there is nothing that could ever arrive.
-    pub(crate) fn start(
-        receiver: Receiver,
-        board: B,
-        task: impl Task<Board = B>,
-    ) -> Result<Self> {
+    pub(crate) fn start(receiver: Receiver, board: B, task: impl Task<Board = B>) -> Result<Self> {
         let carries = receiver.scheme().capabilities().weights;
         let desk = Arc::new(Desk {
             book: Mutex::new(Book {
@@ -385,7 +381,9 @@ fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
             Ok(turn) => (turn, Some(state_of(&receiver))),
             Err(_) if over => (Turn::End, None),
             // One set is lost, and what comes after it is not.
-            Err(Error::Memory(error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }))) => {
+            Err(Error::Memory(
+                error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }),
+            )) => {
                 desk.note(|book| book.status.failure = Some(error.to_string()));
                 (Turn::Again, None)
             }
