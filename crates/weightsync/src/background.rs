@@ -557,5 +557,7 @@ fn enter(desk: &Desk<Room>, me: ThreadId, ask: bool) -> Entry {
 }
 
 fn first(versions: &[(ModelId, Version)]) -> Version {
-    versions.first().map_or(Version::NONE, |(_, version)| *version)
+    versions
+        .first()
+        .map_or(Version::NONE, |(_, version)| *version)
 }

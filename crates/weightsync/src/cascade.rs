@@ -345,12 +345,19 @@ struct Lift(Vec<(ModelId, u64)>);
 impl Lift {
     /// For a run that begins when the sub-workers have these.
     fn above(newest: impl IntoIterator<Item = (ModelId, Version)>) -> Self {
-        Self(newest.into_iter().map(|(id, version)| (id, version.0)).collect())
+        Self(
+            newest
+                .into_iter()
+                .map(|(id, version)| (id, version.0))
+                .collect(),
+        )
     }
 
     fn number(&self, model: &ModelId, version: Version) -> Version {
         let mut lifts = self.0.iter();
-        let lift = lifts.find(|(id, _)| id == model).map_or(0, |(_, lift)| *lift);
+        let lift = lifts
+            .find(|(id, _)| id == model)
+            .map_or(0, |(_, lift)| *lift);
         Version(version.0.saturating_add(lift))
     }
 }

@@ -151,17 +151,13 @@ impl SenderSetup {
 
     fn of(models: Vec<Model>) -> Result<Self> {
         let scheme = AnyScheme::default();
-        let ids: Vec<_> = models.iter().map(|model| model.prepared.id.clone()).collect();
+        let ids: Vec<_> = models
+            .iter()
+            .map(|model| model.prepared.id.clone())
+            .collect();
         Ok(Self {
-<<<<<<< HEAD
-            at: scheme
-                .scheme()
-                .place(std::slice::from_ref(&model.prepared.id), None)?,
-            models: vec![model],
-=======
             at: scheme.scheme().place(&ids, None)?,
             models,
->>>>>>> ef9e401 (Receive in the background, at implied or declared safe points, and pass on what was received to workers of one's own)
             scheme,
             run_dir: None,
             transfer: TransferOptions::default(),

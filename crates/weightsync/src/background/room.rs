@@ -201,7 +201,11 @@ mod tests {
     #[test]
     fn whoever_changes_the_models_is_alone_with_them() {
         let threads: Vec<_> = (0..3)
-            .map(|_| std::thread::spawn(|| std::thread::current().id()).join().unwrap())
+            .map(|_| {
+                std::thread::spawn(|| std::thread::current().id())
+                    .join()
+                    .unwrap()
+            })
             .collect();
         let mut seen = HashSet::new();
         let mut paths = vec![Vec::new()];
@@ -211,7 +215,10 @@ mod tests {
                 .iter()
                 .map(|me| {
                     let count = seats.shared.iter().find(|(one, _)| one == me);
-                    (seats.alone == Some(*me), count.map_or(0, |(_, count)| *count))
+                    (
+                        seats.alone == Some(*me),
+                        count.map_or(0, |(_, count)| *count),
+                    )
                 })
                 .collect();
             assert!(

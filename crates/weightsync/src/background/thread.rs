@@ -95,11 +95,7 @@ pub(crate) struct Book<B> {
 
 impl<B: Send + 'static> Follower<B> {
     /// Starts the thread, unless there is nothing that could ever arrive.
-    pub(crate) fn start(
-        receiver: Receiver,
-        board: B,
-        task: impl Task<Board = B>,
-    ) -> Result<Self> {
+    pub(crate) fn start(receiver: Receiver, board: B, task: impl Task<Board = B>) -> Result<Self> {
         let carries = receiver.scheme().capabilities().weights;
         let desk = Arc::new(Desk {
             book: Mutex::new(Book {
@@ -385,7 +381,9 @@ fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
             Ok(turn) => (turn, Some(state_of(&receiver))),
             Err(_) if over => (Turn::End, None),
             // One set is lost, and what comes after it is not.
-            Err(Error::Memory(error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }))) => {
+            Err(Error::Memory(
+                error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }),
+            )) => {
                 desk.note(|book| book.status.failure = Some(error.to_string()));
                 (Turn::Again, None)
             }
@@ -463,4 +461,66 @@ pub(crate) fn message_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("no message").to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use weightsync_core::{Epoch, Run};
+
+    use super::*;
+
+    /// A forked child has a copy of the desk, whose lock may be held for ever,
+    /// and no thread.
+    #[test]
+    fn in_a_forked_child_calls_are_errors_and_dropping_does_nothing() {
+        let (end, ended) = mpsc::channel::<()>();
+        let parent = std::process::id().wrapping_add(1);
+        let run = Run {
+            epoch: Epoch(1),
+            id: [0; 16],
+        };
+        let desk = Arc::new(Desk {
+            book: Mutex::new(Book {
+                board: (),
+                status: BackgroundStatus {
+                    state: BackgroundState::Following,
+                    versions: Vec::new(),
+                    run,
+                    staged: Vec::new(),
+                    failure: None,
+                },
+                receiver: None,
+                interrupter: Interrupter::new(|| panic!("the parent's wait goes on")),
+                borrowers: 0,
+                news: 0,
+                stop: false,
+                ended: false,
+            }),
+            changed: Condvar::new(),
+            owner: parent,
+        });
+        let follower = || Follower {
+            desk: desk.clone(),
+            thread: None,
+        };
+        let held = desk.open();
+        for error in [
+            follower().desk().map(drop).unwrap_err(),
+            follower().stop().map(drop).unwrap_err(),
+        ] {
+            let is_forked =
+                matches!(error, Error::Memory(Memory::Forked { owner, .. }) if owner == parent);
+            assert!(is_forked, "{error}");
+        }
+        // A thread that would never be joined.
+        let mut alive = follower();
+        alive.thread = Some(std::thread::spawn(move || {
+            let _ = ended.recv();
+        }));
+        drop(alive);
+        assert!(!held.stop);
+        drop(end);
+    }
 }

@@ -57,7 +57,10 @@ fn a_loop_that_never_receives_runs_what_was_sent() {
         let report = sender.send(&number(step as f32)).unwrap();
         assert!(report.all_applied(), "{report}");
         let model = background.read().unwrap();
-        assert_eq!((value(&model), model.version()), (step as f32, Version(step)));
+        assert_eq!(
+            (value(&model), model.version()),
+            (step as f32, Version(step))
+        );
         assert_eq!(model.run(), sender.run());
     }
 }
@@ -71,7 +74,9 @@ fn a_model_does_not_change_while_its_guard_is_held() {
         let report = sender.send_with(&number(step as f32), &until(WaitFor::Staged));
         assert!(report.as_ref().unwrap().all_reached(), "{report:?}");
     }
-    let pending = sender.send_async(&number(6.0), &until(WaitFor::Applied)).unwrap();
+    let pending = sender
+        .send_async(&number(6.0), &until(WaitFor::Applied))
+        .unwrap();
     let report = pending.wait(Some(BRIEF)).unwrap();
     assert!(!report.all_applied(), "{report}");
     assert_eq!(report.workers[0].versions, [Version(1)]);
@@ -98,11 +103,17 @@ fn a_declared_safe_point_is_the_only_moment_of_change() {
         assert_eq!(value(&background.read().unwrap()), 1.0);
     }
     let staged = background.wait(Some(SOON), |status| {
-        status.staged.iter().any(|(_, version)| *version == Version(8))
+        status
+            .staged
+            .iter()
+            .any(|(_, version)| *version == Version(8))
     });
     assert!(staged.unwrap());
     let policy = ModelId::new("policy").unwrap();
-    assert_eq!(background.safe_point().unwrap(), Some(vec![(policy, Version(8))]));
+    assert_eq!(
+        background.safe_point().unwrap(),
+        Some(vec![(policy, Version(8))])
+    );
     assert_eq!(value(&background.read().unwrap()), 8.0);
     assert_eq!(background.safe_point().unwrap(), None);
     assert_eq!(sender.workers()[0].version(), Version(8));
@@ -111,7 +122,9 @@ fn a_declared_safe_point_is_the_only_moment_of_change() {
 #[test]
 fn a_send_waits_for_the_declared_safe_point() {
     let (mut sender, background) = numbers(SafePoints::Declared, setup());
-    let pending = sender.send_async(&number(2.0), &until(WaitFor::Applied)).unwrap();
+    let pending = sender
+        .send_async(&number(2.0), &until(WaitFor::Applied))
+        .unwrap();
     let staged = background.wait(Some(SOON), |status| !status.staged.is_empty());
     assert!(staged.unwrap());
     assert!(!pending.is_settled().unwrap());
@@ -123,14 +136,14 @@ fn a_send_waits_for_the_declared_safe_point() {
 #[test]
 fn it_is_no_safe_point_while_another_thread_reads() {
     let (mut sender, background) = numbers(SafePoints::Declared, setup());
-    sender.send_with(&number(2.0), &until(WaitFor::Staged)).unwrap();
+    sender
+        .send_with(&number(2.0), &until(WaitFor::Staged))
+        .unwrap();
     background
         .wait(Some(SOON), |status| !status.staged.is_empty())
         .unwrap();
     let model = background.read().unwrap();
-    let elsewhere = thread::scope(|scope| {
-        scope.spawn(|| background.safe_point()).join().unwrap()
-    });
+    let elsewhere = thread::scope(|scope| scope.spawn(|| background.safe_point()).join().unwrap());
     assert_eq!(elsewhere.unwrap(), None);
     assert_eq!(value(&model), 1.0);
     drop(model);
@@ -140,7 +153,9 @@ fn it_is_no_safe_point_while_another_thread_reads() {
 #[test]
 fn a_thread_is_told_before_it_waits_for_itself() {
     let (mut sender, background) = numbers(SafePoints::Declared, setup());
-    sender.send_with(&number(2.0), &until(WaitFor::Staged)).unwrap();
+    sender
+        .send_with(&number(2.0), &until(WaitFor::Staged))
+        .unwrap();
     let reading = background.read().unwrap();
     for error in [
         background.write().map(drop).unwrap_err(),
@@ -315,10 +330,16 @@ fn a_set_is_loaded_whole_or_not_at_all() {
         assert_eq!(both(&background), (2.0, 2.0));
 
         let reason = reason(send_both(&mut sender, 3.0, 3.0));
-        assert!(reason.contains(words) && reason.contains("went back"), "{reason}");
+        assert!(
+            reason.contains(words) && reason.contains("went back"),
+            "{reason}"
+        );
         assert_eq!(both(&background), (2.0, 2.0));
         let status = background.status().unwrap();
-        assert!(status.failure.as_ref().unwrap().contains(words), "{status:?}");
+        assert!(
+            status.failure.as_ref().unwrap().contains(words),
+            "{status:?}"
+        );
         assert_eq!(status.version(), Version(2));
 
         // The next one has the whole of it, also what was sent in between.
@@ -365,7 +386,10 @@ fn a_safe_point_whose_load_fails_says_so_on_both_sides() {
     assert!(matches!(error, Error::Load { .. }), "{error}");
     assert_eq!(both(&background), (1.0, 1.0));
     let report = pending.wait(Some(SOON)).unwrap();
-    assert!(reason(report.workers[0].outcome.clone()).contains("like 2"), "{report}");
+    assert!(
+        reason(report.workers[0].outcome.clone()).contains("like 2"),
+        "{report}"
+    );
 }
 
 /// Without a background too: what was refused is not what the worker has.
@@ -429,13 +453,18 @@ fn every_version_is_applied_in_order_where_the_scheme_says_so() {
     assert_eq!(held.0, [1.0]);
     drop(held);
     wait_for(&background, 7);
-    assert_eq!(background.read().unwrap().0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+    assert_eq!(
+        background.read().unwrap().0,
+        [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    );
 }
 
 #[test]
 fn stopping_ends_the_wait_and_gives_everything_back() {
     let (mut sender, background) = numbers(SafePoints::Declared, setup());
-    sender.send_with(&number(2.0), &until(WaitFor::Staged)).unwrap();
+    sender
+        .send_with(&number(2.0), &until(WaitFor::Staged))
+        .unwrap();
     background
         .wait(Some(SOON), |status| !status.staged.is_empty())
         .unwrap();
@@ -445,7 +474,9 @@ fn stopping_ends_the_wait_and_gives_everything_back() {
     assert_eq!(value(&model), 1.0);
     // What was staged is what comes next, and then a wait is a wait.
     let mut own = model;
-    let next = receiver.receive_into(&mut own, Some(Duration::ZERO)).unwrap();
+    let next = receiver
+        .receive_into(&mut own, Some(Duration::ZERO))
+        .unwrap();
     assert_eq!((next, value(&own)), (Some(Version(2)), 2.0));
     let worker = thread::spawn(move || receiver.receive(None).unwrap().map(|one| one.version()));
     let report = sender.send(&number(3.0)).unwrap();
@@ -459,7 +490,10 @@ fn a_dropped_background_has_left() {
     drop(background);
     let report = sender.send(&number(2.0)).unwrap();
     // The sender may have forgotten it already.
-    let left = report.workers.iter().all(|line| line.outcome == Outcome::Left);
+    let left = report
+        .workers
+        .iter()
+        .all(|line| line.outcome == Outcome::Left);
     assert!(left, "{report}");
 }
 
@@ -467,7 +501,9 @@ fn a_dropped_background_has_left() {
 fn the_end_of_the_sender_is_a_state_and_the_model_serves_on() {
     let (mut sender, background) = numbers(SafePoints::Implied, setup());
     let held = background.read().unwrap();
-    sender.send_with(&number(2.0), &until(WaitFor::Staged)).unwrap();
+    sender
+        .send_with(&number(2.0), &until(WaitFor::Staged))
+        .unwrap();
     sender.shutdown();
     let closed = background.wait(Some(SOON), |status| status.state == BackgroundState::Closed);
     assert!(closed.unwrap(), "{background:?}");
@@ -477,7 +513,11 @@ fn the_end_of_the_sender_is_a_state_and_the_model_serves_on() {
     wait_for(&background, 2);
     assert_eq!(value(&background.read().unwrap()), 2.0);
     // Nothing comes any more, so this does not wait.
-    assert!(!background.wait(None, |status| status.version() == Version(3)).unwrap());
+    assert!(
+        !background
+            .wait(None, |status| status.version() == Version(3))
+            .unwrap()
+    );
 }
 
 #[test]
@@ -513,7 +553,10 @@ fn snapshots_in_the_background_hold_the_newest_and_nothing_else() {
     let (mut sender, receivers) = connect(setup.slots(2, 2).deadline(SOON), &weights(), 1);
     let mut receivers = receivers.into_iter();
     let snapshots = receivers.next().unwrap().snapshots_in_background().unwrap();
-    assert_eq!(snapshots.newest().unwrap().unwrap().versions()[0].1, Version(1));
+    assert_eq!(
+        snapshots.newest().unwrap().unwrap().versions()[0].1,
+        Version(1)
+    );
     let mut changing = weights();
     for step in 2..10_i64 {
         changing.slice_mut::<i64>("step").unwrap()[0] = step;
@@ -522,13 +565,23 @@ fn snapshots_in_the_background_hold_the_newest_and_nothing_else() {
     }
     let newest = snapshots.wait(Some(SOON), |set| set.versions()[0].1 == Version(9));
     let newest = newest.unwrap().unwrap();
-    assert_eq!(newest.model("policy").unwrap().slice::<i64>("step").unwrap(), [9]);
+    assert_eq!(
+        newest
+            .model("policy")
+            .unwrap()
+            .slice::<i64>("step")
+            .unwrap(),
+        [9]
+    );
     sender.shutdown();
     let none = snapshots.wait(None, |set| set.versions()[0].1 == Version(10));
     assert!(none.unwrap().is_none());
     assert_eq!(snapshots.status().unwrap().state, BackgroundState::Closed);
     // It still holds what came last.
-    assert_eq!(snapshots.newest().unwrap().unwrap().versions()[0].1, Version(9));
+    assert_eq!(
+        snapshots.newest().unwrap().unwrap().versions()[0].1,
+        Version(9)
+    );
 }
 
 #[test]
@@ -537,10 +590,16 @@ fn nothing_ever_comes_by_a_scheme_that_carries_nothing() {
     let setup = setup().scheme(scheme).unwrap();
     let info = setup.init_info();
     let receiver = ReceiverSetup::new(info, 0).connect(SOON).unwrap();
-    let background = receiver.in_background(number(5.0), SafePoints::Implied).unwrap();
+    let background = receiver
+        .in_background(number(5.0), SafePoints::Implied)
+        .unwrap();
     assert_eq!(value(&background.read().unwrap()), 5.0);
     assert_eq!(background.safe_point().unwrap(), None);
-    assert!(!background.wait(None, |status| !status.versions.is_empty()).unwrap());
+    assert!(
+        !background
+            .wait(None, |status| !status.versions.is_empty())
+            .unwrap()
+    );
     let (_, model) = background.stop().unwrap();
     assert_eq!(value(&model), 5.0);
 }

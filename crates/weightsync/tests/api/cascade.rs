@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use weightsync::{
     BackgroundState, Cascade, CascadeInBackground, CascadeSetup, Dtype, Error, Expect, InitInfo,
-    Outcome, Receiver, ReceiverSetup, Sender, SenderSetup, Set, SafePoints, SendOptions,
+    Outcome, Receiver, ReceiverSetup, SafePoints, SendOptions, Sender, SenderSetup, Set,
     SnapshotsInBackground, Tensors, Version, WaitFor,
 };
 
@@ -119,8 +119,12 @@ fn the_trainer_is_told_once_the_sub_workers_have_applied_it() {
     };
     let (info, middle) = info;
     let slow = ReceiverSetup::new(info, 5).connect(SOON).unwrap();
-    let slow = slow.in_background(number(0.0), SafePoints::Declared).unwrap();
-    let pending = sender.send_async(&number(2.0), &SendOptions::new()).unwrap();
+    let slow = slow
+        .in_background(number(0.0), SafePoints::Declared)
+        .unwrap();
+    let pending = sender
+        .send_async(&number(2.0), &SendOptions::new())
+        .unwrap();
     let staged = slow.wait(Some(SOON), |status| !status.staged.is_empty());
     assert!(staged.unwrap());
     waits_for(&leaves[0], 2);
@@ -196,7 +200,10 @@ fn models_keep_their_own_numbers_and_flip_together() {
     let sent = SendOptions::new().wait(WaitFor::Sent);
     let has = |leaf: &SnapshotsInBackground| -> Vec<u64> {
         let set = leaf.newest().unwrap().unwrap();
-        set.versions().iter().map(|(_, version)| version.0).collect()
+        set.versions()
+            .iter()
+            .map(|(_, version)| version.0)
+            .collect()
     };
 
     let options = sent.clone().model("critic").version(Version(30));
@@ -219,7 +226,10 @@ fn a_restarted_trainers_numbers_follow_on_those_before() {
     let dir = tempfile::tempdir().unwrap();
     let setup = || {
         let setup = SenderSetup::new("policy", &number(1.0)).unwrap();
-        setup.run_dir(dir.path().join("run")).unwrap().deadline(SOON)
+        setup
+            .run_dir(dir.path().join("run"))
+            .unwrap()
+            .deadline(SOON)
     };
     let first = joins(setup().init_info());
     let trainer = thread::spawn({
@@ -236,7 +246,9 @@ fn a_restarted_trainers_numbers_follow_on_those_before() {
         assert!(report.all_applied(), "{report}");
     }
     sender.shutdown();
-    let mut next = setup().connect(&number(8.0), Expect::Count(1), SOON).unwrap();
+    let mut next = setup()
+        .connect(&number(8.0), Expect::Count(1), SOON)
+        .unwrap();
     assert_eq!(value(&leaf), (Version(5), 8.0));
     let report = next.send(&number(9.0)).unwrap();
     assert!(report.all_applied(), "{report}");
@@ -249,10 +261,16 @@ fn a_restarted_trainers_numbers_follow_on_those_before() {
 fn without_its_workers_it_is_none_and_the_trainer_knows_why() {
     let setup = SenderSetup::new("policy", &number(1.0)).unwrap();
     let middle = joins(setup.init_info());
-    let trainer =
-        thread::spawn(move || setup.connect(&number(1.0), Expect::Count(1), SOON).map(drop));
+    let trainer = thread::spawn(move || {
+        setup
+            .connect(&number(1.0), Expect::Count(1), SOON)
+            .map(drop)
+    });
     let error = middle.join().unwrap().connect(Expect::Count(1), BRIEF);
-    assert!(matches!(error, Err(Error::MissingWorkers { .. })), "{error:?}");
+    assert!(
+        matches!(error, Err(Error::MissingWorkers { .. })),
+        "{error:?}"
+    );
     let error = trainer.join().unwrap().unwrap_err();
     let Error::Refused { refusals, .. } = &error else {
         panic!("{error}");
@@ -263,9 +281,7 @@ fn without_its_workers_it_is_none_and_the_trainer_knows_why() {
 #[test]
 fn the_sub_workers_may_have_another_scheme_and_dtype() {
     let setup = SenderSetup::new("policy", &number(1.5)).unwrap();
-    let mut sender = setup
-        .connect(&number(1.5), Expect::Count(0), SOON)
-        .unwrap();
+    let mut sender = setup.connect(&number(1.5), Expect::Count(0), SOON).unwrap();
     let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), SOON).unwrap();
     let middle = middle.configure(|setup| {
         setup
@@ -293,7 +309,12 @@ fn the_sub_workers_may_have_another_scheme_and_dtype() {
     }
     sender.shutdown();
     // Nothing to wait for: the trainer has gone, and will not come back.
-    assert!(middle.wait(None, |last| last.versions.is_empty()).unwrap().is_none());
+    assert!(
+        middle
+            .wait(None, |last| last.versions.is_empty())
+            .unwrap()
+            .is_none()
+    );
     assert_eq!(middle.status().unwrap().state, BackgroundState::Closed);
     // The sub-workers are served on.
     let mut middle = middle.stop().unwrap();
