@@ -292,7 +292,11 @@ impl Reader {
                 (live.sequence > last).then_some(live.sequence)
             }
         };
-        if let Some(sequence) = self.wait.brief(deadline, look) {
+        let glance = || match look() {
+            None if self.watch.is_interrupted() => Some(None),
+            found => found.map(Some),
+        };
+        if let Some(Some(sequence)) = self.wait.brief(deadline, glance) {
             return self.take(sequence);
         }
         loop {

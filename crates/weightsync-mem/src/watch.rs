@@ -190,6 +190,11 @@ impl Watch {
         }
     }
 
+    /// Whether a wait is to end although nothing has come.
+    pub(crate) fn is_interrupted(&self) -> bool {
+        self.seen.interrupted.load(Ordering::SeqCst)
+    }
+
     /// Whether this wait is to end; the next one is not.
     pub(crate) fn take_interrupt(&self) -> bool {
         self.seen.interrupted.swap(false, Ordering::SeqCst)
@@ -215,11 +220,7 @@ impl Watch {
         let value = futex::value(word);
         seen.asleep.store(true, Ordering::SeqCst);
         sleep.announce();
-        let quiet = || {
-            !self.is_over()
-                && !seen.interrupted.load(Ordering::SeqCst)
-                && seen.known().answer.is_none()
-        };
+        let quiet = || !self.is_over() && !self.is_interrupted() && seen.known().answer.is_none();
         let result = if still() && quiet() {
             futex::wait(word, value, deadline)
         } else {

@@ -1,7 +1,12 @@
 //! What readers see.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::Instant;
+
 use weightsync_core::{Version, WorkerId};
-use weightsync_mem::{CopyOptions, Error, Outcome, Reader, Targets};
+use weightsync_mem::{AttachOptions, CopyOptions, Error, Outcome, Reader, Targets, WaitStyle};
 
 use crate::{address, attach, check, only, pattern, publish, settle, slots, take, within, writer};
 
@@ -211,4 +216,47 @@ fn the_digest_comes_when_it_is_made() {
         "a recycled record forgets it"
     );
     assert_ne!(next.digest(), digest);
+}
+
+/// An interrupt that finds the reader about to look, asleep, or between two
+/// waits ends one wait; what was sent comes all the same.
+#[test]
+fn an_interrupt_ends_one_wait_and_loses_nothing() {
+    const ROUNDS: u32 = 300;
+    for style in [WaitStyle::Sleep, WaitStyle::YieldThenSleep] {
+        let address = address();
+        let mut writer = writer(&address, slots(3, 3));
+        let options = AttachOptions {
+            wait: style,
+            ..attach(&address, 0)
+        };
+        let mut reader = Reader::attach(&options, within(20)).unwrap();
+        let interrupter = reader.interrupter();
+        let ended = Arc::new(AtomicU32::new(0));
+        let waiter = thread::spawn({
+            let ended = ended.clone();
+            move || loop {
+                match reader.next(within(20)).unwrap() {
+                    Some(taken) => return only(taken).version(),
+                    None => ended.fetch_add(1, Ordering::SeqCst),
+                };
+            }
+        });
+        for round in 0..ROUNDS {
+            interrupter.interrupt();
+            let patience = within(10);
+            while ended.load(Ordering::SeqCst) <= round {
+                assert!(
+                    Some(Instant::now()) < patience,
+                    "interrupt {round} was lost"
+                );
+                thread::yield_now();
+            }
+        }
+        publish(&mut writer, 1, CopyOptions::default());
+        assert_eq!(waiter.join().unwrap(), Version(1));
+        assert_eq!(ended.load(Ordering::SeqCst), ROUNDS);
+        // The reader is gone.
+        interrupter.interrupt();
+    }
 }

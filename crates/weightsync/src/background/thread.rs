@@ -462,3 +462,65 @@ pub(crate) fn message_of(panic: &(dyn Any + Send)) -> String {
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("no message").to_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use weightsync_core::{Epoch, Run};
+
+    use super::*;
+
+    /// A forked child has a copy of the desk, whose lock may be held for ever,
+    /// and no thread.
+    #[test]
+    fn in_a_forked_child_calls_are_errors_and_dropping_does_nothing() {
+        let (end, ended) = mpsc::channel::<()>();
+        let parent = std::process::id().wrapping_add(1);
+        let run = Run {
+            epoch: Epoch(1),
+            id: [0; 16],
+        };
+        let desk = Arc::new(Desk {
+            book: Mutex::new(Book {
+                board: (),
+                status: BackgroundStatus {
+                    state: BackgroundState::Following,
+                    versions: Vec::new(),
+                    run,
+                    staged: Vec::new(),
+                    failure: None,
+                },
+                receiver: None,
+                interrupter: Interrupter::new(|| panic!("the parent's wait goes on")),
+                borrowers: 0,
+                news: 0,
+                stop: false,
+                ended: false,
+            }),
+            changed: Condvar::new(),
+            owner: parent,
+        });
+        let follower = || Follower {
+            desk: desk.clone(),
+            thread: None,
+        };
+        let held = desk.open();
+        for error in [
+            follower().desk().map(drop).unwrap_err(),
+            follower().stop().map(drop).unwrap_err(),
+        ] {
+            let is_forked =
+                matches!(error, Error::Memory(Memory::Forked { owner, .. }) if owner == parent);
+            assert!(is_forked, "{error}");
+        }
+        // A thread that would never be joined.
+        let mut alive = follower();
+        alive.thread = Some(std::thread::spawn(move || {
+            let _ = ended.recv();
+        }));
+        drop(alive);
+        assert!(!held.stop);
+        drop(end);
+    }
+}

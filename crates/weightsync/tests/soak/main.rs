@@ -6,6 +6,7 @@
 //! random choices of an earlier run. A wait without end in any process fails the
 //! test with what hung.
 
+mod cascade;
 mod death;
 mod fuse;
 mod isolation;
@@ -89,6 +90,9 @@ fn trials() -> Vec<Trial> {
         death::readers_that_sleep_learn_of_their_trainers_death_at_once,
         death::a_stopped_worker_is_late_and_the_others_are_up_to_date,
         death::readers_that_poll_without_waiting_find_the_next_trainer,
+        cascade::the_death_of_a_leaf_is_a_line_of_the_trainers_report,
+        cascade::leaves_find_the_next_one_in_the_middle,
+        cascade::a_restarted_trainer_is_followed_by_all,
     ]
 }
 

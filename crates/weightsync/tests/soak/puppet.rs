@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use weightsync::worker::WorkerProcess;
 use weightsync::{
-    Expect, InitInfo, Outcome, Receiver, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot,
-    Tensors, WaitFor, WaitStyle,
+    Cascade, CascadeInBackground, Expect, InitInfo, Outcome, Receiver, ReceiverSetup, SendOptions,
+    Sender, SenderSetup, Snapshot, Tensors, WaitFor, WaitStyle,
 };
 
 use crate::scale::PATIENCE;
@@ -31,6 +31,14 @@ pub enum Order {
         info: InitInfo,
         worker: u32,
         sleeps: bool,
+    },
+    /// Become this worker, and pass everything on to so many workers of its own,
+    /// in the background. Answered once those are there.
+    Pass {
+        info: InitInfo,
+        worker: u32,
+        sub: Lead,
+        workers: u32,
     },
     /// Receive the next version and hold it; wait so long, or without end.
     Receive(Option<Duration>),
@@ -76,9 +84,10 @@ pub enum Answer {
 }
 
 /// A worker's outcome.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Fate {
     Applied,
+    Refused(String),
     Died,
     Late,
     Other,
@@ -87,7 +96,10 @@ pub enum Fate {
 impl Lead {
     /// The first phase.
     pub fn setup(&self, weights: &Tensors) -> weightsync::Result<SenderSetup> {
-        let setup = SenderSetup::new(&self.model, weights)?;
+        self.configure(SenderSetup::new(&self.model, weights)?)
+    }
+
+    fn configure(&self, setup: SenderSetup) -> weightsync::Result<SenderSetup> {
         Ok(setup
             .slots(self.slots, self.slots)
             .run_dir(&self.run_dir)?
@@ -114,6 +126,8 @@ struct Puppet {
     weights: Tensors,
     sender: Option<Sender>,
     receiver: Option<Receiver>,
+    /// What passes on, for as long as it lives.
+    cascade: Option<CascadeInBackground>,
     held: Vec<Snapshot>,
 }
 
@@ -153,6 +167,18 @@ impl Puppet {
                     setup = setup.wait_style(WaitStyle::Sleep);
                 }
                 self.receiver = Some(setup.connect(PATIENCE)?);
+                Ok(Answer::Done)
+            }
+            Order::Pass {
+                info,
+                worker,
+                sub,
+                workers,
+            } => {
+                let cascade = Cascade::join(ReceiverSetup::new(info, worker), PATIENCE)?;
+                let cascade = cascade.configure(|setup| sub.configure(setup))?;
+                let cascade = cascade.connect(Expect::Count(workers as usize), PATIENCE)?;
+                self.cascade = Some(cascade.in_background()?);
                 Ok(Answer::Done)
             }
             Order::Receive(timeout) => {
@@ -230,6 +256,7 @@ fn word(snapshot: &Snapshot) -> Result<u64, Failure> {
 fn fate(outcome: &Outcome) -> Fate {
     match outcome {
         Outcome::Applied => Fate::Applied,
+        Outcome::Refused { reason } => Fate::Refused(reason.clone()),
         Outcome::Died => Fate::Died,
         Outcome::Late => Fate::Late,
         _ => Fate::Other,

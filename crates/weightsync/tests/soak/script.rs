@@ -31,30 +31,7 @@ impl Script {
     /// workers that have joined it as 0, 1, … and hold its first version. The
     /// worker numbered n is puppet n + 1.
     pub fn open(name: &str, words: u64, slots: u8, workers: u32) -> Self {
-        let token = format!("{name}-{}", std::process::id());
-        let census = Census::take(&token);
-        let dir = tempfile::tempdir().expect("a temporary directory");
-        let lead = Lead {
-            model: token.clone(),
-            run_dir: dir.path().join("run"),
-            words,
-            slots,
-        };
-        let group = Spawn::this_program()
-            .expect("this program has a path")
-            .count(1 + workers as usize)
-            .init_value(&Role::Puppet)
-            .expect("a role has a postcard form")
-            .env(TOKEN, token)
-            .grace(PATIENCE);
-        let script = Self {
-            workers: group.start().expect("the puppets start"),
-            census,
-            dir,
-            lead,
-            asleep: Vec::new(),
-            dead: Vec::new(),
-        };
+        let script = Self::start(name, words, slots, 1 + workers as usize);
         script.tell(TRAINER, &script.lead(workers));
         (0..workers).for_each(|worker| script.join(worker));
         // The trainer is done once the last of them is there.
@@ -68,11 +45,47 @@ impl Script {
         script
     }
 
+    /// Starts so many puppets, and tells them nothing yet.
+    pub fn start(name: &str, words: u64, slots: u8, puppets: usize) -> Self {
+        let token = format!("{name}-{}", std::process::id());
+        let census = Census::take(&token);
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let lead = Lead {
+            model: token.clone(),
+            run_dir: dir.path().join("run"),
+            words,
+            slots,
+        };
+        let group = Spawn::this_program()
+            .expect("this program has a path")
+            .count(puppets)
+            .init_value(&Role::Puppet)
+            .expect("a role has a postcard form")
+            .env(TOKEN, token)
+            .grace(PATIENCE);
+        Self {
+            workers: group.start().expect("the puppets start"),
+            census,
+            dir,
+            lead,
+            asleep: Vec::new(),
+            dead: Vec::new(),
+        }
+    }
+
     /// The order that makes a puppet the trainer of this script.
     pub fn lead(&self, workers: u32) -> Order {
         Order::Lead {
             setup: self.lead.clone(),
             workers,
+        }
+    }
+
+    /// How a puppet leads workers of its own.
+    pub fn sub(&self) -> Lead {
+        Lead {
+            run_dir: self.dir.path().join("sub"),
+            ..self.lead.clone()
         }
     }
 
@@ -201,6 +214,10 @@ impl Script {
         drop(workers);
         census.assert_nothing_left();
         leaks::assert_tidy(&lead.run_dir);
+        let sub = dir.path().join("sub");
+        if sub.exists() {
+            leaks::assert_tidy(&sub);
+        }
         drop(dir);
     }
 
@@ -210,9 +227,9 @@ impl Script {
         pids.map(leaks::describe).collect()
     }
 
-    fn info(&self) -> InitInfo {
-        let setup = self.lead.setup(&Tensors::new());
-        setup.expect("the run directory is there").init_info()
+    /// What the workers of this script need to join.
+    pub fn info(&self) -> InitInfo {
+        info_of(&self.lead)
     }
 
     fn signal(&self, puppet: usize, signal: Signal) {
@@ -240,6 +257,12 @@ impl Script {
             std::thread::yield_now();
         }
     }
+}
+
+/// What the workers of a puppet that leads need to join.
+pub fn info_of(lead: &Lead) -> InitInfo {
+    let setup = lead.setup(&Tensors::new());
+    setup.expect("the run directory is there").init_info()
 }
 
 /// What is a moment for a machine, however busy: far below every deadline.

@@ -1,0 +1,154 @@
+//! A trainer, a worker that passes on what it receives, and the two it feeds:
+//! who dies costs the others nothing.
+
+use crate::puppet::{Answer, Fate, Order};
+use crate::scale::PATIENCE;
+use crate::script::{Script, TRAINER, info_of};
+
+/// The worker in the middle, and those it feeds.
+const MIDDLE: usize = 1;
+const LEAVES: [usize; 2] = [2, 3];
+
+const ALL: [usize; 4] = [TRAINER, MIDDLE, 2, 3];
+
+pub fn the_death_of_a_leaf_is_a_line_of_the_trainers_report() {
+    let mut script = open("cascade-leaf");
+    // The other one never looks.
+    script.tell(LEAVES[1], &Order::Receive(None));
+    script.tell(TRAINER, &send(2));
+    assert_eq!(script.answer(LEAVES[1]), version(2, 2));
+    let [sent] = script.kill(LEAVES[0], [TRAINER]);
+    let lines = lines(sent);
+    let [(0, Fate::Refused(reason))] = &lines[..] else {
+        panic!("{lines:?}");
+    };
+    for words in ["1 of its 2 workers", "worker 0", "died"] {
+        assert!(reason.contains(words), "{words:?}: {reason}");
+    }
+
+    // The others go on, and the one that comes back has what they have.
+    receive_all(&script, &LEAVES[1..], 3, 3);
+    script.raise(LEAVES[0]);
+    assert_eq!(script.ask(LEAVES[0], &join(&script, 0)), Answer::Done);
+    let receive = Order::Receive(None);
+    assert_eq!(script.ask(LEAVES[0], &receive), version(3, 3));
+    receive_all(&script, &LEAVES, 4, 4);
+    script.close();
+}
+
+pub fn leaves_find_the_next_one_in_the_middle() {
+    let mut script = open("cascade-middle");
+    receive_all(&script, &LEAVES, 2, 2);
+    let pid = script.pid(MIDDLE);
+    for leaf in LEAVES {
+        script.tell(leaf, &Order::Receive(None));
+    }
+    let died = script.kill(MIDDLE, LEAVES);
+    assert_eq!(died, [Answer::TrainerDied(pid), Answer::TrainerDied(pid)]);
+
+    // The trainer goes on without it, whether it has seen it die by then or not.
+    let lines = lines(script.ask(TRAINER, &send(3)));
+    assert!(
+        lines.iter().all(|line| *line == (0, Fate::Died)),
+        "{lines:?}"
+    );
+    for leaf in LEAVES {
+        assert_eq!(
+            script.ask(leaf, &Order::Reread { times: 1 }),
+            Answer::Held(vec![1, 2])
+        );
+        script.tell(leaf, &Order::Keep(0));
+        assert_eq!(script.answer(leaf), Answer::Done);
+        script.tell(leaf, &Order::Receive(None));
+    }
+    script.raise(MIDDLE);
+    script.tell(MIDDLE, &pass(&script));
+    let [middle, one, two] = script.answers([MIDDLE, LEAVES[0], LEAVES[1]]);
+    // By the trainer's number.
+    assert_eq!([one, two], [version(3, 3), version(3, 3)]);
+    assert_eq!(middle, Answer::Done);
+    receive_all(&script, &LEAVES, 4, 4);
+    script.close();
+}
+
+pub fn a_restarted_trainer_is_followed_by_all() {
+    let mut script = open("cascade-trainer");
+    receive_all(&script, &LEAVES, 2, 2);
+    receive_all(&script, &LEAVES, 3, 3);
+    for leaf in LEAVES {
+        script.tell(leaf, &Order::Receive(None));
+    }
+    script.kill(TRAINER, []);
+    script.raise(TRAINER);
+    script.tell(TRAINER, &script.lead(1));
+    let [led, one, two] = script.answers([TRAINER, LEAVES[0], LEAVES[1]]);
+    // The new trainer's first version follows on the old one's last.
+    assert_eq!([one, two], [version(4, 1), version(4, 1)]);
+    assert_eq!(led, Answer::Done);
+    receive_all(&script, &LEAVES, 7, 5);
+    script.close();
+}
+
+/// A trainer, the one in the middle, and two leaves that hold the first version.
+fn open(name: &str) -> Script {
+    let script = Script::start(name, 1 << 13, 6, 4);
+    script.tell(TRAINER, &script.lead(1));
+    script.tell(MIDDLE, &pass(&script));
+    for (leaf, worker) in LEAVES.into_iter().zip(0..) {
+        script.tell(leaf, &join(&script, worker));
+    }
+    assert_eq!(script.answers(ALL), [const { Answer::Done }; 4]);
+    for leaf in LEAVES {
+        assert_eq!(script.ask(leaf, &Order::Receive(None)), version(1, 1));
+    }
+    script
+}
+
+/// Has the trainer send a word; all of these leaves get it.
+fn receive_all(script: &Script, leaves: &[usize], word: u64, number: u64) {
+    for leaf in leaves {
+        script.tell(*leaf, &Order::Receive(None));
+    }
+    script.tell(TRAINER, &send(word));
+    for _ in 0..=leaves.len() {
+        match script.any() {
+            (TRAINER, sent) => assert_eq!(lines(sent), [(0, Fate::Applied)]),
+            (_, received) => assert_eq!(received, version(number, word)),
+        }
+    }
+}
+
+fn pass(script: &Script) -> Order {
+    Order::Pass {
+        info: script.info(),
+        worker: 0,
+        sub: script.sub(),
+        workers: 2,
+    }
+}
+
+fn join(script: &Script, worker: u32) -> Order {
+    Order::Join {
+        info: info_of(&script.sub()),
+        worker,
+        sleeps: worker % 2 == 1,
+    }
+}
+
+fn send(word: u64) -> Order {
+    Order::Send {
+        word,
+        deadline: PATIENCE,
+    }
+}
+
+fn version(number: u64, word: u64) -> Answer {
+    Answer::Version { number, word }
+}
+
+fn lines(answer: Answer) -> Vec<(u32, Fate)> {
+    match answer {
+        Answer::Sent { lines, .. } => lines,
+        other => panic!("{other:?}"),
+    }
+}
