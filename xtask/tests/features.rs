@@ -80,9 +80,10 @@ fn every_test_the_feature_table_names_exists() {
 fn a_function_that_is_no_test_does_not_count() {
     let source = "#[test]\nfn first() {}\n\n    #[test]\n    #[should_panic]\n    fn second() {}\nfn third() {}\n\
                   trials![\n    group::fourth,\n]\nuse group::{fifth, group::sixth,\n};\n\
-                  (\n    \"seventh\",\n    seventh,\n)\nsay(\"eighth\", 8);\n";
-    let names = ["first", "second", "fourth", "seventh"];
-    assert_eq!(names.map(|name| has_test(source, name)), [true; 4]);
+                  (\n    \"seventh\",\n    seventh,\n)\nsay(\"eighth\", 8);\n\
+                  scenarios![\n    group::ninth[One Two],\n    group::tenth[],\n]\n";
+    let names = ["first", "second", "fourth", "seventh", "ninth", "tenth"];
+    assert_eq!(names.map(|name| has_test(source, name)), [true; 6]);
     let names = ["third", "fir", "sixth", "eighth"];
     assert_eq!(names.map(|name| has_test(source, name)), [false; 4]);
     let table = "| row | text with `code` | `weightsync-mem::a_name`, `xtask::b` |";
@@ -114,16 +115,22 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
 }
 
 /// Whether a source has a function of that name right under the attributes of a test, or lists it
-/// on a line of its own, by its module or as a text, as our own harnesses do.
+/// on a line of its own, by its module (with what it needs in brackets) or as a text, as our own
+/// harnesses do.
 fn has_test(source: &str, name: &str) -> bool {
     let function = format!("fn {name}(");
     let listed = format!("::{name},");
+    let with_needs = format!("::{name}[");
     let quoted = format!("\"{name}\",");
     let mut is_test = false;
     source.lines().map(str::trim).any(|line| {
         let found = is_test && line.starts_with(&function);
         is_test = line == "#[test]" || (is_test && line.starts_with("#["));
-        found || line == quoted || (line.ends_with(&listed) && !line.contains([' ', '(']))
+        let scenario = line.contains(&with_needs) && line.ends_with("],");
+        found
+            || line == quoted
+            || scenario
+            || (line.ends_with(&listed) && !line.contains([' ', '(']))
     })
 }
 
