@@ -24,7 +24,8 @@ const FORMAT: u8 = 1;
 ///
 /// **Guarantee.** A tensor is either sent or the alias of one that is: no alias
 /// is named twice, is its own, or leads to another alias.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Wire", into = "Wire")]
 pub struct Attributes {
     wire: Wire,
 }
@@ -167,21 +168,11 @@ impl Attributes {
             return Err(malformed("a format that this build does not read"));
         }
         let read = postcard::take_from_bytes::<Wire>(bytes);
-        let (mut wire, rest) = read.map_err(|_| malformed("not what a sender writes"))?;
-        let ties = wire.ties.iter().flat_map(|(alias, of)| [alias, of]);
-        let wrong = |name: &String| name.is_empty() || name.len() > layout::MAX_NAME_BYTES;
-        if ties
-            .chain(&wire.extra_state)
-            .chain(&wire.buffers)
-            .any(wrong)
-        {
-            return Err(malformed("a name that no tensor can have"));
-        }
+        let (wire, rest) = read.map_err(|_| malformed("not what a sender writes"))?;
         if !rest.is_empty() {
             return Err(malformed("bytes after the end"));
         }
-        wire.ties = resolved(wire.ties).map_err(|(_, error)| error)?;
-        Ok(Self { wire })
+        Self::try_from(wire)
     }
 
     /// What is sent of a model with this layout: everything but the aliases.
@@ -277,6 +268,28 @@ impl Attributes {
             aliases.entry(of).or_default().push(alias);
         }
         Names { aliases, own }
+    }
+}
+
+impl From<Attributes> for Wire {
+    fn from(attributes: Attributes) -> Self {
+        attributes.wire
+    }
+}
+
+/// The checks that every way in goes through.
+impl TryFrom<Wire> for Attributes {
+    type Error = AttributesError;
+
+    fn try_from(mut wire: Wire) -> Result<Self, AttributesError> {
+        let ties = wire.ties.iter().flat_map(|(alias, of)| [alias, of]);
+        let names = ties.chain(&wire.extra_state).chain(&wire.buffers);
+        let wrong = |name: &&String| name.is_empty() || name.len() > layout::MAX_NAME_BYTES;
+        if names.filter(wrong).count() > 0 {
+            return Err(AttributesError::Malformed("a name that no tensor can have"));
+        }
+        wire.ties = resolved(wire.ties).map_err(|(_, error)| error)?;
+        Ok(Self { wire })
     }
 }
 

@@ -230,7 +230,7 @@ pub enum Error {
         allowed: usize,
     },
     /// The scheme cannot do this.
-    #[error("{scheme} has no {what}; choose a scheme that has")]
+    #[error("{scheme} cannot do this: {what}; choose a scheme that can")]
     Unsupported {
         /// What was asked for.
         what: &'static str,
@@ -274,8 +274,13 @@ pub enum Error {
         fix: &'static str,
     },
     /// An error of a transport that is not this crate's.
-    #[error(transparent)]
-    Transport(Box<dyn std::error::Error + Send + Sync>),
+    #[error("{source}")]
+    Transport {
+        /// What it says.
+        source: Box<dyn std::error::Error + Send + Sync>,
+        /// What it says to do about it.
+        remedy: Remedy,
+    },
     /// No such tensor.
     #[error("the model has no tensor {name:?}; it has {}", some_names(.known))]
     NoSuchTensor {
@@ -413,6 +418,7 @@ impl Error {
             | Self::NotWhole { .. }
             | Self::FileLocked { .. } => Remedy::Retry,
             Self::SenderDied { .. } | Self::SenderClosed => Remedy::Reconnect,
+            Self::Transport { remedy, .. } => *remedy,
             // The one that answered is not the one to listen to, or has no room
             // now: its successor may.
             Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,

@@ -73,6 +73,14 @@ impl Snapshot {
         })
     }
 
+    /// The same, with the digest that the sender made and the transport has
+    /// compared: workers then find it as [`published_digest`](Self::published_digest).
+    #[must_use]
+    pub fn with_digest(self, digest: Digest) -> Self {
+        self.publish_digest(digest);
+        self
+    }
+
     pub(crate) fn of_slot(
         model: ModelId,
         attributes: Arc<Attributes>,

@@ -254,3 +254,21 @@ fn a_tied_tensor_is_lent_once_for_as_long_as_it_is_tied() {
         Some(3)
     );
 }
+
+#[test]
+fn every_serde_format_goes_through_the_same_checks() {
+    let ties = vec![("head".to_owned(), "embed".to_owned())];
+    let attributes = Attributes::default().with_ties(ties).unwrap();
+    let json = serde_json::to_string(&attributes).unwrap();
+    assert_eq!(
+        serde_json::from_str::<Attributes>(&json).unwrap(),
+        attributes
+    );
+    for (good, bad) in [("\"embed\"", "\"head\""), ("\"embed\"", "\"\"")] {
+        let hostile = json.replace(good, bad);
+        assert!(
+            serde_json::from_str::<Attributes>(&hostile).is_err(),
+            "{hostile}"
+        );
+    }
+}

@@ -1,10 +1,13 @@
 //! Where a sender is found.
 
 use std::fmt;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use weightsync_core::ModelId;
 
 use crate::error::{Error, Result};
+use crate::run_dir;
 
 /// Where a sender is found, and what lets a worker in.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +44,24 @@ impl Endpoint {
             secret,
             restarts,
         })
+    }
+
+    /// One for a new sender of these models: an address that no other sender
+    /// has, and a secret. With a run directory both are the same for every
+    /// sender of that directory and these models, and it may restart there.
+    ///
+    /// The address is a name of at most 107 bytes, `/` and letters of the models'
+    /// names among them. A scheme makes of it what it needs (a path, a port's
+    /// entry in some table) with [`new`](Self::new).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] and [`Error::FileLocked`] of the run directory.
+    pub fn fresh(models: &[ModelId], run_dir: Option<&Path>) -> Result<Self> {
+        match run_dir {
+            Some(dir) => run_dir::at(dir, models),
+            None => run_dir::anonymous(models),
+        }
     }
 
     /// The address.

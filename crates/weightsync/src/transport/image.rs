@@ -1,5 +1,7 @@
 //! One version's bytes in this process's own memory.
 
+use std::io::Read;
+
 use weightsync_core::Layout;
 
 use crate::error::{Error, Result};
@@ -47,11 +49,24 @@ impl Image {
         }
         let mut image = Self::zeros(layout);
         image.bytes_mut().copy_from_slice(bytes);
-        for gap in layout.padding() {
-            if let Some(gap) = gap.of_mut(image.bytes_mut()) {
-                gap.fill(0);
-            }
-        }
+        image.clear_padding();
+        Ok(image)
+    }
+
+    /// From a file or a connection that has them next: exactly as many as the
+    /// layout has are read, and padding is set to zero.
+    ///
+    /// The memory is taken before the first byte comes: make sure that a layout
+    /// from outside may be that large.
+    ///
+    /// # Errors
+    ///
+    /// Those of the source; [`UnexpectedEof`](std::io::ErrorKind::UnexpectedEof)
+    /// if it has fewer.
+    pub fn read_from(layout: &Layout, source: &mut dyn Read) -> std::io::Result<Self> {
+        let mut image = Self::zeros(layout);
+        source.read_exact(image.bytes_mut())?;
+        image.clear_padding();
         Ok(image)
     }
 
@@ -115,6 +130,15 @@ impl Image {
             }
         }
         Ok(())
+    }
+
+    fn clear_padding(&mut self) {
+        let layout = self.layout.clone();
+        for gap in layout.padding() {
+            if let Some(gap) = gap.of_mut(self.bytes_mut()) {
+                gap.fill(0);
+            }
+        }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {

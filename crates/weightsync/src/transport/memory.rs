@@ -13,7 +13,6 @@ use crate::attributes::Attributes;
 use crate::digest::DigestThread;
 use crate::error::{Error, Result};
 use crate::report::{WorkerReport, WorkerStatus};
-use crate::run_dir;
 use crate::set::{Member, SetSnapshot};
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
@@ -40,10 +39,7 @@ impl Memory {
     };
 
     pub(crate) fn place(models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
-        match run_dir {
-            Some(dir) => run_dir::at(dir, models),
-            None => run_dir::anonymous(models),
-        }
+        Endpoint::fresh(models, run_dir)
     }
 
     pub(crate) fn open(opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {

@@ -24,6 +24,7 @@ mod none;
 use std::fmt;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
 use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
 
 pub use self::endpoint::Endpoint;
@@ -179,8 +180,9 @@ impl Default for TransferOptions {
     }
 }
 
-/// One model as it travels.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// One model as it travels. A transport hands it to workers in any serde format;
+/// reading it back goes through all checks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelSpec {
     /// Its name.
     pub id: ModelId,
@@ -293,8 +295,8 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     ///
     /// Those of [`snapshot`](Self::snapshot).
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
-        let _ = version;
-        self.snapshot(model, &Targets::All)
+        let newest = self.snapshot(model, &Targets::All)?;
+        Ok(newest.filter(|newest| newest.version() == version))
     }
 
     /// Holds workers at the versions they have, or lets them go on.

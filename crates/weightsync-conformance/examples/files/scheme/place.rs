@@ -1,0 +1,253 @@
+//! Files that are whole or not there, and ends that are alive or not.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use weightsync::{Error, Result};
+
+use super::Trouble;
+
+/// How often an end looks whether there is something new.
+pub const PAUSE: Duration = Duration::from_millis(2);
+
+/// How long a lock is tried again that somebody else may hold for a moment.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The most that is read of a file that is not weights, in bytes.
+const MAX_BYTES: u64 = 256 << 20;
+
+/// What the names of places begin with.
+const PREFIX: &str = "weightsync-files.";
+
+/// The name of a place; every text makes another.
+pub fn name(address: &str) -> String {
+    let letters = address.bytes().map(|byte| match byte {
+        byte if byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
+        byte => format!("%{byte:02x}"),
+    });
+    PREFIX.to_owned() + &letters.collect::<String>()
+}
+
+/// Puts a file in its place in one step, whole. `synced`, it is on the disk, or
+/// at the server, before it has its name.
+pub fn put(path: &Path, bytes: &[u8], synced: bool) -> Result<()> {
+    let beside = path.with_extension("new");
+    let put = || {
+        let mut file = File::create(&beside)?;
+        file.write_all(bytes)?;
+        if synced {
+            file.sync_all()?;
+        }
+        fs::rename(&beside, path)
+    };
+    put().map_err(failed("writing", path))
+}
+
+/// Reads a value that was put there; `None` if there is none.
+pub fn value<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
+    Ok(opened(path)?.map(|opened| opened.0))
+}
+
+/// The bytes of a value.
+pub fn encoded(value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|error| failed("writing", Path::new("JSON"))(error.into()))
+}
+
+/// An end's own file: locked as long as this lives. The kernel lets go of the
+/// lock when the process dies, however that dies.
+#[derive(Debug)]
+pub struct Presence(File);
+
+impl Presence {
+    /// Puts the file in its place, already locked.
+    pub fn announce(path: &Path, about: &impl Serialize) -> Result<Self> {
+        let bytes = encoded(about)?;
+        let beside = path.with_extension("new");
+        let announce = || {
+            let mut file = File::create(&beside)?;
+            file.lock()?; // at once: nobody else knows the file yet
+            file.write_all(&bytes)?;
+            fs::rename(&beside, path)?;
+            Ok(Self(file))
+        };
+        announce().map_err(failed("writing", path))
+    }
+}
+
+impl Drop for Presence {
+    /// Says, before the lock goes, that this is no death.
+    fn drop(&mut self) {
+        let _ = self.0.write_all(b"\n");
+    }
+}
+
+/// The other end, by its file.
+#[derive(Debug)]
+pub struct Peer<T> {
+    pub about: T,
+    file: File,
+    bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    Here,
+    Left,
+    Dead,
+}
+
+impl<T: DeserializeOwned> Peer<T> {
+    /// `None` if nobody has announced itself there.
+    pub fn at(path: &Path) -> Result<Option<Self>> {
+        let opened = opened(path)?;
+        Ok(opened.map(|(about, bytes, file)| Self { about, file, bytes }))
+    }
+}
+
+impl<T> Peer<T> {
+    /// Whether it lives: it, and not another that has taken its name since.
+    pub fn life(&self) -> Life {
+        if self.file.try_lock_shared().is_err() {
+            return Life::Here;
+        }
+        match self.file.metadata() {
+            Ok(file) if file.len() > self.bytes => Life::Left,
+            _ => Life::Dead,
+        }
+    }
+}
+
+/// A place that this process is in. Whoever leaves last removes it.
+#[derive(Debug)]
+pub struct Stay {
+    pub dir: PathBuf,
+    /// A sender's alone.
+    pub lock: Option<File>,
+    pub presence: Option<Presence>,
+}
+
+impl Stay {
+    /// Makes the place a sender's, and empties it of what a dead one left. Its
+    /// workers may live on: they have what they read, and find its file unlocked.
+    pub fn settle(dir: &Path) -> Result<Self> {
+        let until = Instant::now() + PATIENCE;
+        let lock = loop {
+            make_dir(dir).or_else(|error| dir.is_dir().then_some(()).ok_or(error))?;
+            let mut options = File::options();
+            options.write(true).create(true).truncate(false);
+            match try_lock(dir, &options).map_err(failed("locking", dir))? {
+                Some(lock) => break lock,
+                None if Instant::now() < until => std::thread::sleep(PAUSE),
+                None => return Err(Trouble::InUse(dir.display().to_string()).into()),
+            }
+        };
+        for old in entries(dir).iter().filter(|old| !old.ends_with("lock")) {
+            let _ = fs::remove_dir_all(old).or_else(|_| fs::remove_file(old));
+        }
+        Ok(Self {
+            dir: dir.into(),
+            lock: Some(lock),
+            presence: None,
+        })
+    }
+}
+
+impl Drop for Stay {
+    fn drop(&mut self) {
+        self.presence = None;
+        self.lock = None;
+        sweep(&self.dir);
+    }
+}
+
+/// Removes the places in `root` that everybody has left, or died in; returns
+/// those that could not be removed.
+pub fn sweep_all(root: &Path) -> Vec<PathBuf> {
+    let mut places = entries(root);
+    places.retain(|place| {
+        let name = place.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.starts_with(PREFIX)) && !sweep(place)
+    });
+    places
+}
+
+/// Removes a place that everybody has left, or died in. False if nobody is there
+/// and it could not be removed.
+fn sweep(dir: &Path) -> bool {
+    let until = Instant::now() + PATIENCE;
+    while !is_here(&dir.join("sender")) && Instant::now() < until {
+        match try_lock(dir, File::options().write(true)) {
+            Ok(Some(_lock)) => {
+                let workers = entries(&dir.join("workers"));
+                let lived_in = workers.iter().any(|worker| is_here(&worker.join("alive")));
+                return lived_in || fs::remove_dir_all(dir).is_ok();
+            }
+            // Another sweeps, or a sender begins.
+            Ok(None) => std::thread::sleep(PAUSE),
+            // It is gone already; or one that had only begun left it empty.
+            Err(_) => return fs::remove_dir(dir).is_ok() || !dir.exists(),
+        }
+    }
+    true
+}
+
+/// Makes a directory that is this user's alone.
+pub fn make_dir(dir: &Path) -> Result<()> {
+    let made = DirBuilder::new().mode(0o700).create(dir);
+    made.map_err(failed("making", dir))
+}
+
+/// What is in a directory; nothing if it is not there.
+pub fn entries(dir: &Path) -> Vec<PathBuf> {
+    let read = fs::read_dir(dir).into_iter().flatten().flatten();
+    read.map(|entry| entry.path()).collect()
+}
+
+pub fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let path = path.to_owned();
+    move |source| Error::File {
+        action,
+        path,
+        source: source.into(),
+    }
+}
+
+fn is_here(path: &Path) -> bool {
+    let peer = Peer::<IgnoredAny>::at(path);
+    matches!(peer, Ok(Some(peer)) if peer.life() == Life::Here)
+}
+
+/// The place's lock; `None` if somebody else has it.
+fn try_lock(dir: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
+    let path = dir.join("lock");
+    let file = options.open(&path)?;
+    if file.try_lock().is_err() {
+        return Ok(None);
+    }
+    // Somebody may have swept here since it was opened.
+    let inode = |found: io::Result<fs::Metadata>| found.map_or(0, |found| found.ino());
+    let same = inode(file.metadata()) == inode(fs::metadata(&path));
+    Ok(same.then_some(file))
+}
+
+/// A value, how many bytes it takes, and its file.
+fn opened<T: DeserializeOwned>(path: &Path) -> Result<Option<(T, u64, File)>> {
+    let open = || -> io::Result<_> {
+        let file = File::open(path)?;
+        let mut bytes = Vec::new();
+        (&file).take(MAX_BYTES).read_to_end(&mut bytes)?;
+        let bytes = bytes.trim_ascii_end(); // without the sign of one that left
+        let value = serde_json::from_slice(bytes)?;
+        Ok((value, bytes.len() as u64, file))
+    };
+    match open() {
+        Ok(opened) => Ok(Some(opened)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed("reading", path)(error)),
+    }
+}

@@ -1,0 +1,246 @@
+//! A worker's end.
+
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use weightsync::transport::{Deadline, Endpoint, Image, Joining, ModelSpec, ReceiverTransport};
+use weightsync::{Digest, Error, Member, Result, Run, SetSnapshot, Snapshot};
+
+use super::place::{self, Life, PAUSE, Peer, Presence, Stay, failed};
+use super::{AboutSender, AboutWorker, Live, LiveVersion, Said, Trouble, passed};
+
+/// The longest reason for a refusal, in bytes.
+const MAX_REASON: usize = 4096;
+
+#[derive(Debug)]
+pub struct FileReceiver {
+    sender: Peer<AboutSender>,
+    models: Vec<ModelSpec>,
+    /// The place of each in the sender's set.
+    wanted: Vec<usize>,
+    /// The publication looked at last.
+    seen: u64,
+    /// What was handed over last.
+    held: Option<SetSnapshot>,
+    said: Said,
+    /// This worker's own directory.
+    own: PathBuf,
+    stay: Stay,
+}
+
+impl FileReceiver {
+    pub fn join(at: &Endpoint, joining: &Joining, deadline: Deadline) -> Result<Self> {
+        let since = Instant::now();
+        let dir = Path::new(at.address());
+        loop {
+            let sender = Peer::<AboutSender>::at(&dir.join("sender"))?;
+            if let Some(sender) = sender.filter(|sender| is_right(sender, at, joining)) {
+                match announce(dir, joining) {
+                    Ok((own, presence)) => {
+                        let all = &sender.about.models;
+                        let models = joining.wanted.iter().map(|one| all[*one].clone());
+                        return Ok(Self {
+                            models: models.collect(),
+                            wanted: joining.wanted.clone(),
+                            seen: 0,
+                            held: None,
+                            said: Said::default(),
+                            own,
+                            stay: Stay {
+                                dir: dir.into(),
+                                lock: None,
+                                presence: Some(presence),
+                            },
+                            sender,
+                        });
+                    }
+                    Err(_) if sender.life() != Life::Here => {} // and its place went with it
+                    Err(error) => return Err(error),
+                }
+            }
+            if passed(deadline) {
+                return Err(Error::NoSender {
+                    address: at.address().into(),
+                    waited: since.elapsed(),
+                });
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// What is live, if this worker has not been handed it yet.
+    fn newer(&mut self) -> Result<Option<SetSnapshot>> {
+        let live = place::value::<Live>(&self.stay.dir.join("live"))?;
+        let live = live.filter(|live| {
+            // A successor of this sender may have the place by now.
+            live.run == self.run()
+                && live.sequence > self.seen
+                && live.versions.len() == self.sender.about.models.len()
+        });
+        let Some(live) = live else {
+            return Ok(None);
+        };
+        let mut members = Vec::new();
+        for (place, model) in self.wanted.iter().enumerate() {
+            let LiveVersion { version, .. } = live.versions[*model];
+            let held = self
+                .held
+                .as_ref()
+                .map(|held| &held.members()[place].snapshot);
+            let held = held.filter(|held| held.version() == version);
+            let snapshot = match held {
+                Some(held) => held.clone(),
+                None => match self.read(&live, place) {
+                    Ok(Some(snapshot)) => snapshot,
+                    // Not published yet, or replaced meanwhile: looked for again.
+                    Ok(None) => return Ok(None),
+                    Err(error) => return self.give_up(live.sequence, error),
+                },
+            };
+            members.push(Member {
+                changed: held.is_none(),
+                snapshot,
+            });
+        }
+        self.seen = live.sequence;
+        if !members.iter().any(|member| member.changed) {
+            return Ok(None); // it was about models that this worker does not want
+        }
+        let set = SetSnapshot::new(live.sequence, members);
+        self.held = Some(set.clone());
+        self.said.staged = live.sequence;
+        self.say()?;
+        Ok(Some(set))
+    }
+
+    /// One version, verified; `None` if its file is not there.
+    fn read(&self, live: &Live, place: usize) -> Result<Option<Snapshot>> {
+        let (model, spec) = (self.wanted[place], &self.models[place]);
+        let LiveVersion { version, digest } = live.versions[model];
+        let path = self.stay.dir.join(live.file_name(model, version));
+        let damaged = |expected: String, got: String| Trouble::Damaged {
+            file: path.display().to_string(),
+            expected,
+            got,
+        };
+        let opened = File::open(&path).and_then(|file| Ok((file.metadata()?.len(), file)));
+        let (bytes, mut file) = match opened {
+            Ok(opened) => opened,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(failed("reading", &path)(error)),
+        };
+        // Before there is room for them.
+        if bytes != spec.layout.bytes() {
+            let of = |bytes| format!("{bytes} bytes");
+            return Err(damaged(of(spec.layout.bytes()), of(bytes)).into());
+        }
+        let image = Image::read_from(&spec.layout, &mut file).map_err(failed("reading", &path))?;
+        let got = Digest::of(&spec.layout, image.bytes()).map_err(io::Error::other);
+        let got = got.map_err(failed("reading", &path))?;
+        if got != digest {
+            let of = |digest| format!("digest {digest}");
+            return Err(damaged(of(digest), of(got)).into());
+        }
+        let snapshot = Snapshot::received(spec, self.run(), version, image)?;
+        Ok(Some(snapshot.with_digest(digest)))
+    }
+
+    /// Passes a publication over that cannot be read, and says so.
+    fn give_up<T>(&mut self, sequence: u64, error: Error) -> Result<T> {
+        self.seen = sequence;
+        self.said.refused = Some((sequence, error.to_string()));
+        self.say()?;
+        Err(error)
+    }
+
+    fn say(&self) -> Result<()> {
+        let said = place::encoded(&self.said)?;
+        match place::put(&self.own.join("said"), &said, false) {
+            // It needs no telling any more.
+            Err(_) if self.sender.life() != Life::Here => Ok(()),
+            told => told,
+        }
+    }
+}
+
+/// Makes this worker's directory, and its file in there.
+fn announce(dir: &Path, joining: &Joining) -> Result<(PathBuf, Presence)> {
+    /// Tells apart the receivers of one process.
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let about = AboutWorker {
+        worker: joining.worker,
+        pid: std::process::id(),
+        device: joining.device.clone(),
+        wanted: joining.wanted.clone(),
+    };
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let own = format!("workers/{}.{}.{count}", about.worker.0, about.pid);
+    let own = dir.join(own);
+    place::make_dir(&own)?;
+    let presence = Presence::announce(&own.join("alive"), &about)?;
+    Ok((own, presence))
+}
+
+/// Whether the sender lives, is the one of the init info, and has not been
+/// replaced by one that this worker has seen already.
+fn is_right(sender: &Peer<AboutSender>, at: &Endpoint, joining: &Joining) -> bool {
+    let about = &sender.about;
+    let ids = about.models.iter().map(|model| &model.id);
+    about.secret == *at.secret()
+        && about.run.epoch >= joining.seen
+        && ids.eq(&joining.models)
+        && joining.wanted.iter().all(|one| *one < about.models.len())
+        && sender.life() == Life::Here
+}
+
+impl ReceiverTransport for FileReceiver {
+    fn models(&self) -> &[ModelSpec] {
+        &self.models
+    }
+
+    fn run(&self) -> Run {
+        self.sender.about.run
+    }
+
+    fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        loop {
+            // Asked before the versions: what was sent last is not missed then.
+            let life = self.sender.life();
+            if let Some(set) = self.newer()? {
+                return Ok(Some(set));
+            }
+            match life {
+                Life::Here if passed(deadline) => return Ok(None),
+                Life::Here => std::thread::sleep(PAUSE),
+                Life::Left => return Err(Error::SenderClosed),
+                Life::Dead => {
+                    let pid = Some(self.sender.about.pid);
+                    return Err(Error::SenderDied { pid });
+                }
+            }
+        }
+    }
+
+    fn latest(&mut self) -> Result<Option<SetSnapshot>> {
+        Ok(self.newer()?.or_else(|| self.held.clone()))
+    }
+
+    fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        let versions = set.members().iter();
+        self.said.versions = versions.map(|one| one.snapshot.version()).collect();
+        self.said.applied = set.sequence();
+        self.say()
+    }
+
+    fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        let reason = reason[..reason.floor_char_boundary(MAX_REASON)].to_owned();
+        match set {
+            Some(set) => self.said.refused = Some((set.sequence(), reason)),
+            None => self.said.rejected = Some(reason),
+        }
+        self.say()
+    }
+}

@@ -1,0 +1,406 @@
+//! The trainer's end.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use weightsync::transport::{
+    CopyOptions, Deadline, Image, Level, ModelSpec, Opening, Outstanding, SenderTransport, Source,
+    Staging, Targets,
+};
+use weightsync::{
+    Digest, Error, Outcome, Result, Snapshot, Version, WaitFor, WorkerId, WorkerReport,
+    WorkerStatus,
+};
+
+use super::place::{self, Life, PAUSE, Peer, Presence, Stay, failed};
+use super::{AboutSender, AboutWorker, Live, LiveVersion, Said, passed};
+
+#[derive(Debug)]
+pub struct FileSender {
+    models: Vec<ModelSpec>,
+    /// What the file `live` says.
+    live: Live,
+    /// The newest version of each model and those kept before it, oldest first.
+    kept: Vec<VecDeque<Snapshot>>,
+    history: usize,
+    roster: Mutex<Roster>,
+    stay: Stay,
+}
+
+impl FileSender {
+    pub fn open(root: &Path, opening: &Opening<'_>) -> Result<Self> {
+        fs::create_dir_all(root).map_err(failed("making", root))?;
+        place::sweep_all(root);
+        let mut stay = Stay::settle(Path::new(opening.at.address()))?;
+        let workers = stay.dir.join("workers");
+        place::make_dir(&workers)?;
+        let models = opening.models.to_vec();
+        let about = AboutSender {
+            pid: std::process::id(),
+            run: opening.run,
+            secret: *opening.at.secret(),
+            models: models.clone(),
+        };
+        stay.presence = Some(Presence::announce(&stay.dir.join("sender"), &about)?);
+        let none_yet = LiveVersion {
+            version: Version::NONE,
+            digest: Digest([0; 16]),
+        };
+        Ok(Self {
+            live: Live {
+                run: opening.run,
+                sequence: 0,
+                versions: vec![none_yet; models.len()],
+            },
+            kept: vec![VecDeque::new(); models.len()],
+            models,
+            history: usize::from(opening.options.history),
+            roster: Mutex::new(Roster {
+                dir: workers,
+                known: BTreeMap::new(),
+                rejected: Vec::new(),
+            }),
+            stay,
+        })
+    }
+
+    fn roster(&self) -> MutexGuard<'_, Roster> {
+        self.roster.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl SenderTransport for FileSender {
+    fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
+        let rooms = models.iter().map(|model| Room {
+            model: *model,
+            version: self.version(*model).next(),
+            image: Image::zeros(&self.models[*model].layout),
+        });
+        Ok(Box::new(Rooms {
+            rooms: rooms.collect(),
+            sender: self,
+        }))
+    }
+
+    fn version(&self, model: usize) -> Version {
+        self.live.versions[model].version
+    }
+
+    fn workers(&self) -> Vec<WorkerStatus> {
+        let workers = self.roster().look();
+        let each = workers.iter().map(|one| one.status(self.models.len()));
+        each.collect()
+    }
+
+    fn wait_workers(
+        &mut self,
+        deadline: Deadline,
+        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+    ) -> Result<bool> {
+        loop {
+            let workers = self.workers();
+            let rejected = self.roster().rejected.clone();
+            let rejected: Vec<_> = rejected.iter().map(|(worker, _)| *worker).collect();
+            if enough(&workers, &rejected) {
+                return Ok(true);
+            }
+            if passed(deadline) {
+                return Ok(false);
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
+        std::mem::take(&mut self.roster().rejected)
+    }
+
+    fn snapshot(&self, model: usize, _: &Targets) -> Result<Option<Snapshot>> {
+        Ok(self.kept[model].back().cloned())
+    }
+
+    fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
+        let mut kept = self.kept[model].iter();
+        Ok(kept.find(|one| one.version() == version).cloned())
+    }
+}
+
+/// Room for the next version of some models, in this process's own memory.
+#[derive(Debug)]
+struct Rooms<'a> {
+    sender: &'a mut FileSender,
+    rooms: Vec<Room>,
+}
+
+#[derive(Debug)]
+struct Room {
+    model: usize,
+    version: Version,
+    image: Image,
+}
+
+impl Rooms<'_> {
+    fn room(&mut self, model: usize) -> &mut Room {
+        let mut rooms = self.rooms.iter_mut();
+        let found = rooms.find(|room| room.model == model);
+        found.unwrap_or_else(|| panic!("model {model} was not staged"))
+    }
+}
+
+impl Staging for Rooms<'_> {
+    fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
+        self.room(model).image.tensors_mut()
+    }
+
+    fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
+        self.tensors_mut(model).swap_remove(index)
+    }
+
+    fn write(&mut self, model: usize, sources: &[Source<'_>], _: CopyOptions) -> Result<()> {
+        self.room(model).image.write(sources)
+    }
+
+    fn number(&mut self, model: usize, version: Version) -> Result<()> {
+        let newest = self.sender.version(model);
+        if version <= newest {
+            return Err(Error::VersionNotNewer {
+                newest,
+                got: version,
+            });
+        }
+        self.room(model).version = version;
+        Ok(())
+    }
+
+    fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
+        let Self { sender, rooms } = *self;
+        if *targets != Targets::All {
+            return Err(Error::Unsupported {
+                what: "a send to some workers",
+                scheme: "files".into(),
+            });
+        }
+        let mut live = sender.live.clone();
+        live.sequence += 1;
+        for Room {
+            model,
+            version,
+            image,
+        } in &rooms
+        {
+            let digest = Digest::of(image.layout(), image.bytes());
+            let digest = digest.unwrap_or_else(|_| unreachable!("an image has its layout's bytes"));
+            let version = *version;
+            let path = sender.stay.dir.join(live.file_name(*model, version));
+            place::put(&path, image.bytes(), true)?;
+            live.versions[*model] = LiveVersion { version, digest };
+        }
+        // Before the swap: nobody who gets it has no line.
+        let workers = sender.roster().look();
+        let path = sender.stay.dir.join("live");
+        place::put(&path, &place::encoded(&live)?, true)?;
+
+        let before = std::mem::replace(&mut sender.live, live);
+        sender.remove_but(&before);
+        let mut versions = Vec::new();
+        for room in rooms {
+            versions.push((room.model, room.version));
+            sender.keep(room)?;
+        }
+        let concerned = workers.into_iter().filter(|worker| {
+            let mut wanted = worker.peer.about.wanted.iter();
+            wanted.any(|model| versions.iter().any(|(sent, _)| sent == model))
+        });
+        Ok(Box::new(Published {
+            sequence: sender.live.sequence,
+            workers: concerned.collect(),
+            versions,
+            at: Instant::now(),
+        }))
+    }
+}
+
+impl FileSender {
+    /// Removes the versions that are not live, nor were before: a worker may be
+    /// about to open those it has just read of.
+    fn remove_but(&self, before: &Live) {
+        let named = |live: &Live, path: &PathBuf| {
+            let mut versions = live.versions.iter().enumerate();
+            versions.any(|(model, one)| path.ends_with(live.file_name(model, one.version)))
+        };
+        let epoch = format!("{}-", self.live.run.epoch.0);
+        for path in place::entries(&self.stay.dir) {
+            let name = path.file_name().and_then(|name| name.to_str());
+            let is_version = name.is_some_and(|name| name.starts_with(&epoch));
+            if is_version && !named(before, &path) && !named(&self.live, &path) {
+                let _ = fs::remove_file(path);
+            }
+        }
+    }
+
+    fn keep(&mut self, room: Room) -> Result<()> {
+        let LiveVersion { version, digest } = self.live.versions[room.model];
+        let spec = &self.models[room.model];
+        let snapshot = Snapshot::received(spec, self.live.run, version, room.image)?;
+        let kept = &mut self.kept[room.model];
+        kept.push_back(snapshot.with_digest(digest));
+        while kept.len() > self.history + 1 {
+            kept.pop_front();
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Published {
+    sequence: u64,
+    versions: Vec<(usize, Version)>,
+    /// Those that were there, and want one of the models.
+    workers: Vec<Arc<Worker>>,
+    at: Instant,
+}
+
+impl Outstanding for Published {
+    fn versions(&self) -> &[(usize, Version)] {
+        &self.versions
+    }
+
+    fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
+        let wait = match level {
+            Level::Staged => WaitFor::Staged,
+            Level::Applied => WaitFor::Applied,
+        };
+        let lines = self.workers.iter().map(|worker| self.line(worker, level));
+        let mut lines: Vec<_> = lines.collect();
+        while lines.iter().any(|line| !line.outcome.is_final(wait)) && !passed(deadline) {
+            std::thread::sleep(PAUSE);
+            for (line, worker) in lines.iter_mut().zip(&self.workers) {
+                if !line.outcome.is_final(wait) {
+                    *line = self.line(worker, level);
+                }
+            }
+        }
+        Ok(lines)
+    }
+}
+
+impl Published {
+    fn line(&self, worker: &Worker, level: Level) -> WorkerReport {
+        let (life, said) = worker.look();
+        let refused = said.refused.as_ref();
+        let refused = refused.filter(|(sequence, _)| *sequence >= self.sequence);
+        let outcome = if said.applied >= self.sequence {
+            Outcome::Applied
+        } else if let Some(reason) = said.rejected.as_ref().or(refused.map(|(_, why)| why)) {
+            let reason = reason.clone();
+            Outcome::Refused { reason }
+        } else if level == Level::Staged && said.staged >= self.sequence {
+            Outcome::Staged
+        } else {
+            match life {
+                Life::Left => Outcome::Left,
+                Life::Dead => Outcome::Died,
+                Life::Here if said.staged >= self.sequence => Outcome::Staged,
+                Life::Here => Outcome::Late,
+            }
+        };
+        let about = &worker.peer.about;
+        let versions = self.versions.iter();
+        WorkerReport {
+            worker: about.worker,
+            pid: about.pid,
+            outcome,
+            versions: versions
+                .map(|(model, _)| about.version(&said, *model))
+                .collect(),
+            after: self.at.elapsed(),
+        }
+    }
+}
+
+/// The workers that are known.
+#[derive(Debug)]
+struct Roster {
+    dir: PathBuf,
+    known: BTreeMap<PathBuf, Arc<Worker>>,
+    rejected: Vec<(WorkerId, String)>,
+}
+
+impl Roster {
+    /// Looks who is there. Those that are not any more are forgotten, and what
+    /// they left is removed; who waits for one of them has its last words.
+    fn look(&mut self) -> Vec<Arc<Worker>> {
+        for dir in place::entries(&self.dir) {
+            // One that is still making its files comes next time.
+            if !self.known.contains_key(&dir)
+                && let Ok(Some(peer)) = Peer::at(&dir.join("alive"))
+            {
+                let worker = Worker {
+                    said: Mutex::default(),
+                    dir: dir.clone(),
+                    peer,
+                };
+                self.known.insert(dir, Arc::new(worker));
+            }
+        }
+        let mut there = Vec::new();
+        self.known.retain(|dir, worker| {
+            let (life, said) = worker.look();
+            if let Some(reason) = said.rejected {
+                let rejected = (worker.peer.about.worker, reason);
+                if !self.rejected.contains(&rejected) {
+                    self.rejected.push(rejected);
+                }
+            } else if life == Life::Here {
+                there.push(worker.clone());
+            }
+            if life != Life::Here {
+                let _ = fs::remove_dir_all(dir);
+            }
+            life == Life::Here
+        });
+        there
+    }
+}
+
+#[derive(Debug)]
+struct Worker {
+    dir: PathBuf,
+    peer: Peer<AboutWorker>,
+    /// What it said last.
+    said: Mutex<Said>,
+}
+
+impl Worker {
+    fn look(&self) -> (Life, Said) {
+        // Before its words: its last ones are then not missed.
+        let life = self.peer.life();
+        let mut last = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Ok(Some(said)) = place::value::<Said>(&self.dir.join("said")) {
+            *last = said;
+        }
+        (life, last.clone())
+    }
+
+    fn status(&self, models: usize) -> WorkerStatus {
+        let about = &self.peer.about;
+        let (_, said) = self.look();
+        let mut status = WorkerStatus::new(about.worker, about.pid, models);
+        status.device = about.device.clone();
+        let all = 0..models;
+        status.versions = all.map(|model| about.version(&said, model)).collect();
+        status
+    }
+}
+
+impl AboutWorker {
+    /// The version it has loaded of one of the sender's models.
+    fn version(&self, said: &Said, model: usize) -> Version {
+        let place = self.wanted.iter().position(|wanted| *wanted == model);
+        let found = place.and_then(|place| said.versions.get(place));
+        found.copied().unwrap_or(Version::NONE)
+    }
+}
