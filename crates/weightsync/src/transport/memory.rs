@@ -95,7 +95,11 @@ impl Memory {
             wait: joining.wait,
         };
         let reader = Reader::attach(&options, deadline)?;
-        let specs = reader.models().iter().map(|(index, model)| {
+        // The reader has them in the sender's order.
+        let mut models: Vec<_> = reader.models().iter().collect();
+        models.sort_by_key(|(index, _)| joining.wanted.iter().position(|wanted| wanted == index));
+        let indices = models.iter().map(|(index, _)| *index).collect();
+        let specs = models.into_iter().map(|(index, model)| {
             let id = joining.models.get(*index).ok_or_else(|| {
                 Error::BadInitInfo(format!(
                     "it names {} models, and the sender has more",
@@ -119,7 +123,7 @@ impl Memory {
         let attributes = specs.iter().map(|spec| Arc::new(spec.attributes.clone()));
         Ok(Box::new(Attached {
             attributes: attributes.collect(),
-            indices: reader.models().iter().map(|(index, _)| *index).collect(),
+            indices,
             specs,
             reader,
             own_copy,
@@ -326,11 +330,12 @@ impl Attached {
             } else {
                 snapshot
             };
-            Some(Member {
-                changed: member.changed,
-                snapshot,
-            })
+            let changed = member.changed;
+            Some((place, Member { snapshot, changed }))
         });
+        let mut members: Vec<_> = members.collect();
+        members.sort_by_key(|(place, _)| *place);
+        let members = members.into_iter().map(|(_, member)| member);
         SetSnapshot::new(taken.sequence, members.collect())
     }
 }
