@@ -439,14 +439,34 @@ impl Receiver {
                 scheme: self.scheme.to_string(),
             });
         }
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let now = Instant::now();
+        let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
         self.initial = None;
-        self.transport.ask(0, pull)?;
-        let Some(set) = self.transport.next(deadline)? else {
+        if !self.find_sender(now, timeout.is_some(), deadline)? {
             return Ok(None);
-        };
-        self.report_applied(&set)?;
-        Ok(Some(set.only()?.clone()))
+        }
+        loop {
+            let asked = self.transport.ask(0, pull);
+            self.note_loss(asked.as_ref().err());
+            asked?;
+            let Some(set) = self.next_of_transport(deadline)? else {
+                return Ok(None);
+            };
+            let snapshot = set.only()?.clone();
+            let version = snapshot.version();
+            if !pull.is_answered_by(version) {
+                // It was pushed meanwhile: for the next receive, and in the
+                // answer's place in the lane.
+                self.initial = Some(set);
+                continue;
+            }
+            self.initial = self.initial.take().filter(|pushed| {
+                let pushed = pushed.members().first();
+                pushed.is_some_and(|pushed| pushed.snapshot.version() > version)
+            });
+            self.report_applied(&set)?;
+            return Ok(Some(snapshot));
+        }
     }
 
     /// The version this worker runs, of its first model; `Version::NONE` before
@@ -523,21 +543,38 @@ impl Receiver {
         }
         // A timeout too long for the clock is no timeout.
         let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
-        if self.sender_lost && self.setup.info.at.restarts() {
-            match self.rejoin(deadline.or(Some(now + REJOIN))) {
-                Ok(()) => {}
-                Err(Error::NoSender { .. }) if timeout.is_some() => return Ok(None),
-                Err(error) => return Err(error),
-            }
+        if !self.find_sender(now, timeout.is_some(), deadline)? {
+            return Ok(None);
         }
+        self.next_of_transport(deadline)
+    }
+
+    /// Joins the next sender, where the one before is gone. False if there is
+    /// none by the deadline.
+    fn find_sender(&mut self, now: Instant, may_fail: bool, deadline: Deadline) -> Result<bool> {
+        if !self.sender_lost || !self.setup.info.at.restarts() {
+            return Ok(true);
+        }
+        match self.rejoin(deadline.or(Some(now + REJOIN))) {
+            Ok(()) => Ok(true),
+            Err(Error::NoSender { .. }) if may_fail => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn next_of_transport(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
         let mut next = self.transport.next(deadline);
         if matches!(next, Ok(None)) && std::mem::take(&mut self.interrupted) {
             next = self.transport.next(deadline);
         }
-        if let Err(Error::SenderClosed | Error::SenderDied { .. }) = &next {
+        self.note_loss(next.as_ref().err());
+        next
+    }
+
+    fn note_loss(&mut self, error: Option<&Error>) {
+        if let Some(Error::SenderClosed | Error::SenderDied { .. }) = error {
             self.sender_lost = true;
         }
-        next
     }
 
     /// As [`next`](Self::next) without a timeout, for a thread that has to end
