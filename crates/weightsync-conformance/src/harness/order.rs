@@ -384,6 +384,7 @@ pub(crate) enum Fate {
     Held,
     Full,
     Absent,
+    Asks,
     Other,
 }
 

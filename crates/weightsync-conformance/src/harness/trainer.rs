@@ -532,6 +532,7 @@ fn fate(outcome: &Outcome) -> (Fate, String) {
         Outcome::Held => Fate::Held,
         Outcome::Full => Fate::Full,
         Outcome::Absent => Fate::Absent,
+        Outcome::Asks => Fate::Asks,
         _ => Fate::Other,
     };
     (fate, String::new())

@@ -30,7 +30,7 @@ pub(crate) fn a_held_worker_stays_and_is_released_to_the_newest(subject: &Subjec
         );
     }
     assert_eq!(script.deed(0, Deed::Receive(Some(BRIEF))), Answer::Nothing);
-    assert_eq!(script.deed(0, Deed::Latest).seen().one(), (2, 2));
+    assert_eq!(script.newest(0).one(), (2, 2));
 
     // Twice is once.
     script.act(Act::Hold(vec![0], true));

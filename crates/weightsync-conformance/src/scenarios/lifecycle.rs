@@ -276,6 +276,8 @@ pub(crate) fn a_worker_that_leaves_is_no_failure(subject: &Subject) {
     script.deliver_word(2, &[0]);
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
     assert_eq!(script.take(1).one(), (2, 2));
+    // What went before was told once.
+    script.deliver_word(9, &[0, 1]);
 
     if subject.can.push {
         // It leaves while it is waited for.
@@ -372,8 +374,6 @@ pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
                     false => worker.receive(Some(PATIENCE)),
                 };
                 let seen = seen.expect("the trainer lives").expect("the first version");
-                worker.shutdown();
-                worker.shutdown();
                 crate::harness::shape::Model::of(&seen, true).expect("one version")
             });
             trainer
@@ -381,6 +381,8 @@ pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
                 .expect("a worker comes");
             end.join().expect("it has not panicked")
         });
+        worker.shutdown();
+        worker.shutdown();
         assert_eq!((seen.version, seen.word()), (1, round));
         trainer.shutdown();
         trainer.shutdown();

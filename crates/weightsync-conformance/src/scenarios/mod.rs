@@ -153,7 +153,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         payload::a_model_without_elements_arrives[Weights],
         receive::a_timeout_is_nothing_and_no_error[Weights],
         receive::a_wait_without_end_ends_with_a_shutdown[Weights Push],
-        receive::the_newest_is_there_at_once_and_again[Weights],
+        receive::the_newest_is_there_at_once_and_again[Weights Push],
         receive::newest_wins_and_older_ones_are_passed_over[Weights Newest],
         receive::every_version_comes_in_order[Weights EveryVersion],
         receive::a_full_queue_is_a_line_and_costs_the_others_nothing[Weights EveryVersion],

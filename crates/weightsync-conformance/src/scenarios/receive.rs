@@ -52,11 +52,11 @@ pub(crate) fn a_wait_without_end_ends_with_a_shutdown(subject: &Subject) {
 pub(crate) fn the_newest_is_there_at_once_and_again(subject: &Subject) {
     let (mut script, _) = Script::open(subject, Lead::words(64), 1);
     for _ in 0..3 {
-        assert_eq!(script.deed(0, Deed::Latest).seen().one(), (1, 1));
+        assert_eq!(script.newest(0).one(), (1, 1));
     }
     script.deliver_word(2, &[0]);
     for _ in 0..3 {
-        assert_eq!(script.deed(0, Deed::Latest).seen().one(), (2, 2));
+        assert_eq!(script.newest(0).one(), (2, 2));
     }
     assert_eq!(
         script.deed(0, Deed::Receive(Some(Duration::ZERO))),

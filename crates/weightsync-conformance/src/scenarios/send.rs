@@ -65,7 +65,7 @@ pub(crate) fn what_is_not_sent_is_not_seen(subject: &Subject) {
         let held = script.deed(worker, Deed::Reread(100)).held();
         assert_eq!(held.last().map(|seen| seen.word()), Some(1000));
         for _ in 0..20 {
-            assert_eq!(script.deed(worker, Deed::Latest).seen().one(), (2, 1000));
+            assert_eq!(script.newest(worker).one(), (2, 1000));
         }
     }
     script.tell(TRAINER, &Order::GoOn);
@@ -209,7 +209,7 @@ pub(crate) fn version_numbers_may_be_given_and_only_grow(subject: &Subject) {
         let fault = script.act(Act::Send(What::Word(12), numbered(old))).fault();
         assert_eq!(fault.kind, Kind::VersionNotNewer, "{}", fault.text);
     }
-    assert_eq!(script.deed(0, Deed::Latest).seen().one(), (11, 11));
+    assert_eq!(script.newest(0).one(), (11, 11));
     script.deliver_word(13, &[0]);
     script.close();
 }
@@ -228,7 +228,7 @@ pub(crate) fn wrong_weights_are_named_and_the_old_version_serves(subject: &Subje
             fault.text
         );
     }
-    assert_eq!(script.deed(0, Deed::Latest).seen().one(), (1, 1));
+    assert_eq!(script.newest(0).one(), (1, 1));
     let (sent, seen) = script.deliver(What::Word(2), How::default(), &[0]);
     assert_eq!(
         (sent.version(), seen[0].one()),
@@ -251,7 +251,7 @@ pub(crate) fn a_source_that_fails_midway_changes_nothing(subject: &Subject) {
             "{}",
             fault.text
         );
-        assert_eq!(script.deed(0, Deed::Latest).seen().one(), (1, 1));
+        assert_eq!(script.newest(0).one(), (1, 1));
         script.deed(0, Deed::Keep(1));
     }
     let (sent, seen) = script.deliver(What::Word(2), How::default(), &[0]);
@@ -305,10 +305,7 @@ pub(crate) fn a_part_of_the_tensors_leaves_the_others_as_they_are(subject: &Subj
         assert_eq!(fault.kind, kind, "{}", fault.text);
         assert!(fault.text.contains(word), "{}", fault.text);
     }
-    assert_eq!(
-        script.deed(0, Deed::Latest).seen().members[0].words,
-        [7, 1, 6]
-    );
+    assert_eq!(script.newest(0).members[0].words, [7, 1, 6]);
     script.deliver_word(9, &[0]);
     script.close();
 }
@@ -323,7 +320,7 @@ pub(crate) fn what_is_registered_can_be_sent_by_name(subject: &Subject) {
     let (_, seen) = script.deliver(What::Registered(4), How::default(), &[0]);
     assert_eq!(seen[0].word(), 4);
     script.act(Act::Change(5));
-    assert_eq!(script.deed(0, Deed::Latest).seen().word(), 4);
+    assert_eq!(script.newest(0).word(), 4);
     let by_name = How {
         model: Some("policy".into()),
         ..How::default()
