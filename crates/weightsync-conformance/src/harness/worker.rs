@@ -336,7 +336,7 @@ impl WeightLoader for Place<'_> {
             source: text.into(),
         };
         match self.mishap {
-            None => return self.tensors.load(views),
+            None => self.tensors.load(views),
             Some(Mishap::Once) => {
                 self.mishap = None;
                 self.half(views)?;

@@ -95,17 +95,17 @@ pub(crate) fn newest_wins_and_older_ones_are_passed_over(subject: &Subject) {
 /// In the order of the sends, whatever the pace of the worker.
 pub(crate) fn every_version_comes_in_order(subject: &Subject) {
     let (mut script, _) = Script::open(subject, Lead::words(64), 2);
-    let mut next = [2; 2];
+    let mut next = [2_u64; 2];
     for word in 2..40 {
         let sent = script.send(What::Word(word), How::wait(Wait::Sent));
         assert!(sent.lines.is_empty());
         // The second worker is always one behind.
-        for worker in 0..2 {
-            if next[worker] + worker as u64 <= word {
-                let seen = script.deed(worker as u32, Deed::Receive(None)).seen();
-                assert_eq!(seen.one(), (next[worker], next[worker]));
-                script.deed(worker as u32, Deed::Keep(0));
-                next[worker] += 1;
+        for (worker, next) in (0..).zip(&mut next) {
+            if *next + u64::from(worker) <= word {
+                let seen = script.deed(worker, Deed::Receive(None)).seen();
+                assert_eq!(seen.one(), (*next, *next));
+                script.deed(worker, Deed::Keep(0));
+                *next += 1;
             }
         }
     }
