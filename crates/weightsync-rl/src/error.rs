@@ -102,9 +102,6 @@ pub enum Error {
     /// The weights on their way.
     #[error(transparent)]
     Weights(#[from] weightsync::Error),
-    /// The system refused a thread.
-    #[error("cannot start the thread that receives weights: {0}")]
-    Thread(#[source] std::io::Error),
     /// The tensor library refused an operation.
     #[cfg(feature = "candle")]
     #[error("candle: {0}")]

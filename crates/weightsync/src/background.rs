@@ -15,7 +15,7 @@ use std::time::Duration;
 use weightsync_core::{ModelId, Run, Version};
 
 use self::room::{Access, Room, Seat};
-use self::thread::{Desk, Follower, Task, Work, message_of};
+use self::thread::{Desk, Follower, Task, Work, can_follow, message_of};
 use crate::error::{Error, Result};
 use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
@@ -75,7 +75,8 @@ impl Receiver {
     /// # Errors
     ///
     /// Those of [`receive_into`](Self::receive_into), [`Error::SeveralModels`],
-    /// and [`Error::Unsupported`] if the transport cannot end a wait.
+    /// and [`Error::Unsupported`] if the transport cannot end a wait, or nothing
+    /// comes by it without being asked for.
     pub fn in_background<M>(self, model: M, when: SafePoints) -> Result<Background<M>>
     where
         M: WeightLoader + Send + Sync + 'static,
@@ -112,8 +113,8 @@ impl Receiver {
     ///
     /// # Errors
     ///
-    /// Those of [`receive_set_into`](Self::receive_set_into), and
-    /// [`Error::Unsupported`] if the transport cannot end a wait.
+    /// As [`in_background`](Self::in_background), and those of
+    /// [`receive_set_into`](Self::receive_set_into).
     pub fn set_in_background<M, F>(
         mut self,
         mut models: M,
@@ -124,6 +125,7 @@ impl Receiver {
         M: Send + Sync + 'static,
         F: for<'a> Fn(&'a mut M) -> SetLoader<'a> + Send + Sync + 'static,
     {
+        can_follow(&self)?;
         self.begin_into(&mut loaders(&mut models))?;
         let hold = Arc::new(Hold {
             held: RwLock::new(Held {
@@ -151,8 +153,8 @@ impl Receiver {
     ///
     /// # Errors
     ///
-    /// Those of [`latest_set`](Self::latest_set), and [`Error::Unsupported`] if
-    /// the transport cannot end a wait.
+    /// Those of [`latest_set`](Self::latest_set), and [`Error::Unsupported`] as of
+    /// [`in_background`](Self::in_background).
     pub fn snapshots_in_background(self) -> Result<SnapshotsInBackground> {
         SnapshotsInBackground::start(self)
     }
@@ -168,7 +170,9 @@ impl Receiver {
 ///
 /// A worker that waits elsewhere holds nobody up: the thread takes what is sent,
 /// and with [`SafePoints::Implied`] applies it. What is replaced before its safe
-/// point came is let go of, unless the scheme delivers every version.
+/// point came is let go of, unless the scheme delivers every version. In shared
+/// memory it holds what is loaded, to go back to, and what waits: two slots of
+/// each model at most.
 ///
 /// A sender with a run directory is found again when it has restarted; what
 /// became of the sender is in the [`status`](Self::status). Dropping this ends
@@ -199,6 +203,19 @@ pub enum BackgroundState {
         /// Why.
         reason: String,
     },
+}
+
+impl fmt::Display for BackgroundState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Following => f.write_str("it follows its sender"),
+            Self::Searching => f.write_str("the sender is gone, and its successor is looked for"),
+            Self::Closed => f.write_str("the sender has shut down"),
+            Self::Died { pid: Some(pid) } => write!(f, "the sender (pid {pid}) has died"),
+            Self::Died { pid: None } => f.write_str("the sender has died"),
+            Self::Failed { reason } => write!(f, "receiving has failed: {reason}"),
+        }
+    }
 }
 
 /// Where a background receiver stands.

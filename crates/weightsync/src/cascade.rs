@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{ModelId, Run, Version};
 
 use crate::background::BackgroundStatus;
-use crate::background::thread::{Desk, Follower, Task, Work};
+use crate::background::thread::{Desk, Follower, Task, Work, can_follow};
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
@@ -126,8 +126,10 @@ impl Cascade {
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`] if the transport cannot end a wait.
+    /// [`Error::Unsupported`] if the transport cannot end a wait, or nothing
+    /// comes by it without being asked for.
     pub fn in_background(self) -> Result<CascadeInBackground> {
+        can_follow(&self.receiver)?;
         let Self { receiver, passing } = self;
         let board = Board {
             last: None,

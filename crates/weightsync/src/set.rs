@@ -70,7 +70,11 @@ impl SetSnapshot {
     }
 
     /// The only member of a set of one.
-    pub(crate) fn only(&self) -> Result<&Snapshot> {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SeveralModels`].
+    pub fn only(&self) -> Result<&Snapshot> {
         match &self.members[..] {
             [one] => Ok(&one.snapshot),
             _ => Err(Error::SeveralModels {

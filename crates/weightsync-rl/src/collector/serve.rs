@@ -1,10 +1,8 @@
-use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    thread,
-    time::Duration,
-};
+use std::time::Duration;
 
-use weightsync::{Receiver, ReceiverSetup, Snapshot, worker::WorkerProcess};
+use weightsync::{
+    ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground, worker::WorkerProcess,
+};
 
 use super::{
     Task,
@@ -44,11 +42,11 @@ pub fn serve(process: &WorkerProcess) -> Result<(), Error> {
 
 fn serve_task<E: Env>(process: &WorkerProcess, start: Start) -> Result<(), Error> {
     let setup = ReceiverSetup::new(start.weights, process.index() as u32);
-    let live = Live::receive(setup.connect(JOIN)?)?;
+    let live = setup.connect(JOIN)?.snapshots_in_background()?;
     let mut rollout = Rollout::<E>::new(start.envs as usize, start.seed);
     while let Some(request) = process.recv(None)? {
         let request: Collect = wire::decode(&request)?;
-        let weights = live.at_least(request.version)?;
+        let weights = at_least(&live, request.version)?;
         let policy = policy(start.task, &weights)?;
         let frames = rollout.collect(&policy, weights.version().0, request.steps as usize);
         process.send(&wire::encode(&Collected::new(request.batch, frames))?)?;
@@ -65,72 +63,16 @@ fn policy(task: Task, weights: &Snapshot) -> Result<MlpPolicy<'_>, Error> {
     Ok(policy)
 }
 
-/// The newest version, kept up to date by a thread.
-struct Live {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    newest: Option<Snapshot>,
-    /// Why nothing more will come.
-    ended: Option<String>,
-}
-
-impl Live {
-    fn receive(mut receiver: Receiver) -> Result<Arc<Self>, Error> {
-        let live = Arc::new(Self {
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        });
-        let shared = Arc::clone(&live);
-        // It ends with the trainer's sender, or with this process.
-        thread::Builder::new()
-            .name("weights".into())
-            .spawn(move || {
-                loop {
-                    let received = receiver.receive(None);
-                    let mut state = shared.lock();
-                    match received {
-                        Ok(Some(snapshot)) => state.newest = Some(snapshot),
-                        Ok(None) => {}
-                        Err(error) => state.ended = Some(error.to_string()),
-                    }
-                    shared.changed.notify_all();
-                    if state.ended.is_some() {
-                        return;
-                    }
-                }
-            })
-            .map_err(Error::Thread)?;
-        Ok(live)
-    }
-
-    /// The newest version, as soon as it is `version` or newer: the sender may
-    /// learn that it was received a moment before this thread does.
-    fn at_least(&self, version: u64) -> Result<Snapshot, Error> {
-        let mut state = self.lock();
-        loop {
-            match (&state.newest, &state.ended) {
-                (Some(newest), _) if newest.version().0 >= version => return Ok(newest.clone()),
-                (newest, Some(reason)) => {
-                    return Err(Error::NoSuchVersion {
-                        expected: version,
-                        got: newest.as_ref().map_or(0, |newest| newest.version().0),
-                        reason: reason.clone(),
-                    });
-                }
-                _ => {}
-            }
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+/// The newest version, as soon as it is the one asked for or newer: the trainer
+/// may ask for it before it has arrived.
+fn at_least(weights: &SnapshotsInBackground, version: u64) -> Result<Snapshot, Error> {
+    let number = |set: &SetSnapshot| set.only().map_or(0, |policy| policy.version().0);
+    match weights.wait(None, |set| number(set) >= version)? {
+        Some(set) => Ok(set.only()?.clone()),
+        None => Err(Error::NoSuchVersion {
+            expected: version,
+            got: weights.newest()?.as_ref().map_or(0, number),
+            reason: weights.status()?.state.to_string(),
+        }),
     }
 }

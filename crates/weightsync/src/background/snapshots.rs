@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::background::BackgroundStatus;
-use crate::background::thread::{Desk, Follower, Task, Work};
+use crate::background::thread::{Desk, Follower, Task, Work, can_follow};
 use crate::error::Result;
 use crate::receiver::Receiver;
 use crate::set::SetSnapshot;
@@ -27,6 +27,7 @@ pub struct SnapshotsInBackground {
 
 impl SnapshotsInBackground {
     pub(super) fn start(mut receiver: Receiver) -> Result<Self> {
+        can_follow(&receiver)?;
         let first = match receiver.begin()? {
             Some(first) => Some(first),
             // What was loaded into a model is at hand too.

@@ -59,6 +59,23 @@ pub(crate) enum Work {
     Full,
 }
 
+/// Whether a thread that only waits would ever be given anything new, or knows
+/// that it would not.
+///
+/// # Errors
+///
+/// [`Error::Unsupported`].
+pub(crate) fn can_follow(receiver: &Receiver) -> Result<()> {
+    let can = receiver.scheme().capabilities();
+    if can.weights && !can.push {
+        return Err(Error::Unsupported {
+            what: "versions that come without being asked for",
+            scheme: receiver.scheme().to_string(),
+        });
+    }
+    receiver.interrupter().map(drop)
+}
+
 /// The thread, and the desk it shares. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct Follower<B: Send + 'static> {

@@ -605,6 +605,25 @@ fn nothing_ever_comes_by_a_scheme_that_carries_nothing() {
 }
 
 #[test]
+fn what_has_to_be_asked_for_is_not_waited_for() {
+    let scheme: AnyScheme = "shared-mem:pull".parse().unwrap();
+    let setup = setup().scheme(scheme).unwrap();
+    let info = setup.init_info();
+    let sender = setup.connect(&number(1.0), Expect::Count(0), SOON).unwrap();
+    let receiver = || ReceiverSetup::new(info.clone(), 0).connect(SOON).unwrap();
+    for error in [
+        receiver()
+            .in_background(number(0.0), SafePoints::Implied)
+            .map(drop)
+            .unwrap_err(),
+        receiver().snapshots_in_background().map(drop).unwrap_err(),
+    ] {
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    }
+    drop(sender);
+}
+
+#[test]
 fn a_loader_that_cannot_begin_is_an_error_at_once() {
     let (sender, receiver) = two();
     let error = receiver.set_in_background(agent(&[1.0], &[]), loaders, SafePoints::Implied);

@@ -214,7 +214,7 @@ fn a_misfit_that_was_not_expected_costs_nobody_else() {
     });
     let fitting = thread::spawn(move || {
         let words = misfit.join();
-        (ReceiverSetup::new(fits, 0).connect(SOON), words)
+        (join(ReceiverSetup::new(fits, 0)), words)
     });
     let mut sender = setup
         .connect(&source, Expect::Workers(vec![WorkerId(0)]), SOON)

@@ -87,13 +87,14 @@ fn a_worker_knows_the_format_the_buffers_and_the_extra_state() {
         assert_eq!(attributes.format(), Strategy::StateDict);
         assert_eq!(attributes.buffers(), ["actor.norm.mean"]);
         let lent = StateDict::from_views(snapshot.tensors(), attributes).unwrap();
-        lent.extra_state("actor.norm").cloned()
+        // It stays until the trainer has counted it.
+        (receiver, lent.extra_state("actor.norm").cloned())
     });
     let _sender = setup
         .connect(&state_dict(1.0, 1), Expect::Count(1), SOON)
         .unwrap();
     let steps = Plain::from_iter([("steps", Plain::from(1))]);
-    assert_eq!(worker.join().unwrap(), Some(steps));
+    assert_eq!(worker.join().unwrap().1, Some(steps));
 }
 
 #[test]
