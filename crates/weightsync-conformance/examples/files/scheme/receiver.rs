@@ -3,10 +3,13 @@
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use weightsync::transport::{Deadline, Endpoint, Image, Joining, ModelSpec, ReceiverTransport};
+use weightsync::transport::{
+    Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport,
+};
 use weightsync::{Digest, Error, Member, Result, Run, SetSnapshot, Snapshot};
 
 use super::place::{self, Life, PAUSE, Peer, Presence, Stay, failed};
@@ -26,6 +29,8 @@ pub struct FileReceiver {
     /// What was handed over last.
     held: Option<SetSnapshot>,
     said: Said,
+    /// Whether the next wait ends at once.
+    interrupted: Arc<AtomicBool>,
     /// This worker's own directory.
     own: PathBuf,
     stay: Stay,
@@ -48,6 +53,7 @@ impl FileReceiver {
                             seen: 0,
                             held: None,
                             said: Said::default(),
+                            interrupted: Arc::default(),
                             own,
                             stay: Stay {
                                 dir: dir.into(),
@@ -214,6 +220,7 @@ impl ReceiverTransport for FileReceiver {
             }
             match life {
                 Life::Here if passed(deadline) => return Ok(None),
+                Life::Here if self.interrupted.swap(false, Ordering::Relaxed) => return Ok(None),
                 Life::Here => std::thread::sleep(PAUSE),
                 Life::Left => return Err(Error::SenderClosed),
                 Life::Dead => {
@@ -226,6 +233,13 @@ impl ReceiverTransport for FileReceiver {
 
     fn latest(&mut self) -> Result<Option<SetSnapshot>> {
         Ok(self.newer()?.or_else(|| self.held.clone()))
+    }
+
+    fn interrupter(&self) -> Result<Interrupter> {
+        let interrupted = self.interrupted.clone();
+        Ok(Interrupter::new(move || {
+            interrupted.store(true, Ordering::Relaxed);
+        }))
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
