@@ -26,9 +26,10 @@ pub struct SegmentOptions {
     /// Slots of each model made at the beginning: at least 2, one live and one
     /// to write.
     pub slots: u8,
-    /// Slots a model may grow to when all are pinned; then the sender waits. It
-    /// grows beyond them where more versions than that are meant to be run or
-    /// kept at once. At most [`MAX_SLOTS`].
+    /// Slots a model may grow to when all are pinned; then the sender waits. Each
+    /// version beyond one that is meant to be run or kept at once (for some
+    /// workers, in queues, as history) has its slot beside them. At most
+    /// [`MAX_SLOTS`].
     pub max_slots: u8,
     /// How many older sets that were sent to all are kept, to be had by
     /// [`Writer::old_snapshot`] and by readers that ask.

@@ -29,7 +29,7 @@ pub struct FileReceiver {
     /// What was handed over last.
     held: Option<SetSnapshot>,
     said: Said,
-    /// The wait is to end although nothing has come.
+    /// Whether the next wait ends at once.
     interrupted: Arc<AtomicBool>,
     /// This worker's own directory.
     own: PathBuf,
@@ -221,6 +221,7 @@ impl ReceiverTransport for FileReceiver {
             match life {
                 Life::Here if self.interrupted.swap(false, Ordering::SeqCst) => return Ok(None),
                 Life::Here if passed(deadline) => return Ok(None),
+                Life::Here if self.interrupted.swap(false, Ordering::Relaxed) => return Ok(None),
                 Life::Here => std::thread::sleep(PAUSE),
                 Life::Left => return Err(Error::SenderClosed),
                 Life::Dead => {
@@ -238,7 +239,7 @@ impl ReceiverTransport for FileReceiver {
     fn interrupter(&self) -> Result<Interrupter> {
         let interrupted = self.interrupted.clone();
         Ok(Interrupter::new(move || {
-            interrupted.store(true, Ordering::SeqCst);
+            interrupted.store(true, Ordering::Relaxed);
         }))
     }
 

@@ -74,6 +74,7 @@ impl FileSender {
 
 impl SenderTransport for FileSender {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
+        let workers = self.roster().look();
         let rooms = models.iter().map(|model| Room {
             model: *model,
             version: self.version(*model).next(),
@@ -81,6 +82,7 @@ impl SenderTransport for FileSender {
         });
         Ok(Box::new(Rooms {
             rooms: rooms.collect(),
+            workers,
             sender: self,
         }))
     }
@@ -132,6 +134,9 @@ impl SenderTransport for FileSender {
 #[derive(Debug)]
 struct Rooms<'a> {
     sender: &'a mut FileSender,
+    /// Those that were there when the send began: one that dies before it is
+    /// live has a line all the same.
+    workers: Vec<Arc<Worker>>,
     rooms: Vec<Room>,
 }
 
@@ -176,7 +181,11 @@ impl Staging for Rooms<'_> {
     }
 
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
-        let Self { sender, rooms } = *self;
+        let Self {
+            sender,
+            rooms,
+            mut workers,
+        } = *self;
         if *targets != Targets::All {
             return Err(Error::Unsupported {
                 what: "a send to some workers",
@@ -199,7 +208,9 @@ impl Staging for Rooms<'_> {
             live.versions[*model] = LiveVersion { version, digest };
         }
         // Before the swap: nobody who gets it has no line.
-        let workers = sender.roster().look();
+        let mut joined = sender.roster().look();
+        joined.retain(|one| !workers.iter().any(|known| Arc::ptr_eq(known, one)));
+        workers.append(&mut joined);
         let path = sender.stay.dir.join("live");
         place::put(&path, &place::encoded(&live)?, true)?;
 
