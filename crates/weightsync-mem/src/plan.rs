@@ -181,11 +181,9 @@ impl Plan {
         }
         // What waits for room in a queue is no reason to grow: else a worker
         // that stands still would make every sender grow to the end.
-        let kept = needed.union(*lent).len().max(1);
-        // `max_slots` is for a sender that keeps one version; each further one
-        // that it keeps apart has its room beside what workers may pin.
-        let limit = (kept + 1).max(kept - 1 + usize::from(max_slots));
-        let limit = limit.min(MAX_SLOTS);
+        // What is kept apart has its room beside what readers may pin.
+        let apart = needed.len().saturating_sub(1) + usize::from(max_slots);
+        let limit = apart.max(needed.union(*lent).len() + 1).min(MAX_SLOTS);
         match usize::from(*slots) < limit {
             true => Lend::Grow,
             false => Lend::Wait,

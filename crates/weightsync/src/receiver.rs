@@ -219,6 +219,7 @@ impl ReceiverSetup {
             current: None,
             whole: true,
             applied: Vec::new(),
+            newest: Version::NONE,
             setup: self,
             sender_lost: false,
             interrupted: false,
@@ -294,6 +295,9 @@ pub struct Receiver {
     whole: bool,
     /// What the worker runs, and the run it is of.
     applied: Vec<(ModelId, Version)>,
+    /// The newest version of its first model that came, of the run that is
+    /// joined.
+    newest: Version,
     run: Run,
     /// The sender died, and that has been said.
     sender_lost: bool,
@@ -445,27 +449,42 @@ impl Receiver {
         if !self.find_sender(now, timeout.is_some(), deadline)? {
             return Ok(None);
         }
+        // What was pushed before is no answer.
+        let known = self.newest;
+        let pushed = self.next_of_transport(Some(now))?;
+        self.keep_for_receive(pushed, known);
         loop {
             let asked = self.transport.ask(0, pull);
             self.note_loss(asked.as_ref().err());
             asked?;
+            let known = self.newest;
             let Some(set) = self.next_of_transport(deadline)? else {
                 return Ok(None);
             };
             let snapshot = set.only()?.clone();
             let version = snapshot.version();
-            if !pull.is_answered_by(version) {
-                // It was pushed meanwhile: for the next receive, and in the
-                // answer's place in the lane.
-                self.initial = Some(set);
-                continue;
+            let answers = match pull {
+                // An answer to an earlier question may come late.
+                Pull::Newest => version >= known,
+                Pull::AtLeast(least) => version >= least,
+                Pull::Exactly(exactly) => version == exactly,
+            };
+            if answers {
+                if version == self.newest {
+                    self.initial = None;
+                }
+                self.report_applied(&set)?;
+                return Ok(Some(snapshot));
             }
-            self.initial = self.initial.take().filter(|pushed| {
-                let pushed = pushed.members().first();
-                pushed.is_some_and(|pushed| pushed.snapshot.version() > version)
-            });
-            self.report_applied(&set)?;
-            return Ok(Some(snapshot));
+            // It was pushed meanwhile, perhaps in the answer's place.
+            self.keep_for_receive(Some(set), known);
+        }
+    }
+
+    /// Keeps what came and was not asked for, if it is news.
+    fn keep_for_receive(&mut self, set: Option<SetSnapshot>, known: Version) {
+        if self.newest > known {
+            self.initial = set;
         }
     }
 
@@ -568,6 +587,11 @@ impl Receiver {
             next = self.transport.next(deadline);
         }
         self.note_loss(next.as_ref().err());
+        if let Ok(Some(set)) = &next
+            && let Some(first) = set.members().first()
+        {
+            self.newest = self.newest.max(first.snapshot.version());
+        }
         next
     }
 
@@ -665,6 +689,7 @@ impl Receiver {
             return Err(refused(&mut *transport, model, mismatch)?);
         }
         self.transport = transport;
+        self.newest = Version::NONE;
         self.sender_lost = false;
         Ok(())
     }

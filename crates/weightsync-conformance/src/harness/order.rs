@@ -424,6 +424,8 @@ pub(crate) struct Loaded {
     /// What the worker says it runs.
     pub(crate) runs: Vec<u64>,
     pub(crate) whole: bool,
+    /// How often its models were loaded by this one call.
+    pub(crate) loads: u64,
 }
 
 impl Loaded {

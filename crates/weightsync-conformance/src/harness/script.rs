@@ -1,6 +1,7 @@
 //! A scenario as a script: puppets, what they are told, and what they answer.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::ops::Deref;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ pub(crate) const TRAINER: usize = 0;
 /// The processes of one scenario. Dropping it ends them.
 pub(crate) struct Script<'a> {
     subject: &'a Subject,
-    workers: Workers,
+    workers: Group,
     census: Census,
     dir: TempDir,
     addresses: Vec<String>,
@@ -50,7 +51,7 @@ impl<'a> Script<'a> {
             .grace(PATIENCE);
         Self {
             subject,
-            workers: group.start().expect("the puppets start"),
+            workers: Group(group.start().expect("the puppets start")),
             census,
             dir,
             addresses: Vec::new(),
@@ -397,6 +398,29 @@ impl<'a> Script<'a> {
         while state(pid) != Some(wanted) {
             assert!(Instant::now() < deadline, "{}", describe(pid));
             std::thread::yield_now();
+        }
+    }
+}
+
+/// The puppets. They are killed where a scenario fails: some of them may wait for
+/// others, and nobody is left to tell them anything.
+struct Group(Workers);
+
+impl Deref for Group {
+    type Target = Workers;
+
+    fn deref(&self) -> &Workers {
+        &self.0
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            for puppet in 0..self.0.len() {
+                // One that is gone already is as good.
+                let _ = self.0.kill(puppet);
+            }
         }
     }
 }

@@ -209,6 +209,8 @@ impl Worker {
             .iter_mut()
             .fold(SetLoader::new(), |set, (id, place)| set.with(id, place));
         let loaded = receiver.receive_set_into(&mut models, timeout);
+        drop(models);
+        let loads = places.iter().map(|(_, place)| place.loads).sum();
         drop(places);
         let (versions, fault) = match loaded {
             Ok(None) => return Ok(Answer::Nothing),
@@ -228,6 +230,7 @@ impl Worker {
                 .collect(),
             runs: numbers(receiver.versions()),
             whole: receiver.is_whole(),
+            loads,
         }))
     }
 
@@ -291,6 +294,7 @@ struct Place<'a> {
     tensors: &'a mut Tensors,
     strings: &'a Strings<'a>,
     mishap: Option<Mishap>,
+    loads: u64,
 }
 
 impl<'a> Place<'a> {
@@ -299,6 +303,7 @@ impl<'a> Place<'a> {
             tensors,
             strings,
             mishap: None,
+            loads: 0,
         }
     }
 
@@ -331,6 +336,7 @@ impl WeightLoader for Place<'_> {
     }
 
     fn load(&mut self, views: &[TensorView<'_>]) -> Result<()> {
+        self.loads += 1;
         let failed = |text: &str| Error::Load {
             name: TENSORS[1].into(),
             source: text.into(),

@@ -161,6 +161,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         receive::a_version_that_is_not_kept_is_said_to_be_so[Weights Pull],
         receive::a_worker_waits_for_a_version_to_come[Weights Pull],
         receive::a_model_without_shapes_takes_the_senders[Weights Push],
+        receive::a_version_is_loaded_once[Weights Push],
         receive::several_workers_live_in_one_process[Weights],
         sets::a_set_flips_as_one_on_every_worker[Weights Sets Push],
         sets::a_sender_killed_at_any_stage_of_a_set_leaves_one_set[Weights Sets Push Restarts Death],

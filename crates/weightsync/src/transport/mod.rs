@@ -241,17 +241,6 @@ pub enum Pull {
     Exactly(Version),
 }
 
-impl Pull {
-    /// Whether this version is what was asked for.
-    pub(crate) fn is_answered_by(self, version: Version) -> bool {
-        match self {
-            Self::Newest => true,
-            Self::AtLeast(least) => version >= least,
-            Self::Exactly(exactly) => version == exactly,
-        }
-    }
-}
-
 /// The trainer's end.
 ///
 /// **Guarantee.** A version becomes visible to a worker whole or not at all,
