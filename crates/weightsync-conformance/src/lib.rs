@@ -41,7 +41,7 @@
 //!
 //! # What is asked of it
 //!
-//! What its [`Capabilities`](weightsync::Capabilities) state has to work. What
+//! What its [`Capabilities`] state has to work. What
 //! they do not state has to be refused with
 //! [`Error::Unsupported`](weightsync::Error::Unsupported), which the scenario
 //! `not_offered` of each scheme tries; the scenarios that fall away are named in
