@@ -10,7 +10,7 @@ use super::fault::Fault;
 use super::scale::PATIENCE;
 use super::shape::{Seen, Shape};
 
-/// What a puppet is told. Every order has one answer, but for
+/// What a puppet is told. Every order is heard, and then has one answer, but for
 /// [`Deed::Load`] with [`Mishap::Pause`], which has two.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
@@ -318,6 +318,8 @@ pub(crate) enum Mishap {
 /// What a puppet answers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Answer {
+    /// An order has been read; what it leads to follows.
+    Heard,
     Done,
     Info(InitInfo),
     Sent(Sent),

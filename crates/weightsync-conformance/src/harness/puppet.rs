@@ -80,6 +80,7 @@ pub(crate) fn obey(
     let mut trainer = Trainer::new(schemes.parse(&scheme)?);
     let mut workers: BTreeMap<u32, Worker> = BTreeMap::new();
     while let Some(frame) = process.recv(None)? {
+        strings.say(&Answer::Heard)?;
         let answer = match postcard::from_bytes(&frame)? {
             Order::Trainer(act) => trainer.act(act, &strings),
             Order::Worker(number, deed) => {

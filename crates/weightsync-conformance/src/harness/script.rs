@@ -29,6 +29,8 @@ pub(crate) struct Script<'a> {
     info: Option<InitInfo>,
     /// What each puppet has said that nobody has asked for yet.
     said: Vec<VecDeque<Answer>>,
+    /// How many orders each puppet was told, and how many it has heard.
+    told: Vec<[u64; 2]>,
     /// Puppets whose death is no surprise.
     doomed: BTreeSet<usize>,
     dead: BTreeSet<usize>,
@@ -56,6 +58,7 @@ impl<'a> Script<'a> {
             dir,
             addresses: Vec::new(),
             info: None,
+            told: vec![[0; 2]; count],
             said: (0..count).map(|_| VecDeque::new()).collect(),
             doomed: BTreeSet::new(),
             dead: BTreeSet::new(),
@@ -134,14 +137,16 @@ impl<'a> Script<'a> {
     }
 
     /// Tells a puppet something without waiting for its answer.
-    pub(crate) fn tell(&self, puppet: usize, order: &Order) {
+    pub(crate) fn tell(&mut self, puppet: usize, order: &Order) {
         let frame = postcard::to_stdvec(order).expect("an order has a postcard form");
         self.workers
             .send(puppet, &frame, Some(PATIENCE))
             .expect("it listens");
+        // An order in the middle of another is its part.
+        self.told[puppet][0] += u64::from(!matches!(order, Order::GoOn));
     }
 
-    pub(crate) fn tell_worker(&self, worker: u32, deed: Deed) {
+    pub(crate) fn tell_worker(&mut self, worker: u32, deed: Deed) {
         self.tell(worker as usize + 1, &Order::Worker(worker, deed));
     }
 
@@ -304,6 +309,7 @@ impl<'a> Script<'a> {
         assert!(self.dead.remove(&puppet), "it is not dead");
         self.doomed.remove(&puppet);
         self.said[puppet].clear();
+        self.told[puppet] = [0; 2];
         self.workers.restart(puppet, None).expect("it starts");
     }
 
@@ -320,9 +326,12 @@ impl<'a> Script<'a> {
         self.asleep.remove(&puppet);
     }
 
-    /// Waits until a puppet waits in the kernel: it has nothing more to do by
-    /// itself.
-    pub(crate) fn until_it_sleeps(&self, puppet: usize) {
+    /// Waits until a puppet has heard what it was told and waits in the kernel: it
+    /// has nothing more to do by itself.
+    pub(crate) fn until_it_sleeps(&mut self, puppet: usize) {
+        while self.told[puppet][0] > self.told[puppet][1] {
+            self.listen();
+        }
         self.until_state(puppet, 'S');
     }
 
@@ -367,10 +376,10 @@ impl<'a> Script<'a> {
 
     fn heard(&mut self, from: usize, event: Event) {
         match event {
-            Event::Frame(frame) => {
-                let answer = postcard::from_bytes(&frame).expect("an answer");
-                self.said[from].push_back(answer);
-            }
+            Event::Frame(frame) => match postcard::from_bytes(&frame).expect("an answer") {
+                Answer::Heard => self.told[from][1] += 1,
+                answer => self.said[from].push_back(answer),
+            },
             Event::Exited(exit) => {
                 let killed = exit.signal == Some(Signal::KILL.as_raw());
                 let excused = killed && self.doomed.contains(&from);
