@@ -248,7 +248,8 @@ impl Plan {
             of.numbered = None;
         }
         self.sequence += 1;
-        let mut teller = Teller::new(self.sequence, self.records_told().union(record_pins), steps);
+        let mut teller = self.teller(record_pins, steps);
+        teller.sequence = self.sequence;
         let mut fates = Vec::new();
         let mut absent = Vec::new();
         let (meant, records) = (&self.meant, &mut self.records);
@@ -295,7 +296,7 @@ impl Plan {
         if self.lanes.values().all(|lane| lane.waiting.is_empty()) {
             return;
         }
-        let mut teller = Teller::new(0, self.records_told().union(record_pins), steps);
+        let mut teller = self.teller(record_pins, steps);
         for (worker, lane) in &mut self.lanes {
             lane.deliver(*worker, &mut self.records, &mut teller);
         }
@@ -349,6 +350,7 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) {
+        let mut teller = self.teller(record_pins, steps);
         let lane = Lane {
             joined,
             models,
@@ -364,7 +366,7 @@ impl Plan {
         self.lanes.insert(worker, lane);
         let set = self.meant.for_worker(worker);
         if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
-            self.point(worker, &set, record_pins, steps);
+            self.point(worker, &set, &mut teller);
         }
     }
 
@@ -419,7 +421,8 @@ impl Plan {
         };
         match (set, want) {
             (Some(set), _) => {
-                self.point(key.0, &set, record_pins, steps);
+                let mut teller = self.teller(record_pins, steps);
+                self.point(key.0, &set, &mut teller);
                 Answer::Told
             }
             (None, Want::Exactly { model, .. }) => {
@@ -475,6 +478,7 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) {
+        let mut teller = self.teller(record_pins, steps);
         for worker in workers {
             let Some(was) = self.meant.release(*worker) else {
                 continue;
@@ -489,7 +493,7 @@ impl Plan {
                 Delivery::Newest | Delivery::Every { .. } => true,
             };
             if news && wanted {
-                self.point(*worker, &set, record_pins, steps);
+                self.point(*worker, &set, &mut teller);
             }
         }
     }
@@ -582,15 +586,16 @@ impl Plan {
         lane.filter(|lane| lane.joined == joined)
     }
 
+    /// Where the steps of one decision go. Made before the first of them: the
+    /// pins were looked for while the lanes were where they are now, so a record
+    /// that a lane is taken off may be pinned by now, and stays in use to the end
+    /// of the decision.
+    fn teller<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<Step>) -> Teller<'a> {
+        Teller::new(self.records_told().union(record_pins), steps)
+    }
+
     /// Points one lane at a set, by a record that is newer than what it was told.
-    fn point(
-        &mut self,
-        worker: WorkerId,
-        set: &ModelSet,
-        record_pins: SlotSet,
-        steps: &mut Vec<Step>,
-    ) {
-        let in_use = self.records_told().union(record_pins);
+    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) {
         let Some(lane) = self.lanes.get_mut(&worker) else {
             return;
         };
@@ -599,8 +604,7 @@ impl Plan {
             self.sequence += 1;
             self.sequence
         });
-        let mut teller = Teller::new(sequence, in_use, steps);
-        lane.tell(worker, sequence, set, &mut self.records, &mut teller);
+        lane.tell(worker, sequence, set, &mut self.records, teller);
     }
 }
 

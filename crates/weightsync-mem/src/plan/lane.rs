@@ -40,10 +40,12 @@ pub(super) struct Waiting {
     pub(super) set: ModelSet,
 }
 
-/// Where steps go while lanes are told one thing.
+/// Where the steps of one decision go.
 pub(super) struct Teller<'a> {
+    /// Of the publication that is told, if it is one.
     pub(super) sequence: u64,
-    /// Records that lanes or pins hold, or that were written meanwhile.
+    /// Records that lanes or pins held before the first step, or that were
+    /// written since.
     pub(super) in_use: SlotSet,
     /// The record of the default set, once there is one.
     pub(super) default: Option<u8>,
@@ -51,9 +53,9 @@ pub(super) struct Teller<'a> {
 }
 
 impl<'a> Teller<'a> {
-    pub(super) fn new(sequence: u64, in_use: SlotSet, steps: &'a mut Vec<Step>) -> Self {
+    pub(super) fn new(in_use: SlotSet, steps: &'a mut Vec<Step>) -> Self {
         Self {
-            sequence,
+            sequence: 0,
             in_use,
             default: None,
             steps,

@@ -140,6 +140,35 @@ fn a_held_worker_stays_where_it_is_until_it_is_released() {
 }
 
 #[test]
+fn a_record_that_a_lane_is_taken_off_is_not_written_by_the_same_steps() {
+    // Its reader may have pinned it after the pins were looked for.
+    let mut plan = Plan::new(1, 2, 0);
+    let workers = [0, 1, 2].map(WorkerId);
+    let keys = [0, 1, 2].map(|worker| join(&mut plan, worker, ALL, Delivery::Newest).0);
+    let mut on = SlotSet::default();
+    for round in 0..2 {
+        plan.hold(&workers);
+        for worker in 0..3 {
+            send(&mut plan, &[0], &to(&[worker]));
+        }
+        let mut steps = Vec::new();
+        plan.release(&workers, SlotSet::default(), &mut steps);
+        let mut written = SlotSet::default();
+        for step in &steps {
+            if let Step::Write { record } = step {
+                assert!(!on.contains(*record), "record {record}, in {steps:?}");
+                written = written.with(*record);
+            }
+        }
+        assert_eq!(written.len(), 3);
+        on = written;
+        for (worker, key) in (1..).zip(keys) {
+            assert_eq!(shown(&plan, key, &steps), Some([3 * round + worker, 0]));
+        }
+    }
+}
+
+#[test]
 fn a_full_queue_keeps_nobody_else_waiting() {
     let mut plan = Plan::new(1, 2, 0);
     let (slow, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 2 });

@@ -495,11 +495,17 @@ impl World {
         }
     }
 
-    /// Does what the steps say, as long as nothing in use is written.
+    /// Does what the steps say, as long as nothing in use is written. A reader may
+    /// pin what its lane was on at any moment before it is taken off it, so that
+    /// counts as in use to the last step.
     fn carry_out(&mut self, steps: &[Step]) {
+        let lanes = self.readers.values();
+        let told = lanes.flat_map(|reader| reader.live.iter().chain(&reader.queue));
+        let told = told.fold(SlotSet::default(), |all, live| all.with(live.record));
         for step in steps {
             match *step {
                 Step::Write { record } => {
+                    assert!(!told.contains(record), "written where a pin may be");
                     for reader in self.readers.values() {
                         let pinned = reader.pinned.iter().map(|(live, _)| live);
                         let mut used = pinned.chain(&reader.live).chain(&reader.queue);
