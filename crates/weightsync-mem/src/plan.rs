@@ -70,6 +70,8 @@ pub(crate) enum Fate {
     Held,
     /// It gets what it asks for and nothing else.
     Asks,
+    /// It can use nothing, so it gets nothing.
+    Shut,
 }
 
 /// A decided publication.
@@ -115,7 +117,7 @@ pub(crate) enum Answer {
     /// The reader was not given this model, or takes every version and so has
     /// nothing to ask for.
     NotAllowed,
-    /// There is no such lane.
+    /// There is no such lane, or it is shut.
     Gone,
 }
 
@@ -362,6 +364,7 @@ impl Plan {
             wanted: None,
             told: 0,
             taken: 0,
+            shut: false,
         };
         self.lanes.insert(worker, lane);
         let set = self.meant.for_worker(worker);
@@ -374,6 +377,15 @@ impl Plan {
     pub(crate) fn leave(&mut self, key: Key) {
         if self.lane(key).is_some() {
             self.lanes.remove(&key.0);
+        }
+    }
+
+    /// A reader can use nothing: its lane refers to nothing any more, and nothing
+    /// more is told to it. The caller shuts its lane in the shared pages, and
+    /// looks for pins after that.
+    pub(crate) fn shut(&mut self, key: Key) {
+        if let Some(lane) = self.lane_mut(key) {
+            lane.shut();
         }
     }
 
@@ -400,7 +412,7 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) -> Answer {
-        let Some(lane) = self.lane_mut(key) else {
+        let Some(lane) = self.lane_mut(key).filter(|lane| !lane.shut) else {
             return Answer::Gone;
         };
         lane.wanted = None;
@@ -483,7 +495,7 @@ impl Plan {
             let Some(was) = self.meant.release(*worker) else {
                 continue;
             };
-            let Some(lane) = self.lanes.get_mut(worker) else {
+            let Some(lane) = self.lanes.get_mut(worker).filter(|lane| !lane.shut) else {
                 continue;
             };
             let set = self.meant.for_worker(*worker);

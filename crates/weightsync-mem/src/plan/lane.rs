@@ -32,6 +32,8 @@ pub(super) struct Lane {
     pub(super) told: u64,
     /// The newest sequence number it has taken.
     pub(super) taken: u64,
+    /// Nothing more is told to it.
+    pub(super) shut: bool,
 }
 
 #[derive(Debug)]
@@ -78,6 +80,9 @@ impl Lane {
         records: &mut Records,
         teller: &mut Teller<'_>,
     ) -> Fate {
+        if self.shut {
+            return Fate::Shut;
+        }
         if meant.held(worker).is_some() {
             return Fate::Held;
         }
@@ -164,6 +169,14 @@ impl Lane {
             self.waiting.pop_front();
             self.put(worker, live, teller);
         }
+    }
+
+    pub(super) fn shut(&mut self) {
+        self.shut = true;
+        self.live = None;
+        self.queue.clear();
+        self.waiting.clear();
+        self.wanted = None;
     }
 
     /// Whether it can be told something at once, and in order.

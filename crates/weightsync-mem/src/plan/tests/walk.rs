@@ -28,6 +28,10 @@ enum Op {
     Leave {
         worker: u32,
     },
+    /// It can use nothing.
+    Shut {
+        worker: u32,
+    },
     Send {
         models: u64,
         /// Bits; `None`: all.
@@ -78,6 +82,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => (worker(), models(), delivery)
             .prop_map(|(worker, models, delivery)| Op::Join { worker, models, delivery }),
         1 => worker().prop_map(|worker| Op::Leave { worker }),
+        1 => worker().prop_map(|worker| Op::Shut { worker }),
         6 => (models(), proptest::option::of(workers()))
             .prop_map(|(models, workers)| Op::Send { models, workers }),
         4 => worker().prop_map(|worker| Op::Pin { worker }),
@@ -124,6 +129,7 @@ struct Reader {
     waiting: VecDeque<(u64, Versions)>,
     wanted: Option<(usize, u64)>,
     told: u64,
+    shut: bool,
 }
 
 struct World {
@@ -180,6 +186,7 @@ impl World {
                 }
             }
             Op::Leave { worker } => self.leave(worker),
+            Op::Shut { worker } => self.shut(worker),
             Op::Send { models, workers } => self.send(Models(models), workers, &mut steps),
             Op::Pin { worker } => self.pin(worker),
             Op::Take { worker } => self.finish(worker),
@@ -288,6 +295,10 @@ impl World {
                 .unwrap()
                 .1;
             let set = self.meant(worker);
+            if self.reader(key).shut {
+                assert_eq!(fate, Fate::Shut);
+                continue;
+            }
             if self.held.contains_key(&worker) {
                 assert_eq!(fate, Fate::Held);
                 continue;
@@ -405,7 +416,7 @@ impl World {
         let Some(key) = self.key(worker) else { return };
         let reader = self.reader(key);
         let mine = reader.models;
-        if only(&was, mine) == only(&set, mine) {
+        if reader.shut || only(&was, mine) == only(&set, mine) {
             return;
         }
         match reader.delivery {
@@ -451,7 +462,7 @@ impl World {
             _ => Want::Exactly { model, version },
         };
         let answer = self.plan.ask(key, want, pins, steps);
-        let Some(reader) = self.readers.get_mut(&key) else {
+        let Some(reader) = self.readers.get_mut(&key).filter(|reader| !reader.shut) else {
             assert_eq!(answer, Answer::Gone);
             return;
         };
@@ -676,6 +687,23 @@ impl World {
         self.readers.get_mut(&key).unwrap()
     }
 
+    /// What it holds stays; an entry of its queue that it was about to take was
+    /// taken back.
+    fn shut(&mut self, worker: u32) {
+        let Some(key) = self.key(worker) else { return };
+        self.plan.shut(key);
+        let reader = self.reader(key);
+        reader.shut = true;
+        reader.live = None;
+        reader.queue.clear();
+        reader.waiting.clear();
+        reader.expected.clear();
+        reader.wanted = None;
+        if let Delivery::Every { .. } = reader.delivery {
+            reader.pinned = None;
+        }
+    }
+
     /// Its snapshots stay; nothing more comes to it.
     fn leave(&mut self, worker: u32) {
         if let Some(key) = self.key(worker) {
@@ -704,6 +732,7 @@ impl Reader {
             waiting: VecDeque::new(),
             wanted: None,
             told: 0,
+            shut: false,
         }
     }
 }
