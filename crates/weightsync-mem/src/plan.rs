@@ -607,6 +607,8 @@ impl Plan {
     }
 
     /// Points one lane at a set, by a record that is newer than what it was told.
+    /// Where no more may wait, it takes the place of the last that does: a reader
+    /// of every version would else stay behind the newest for good.
     fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) {
         let Some(lane) = self.lanes.get_mut(&worker) else {
             return;
@@ -616,7 +618,10 @@ impl Plan {
             self.sequence += 1;
             self.sequence
         });
-        lane.tell(worker, sequence, set, &mut self.records, teller);
+        if lane.tell(worker, sequence, set, &mut self.records, teller) == Fate::Full {
+            lane.waiting.pop_back();
+            lane.tell(worker, sequence, set, &mut self.records, teller);
+        }
     }
 }
 

@@ -215,6 +215,24 @@ fn a_full_queue_keeps_nobody_else_waiting() {
 }
 
 #[test]
+fn one_that_is_released_gets_the_newest_also_if_its_queue_is_full() {
+    let mut plan = Plan::new(1, 2, 0);
+    let (key, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
+    send(&mut plan, &[0], &Targets::All); // in the queue
+    let (waits, _) = send(&mut plan, &[0], &Targets::All);
+    assert_eq!(waits.fates, [(key, Fate::Waiting)]);
+    plan.hold(&[WorkerId(0)]);
+    send(&mut plan, &[0], &Targets::All);
+    let mut steps = Vec::new();
+    plan.release(&[WorkerId(0)], SlotSet::default(), &mut steps);
+    assert!(!plan.waits(key, waits.sequence), "the newest has its place");
+    plan.observe(key, 1, 0);
+    plan.deliver(SlotSet::default(), &mut steps);
+    assert_eq!(shown(&plan, key, &steps), Some([3, 0]));
+    assert!(!plan.anything_waits());
+}
+
+#[test]
 fn what_waits_for_room_is_kept_but_no_reason_to_grow() {
     let mut plan = Plan::new(1, 2, 0);
     join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });

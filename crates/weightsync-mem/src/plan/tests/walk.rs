@@ -433,7 +433,12 @@ impl World {
                 let set = only(&set, mine);
                 if reader.waiting.is_empty() && reader.queue.len() < bound.into() {
                     reader.expected.push_back(set);
-                } else if reader.waiting.len() < bound.into() {
+                } else {
+                    // The newest comes in any case.
+                    if reader.waiting.len() == usize::from(bound) {
+                        reader.waiting.pop_back();
+                        reader.expected.pop_back();
+                    }
                     let lane = &self.plan.lanes[&key.0];
                     let sequence = lane.waiting.back().unwrap().sequence;
                     let reader = self.reader(key);
