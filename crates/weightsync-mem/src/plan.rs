@@ -68,7 +68,9 @@ pub(crate) enum Fate {
     Full,
     /// It is held: it gets the newest when it is released.
     Held,
-    /// It gets what it asks for and nothing else.
+    /// It gets what it asks for and nothing else. This may be the answer to an
+    /// open question, but nobody waits for that: the one who asked may have given
+    /// up meanwhile.
     Asks,
     /// It can use nothing, so it gets nothing.
     Shut,

@@ -86,6 +86,21 @@ impl Lane {
         if meant.held(worker).is_some() {
             return Fate::Held;
         }
+        let fate = self.move_to(worker, meant, records, teller);
+        match self.delivery {
+            Delivery::Asked => Fate::Asks,
+            Delivery::Newest | Delivery::Every { .. } => fate,
+        }
+    }
+
+    /// Tells it what it is meant to run now, if it is for that.
+    fn move_to(
+        &mut self,
+        worker: WorkerId,
+        meant: &Meant,
+        records: &mut Records,
+        teller: &mut Teller<'_>,
+    ) -> Fate {
         let sequence = teller.sequence;
         // Nearly always every lane goes to the same record, which is then not
         // looked for again.

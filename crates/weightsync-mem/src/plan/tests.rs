@@ -260,7 +260,7 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
     );
     // The first publication answers it; those after it are not asked for.
     let (published, steps) = send(&mut plan, &[0, 1], &Targets::All);
-    assert_eq!(published.fates, [(key, Fate::Told)]);
+    assert_eq!(published.fates, [(key, Fate::Asks)]);
     assert_eq!(shown(&plan, key, &steps), Some([1, 1]));
     for version in 2..=4 {
         let (published, steps) = send(&mut plan, &[0, 1], &Targets::All);
@@ -315,7 +315,7 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
         [(key, Fate::Asks)]
     );
     let (published, steps) = send(&mut plan, &[1], &Targets::All);
-    assert_eq!(published.fates, [(key, Fate::Told)]);
+    assert_eq!(published.fates, [(key, Fate::Asks)]);
     assert_eq!(shown(&plan, key, &steps), Some([4, 6]));
 }
 
