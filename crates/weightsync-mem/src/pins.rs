@@ -125,7 +125,7 @@ impl PinBook {
 
     /// Pins the set at `position` of the lane's queue, which is this reader's
     /// head or the entry before it: nobody else moves it. `None` if the sender
-    /// has not got that far.
+    /// has not got that far, or has shut the queue.
     pub(crate) fn take_queued(self: &Arc<Self>, position: u64) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
         let (lane, control) = (self.lane()?, self.control()?);
@@ -133,6 +133,11 @@ impl PinBook {
             return Ok(None);
         };
         let hold = self.hand_over(live);
+        if !lane.queue.0.is_open() {
+            // The entry was taken back, and what it named may be written. The
+            // data pins are withdrawn with `hold`.
+            return Ok(None);
+        }
         // Also past one that is corrupt: the next may be whole.
         control.head.0.advance(position + 1);
         self.tell_sender();

@@ -68,8 +68,12 @@ pub(crate) enum Fate {
     Full,
     /// It is held: it gets the newest when it is released.
     Held,
-    /// It gets what it asks for and nothing else.
+    /// It gets what it asks for and nothing else. This may be the answer to an
+    /// open question, but nobody waits for that: the one who asked may have given
+    /// up meanwhile.
     Asks,
+    /// It can use nothing, so it gets nothing.
+    Shut,
 }
 
 /// A decided publication.
@@ -115,7 +119,7 @@ pub(crate) enum Answer {
     /// The reader was not given this model, or takes every version and so has
     /// nothing to ask for.
     NotAllowed,
-    /// There is no such lane.
+    /// There is no such lane, or it is shut.
     Gone,
 }
 
@@ -248,7 +252,8 @@ impl Plan {
             of.numbered = None;
         }
         self.sequence += 1;
-        let mut teller = Teller::new(self.sequence, self.records_told().union(record_pins), steps);
+        let mut teller = self.teller(record_pins, steps);
+        teller.sequence = self.sequence;
         let mut fates = Vec::new();
         let mut absent = Vec::new();
         let (meant, records) = (&self.meant, &mut self.records);
@@ -295,7 +300,7 @@ impl Plan {
         if self.lanes.values().all(|lane| lane.waiting.is_empty()) {
             return;
         }
-        let mut teller = Teller::new(0, self.records_told().union(record_pins), steps);
+        let mut teller = self.teller(record_pins, steps);
         for (worker, lane) in &mut self.lanes {
             lane.deliver(*worker, &mut self.records, &mut teller);
         }
@@ -349,6 +354,7 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) {
+        let mut teller = self.teller(record_pins, steps);
         let lane = Lane {
             joined,
             models,
@@ -360,11 +366,12 @@ impl Plan {
             wanted: None,
             told: 0,
             taken: 0,
+            shut: false,
         };
         self.lanes.insert(worker, lane);
         let set = self.meant.for_worker(worker);
         if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
-            self.point(worker, &set, record_pins, steps);
+            self.point(worker, &set, &mut teller);
         }
     }
 
@@ -372,6 +379,15 @@ impl Plan {
     pub(crate) fn leave(&mut self, key: Key) {
         if self.lane(key).is_some() {
             self.lanes.remove(&key.0);
+        }
+    }
+
+    /// A reader can use nothing: its lane refers to nothing any more, and nothing
+    /// more is told to it. The caller shuts its lane in the shared pages, and
+    /// looks for pins after that.
+    pub(crate) fn shut(&mut self, key: Key) {
+        if let Some(lane) = self.lane_mut(key) {
+            lane.shut();
         }
     }
 
@@ -398,7 +414,7 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) -> Answer {
-        let Some(lane) = self.lane_mut(key) else {
+        let Some(lane) = self.lane_mut(key).filter(|lane| !lane.shut) else {
             return Answer::Gone;
         };
         lane.wanted = None;
@@ -419,7 +435,8 @@ impl Plan {
         };
         match (set, want) {
             (Some(set), _) => {
-                self.point(key.0, &set, record_pins, steps);
+                let mut teller = self.teller(record_pins, steps);
+                self.point(key.0, &set, &mut teller);
                 Answer::Told
             }
             (None, Want::Exactly { model, .. }) => {
@@ -475,11 +492,12 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) {
+        let mut teller = self.teller(record_pins, steps);
         for worker in workers {
             let Some(was) = self.meant.release(*worker) else {
                 continue;
             };
-            let Some(lane) = self.lanes.get_mut(worker) else {
+            let Some(lane) = self.lanes.get_mut(worker).filter(|lane| !lane.shut) else {
                 continue;
             };
             let set = self.meant.for_worker(*worker);
@@ -489,7 +507,7 @@ impl Plan {
                 Delivery::Newest | Delivery::Every { .. } => true,
             };
             if news && wanted {
-                self.point(*worker, &set, record_pins, steps);
+                self.point(*worker, &set, &mut teller);
             }
         }
     }
@@ -582,15 +600,18 @@ impl Plan {
         lane.filter(|lane| lane.joined == joined)
     }
 
+    /// Where the steps of one decision go. Made before the first of them: the
+    /// pins were looked for while the lanes were where they are now, so a record
+    /// that a lane is taken off may be pinned by now, and stays in use to the end
+    /// of the decision.
+    fn teller<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<Step>) -> Teller<'a> {
+        Teller::new(self.records_told().union(record_pins), steps)
+    }
+
     /// Points one lane at a set, by a record that is newer than what it was told.
-    fn point(
-        &mut self,
-        worker: WorkerId,
-        set: &ModelSet,
-        record_pins: SlotSet,
-        steps: &mut Vec<Step>,
-    ) {
-        let in_use = self.records_told().union(record_pins);
+    /// Where no more may wait, it takes the place of the last that does: a reader
+    /// of every version would else stay behind the newest for good.
+    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) {
         let Some(lane) = self.lanes.get_mut(&worker) else {
             return;
         };
@@ -599,8 +620,10 @@ impl Plan {
             self.sequence += 1;
             self.sequence
         });
-        let mut teller = Teller::new(sequence, in_use, steps);
-        lane.tell(worker, sequence, set, &mut self.records, &mut teller);
+        if lane.tell(worker, sequence, set, &mut self.records, teller) == Fate::Full {
+            lane.waiting.pop_back();
+            lane.tell(worker, sequence, set, &mut self.records, teller);
+        }
     }
 }
 

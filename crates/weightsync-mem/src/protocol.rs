@@ -29,7 +29,10 @@
 //!
 //! By queue (a worker that wants every version): what lies between the reader's
 //! head and the sender's tail is held without any announcement. The reader gives
-//! an entry back by moving its head past it.
+//! an entry back by moving its head past it. A sender that takes all of them back
+//! [shuts](Queue::shut) the queue, issues the fence, and only then reads the pins;
+//! the reader issues it after its data pins and then asks whether the queue is
+//! still [open](Queue::is_open), as it does with a live word.
 //!
 //! Either way the *hand-over* to data pins follows. While the record is held so
 //! are its data slots. The reader [holds](PinWord::hold) them in its data pins
@@ -190,7 +193,7 @@ impl PinWord {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Queue {
-    /// How many entries were ever pushed.
+    /// How many entries were ever pushed, and [`SHUT`](Self::SHUT).
     tail: AtomicU64,
     entries: [AtomicU64; QUEUE],
 }
@@ -202,6 +205,9 @@ impl Default for Queue {
 }
 
 impl Queue {
+    /// In the tail: the queue holds nothing any more.
+    const SHUT: u64 = 1 << 63;
+
     /// A queue before the first entry.
     pub fn new() -> Self {
         Self {
@@ -210,7 +216,8 @@ impl Queue {
         }
     }
 
-    /// Adds an entry, unless `bound` of them wait beyond the reader's `head`.
+    /// Adds an entry, unless `bound` of them wait beyond the reader's `head`. Not
+    /// to be called once it is [shut](Self::shut).
     /// Everything written before is visible to the reader that gets it; the
     /// fence comes before the question whether the reader sleeps.
     ///
@@ -228,10 +235,26 @@ impl Queue {
 
     /// The entry at `position` (the reader's head), if there is one yet.
     pub fn get(&self, position: u64) -> Option<Live> {
-        if position >= self.tail.load(Ordering::Acquire) {
+        let tail = self.tail.load(Ordering::Acquire);
+        if tail & Self::SHUT != 0 || position >= tail {
             return None;
         }
         Live::unpack(self.entry(position).load(Ordering::Relaxed))
+    }
+
+    /// Takes back every entry, for good. The fence makes every data pin held
+    /// before visible to the scan that follows.
+    pub fn shut(&self) {
+        let tail = self.tail.load(Ordering::Relaxed);
+        self.tail.store(tail | Self::SHUT, Ordering::Release);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Whether the entry that [`get`](Self::get) gave was held until now: to be
+    /// asked after [`PinWord::hold`], which counts only if it was.
+    pub fn is_open(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.tail.load(Ordering::Relaxed) & Self::SHUT == 0
     }
 
     /// The word that changes with every entry, for a reader to sleep on.

@@ -221,6 +221,8 @@ impl Settling<'_> {
             Fate::Held => return Some(Outcome::Held),
             Fate::Full => return Some(Outcome::Full),
             Fate::Asks => return Some(Outcome::Asks),
+            // Unusable, so it was a refusal above.
+            Fate::Shut => return Some(Outcome::Late),
         }
         if reader.applied() >= sequence {
             return Some(Outcome::Applied);

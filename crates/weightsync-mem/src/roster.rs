@@ -198,6 +198,14 @@ impl Reader {
         versions.collect()
     }
 
+    /// Takes its lane off everything.
+    fn shut(&self) {
+        match self.delivery {
+            Delivery::Every { .. } => self.lane().queue.0.shut(),
+            Delivery::Newest | Delivery::Asked => self.lane().live.0.clear(),
+        }
+    }
+
     /// What a wake-up of this reader, if it sleeps, has to be told to.
     pub(crate) fn wake(&self) {
         if self.control().sleep.0.sleeping() {
@@ -464,11 +472,18 @@ impl Shared {
 }
 
 impl State {
-    /// Notes that a reader cannot use the models, once.
+    /// Notes that a reader cannot use the models, once, and shuts its lane: a
+    /// worker that has failed for good must not take slots from the others. What
+    /// it pins goes on counting; pins that were looked for before are to be
+    /// looked for again.
     pub(crate) fn reject(&mut self, key: Key, reason: String) {
         let Some(reader) = self.readers.get_mut(&key) else {
             return;
         };
+        if reader.unusable.is_none() {
+            self.plan.shut(key);
+            reader.shut();
+        }
         let reason = reader.unusable.get_or_insert(reason).clone();
         if std::mem::replace(&mut reader.told, true) {
             return;

@@ -356,8 +356,11 @@ fn lend(
                 let bytes = shared.models[model].model.slot_bytes();
                 let file = OwnedFile::new("weightsync-slot", bytes)?;
                 state = shared.state();
+                let slot = shared.add_slot(&mut state, model, Arc::new(file));
+                // After it: a reader that could not be handed the slot is told
+                // nothing any more, so only its pins count from there on.
                 records = shared.observe(&mut state);
-                shared.add_slot(&mut state, model, Arc::new(file))
+                slot
             }
             Lend::Wait => {
                 // Room in a queue gives slots back, later.

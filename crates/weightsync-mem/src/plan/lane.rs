@@ -32,6 +32,8 @@ pub(super) struct Lane {
     pub(super) told: u64,
     /// The newest sequence number it has taken.
     pub(super) taken: u64,
+    /// Nothing more is told to it.
+    pub(super) shut: bool,
 }
 
 #[derive(Debug)]
@@ -40,10 +42,12 @@ pub(super) struct Waiting {
     pub(super) set: ModelSet,
 }
 
-/// Where steps go while lanes are told one thing.
+/// Where the steps of one decision go.
 pub(super) struct Teller<'a> {
+    /// Of the publication that is told, if it is one.
     pub(super) sequence: u64,
-    /// Records that lanes or pins hold, or that were written meanwhile.
+    /// Records that lanes or pins held before the first step, or that were
+    /// written since.
     pub(super) in_use: SlotSet,
     /// The record of the default set, once there is one.
     pub(super) default: Option<u8>,
@@ -51,9 +55,9 @@ pub(super) struct Teller<'a> {
 }
 
 impl<'a> Teller<'a> {
-    pub(super) fn new(sequence: u64, in_use: SlotSet, steps: &'a mut Vec<Step>) -> Self {
+    pub(super) fn new(in_use: SlotSet, steps: &'a mut Vec<Step>) -> Self {
         Self {
-            sequence,
+            sequence: 0,
             in_use,
             default: None,
             steps,
@@ -76,9 +80,27 @@ impl Lane {
         records: &mut Records,
         teller: &mut Teller<'_>,
     ) -> Fate {
+        if self.shut {
+            return Fate::Shut;
+        }
         if meant.held(worker).is_some() {
             return Fate::Held;
         }
+        let fate = self.move_to(worker, meant, records, teller);
+        match self.delivery {
+            Delivery::Asked => Fate::Asks,
+            Delivery::Newest | Delivery::Every { .. } => fate,
+        }
+    }
+
+    /// Tells it what it is meant to run now, if it is for that.
+    fn move_to(
+        &mut self,
+        worker: WorkerId,
+        meant: &Meant,
+        records: &mut Records,
+        teller: &mut Teller<'_>,
+    ) -> Fate {
         let sequence = teller.sequence;
         // Nearly always every lane goes to the same record, which is then not
         // looked for again.
@@ -162,6 +184,14 @@ impl Lane {
             self.waiting.pop_front();
             self.put(worker, live, teller);
         }
+    }
+
+    pub(super) fn shut(&mut self) {
+        self.shut = true;
+        self.live = None;
+        self.queue.clear();
+        self.waiting.clear();
+        self.wanted = None;
     }
 
     /// Whether it can be told something at once, and in order.

@@ -140,6 +140,35 @@ fn a_held_worker_stays_where_it_is_until_it_is_released() {
 }
 
 #[test]
+fn a_record_that_a_lane_is_taken_off_is_not_written_by_the_same_steps() {
+    // Its reader may have pinned it after the pins were looked for.
+    let mut plan = Plan::new(1, 2, 0);
+    let workers = [0, 1, 2].map(WorkerId);
+    let keys = [0, 1, 2].map(|worker| join(&mut plan, worker, ALL, Delivery::Newest).0);
+    let mut on = SlotSet::default();
+    for round in 0..2 {
+        plan.hold(&workers);
+        for worker in 0..3 {
+            send(&mut plan, &[0], &to(&[worker]));
+        }
+        let mut steps = Vec::new();
+        plan.release(&workers, SlotSet::default(), &mut steps);
+        let mut written = SlotSet::default();
+        for step in &steps {
+            if let Step::Write { record } = step {
+                assert!(!on.contains(*record), "record {record}, in {steps:?}");
+                written = written.with(*record);
+            }
+        }
+        assert_eq!(written.len(), 3);
+        on = written;
+        for (worker, key) in (1..).zip(keys) {
+            assert_eq!(shown(&plan, key, &steps), Some([3 * round + worker, 0]));
+        }
+    }
+}
+
+#[test]
 fn a_full_queue_keeps_nobody_else_waiting() {
     let mut plan = Plan::new(1, 2, 0);
     let (slow, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 2 });
@@ -186,6 +215,24 @@ fn a_full_queue_keeps_nobody_else_waiting() {
 }
 
 #[test]
+fn one_that_is_released_gets_the_newest_also_if_its_queue_is_full() {
+    let mut plan = Plan::new(1, 2, 0);
+    let (key, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
+    send(&mut plan, &[0], &Targets::All); // in the queue
+    let (waits, _) = send(&mut plan, &[0], &Targets::All);
+    assert_eq!(waits.fates, [(key, Fate::Waiting)]);
+    plan.hold(&[WorkerId(0)]);
+    send(&mut plan, &[0], &Targets::All);
+    let mut steps = Vec::new();
+    plan.release(&[WorkerId(0)], SlotSet::default(), &mut steps);
+    assert!(!plan.waits(key, waits.sequence), "the newest has its place");
+    plan.observe(key, 1, 0);
+    plan.deliver(SlotSet::default(), &mut steps);
+    assert_eq!(shown(&plan, key, &steps), Some([3, 0]));
+    assert!(!plan.anything_waits());
+}
+
+#[test]
 fn what_waits_for_room_is_kept_but_no_reason_to_grow() {
     let mut plan = Plan::new(1, 2, 0);
     join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
@@ -213,7 +260,7 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
     );
     // The first publication answers it; those after it are not asked for.
     let (published, steps) = send(&mut plan, &[0, 1], &Targets::All);
-    assert_eq!(published.fates, [(key, Fate::Told)]);
+    assert_eq!(published.fates, [(key, Fate::Asks)]);
     assert_eq!(shown(&plan, key, &steps), Some([1, 1]));
     for version in 2..=4 {
         let (published, steps) = send(&mut plan, &[0, 1], &Targets::All);
@@ -268,7 +315,7 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
         [(key, Fate::Asks)]
     );
     let (published, steps) = send(&mut plan, &[1], &Targets::All);
-    assert_eq!(published.fates, [(key, Fate::Told)]);
+    assert_eq!(published.fates, [(key, Fate::Asks)]);
     assert_eq!(shown(&plan, key, &steps), Some([4, 6]));
 }
 

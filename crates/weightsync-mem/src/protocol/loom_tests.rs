@@ -223,6 +223,11 @@ impl World {
         let live = lane.queue.get(position)?;
         steps.next()?;
         let slot = self.hand_over(lane, live, steps)?;
+        if !lane.queue.is_open() {
+            lane.pins.unpin(slot);
+            return None;
+        }
+        steps.next()?;
         lane.head.advance(position + 1);
         steps.next()?;
         self.read(lane, slot, live, steps)
@@ -527,7 +532,7 @@ fn a_queue_goes_round_without_writing_what_waits() {
 
 #[test]
 fn a_reader_stopped_at_any_step_of_its_queue_blocks_no_more_than_it_held() {
-    for steps in 1..=7 {
+    for steps in 1..=8 {
         for turned in [false, true] {
             explore(4, move || {
                 let world = World::new(2, 2, 1);
@@ -543,6 +548,37 @@ fn a_reader_stopped_at_any_step_of_its_queue_blocks_no_more_than_it_held() {
             });
         }
     }
+}
+
+#[test]
+fn a_queue_that_is_shut_gives_back_what_no_data_pin_holds() {
+    explore_turned(4, |turned| {
+        let world = World::new(1, 1, 1);
+        let mut sender = Sender::new(&world, Way::Queue(1));
+        sender.send(&world, 1, WHOLE);
+        let shutting = {
+            let world = world.clone();
+            move || {
+                world.lanes[0].queue.shut();
+                sender.told[0].clear();
+                // The head counts no more.
+                sender.way = Way::Live;
+                let free = sender.held(&world, true).1.is_empty();
+                if free {
+                    world.slots[0].write(0, 2);
+                    world.slots[0].write(1, 2);
+                }
+                free
+            }
+        };
+        let receiving = {
+            let world = world.clone();
+            move || world.receive_next(0, 0, WHOLE)
+        };
+        let (_, found) = beside(turned, shutting, receiving);
+        assert!(matches!(found, None | Some(1)), "{found:?}");
+        assert_eq!(world.receive_next(0, 0, WHOLE), None);
+    });
 }
 
 #[test]

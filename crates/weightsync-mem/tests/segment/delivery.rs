@@ -81,6 +81,48 @@ fn a_full_queue_is_a_line_and_costs_the_others_nothing() {
 }
 
 #[test]
+fn a_worker_that_has_failed_for_good_stops_nobody() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 3));
+    let mut fails = joins(&address, 0, Delivery::Every { bound: 2 });
+    let mut newest = joins(&address, 1, Delivery::Newest);
+    send(&mut writer, &[0], &Targets::All);
+    let held = take(&mut fails);
+    // Two in its queue, and two that wait for room in it.
+    for _ in 2..=5 {
+        send(&mut writer, &[0], &Targets::All);
+    }
+    assert_eq!(take(&mut newest).version(), Version(5));
+    let grown = writer.slots(0);
+    fails.refuse(None, "no such layer").unwrap();
+    let heard = |_: &[_], rejected: &[_]| rejected == [WorkerId(0)];
+    assert!(writer.wait_readers(within(20), heard).unwrap());
+    for version in 6..=40 {
+        let publication = send(&mut writer, &[0], &Targets::All);
+        assert_eq!(take(&mut newest).version(), Version(version));
+        let reason = "no such layer".into();
+        assert_eq!(
+            outcomes(&settle(&writer, &publication)),
+            [(0, Outcome::Refused { reason }), (1, Outcome::Applied)]
+        );
+    }
+    assert_eq!(writer.slots(0), grown, "its queue takes no more");
+    // What it holds goes on counting, and nothing more comes to it.
+    check(&held);
+    assert!(nothing_new(&mut fails));
+    drop(held);
+    // What was in its queue is free as well: with one slot for what is live and
+    // one to write there is room to hold as many as there are slots besides.
+    let mut snapshots = Vec::new();
+    for _ in 2..grown {
+        snapshots.push(writer.snapshot(0).unwrap().unwrap());
+        send(&mut writer, &[0], &Targets::All);
+    }
+    assert_eq!(writer.slots(0), grown);
+    snapshots.iter().for_each(check);
+}
+
+#[test]
 fn what_waits_for_room_comes_also_if_nobody_waits_for_the_outcome() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 8));
@@ -151,14 +193,13 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
     let publication = send(&mut writer, &[0, 1], &Targets::All);
     assert_eq!(versions(&take_set(&mut asks)), [(0, 1), (1, 1)]);
     take_set(&mut newest);
-    // The question may have come before the publication, or after.
-    let lines = settle(&writer, &publication);
-    assert!(
-        matches!(lines[0].outcome, Outcome::Applied | Outcome::Asks),
-        "{lines:?}"
-    );
+    // The question may have come before the publication, or after: nobody waits
+    // for one that asks.
     let applied = Outcome::Applied;
-    assert_eq!(lines[1].outcome, applied);
+    assert_eq!(
+        outcomes(&settle(&writer, &publication)),
+        [(0, Outcome::Asks), (1, applied.clone())]
+    );
     // What it does not ask for does not come, and nobody waits for it.
     for _ in 2..=4 {
         let publication = send(&mut writer, &[0, 1], &Targets::All);

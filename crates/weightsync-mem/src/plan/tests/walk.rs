@@ -28,6 +28,10 @@ enum Op {
     Leave {
         worker: u32,
     },
+    /// It can use nothing.
+    Shut {
+        worker: u32,
+    },
     Send {
         models: u64,
         /// Bits; `None`: all.
@@ -78,6 +82,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => (worker(), models(), delivery)
             .prop_map(|(worker, models, delivery)| Op::Join { worker, models, delivery }),
         1 => worker().prop_map(|worker| Op::Leave { worker }),
+        1 => worker().prop_map(|worker| Op::Shut { worker }),
         6 => (models(), proptest::option::of(workers()))
             .prop_map(|(models, workers)| Op::Send { models, workers }),
         4 => worker().prop_map(|worker| Op::Pin { worker }),
@@ -124,6 +129,7 @@ struct Reader {
     waiting: VecDeque<(u64, Versions)>,
     wanted: Option<(usize, u64)>,
     told: u64,
+    shut: bool,
 }
 
 struct World {
@@ -180,6 +186,7 @@ impl World {
                 }
             }
             Op::Leave { worker } => self.leave(worker),
+            Op::Shut { worker } => self.shut(worker),
             Op::Send { models, workers } => self.send(Models(models), workers, &mut steps),
             Op::Pin { worker } => self.pin(worker),
             Op::Take { worker } => self.finish(worker),
@@ -288,6 +295,10 @@ impl World {
                 .unwrap()
                 .1;
             let set = self.meant(worker);
+            if self.reader(key).shut {
+                assert_eq!(fate, Fate::Shut);
+                continue;
+            }
             if self.held.contains_key(&worker) {
                 assert_eq!(fate, Fate::Held);
                 continue;
@@ -303,7 +314,7 @@ impl World {
                         set.get(model).is_some_and(|version| version >= least)
                             || *least == 0 && !only(&set, reader.models).is_empty()
                     });
-                    assert_eq!(fate == Fate::Told, met.is_some(), "{fate:?}");
+                    assert_eq!(fate, Fate::Asks);
                     if met.is_some() {
                         self.expect(key, &set);
                     }
@@ -405,7 +416,7 @@ impl World {
         let Some(key) = self.key(worker) else { return };
         let reader = self.reader(key);
         let mine = reader.models;
-        if only(&was, mine) == only(&set, mine) {
+        if reader.shut || only(&was, mine) == only(&set, mine) {
             return;
         }
         match reader.delivery {
@@ -422,7 +433,12 @@ impl World {
                 let set = only(&set, mine);
                 if reader.waiting.is_empty() && reader.queue.len() < bound.into() {
                     reader.expected.push_back(set);
-                } else if reader.waiting.len() < bound.into() {
+                } else {
+                    // The newest comes in any case.
+                    if reader.waiting.len() == usize::from(bound) {
+                        reader.waiting.pop_back();
+                        reader.expected.pop_back();
+                    }
                     let lane = &self.plan.lanes[&key.0];
                     let sequence = lane.waiting.back().unwrap().sequence;
                     let reader = self.reader(key);
@@ -451,7 +467,7 @@ impl World {
             _ => Want::Exactly { model, version },
         };
         let answer = self.plan.ask(key, want, pins, steps);
-        let Some(reader) = self.readers.get_mut(&key) else {
+        let Some(reader) = self.readers.get_mut(&key).filter(|reader| !reader.shut) else {
             assert_eq!(answer, Answer::Gone);
             return;
         };
@@ -495,11 +511,17 @@ impl World {
         }
     }
 
-    /// Does what the steps say, as long as nothing in use is written.
+    /// Does what the steps say, as long as nothing in use is written. A reader may
+    /// pin what its lane was on at any moment before it is taken off it, so that
+    /// counts as in use to the last step.
     fn carry_out(&mut self, steps: &[Step]) {
+        let lanes = self.readers.values();
+        let told = lanes.flat_map(|reader| reader.live.iter().chain(&reader.queue));
+        let told = told.fold(SlotSet::default(), |all, live| all.with(live.record));
         for step in steps {
             match *step {
                 Step::Write { record } => {
+                    assert!(!told.contains(record), "written where a pin may be");
                     for reader in self.readers.values() {
                         let pinned = reader.pinned.iter().map(|(live, _)| live);
                         let mut used = pinned.chain(&reader.live).chain(&reader.queue);
@@ -670,6 +692,23 @@ impl World {
         self.readers.get_mut(&key).unwrap()
     }
 
+    /// What it holds stays; an entry of its queue that it was about to take was
+    /// taken back.
+    fn shut(&mut self, worker: u32) {
+        let Some(key) = self.key(worker) else { return };
+        self.plan.shut(key);
+        let reader = self.reader(key);
+        reader.shut = true;
+        reader.live = None;
+        reader.queue.clear();
+        reader.waiting.clear();
+        reader.expected.clear();
+        reader.wanted = None;
+        if let Delivery::Every { .. } = reader.delivery {
+            reader.pinned = None;
+        }
+    }
+
     /// Its snapshots stay; nothing more comes to it.
     fn leave(&mut self, worker: u32) {
         if let Some(key) = self.key(worker) {
@@ -698,6 +737,7 @@ impl Reader {
             waiting: VecDeque::new(),
             wanted: None,
             told: 0,
+            shut: false,
         }
     }
 }
