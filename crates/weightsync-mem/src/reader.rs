@@ -330,7 +330,8 @@ impl Reader {
     /// # Errors
     ///
     /// [`Error::BadOption`] if this reader takes every version, or asks about a
-    /// model it did not want; [`Error::SenderDied`] or [`Error::SenderClosed`].
+    /// model it did not want, or for exactly `Version::NONE`; at least that is
+    /// [`Want::Newest`]. [`Error::SenderDied`] or [`Error::SenderClosed`].
     pub fn ask(&mut self, want: Want) -> Result<(), Error> {
         self.book.header.usable()?;
         let bad = |option, expected, got: String| {
@@ -353,6 +354,24 @@ impl Reader {
                 model.to_string(),
             );
         }
+        // The sender takes a question about version 0 for a breach of the protocol.
+        let want = match want {
+            Want::AtLeast {
+                version: Version::NONE,
+                ..
+            } => Want::Newest,
+            Want::Exactly {
+                version: Version::NONE,
+                ..
+            } => {
+                return bad(
+                    "the version asked for",
+                    "one that can be published, from 1 on",
+                    "0".into(),
+                );
+            }
+            want => want,
+        };
         self.watch.ask_anew();
         self.asked = true;
         if self

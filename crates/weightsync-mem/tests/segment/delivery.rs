@@ -285,3 +285,28 @@ fn what_was_asked_for_makes_room_once_it_is_not_held() {
     asks.ask(Want::Newest).unwrap();
     assert_eq!(versions(&take_set(&mut asks)), [(0, 5)]);
 }
+
+#[test]
+fn asking_for_version_0_costs_the_worker_nothing() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 2));
+    let mut asks = joins(&address, 0, Delivery::Asked);
+    let (model, version) = (0, Version::NONE);
+    let error = asks.ask(Want::Exactly { model, version }).unwrap_err();
+    assert!(matches!(error, Error::BadOption { .. }), "{error}");
+    // At least nothing is whatever is newest, as soon as there is something.
+    asks.ask(Want::AtLeast { model, version }).unwrap();
+    assert!(nothing_new(&mut asks));
+    for version in 1..=2 {
+        send(&mut writer, &[0], &Targets::All);
+        assert_eq!(versions(&take_set(&mut asks)), [(0, version)]);
+        asks.ask(Want::Newest).unwrap();
+        assert_eq!(versions(&take_set(&mut asks)), [(0, version)]);
+        asks.ask(Want::AtLeast {
+            model,
+            version: Version(version + 1),
+        })
+        .unwrap();
+    }
+    assert!(writer.take_rejected().is_empty());
+}
