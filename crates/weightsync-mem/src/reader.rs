@@ -434,12 +434,7 @@ impl Reader {
     /// Only of the operating system; a sender that is gone needs no telling.
     pub fn refuse(&self, sequence: Option<u64>, reason: &str) -> Result<(), Error> {
         self.book.header.usable()?;
-        let packet = FromReader::Refused {
-            sequence: sequence.unwrap_or(0),
-            reason: reason.into(),
-        }
-        .encode();
-        self.book.socket()?.send(&packet, &[]).map(|_| ())
+        self.book.refuse(sequence.unwrap_or(0), reason).map(|_| ())
     }
 
     /// Takes what a look has found there, or what has replaced it by now.
@@ -463,9 +458,25 @@ impl Reader {
         }
     }
 
-    /// Makes snapshots of what is pinned.
+    /// Makes snapshots of what is pinned, and says that it is taken, or that it
+    /// is damaged.
     fn hand_out(&mut self, hold: Hold) -> Result<Taken, Error> {
-        self.sequence = hold.sequence;
+        let sequence = hold.sequence;
+        self.sequence = sequence;
+        let taken = self.checked(hold).inspect_err(|error| {
+            self.book.refuse_damage(sequence, error);
+        })?;
+        self.book.say_taken(sequence)?;
+        for member in &taken.members {
+            self.versions[member.model] = member.snapshot.version();
+        }
+        if let Delivery::Every { .. } = self.delivery {
+            self.last = Some(taken.clone());
+        }
+        Ok(taken)
+    }
+
+    fn checked(&self, hold: Hold) -> Result<Taken, Error> {
         let Some(places) = self.watch.slots(&hold.set)? else {
             return Err(self.why_over());
         };
@@ -479,17 +490,10 @@ impl Reader {
                 snapshot: Snapshot::new(pin, placed.version, slot, pages, self.run)?,
             });
         }
-        for member in &members {
-            self.versions[member.model] = member.snapshot.version();
-        }
-        let taken = Taken {
+        Ok(Taken {
             sequence: hold.sequence,
             members,
-        };
-        if let Delivery::Every { .. } = self.delivery {
-            self.last = Some(taken.clone());
-        }
-        Ok(taken)
+        })
     }
 
     fn is_closed(&self) -> bool {
