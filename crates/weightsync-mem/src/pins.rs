@@ -124,8 +124,7 @@ impl PinBook {
     }
 
     /// Pins the set at `position` of the lane's queue, which is this reader's
-    /// head or the entry before it: nobody else moves it. `None` if the sender
-    /// has not got that far.
+    /// head: nobody else moves it. `None` if the sender has not got that far.
     pub(crate) fn take_queued(self: &Arc<Self>, position: u64) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
         let (lane, control) = (self.lane()?, self.control()?);

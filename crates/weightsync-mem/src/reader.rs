@@ -102,10 +102,8 @@ pub struct Reader {
     delivery: Delivery,
     /// The newest sequence number handed out.
     sequence: u64,
-    /// Of a reader that takes every version: how many it has taken, and the
-    /// last.
+    /// Of a reader that takes every version: how many it has taken.
     head: u64,
-    last: Option<Taken>,
     /// By model, what was handed out last.
     versions: [Version; MAX_MODELS],
     /// It has asked, and may get the answer that there is no such version.
@@ -214,7 +212,6 @@ impl Reader {
             delivery: options.delivery,
             sequence: 0,
             head: 0,
-            last: None,
             versions: [Version::NONE; MAX_MODELS],
             asked: false,
         }))
@@ -230,6 +227,11 @@ impl Reader {
         self.run
     }
 
+    /// Which versions this reader is given.
+    pub fn delivery(&self) -> Delivery {
+        self.delivery
+    }
+
     /// What ends a wait in [`next`](Self::next) from another thread.
     pub fn interrupter(&self) -> Interrupter {
         self.watch.interrupter()
@@ -241,8 +243,9 @@ impl Reader {
     }
 
     /// The newest set meant for this reader, without waiting; `None` before the
-    /// first. A reader that takes every version gets the one it took last; one
-    /// that asks gets what it asked for last, unless the sender needed the room.
+    /// first. A reader that asks gets what it asked for last, unless the sender
+    /// needed the room; one that takes every version gets none: what it has taken
+    /// is its caller's to keep, or to let go of.
     ///
     /// # Errors
     ///
@@ -251,11 +254,7 @@ impl Reader {
     pub fn latest(&mut self) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
         if let Delivery::Every { .. } = self.delivery {
-            let mut last = self.last.clone();
-            for member in last.iter_mut().flat_map(|taken| &mut taken.members) {
-                member.changed = false;
-            }
-            return Ok(last);
+            return Ok(None);
         }
         match self.book.take_live()? {
             Some(hold) => self.hand_out(hold).map(Some),
@@ -469,9 +468,6 @@ impl Reader {
         self.book.say_taken(sequence)?;
         for member in &taken.members {
             self.versions[member.model] = member.snapshot.version();
-        }
-        if let Delivery::Every { .. } = self.delivery {
-            self.last = Some(taken.clone());
         }
         Ok(taken)
     }

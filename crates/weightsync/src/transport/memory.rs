@@ -127,6 +127,7 @@ impl Memory {
             specs,
             reader,
             own_copy,
+            last: None,
         }))
     }
 }
@@ -285,6 +286,9 @@ struct Attached {
     indices: Vec<usize>,
     /// Whether what is taken is copied, and its slot given back.
     own_copy: bool,
+    /// What came last by a queue, which gives nothing twice. It costs a slot,
+    /// unless it is a copy.
+    last: Option<SetSnapshot>,
 }
 
 impl Attached {
@@ -354,12 +358,19 @@ impl ReceiverTransport for Attached {
             .reader
             .next(deadline)
             .map_err(|error| self.named(error))?;
-        Ok(taken.map(|taken| self.lent(taken)))
+        let set = taken.map(|taken| self.lent(taken));
+        if let (Delivery::Every { .. }, Some(set)) = (self.reader.delivery(), &set) {
+            self.last = Some(set.clone().had_before());
+        }
+        Ok(set)
     }
 
     fn latest(&mut self) -> Result<Option<SetSnapshot>> {
         let taken = self.reader.latest()?;
-        Ok(taken.map(|taken| self.lent(taken)))
+        Ok(match self.reader.delivery() {
+            Delivery::Every { .. } => self.last.clone(),
+            Delivery::Newest | Delivery::Asked => taken.map(|taken| self.lent(taken)),
+        })
     }
 
     fn ask(&mut self, model: usize, pull: Pull) -> Result<()> {
