@@ -272,7 +272,9 @@ impl Reader {
     /// [`Error::SenderDied`] or [`Error::SenderClosed`], once everything the
     /// sender published has been handed out; [`Error::NoSuchVersion`] as the answer
     /// to [`ask`](Self::ask); as [`latest`](Self::latest), and then what comes
-    /// after the corrupt set is next.
+    /// after the corrupt set is next. [`Error::Protocol`] or [`Error::Os`] once
+    /// this reader cannot go on listening to a sender that lives: the sender has
+    /// been told, and every call says so.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
         if self.asked
@@ -345,7 +347,7 @@ impl Reader {
             return bad("the delivery of a reader that asks", "newest or asked", got);
         }
         if let Want::AtLeast { model, .. } | Want::Exactly { model, .. } = want
-            && self.models.iter().all(|(mine, _)| *mine != model)
+            && !self.has(model)
         {
             return bad(
                 "the model asked for",
@@ -371,6 +373,9 @@ impl Reader {
             }
             want => want,
         };
+        if let Some(fault) = self.watch.fault() {
+            return Err(fault);
+        }
         self.watch.ask_anew();
         self.asked = true;
         if self
@@ -380,13 +385,7 @@ impl Reader {
         {
             return Ok(());
         }
-        if self.watch.is_over() || self.is_closed() || self.is_hung_up()? {
-            return Err(self.why_over());
-        }
-        Err(unexpected(
-            "a sender that reads",
-            "a socket that is full".into(),
-        ))
+        Err(self.unheard().unwrap_or_else(|| self.why_over()))
     }
 
     /// Tells the sender that the worker has loaded a set.
@@ -407,13 +406,22 @@ impl Reader {
     ///
     /// # Errors
     ///
-    /// As [`applied`](Self::applied).
+    /// As [`applied`](Self::applied), and [`Error::BadOption`] for a model that
+    /// is not one of this reader's; then nothing is told.
     pub fn applied_versions(
         &self,
         sequence: u64,
         versions: impl IntoIterator<Item = (usize, Version)>,
     ) -> Result<(), Error> {
         self.book.header.usable()?;
+        let versions: Vec<_> = versions.into_iter().collect();
+        if let Some((model, _)) = versions.iter().find(|(model, _)| !self.has(*model)) {
+            return Err(Error::BadOption {
+                option: "the model applied",
+                expected: "one of this reader's",
+                got: model.to_string(),
+            });
+        }
         let loaded = &self.book.control()?.loaded.0;
         if sequence >= loaded.sequence.load(Ordering::Relaxed) {
             for (model, version) in versions {
@@ -430,10 +438,14 @@ impl Reader {
     ///
     /// # Errors
     ///
-    /// Only of the operating system; a sender that is gone needs no telling.
+    /// Of the operating system, and [`Error::Protocol`] if the sender does not
+    /// listen; one that is gone needs no telling.
     pub fn refuse(&self, sequence: Option<u64>, reason: &str) -> Result<(), Error> {
         self.book.header.usable()?;
-        self.book.refuse(sequence.unwrap_or(0), reason).map(|_| ())
+        match self.book.refuse(sequence.unwrap_or(0), reason)? {
+            true => Ok(()),
+            false => self.unheard().map_or(Ok(()), Err),
+        }
     }
 
     /// Takes what a look has found there, or what has replaced it by now.
@@ -492,6 +504,10 @@ impl Reader {
         })
     }
 
+    fn has(&self, model: usize) -> bool {
+        self.models.iter().any(|(mine, _)| *mine == model)
+    }
+
     fn is_closed(&self) -> bool {
         self.book.header().closed.0.load(Ordering::Acquire) != 0
     }
@@ -500,13 +516,24 @@ impl Reader {
         Ok(crate::service::is_gone(self.book.socket()?))
     }
 
+    /// Why something could not be said to a sender that is there.
+    fn unheard(&self) -> Option<Error> {
+        let gone = self.is_closed() || self.is_hung_up().unwrap_or(true);
+        (!gone).then(|| unexpected("a sender that reads", "a socket that is full".into()))
+    }
+
     fn why_over(&self) -> Error {
         if self.is_closed() {
             return Error::SenderClosed;
         }
-        self.watch.take_fault().unwrap_or(Error::SenderDied {
+        let died = Error::SenderDied {
             pid: self.sender_pid(),
-        })
+        };
+        match self.watch.fault() {
+            // Whatever was wrong before, there is no sender now.
+            Some(_) if self.is_hung_up().unwrap_or(false) => died,
+            fault => fault.unwrap_or(died),
+        }
     }
 }
 

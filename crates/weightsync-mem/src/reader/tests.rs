@@ -179,3 +179,44 @@ fn a_head_that_lies_harms_nobody() {
         publish(&mut writer);
     }
 }
+
+#[test]
+fn a_reader_that_cannot_go_on_says_so_and_goes_on_saying_so() {
+    let (mut writer, mut reader) = pair(Delivery::Newest);
+    let waiter = writer.waiter();
+    let (_, socket, _) = writer.shared.watched().remove(0);
+    let strange = FromSender::Slot { model: 0, index: 2 }.encode();
+    assert!(socket.send(&strange, &[]).unwrap());
+    for _ in 0..3 {
+        let error = reader.next(soon()).unwrap_err();
+        assert!(matches!(error, Error::Protocol { .. }), "{error}");
+        let error = reader.ask(Want::Newest).unwrap_err();
+        assert!(matches!(error, Error::Protocol { .. }), "{error}");
+    }
+    let publication = publish(&mut writer);
+    let lines = waiter.settle(&publication, Level::Applied, soon()).unwrap();
+    let Outcome::Refused { reason } = &lines[0].outcome else {
+        panic!("{lines:?}")
+    };
+    assert!(reason.contains("0 descriptors"), "{reason}");
+    // What can be handed out still is, and a sender's end is its end.
+    assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 1);
+    drop(writer);
+    assert!(matches!(reader.next(soon()), Err(Error::SenderClosed)));
+}
+
+#[test]
+fn errors_that_are_said_again_are_the_same() {
+    let os = |source| Error::Os {
+        action: "mapping shared memory",
+        source,
+    };
+    for error in [
+        os(std::io::Error::from_raw_os_error(libc::ENOMEM)),
+        os(std::io::Error::other("no room")),
+        unexpected("one slot", "2 descriptors".into()),
+    ] {
+        assert_eq!(error.again().to_string(), error.to_string());
+        assert_eq!(format!("{:?}", error.again()), format!("{error:?}"));
+    }
+}

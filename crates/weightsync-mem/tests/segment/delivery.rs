@@ -329,3 +329,27 @@ fn asking_for_version_0_costs_the_worker_nothing() {
     }
     assert!(writer.take_rejected().is_empty());
 }
+
+#[test]
+fn only_what_a_worker_has_is_said_to_be_applied() {
+    let address = address();
+    let mut writer = small(&address, 2, slots(2, 2));
+    let options = AttachOptions {
+        models: Some(vec![1]),
+        ..attach(&address, 0)
+    };
+    let mut reader = Reader::attach(&options, within(20)).unwrap();
+    send(&mut writer, &[0, 1], &Targets::All);
+    let taken = reader.next(within(20)).unwrap().unwrap();
+    for wrong in [0, 2, 63, 64, usize::MAX] {
+        let versions = [1, wrong].map(|model| (model, Version(7)));
+        let error = reader
+            .applied_versions(taken.sequence, versions)
+            .unwrap_err();
+        assert!(matches!(error, Error::BadOption { .. }), "{error}");
+    }
+    assert_eq!(writer.readers()[0].applied, [Version::NONE; 2]);
+    reader.applied(&taken).unwrap();
+    let applied = [Version::NONE, Version(1)];
+    assert_eq!(writer.readers()[0].applied, applied);
+}
