@@ -235,6 +235,24 @@ impl Error {
     }
 }
 
+impl Error {
+    /// The same once more, of an error that ended something and is what every
+    /// later call says too.
+    pub(crate) fn again(&self) -> Self {
+        match self {
+            Self::Os { action, source } => Self::Os {
+                action,
+                source: match source.raw_os_error() {
+                    Some(number) => std::io::Error::from_raw_os_error(number),
+                    None => std::io::Error::new(source.kind(), source.to_string()),
+                },
+            },
+            Self::Protocol { expected, got } => unexpected(expected, got.clone()),
+            other => unexpected("words of the protocol", other.to_string()),
+        }
+    }
+}
+
 pub(crate) fn os(action: &'static str) -> impl FnOnce(rustix::io::Errno) -> Error {
     move |errno| Error::Os {
         action,

@@ -124,8 +124,8 @@ impl PinBook {
     }
 
     /// Pins the set at `position` of the lane's queue, which is this reader's
-    /// head or the entry before it: nobody else moves it. `None` if the sender
-    /// has not got that far, or has shut the queue.
+    /// head: nobody else moves it. `None` if the sender has not got that far, or
+    /// has shut the queue.
     pub(crate) fn take_queued(self: &Arc<Self>, position: u64) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
         let (lane, control) = (self.lane()?, self.control()?);
@@ -153,27 +153,53 @@ impl PinBook {
     /// Pins the data slots of a record that is held meanwhile, by a record pin
     /// or by its place in the queue.
     fn hand_over(self: &Arc<Self>, live: Live) -> Result<Hold, Error> {
-        let record = self.header().read_set(live)?;
-        // The record may be shared with workers that have other models too.
-        let set = record.set.only(self.models);
-        if set.is_empty() {
-            return Err(Error::CorruptSet {
-                record: live.record,
-                what: "it names none of this worker's models",
-            });
-        }
-        let hold = Hold {
+        let set = self.set_of(live).inspect_err(|error| {
+            self.refuse_damage(live.sequence, error);
+        })?;
+        Ok(Hold {
             sequence: live.sequence,
             set,
             pins: self.pin(&set),
+        })
+    }
+
+    fn set_of(&self, live: Live) -> Result<ModelSet, Error> {
+        let record = self.header().read_set(live)?;
+        // The record may be shared with workers that have other models too.
+        let set = record.set.only(self.models);
+        match set.is_empty() {
+            false => Ok(set),
+            true => Err(Error::CorruptSet {
+                record: live.record,
+                what: "it names none of this worker's models",
+            }),
+        }
+    }
+
+    /// Says that a set has come, and is whole: every record of it was checked.
+    pub(crate) fn say_taken(&self, sequence: u64) -> Result<(), Error> {
+        let taken = &self.control()?.holds.0.taken;
+        taken.store(sequence, Ordering::Release);
+        self.tell_sender();
+        Ok(())
+    }
+
+    /// Tells the sender that a set was not taken, if it was damaged.
+    pub(crate) fn refuse_damage(&self, sequence: u64, error: &Error) {
+        if error.is_peer_fault() {
+            // What is wrong with the socket is not what is wrong here.
+            let _ = self.refuse(sequence, &error.to_string());
+        }
+    }
+
+    /// Tells the sender why a set is not used, 0 for any set. False if it does
+    /// not listen.
+    pub(crate) fn refuse(&self, sequence: u64, reason: &str) -> Result<bool, Error> {
+        let packet = FromReader::Refused {
+            sequence,
+            reason: reason.into(),
         };
-        let control = self.control()?;
-        control
-            .holds
-            .0
-            .taken
-            .store(live.sequence, Ordering::Release);
-        Ok(hold)
+        self.socket()?.send(&packet.encode(), &[])
     }
 
     /// Pins every data slot of a set. The caller knows that they are held by

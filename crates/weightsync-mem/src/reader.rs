@@ -102,10 +102,8 @@ pub struct Reader {
     delivery: Delivery,
     /// The newest sequence number handed out.
     sequence: u64,
-    /// Of a reader that takes every version: how many it has taken, and the
-    /// last.
+    /// Of a reader that takes every version: how many it has taken.
     head: u64,
-    last: Option<Taken>,
     /// By model, what was handed out last.
     versions: [Version; MAX_MODELS],
     /// It has asked, and may get the answer that there is no such version.
@@ -214,7 +212,6 @@ impl Reader {
             delivery: options.delivery,
             sequence: 0,
             head: 0,
-            last: None,
             versions: [Version::NONE; MAX_MODELS],
             asked: false,
         }))
@@ -230,6 +227,11 @@ impl Reader {
         self.run
     }
 
+    /// Which versions this reader is given.
+    pub fn delivery(&self) -> Delivery {
+        self.delivery
+    }
+
     /// What ends a wait in [`next`](Self::next) from another thread.
     pub fn interrupter(&self) -> Interrupter {
         self.watch.interrupter()
@@ -241,8 +243,9 @@ impl Reader {
     }
 
     /// The newest set meant for this reader, without waiting; `None` before the
-    /// first. A reader that takes every version gets the one it took last; one
-    /// that asks gets what it asked for last, unless the sender needed the room.
+    /// first. A reader that asks gets what it asked for last, unless the sender
+    /// needed the room; one that takes every version gets none: what it has taken
+    /// is its caller's to keep, or to let go of.
     ///
     /// # Errors
     ///
@@ -251,11 +254,7 @@ impl Reader {
     pub fn latest(&mut self) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
         if let Delivery::Every { .. } = self.delivery {
-            let mut last = self.last.clone();
-            for member in last.iter_mut().flat_map(|taken| &mut taken.members) {
-                member.changed = false;
-            }
-            return Ok(last);
+            return Ok(None);
         }
         match self.book.take_live()? {
             Some(hold) => self.hand_out(hold).map(Some),
@@ -273,7 +272,9 @@ impl Reader {
     /// [`Error::SenderDied`] or [`Error::SenderClosed`], once everything the
     /// sender published has been handed out; [`Error::NoSuchVersion`] as the answer
     /// to [`ask`](Self::ask); as [`latest`](Self::latest), and then what comes
-    /// after the corrupt set is next.
+    /// after the corrupt set is next. [`Error::Protocol`] or [`Error::Os`] once
+    /// this reader cannot go on listening to a sender that lives: the sender has
+    /// been told, and every call says so.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
         if self.asked
@@ -330,7 +331,8 @@ impl Reader {
     /// # Errors
     ///
     /// [`Error::BadOption`] if this reader takes every version, or asks about a
-    /// model it did not want; [`Error::SenderDied`] or [`Error::SenderClosed`].
+    /// model it did not want, or for exactly `Version::NONE`; at least that is
+    /// [`Want::Newest`]. [`Error::SenderDied`] or [`Error::SenderClosed`].
     pub fn ask(&mut self, want: Want) -> Result<(), Error> {
         self.book.header.usable()?;
         let bad = |option, expected, got: String| {
@@ -345,13 +347,34 @@ impl Reader {
             return bad("the delivery of a reader that asks", "newest or asked", got);
         }
         if let Want::AtLeast { model, .. } | Want::Exactly { model, .. } = want
-            && self.models.iter().all(|(mine, _)| *mine != model)
+            && !self.has(model)
         {
             return bad(
                 "the model asked for",
                 "one of this reader's",
                 model.to_string(),
             );
+        }
+        // The sender takes a question about version 0 for a breach of the protocol.
+        let want = match want {
+            Want::AtLeast {
+                version: Version::NONE,
+                ..
+            } => Want::Newest,
+            Want::Exactly {
+                version: Version::NONE,
+                ..
+            } => {
+                return bad(
+                    "the version asked for",
+                    "one that can be published, from 1 on",
+                    "0".into(),
+                );
+            }
+            want => want,
+        };
+        if let Some(fault) = self.watch.fault() {
+            return Err(fault);
         }
         self.watch.ask_anew();
         self.asked = true;
@@ -362,13 +385,7 @@ impl Reader {
         {
             return Ok(());
         }
-        if self.watch.is_over() || self.is_closed() || self.is_hung_up()? {
-            return Err(self.why_over());
-        }
-        Err(unexpected(
-            "a sender that reads",
-            "a socket that is full".into(),
-        ))
+        Err(self.unheard().unwrap_or_else(|| self.why_over()))
     }
 
     /// Tells the sender that the worker has loaded a set.
@@ -389,13 +406,22 @@ impl Reader {
     ///
     /// # Errors
     ///
-    /// As [`applied`](Self::applied).
+    /// As [`applied`](Self::applied), and [`Error::BadOption`] for a model that
+    /// is not one of this reader's; then nothing is told.
     pub fn applied_versions(
         &self,
         sequence: u64,
         versions: impl IntoIterator<Item = (usize, Version)>,
     ) -> Result<(), Error> {
         self.book.header.usable()?;
+        let versions: Vec<_> = versions.into_iter().collect();
+        if let Some((model, _)) = versions.iter().find(|(model, _)| !self.has(*model)) {
+            return Err(Error::BadOption {
+                option: "the model applied",
+                expected: "one of this reader's",
+                got: model.to_string(),
+            });
+        }
         let loaded = &self.book.control()?.loaded.0;
         if sequence >= loaded.sequence.load(Ordering::Relaxed) {
             for (model, version) in versions {
@@ -412,15 +438,14 @@ impl Reader {
     ///
     /// # Errors
     ///
-    /// Only of the operating system; a sender that is gone needs no telling.
+    /// Of the operating system, and [`Error::Protocol`] if the sender does not
+    /// listen; one that is gone needs no telling.
     pub fn refuse(&self, sequence: Option<u64>, reason: &str) -> Result<(), Error> {
         self.book.header.usable()?;
-        let packet = FromReader::Refused {
-            sequence: sequence.unwrap_or(0),
-            reason: reason.into(),
+        match self.book.refuse(sequence.unwrap_or(0), reason)? {
+            true => Ok(()),
+            false => self.unheard().map_or(Ok(()), Err),
         }
-        .encode();
-        self.book.socket()?.send(&packet, &[]).map(|_| ())
     }
 
     /// Takes what a look has found there, or what has replaced it by now.
@@ -444,9 +469,22 @@ impl Reader {
         }
     }
 
-    /// Makes snapshots of what is pinned.
+    /// Makes snapshots of what is pinned, and says that it is taken, or that it
+    /// is damaged.
     fn hand_out(&mut self, hold: Hold) -> Result<Taken, Error> {
-        self.sequence = hold.sequence;
+        let sequence = hold.sequence;
+        self.sequence = sequence;
+        let taken = self.checked(hold).inspect_err(|error| {
+            self.book.refuse_damage(sequence, error);
+        })?;
+        self.book.say_taken(sequence)?;
+        for member in &taken.members {
+            self.versions[member.model] = member.snapshot.version();
+        }
+        Ok(taken)
+    }
+
+    fn checked(&self, hold: Hold) -> Result<Taken, Error> {
         let Some(places) = self.watch.slots(&hold.set)? else {
             return Err(self.why_over());
         };
@@ -460,17 +498,14 @@ impl Reader {
                 snapshot: Snapshot::new(pin, placed.version, slot, pages, self.run)?,
             });
         }
-        for member in &members {
-            self.versions[member.model] = member.snapshot.version();
-        }
-        let taken = Taken {
+        Ok(Taken {
             sequence: hold.sequence,
             members,
-        };
-        if let Delivery::Every { .. } = self.delivery {
-            self.last = Some(taken.clone());
-        }
-        Ok(taken)
+        })
+    }
+
+    fn has(&self, model: usize) -> bool {
+        self.models.iter().any(|(mine, _)| *mine == model)
     }
 
     fn is_closed(&self) -> bool {
@@ -481,13 +516,24 @@ impl Reader {
         Ok(crate::service::is_gone(self.book.socket()?))
     }
 
+    /// Why something could not be said to a sender that is there.
+    fn unheard(&self) -> Option<Error> {
+        let gone = self.is_closed() || self.is_hung_up().unwrap_or(true);
+        (!gone).then(|| unexpected("a sender that reads", "a socket that is full".into()))
+    }
+
     fn why_over(&self) -> Error {
         if self.is_closed() {
             return Error::SenderClosed;
         }
-        self.watch.take_fault().unwrap_or(Error::SenderDied {
+        let died = Error::SenderDied {
             pid: self.sender_pid(),
-        })
+        };
+        match self.watch.fault() {
+            // Whatever was wrong before, there is no sender now.
+            Some(_) if self.is_hung_up().unwrap_or(false) => died,
+            fault => fault.unwrap_or(died),
+        }
     }
 }
 

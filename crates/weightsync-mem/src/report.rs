@@ -121,6 +121,7 @@ impl Waiter {
     ///
     /// # Errors
     ///
+    /// [`Error::SenderClosed`] if the [`Writer`](crate::Writer) is gone,
     /// [`Error::Forked`] in a forked child, [`Error::BadOption`] if there is no
     /// such model.
     pub fn snapshot(&self, model: usize) -> Result<Option<Snapshot>, Error> {

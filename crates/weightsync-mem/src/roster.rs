@@ -350,13 +350,16 @@ impl Shared {
         })
     }
 
-    /// The sender's own hold on one model's version of a set.
+    /// The sender's own hold on one model's version of a set, unless it has
+    /// closed: then there are no slots any more.
     pub(crate) fn hold(
         &self,
         state: &State,
         model: usize,
         set: &ModelSet,
     ) -> Result<Option<Snapshot>, Error> {
+        // Asked under the lock, as the slots go under it.
+        self.open()?;
         let set = set.only(Models::of(&[model]));
         // Pinned under the lock: whoever looks for a free slot does so under it.
         let Some(pin) = self.own.pin(&set).pop() else {

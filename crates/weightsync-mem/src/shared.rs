@@ -180,7 +180,8 @@ pub(crate) struct Holds {
     /// The set records it holds. The sender reads them, and the head, before
     /// the data pins.
     pub(crate) records: PinWord,
-    /// The sequence number of the newest set it has taken; 0 before the first.
+    /// The sequence number of the newest set it has taken and found whole; 0
+    /// before the first.
     pub(crate) taken: AtomicU64,
     /// The data slots it holds, per model.
     pub(crate) pins: [PinWord; MAX_MODELS],

@@ -193,9 +193,9 @@ impl Snapshot {
 
     /// Stores a digest beside the version, where readers find it. False if
     /// this is not a snapshot the sender took of its own: nobody else writes
-    /// the model's page.
+    /// the model's page, and no forked child of the sender.
     pub fn publish_digest(&self, digest: Digest) -> bool {
-        let own = matches!(self.pin.book.home, Home::Sender(_));
+        let own = matches!(self.pin.book.home, Home::Sender(_)) && self.slot.usable().is_ok();
         if own {
             let page = self.model.page();
             page.write_digest(self.pin.slot, self.version(), digest);

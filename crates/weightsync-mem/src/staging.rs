@@ -28,7 +28,8 @@ use crate::writer::Writer;
 ///
 /// # Panics
 ///
-/// They panic if the model is not one of those staged, or has no such tensor.
+/// They panic if the model is not one of those staged, or has no such tensor;
+/// those that give tensors' places also in a forked child.
 #[derive(Debug)]
 pub struct Staging<'a> {
     writer: &'a mut Writer,
@@ -106,7 +107,7 @@ impl<'a> Staging<'a> {
     /// # Errors
     ///
     /// [`Error::Fill`] with the first failure of a [`Source::Fill`]; the model
-    /// can be written again.
+    /// can be written again. [`Error::Forked`] in a forked child.
     ///
     /// # Panics
     ///
@@ -122,6 +123,7 @@ impl<'a> Staging<'a> {
         let at = self.at(model);
         self.parts[at].checksums = false;
         let map = &self.parts[at].file.map;
+        map.usable()?;
         // SAFETY: the sender's mapping is writable and a slot of this model; the
         // slot is lent, so no reader reads it, and `&mut self` is the only way
         // to it here.
@@ -244,6 +246,10 @@ impl<'a> Staging<'a> {
 
     fn stretch(&mut self, at: usize, range: Range<usize>) -> &mut [u8] {
         let map = &self.parts[at].file.map;
+        // A word with the reason instead of a fault without one.
+        if let Err(error) = map.usable() {
+            panic!("{error}");
+        }
         assert!(range.start <= range.end && range.end <= map.len());
         // SAFETY: the range lies in the mapping (asserted).
         let start = unsafe { map.as_ptr().add(range.start) };

@@ -44,7 +44,7 @@ pub(crate) struct Seen {
     queued: bool,
     known: Mutex<Known>,
     changed: Condvar,
-    /// The sender has gone, or has broken the protocol.
+    /// The sender has gone, or the watch cannot go on.
     over: AtomicBool,
     /// The reader is asleep on its lane, or about to be.
     asleep: AtomicBool,
@@ -96,6 +96,7 @@ struct Known {
     models: Vec<Option<Mapped>>,
     /// The sender has no such version, and what it has instead.
     answer: Option<Error>,
+    /// What the watch cannot go on after: from then on no new slot is mapped.
     fault: Option<Error>,
 }
 
@@ -205,9 +206,9 @@ impl Watch {
         self.seen.over.load(Ordering::SeqCst)
     }
 
-    /// What the sender did wrong, if it was that which ended it.
-    pub(crate) fn take_fault(&self) -> Option<Error> {
-        self.seen.known().fault.take()
+    /// What went wrong, at the sender or here, if it was that which ended it.
+    pub(crate) fn fault(&self) -> Option<Error> {
+        self.seen.known().fault.as_ref().map(Error::again)
     }
 
     /// Sleeps until the lane has moved, the watch is over or has an answer, it is
@@ -254,6 +255,8 @@ impl Seen {
             return;
         };
         while self.listen(socket).unwrap_or_else(|fault| {
+            // The sender lives, and need not wait for this reader.
+            let _ = self.book.refuse(0, &fault.to_string());
             self.known().fault = Some(fault);
             false
         }) {}

@@ -400,7 +400,8 @@ impl Receiver {
     }
 
     /// The newest version at once, also if this worker has had it; `None` before
-    /// a restarted sender's first.
+    /// a restarted sender's first. By a scheme that delivers every one it is the
+    /// one that came last.
     ///
     /// # Errors
     ///

@@ -32,6 +32,14 @@ impl SetSnapshot {
         Self { sequence, members }
     }
 
+    /// The same, for one that has been handed it before.
+    pub(crate) fn had_before(mut self) -> Self {
+        for member in &mut self.members {
+            member.changed = false;
+        }
+        self
+    }
+
     /// Which publication it is; grows from one to the next.
     pub fn sequence(&self) -> u64 {
         self.sequence

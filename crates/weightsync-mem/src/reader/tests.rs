@@ -7,6 +7,7 @@ use weightsync_core::{Dtype, Layout};
 use super::*;
 use crate::plan::Targets;
 use crate::protocol::Live;
+use crate::report::{Level, Outcome, Publication};
 use crate::writer::{SegmentOptions, Writer};
 
 fn soon() -> Deadline {
@@ -44,9 +45,9 @@ fn pair(delivery: Delivery) -> (Writer, Reader) {
     (writer, Reader::attach(&options, soon()).unwrap())
 }
 
-fn publish(writer: &mut Writer) {
+fn publish(writer: &mut Writer) -> Publication {
     let staging = writer.stage(&[0], soon()).unwrap();
-    staging.publish(&Targets::All).unwrap();
+    staging.publish(&Targets::All).unwrap()
 }
 
 fn version(taken: &Taken) -> u64 {
@@ -87,12 +88,44 @@ fn a_spoilt_set_record_is_not_believed() {
 #[test]
 fn a_spoilt_record_in_a_queue_costs_that_version_alone() {
     let (mut writer, mut reader) = pair(Delivery::Every { bound: 3 });
-    (0..3).for_each(|_| publish(&mut writer));
+    (0..3).for_each(|_| drop(publish(&mut writer)));
     let second = reader.book.lane().unwrap().queue.0.get(1).unwrap();
     writer.shared.header().spoil_set(second.record, 1);
     assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 1);
     assert!(matches!(reader.next(soon()), Err(Error::CorruptSet { .. })));
     assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 3);
+}
+
+#[test]
+fn damage_is_a_line_at_once_and_never_counts_as_staged() {
+    for delivery in [Delivery::Newest, Delivery::Every { bound: 2 }] {
+        let (mut writer, mut reader) = pair(delivery);
+        let waiter = writer.waiter();
+        for damaged in ["set record", "commit record"] {
+            let publication = publish(&mut writer);
+            let lane = reader.book.lane().unwrap();
+            let entry = lane.queue.0.get(reader.head).or(lane.live.0.load());
+            let record = entry.unwrap().record;
+            let version = publication.versions[0].1;
+            let (slot, header) = (version.0 as u8 - 1, writer.shared.header());
+            match damaged {
+                "set record" => header.spoil_set(record, 11),
+                _ => writer.shared.models[0].model.page().spoil_commit(slot, 2),
+            }
+            let error = reader.next(soon()).map(drop).unwrap_err();
+            assert!(error.is_peer_fault(), "{error}");
+            for level in [Level::Staged, Level::Applied] {
+                let lines = waiter.settle(&publication, level, soon()).unwrap();
+                let reason = error.to_string();
+                assert!(reason.contains(damaged), "{reason}");
+                assert_eq!(lines[0].outcome, Outcome::Refused { reason });
+            }
+        }
+        let publication = publish(&mut writer);
+        assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 3);
+        let lines = waiter.settle(&publication, Level::Staged, soon()).unwrap();
+        assert_eq!(lines[0].outcome, Outcome::Staged);
+    }
 }
 
 #[test]
@@ -118,7 +151,7 @@ fn a_reader_that_stops_with_a_record_pinned_holds_its_slots_until_it_dies() {
 fn a_reader_that_dies_gives_its_queue_back() {
     let (mut writer, reader) = pair(Delivery::Every { bound: 1 });
     // The third waits for room in the queue.
-    (0..3).for_each(|_| publish(&mut writer));
+    (0..3).for_each(|_| drop(publish(&mut writer)));
     assert_eq!(writer.slots(0), 3);
     let error = writer.stage(&[0], Some(Instant::now())).map(drop);
     let Err(Error::AllSlotsPinned { holders, .. }) = &error else {
@@ -126,7 +159,7 @@ fn a_reader_that_dies_gives_its_queue_back() {
     };
     assert_eq!(holders[0].versions, [1, 2].map(Version));
     reader.book.socket().unwrap().shut_down();
-    (0..3).for_each(|_| publish(&mut writer));
+    (0..3).for_each(|_| drop(publish(&mut writer)));
     assert_eq!(writer.slots(0), 3);
 }
 
@@ -144,5 +177,46 @@ fn a_head_that_lies_harms_nobody() {
         });
         reader.book.socket().unwrap().shut_down();
         publish(&mut writer);
+    }
+}
+
+#[test]
+fn a_reader_that_cannot_go_on_says_so_and_goes_on_saying_so() {
+    let (mut writer, mut reader) = pair(Delivery::Newest);
+    let waiter = writer.waiter();
+    let (_, socket, _) = writer.shared.watched().remove(0);
+    let strange = FromSender::Slot { model: 0, index: 2 }.encode();
+    assert!(socket.send(&strange, &[]).unwrap());
+    for _ in 0..3 {
+        let error = reader.next(soon()).unwrap_err();
+        assert!(matches!(error, Error::Protocol { .. }), "{error}");
+        let error = reader.ask(Want::Newest).unwrap_err();
+        assert!(matches!(error, Error::Protocol { .. }), "{error}");
+    }
+    let publication = publish(&mut writer);
+    let lines = waiter.settle(&publication, Level::Applied, soon()).unwrap();
+    let Outcome::Refused { reason } = &lines[0].outcome else {
+        panic!("{lines:?}")
+    };
+    assert!(reason.contains("0 descriptors"), "{reason}");
+    // What can be handed out still is, and a sender's end is its end.
+    assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 1);
+    drop(writer);
+    assert!(matches!(reader.next(soon()), Err(Error::SenderClosed)));
+}
+
+#[test]
+fn errors_that_are_said_again_are_the_same() {
+    let os = |source| Error::Os {
+        action: "mapping shared memory",
+        source,
+    };
+    for error in [
+        os(std::io::Error::from_raw_os_error(libc::ENOMEM)),
+        os(std::io::Error::other("no room")),
+        unexpected("one slot", "2 descriptors".into()),
+    ] {
+        assert_eq!(error.again().to_string(), error.to_string());
+        assert_eq!(format!("{:?}", error.again()), format!("{error:?}"));
     }
 }

@@ -37,10 +37,9 @@ fn options(address: &str) -> AttachOptions {
     }
 }
 
-#[test]
-fn what_a_reader_said_before_it_died_is_heard() {
-    let address = format!("weightsync-test/service/{}", std::process::id());
-    let shared = shared();
+/// A worker that has joined, with nobody who listens to it.
+fn joined(shared: &Arc<Shared>, name: &str) -> Worker {
+    let address = format!("weightsync-test/{name}/{}", std::process::id());
     let listener = Socket::listen(&address).unwrap();
     let joining = thread::spawn(move || {
         let until = Instant::now() + Duration::from_secs(20);
@@ -50,13 +49,28 @@ fn what_a_reader_said_before_it_died_is_heard() {
     let socket = Socket::accept(&listener).unwrap().unwrap();
     poll([socket.as_fd()], None).unwrap();
     shared.meet(socket);
-    let worker = joining.join().unwrap();
+    joining.join().unwrap()
+}
 
+#[test]
+fn what_a_reader_said_before_it_died_is_heard() {
+    let shared = shared();
+    let worker = joined(&shared, "service");
     worker.refuse(None, "no room for the bias").unwrap();
     shared.listen_to((WorkerId(3), 1), true).unwrap();
     let rejected = shared.take_rejected();
     assert_eq!(rejected, [(WorkerId(3), "no room for the bias".to_owned())]);
     assert!(shared.readers().is_empty(), "it is buried as well");
+}
+
+#[test]
+fn a_refusal_that_nobody_hears_is_an_error() {
+    let shared = shared();
+    let worker = joined(&shared, "refusal");
+    let error = (0..100_000).find_map(|_| worker.refuse(Some(1), "no").err());
+    assert!(matches!(error, Some(Error::Protocol { .. })), "{error:?}");
+    shared.close();
+    worker.refuse(Some(1), "no").unwrap();
 }
 
 #[test]

@@ -40,9 +40,8 @@ fn every_version_comes_in_order() {
     for (first, second) in expected {
         let taken = take_set(&mut every);
         assert_eq!(versions(&taken), [(0, first), (1, second)]);
-        let latest = every.latest().unwrap().unwrap();
-        assert_eq!(versions(&latest), versions(&taken));
     }
+    assert!(every.latest().unwrap().is_none(), "it is the caller's");
     assert!(nothing_new(&mut every));
     assert_eq!(outcomes(&settle(&writer, &last)), [(0, Outcome::Applied)]);
     // One that joins gets what is newest for it, and from there on every one.
@@ -51,6 +50,26 @@ fn every_version_comes_in_order() {
     assert!(nothing_new(&mut late));
     send(&mut writer, &[1], &Targets::All);
     assert_eq!(versions(&take_set(&mut late)), [(0, 3), (1, 5)]);
+}
+
+#[test]
+fn what_a_queue_gave_is_held_as_long_as_it_is_kept_and_no_longer() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 2));
+    let mut every = joins(&address, 0, Delivery::Every { bound: 1 });
+    send(&mut writer, &[0], &Targets::All);
+    let kept = take(&mut every);
+    send(&mut writer, &[0], &Targets::All);
+    let full = writer.stage(&[0], within(0)).map(drop).unwrap_err();
+    assert!(matches!(full, Error::AllSlotsPinned { .. }), "{full}");
+    check(&kept);
+    drop(kept);
+    for version in 2..=4 {
+        // What it takes next is live; what it took before is nobody's.
+        assert_eq!(take(&mut every).version(), Version(version));
+        send(&mut writer, &[0], &Targets::All);
+    }
+    assert_eq!(writer.slots(0), 2);
 }
 
 #[test]
@@ -325,4 +344,53 @@ fn what_was_asked_for_makes_room_once_it_is_not_held() {
     );
     asks.ask(Want::Newest).unwrap();
     assert_eq!(versions(&take_set(&mut asks)), [(0, 5)]);
+}
+
+#[test]
+fn asking_for_version_0_costs_the_worker_nothing() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 2));
+    let mut asks = joins(&address, 0, Delivery::Asked);
+    let (model, version) = (0, Version::NONE);
+    let error = asks.ask(Want::Exactly { model, version }).unwrap_err();
+    assert!(matches!(error, Error::BadOption { .. }), "{error}");
+    // At least nothing is whatever is newest, as soon as there is something.
+    asks.ask(Want::AtLeast { model, version }).unwrap();
+    assert!(nothing_new(&mut asks));
+    for version in 1..=2 {
+        send(&mut writer, &[0], &Targets::All);
+        assert_eq!(versions(&take_set(&mut asks)), [(0, version)]);
+        asks.ask(Want::Newest).unwrap();
+        assert_eq!(versions(&take_set(&mut asks)), [(0, version)]);
+        asks.ask(Want::AtLeast {
+            model,
+            version: Version(version + 1),
+        })
+        .unwrap();
+    }
+    assert!(writer.take_rejected().is_empty());
+}
+
+#[test]
+fn only_what_a_worker_has_is_said_to_be_applied() {
+    let address = address();
+    let mut writer = small(&address, 2, slots(2, 2));
+    let options = AttachOptions {
+        models: Some(vec![1]),
+        ..attach(&address, 0)
+    };
+    let mut reader = Reader::attach(&options, within(20)).unwrap();
+    send(&mut writer, &[0, 1], &Targets::All);
+    let taken = reader.next(within(20)).unwrap().unwrap();
+    for wrong in [0, 2, 63, 64, usize::MAX] {
+        let versions = [1, wrong].map(|model| (model, Version(7)));
+        let error = reader
+            .applied_versions(taken.sequence, versions)
+            .unwrap_err();
+        assert!(matches!(error, Error::BadOption { .. }), "{error}");
+    }
+    assert_eq!(writer.readers()[0].applied, [Version::NONE; 2]);
+    reader.applied(&taken).unwrap();
+    let applied = [Version::NONE, Version(1)];
+    assert_eq!(writer.readers()[0].applied, applied);
 }

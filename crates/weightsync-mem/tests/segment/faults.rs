@@ -1,16 +1,17 @@
 //! Death, shutdown, wrong order, and what they leave behind.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Version, WorkerId};
 use weightsync_mem::{
     AttachOptions, CopyOptions, Delivery, Error, Level, ModelSpec, Outcome, Reader, SegmentOptions,
-    Targets, WaitStyle, Want, Writer,
+    Source, Targets, WaitStyle, Want, Writer,
 };
 
 use crate::{
-    RUN, SECRET, address, attach, check, model, only, publish, send_with, settle, slots, small,
-    take, take_set, within, writer,
+    RUN, SECRET, address, attach, check, layout, model, only, publish, send_with, settle, slots,
+    small, take, take_set, within, writer,
 };
 
 #[test]
@@ -329,16 +330,56 @@ fn a_forked_child_is_told_to_open_its_own_end() {
         // SAFETY: ends the child without running the parent's exit handlers.
         unsafe { libc::_exit(if told { 7 } else { 1 }) }
     }
-    let mut status = 0;
-    // SAFETY: `status` is valid for a write, and `child` is this process's.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    assert_eq!(
-        (libc::WIFEXITED(status), libc::WEXITSTATUS(status)),
-        (true, 7)
-    );
+    assert_eq!(exit_code(child), Some(7));
     // The parent's ends work on, and the child's exit is nobody's death.
     check(&only(held));
     let publication = publish(&mut writer, 2, CopyOptions::default());
     assert_eq!(take(&mut reader).version(), Version(2));
     assert_eq!(settle(&writer, &publication).len(), 1);
+}
+
+#[test]
+fn what_was_staged_before_a_fork_is_the_parents_to_write() {
+    let address = address();
+    let mut writer = writer(&address, slots(2, 3));
+    publish(&mut writer, 1, CopyOptions::default());
+    let own = writer.snapshot(0).unwrap().unwrap();
+    let tensors: Vec<_> = layout()
+        .tensors()
+        .iter()
+        .map(|tensor| vec![0; tensor.range.len as usize])
+        .collect();
+    let sources: Vec<_> = tensors.iter().map(|bytes| Source::Bytes(bytes)).collect();
+    let digest = own.digest();
+    let mut staging = writer.stage(&[0], within(20)).unwrap();
+    // SAFETY: the child only makes calls that return or panic at once, and
+    // leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        std::panic::set_hook(Box::new(|_| ()));
+        let panics = |call: &mut dyn FnMut()| {
+            let panic = catch_unwind(AssertUnwindSafe(call)).err();
+            let words = panic.and_then(|words| words.downcast::<String>().ok());
+            words.is_some_and(|words| words.contains("forked child"))
+        };
+        let written = staging.write(0, &sources, CopyOptions::default());
+        let told = matches!(written, Err(Error::Forked { .. }))
+            && panics(&mut || drop(staging.tensor_mut(0, 0).to_vec()))
+            && panics(&mut || drop(staging.tensors_mut(0)))
+            && !own.publish_digest(digest);
+        // SAFETY: ends the child without running the parent's exit handlers.
+        unsafe { libc::_exit(if told { 7 } else { 1 }) }
+    }
+    assert_eq!(exit_code(child), Some(7));
+    staging.write(0, &sources, CopyOptions::default()).unwrap();
+    staging.publish(&Targets::All).unwrap();
+    assert!(own.publish_digest(digest));
+}
+
+/// How a child ended, unless by a signal.
+fn exit_code(child: libc::pid_t) -> Option<i32> {
+    let mut status = 0;
+    // SAFETY: `status` is valid for a write, and `child` is this process's.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status))
 }

@@ -99,6 +99,20 @@ fn waits_end_when_the_sender_closes() {
 }
 
 #[test]
+fn a_waiter_that_outlives_its_sender_says_so() {
+    let mut writer = small(&address(), 1, slots(2, 2));
+    let publication = send(&mut writer, &[0], &Targets::All);
+    let waiter = writer.waiter();
+    let held = waiter.snapshot(0).unwrap().unwrap();
+    drop(writer);
+    let closed = |error| matches!(error, Some(Error::SenderClosed));
+    assert!(closed(waiter.snapshot(0).err()));
+    let settled = waiter.settle(&publication, Level::Applied, within(20));
+    assert!(closed(settled.err()));
+    check(&held);
+}
+
+#[test]
 fn a_reader_that_goes_is_a_line_of_everything_it_was_waited_for() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));

@@ -127,6 +127,7 @@ impl Memory {
             specs,
             reader,
             own_copy,
+            last: None,
         }))
     }
 }
@@ -285,6 +286,9 @@ struct Attached {
     indices: Vec<usize>,
     /// Whether what is taken is copied, and its slot given back.
     own_copy: bool,
+    /// What came last by a queue, which gives nothing twice. It costs a slot,
+    /// unless it is a copy.
+    last: Option<SetSnapshot>,
 }
 
 impl Attached {
@@ -354,12 +358,19 @@ impl ReceiverTransport for Attached {
             .reader
             .next(deadline)
             .map_err(|error| self.named(error))?;
-        Ok(taken.map(|taken| self.lent(taken)))
+        let set = taken.map(|taken| self.lent(taken));
+        if let (Delivery::Every { .. }, Some(set)) = (self.reader.delivery(), &set) {
+            self.last = Some(set.clone().had_before());
+        }
+        Ok(set)
     }
 
     fn latest(&mut self) -> Result<Option<SetSnapshot>> {
         let taken = self.reader.latest()?;
-        Ok(taken.map(|taken| self.lent(taken)))
+        Ok(match self.reader.delivery() {
+            Delivery::Every { .. } => self.last.clone(),
+            Delivery::Newest | Delivery::Asked => taken.map(|taken| self.lent(taken)),
+        })
     }
 
     fn ask(&mut self, model: usize, pull: Pull) -> Result<()> {
@@ -378,8 +389,12 @@ impl ReceiverTransport for Attached {
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
-        let versions = set.members().iter().zip(&self.indices);
-        let versions = versions.map(|(member, index)| (*index, member.snapshot.version()));
+        // By name: a set has only the models that have been sent.
+        let versions = set.members().iter().filter_map(|member| {
+            let of = |spec: &ModelSpec| spec.id == *member.snapshot.model();
+            let place = self.specs.iter().position(of)?;
+            Some((self.indices[place], member.snapshot.version()))
+        });
         Ok(self.reader.applied_versions(set.sequence(), versions)?)
     }
 
@@ -423,4 +438,63 @@ fn status(readers: Vec<weightsync_mem::ReaderStatus>) -> Vec<WorkerStatus> {
         versions: reader.applied,
     });
     lines.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use weightsync_core::{Dtype, Epoch, Layout};
+    use weightsync_mem::WaitStyle;
+
+    use super::*;
+    use crate::transport::TransferOptions;
+
+    fn soon() -> Deadline {
+        Some(Instant::now() + Duration::from_secs(20))
+    }
+
+    #[test]
+    fn what_is_applied_is_told_by_model_also_while_some_are_missing() {
+        let models = ["actor", "critic"].map(|id| ModelSpec {
+            id: ModelId::new(id).unwrap(),
+            layout: Layout::new([(id.to_owned(), Dtype::U8, vec![9])]).unwrap(),
+            attributes: Attributes::default(),
+        });
+        let ids = models.clone().map(|model| model.id);
+        let at = Memory::place(&ids, None).unwrap();
+        let opening = Opening {
+            at: &at,
+            run: Run {
+                epoch: Epoch(1),
+                id: [1; 16],
+            },
+            models: &models,
+            options: TransferOptions {
+                slots: 2,
+                max_slots: 2,
+                history: 0,
+                wait: WaitStyle::default(),
+                digest: DigestPolicy::OnRequest,
+            },
+        };
+        let mut sender = Memory::open(&opening).unwrap();
+        // In another order than the sender has them.
+        let joining = Joining {
+            worker: WorkerId(0),
+            seen: Epoch(0),
+            models: ids.to_vec(),
+            wanted: vec![1, 0],
+            device: String::new(),
+            wait: WaitStyle::default(),
+        };
+        let mut worker = Memory::join(&at, &joining, (Delivery::Newest, false), soon()).unwrap();
+        for (sent, applied) in [(0, [1, 0]), (1, [1, 1]), (1, [1, 2])] {
+            let staging = sender.stage(&[sent], soon()).unwrap();
+            staging.publish(&Targets::All).unwrap();
+            let set = worker.next(soon()).unwrap().unwrap();
+            worker.applied(&set).unwrap();
+            assert_eq!(sender.workers()[0].versions, applied.map(Version));
+        }
+    }
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use weightsync::worker::WorkerError;
 use weightsync::{
-    Epoch, Error, Holder, MemoryError, Remedy, SendOptions, SenderSetup, Version, WaitFor,
-    WaitStyle, WorkerId,
+    AnyScheme, Epoch, Error, Holder, MemoryError, Remedy, SendOptions, SenderSetup, Version,
+    WaitFor, WaitStyle, WorkerId,
 };
 
 use crate::{BRIEF, SOON, pair_by, send_to, weights};
@@ -59,6 +59,30 @@ fn when_every_slot_is_pinned_the_holder_is_named() {
         Version(3)
     );
     drop(second);
+}
+
+#[test]
+fn a_worker_with_copies_of_its_own_keeps_no_slot() {
+    for scheme in ["multi-process:every=1,own-copy", "multi-process:own-copy"] {
+        let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 2);
+        let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
+        let (mut sender, mut receiver) = pair_by(setup, &weights());
+        let first = receiver.latest().unwrap().unwrap();
+        let sent = SendOptions::new().wait(WaitFor::Sent).deadline(BRIEF);
+        // The second version is to be taken, and the third needs the first's slot.
+        for _ in 2..=3 {
+            sender.send_with(&weights(), &sent).expect(scheme);
+        }
+        let latest = match scheme.contains("every") {
+            true => 1,
+            false => 3,
+        };
+        let again = receiver.latest_set().unwrap().unwrap();
+        let member = &again.members()[0];
+        assert_eq!(member.snapshot.version(), Version(latest), "{scheme}");
+        assert_eq!(member.changed, latest > 1, "{scheme}");
+        assert_eq!(first.slice::<i64>("step").unwrap(), [41]);
+    }
 }
 
 #[test]
