@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use weightsync_core::{Dtype, LayoutMismatch, ModelId, Version, WorkerId};
+use weightsync_core::{Dtype, LayoutMismatch, ModelId, Run, Version, WorkerId};
 
 use crate::attributes::AttributesError;
 use crate::path::ModelPathError;
@@ -229,6 +229,18 @@ pub enum Error {
         /// How many may be.
         allowed: usize,
     },
+    /// Another trainer claims the epoch of the run this worker knows: nobody can
+    /// say which of the two is the later one.
+    #[error(
+        "the sender's {got} has the epoch of {knew}, which this worker has seen: start a trainer \
+         of a higher epoch"
+    )]
+    ConflictingRun {
+        /// The run the worker knows.
+        knew: Run,
+        /// The one that answered.
+        got: Run,
+    },
     /// The scheme cannot do this.
     #[error("{scheme} cannot do this: {what}; choose a scheme that can")]
     Unsupported {
@@ -421,7 +433,8 @@ impl Error {
             Self::Transport { remedy, .. } => *remedy,
             // The one that answered is not the one to listen to, or has no room
             // now: its successor may.
-            Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
+            Self::ConflictingRun { .. }
+            | Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
             Self::Memory(Memory::AllSlotsPinned { .. }) => Remedy::Retry,
             Self::Memory(Memory::Forked { .. }) => Remedy::Reconnect,
             _ => Remedy::GiveUp,

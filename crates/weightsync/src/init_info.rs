@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use weightsync_core::ModelId;
 
 use crate::error::{Error, Result};
-use crate::scheme::{AnyScheme, Schemes};
+use crate::scheme::{AnyScheme, MAX_TEXT, Schemes};
 use crate::transport::Endpoint;
 
 /// Everything a worker needs to join a sender: a plain value that crosses a
@@ -56,9 +56,6 @@ impl InitInfo {
     }
 }
 
-/// The longest scheme, in bytes.
-const MAX_SCHEME: usize = 1024;
-
 /// The most models of one sender.
 const MAX_MODELS: usize = 64;
 
@@ -101,9 +98,9 @@ impl TryFrom<Wire> for InitInfo {
                 "it has format {format}, this version reads {FORMAT}; install the same weightsync on both ends"
             )));
         }
-        if scheme.is_empty() || scheme.len() > MAX_SCHEME {
+        if scheme.is_empty() || scheme.len() > MAX_TEXT {
             return Err(Error::BadInitInfo(format!(
-                "its scheme has {} bytes where 1 to {MAX_SCHEME} are possible",
+                "its scheme has {} bytes where 1 to {MAX_TEXT} are possible",
                 scheme.len()
             )));
         }

@@ -673,8 +673,14 @@ impl Receiver {
     /// Joins the successor of a sender that is gone. Its run has a higher
     /// epoch, and its versions count anew.
     fn rejoin(&mut self, deadline: Deadline) -> Result<()> {
-        let seen = self.transport.run().epoch;
-        let mut transport = self.setup.join(&self.scheme, seen, deadline)?;
+        let knew = self.transport.run();
+        let mut transport = self.setup.join(&self.scheme, knew.epoch, deadline)?;
+        let got = transport.run();
+        if got.conflicts_with(&knew) {
+            let error = Error::ConflictingRun { knew, got };
+            transport.refuse(None, &error.to_string())?;
+            return Err(error);
+        }
         let pairs = self.transport.models().iter();
         let mut wrong = None;
         for own in pairs {

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 use weightsync_core::ModelId;
 use weightsync_mem::Delivery;
 
@@ -59,6 +59,9 @@ pub enum Queue {
 
 /// A scheme by its word and settings: `shared-mem`, `multi-process`, `none`, or
 /// one of your own ([`Schemes`]). It is a plain value: text in any serde format.
+/// Reading it back knows the schemes built in; what holds the text of others, an
+/// [`InitInfo`](crate::InitInfo) or a [`Session`](crate::Session), keeps it as it
+/// is until it is used with the [`Schemes`] that know them.
 ///
 /// ```
 /// use weightsync::{AnyScheme, MultiProcess};
@@ -137,18 +140,38 @@ impl Schemes {
     /// [`Error::UnknownScheme`] with the words there are,
     /// [`Error::BadSetting`].
     pub fn parse(&self, text: &str) -> Result<AnyScheme> {
-        let (word, settings) = text.split_once(':').unwrap_or((text, ""));
+        let (word, settings) = parts(text);
         let parse = self.parsers.get(word).ok_or_else(|| Error::UnknownScheme {
-            got: text.chars().take(80).collect(),
+            got: cut(text),
             known: self.parsers.keys().cloned().collect(),
         })?;
-        let settings = settings.split(',').filter(|setting| !setting.is_empty());
-        let settings = settings.map(|setting| {
-            let (key, value) = setting.split_once('=').unwrap_or((setting, ""));
-            (key.trim().to_owned(), value.trim().to_owned())
-        });
-        parse(&settings.collect())
+        let mut known = BTreeMap::new();
+        for (key, value) in settings {
+            if known.contains_key(key) {
+                return Err(Error::BadSetting {
+                    setting: cut(key),
+                    expected: "to be set once".into(),
+                    got: cut(text),
+                });
+            }
+            known.insert(key.to_owned(), value.to_owned());
+        }
+        parse(&known)
     }
+}
+
+/// The longest text of a scheme, in bytes.
+pub(crate) const MAX_TEXT: usize = 1024;
+
+/// A scheme's word and its settings, as its text says them.
+fn parts(text: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
+    let (word, settings) = text.split_once(':').unwrap_or((text, ""));
+    let settings = settings.split(',').filter(|setting| !setting.is_empty());
+    let settings = settings.map(|setting| {
+        let (key, value) = setting.split_once('=').unwrap_or((setting, ""));
+        (key.trim(), value.trim())
+    });
+    (word, settings)
 }
 
 impl fmt::Debug for Schemes {
@@ -176,6 +199,45 @@ impl AnyScheme {
     /// What it can do.
     pub fn capabilities(&self) -> Capabilities {
         self.0.capabilities()
+    }
+
+    /// Its word and settings as text, which says them all: what is read from it
+    /// is this scheme.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadSetting`] if a name or a value would not be read back as it
+    /// is, or the text is longer than anybody reads.
+    pub(crate) fn text(&self) -> Result<String> {
+        let text = self.to_string();
+        let bad = |setting: &str, expected: &str, got: &str| {
+            Err(Error::BadSetting {
+                setting: cut(setting),
+                expected: expected.into(),
+                got: cut(got),
+            })
+        };
+        if text.len() > MAX_TEXT {
+            let expected = format!("a scheme whose text has at most {MAX_TEXT} bytes");
+            return bad(self.word(), &expected, &text);
+        }
+        let (word, read) = parts(&text);
+        if word != self.word() || word.is_empty() {
+            return bad("the word of a scheme", "text without a colon", self.word());
+        }
+        let read: Vec<_> = read.collect();
+        let settings = self.0.settings();
+        for (at, (key, value)) in settings.iter().enumerate() {
+            if read.get(at) != Some(&(key, value)) {
+                let expected = "a name without commas and equals signs and a value without \
+                                commas, neither with spaces around it";
+                return bad(key, expected, value);
+            }
+            if settings[..at].iter().any(|(earlier, _)| earlier == key) {
+                return bad(key, "to be set once", &text);
+            }
+        }
+        Ok(text)
     }
 }
 
@@ -230,7 +292,7 @@ impl Eq for AnyScheme {}
 
 impl Serialize for AnyScheme {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
+        serializer.serialize_str(&self.text().map_err(ser::Error::custom)?)
     }
 }
 
@@ -351,10 +413,15 @@ fn bound(value: &str) -> Result<u8> {
 
 fn unknown(word: &str, key: &str, known: &str) -> Error {
     Error::BadSetting {
-        setting: key.chars().take(80).collect(),
+        setting: cut(key),
         expected: format!("a setting of {word}: {known}"),
-        got: key.chars().take(80).collect(),
+        got: cut(key),
     }
+}
+
+/// As much of a text as an error repeats.
+fn cut(text: &str) -> String {
+    text.chars().take(80).collect()
 }
 
 #[cfg(test)]
@@ -392,9 +459,96 @@ mod tests {
             ("multi-process:every=0", "1 to 32"),
             ("multi-process:every=33", "1 to 32"),
             ("none:pull", "none at all"),
+            ("shared-mem:pull,pull=false", "once"),
+            ("multi-process:every=2, every=3", "once"),
         ] {
             let error = text.parse::<AnyScheme>().unwrap_err().to_string();
             assert!(error.contains(hint), "{text:?}: {error}");
+        }
+    }
+
+    /// A scheme of one's own, with settings that somebody made up.
+    #[derive(Clone, Debug)]
+    struct Own(&'static str, Vec<(String, String)>);
+
+    impl Scheme for Own {
+        fn word(&self) -> &str {
+            self.0
+        }
+
+        fn settings(&self) -> Vec<(String, String)> {
+            self.1.clone()
+        }
+
+        fn capabilities(&self) -> Capabilities {
+            Capabilities::NONE
+        }
+
+        fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+            Endpoint::fresh(models, run_dir)
+        }
+
+        fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+            NoSync.open(opening)
+        }
+
+        fn join(
+            &self,
+            at: &Endpoint,
+            joining: &Joining,
+            deadline: Deadline,
+        ) -> Result<Box<dyn ReceiverTransport>> {
+            NoSync.join(at, joining, deadline)
+        }
+    }
+
+    #[test]
+    fn a_scheme_that_its_text_does_not_say_is_refused_where_it_is_chosen() {
+        let own = |word, settings: &[(&str, &str)]| {
+            let settings = settings.iter();
+            let settings = settings.map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+            AnyScheme::new(Own(word, settings.collect()))
+        };
+        let long = "x".repeat(MAX_TEXT);
+        let weights = crate::Tensors::new();
+        let setup = || crate::SenderSetup::new("policy", &weights).unwrap();
+        for fine in [
+            own("own", &[]),
+            own("own", &[("dir", "/srv/a b:c=d"), ("fast", ""), ("at", "ß")]),
+        ] {
+            let info = setup().scheme(fine.clone()).unwrap().init_info();
+            let mut schemes = Schemes::default();
+            schemes.insert("own", |settings| {
+                Ok(AnyScheme::new(Own(
+                    "own",
+                    settings.clone().into_iter().collect(),
+                )))
+            });
+            let (mut read, mut written) = (
+                info.known(&schemes).unwrap().0.settings(),
+                fine.0.settings(),
+            );
+            read.sort();
+            written.sort();
+            assert_eq!(read, written);
+        }
+        for (wrong, hint) in [
+            (own("own", &[("dir", "/srv/a,b")]), "\"dir\""),
+            (own("own", &[("dir", " /srv")]), "spaces"),
+            (own("own", &[("dir", "/srv\n")]), "spaces"),
+            (own("own", &[("a=b", "c")]), "equals signs"),
+            (own("own", &[("a,b", "c")]), "commas"),
+            (own("own", &[("", "")]), "name"),
+            (own("own", &[("a", "1"), ("a", "2")]), "once"),
+            (own("o:n", &[]), "colon"),
+            (own("", &[]), "word"),
+            (own("own", &[("dir", &long)]), "1024 bytes"),
+        ] {
+            let refused = setup().scheme(wrong.clone()).unwrap_err();
+            assert!(matches!(refused, Error::BadSetting { .. }), "{refused}");
+            assert!(refused.to_string().contains(hint), "{refused}");
+            let refused = serde_json::to_string(&wrong).unwrap_err().to_string();
+            assert!(refused.contains(hint), "{refused}");
         }
     }
 }

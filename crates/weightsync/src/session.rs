@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 use weightsync_core::{ModelId, Version};
 
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::options::SendOptions;
 use crate::pending::PendingSend;
 use crate::receiver::{Receiver, ReceiverSetup};
 use crate::report::Report;
-use crate::scheme::AnyScheme;
+use crate::scheme::{AnyScheme, MAX_TEXT, Schemes};
 use crate::send_source::SendSource;
 use crate::sender::Sender;
 use crate::set::SetSnapshot;
@@ -42,7 +42,9 @@ use crate::transport::Pull;
 ///
 /// **It is serialisable at any time**: the scheme, and once a sender was set up,
 /// the init info. What arrives elsewhere is an idle session that
-/// [`init_on_receiver`](Self::init_on_receiver) can make a worker of.
+/// [`init_on_receiver`](Self::init_on_receiver) can make a worker of. A scheme
+/// of one's own crosses too: it is looked up where it is used, among the
+/// [`schemes`](Self::schemes) the session was told of there.
 ///
 /// ```
 /// use weightsync::{Session, Tensors};
@@ -61,7 +63,11 @@ use crate::transport::Pull;
 /// ```
 #[derive(Debug)]
 pub struct Session {
-    scheme: AnyScheme,
+    /// The scheme's word and settings.
+    scheme: String,
+    /// The scheme itself, where it was given as that.
+    chosen: Option<AnyScheme>,
+    schemes: Schemes,
     /// What a worker needs, once a sender was set up, here or where the session
     /// came from.
     info: Option<InitInfo>,
@@ -82,27 +88,35 @@ impl Session {
     /// A session of a scheme; nothing is decided yet but that.
     pub fn new(scheme: AnyScheme) -> Self {
         Self {
-            scheme,
+            scheme: scheme.to_string(),
+            chosen: Some(scheme),
+            schemes: Schemes::default(),
             info: None,
             state: State::Idle,
         }
     }
 
     /// A session that can become a worker of a sender.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::UnknownScheme`] if the init info's scheme is not built in.
-    pub fn of(info: InitInfo) -> Result<Self> {
-        Ok(Self {
-            scheme: info.scheme().parse()?,
+    pub fn of(info: InitInfo) -> Self {
+        Self {
+            scheme: info.scheme().to_owned(),
+            chosen: None,
+            schemes: Schemes::default(),
             info: Some(info),
             state: State::Idle,
-        })
+        }
     }
 
-    /// The scheme.
-    pub fn scheme(&self) -> &AnyScheme {
+    /// Knows schemes of one's own, beside those built in: for a session that
+    /// was read, or made of an init info.
+    #[must_use]
+    pub fn schemes(mut self, schemes: Schemes) -> Self {
+        self.schemes = schemes;
+        self
+    }
+
+    /// The scheme as text: its word and settings.
+    pub fn scheme(&self) -> &str {
         &self.scheme
     }
 
@@ -116,15 +130,16 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// [`Error::WrongOrder`] once connected, and those of
-    /// [`SenderSetup::new`].
+    /// [`Error::WrongOrder`] once connected, [`Error::UnknownScheme`] for one
+    /// that is neither built in nor among the [`schemes`](Self::schemes), and
+    /// those of [`SenderSetup::new`] and [`SenderSetup::scheme`].
     pub fn init_on_sender(&mut self, model: &str, source: &dyn WeightExtractor) -> Result<()> {
         let setup = match &self.state {
             State::PreparedSender(setup) if !setup.has(model) => {
                 (**setup).clone().and(model, source)?
             }
             State::Idle | State::Closed | State::PreparedSender(_) => {
-                SenderSetup::new(model, source)?.scheme(self.scheme.clone())?
+                SenderSetup::new(model, source)?.scheme(self.chosen_or_known()?)?
             }
             state => return Err(state.wrong("init_on_sender")),
         };
@@ -141,7 +156,8 @@ impl Session {
             State::Idle | State::Closed | State::PreparedSender(_) => {}
             state => return Err(state.wrong("init_on_sender")),
         }
-        self.scheme = setup.scheme.clone();
+        self.scheme = setup.scheme.to_string();
+        self.chosen = Some(setup.scheme.clone());
         self.info = Some(setup.init_info());
         self.state = State::PreparedSender(Box::new(setup));
         Ok(())
@@ -159,7 +175,8 @@ impl Session {
             state: "in a session that knows no sender",
             fix: "call init_on_sender where the trainer runs, and hand its session or init info over",
         })?;
-        self.prepare_receiver(ReceiverSetup::new(info, worker))
+        let setup = ReceiverSetup::new(info, worker);
+        self.prepare_receiver(setup.schemes(self.schemes.clone()))
     }
 
     /// Becomes the worker that a setup describes. Nothing is communicated.
@@ -335,6 +352,13 @@ impl Session {
         self.state = State::Closed;
     }
 
+    fn chosen_or_known(&self) -> Result<AnyScheme> {
+        match &self.chosen {
+            Some(scheme) => Ok(scheme.clone()),
+            None => self.schemes.parse(&self.scheme),
+        }
+    }
+
     fn sending(&mut self, call: &'static str) -> Result<&mut Sender> {
         match &mut self.state {
             State::Sending(sender) => Ok(sender),
@@ -408,14 +432,18 @@ impl fmt::Debug for State {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wire {
-    scheme: AnyScheme,
+    scheme: String,
     info: Option<InitInfo>,
 }
 
 impl Serialize for Session {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let scheme = match &self.chosen {
+            Some(scheme) => scheme.text().map_err(ser::Error::custom)?,
+            None => self.scheme.clone(),
+        };
         let wire = Wire {
-            scheme: self.scheme.clone(),
+            scheme,
             info: self.info.clone(),
         };
         wire.serialize(serializer)
@@ -425,8 +453,15 @@ impl Serialize for Session {
 impl<'de> Deserialize<'de> for Session {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let Wire { scheme, info } = Wire::deserialize(deserializer)?;
+        if scheme.is_empty() || scheme.len() > MAX_TEXT {
+            let len = scheme.len();
+            let words = format!("a scheme of {len} bytes where 1 to {MAX_TEXT} are possible");
+            return Err(de::Error::custom(words));
+        }
         Ok(Self {
             scheme,
+            chosen: None,
+            schemes: Schemes::default(),
             info,
             state: State::Idle,
         })

@@ -224,9 +224,12 @@ impl SenderSetup {
     ///
     /// # Errors
     ///
-    /// If the scheme finds no place for the models.
+    /// If the scheme finds no place for the models; [`Error::BadSetting`] if a
+    /// worker would not read its settings as they are from the init info.
     pub fn scheme(mut self, scheme: impl Into<AnyScheme>) -> Result<Self> {
-        self.scheme = scheme.into();
+        let scheme = scheme.into();
+        scheme.text()?;
+        self.scheme = scheme;
         self.placed()
     }
 

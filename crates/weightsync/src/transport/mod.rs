@@ -51,7 +51,9 @@ pub trait Scheme: fmt::Debug + Send + Sync {
     fn word(&self) -> &str;
 
     /// Its settings that workers need too, as `(key, value)`; an empty value is
-    /// a flag. They follow the word in an init info.
+    /// a flag. They follow the word in an init info, as text: keys have no comma
+    /// and no `=`, values no comma, neither has spaces around it, and no key
+    /// comes twice.
     fn settings(&self) -> Vec<(String, String)> {
         Vec::new()
     }

@@ -154,6 +154,38 @@ fn a_second_trainer_beside_a_living_one_is_refused_and_harms_nothing() {
 }
 
 #[test]
+fn another_run_of_the_same_epoch_is_refused_and_a_later_one_is_found() {
+    let dir = own_dir();
+    put(&dir.path().join("epoch"), "6");
+    let (first, mut receiver) = pair_by(setup(dir.path()), &weights());
+    let knew = first.run();
+    drop(first);
+    lost(&mut receiver);
+    // Somebody puts an old copy of the directory back.
+    put(&dir.path().join("epoch"), "6");
+    thread::scope(|scope| {
+        let worker = scope.spawn(|| receiver.receive(Some(SOON)).unwrap_err());
+        let refused = setup(dir.path())
+            .connect(&weights(), Expect::Count(1), SOON)
+            .unwrap_err();
+        let error = worker.join().unwrap();
+        let Error::ConflictingRun { knew: one, got } = error else {
+            panic!("{error}")
+        };
+        assert_eq!((one, got.epoch), (knew, Epoch(7)));
+        assert_eq!(error.remedy(), Remedy::Retry);
+        let said = refused.to_string();
+        assert!(said.contains("higher epoch"), "{said}");
+    });
+    assert_eq!((receiver.run(), receiver.version()), (knew, Version(1)));
+    let (later, snapshot) = restart(dir.path(), || receiver.receive(Some(SOON)).unwrap());
+    assert_eq!(
+        (later.run().epoch, snapshot.unwrap().run()),
+        (Epoch(8), later.run())
+    );
+}
+
+#[test]
 fn a_trainer_of_an_older_epoch_is_fenced_off() {
     let dir = own_dir();
     put(&dir.path().join("epoch"), "6");

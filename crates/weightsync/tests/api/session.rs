@@ -3,8 +3,8 @@
 use std::thread;
 
 use weightsync::{
-    AnyScheme, Error, Expect, MultiProcess, SendOptions, SenderSetup, Senders, Session, Set,
-    SharedMem, Version,
+    AnyScheme, Error, Expect, MultiProcess, Schemes, SendOptions, SenderSetup, Senders, Session,
+    Set, SharedMem, Version,
 };
 
 use crate::{BRIEF, SOON, weights};
@@ -127,6 +127,32 @@ fn a_session_crosses_before_and_after_the_senders_init_and_begins_anew() {
             assert_eq!(got, expected, "{text}, round {round}");
             trainer.shutdown();
         }
+    }
+}
+
+#[test]
+fn a_session_of_a_scheme_nobody_knows_here_is_passed_on() {
+    let source = weights();
+    let text = r#"{"scheme":"carrier-pigeon:loft=3","info":null}"#;
+    let mut session: Session = serde_json::from_str(text).unwrap();
+    assert_eq!(session.scheme(), "carrier-pigeon:loft=3");
+    assert_eq!(serde_json::to_string(&session).unwrap(), text);
+    let error = session.init_on_sender("policy", &source).unwrap_err();
+    assert!(matches!(error, Error::UnknownScheme { .. }), "{error}");
+    // Where it is known it is what it was.
+    let mut schemes = Schemes::default();
+    schemes.insert("carrier-pigeon", |settings| {
+        assert_eq!(settings["loft"], "3");
+        Ok(AnyScheme::new(SharedMem::default()))
+    });
+    let mut session = session.schemes(schemes);
+    session.init_on_sender("policy", &source).unwrap();
+    for damaged in [
+        r#"{"scheme":"","info":null}"#.to_owned(),
+        format!(r#"{{"scheme":"{}","info":null}}"#, "x".repeat(1025)),
+    ] {
+        let error = serde_json::from_str::<Session>(&damaged).unwrap_err();
+        assert!(error.to_string().contains("1 to 1024"), "{error}");
     }
 }
 
