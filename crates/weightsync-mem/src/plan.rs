@@ -534,9 +534,9 @@ impl Plan {
         self.meant.default_set()
     }
 
-    /// What a worker is meant to run, connected or not.
-    pub(crate) fn meant_for(&self, worker: WorkerId) -> ModelSet {
-        self.meant.for_worker(worker)
+    /// What a worker is meant to run once it is not held, connected or not.
+    pub(crate) fn if_released(&self, worker: WorkerId) -> ModelSet {
+        self.meant.if_released(worker)
     }
 
     /// The slot of exactly this version, while anything refers to it.

@@ -240,7 +240,8 @@ impl Writer {
     }
 
     /// The sender's own hold on the one version of a model that all of
-    /// `targets` are meant to run; `None` before the first.
+    /// `targets` are meant to run, or will be once they are not held; `None`
+    /// before the first.
     ///
     /// For [`Targets::All`] these are the connected workers that have the model,
     /// and those to come.
@@ -256,7 +257,7 @@ impl Writer {
             Targets::Workers(workers) => {
                 let workers = workers.iter();
                 workers
-                    .map(|worker| state.plan.meant_for(*worker))
+                    .map(|worker| state.plan.if_released(*worker))
                     .collect()
             }
             Targets::All => {
@@ -265,7 +266,7 @@ impl Writer {
                     reader.is_some_and(|one| one.models.contains(model) && !one.has_left())
                 };
                 let workers = state.readers.keys().filter(with_model);
-                let sets = workers.map(|(worker, _)| state.plan.meant_for(*worker));
+                let sets = workers.map(|(worker, _)| state.plan.if_released(*worker));
                 [*state.plan.default_set()]
                     .into_iter()
                     .chain(sets)

@@ -322,7 +322,9 @@ pub fn find_ties(tensors: &[Extracted<'_>]) -> Vec<(String, String)> {
 /// A source that lends tied tensors once, leaving out the aliases.
 ///
 /// **Guarantee.** It asks the source each time whether the ties still hold: an
-/// alias that has become a tensor of its own is an error, never left behind.
+/// alias that has become a tensor of its own is an error, never left behind. A
+/// source may have a tied tensor under one of its names alone, whichever: a
+/// partial update, say, or what has travelled once.
 #[derive(Debug)]
 pub struct TiedOnce<'a, E: ?Sized> {
     source: &'a E,
@@ -335,31 +337,53 @@ impl<'a, E: WeightExtractor + ?Sized> TiedOnce<'a, E> {
         Self { source, attributes }
     }
 
-    fn still_tied(&self) -> Result<()> {
-        let now = Attributes::default().with_ties(self.source.ties()?)?;
+    /// The ties as they are now. To be asked before anything is lent: a source
+    /// may be locked then.
+    fn now(&self) -> Result<Attributes> {
+        Attributes::default().with_ties(self.source.ties()?)
+    }
+
+    /// The name under which each of a source's tensors travels; none for those
+    /// that travel under the name of another.
+    fn names<'n>(&'n self, now: &'n Attributes, lent: &[&'n str]) -> Result<Vec<Option<&'n str>>> {
         let now = now.aliases();
         // Which of them is the alias does not matter.
-        let root = |name| now.get(name).copied().unwrap_or(name);
-        for (alias, of) in self.attributes.ties() {
-            if root(alias.as_str()) != root(of.as_str()) {
+        let root = |name: &'n str| now.get(name).copied().unwrap_or(name);
+        let aliases = self.attributes.aliases();
+        let of = |name: &'n str| aliases.get(name).copied().unwrap_or(name);
+        // The name of each tensor that travels, as the source has it.
+        let mut found: HashMap<&str, &str> = HashMap::with_capacity(lent.len());
+        let own = lent.iter().filter(|name| !aliases.contains_key(**name));
+        found.extend(own.map(|name| (*name, *name)));
+        let names = lent.iter().map(|&name| {
+            let travels = of(name);
+            let first = *found.entry(travels).or_insert(name);
+            if root(name) != root(first) {
                 let untied = AttributesError::Untied {
-                    alias: alias.clone(),
-                    of: of.clone(),
+                    alias: name.to_owned(),
+                    of: first.to_owned(),
                 };
-                return Err(extract_error(alias, untied));
+                return Err(extract_error(name, untied));
             }
-        }
-        Ok(())
+            Ok((name == first).then_some(travels))
+        });
+        names.collect()
     }
 }
 
 impl<E: WeightExtractor + ?Sized> WeightExtractor for TiedOnce<'_, E> {
     fn layout(&self) -> Result<Layout> {
         let layout = self.source.layout()?;
-        match self.attributes.ties() {
-            [] => Ok(layout),
-            _ => self.attributes.sent_layout(&layout),
+        if self.attributes.ties().is_empty() {
+            return Ok(layout);
         }
+        let specs = layout.tensors();
+        let lent: Vec<_> = specs.iter().map(|spec| spec.name.as_str()).collect();
+        let now = self.now()?;
+        let names = self.names(&now, &lent)?;
+        let sent = specs.iter().zip(names);
+        let sent = sent.filter_map(|(spec, name)| Some(named(spec, name?)));
+        Ok(Layout::new(sent)?)
     }
 
     fn plain_bytes(&self, layout: &Layout, asked: Asked) -> Option<Vec<&[u8]>> {
@@ -373,13 +397,17 @@ impl<E: WeightExtractor + ?Sized> WeightExtractor for TiedOnce<'_, E> {
         if self.attributes.ties().is_empty() {
             return self.source.extract(take);
         }
-        self.still_tied()?;
-        let aliases = self.attributes.aliases();
+        let now = self.now()?;
         self.source.extract(&mut |tensors| {
-            let sent = tensors
-                .iter()
-                .filter(|tensor| !aliases.contains_key(tensor.name));
-            take(&sent.cloned().collect::<Vec<_>>())
+            let lent: Vec<_> = tensors.iter().map(|tensor| tensor.name).collect();
+            let names = self.names(&now, &lent)?;
+            let sent = tensors.iter().zip(names).filter_map(|(tensor, name)| {
+                Some(Extracted {
+                    name: name?,
+                    data: tensor.data.clone(),
+                })
+            });
+            take(&sent.collect::<Vec<_>>())
         })
     }
 

@@ -348,7 +348,7 @@ impl Sender {
     }
 
     fn own_view(&self, model: usize) -> Result<Snapshot> {
-        let held = self.transport.snapshot(model, &Targets::All)?;
+        let held = self.transport.snapshot(model)?;
         // `connect` publishes before it returns a sender.
         held.ok_or_else(|| Error::Unsupported {
             what: "reading back what was sent",
@@ -463,7 +463,7 @@ impl Sender {
         let mut bases = Vec::new();
         if options.partial {
             for index in &indices {
-                let base = self.transport.snapshot(*index, &options.targets)?;
+                let base = self.transport.snapshot_for(*index, &options.targets)?;
                 bases.push(base.ok_or_else(|| Error::NothingToKeep {
                     model: self.setup.models[*index].prepared.id.clone(),
                 })?);

@@ -262,9 +262,10 @@ impl Snapshot {
     }
 }
 
+/// As the whole model: a tied tensor has all its names.
 impl WeightExtractor for Snapshot {
     fn layout(&self) -> Result<Layout> {
-        Ok(Self::layout(self).clone())
+        self.attributes.model_layout(Self::layout(self))
     }
 
     fn plain_bytes(&self, expected: &Layout, _: Asked) -> Option<Vec<&[u8]>> {
@@ -277,18 +278,28 @@ impl WeightExtractor for Snapshot {
     }
 
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
-        let tensors = Self::layout(self).tensors().iter().enumerate();
-        let lent = tensors.map(|(index, spec)| {
-            let data = TensorRef::new(spec.dtype, &spec.shape, self.tensor_bytes(index));
+        let ties = self.attributes.ties().iter();
+        let tied = ties.map(|(alias, of)| Ok(self.tensor(of)?.renamed(alias)));
+        let lent = self.tensors().map(Ok).chain(tied).map(|view: Result<_>| {
+            let view = view?;
+            let data = TensorRef::new(view.dtype(), view.shape(), view.bytes());
             let data = data.map_err(|source| Error::Extract {
-                name: spec.name.clone(),
+                name: view.name().to_owned(),
                 source: source.into(),
             })?;
             Ok(Extracted {
-                name: &spec.name,
+                name: view.name(),
                 data: TensorData::InMemory(data),
             })
         });
         take(&lent.collect::<Result<Vec<_>>>()?)
+    }
+
+    fn ties(&self) -> Result<Vec<(String, String)>> {
+        Ok(self.attributes.ties().to_vec())
+    }
+
+    fn attributes(&self) -> Result<Attributes> {
+        Ok((*self.attributes).clone())
     }
 }

@@ -46,6 +46,27 @@ pub(crate) fn a_held_worker_stays_and_is_released_to_the_newest(subject: &Subjec
     script.close();
 }
 
+/// A partial update goes on from what all have, and a held worker has it when it
+/// is let go.
+pub(crate) fn a_part_passes_a_held_worker_over(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
+    script.act(Act::Hold(vec![0], true));
+    script.deliver(What::Word(5), How::default(), &[1]);
+    let partial = How {
+        partial: true,
+        ..How::default()
+    };
+    let part = What::Part(vec![("b.bias".into(), 9)]);
+    let (sent, seen) = script.deliver(part, partial, &[1]);
+    assert_eq!(sent.line(0).fate, Fate::Held, "{}", sent.text);
+    assert_eq!(seen[0].members[0].words, [5, 5, 9]);
+    assert_eq!(script.newest(0).word(), 1);
+    script.act(Act::Hold(vec![0], false));
+    let seen = script.deed(0, Deed::Receive(None)).seen();
+    assert_eq!(seen.members[0].words, [5, 5, 9]);
+    script.close();
+}
+
 /// It is the number that is held.
 pub(crate) fn a_held_worker_that_comes_back_is_still_held(subject: &Subject) {
     let (mut script, info) = Script::open(subject, Lead::words(64), 2);

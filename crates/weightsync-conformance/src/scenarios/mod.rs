@@ -185,6 +185,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         restart::a_worker_that_comes_back_has_the_newest[Weights Death],
         restart::both_ends_can_start_again_in_either_order[Weights Restarts Death],
         hold::a_held_worker_stays_and_is_released_to_the_newest[Weights Push Hold],
+        hold::a_part_passes_a_held_worker_over[Weights Push Hold],
         hold::a_held_worker_that_comes_back_is_still_held[Weights Push Hold Death],
         hold::an_older_version_comes_back_as_a_new_one_of_the_same_digest[Weights],
         snapshots::a_snapshot_outlives_both_ends[Weights Death],

@@ -134,13 +134,24 @@ pub(crate) fn a_part_is_of_what_the_targets_have(subject: &Subject) {
         partial: true,
         ..How::to(&[0, 1])
     };
-    let fault = script.act(Act::Send(part, to_both)).fault();
-    assert_ne!(fault.kind, Kind::WrongWeights, "{}", fault.text);
-    assert!(
-        fault.text.contains("v1") && fault.text.contains("v3"),
-        "{}",
-        fault.text
-    );
+    let to_all = How {
+        partial: true,
+        ..How::default()
+    };
+    for how in [to_both, to_all.clone()] {
+        let fault = script.act(Act::Send(part.clone(), how)).fault();
+        assert_ne!(fault.kind, Kind::WrongWeights, "{}", fault.text);
+        assert!(
+            fault.text.contains("v1") && fault.text.contains("v3"),
+            "{}",
+            fault.text
+        );
+    }
+    assert_eq!(script.newest(1).members[0].words, [5, 5, 9]);
     script.deliver_word(6, &[0, 1]);
+    let (_, seen) = script.deliver(part, to_all, &[0, 1]);
+    for seen in seen {
+        assert_eq!(seen.members[0].words, [6, 6, 9]);
+    }
     script.close();
 }

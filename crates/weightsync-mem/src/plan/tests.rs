@@ -376,7 +376,7 @@ fn versions_are_found_while_anything_refers_to_them() {
     assert_eq!(found(&plan), [2, 3, 4]);
     assert_eq!(plan.version(0), Version(4));
     assert_eq!(versions(plan.default_set())[0], 3);
-    assert_eq!(versions(&plan.meant_for(WorkerId(5)))[0], 4);
+    assert_eq!(versions(&plan.if_released(WorkerId(5)))[0], 4);
     let (key, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 4 });
     send(&mut plan, &[0], &Targets::All);
     send(&mut plan, &[0], &Targets::All);

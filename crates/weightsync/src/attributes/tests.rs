@@ -239,6 +239,21 @@ fn a_tied_tensor_is_lent_once_for_as_long_as_it_is_tied() {
         Ok(lent)
     };
     assert_eq!(lent(&model).unwrap(), ["embed", "mid"]);
+    // One of its names is enough, whichever; it travels under the same.
+    for (names, sent) in [
+        (&["mid", "head"][..], &["mid", "embed"][..]),
+        (&["embed"], &["embed"]),
+        (&["mid"], &["mid"]),
+    ] {
+        let mut own = Tensors::new();
+        for name in names {
+            own.insert(name, [1], [1.0_f32]).unwrap();
+        }
+        for tied in [true, false] {
+            let own = own.clone();
+            assert_eq!(lent(&Tied { own, tied }).unwrap(), sent);
+        }
+    }
     model.tied = false;
     let error = lent(&model).unwrap_err().to_string();
     assert!(error.contains("was tied to \"embed\""), "{error}");

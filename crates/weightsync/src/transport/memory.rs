@@ -180,11 +180,13 @@ impl SenderTransport for Segment {
         self.writer.take_rejected()
     }
 
-    fn snapshot(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
-        let held = match targets {
-            Targets::All => self.writer.snapshot(model)?,
-            targets => self.writer.snapshot_for(model, &targets.into())?,
-        };
+    fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
+        let held = self.writer.snapshot(model)?;
+        Ok(held.map(|held| self.lent(model, held)))
+    }
+
+    fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
+        let held = self.writer.snapshot_for(model, &targets.into())?;
         Ok(held.map(|held| self.lent(model, held)))
     }
 

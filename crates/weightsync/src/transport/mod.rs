@@ -278,17 +278,29 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// Takes the workers that cannot use the models, with the reason.
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)>;
 
-    /// The version of a model that all the targets have, to read it.
+    /// The version of a model that was sent to all last, to read it.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`], or one that names the versions if they differ.
-    fn snapshot(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
-        let _ = (model, targets);
+    /// [`Error::Unsupported`].
+    fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
+        let _ = model;
         Err(Error::Unsupported {
             what: "reading back what was sent",
             scheme: "this scheme".into(),
         })
+    }
+
+    /// The one version of a model that all the targets have, or will have once
+    /// they are not held: a partial update keeps the rest of it. What was sent to
+    /// all last, unless the transport can send to some workers.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`], or one that names the versions if they differ.
+    fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
+        let _ = targets;
+        self.snapshot(model)
     }
 
     /// An older version of a model, if it is still kept.
@@ -297,7 +309,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     ///
     /// Those of [`snapshot`](Self::snapshot).
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
-        let newest = self.snapshot(model, &Targets::All)?;
+        let newest = self.snapshot(model)?;
         Ok(newest.filter(|newest| newest.version() == version))
     }
 

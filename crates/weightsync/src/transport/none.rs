@@ -97,7 +97,7 @@ impl SenderTransport for Sent {
         Vec::new()
     }
 
-    fn snapshot(&self, _: usize, _: &Targets) -> Result<Option<Snapshot>> {
+    fn snapshot(&self, _: usize) -> Result<Option<Snapshot>> {
         Err(Error::Unsupported {
             what: "reading back what was sent",
             scheme: "none".into(),

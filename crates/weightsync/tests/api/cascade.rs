@@ -4,9 +4,9 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use weightsync::{
-    BackgroundState, Cascade, CascadeInBackground, CascadeSetup, Dtype, Error, Expect, InitInfo,
-    Outcome, Receiver, ReceiverSetup, SafePoints, SendOptions, Sender, SenderSetup, Set,
-    SnapshotsInBackground, Tensors, Version, WaitFor,
+    BackgroundState, Cascade, CascadeInBackground, CascadeSetup, Dtype, Error, Expect, Extracted,
+    InitInfo, Layout, Outcome, Receiver, ReceiverSetup, SafePoints, SendOptions, Sender,
+    SenderSetup, Set, SnapshotsInBackground, Tensors, Version, WaitFor, WeightExtractor,
 };
 
 use crate::{BRIEF, SOON};
@@ -276,6 +276,49 @@ fn without_its_workers_it_is_none_and_the_trainer_knows_why() {
         panic!("{error}");
     };
     assert!(refusals[0].1.contains("its own workers"), "{error}");
+}
+
+/// A model with one tensor under two names.
+struct Tied(Tensors);
+
+impl WeightExtractor for Tied {
+    fn layout(&self) -> weightsync::Result<Layout> {
+        WeightExtractor::layout(&self.0)
+    }
+
+    fn extract(
+        &self,
+        take: &mut dyn FnMut(&[Extracted<'_>]) -> weightsync::Result<()>,
+    ) -> weightsync::Result<()> {
+        self.0.extract(take)
+    }
+
+    fn ties(&self) -> weightsync::Result<Vec<(String, String)>> {
+        Ok(vec![("again".into(), "value".into())])
+    }
+}
+
+#[test]
+fn what_is_tied_at_the_trainer_is_tied_at_the_sub_workers() {
+    let tied = |value| {
+        let mut tensors = number(value);
+        tensors.insert("again", [3], [value; 3]).unwrap();
+        Tied(tensors)
+    };
+    let setup = SenderSetup::new("policy", &tied(1.0)).unwrap();
+    let mut sender = setup.connect(&tied(1.0), Expect::Count(0), SOON).unwrap();
+    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), SOON).unwrap();
+    let middle = middle.configure(|setup| setup.cast(Dtype::F64)).unwrap();
+    let mut middle = middle.connect(Expect::Count(0), SOON).unwrap();
+    let sent = SendOptions::new().wait(WaitFor::Sent);
+    sender.send_with(&tied(2.0), &sent).unwrap();
+    let forwarded = middle.forward(Some(SOON)).unwrap().unwrap();
+    assert_eq!(forwarded.report.version(), Version(2));
+    let own = middle.sender().snapshot().unwrap();
+    for name in ["value", "again"] {
+        assert_eq!(own.slice::<f64>(name).unwrap(), [2.0; 3], "{name}");
+    }
+    assert_eq!(own.layout().len(), 1);
 }
 
 #[test]

@@ -5,9 +5,9 @@ use std::sync::{Arc, RwLock};
 use std::thread;
 
 use weightsync::{
-    Attributes, Error, Expect, Extracted, Layout, Mapping, ModelTree, Models, Plain, ReceiverSetup,
-    Registered, Result, Sender, SenderSetup, Set, SetLoader, StateDict, Strategy, TensorDict,
-    Tensors, Version, WeightExtractor, WeightLoader,
+    Attributes, Dtype, Error, Expect, Extracted, Layout, Mapping, ModelTree, Models, Plain,
+    ReceiverSetup, Registered, Result, SendOptions, Sender, SenderSetup, Set, SetLoader, StateDict,
+    Strategy, TensorDict, Tensors, Version, WeightExtractor, WeightLoader,
 };
 
 use crate::SOON;
@@ -164,12 +164,63 @@ fn tied_tensors_travel_once_and_arrive_under_every_name() {
     let snapshot = sender.snapshot().unwrap();
     assert_eq!(snapshot.slice::<f32>("head").unwrap(), [2.0; 64]);
 
+    // A part names a tied tensor by whichever of its names.
+    let mut sender = sender;
+    let partial = SendOptions::new().partial(true);
+    for (name, value) in [("bias", 3.0), ("embed", 4.0), ("head", 5.0)] {
+        let len = if name == "bias" { 1 } else { 64 };
+        let mut part = Tensors::new();
+        part.insert(name, [len], vec![value; len as usize]).unwrap();
+        sender.send_with(&part, &partial).unwrap();
+        let snapshot = sender.snapshot().unwrap();
+        assert_eq!(snapshot.slice::<f32>(name).unwrap()[0], value, "{name}");
+    }
+    let snapshot = sender.snapshot().unwrap();
+    assert_eq!(snapshot.slice::<f32>("embed").unwrap(), [5.0; 64]);
+    // Both of them, and they are two.
+    let mut part = Tensors::new();
+    part.insert("embed", [64], [6.0_f32; 64]).unwrap();
+    part.insert("head", [64], [7.0_f32; 64]).unwrap();
+    let error = sender.send_with(&part, &partial).unwrap_err();
+    assert!(error.to_string().contains("set up anew"), "{error}");
+
     // A worker whose model has one of the two names.
     let mut half = Tensors::new();
     half.insert("head", [64], [0.0_f32; 64]).unwrap();
     half.insert("bias", [1], [0.0_f32]).unwrap();
     deliver(&source, &again, &mut half);
     assert_eq!(half.slice::<f32>("head").unwrap(), [2.0; 64]);
+}
+
+/// A version that came is as good a source as the trainer's model.
+#[test]
+fn a_snapshot_is_the_whole_model_it_is_of() {
+    let source = state_dict(1.0, 1);
+    let setup = SenderSetup::new("policy", &source).unwrap();
+    let sender = setup.connect(&source, Expect::Count(0), SOON).unwrap();
+    let snapshot = sender.snapshot().unwrap();
+    let attributes = WeightExtractor::attributes(&snapshot).unwrap();
+    assert_eq!(&attributes, snapshot.attributes());
+    assert_eq!(attributes.buffers(), ["actor.norm.mean"]);
+
+    let tied = Tied(embedding(2.0));
+    let setup = SenderSetup::new("policy", &tied).unwrap();
+    let sender = setup.connect(&tied, Expect::Count(0), SOON).unwrap();
+    let snapshot = sender.snapshot().unwrap();
+    // Also where it is cast, and so not copied as it lies.
+    for cast in [None, Some(Dtype::F64)] {
+        let mut setup = SenderSetup::new("again", &snapshot).unwrap();
+        if let Some(dtype) = cast {
+            setup = setup.cast(dtype).unwrap();
+        }
+        let mut sender = setup.connect(&snapshot, Expect::Count(0), SOON).unwrap();
+        sender.send(&snapshot).unwrap();
+        let again = sender.snapshot().unwrap();
+        assert_eq!(again.layout().len(), 2, "{cast:?}");
+        let head = again.tensor("head").unwrap();
+        assert_eq!(head.dtype(), cast.unwrap_or(Dtype::F32));
+        assert_eq!(head.shape(), [64]);
+    }
 }
 
 #[test]

@@ -120,7 +120,7 @@ impl SenderTransport for FileSender {
         std::mem::take(&mut self.roster().rejected)
     }
 
-    fn snapshot(&self, model: usize, _: &Targets) -> Result<Option<Snapshot>> {
+    fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
         Ok(self.kept[model].back().cloned())
     }
 
