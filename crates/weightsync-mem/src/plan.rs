@@ -615,6 +615,7 @@ impl Plan {
         let Some(lane) = self.lanes.get_mut(&worker) else {
             return;
         };
+        lane.deliver(worker, &mut self.records, teller);
         let after = lane.waiting.back().map_or(lane.told, |last| last.sequence);
         let sequence = self.records.newer(after, set).unwrap_or_else(|| {
             self.sequence += 1;

@@ -230,6 +230,14 @@ fn one_that_is_released_gets_the_newest_also_if_its_queue_is_full() {
     plan.deliver(SlotSet::default(), &mut steps);
     assert_eq!(shown(&plan, key, &steps), Some([3, 0]));
     assert!(!plan.anything_waits());
+    // What waits comes before it where there is room by then.
+    let (waits, _) = send(&mut plan, &[0], &Targets::All);
+    plan.hold(&[WorkerId(0)]);
+    send(&mut plan, &[0], &Targets::All);
+    plan.observe(key, 2, 0);
+    plan.release(&[WorkerId(0)], SlotSet::default(), &mut steps);
+    assert_eq!(shown(&plan, key, &steps), Some([4, 0]));
+    assert!(!plan.waits(key, waits.sequence) && plan.anything_waits());
 }
 
 #[test]
