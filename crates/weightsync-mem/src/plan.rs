@@ -330,6 +330,23 @@ impl Plan {
             .is_some_and(|lane| lane.waiting.iter().any(|waiting| waits(waiting, lane)))
     }
 
+    /// The sequence number of this reader's last answer, if it asked for a version
+    /// older than one of these.
+    pub(crate) fn older_answer(&self, key: Key, versions: &[(usize, Version)]) -> Option<u64> {
+        let lane = self.lane(key)?;
+        let (sequence, set) = lane.answer.as_ref()?;
+        let older = |&(model, version): &(usize, Version)| {
+            let answer = set.place(model).map(|placed| placed.version);
+            lane.models.contains(model) && answer.is_none_or(|answer| answer < version)
+        };
+        versions.iter().any(older).then_some(*sequence)
+    }
+
+    /// The newest sequence number this reader was told.
+    pub(crate) fn last_told(&self, key: Key) -> Option<u64> {
+        self.lane(key).map(|lane| lane.told)
+    }
+
     /// Drops a publication that waits for room in this reader's queue. The
     /// newest of a reader that wants only that is not dropped: it comes when
     /// there is room.
@@ -364,6 +381,7 @@ impl Plan {
             head: 0,
             waiting: VecDeque::new(),
             wanted: None,
+            answer: None,
             told: 0,
             taken: 0,
             shut: false,
@@ -436,7 +454,10 @@ impl Plan {
         match (set, want) {
             (Some(set), _) => {
                 let mut teller = self.teller(record_pins, steps);
-                self.point(key.0, &set, &mut teller);
+                let sequence = self.point(key.0, &set, &mut teller);
+                if let Some(lane) = self.lane_mut(key) {
+                    lane.answer = Some((sequence, set));
+                }
                 Answer::Told
             }
             (None, Want::Exactly { model, .. }) => {
@@ -611,9 +632,10 @@ impl Plan {
     /// Points one lane at a set, by a record that is newer than what it was told.
     /// Where no more may wait, it takes the place of the last that does: a reader
     /// of every version would else stay behind the newest for good.
-    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) {
+    /// Gives its sequence number.
+    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) -> u64 {
         let Some(lane) = self.lanes.get_mut(&worker) else {
-            return;
+            return 0;
         };
         lane.deliver(worker, &mut self.records, teller);
         let after = lane.waiting.back().map_or(lane.told, |last| last.sequence);
@@ -625,6 +647,7 @@ impl Plan {
             lane.waiting.pop_back();
             lane.tell(worker, sequence, set, &mut self.records, teller);
         }
+        sequence
     }
 }
 

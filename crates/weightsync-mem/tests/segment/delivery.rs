@@ -274,6 +274,63 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
 }
 
 #[test]
+fn one_that_asked_for_an_older_version_does_not_count_as_having_the_newer() {
+    let address = address();
+    let options = SegmentOptions {
+        history: 2,
+        ..slots(2, 2)
+    };
+    let mut writer = small(&address, 2, options);
+    let mut reader = joins(&address, 0, Delivery::Newest);
+    let back_to = |version| Want::Exactly {
+        model: 0,
+        version: Version(version),
+    };
+    for _ in 1..=2 {
+        send(&mut writer, &[0, 1], &Targets::All);
+        take_set(&mut reader);
+    }
+    let third = send(&mut writer, &[0], &Targets::All);
+    let waiter = writer.waiter();
+    let line = |publication, level| {
+        let lines = waiter.settle(publication, level, within(20)).unwrap();
+        (lines[0].outcome.clone(), lines[0].versions[0].0)
+    };
+    // Before it has taken the third.
+    reader.ask(back_to(2)).unwrap();
+    let taken = reader.next(within(20)).unwrap().unwrap();
+    let taken = match versions(&taken)[0] {
+        (0, 2) => taken,
+        // The question came after the look.
+        _ => reader.next(within(20)).unwrap().unwrap(),
+    };
+    assert_eq!(versions(&taken), [(0, 2), (1, 2)]);
+    assert_eq!(line(&third, Level::Staged), (Outcome::Asks, 2));
+    reader.applied(&taken).unwrap();
+    assert_eq!(line(&third, Level::Applied), (Outcome::Asks, 2));
+    // What came after that, whole, stands for it; and so does the same again.
+    let fourth = send(&mut writer, &[0], &Targets::All);
+    let late = waiter.settle(&third, Level::Staged, soon()).unwrap();
+    assert_eq!(outcomes(&late), [(0, Outcome::Late)]);
+    take_set(&mut reader);
+    for publication in [&third, &fourth] {
+        assert_eq!(line(publication, Level::Applied), (Outcome::Applied, 4));
+    }
+    reader.ask(back_to(3)).unwrap();
+    assert_eq!(versions(&take_set(&mut reader)), [(0, 3), (1, 2)]);
+    assert_eq!(line(&third, Level::Applied), (Outcome::Applied, 3));
+    assert_eq!(line(&fourth, Level::Applied), (Outcome::Asks, 3));
+    drop(reader);
+    assert!(
+        writer
+            .wait_readers(within(20), |readers, _| readers.is_empty())
+            .unwrap()
+    );
+    let lines = waiter.settle(&fourth, Level::Applied, within(20)).unwrap();
+    assert_eq!(outcomes(&lines), [(0, Outcome::Left)]);
+}
+
+#[test]
 fn asking_out_of_turn_is_refused() {
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));
