@@ -24,7 +24,7 @@ use weightsync_core::{Version, WorkerId};
 use self::lane::{Lane, Teller, Waiting, satisfies};
 use self::meant::Meant;
 use self::records::Records;
-use crate::protocol::{Live, MAX_RECORDS, MAX_SLOTS, SlotSet};
+use crate::protocol::{Live, MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, Models, Placed, SetRecord};
 use crate::wire::{Delivery, MAX_KNOWN, Want};
 
@@ -293,9 +293,6 @@ impl Plan {
     }
 
     /// Puts lanes that wait where they are meant to be, as far as there is room.
-    ///
-    /// If it is records that are missing, lanes are taken off those that were
-    /// only asked for and have been taken; the next call can use them.
     pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
         if self.lanes.values().all(|lane| lane.waiting.is_empty()) {
             return;
@@ -304,9 +301,11 @@ impl Plan {
         for (worker, lane) in &mut self.lanes {
             lane.deliver(*worker, &mut self.records, &mut teller);
         }
-        if teller.in_use.len() == MAX_RECORDS {
-            self.clear_taken(steps);
-        }
+    }
+
+    /// Whether a lane waits that has room, but there was no record for it.
+    pub(crate) fn lacks_records(&self) -> bool {
+        self.lanes.values().any(Lane::lacks_record)
     }
 
     /// Whether anything waits for room anywhere.
@@ -480,8 +479,9 @@ impl Plan {
     }
 
     /// Takes the lanes of readers that got what they asked for off it, so that
-    /// its slots can come free. True if there was one. For when
-    /// [`lend`](Self::lend) finds no slot, before growing or waiting.
+    /// its slots, or its record, can come free. True if there was one. For when
+    /// [`lend`](Self::lend) finds no slot, before growing or waiting, and when
+    /// there is no record.
     pub(crate) fn clear_taken(&mut self, steps: &mut Vec<Step>) -> bool {
         let before = steps.len();
         for (worker, lane) in &mut self.lanes {

@@ -204,6 +204,10 @@ impl Lane {
         }
     }
 
+    pub(super) fn lacks_record(&self) -> bool {
+        !self.waiting.is_empty() && self.has_place()
+    }
+
     fn has_place(&self) -> bool {
         match self.delivery {
             Delivery::Every { bound } => self.queue.len() < bound.into(),

@@ -430,6 +430,29 @@ fn a_slot_stays_to_write_the_next_version_into() {
 }
 
 #[test]
+fn the_same_set_asked_for_again_and_again_takes_one_record() {
+    let mut plan = Plan::new(1, 2, 0);
+    send(&mut plan, &[0], &Targets::All);
+    let asking: Vec<_> = (0..MAX_RECORDS as u32 + 6)
+        .map(|worker| join(&mut plan, worker, ALL, Delivery::Asked).0)
+        .collect();
+    for key in asking {
+        let mut last = 0;
+        for _ in 0..3 {
+            let (answer, steps) = ask(&mut plan, key, Want::Newest);
+            assert_eq!(answer, Answer::Told);
+            let Some(Step::Flip { live, .. }) = steps.last() else {
+                panic!("{steps:?}")
+            };
+            assert_eq!(live.record, 0);
+            assert!(live.sequence > last, "it is new to it each time");
+            last = live.sequence;
+        }
+    }
+    assert!(!plan.anything_waits());
+}
+
+#[test]
 fn where_records_run_out_lanes_wait_for_one() {
     // 72 workers, no two with the same set: 8 versions of one model, 9 of the
     // other.

@@ -383,3 +383,42 @@ fn what_was_asked_for_makes_room_once_it_is_not_held() {
     asks.ask(Want::Newest).unwrap();
     assert_eq!(versions(&take_set(&mut asks)), [(0, 5)]);
 }
+
+#[test]
+fn lanes_without_a_record_get_one_once_there_is_one_and_nobody_waits_for_it() {
+    const READERS: u32 = 66;
+    let address = address();
+    let mut writer = small(&address, 2, slots(2, 2));
+    // No two of 72 workers with the same set: 8 versions of one model, 9 of the
+    // other. 64 records are there for them.
+    let group = |of: &dyn Fn(u32) -> bool| {
+        let named: Vec<_> = (0..72).filter(|worker| of(*worker)).collect();
+        workers(&named)
+    };
+    for a in 0..8 {
+        send(&mut writer, &[0], &group(&|worker| worker / 9 == a));
+    }
+    for b in 0..9 {
+        send(&mut writer, &[1], &group(&|worker| worker % 9 == b));
+    }
+    let mut readers: Vec<_> = (0..READERS - 2)
+        .map(|worker| joins(&address, worker, Delivery::Asked))
+        .collect();
+    for reader in &mut readers {
+        reader.ask(Want::Newest).unwrap();
+    }
+    let mut late: Vec<_> = (READERS - 2..READERS)
+        .map(|worker| joins(&address, worker, Delivery::Newest))
+        .collect();
+    let own = |worker: u32| {
+        let (a, b) = (u64::from(worker / 9) + 1, u64::from(worker % 9) + 1);
+        [(0, a), (1, b)]
+    };
+    // As others take what they asked for, and go.
+    for (worker, reader) in (0..).zip(&mut readers) {
+        assert_eq!(versions(&take_set(reader)), own(worker));
+    }
+    for (worker, reader) in (READERS - 2..).zip(&mut late) {
+        assert_eq!(versions(&take_set(reader)), own(worker));
+    }
+}
