@@ -44,21 +44,30 @@ impl Shared {
         decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
     ) -> T {
         let decided = self.perform(state, decision);
-        if state.plan.anything_waits() && self.ask_for_room(state) {
-            // A reader that made room before it was asked to tell does not.
-            let records = self.observe(state);
-            self.perform(state, |plan, steps| plan.deliver(records, steps));
+        if state.plan.anything_waits() {
+            let lacking = state.plan.lacks_records();
+            if lacking {
+                // The decision itself may have freed records as well.
+                self.perform(state, Plan::clear_taken);
+            }
+            if self.ask_for_room(state) || lacking {
+                // A reader that made room before it was asked to tell does not.
+                let records = self.observe(state);
+                self.perform(state, |plan, steps| plan.deliver(records, steps));
+            }
         }
         decided
     }
 
-    /// True if there was somebody to ask who had not been asked before.
+    /// True if there was somebody to ask who had not been asked before. Whoever
+    /// takes something gives a record back, so where those are missing all are
+    /// asked.
     fn ask_for_room(&self, state: &State) -> bool {
         let mut asked = false;
+        let lacking = state.plan.lacks_records();
         for (key, reader) in &state.readers {
             let wants = &reader.lane().wants_room.0;
-            let every = matches!(reader.delivery, Delivery::Every { .. });
-            if every && !wants.sleeping() && state.plan.anything_waits_for(*key) {
+            if !wants.sleeping() && (lacking || state.plan.anything_waits_for(*key)) {
                 wants.announce();
                 asked = true;
             }
@@ -121,6 +130,9 @@ impl Shared {
     pub(crate) fn deliver(&self, state: &mut State) {
         let records = self.observe(state);
         self.decide(state, |plan, steps| plan.deliver(records, steps));
+        if state.plan.lacks_records() {
+            return;
+        }
         for (key, reader) in &state.readers {
             let wants = &reader.lane().wants_room.0;
             if wants.sleeping() && !state.plan.anything_waits_for(*key) {

@@ -116,6 +116,7 @@ impl PinBook {
                 .then(|| self.hand_over(live));
             records.unpin(live.record);
             self.tell_sender();
+            self.tell_room(lane);
             if let Some(hold) = hold {
                 return hold.map(Some);
             }
@@ -141,12 +142,7 @@ impl PinBook {
         // Also past one that is corrupt: the next may be whole.
         control.head.0.advance(position + 1);
         self.tell_sender();
-        // After the fence in there: a sender that asks to be told looks again
-        // after asking.
-        if lane.wants_room.0.sleeping() {
-            // A sender that is gone needs no telling.
-            let _ = self.socket()?.send(&FromReader::Room.encode(), &[]);
-        }
+        self.tell_room(lane);
         hold.map(Some)
     }
 
@@ -223,6 +219,18 @@ impl PinBook {
         order();
         if self.header().sender.0.sleeping() {
             self.doorbell.ring();
+        }
+    }
+
+    /// Tells the sender that a record was given back, if it wants to hear of it.
+    /// After the fence in [`tell_sender`](Self::tell_sender): a sender that asks
+    /// to be told looks again after asking.
+    fn tell_room(&self, lane: &Lane) {
+        if lane.wants_room.0.sleeping()
+            && let Ok(socket) = self.socket()
+        {
+            // A sender that is gone needs no telling.
+            let _ = socket.send(&FromReader::Room.encode(), &[]);
         }
     }
 

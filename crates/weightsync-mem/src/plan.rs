@@ -24,7 +24,7 @@ use weightsync_core::{Version, WorkerId};
 use self::lane::{Lane, Teller, Waiting, satisfies};
 use self::meant::Meant;
 use self::records::Records;
-use crate::protocol::{Live, MAX_RECORDS, MAX_SLOTS, SlotSet};
+use crate::protocol::{Live, MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, Models, Placed, SetRecord};
 use crate::wire::{Delivery, MAX_KNOWN, Want};
 
@@ -293,9 +293,6 @@ impl Plan {
     }
 
     /// Puts lanes that wait where they are meant to be, as far as there is room.
-    ///
-    /// If it is records that are missing, lanes are taken off those that were
-    /// only asked for and have been taken; the next call can use them.
     pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
         if self.lanes.values().all(|lane| lane.waiting.is_empty()) {
             return;
@@ -304,9 +301,11 @@ impl Plan {
         for (worker, lane) in &mut self.lanes {
             lane.deliver(*worker, &mut self.records, &mut teller);
         }
-        if teller.in_use.len() == MAX_RECORDS {
-            self.clear_taken(steps);
-        }
+    }
+
+    /// Whether a lane waits that has room, but there was no record for it.
+    pub(crate) fn lacks_records(&self) -> bool {
+        self.lanes.values().any(Lane::lacks_record)
     }
 
     /// Whether anything waits for room anywhere.
@@ -328,6 +327,23 @@ impl Plan {
         };
         self.lane(key)
             .is_some_and(|lane| lane.waiting.iter().any(|waiting| waits(waiting, lane)))
+    }
+
+    /// The sequence number of this reader's last answer, if it asked for a version
+    /// older than one of these.
+    pub(crate) fn older_answer(&self, key: Key, versions: &[(usize, Version)]) -> Option<u64> {
+        let lane = self.lane(key)?;
+        let (sequence, set) = lane.answer.as_ref()?;
+        let older = |&(model, version): &(usize, Version)| {
+            let answer = set.place(model).map(|placed| placed.version);
+            lane.models.contains(model) && answer.is_none_or(|answer| answer < version)
+        };
+        versions.iter().any(older).then_some(*sequence)
+    }
+
+    /// The newest sequence number this reader was told.
+    pub(crate) fn last_told(&self, key: Key) -> Option<u64> {
+        self.lane(key).map(|lane| lane.told)
     }
 
     /// Drops a publication that waits for room in this reader's queue. The
@@ -364,6 +380,7 @@ impl Plan {
             head: 0,
             waiting: VecDeque::new(),
             wanted: None,
+            answer: None,
             told: 0,
             taken: 0,
             shut: false,
@@ -436,7 +453,10 @@ impl Plan {
         match (set, want) {
             (Some(set), _) => {
                 let mut teller = self.teller(record_pins, steps);
-                self.point(key.0, &set, &mut teller);
+                let sequence = self.point(key.0, &set, &mut teller);
+                if let Some(lane) = self.lane_mut(key) {
+                    lane.answer = Some((sequence, set));
+                }
                 Answer::Told
             }
             (None, Want::Exactly { model, .. }) => {
@@ -459,8 +479,9 @@ impl Plan {
     }
 
     /// Takes the lanes of readers that got what they asked for off it, so that
-    /// its slots can come free. True if there was one. For when
-    /// [`lend`](Self::lend) finds no slot, before growing or waiting.
+    /// its slots, or its record, can come free. True if there was one. For when
+    /// [`lend`](Self::lend) finds no slot, before growing or waiting, and when
+    /// there is no record.
     pub(crate) fn clear_taken(&mut self, steps: &mut Vec<Step>) -> bool {
         let before = steps.len();
         for (worker, lane) in &mut self.lanes {
@@ -611,10 +632,12 @@ impl Plan {
     /// Points one lane at a set, by a record that is newer than what it was told.
     /// Where no more may wait, it takes the place of the last that does: a reader
     /// of every version would else stay behind the newest for good.
-    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) {
+    /// Gives its sequence number.
+    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) -> u64 {
         let Some(lane) = self.lanes.get_mut(&worker) else {
-            return;
+            return 0;
         };
+        lane.deliver(worker, &mut self.records, teller);
         let after = lane.waiting.back().map_or(lane.told, |last| last.sequence);
         let sequence = self.records.newer(after, set).unwrap_or_else(|| {
             self.sequence += 1;
@@ -624,6 +647,7 @@ impl Plan {
             lane.waiting.pop_back();
             lane.tell(worker, sequence, set, &mut self.records, teller);
         }
+        sequence
     }
 }
 

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Version, WorkerId};
 
 use crate::error::Error;
-use crate::plan::{Fate, Key, Published, Targets};
+use crate::plan::{Fate, Key, Plan, Published, Targets};
 use crate::roster::{Gone, Reader, Shared, State};
+use crate::set::Models;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
 use crate::wire::Delivery;
@@ -42,7 +43,8 @@ pub enum Level {
 /// What became of a publication at one reader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The worker has loaded it (or a newer one).
+    /// The worker has loaded it (or a newer one), and runs no older version of
+    /// any of its models.
     Applied,
     /// The reader has taken it (or a newer one); asked for [`Level::Staged`],
     /// no more was waited for.
@@ -63,7 +65,8 @@ pub enum Outcome {
     Held,
     /// Its queue had no room by the deadline; it will not get this one.
     Full,
-    /// It takes nothing but what it asks for, so there was nothing to wait for.
+    /// It takes what it asks for: nothing else, so there was nothing to wait for,
+    /// or it has asked for an older version since.
     Asks,
     /// It was named but is not connected; it gets this when it joins.
     Absent,
@@ -196,11 +199,15 @@ impl Settling<'_> {
             // Whoever is removed from the table is put among the gone in the
             // same step, so a reader is in one of the two, unless thousands went
             // since.
-            if let Some(reader) = state.readers.get_mut(key) {
-                let Some(outcome) = self.outcome(reader, *fate) else {
+            if let Some(reader) = state.readers.get(key) {
+                let Some(outcome) = self.outcome(&state.plan, *key, reader, *fate) else {
                     return true;
                 };
-                reader.told |= outcome == Outcome::Left;
+                if outcome == Outcome::Left
+                    && let Some(reader) = state.readers.get_mut(key)
+                {
+                    reader.told = true;
+                }
                 self.line(&state, *key, outcome);
             } else if let Some(gone) = state.tell_gone(*key) {
                 self.gone_line(gone);
@@ -211,7 +218,7 @@ impl Settling<'_> {
     }
 
     /// What became of it at a reader, if that is known yet.
-    fn outcome(&self, reader: &Reader, fate: Fate) -> Option<Outcome> {
+    fn outcome(&self, plan: &Plan, key: Key, reader: &Reader, fate: Fate) -> Option<Outcome> {
         let sequence = self.publication.sequence;
         match fate {
             _ if reader.unusable.is_some() => {
@@ -225,7 +232,8 @@ impl Settling<'_> {
             // Unusable, so it was a refusal above.
             Fate::Shut => return Some(Outcome::Late),
         }
-        if reader.applied() >= sequence {
+        let versions = reader.versions(self.shared.models.len());
+        if self.is_applied(reader.models, reader.applied(), &versions) {
             return Some(Outcome::Applied);
         }
         if reader.has_left() {
@@ -237,7 +245,23 @@ impl Settling<'_> {
             let reason = reason.clone();
             return Some(Outcome::Refused { reason });
         }
-        (self.level == Level::Staged && reader.taken() >= sequence).then_some(Outcome::Staged)
+        let older = plan.older_answer(key, &self.publication.versions);
+        let older = older.filter(|answer| *answer > sequence);
+        if older.is_some() && older == plan.last_told(key) {
+            return Some(Outcome::Asks);
+        }
+        let taken = reader.taken();
+        (self.level == Level::Staged && taken >= sequence && older != Some(taken))
+            .then_some(Outcome::Staged)
+    }
+
+    /// Whether a reader of these models that has loaded this has loaded the
+    /// publication. A newer set that it asked for may hold older versions.
+    fn is_applied(&self, mine: Models, sequence: u64, versions: &[Version]) -> bool {
+        let mut published = self.publication.versions.iter();
+        sequence >= self.publication.sequence
+            && published
+                .all(|(model, version)| !mine.contains(*model) || versions[*model] >= *version)
     }
 
     /// The lines of readers that have not answered in time.
@@ -312,7 +336,7 @@ impl Settling<'_> {
     fn gone_line(&mut self, gone: Gone) {
         let outcome = match gone.died {
             // It did its part before it went.
-            false if gone.applied >= self.publication.sequence => Outcome::Applied,
+            false if self.is_applied(gone.models, gone.applied, &gone.versions) => Outcome::Applied,
             false => Outcome::Left,
             true => Outcome::Died,
         };

@@ -110,6 +110,7 @@ pub(crate) struct Gone {
     pub(crate) device: String,
     pub(crate) died: bool,
     pub(crate) applied: u64,
+    pub(crate) models: Models,
     pub(crate) versions: Vec<Version>,
     told: bool,
 }
@@ -539,6 +540,7 @@ impl State {
             device: reader.device.clone(),
             died: !reader.has_left(),
             applied,
+            models: reader.models,
             versions,
             told,
         });

@@ -218,6 +218,10 @@ impl Shared {
         if died || is_gone(&socket) {
             state.bury(key, died);
         }
+        // What one holds that is gone, or can use nothing, others may wait for.
+        if state.plan.anything_waits() {
+            self.deliver(&mut state);
+        }
         drop(state);
         self.doorbell.ring();
         result

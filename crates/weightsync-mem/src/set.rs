@@ -194,7 +194,8 @@ impl fmt::Debug for ModelSet {
 /// them is noticed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SetRecord {
-    /// The sequence number under which the lanes name it.
+    /// The sequence number for which it was written. A lane may name it under a
+    /// later one, to be told the same set again.
     pub(crate) sequence: u64,
     pub(crate) set: ModelSet,
 }
@@ -245,7 +246,7 @@ impl SetRecord {
         if words[2] != checksum(words) {
             return Err(SetFault::Checksum);
         }
-        if words[0] != sequence {
+        if !(1..=sequence).contains(&words[0]) {
             return Err(SetFault::Sequence);
         }
         let mut set = ModelSet::EMPTY;
@@ -260,6 +261,7 @@ impl SetRecord {
             }
             set.put(model, Placed { slot, version });
         }
+        let sequence = words[0];
         Ok(Self { sequence, set })
     }
 
@@ -323,7 +325,9 @@ mod tests {
             words[used..].fill(u64::MAX);
             let slots = SLOTS + record.set.models().len().div_ceil(8);
             words[slots..VERSIONS].fill(u64::MAX);
-            assert_eq!(SetRecord::decode(&words, record.sequence), Ok(record));
+            for named in [record.sequence, record.sequence + 1, u64::MAX] {
+                assert_eq!(SetRecord::decode(&words, named), Ok(record));
+            }
         }
     }
 
@@ -357,6 +361,7 @@ mod tests {
         assert_eq!(sealed(&|words| words[SLOTS] = 64), Err(SetFault::Slot));
         assert_eq!(sealed(&|words| words[VERSIONS] = 0), Err(SetFault::Version));
         assert_eq!(sealed(&|words| words[0] += 1), Err(SetFault::Sequence));
+        assert_eq!(sealed(&|words| words[0] = 0), Err(SetFault::Sequence));
         let zeros = SetRecord::decode(&[0; SET_WORDS], 0);
         assert_eq!(zeros, Err(SetFault::Checksum));
     }

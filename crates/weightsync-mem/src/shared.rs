@@ -148,8 +148,8 @@ pub(crate) struct Lane {
     pub(crate) live: Line<LiveWord>,
     /// For readers that want every version.
     pub(crate) queue: Line<Queue>,
-    /// More waits than the queue has room for, and the sender wants to be told
-    /// when there is some.
+    /// More waits than there is room for, in the queue or among the records, and
+    /// the sender wants to be told when there is some.
     pub(crate) wants_room: Line<SleepWord>,
 }
 

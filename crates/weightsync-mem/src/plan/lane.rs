@@ -28,6 +28,8 @@ pub(super) struct Lane {
     pub(super) waiting: VecDeque<Waiting>,
     /// What it asked for and cannot have yet.
     pub(super) wanted: Option<Want>,
+    /// The last answer to a question, by its sequence number.
+    pub(super) answer: Option<(u64, ModelSet)>,
     /// The newest sequence number it was told.
     pub(super) told: u64,
     /// The newest sequence number it has taken.
@@ -200,6 +202,10 @@ impl Lane {
             Delivery::Every { .. } => self.waiting.is_empty() && self.has_place(),
             Delivery::Newest | Delivery::Asked => true,
         }
+    }
+
+    pub(super) fn lacks_record(&self) -> bool {
+        !self.waiting.is_empty() && self.has_place()
     }
 
     fn has_place(&self) -> bool {

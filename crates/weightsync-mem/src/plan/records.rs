@@ -33,8 +33,9 @@ impl Records {
         }
     }
 
-    /// The record that says this, or one that is `in_use` by nothing and is
-    /// written with it. `None` if there is none. Either is in use from now on.
+    /// A record that says this, written for this sequence number or an earlier
+    /// one, or one that is `in_use` by nothing and is written with it. `None` if
+    /// there is none. Either is in use from now on.
     pub(super) fn provide(
         &mut self,
         sequence: u64,
@@ -43,7 +44,8 @@ impl Records {
         steps: &mut Vec<Step>,
     ) -> Option<u8> {
         let written = (0..MAX_RECORDS as u8).find(|&record| {
-            self.sequences[usize::from(record)] == sequence && self.set(record) == set
+            let written = self.sequences[usize::from(record)];
+            (1..=sequence).contains(&written) && self.set(record) == set
         });
         let record = match written {
             Some(record) => record,

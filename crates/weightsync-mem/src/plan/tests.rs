@@ -230,6 +230,14 @@ fn one_that_is_released_gets_the_newest_also_if_its_queue_is_full() {
     plan.deliver(SlotSet::default(), &mut steps);
     assert_eq!(shown(&plan, key, &steps), Some([3, 0]));
     assert!(!plan.anything_waits());
+    // What waits comes before it where there is room by then.
+    let (waits, _) = send(&mut plan, &[0], &Targets::All);
+    plan.hold(&[WorkerId(0)]);
+    send(&mut plan, &[0], &Targets::All);
+    plan.observe(key, 2, 0);
+    plan.release(&[WorkerId(0)], SlotSet::default(), &mut steps);
+    assert_eq!(shown(&plan, key, &steps), Some([4, 0]));
+    assert!(!plan.waits(key, waits.sequence) && plan.anything_waits());
 }
 
 #[test]
@@ -419,6 +427,29 @@ fn a_slot_stays_to_write_the_next_version_into() {
     // What goes to all makes room again.
     send(&mut plan, &[0], &Targets::All);
     send(&mut plan, &[0], &to(&[100]));
+}
+
+#[test]
+fn the_same_set_asked_for_again_and_again_takes_one_record() {
+    let mut plan = Plan::new(1, 2, 0);
+    send(&mut plan, &[0], &Targets::All);
+    let asking: Vec<_> = (0..MAX_RECORDS as u32 + 6)
+        .map(|worker| join(&mut plan, worker, ALL, Delivery::Asked).0)
+        .collect();
+    for key in asking {
+        let mut last = 0;
+        for _ in 0..3 {
+            let (answer, steps) = ask(&mut plan, key, Want::Newest);
+            assert_eq!(answer, Answer::Told);
+            let Some(Step::Flip { live, .. }) = steps.last() else {
+                panic!("{steps:?}")
+            };
+            assert_eq!(live.record, 0);
+            assert!(live.sequence > last, "it is new to it each time");
+            last = live.sequence;
+        }
+    }
+    assert!(!plan.anything_waits());
 }
 
 #[test]

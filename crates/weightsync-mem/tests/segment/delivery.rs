@@ -293,6 +293,63 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
 }
 
 #[test]
+fn one_that_asked_for_an_older_version_does_not_count_as_having_the_newer() {
+    let address = address();
+    let options = SegmentOptions {
+        history: 2,
+        ..slots(2, 2)
+    };
+    let mut writer = small(&address, 2, options);
+    let mut reader = joins(&address, 0, Delivery::Newest);
+    let back_to = |version| Want::Exactly {
+        model: 0,
+        version: Version(version),
+    };
+    for _ in 1..=2 {
+        send(&mut writer, &[0, 1], &Targets::All);
+        take_set(&mut reader);
+    }
+    let third = send(&mut writer, &[0], &Targets::All);
+    let waiter = writer.waiter();
+    let line = |publication, level| {
+        let lines = waiter.settle(publication, level, within(20)).unwrap();
+        (lines[0].outcome.clone(), lines[0].versions[0].0)
+    };
+    // Before it has taken the third.
+    reader.ask(back_to(2)).unwrap();
+    let taken = reader.next(within(20)).unwrap().unwrap();
+    let taken = match versions(&taken)[0] {
+        (0, 2) => taken,
+        // The question came after the look.
+        _ => reader.next(within(20)).unwrap().unwrap(),
+    };
+    assert_eq!(versions(&taken), [(0, 2), (1, 2)]);
+    assert_eq!(line(&third, Level::Staged), (Outcome::Asks, 2));
+    reader.applied(&taken).unwrap();
+    assert_eq!(line(&third, Level::Applied), (Outcome::Asks, 2));
+    // What came after that, whole, stands for it; and so does the same again.
+    let fourth = send(&mut writer, &[0], &Targets::All);
+    let late = waiter.settle(&third, Level::Staged, soon()).unwrap();
+    assert_eq!(outcomes(&late), [(0, Outcome::Late)]);
+    take_set(&mut reader);
+    for publication in [&third, &fourth] {
+        assert_eq!(line(publication, Level::Applied), (Outcome::Applied, 4));
+    }
+    reader.ask(back_to(3)).unwrap();
+    assert_eq!(versions(&take_set(&mut reader)), [(0, 3), (1, 2)]);
+    assert_eq!(line(&third, Level::Applied), (Outcome::Applied, 3));
+    assert_eq!(line(&fourth, Level::Applied), (Outcome::Asks, 3));
+    drop(reader);
+    assert!(
+        writer
+            .wait_readers(within(20), |readers, _| readers.is_empty())
+            .unwrap()
+    );
+    let lines = waiter.settle(&fourth, Level::Applied, within(20)).unwrap();
+    assert_eq!(outcomes(&lines), [(0, Outcome::Left)]);
+}
+
+#[test]
 fn asking_out_of_turn_is_refused() {
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));
@@ -393,4 +450,43 @@ fn only_what_a_worker_has_is_said_to_be_applied() {
     reader.applied(&taken).unwrap();
     let applied = [Version::NONE, Version(1)];
     assert_eq!(writer.readers()[0].applied, applied);
+}
+
+#[test]
+fn lanes_without_a_record_get_one_once_there_is_one_and_nobody_waits_for_it() {
+    const READERS: u32 = 66;
+    let address = address();
+    let mut writer = small(&address, 2, slots(2, 2));
+    // No two of 72 workers with the same set: 8 versions of one model, 9 of the
+    // other. 64 records are there for them.
+    let group = |of: &dyn Fn(u32) -> bool| {
+        let named: Vec<_> = (0..72).filter(|worker| of(*worker)).collect();
+        workers(&named)
+    };
+    for a in 0..8 {
+        send(&mut writer, &[0], &group(&|worker| worker / 9 == a));
+    }
+    for b in 0..9 {
+        send(&mut writer, &[1], &group(&|worker| worker % 9 == b));
+    }
+    let mut readers: Vec<_> = (0..READERS - 2)
+        .map(|worker| joins(&address, worker, Delivery::Asked))
+        .collect();
+    for reader in &mut readers {
+        reader.ask(Want::Newest).unwrap();
+    }
+    let mut late: Vec<_> = (READERS - 2..READERS)
+        .map(|worker| joins(&address, worker, Delivery::Newest))
+        .collect();
+    let own = |worker: u32| {
+        let (a, b) = (u64::from(worker / 9) + 1, u64::from(worker % 9) + 1);
+        [(0, a), (1, b)]
+    };
+    // As others take what they asked for, and go.
+    for (worker, reader) in (0..).zip(&mut readers) {
+        assert_eq!(versions(&take_set(reader)), own(worker));
+    }
+    for (worker, reader) in (READERS - 2..).zip(&mut late) {
+        assert_eq!(versions(&take_set(reader)), own(worker));
+    }
 }

@@ -431,11 +431,14 @@ impl World {
             }
             Delivery::Every { bound } => {
                 let set = only(&set, mine);
-                if reader.waiting.is_empty() && reader.queue.len() < bound.into() {
+                // What waits comes first, as far as there is room.
+                let places = usize::from(bound) - reader.queue.len();
+                let waiting = reader.waiting.len().saturating_sub(places);
+                if places > reader.waiting.len() {
                     reader.expected.push_back(set);
                 } else {
                     // The newest comes in any case.
-                    if reader.waiting.len() == usize::from(bound) {
+                    if waiting == usize::from(bound) {
                         reader.waiting.pop_back();
                         reader.expected.pop_back();
                     }
@@ -603,7 +606,7 @@ impl World {
 
     fn read(&self, live: Live) -> Versions {
         let record = self.records[usize::from(live.record)].unwrap();
-        assert_eq!(record.sequence, live.sequence);
+        assert!(record.sequence <= live.sequence);
         let members = record.set.iter();
         members
             .map(|(model, placed)| (model, placed.version.0))
