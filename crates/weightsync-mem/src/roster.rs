@@ -501,7 +501,8 @@ impl State {
     }
 
     /// Removes a reader, and with it its pins. Called only once its process is
-    /// dead (`died`), or once it has closed its end with every snapshot gone.
+    /// known to be dead (`died`), or once it has closed its end with every
+    /// snapshot gone.
     pub(crate) fn bury(&mut self, key: Key, died: bool) {
         let Some(reader) = self.readers.remove(&key) else {
             return;
@@ -522,7 +523,7 @@ impl State {
             key,
             pid: reader.socket.peer_pid(),
             device: reader.device.clone(),
-            died: !reader.has_left(),
+            died: !reader.has_left() && !never_joined,
             applied,
             versions,
             told,

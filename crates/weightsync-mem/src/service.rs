@@ -27,6 +27,8 @@ const MAX_STRANGERS: usize = 64;
 const STRANGER_TIME: Duration = Duration::from_secs(2);
 /// Packets of one reader that are read before the others have their turn.
 const MAX_TURN: usize = 16;
+/// A process that ends closes its sockets a moment before it counts as dead.
+const DYING_TIME: Duration = Duration::from_millis(50);
 
 /// Starts the thread. It ends when [`Shared::close`] is called.
 pub(crate) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle<()>, Error> {
@@ -163,10 +165,17 @@ impl Service {
 impl Shared {
     /// Reads what a reader has said, or buries it once its end is gone.
     fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
-        let mut state = self.state();
-        let Some(socket) = state.readers.get(&key).map(|reader| reader.socket.clone()) else {
+        let known = self.state().readers.get(&key).map(|reader| {
+            let silent = !reader.has_left() && reader.applied() == 0;
+            (reader.socket.clone(), silent)
+        });
+        let Some((socket, silent)) = known else {
             return Ok(());
         };
+        // One that hung up without a word either died or gave up joining.
+        let gone = died || is_gone(&socket);
+        let died = died || gone && silent && is_dead(&socket, DYING_TIME);
+        let mut state = self.state();
         // What a reader said before it died is heard too: why it refused, say.
         let mut result = Ok(());
         for _ in 0..MAX_TURN {
@@ -215,7 +224,8 @@ impl Shared {
             }
             state.reject(key, fault);
         }
-        if died || is_gone(&socket) {
+        // One that goes now is heard next.
+        if gone {
             state.bury(key, died);
         }
         drop(state);
@@ -339,7 +349,8 @@ impl Shared {
                 continue;
             };
             if is_gone(&old.socket) {
-                state.bury(key, true);
+                let died = is_dead(&old.socket, Duration::ZERO);
+                state.bury(key, died);
             } else if !old.has_left() {
                 let pid = old.socket.peer_pid();
                 return Err(format!(
@@ -456,12 +467,17 @@ struct Newcomer {
 /// Whether the process or the end behind a socket is gone.
 pub(crate) fn is_gone(socket: &Socket) -> bool {
     let now = Some(Instant::now());
-    let dead = socket
-        .peer_death()
-        .is_some_and(|fd| matches!(poll([fd], now), Ok([true])));
     let mut end = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::empty())];
     let hung_up = poll_slice(&mut end, now).is_ok() && !end[0].revents().is_empty();
-    dead || hung_up
+    hung_up || is_dead(socket, Duration::ZERO)
+}
+
+/// Whether the process behind a socket is dead, or is within `time`, where the
+/// kernel can say.
+fn is_dead(socket: &Socket, time: Duration) -> bool {
+    let until = Some(Instant::now() + time);
+    let death = socket.peer_death();
+    death.is_some_and(|fd| matches!(poll([fd], until), Ok([true])))
 }
 
 /// Compares without telling by its time where the first difference is.

@@ -6,22 +6,48 @@ use weightsync_core::{Dtype, Epoch, Layout, Run};
 
 use super::*;
 use crate::model::ModelSpec;
+use crate::plan::Targets;
 use crate::reader::{AttachOptions, Reader as Worker};
-use crate::wait::WaitStyle;
-use crate::writer::SegmentOptions;
+use crate::report::{Level, Outcome};
+use crate::wait::{Deadline, WaitStyle};
+use crate::writer::{SegmentOptions, Writer};
 
 const SECRET: [u8; 16] = *b"\x01\x02 hidden word \x03";
 
-fn shared() -> Arc<Shared> {
-    let model = ModelSpec {
+const RUN: Run = Run {
+    epoch: Epoch(1),
+    id: [7; 16],
+};
+
+fn soon() -> Deadline {
+    Some(Instant::now() + Duration::from_secs(20))
+}
+
+fn model() -> ModelSpec {
+    ModelSpec {
         layout: Layout::new([("bias".to_owned(), Dtype::F32, vec![3])]).unwrap(),
         note: Vec::new(),
+    }
+}
+
+fn shared() -> Arc<Shared> {
+    Shared::new(RUN, &[model()], SECRET, &SegmentOptions::default()).unwrap()
+}
+
+/// Says hello, and nothing else.
+fn knock(address: &str) -> Socket {
+    let hello = FromReader::Hello {
+        secret: SECRET,
+        worker: WorkerId(3),
+        seen: Epoch(0),
+        models: Models::ALL,
+        delivery: Delivery::Newest,
+        device: String::new(),
     };
-    let run = Run {
-        epoch: Epoch(1),
-        id: [7; 16],
-    };
-    Shared::new(run, &[model], SECRET, &SegmentOptions::default()).unwrap()
+    let socket = Socket::connect(address).unwrap().unwrap();
+    let control = OwnedFile::new("weightsync-control", CONTROL_BYTES).unwrap();
+    assert!(socket.send(&hello.encode(), &[control.fd.as_fd()]).unwrap());
+    socket
 }
 
 fn options(address: &str) -> AttachOptions {
@@ -41,10 +67,7 @@ fn options(address: &str) -> AttachOptions {
 fn joined(shared: &Arc<Shared>, name: &str) -> Worker {
     let address = format!("weightsync-test/{name}/{}", std::process::id());
     let listener = Socket::listen(&address).unwrap();
-    let joining = thread::spawn(move || {
-        let until = Instant::now() + Duration::from_secs(20);
-        Worker::attach(&options(&address), Some(until)).unwrap()
-    });
+    let joining = thread::spawn(move || Worker::attach(&options(&address), soon()).unwrap());
     poll([listener.as_fd()], None).unwrap();
     let socket = Socket::accept(&listener).unwrap().unwrap();
     poll([socket.as_fd()], None).unwrap();
@@ -61,6 +84,30 @@ fn what_a_reader_said_before_it_died_is_heard() {
     let rejected = shared.take_rejected();
     assert_eq!(rejected, [(WorkerId(3), "no room for the bias".to_owned())]);
     assert!(shared.readers().is_empty(), "it is buried as well");
+}
+
+/// A connection that was let in and hung up before it took anything, as one does
+/// that gives up joining at its deadline: it is among those a publication waits
+/// for, and neither a death nor a line of later ones.
+#[test]
+fn one_that_gives_up_joining_has_left() {
+    for again in [false, true] {
+        let address = format!("weightsync-test/gives-up/{again}/{}", std::process::id());
+        let options = SegmentOptions::default();
+        let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+        let gives_up = knock(&address);
+        let one = |readers: &[_], _: &[_]| readers.len() == 1;
+        assert!(writer.wait_readers(soon(), one).unwrap());
+        let staging = writer.stage(&[0], soon()).unwrap();
+        let publication = staging.publish(&Targets::All).unwrap();
+        drop(gives_up);
+        // Its next attempt may be what finds it gone.
+        let _next = again.then(|| knock(&address));
+        let waiter = writer.waiter();
+        let settle = |publication, level| waiter.settle(publication, level, soon()).unwrap();
+        let lines = settle(&publication, Level::Staged);
+        assert_eq!(lines[0].outcome, Outcome::Left);
+    }
 }
 
 #[test]
@@ -85,17 +132,7 @@ fn a_sender_that_closes_takes_nobody_in_again() {
     let shared = shared();
     let listener = Socket::listen(&address).unwrap();
     let knock = || {
-        let hello = FromReader::Hello {
-            secret: SECRET,
-            worker: WorkerId(3),
-            seen: Epoch(0),
-            models: Models::ALL,
-            delivery: Delivery::Newest,
-            device: String::new(),
-        };
-        let socket = Socket::connect(&address).unwrap().unwrap();
-        let control = OwnedFile::new("weightsync-control", CONTROL_BYTES).unwrap();
-        assert!(socket.send(&hello.encode(), &[control.fd.as_fd()]).unwrap());
+        let socket = knock(&address);
         let end = Socket::accept(&listener).unwrap().unwrap();
         assert!(shared.meet(end).is_none());
         socket.receive().unwrap()
