@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use weightsync_core::{Epoch, Version, WorkerId};
 
-use crate::error::Error;
+use crate::error::{Error, unexpected};
 use crate::map::{Mapping, OwnedFile};
 use crate::plan::{Answer, Key};
 use crate::roster::{MAX_READERS, Reader, Shared, State};
@@ -27,6 +27,8 @@ const MAX_STRANGERS: usize = 64;
 const STRANGER_TIME: Duration = Duration::from_secs(2);
 /// Packets of one reader that are read before the others have their turn.
 const MAX_TURN: usize = 16;
+/// How often slots are offered again that could not be handed over.
+const OWING_TIME: Duration = Duration::from_millis(20);
 /// A process that ends closes its sockets a moment before it counts as dead.
 const DYING_TIME: Duration = Duration::from_millis(50);
 
@@ -36,6 +38,7 @@ pub(crate) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle
         shared,
         listener,
         strangers: Vec::new(),
+        owes: false,
     };
     std::thread::Builder::new()
         .name("weightsync-mem".into())
@@ -50,6 +53,8 @@ struct Service {
     shared: Arc<Shared>,
     listener: OwnedFd,
     strangers: Vec<Stranger>,
+    /// Some reader is still owed slots.
+    owes: bool,
 }
 
 /// A connection that has not said who it is.
@@ -84,6 +89,7 @@ impl Service {
         let ends = |fd| PollFd::from_borrowed_fd(fd, PollFlags::empty());
         let mut polled = vec![
             listens(self.shared.stop.as_fd()),
+            listens(self.shared.owes.as_fd()),
             listens(self.listener.as_fd()),
         ];
         polled.extend(
@@ -99,12 +105,18 @@ impl Service {
             });
             polled.extend(socket.peer_death().map(listens));
         }
-        let deadline = self.strangers.iter().map(|stranger| stranger.until).min();
+        let strangers = self.strangers.iter().map(|stranger| stranger.until);
+        let retry = self.owes.then(|| Instant::now() + OWING_TIME);
+        let deadline = strangers.chain(retry).min();
         poll_slice(&mut polled, deadline)?;
         let mut ready = polled.iter().map(|fd| !fd.revents().is_empty());
         let mut next = || ready.next().unwrap_or(false);
         if next() {
             return Ok(false);
+        }
+        if next() {
+            self.shared.owes.silence();
+            self.owes = true;
         }
         let knocked = next();
         let spoke: Vec<bool> = self.strangers.iter().map(|_| next()).collect();
@@ -118,6 +130,9 @@ impl Service {
             }
         }
         let now = Instant::now();
+        if self.owes {
+            self.owes = self.shared.hand_slots(&mut self.shared.state());
+        }
         let strangers = std::mem::take(&mut self.strangers);
         for (stranger, spoke) in strangers.into_iter().zip(spoke) {
             if spoke {
@@ -389,8 +404,11 @@ impl Shared {
         let models = newcomer.models.and(Models::first(self.models.len()));
         // Sent and entered under one lock: the reader may pin as soon as it has
         // its lane, and the scan for pins takes the same lock.
-        if let Err(error) = self.hand_out(&state, &socket, models, &lane) {
-            return Err((socket, error));
+        match self.hand_out(&state, &socket, models, &lane) {
+            Ok(()) => {}
+            // Its hang-up has the worker try again.
+            Err(error) if error.is_crowded_out() => return Ok(()),
+            Err(error) => return Err((socket, error.to_string())),
         }
         state.joined += 1;
         let key = (newcomer.worker, state.joined);
@@ -420,13 +438,13 @@ impl Shared {
         socket: &Socket,
         models: Models,
         lane: &OwnedFile,
-    ) -> Result<(), String> {
-        let send =
-            |packet: FromSender, fds: &[BorrowedFd<'_>]| match socket.send(&packet.encode(), fds) {
-                Ok(true) => Ok(()),
-                Ok(false) => Err("its socket takes no more".to_owned()),
-                Err(error) => Err(error.to_string()),
-            };
+    ) -> Result<(), Error> {
+        let send = |packet: FromSender, fds: &[BorrowedFd<'_>]| match socket
+            .send(&packet.encode(), fds)?
+        {
+            true => Ok(()),
+            false => Err(unexpected("a worker that reads", "a full socket".into())),
+        };
         let welcome = FromSender::Welcome {
             run: self.run,
             count: self.models.len() as u8,

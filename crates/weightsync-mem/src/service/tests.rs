@@ -121,6 +121,52 @@ fn a_refusal_that_nobody_hears_is_an_error() {
 }
 
 #[test]
+fn a_slot_that_finds_no_room_on_its_way_comes_later() {
+    let address = format!("weightsync-test/owed/{}", std::process::id());
+    let options = SegmentOptions::default();
+    let writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    let shared = &writer.shared;
+    let worker = knock(&address);
+    let one = |readers: &[_], _: &[_]| readers.len() == 1;
+    assert!(writer.wait_readers(soon(), one).unwrap());
+    let (_, socket, _) = shared.watched().remove(0);
+    let answer = FromSender::NoSuchVersion {
+        model: 0,
+        asked: Version(9),
+        known: Vec::new(),
+    };
+    while socket.send(&answer.encode(), &[]).unwrap() {}
+    for index in 2..5 {
+        let file = OwnedFile::new("weightsync-slot", 4096).unwrap();
+        let mut state = shared.state();
+        assert_eq!(shared.add_slot(&mut state, 0, Arc::new(file)), index);
+    }
+    assert!(writer.take_rejected().is_empty());
+    let mut came = Vec::new();
+    while came.len() < 3 {
+        match worker.receive().unwrap() {
+            Packet::Data(bytes, fds) => match FromSender::decode(&bytes).unwrap() {
+                FromSender::Slot { model: 0, index } => came.push((index, fds.len())),
+                other => drop(other),
+            },
+            Packet::Empty => drop(poll([worker.as_fd()], soon()).unwrap()),
+            Packet::HungUp => panic!("after {came:?}"),
+        }
+    }
+    assert_eq!(came, [(2, 1), (3, 1), (4, 1)]);
+}
+
+#[test]
+fn descriptors_on_their_way_are_nobodys_fault() {
+    let error = |number| Error::Os {
+        action: "sending to the peer",
+        source: std::io::Error::from_raw_os_error(number),
+    };
+    assert!(error(libc::ETOOMANYREFS).is_crowded_out());
+    assert!(!error(libc::EMFILE).is_crowded_out());
+}
+
+#[test]
 fn no_debug_output_shows_the_secret() {
     let shown = format!("{:?} {:?}", shared(), options("here"));
     assert!(!shown.contains(&format!("{SECRET:?}")), "{shown}");
