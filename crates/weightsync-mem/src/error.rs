@@ -236,6 +236,13 @@ impl Error {
 }
 
 impl Error {
+    /// Too many descriptors of this user are on their way through sockets: for
+    /// the other ends to take, and not a failing of this one.
+    pub(crate) fn is_crowded_out(&self) -> bool {
+        let crowded = rustix::io::Errno::TOOMANYREFS.raw_os_error();
+        matches!(self, Self::Os { source, .. } if source.raw_os_error() == Some(crowded))
+    }
+
     /// The same once more, of an error that ended something and is what every
     /// later call says too.
     pub(crate) fn again(&self) -> Self {

@@ -155,8 +155,11 @@ impl Reader {
             delivery: options.delivery,
             device: options.device.clone(),
         };
-        if !socket.send(&hello.encode(), &[control.fd.as_fd()])? {
-            return Ok(None);
+        match socket.send(&hello.encode(), &[control.fd.as_fd()]) {
+            Ok(true) => {}
+            Ok(false) => return Ok(None),
+            Err(error) if error.is_crowded_out() => return Ok(None),
+            Err(error) => return Err(error),
         }
         let Some((packet, fds)) = answer(&socket, deadline)? else {
             return Ok(None);

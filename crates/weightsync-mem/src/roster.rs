@@ -37,6 +37,8 @@ pub(crate) struct Shared {
     pub(crate) models: Vec<Served>,
     pub(crate) secret: [u8; 16],
     pub(crate) stop: Doorbell,
+    /// Rings when a reader is owed slots.
+    pub(crate) owes: Doorbell,
     pub(crate) wait: WaitStyle,
     pub(crate) watchers: Watchers,
     state: Mutex<State>,
@@ -100,6 +102,9 @@ pub(crate) struct Reader {
     pub(crate) deaf: bool,
     /// It has closed its end and its lane is taken down.
     pub(crate) retired: bool,
+    /// New slots it has not been handed, each a model and its slot's number: they
+    /// go to it in order, as soon as they can.
+    pub(crate) owed: VecDeque<(u8, u8)>,
 }
 
 /// What is known of a reader that is not there any more.
@@ -163,6 +168,7 @@ impl Reader {
             told: false,
             deaf: false,
             retired: false,
+            owed: VecDeque::new(),
         }
     }
 
@@ -266,6 +272,7 @@ impl Shared {
             models,
             secret,
             stop: Doorbell::new()?,
+            owes: Doorbell::new()?,
             wait: options.wait,
             watchers: Watchers::default(),
             state: Mutex::new(state),
@@ -311,31 +318,52 @@ impl Shared {
     /// it.
     pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<OwnedFile>) -> u8 {
         let index = state.plan.grown(model);
-        let packet = FromSender::Slot {
-            model: model as u8,
-            index,
-        };
-        let packet = packet.encode();
-        let mut without = Vec::new();
-        for (key, reader) in &state.readers {
-            if !reader.models.contains(model) {
-                continue;
-            }
-            // One that is gone is buried when its hang-up is heard. One whose
-            // socket is full can only be broken: few packets wait there.
-            match reader.socket.send(&packet, &[file.fd.as_fd()]) {
-                Ok(true) => {}
-                Ok(false) if is_gone(&reader.socket) => {}
-                Ok(false) => without.push((*key, "its socket is full".to_owned())),
-                Err(error) => without.push((*key, error.to_string())),
+        state.slots[model].push(file);
+        for reader in state.readers.values_mut() {
+            if reader.models.contains(model) {
+                reader.owed.push_back((model as u8, index));
             }
         }
-        state.slots[model].push(file);
-        for (key, why) in without {
-            let why = format!("it could not be handed slot {index} of model {model}: {why}");
-            state.reject(key, why);
+        if self.hand_slots(state) {
+            self.owes.ring();
         }
         index
+    }
+
+    /// Hands readers the slots they are owed, as far as it goes. True if it has
+    /// to be tried again: a reader that stands still has a full socket, and the
+    /// kernel bounds how many descriptors are on their way.
+    pub(crate) fn hand_slots(&self, state: &mut State) -> bool {
+        let mut again = false;
+        let mut without = Vec::new();
+        for (key, reader) in &mut state.readers {
+            while let Some(&(model, index)) = reader.owed.front() {
+                let packet = FromSender::Slot { model, index }.encode();
+                let file = &state.slots[usize::from(model)][usize::from(index)];
+                match reader.socket.send(&packet, &[file.fd.as_fd()]) {
+                    Ok(true) => {
+                        reader.owed.pop_front();
+                    }
+                    // It is buried when its hang-up is heard.
+                    Ok(false) if is_gone(&reader.socket) => reader.owed.clear(),
+                    Err(error) if !error.is_crowded_out() => {
+                        let why = format!(
+                            "it could not be handed slot {index} of model {model}: {error}"
+                        );
+                        without.push((*key, why));
+                        reader.owed.clear();
+                    }
+                    _ => {
+                        again = true;
+                        break;
+                    }
+                }
+            }
+        }
+        for (key, why) in without {
+            state.reject(key, why);
+        }
+        again
     }
 
     /// Whether this process can read a model, and there is one.
@@ -450,8 +478,9 @@ impl Shared {
     pub(crate) fn close(&self) {
         self.header().closed.0.store(1, Ordering::Release);
         let mut state = self.state();
-        for reader in state.readers.values() {
+        for reader in state.readers.values_mut() {
             reader.socket.shut_down();
+            reader.owed.clear();
         }
         // A waiter may outlive the sender; the memory of the weights need not.
         state.slots.clear();
@@ -517,7 +546,8 @@ impl State {
     }
 
     /// Removes a reader, and with it its pins. Called only once its process is
-    /// dead (`died`), or once it has closed its end with every snapshot gone.
+    /// known to be dead (`died`), or once it has closed its end with every
+    /// snapshot gone.
     pub(crate) fn bury(&mut self, key: Key, died: bool) {
         let Some(reader) = self.readers.remove(&key) else {
             return;
@@ -538,7 +568,7 @@ impl State {
             key,
             pid: reader.socket.peer_pid(),
             device: reader.device.clone(),
-            died: !reader.has_left(),
+            died: !reader.has_left() && !never_joined,
             applied,
             models: reader.models,
             versions,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use weightsync_core::{Epoch, Version, WorkerId};
 
-use crate::error::Error;
+use crate::error::{Error, unexpected};
 use crate::map::{Mapping, OwnedFile};
 use crate::plan::{Answer, Key};
 use crate::roster::{MAX_READERS, Reader, Shared, State};
@@ -27,6 +27,10 @@ const MAX_STRANGERS: usize = 64;
 const STRANGER_TIME: Duration = Duration::from_secs(2);
 /// Packets of one reader that are read before the others have their turn.
 const MAX_TURN: usize = 16;
+/// How often slots are offered again that could not be handed over.
+const OWING_TIME: Duration = Duration::from_millis(20);
+/// A process that ends closes its sockets a moment before it counts as dead.
+const DYING_TIME: Duration = Duration::from_millis(50);
 
 /// Starts the thread. It ends when [`Shared::close`] is called.
 pub(crate) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle<()>, Error> {
@@ -34,6 +38,7 @@ pub(crate) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle
         shared,
         listener,
         strangers: Vec::new(),
+        owes: false,
     };
     std::thread::Builder::new()
         .name("weightsync-mem".into())
@@ -48,6 +53,8 @@ struct Service {
     shared: Arc<Shared>,
     listener: OwnedFd,
     strangers: Vec<Stranger>,
+    /// Some reader is still owed slots.
+    owes: bool,
 }
 
 /// A connection that has not said who it is.
@@ -82,6 +89,7 @@ impl Service {
         let ends = |fd| PollFd::from_borrowed_fd(fd, PollFlags::empty());
         let mut polled = vec![
             listens(self.shared.stop.as_fd()),
+            listens(self.shared.owes.as_fd()),
             listens(self.listener.as_fd()),
         ];
         polled.extend(
@@ -97,12 +105,18 @@ impl Service {
             });
             polled.extend(socket.peer_death().map(listens));
         }
-        let deadline = self.strangers.iter().map(|stranger| stranger.until).min();
+        let strangers = self.strangers.iter().map(|stranger| stranger.until);
+        let retry = self.owes.then(|| Instant::now() + OWING_TIME);
+        let deadline = strangers.chain(retry).min();
         poll_slice(&mut polled, deadline)?;
         let mut ready = polled.iter().map(|fd| !fd.revents().is_empty());
         let mut next = || ready.next().unwrap_or(false);
         if next() {
             return Ok(false);
+        }
+        if next() {
+            self.shared.owes.silence();
+            self.owes = true;
         }
         let knocked = next();
         let spoke: Vec<bool> = self.strangers.iter().map(|_| next()).collect();
@@ -116,6 +130,9 @@ impl Service {
             }
         }
         let now = Instant::now();
+        if self.owes {
+            self.owes = self.shared.hand_slots(&mut self.shared.state());
+        }
         let strangers = std::mem::take(&mut self.strangers);
         for (stranger, spoke) in strangers.into_iter().zip(spoke) {
             if spoke {
@@ -163,10 +180,17 @@ impl Service {
 impl Shared {
     /// Reads what a reader has said, or buries it once its end is gone.
     fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
-        let mut state = self.state();
-        let Some(socket) = state.readers.get(&key).map(|reader| reader.socket.clone()) else {
+        let known = self.state().readers.get(&key).map(|reader| {
+            let silent = !reader.has_left() && reader.applied() == 0;
+            (reader.socket.clone(), silent)
+        });
+        let Some((socket, silent)) = known else {
             return Ok(());
         };
+        // One that hung up without a word either died or gave up joining.
+        let gone = died || is_gone(&socket);
+        let died = died || gone && silent && is_dead(&socket, DYING_TIME);
+        let mut state = self.state();
         // What a reader said before it died is heard too: why it refused, say.
         let mut result = Ok(());
         for _ in 0..MAX_TURN {
@@ -215,7 +239,8 @@ impl Shared {
             }
             state.reject(key, fault);
         }
-        if died || is_gone(&socket) {
+        // One that goes now is heard next.
+        if gone {
             state.bury(key, died);
         }
         // What one holds that is gone, or can use nothing, others may wait for.
@@ -343,7 +368,8 @@ impl Shared {
                 continue;
             };
             if is_gone(&old.socket) {
-                state.bury(key, true);
+                let died = is_dead(&old.socket, Duration::ZERO);
+                state.bury(key, died);
             } else if !old.has_left() {
                 let pid = old.socket.peer_pid();
                 return Err(format!(
@@ -382,8 +408,11 @@ impl Shared {
         let models = newcomer.models.and(Models::first(self.models.len()));
         // Sent and entered under one lock: the reader may pin as soon as it has
         // its lane, and the scan for pins takes the same lock.
-        if let Err(error) = self.hand_out(&state, &socket, models, &lane) {
-            return Err((socket, error));
+        match self.hand_out(&state, &socket, models, &lane) {
+            Ok(()) => {}
+            // Its hang-up has the worker try again.
+            Err(error) if error.is_crowded_out() => return Ok(()),
+            Err(error) => return Err((socket, error.to_string())),
         }
         state.joined += 1;
         let key = (newcomer.worker, state.joined);
@@ -413,13 +442,13 @@ impl Shared {
         socket: &Socket,
         models: Models,
         lane: &OwnedFile,
-    ) -> Result<(), String> {
-        let send =
-            |packet: FromSender, fds: &[BorrowedFd<'_>]| match socket.send(&packet.encode(), fds) {
-                Ok(true) => Ok(()),
-                Ok(false) => Err("its socket takes no more".to_owned()),
-                Err(error) => Err(error.to_string()),
-            };
+    ) -> Result<(), Error> {
+        let send = |packet: FromSender, fds: &[BorrowedFd<'_>]| match socket
+            .send(&packet.encode(), fds)?
+        {
+            true => Ok(()),
+            false => Err(unexpected("a worker that reads", "a full socket".into())),
+        };
         let welcome = FromSender::Welcome {
             run: self.run,
             count: self.models.len() as u8,
@@ -460,12 +489,17 @@ struct Newcomer {
 /// Whether the process or the end behind a socket is gone.
 pub(crate) fn is_gone(socket: &Socket) -> bool {
     let now = Some(Instant::now());
-    let dead = socket
-        .peer_death()
-        .is_some_and(|fd| matches!(poll([fd], now), Ok([true])));
     let mut end = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::empty())];
     let hung_up = poll_slice(&mut end, now).is_ok() && !end[0].revents().is_empty();
-    dead || hung_up
+    hung_up || is_dead(socket, Duration::ZERO)
+}
+
+/// Whether the process behind a socket is dead, or is within `time`, where the
+/// kernel can say.
+fn is_dead(socket: &Socket, time: Duration) -> bool {
+    let until = Some(Instant::now() + time);
+    let death = socket.peer_death();
+    death.is_some_and(|fd| matches!(poll([fd], until), Ok([true])))
 }
 
 /// Compares without telling by its time where the first difference is.

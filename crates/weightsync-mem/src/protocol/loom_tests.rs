@@ -321,7 +321,7 @@ fn beside<A: 'static, B: 'static>(
 }
 
 /// Explores an arrangement both ways round.
-fn explore_turned(preemptions: usize, arrangement: fn(bool)) {
+fn explore_turned(preemptions: usize, arrangement: impl Fn(bool) + Copy + Send + Sync + 'static) {
     for turned in [false, true] {
         explore(preemptions, move || arrangement(turned));
     }
@@ -646,6 +646,88 @@ fn no_wake_up_is_lost_on_a_queue() {
             bell.notify();
         }
         sleeper.join().unwrap();
+    });
+}
+
+/// The other direction: a reader gives something back, and the sender waits for
+/// that. `give` is all that the reader does before [`order`].
+fn no_wake_up_is_lost_by_the_sender(
+    give: impl Fn(&Lane) + Copy + Send + Sync + 'static,
+    given: impl Fn(&Lane) -> bool + Copy + Send + Sync + 'static,
+) {
+    explore_turned(4, move |turned| {
+        let world = World::new(1, 1, 1);
+        let lane = &world.lanes[0];
+        lane.record_pins.hold(0);
+        lane.pins.hold(0);
+        let sleep = Arc::new(SleepWord::new());
+        let bell = Arc::new(Notify::new());
+        let sender = {
+            let (world, sleep, bell) = (world.clone(), sleep.clone(), bell.clone());
+            move || sleep_until(&sleep, &bell, || given(&world.lanes[0]))
+        };
+        let reader = move || {
+            give(&world.lanes[0]);
+            order();
+            if sleep.sleeping() {
+                bell.notify();
+            }
+        };
+        beside(turned, sender, reader);
+    });
+}
+
+#[test]
+fn no_wake_up_is_lost_when_a_slot_is_given_back() {
+    no_wake_up_is_lost_by_the_sender(
+        |lane| lane.pins.unpin(0),
+        |lane| lane.pins.held().is_empty(),
+    );
+}
+
+#[test]
+fn no_wake_up_is_lost_when_a_record_is_given_back() {
+    no_wake_up_is_lost_by_the_sender(
+        |lane| lane.record_pins.unpin(0),
+        |lane| lane.record_pins.held().is_empty(),
+    );
+}
+
+#[test]
+fn no_wake_up_is_lost_when_an_entry_is_given_back() {
+    no_wake_up_is_lost_by_the_sender(|lane| lane.head.advance(1), |lane| lane.head.load() == 1);
+}
+
+#[test]
+fn a_sender_that_asks_for_room_is_told_or_finds_it() {
+    // One fence serves both questions: whether the sender sleeps, and whether it
+    // wants to be told of room.
+    explore_turned(4, |turned| {
+        let world = World::new(1, 1, 1);
+        let words = Arc::new([SleepWord::new(), SleepWord::new()]);
+        let bells = Arc::new([Notify::new(), Notify::new()]);
+        let reader = {
+            let (world, words, bells) = (world.clone(), words.clone(), bells.clone());
+            move || {
+                world.lanes[0].head.advance(1);
+                order();
+                for (word, bell) in words.iter().zip(bells.iter()) {
+                    if word.sleeping() {
+                        bell.notify();
+                    }
+                }
+            }
+        };
+        let sender = move || {
+            let found = || world.lanes[0].head.load() == 1;
+            // It asks once, and looks once more, or as often as it is told.
+            words[1].announce();
+            while !found() {
+                bells[1].wait();
+            }
+            sleep_until(&words[0], &bells[0], found);
+        };
+        beside(turned, sender, reader);
     });
 }
 
