@@ -632,7 +632,12 @@ impl Receiver {
                 return Err(error);
             }
         }
-        self.load_and_report(set, models)
+        let loaded = self.load_and_report(set, models);
+        if let Err(error) = &loaded {
+            // There is no next version for it: it goes.
+            self.refuse(None, &error.to_string())?;
+        }
+        loaded
     }
 
     /// What models of this worker that nothing was loaded into should begin
