@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use weightsync_core::{Version, WorkerId};
 
-use self::lane::{Lane, Teller, Waiting, satisfies};
+use self::lane::{Lane, Teller, satisfies};
 use self::meant::Meant;
 use self::records::Records;
 use crate::protocol::{Live, MAX_SLOTS, SlotSet};
@@ -319,8 +319,9 @@ impl Plan {
     }
 
     /// Whether the publication still waits for room at this reader.
+    #[cfg(test)]
     pub(crate) fn waits(&self, key: Key, sequence: u64) -> bool {
-        let waits = |waiting: &Waiting, lane: &Lane| match lane.delivery {
+        let waits = |waiting: &lane::Waiting, lane: &Lane| match lane.delivery {
             Delivery::Every { .. } => waiting.sequence == sequence,
             // A newer one, whole, stands for all before it.
             Delivery::Newest | Delivery::Asked => waiting.sequence >= sequence,
@@ -348,13 +349,17 @@ impl Plan {
 
     /// Drops a publication that waits for room in this reader's queue. The
     /// newest of a reader that wants only that is not dropped: it comes when
-    /// there is room.
-    pub(crate) fn give_up(&mut self, key: Key, sequence: u64) {
-        if let Some(lane) = self.lane_mut(key)
-            && let Delivery::Every { .. } = lane.delivery
-        {
-            lane.waiting.retain(|waiting| waiting.sequence != sequence);
-        }
+    /// there is room. True if it was dropped.
+    pub(crate) fn give_up(&mut self, key: Key, sequence: u64) -> bool {
+        let Some(lane) = self.lane_mut(key) else {
+            return false;
+        };
+        let Delivery::Every { .. } = lane.delivery else {
+            return false;
+        };
+        let before = lane.waiting.len();
+        lane.waiting.retain(|waiting| waiting.sequence != sequence);
+        lane.waiting.len() < before
     }
 }
 

@@ -1,7 +1,7 @@
 //! What became of a publication at each reader.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Version, WorkerId};
@@ -12,7 +12,6 @@ use crate::roster::{Gone, Reader, Shared, State};
 use crate::set::Models;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
-use crate::wire::Delivery;
 
 /// One step of the sender: new versions of one or more models, live together.
 #[derive(Clone, Debug)]
@@ -29,6 +28,8 @@ pub struct Publication {
     absent: Vec<WorkerId>,
     /// The workers it was for; `None` for all.
     named: Option<BTreeSet<WorkerId>>,
+    /// The readers whose queue had no room for it until that was given up.
+    full: Arc<Mutex<BTreeSet<Key>>>,
 }
 
 /// How far a publication has to have come at a reader to count as done there.
@@ -63,7 +64,8 @@ pub enum Outcome {
     /// The worker is held at what it has; it gets the newest when it is
     /// released.
     Held,
-    /// Its queue had no room by the deadline; it will not get this one.
+    /// Its queue had no room until that was given up, or as many publications
+    /// waited for room as may; it will not get this one.
     Full,
     /// It takes what it asks for: nothing else, so there was nothing to wait for,
     /// or it has asked for an older version since.
@@ -108,7 +110,66 @@ impl Publication {
                 Targets::All => None,
                 Targets::Workers(workers) => Some(workers.iter().copied().collect()),
             },
+            full: Arc::default(),
         }
+    }
+
+    /// What became of it at a reader, if that is known yet.
+    fn outcome(
+        &self,
+        plan: &Plan,
+        (key, fate): (Key, Fate),
+        reader: &Reader,
+        level: Level,
+    ) -> Option<Outcome> {
+        let sequence = self.sequence;
+        match fate {
+            _ if reader.unusable.is_some() => {
+                let reason = reader.unusable.clone().unwrap_or_default();
+                return Some(Outcome::Refused { reason });
+            }
+            Fate::Waiting if self.full().contains(&key) => return Some(Outcome::Full),
+            Fate::Told | Fate::Waiting => {}
+            Fate::Held => return Some(Outcome::Held),
+            Fate::Full => return Some(Outcome::Full),
+            Fate::Asks => return Some(Outcome::Asks),
+            // Unusable, so it was a refusal above.
+            Fate::Shut => return Some(Outcome::Late),
+        }
+        let applied = |model: &usize| reader.version(*model);
+        if self.is_applied(reader.models, reader.applied(), applied) {
+            return Some(Outcome::Applied);
+        }
+        if reader.has_left() {
+            return Some(Outcome::Left);
+        }
+        if let Some((refused, reason)) = &reader.refused
+            && *refused >= sequence
+        {
+            let reason = reason.clone();
+            return Some(Outcome::Refused { reason });
+        }
+        let older = plan.older_answer(key, &self.versions);
+        let older = older.filter(|answer| *answer > sequence);
+        if older.is_some() && older == plan.last_told(key) {
+            return Some(Outcome::Asks);
+        }
+        let taken = reader.taken();
+        (level == Level::Staged && taken >= sequence && older != Some(taken))
+            .then_some(Outcome::Staged)
+    }
+
+    /// Whether a reader of these models that has loaded this has loaded the
+    /// publication. A newer set that it asked for may hold older versions.
+    fn is_applied(&self, mine: Models, sequence: u64, applied: impl Fn(&usize) -> Version) -> bool {
+        let mut published = self.versions.iter();
+        sequence >= self.sequence
+            && published
+                .all(|(model, version)| !mine.contains(*model) || applied(model) >= *version)
+    }
+
+    fn full(&self) -> MutexGuard<'_, BTreeSet<Key>> {
+        self.full.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn is_for(&self, worker: WorkerId) -> bool {
@@ -142,8 +203,9 @@ impl Waiter {
     /// for each reader it was for, and for each of its workers that went since
     /// the last lines were made; by worker.
     ///
-    /// While it waits it also puts into queues what had no room there before; at
-    /// the deadline that is given up ([`Outcome::Full`]).
+    /// While it waits it also puts into queues what had no room there before.
+    /// What finds none by the deadline is [`Outcome::Late`] and goes on waiting
+    /// for room, until it is [given up](Self::give_up).
     ///
     /// # Errors
     ///
@@ -170,12 +232,74 @@ impl Waiter {
             Ok(settling.pending.is_empty().then_some(()))
         })?;
         if done.is_none() {
-            settling.give_up();
+            settling.late();
         }
         settling.tell_the_rest();
         let mut lines = settling.lines;
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
+    }
+
+    /// Whether [`settle`](Self::settle) would find nothing to wait for. Only
+    /// looks: whose line is told once is still to be told.
+    ///
+    /// # Errors
+    ///
+    /// As [`settle`](Self::settle).
+    pub fn is_settled(&self, publication: &Publication, level: Level) -> Result<bool, Error> {
+        self.shared.open()?;
+        let state = self.shared.state();
+        Ok(publication.fates.iter().all(|(key, fate)| {
+            state.readers.get(key).is_none_or(|reader| {
+                let known = publication.outcome(&state.plan, (*key, *fate), reader, level);
+                known.is_some()
+            })
+        }))
+    }
+
+    /// The lines that publishing alone has decided: of readers that will not get
+    /// it ([`Outcome::Full`]) or not now ([`Outcome::Held`]), and of named workers
+    /// that are not connected. Waits for nothing.
+    ///
+    /// # Errors
+    ///
+    /// As [`settle`](Self::settle).
+    pub fn decided(&self, publication: &Publication) -> Result<Vec<ReaderOutcome>, Error> {
+        let shared = &self.shared;
+        shared.open()?;
+        let decided = |(_, fate): &&(Key, Fate)| matches!(fate, Fate::Full | Fate::Held);
+        let mut settling = Settling {
+            shared,
+            publication,
+            level: Level::Staged,
+            pending: publication.fates.iter().filter(decided).copied().collect(),
+            lines: Vec::new(),
+        };
+        settling.look();
+        settling.tell_absent();
+        let mut lines = settling.lines;
+        lines.sort_by_key(|line| line.worker);
+        Ok(lines)
+    }
+
+    /// Gives up what still waits for room in a queue: those readers will not get
+    /// it, and from here on that is their line ([`Outcome::Full`]). The newest of
+    /// a reader that wants only that still comes.
+    ///
+    /// # Errors
+    ///
+    /// As [`settle`](Self::settle).
+    pub fn give_up(&self, publication: &Publication) -> Result<(), Error> {
+        self.shared.open()?;
+        let mut state = self.shared.state();
+        // Room that there is by now is used.
+        self.shared.deliver(&mut state);
+        for (key, fate) in &publication.fates {
+            if *fate == Fate::Waiting && state.plan.give_up(*key, publication.sequence) {
+                publication.full().insert(*key);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -200,7 +324,10 @@ impl Settling<'_> {
             // same step, so a reader is in one of the two, unless thousands went
             // since.
             if let Some(reader) = state.readers.get(key) {
-                let Some(outcome) = self.outcome(&state.plan, *key, reader, *fate) else {
+                let known =
+                    self.publication
+                        .outcome(&state.plan, (*key, *fate), reader, self.level);
+                let Some(outcome) = known else {
                     return true;
                 };
                 if outcome == Outcome::Left
@@ -217,67 +344,11 @@ impl Settling<'_> {
         self.pending = pending;
     }
 
-    /// What became of it at a reader, if that is known yet.
-    fn outcome(&self, plan: &Plan, key: Key, reader: &Reader, fate: Fate) -> Option<Outcome> {
-        let sequence = self.publication.sequence;
-        match fate {
-            _ if reader.unusable.is_some() => {
-                let reason = reader.unusable.clone().unwrap_or_default();
-                return Some(Outcome::Refused { reason });
-            }
-            Fate::Told | Fate::Waiting => {}
-            Fate::Held => return Some(Outcome::Held),
-            Fate::Full => return Some(Outcome::Full),
-            Fate::Asks => return Some(Outcome::Asks),
-            // Unusable, so it was a refusal above.
-            Fate::Shut => return Some(Outcome::Late),
-        }
-        let versions = reader.versions(self.shared.models.len());
-        if self.is_applied(reader.models, reader.applied(), &versions) {
-            return Some(Outcome::Applied);
-        }
-        if reader.has_left() {
-            return Some(Outcome::Left);
-        }
-        if let Some((refused, reason)) = &reader.refused
-            && *refused >= sequence
-        {
-            let reason = reason.clone();
-            return Some(Outcome::Refused { reason });
-        }
-        let older = plan.older_answer(key, &self.publication.versions);
-        let older = older.filter(|answer| *answer > sequence);
-        if older.is_some() && older == plan.last_told(key) {
-            return Some(Outcome::Asks);
-        }
-        let taken = reader.taken();
-        (self.level == Level::Staged && taken >= sequence && older != Some(taken))
-            .then_some(Outcome::Staged)
-    }
-
-    /// Whether a reader of these models that has loaded this has loaded the
-    /// publication. A newer set that it asked for may hold older versions.
-    fn is_applied(&self, mine: Models, sequence: u64, versions: &[Version]) -> bool {
-        let mut published = self.publication.versions.iter();
-        sequence >= self.publication.sequence
-            && published
-                .all(|(model, version)| !mine.contains(*model) || versions[*model] >= *version)
-    }
-
     /// The lines of readers that have not answered in time.
-    fn give_up(&mut self) {
-        let mut state = self.shared.state();
+    fn late(&mut self) {
+        let state = self.shared.state();
         for (key, _) in std::mem::take(&mut self.pending) {
-            let sequence = self.publication.sequence;
-            let queued = state.readers.get(&key);
-            let queued = queued.is_some_and(|one| matches!(one.delivery, Delivery::Every { .. }));
-            // The newest of a reader that wants only that still comes.
-            let outcome = match queued && state.plan.waits(key, sequence) {
-                true => Outcome::Full,
-                false => Outcome::Late,
-            };
-            state.plan.give_up(key, sequence);
-            self.line(&state, key, outcome);
+            self.line(&state, key, Outcome::Late);
         }
     }
 
@@ -304,6 +375,13 @@ impl Settling<'_> {
         for gone in state.tell_untold(|worker| publication.is_for(worker)) {
             self.gone_line(gone);
         }
+        drop(state);
+        self.tell_absent();
+    }
+
+    /// The lines of workers that were named and are not connected.
+    fn tell_absent(&mut self) {
+        let publication = self.publication;
         for worker in &publication.absent {
             if self.lines.iter().any(|line| line.worker == *worker) {
                 continue;
@@ -334,9 +412,13 @@ impl Settling<'_> {
     }
 
     fn gone_line(&mut self, gone: Gone) {
+        let loaded = |model: &usize| gone.versions[*model];
+        let did_its_part = self
+            .publication
+            .is_applied(gone.models, gone.applied, loaded);
         let outcome = match gone.died {
             // It did its part before it went.
-            false if self.is_applied(gone.models, gone.applied, &gone.versions) => Outcome::Applied,
+            false if did_its_part => Outcome::Applied,
             false => Outcome::Left,
             true => Outcome::Died,
         };

@@ -192,17 +192,18 @@ impl Reader {
         self.control().left.0.load(Ordering::Acquire) != 0
     }
 
+    /// The version it has loaded of a model.
+    pub(crate) fn version(&self, model: usize) -> Version {
+        let word = &self.control().loaded.0.versions[model];
+        match self.models.contains(model) {
+            true => Version(word.load(Ordering::Relaxed)),
+            false => Version::NONE,
+        }
+    }
+
     /// The versions it has loaded, of the first `models` models.
     pub(crate) fn versions(&self, models: usize) -> Vec<Version> {
-        let words = &self.control().loaded.0.versions[..models];
-        let versions = words.iter().enumerate().map(|(model, word)| {
-            let version = Version(word.load(Ordering::Relaxed));
-            match self.models.contains(model) {
-                true => version,
-                false => Version::NONE,
-            }
-        });
-        versions.collect()
+        (0..models).map(|model| self.version(model)).collect()
     }
 
     /// Takes its lane off everything.

@@ -64,7 +64,9 @@ impl SendOptions {
         self
     }
 
-    /// How long it waits at most, for room and for its workers.
+    /// How long it waits at most, for room and for its workers. An asynchronous
+    /// send waits so long for what is to make way for it, and is given up after
+    /// so long at workers whose queue has no room.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = Some(deadline);

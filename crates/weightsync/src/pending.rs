@@ -29,6 +29,11 @@ impl PendingSend {
     /// or has a line that says why not; at most so long. Workers that have not
     /// got there by then are `Late` in the report, and can be waited for again.
     ///
+    /// A worker that is to get every version, and whose queue has no room, is
+    /// given up at the deadline of the send itself
+    /// ([`SendOptions::deadline`](crate::SendOptions::deadline)), and not before:
+    /// a shorter wait changes nothing for it.
+    ///
     /// # Errors
     ///
     /// Only of the operating system.
@@ -37,7 +42,8 @@ impl PendingSend {
         self.flight.settle(self.level, until)
     }
 
-    /// Whether there is nothing left to wait for.
+    /// Whether there is nothing left to wait for. Looking changes nothing for any
+    /// worker, nor for a report.
     ///
     /// # Errors
     ///
@@ -68,6 +74,8 @@ pub(crate) struct Flight {
     pub(crate) partial: Option<Vec<String>>,
     pub(crate) since: Instant,
     pub(crate) copied: Duration,
+    /// Until when room in the queues of workers is waited for.
+    pub(crate) deadline: Deadline,
     /// Lines that no wait changes any more.
     pub(crate) settled: Mutex<Vec<WorkerReport>>,
 }
@@ -75,10 +83,45 @@ pub(crate) struct Flight {
 impl Flight {
     pub(crate) fn settle(&self, wait: WaitFor, until: Deadline) -> Result<Report> {
         let level = match wait {
-            WaitFor::Sent => return Ok(self.report(wait, Vec::new())),
+            WaitFor::Sent => {
+                let mut lines = Vec::new();
+                for one in &self.outstanding {
+                    lines.extend(one.decided()?);
+                }
+                return Ok(self.report(wait, lines));
+            }
             WaitFor::Staged => Level::Staged,
             WaitFor::Applied => Level::Applied,
         };
+        let first = [until, self.deadline].into_iter().flatten().min();
+        let mut lines = self.lines(level, first)?;
+        let done = |line: &WorkerReport| line.outcome.is_final(wait);
+        if !lines.iter().all(done) && self.is_over() {
+            self.give_up()?;
+            lines = self.lines(level, until)?;
+        }
+        Ok(self.report(wait, lines))
+    }
+
+    pub(crate) fn is_settled(&self, wait: WaitFor) -> Result<bool> {
+        let level = match wait {
+            WaitFor::Sent => return Ok(true),
+            WaitFor::Staged => Level::Staged,
+            WaitFor::Applied => Level::Applied,
+        };
+        if self.is_over() {
+            self.give_up()?;
+        }
+        for one in &self.outstanding {
+            if !one.is_settled(level)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The line of each worker at the deadline, or as soon as all are known.
+    fn lines(&self, level: Level, until: Deadline) -> Result<Vec<WorkerReport>> {
         let mut lines = Vec::new();
         for one in &self.outstanding {
             lines.extend(one.settle(level, until)?);
@@ -86,23 +129,24 @@ impl Flight {
         // What a worker did before it died, say, stays its line.
         let mut settled = self.settled.lock().unwrap_or_else(PoisonError::into_inner);
         lines.retain(|line| !settled.iter().any(|old| same(old, line)));
-        let done = lines.iter().filter(|line| line.outcome.is_final(wait));
+        // A line that a wait for more could change is made anew each time.
+        let done = lines.iter();
+        let done = done.filter(|line| line.outcome.is_final(WaitFor::Applied));
         let done: Vec<_> = done.cloned().collect();
-        // A line of a lower level can still change at a higher one.
-        let known = settled.iter().filter(|line| line.outcome.is_final(wait));
-        lines.extend(known.cloned());
-        if wait == WaitFor::Applied {
-            settled.extend(done);
-        }
+        lines.extend(settled.iter().cloned());
+        settled.extend(done);
         drop(settled);
         lines.sort_by_key(|line| line.worker);
-        Ok(self.report(wait, lines))
+        Ok(lines)
     }
 
-    pub(crate) fn is_settled(&self, wait: WaitFor) -> Result<bool> {
-        let report = self.settle(wait, Some(Instant::now()))?;
-        let mut lines = report.workers.iter();
-        Ok(lines.all(|line| line.outcome.is_final(wait)))
+    /// Whether the send's own deadline has come.
+    fn is_over(&self) -> bool {
+        self.deadline.is_some_and(|at| Instant::now() >= at)
+    }
+
+    fn give_up(&self) -> Result<()> {
+        self.outstanding.iter().try_for_each(|one| one.give_up())
     }
 
     fn report(&self, level: WaitFor, workers: Vec<WorkerReport>) -> Report {

@@ -632,7 +632,12 @@ impl Receiver {
                 return Err(error);
             }
         }
-        self.load_and_report(set, models)
+        let loaded = self.load_and_report(set, models);
+        if let Err(error) = &loaded {
+            // There is no next version for it: it goes.
+            self.refuse(None, &error.to_string())?;
+        }
+        loaded
     }
 
     /// What models of this worker that nothing was loaded into should begin
@@ -759,15 +764,25 @@ impl Receiver {
         self.whole = false;
     }
 
-    /// Tells the sender that this worker cannot use a set, or nothing at all.
+    /// Tells the sender that this worker cannot use a set, or nothing at all. A
+    /// set of an earlier sender is none of its business.
     pub(crate) fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
-        self.transport.refuse(set, reason)
+        match set.is_none_or(|set| run_of(set).is_none_or(|run| run == self.transport.run())) {
+            true => self.transport.refuse(set, reason),
+            false => Ok(()),
+        }
     }
 
+    /// Notes that this worker runs a set, and tells the sender if it is its own:
+    /// what an earlier one sent counts by other numbers.
     pub(crate) fn report_applied(&mut self, set: &SetSnapshot) -> Result<()> {
-        self.transport.applied(set)?;
+        let senders = self.transport.run();
+        let run = run_of(set).unwrap_or(senders);
+        if run == senders {
+            self.transport.applied(set)?;
+        }
         self.applied = set.versions();
-        self.run = self.transport.run();
+        self.run = run;
         Ok(())
     }
 
@@ -787,6 +802,12 @@ impl Receiver {
             models: self.models().iter().map(|spec| spec.id.clone()).collect(),
         }
     }
+}
+
+/// The run that a set is of.
+fn run_of(set: &SetSnapshot) -> Option<Run> {
+    let first = set.members().first();
+    first.map(|member| member.snapshot.run())
 }
 
 /// Tells the sender that a model does not fit, and makes the error of it.

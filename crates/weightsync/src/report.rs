@@ -23,7 +23,9 @@ pub struct Report {
     pub took: Duration,
     /// How far the send waited.
     pub level: WaitFor,
-    /// One line per worker, by worker number. Empty if the send did not wait.
+    /// One line per worker, by worker number. A send that did not wait has those
+    /// alone that were decided without: of workers that will not get the version
+    /// (`Full`), or not now (`Held`, `Absent`).
     pub workers: Vec<WorkerReport>,
 }
 
@@ -80,7 +82,8 @@ pub enum Outcome {
     /// The worker is held at the version it has.
     Held,
     /// The worker is to get every version, and its queue had no room for this
-    /// one by the deadline: it will not get it.
+    /// one by the deadline, or as many as may wait for room did so already: it
+    /// will not get it.
     Full,
     /// The worker takes only what it asks for.
     Asks,

@@ -49,10 +49,12 @@ pub enum Queue {
     /// The newest; older ones that it has not taken are passed over.
     #[default]
     Newest,
-    /// Every one, in order, with at most so many waiting (1 to 32). A send waits
-    /// for room until its deadline.
+    /// Every one, in order, with at most so many in the worker's queue (1 to 32).
+    /// A send waits for room until its deadline. As many again may wait for room
+    /// at the sender, of sends that did not wait themselves or still do; one more
+    /// is lost for that worker at once, and the report says so.
     Every {
-        /// The most that wait.
+        /// The most that the queue holds.
         bound: u8,
     },
 }

@@ -87,7 +87,9 @@ impl Sender {
     }
 
     /// Publishes the weights and returns as soon as they have been read: the
-    /// trainer may change them, and wait for the workers later.
+    /// trainer may change them, and wait for the workers later. The options'
+    /// deadline is for what has to make way for this send, for room, and for room
+    /// in the queues of workers that are to get every version.
     ///
     /// # Errors
     ///
@@ -449,6 +451,7 @@ impl Sender {
             partial,
             since,
             copied: since.elapsed(),
+            deadline: until,
             settled: Mutex::new(Vec::new()),
         })
     }
@@ -592,6 +595,7 @@ impl Loan<'_> {
             partial: None,
             since: self.since,
             copied: self.since.elapsed(),
+            deadline: until,
             settled: Mutex::new(Vec::new()),
         };
         flight.settle(options.wait, until)

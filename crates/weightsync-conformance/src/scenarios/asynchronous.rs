@@ -105,6 +105,49 @@ pub(crate) fn pending_sends_queue_up_to_their_bound(subject: &Subject) {
     script.close();
 }
 
+/// Neither a look, nor a short wait, nor the next send: where every version is to
+/// arrive, the one that waits for room arrives.
+pub(crate) fn only_its_own_deadline_gives_a_pending_send_up(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    let mut word = 1;
+    loop {
+        word += 1;
+        assert!(word < 80, "a queue without a bound");
+        let sent = script.send(What::Word(word), How::within(BRIEF));
+        match sent.line(0).fate {
+            Fate::Late => {}
+            Fate::Full => break,
+            _ => panic!("{}", sent.text),
+        }
+    }
+    // It ends by its own deadline, however long it is waited for.
+    script
+        .act(Act::SendAsync(What::Word(98), How::within(BRIEF)))
+        .began();
+    for timeout in [None, Some(Duration::ZERO)] {
+        let sent = script.act(Act::Await(0, timeout)).sent();
+        assert_eq!(sent.fates(), [(0, Fate::Full)], "{}", sent.text);
+    }
+    script
+        .act(Act::SendAsync(What::Word(99), How::default()))
+        .began();
+    for _ in 0..3 {
+        let fault = script
+            .act(Act::SendAsync(What::Word(100), How::default()))
+            .fault();
+        assert_eq!(fault.kind, Kind::SendPending, "{}", fault.text);
+        let sent = script.act(Act::Await(1, Some(Duration::ZERO))).sent();
+        assert_eq!(sent.fates(), [(0, Fate::Late)], "{}", sent.text);
+    }
+    for expected in (2..word).chain([99]) {
+        assert_eq!(script.deed(0, Deed::Receive(None)).seen().word(), expected);
+        script.deed(0, Deed::Keep(0));
+    }
+    let sent = script.act(Act::Await(1, None)).sent();
+    assert_eq!(sent.fates(), [(0, Fate::Applied)], "{}", sent.text);
+    script.close();
+}
+
 /// A late one of an older version satisfies nobody who waits for a newer one.
 pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
     let (mut script, _) = loading(subject, &[("policy", Shape::Words(64))], 1);

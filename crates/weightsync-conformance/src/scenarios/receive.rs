@@ -183,6 +183,38 @@ pub(crate) fn a_full_queue_is_a_line_and_costs_the_others_nothing(subject: &Subj
     script.close();
 }
 
+/// Also by a send that waits for nobody.
+pub(crate) fn what_a_full_queue_loses_is_said_without_a_wait(subject: &Subject) {
+    // Room for what is in the queue and what waits for it.
+    let lead = Lead {
+        slots: (2, 16),
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 1);
+    let mut word = 1;
+    let lost = loop {
+        word += 1;
+        assert!(word < 160, "a queue without a bound");
+        let sent = script.send(What::Word(word), How::wait(Wait::Sent));
+        if !sent.lines.is_empty() {
+            break sent;
+        }
+    };
+    assert_eq!(lost.fates(), [(0, Fate::Full)], "{}", lost.text);
+    assert!(lost.text.contains("will not get it"), "{}", lost.text);
+    // Nothing else was lost.
+    for expected in 2..word {
+        assert_eq!(
+            script.deed(0, Deed::Receive(None)).seen().one(),
+            (expected, expected)
+        );
+        script.deed(0, Deed::Keep(0));
+    }
+    assert_eq!(script.deed(0, Deed::Receive(Some(BRIEF))), Answer::Nothing);
+    script.deliver_word(word + 1, &[0]);
+    script.close();
+}
+
 /// The newest, exactly one, or one at least.
 pub(crate) fn a_worker_asks_for_the_newest_or_one_it_names(subject: &Subject) {
     let lead = Lead {

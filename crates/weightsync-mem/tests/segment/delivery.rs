@@ -83,10 +83,22 @@ fn a_full_queue_is_a_line_and_costs_the_others_nothing() {
         let publication = send(&mut writer, &[0], &Targets::All);
         assert_eq!(take(&mut newest).version(), Version(version));
         let lines = waiter.settle(&publication, Level::Applied, soon()).unwrap();
+        assert_eq!(
+            outcomes(&lines),
+            [(0, Outcome::Late), (1, Outcome::Applied)]
+        );
+        assert!(!waiter.is_settled(&publication, Level::Applied).unwrap());
+        waiter.give_up(&publication).unwrap();
+        let lines = waiter.settle(&publication, Level::Applied, soon()).unwrap();
         let slow = match version {
             ..=2 => Outcome::Late,
             _ => Outcome::Full,
         };
+        let full = slow == Outcome::Full;
+        assert_eq!(
+            waiter.is_settled(&publication, Level::Applied).unwrap(),
+            full
+        );
         assert_eq!(outcomes(&lines), [(0, slow), (1, Outcome::Applied)]);
     }
     // What was given up does not come later, what is sent from now on does.
@@ -156,6 +168,38 @@ fn what_waits_for_room_comes_also_if_nobody_waits_for_the_outcome() {
         }
     }
     assert!(nothing_new(&mut every));
+}
+
+#[test]
+fn looking_gives_nothing_up_and_tells_nothing() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 8));
+    let waiter = writer.waiter();
+    let mut every = joins(&address, 0, Delivery::Every { bound: 1 });
+    let newest = joins(&address, 1, Delivery::Newest);
+    let first = send(&mut writer, &[0], &Targets::All);
+    let second = send(&mut writer, &[0], &workers(&[0]));
+    // As many wait as may: this one is lost, and says so without a wait.
+    let third = send(&mut writer, &[0], &workers(&[0, 5]));
+    assert_eq!(outcomes(&waiter.decided(&second).unwrap()), []);
+    let lost = waiter.decided(&third).unwrap();
+    assert_eq!(outcomes(&lost), [(0, Outcome::Full), (5, Outcome::Absent)]);
+    drop(newest);
+    let mut looks = 0;
+    while !writer.readers().iter().all(|one| one.worker == WorkerId(0)) || looks < 3 {
+        assert!(!waiter.is_settled(&first, Level::Staged).unwrap());
+        assert!(!waiter.is_settled(&second, Level::Applied).unwrap());
+        assert!(waiter.is_settled(&third, Level::Applied).unwrap());
+        looks += 1;
+    }
+    assert_eq!(take(&mut every).version(), Version(1));
+    assert_eq!(take(&mut every).version(), Version(2));
+    assert!(waiter.is_settled(&first, Level::Applied).unwrap());
+    assert_eq!(
+        outcomes(&settle(&writer, &first)),
+        [(0, Outcome::Applied), (1, Outcome::Left)]
+    );
+    assert_eq!(outcomes(&settle(&writer, &second)), [(0, Outcome::Applied)]);
 }
 
 #[test]

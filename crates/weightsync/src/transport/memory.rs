@@ -257,11 +257,27 @@ impl Outstanding for Published {
     }
 
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
-        let level = match level {
-            Level::Staged => weightsync_mem::Level::Staged,
-            Level::Applied => weightsync_mem::Level::Applied,
-        };
-        let lines = self.waiter.settle(&self.publication, level, deadline)?;
+        let lines = self
+            .waiter
+            .settle(&self.publication, level.into(), deadline)?;
+        Ok(self.reports(lines))
+    }
+
+    fn is_settled(&self, level: Level) -> Result<bool> {
+        Ok(self.waiter.is_settled(&self.publication, level.into())?)
+    }
+
+    fn decided(&self) -> Result<Vec<WorkerReport>> {
+        Ok(self.reports(self.waiter.decided(&self.publication)?))
+    }
+
+    fn give_up(&self) -> Result<()> {
+        Ok(self.waiter.give_up(&self.publication)?)
+    }
+}
+
+impl Published {
+    fn reports(&self, lines: Vec<weightsync_mem::ReaderOutcome>) -> Vec<WorkerReport> {
         let lines = lines.into_iter().map(|line| WorkerReport {
             worker: line.worker,
             pid: line.pid,
@@ -274,7 +290,16 @@ impl Outstanding for Published {
                 .collect(),
             after: line.after,
         });
-        Ok(lines.collect())
+        lines.collect()
+    }
+}
+
+impl From<Level> for weightsync_mem::Level {
+    fn from(level: Level) -> Self {
+        match level {
+            Level::Staged => Self::Staged,
+            Level::Applied => Self::Applied,
+        }
     }
 }
 

@@ -23,6 +23,7 @@ mod none;
 
 use std::fmt;
 use std::path::Path;
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
@@ -34,7 +35,7 @@ pub(crate) use self::memory::Memory;
 pub use self::none::NoSync;
 use crate::attributes::Attributes;
 use crate::error::{Error, Result};
-use crate::report::{WorkerReport, WorkerStatus};
+use crate::report::{WaitFor, WorkerReport, WorkerStatus};
 use crate::set::SetSnapshot;
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
@@ -383,6 +384,43 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
     ///
     /// Only of the operating system: what goes wrong at a worker is its line.
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>>;
+
+    /// Whether [`settle`](Self::settle) would find nothing to wait for. Only
+    /// looks: where some lines are made once only, or a wait does more than
+    /// wait, this has to be another way of looking.
+    ///
+    /// # Errors
+    ///
+    /// As [`settle`](Self::settle).
+    fn is_settled(&self, level: Level) -> Result<bool> {
+        let wait = match level {
+            Level::Staged => WaitFor::Staged,
+            Level::Applied => WaitFor::Applied,
+        };
+        let lines = self.settle(level, Some(Instant::now()))?;
+        let mut lines = lines.iter();
+        Ok(lines.all(|line| line.outcome.is_final(wait)))
+    }
+
+    /// The lines that publishing alone has decided, of workers that will not get
+    /// this, or not now; for a send that waits for nobody.
+    ///
+    /// # Errors
+    ///
+    /// As [`settle`](Self::settle).
+    fn decided(&self) -> Result<Vec<WorkerReport>> {
+        Ok(Vec::new())
+    }
+
+    /// The deadline of the send has come: workers whose queue still has no room
+    /// will not get this, and [`settle`](Self::settle) says so from here on.
+    ///
+    /// # Errors
+    ///
+    /// As [`settle`](Self::settle).
+    fn give_up(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// A worker's end.

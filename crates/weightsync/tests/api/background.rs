@@ -1,15 +1,15 @@
 //! A background receiver: nobody asks for weights, and models change at safe
 //! points only.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    AnyScheme, Background, BackgroundState, Error, Expect, Layout, ModelId, Outcome, Receiver,
-    ReceiverSetup, Result, SafePoints, SendOptions, Sender, SenderSetup, Set, SetLoader,
-    TensorView, Tensors, Version, WaitFor, WeightLoader,
+    AnyScheme, Background, BackgroundState, Error, Expect, Extracted, Layout, ModelId, Outcome,
+    Receiver, ReceiverSetup, Result, SafePoints, SendOptions, Sender, SenderSetup, Set, SetLoader,
+    TensorView, Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
 };
 
 use crate::{BRIEF, SOON, connect, pair, pair_by, weights};
@@ -544,6 +544,79 @@ fn a_restarted_sender_is_found_again() {
     assert_eq!(status.state, BackgroundState::Following);
     let report = next.send(&number(10.0)).unwrap();
     assert!(report.all_applied(), "{report}");
+}
+
+/// Weights that are not there before somebody says so: their sender can be
+/// joined, and has nothing yet.
+struct Unready {
+    weights: Tensors,
+    ready: Mutex<mpsc::Receiver<()>>,
+}
+
+impl WeightExtractor for Unready {
+    fn layout(&self) -> Result<Layout> {
+        WeightExtractor::layout(&self.weights)
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        let ready = self.ready.lock().unwrap();
+        ready.recv_timeout(SOON).expect("somebody says so");
+        self.weights.extract(take)
+    }
+}
+
+#[test]
+fn what_an_earlier_sender_sent_is_not_reported_to_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let setup = || setup().run_dir(dir.path().join("run")).unwrap();
+    let (mut sender, background) = numbers(SafePoints::Declared, setup());
+    let first = sender.run();
+    for step in 2..6 {
+        let sent = sender.send_with(&number(step as f32), &until(WaitFor::Staged));
+        assert!(sent.unwrap().all_reached());
+    }
+    let staged = |version| {
+        let there = background.wait(Some(SOON), |status| {
+            status.staged.iter().any(|(_, one)| *one == version)
+        });
+        assert!(there.unwrap(), "{background:?}");
+    };
+    let joined = |state: BackgroundState| {
+        let there = background.wait(Some(SOON), |status| status.state == state);
+        assert!(there.unwrap(), "{background:?}");
+    };
+    staged(Version(5));
+    sender.shutdown();
+    joined(BackgroundState::Searching);
+
+    let (say, ready) = mpsc::channel();
+    let unready = Unready {
+        weights: number(9.0),
+        ready: Mutex::new(ready),
+    };
+    let next = thread::scope(|scope| {
+        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), SOON));
+        joined(BackgroundState::Following);
+        // It belongs to the run before, and so says the worker.
+        assert!(background.safe_point().unwrap().is_some());
+        let model = background.read().unwrap();
+        assert_eq!(
+            (value(&model), model.version(), model.run()),
+            (5.0, Version(5), first)
+        );
+        say.send(()).unwrap();
+        next.join().unwrap().unwrap()
+    });
+    assert_eq!(next.workers()[0].version(), Version::NONE);
+    staged(Version(1));
+    assert_eq!(next.workers()[0].version(), Version::NONE);
+    assert!(background.safe_point().unwrap().is_some());
+    let model = background.read().unwrap();
+    assert_eq!(
+        (value(&model), model.version(), model.run()),
+        (9.0, Version(1), next.run())
+    );
+    assert_eq!(next.workers()[0].version(), Version(1));
 }
 
 #[test]

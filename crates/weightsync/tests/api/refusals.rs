@@ -207,6 +207,29 @@ impl WeightLoader for Reluctant {
 }
 
 #[test]
+fn a_worker_whose_first_load_fails_is_refused_at_once() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let info = setup.init_info();
+    let worker = thread::spawn(move || {
+        let mut model = Reluctant {
+            own: weights(),
+            noes: u32::MAX,
+        };
+        let setup = ReceiverSetup::new(info, 3);
+        setup.connect_into(&mut model, SOON).map(drop)
+    });
+    // Nobody waits for the deadline.
+    let error = setup.connect(&weights(), Expect::Count(1), SOON);
+    let words = error.unwrap_err().to_string();
+    assert!(
+        words.contains("refused by worker 3") && words.contains("out of memory"),
+        "{words}"
+    );
+    let error = worker.join().unwrap().unwrap_err();
+    assert!(matches!(error, Error::Load { .. }), "{error}");
+}
+
+#[test]
 fn a_failed_load_is_a_line_in_the_report_and_the_next_version_loads() {
     let (mut sender, mut receiver) = pair(&weights());
     let mut model = Reluctant {
