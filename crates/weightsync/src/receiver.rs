@@ -545,7 +545,8 @@ impl Receiver {
     ///
     /// [`Error::Unsupported`] if the transport has none.
     pub fn interrupter(&self) -> Result<Interrupter> {
-        self.transport.interrupter()
+        let interrupter = self.transport.interrupter();
+        interrupter.map_err(|error| error.by(&self.scheme))
     }
 
     /// As [`receive_set`](Self::receive_set), without saying that this worker

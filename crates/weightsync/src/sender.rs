@@ -58,7 +58,7 @@ impl Sender {
     /// # Errors
     ///
     /// [`Error::WrongWeights`] names every tensor that is not as it was set up,
-    /// before room is waited for. [`weightsync_mem::Error::AllSlotsPinned`]
+    /// before room is waited for. [`Error::AllSlotsPinned`]
     /// names the workers that hold every slot. After these, and whatever a
     /// source objects, nothing was published and the old versions serve on.
     ///
@@ -318,7 +318,8 @@ impl Sender {
     /// [`Error::Unsupported`].
     pub fn old_snapshot(&self, model: &str, version: Version) -> Result<Snapshot> {
         let index = self.index_of(model)?;
-        let found = self.transport.old_snapshot(index, version)?;
+        let found = self.transport.old_snapshot(index, version);
+        let found = found.map_err(|error| error.by(&self.setup.scheme))?;
         found.ok_or_else(|| Error::NoSuchVersion {
             model: self.setup.models[index].prepared.id.clone(),
             asked: version,
@@ -348,11 +349,21 @@ impl Sender {
     }
 
     fn own_view(&self, model: usize) -> Result<Snapshot> {
-        let held = self.transport.snapshot(model)?;
+        let held = self.transport.snapshot(model);
+        let held = held.map_err(|error| error.by(&self.setup.scheme))?;
         // `connect` publishes before it returns a sender.
         held.ok_or_else(|| Error::Unsupported {
             what: "reading back what was sent",
             scheme: self.setup.scheme.to_string(),
+        })
+    }
+
+    /// The version that a partial update keeps the rest of.
+    fn base(&self, model: usize, targets: &Targets) -> Result<Snapshot> {
+        let base = self.transport.snapshot_for(model, targets);
+        let base = base.map_err(|error| error.by(&self.setup.scheme))?;
+        base.ok_or_else(|| Error::NothingToKeep {
+            model: self.setup.models[model].prepared.id.clone(),
         })
     }
 
@@ -463,10 +474,7 @@ impl Sender {
         let mut bases = Vec::new();
         if options.partial {
             for index in &indices {
-                let base = self.transport.snapshot_for(*index, &options.targets)?;
-                bases.push(base.ok_or_else(|| Error::NothingToKeep {
-                    model: self.setup.models[*index].prepared.id.clone(),
-                })?);
+                bases.push(self.base(*index, &options.targets)?);
             }
         }
         let mut carried: Carried = None;

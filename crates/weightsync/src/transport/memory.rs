@@ -149,9 +149,11 @@ impl Segment {
 impl SenderTransport for Segment {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
         let waiter = self.writer.waiter();
-        let slots = self.writer.stage(models, deadline)?;
+        let (writer, named) = (&mut self.writer, &self.models);
+        let slots = writer.stage(models, deadline);
         Ok(Box::new(Slots {
-            slots,
+            slots: slots.map_err(|error| by_name(named, error))?,
+            models: named,
             waiter,
             digest: self.digest.as_ref(),
         }))
@@ -185,7 +187,8 @@ impl SenderTransport for Segment {
     }
 
     fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
-        let held = self.writer.snapshot_for(model, &targets.into())?;
+        let held = self.writer.snapshot_for(model, &targets.into());
+        let held = held.map_err(|error| by_name(&self.models, error))?;
         Ok(held.map(|held| self.lent(model, held)))
     }
 
@@ -206,6 +209,7 @@ impl SenderTransport for Segment {
 #[derive(Debug)]
 struct Slots<'a> {
     slots: weightsync_mem::Staging<'a>,
+    models: &'a [(ModelId, Arc<Attributes>)],
     waiter: Waiter,
     digest: Option<&'a DigestThread>,
 }
@@ -230,10 +234,12 @@ impl Staging for Slots<'_> {
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
         let Self {
             slots,
+            models,
             waiter,
             digest,
         } = *self;
-        let publication = slots.publish(&targets.into())?;
+        let publication = slots.publish(&targets.into());
+        let publication = publication.map_err(|error| by_name(models, error))?;
         if let Some(thread) = digest {
             order_digests(&waiter, &publication, thread);
         }
@@ -292,28 +298,10 @@ struct Attached {
 impl Attached {
     /// An error with the model's name instead of its number.
     fn named(&self, error: weightsync_mem::Error) -> Error {
-        match error {
-            weightsync_mem::Error::NoSuchVersion {
-                model,
-                asked,
-                known,
-            } => {
-                let place = self.indices.iter().position(|index| *index == model);
-                match place {
-                    Some(place) => Error::NoSuchVersion {
-                        model: self.specs[place].id.clone(),
-                        asked,
-                        known,
-                    },
-                    None => Error::Memory(weightsync_mem::Error::NoSuchVersion {
-                        model,
-                        asked,
-                        known,
-                    }),
-                }
-            }
-            error => error.into(),
-        }
+        Error::of_memory(error, |model| {
+            let place = self.indices.iter().position(|index| *index == model);
+            place.map(|place| self.specs[place].id.clone())
+        })
     }
 
     fn lent(&self, taken: Taken) -> SetSnapshot {
@@ -380,8 +368,11 @@ impl ReceiverTransport for Attached {
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
-        let versions = set.members().iter().zip(&self.indices);
-        let versions = versions.map(|(member, index)| (*index, member.snapshot.version()));
+        let versions = set.members().iter().filter_map(|Member { snapshot, .. }| {
+            let mut specs = self.specs.iter();
+            let place = specs.position(|spec| spec.id == *snapshot.model())?;
+            Some((self.indices[place], snapshot.version()))
+        });
         Ok(self.reader.applied_versions(set.sequence(), versions)?)
     }
 
@@ -397,6 +388,11 @@ impl From<&Targets> for weightsync_mem::Targets {
             Targets::Workers(workers) => Self::Workers(workers.clone()),
         }
     }
+}
+
+/// An error of the trainer's end with the model's name instead of its number.
+fn by_name(models: &[(ModelId, Arc<Attributes>)], error: weightsync_mem::Error) -> Error {
+    Error::of_memory(error, |model| models.get(model).map(|(id, _)| id.clone()))
 }
 
 /// Has the digests of what was just published made. The versions are live:
@@ -425,4 +421,52 @@ fn status(readers: Vec<weightsync_mem::ReaderStatus>) -> Vec<WorkerStatus> {
         versions: reader.applied,
     });
     lines.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use weightsync_core::{Dtype, Epoch, Layout};
+
+    use super::*;
+    use crate::transport::{TransferOptions, WaitStyle};
+
+    #[test]
+    fn what_is_applied_is_told_by_its_model() {
+        let soon = Some(Instant::now() + Duration::from_secs(20));
+        let ids = ["actor", "critic"].map(|id| ModelId::new(id).unwrap());
+        let layout = Layout::new([("weight".to_owned(), Dtype::F32, vec![1])]).unwrap();
+        let specs = ids.clone().map(|id| ModelSpec {
+            id,
+            layout: layout.clone(),
+            attributes: Attributes::default(),
+        });
+        let at = Memory::place(&ids, None).unwrap();
+        let mut sender = Memory::open(&Opening {
+            at: &at,
+            run: crate::run_dir::anonymous_run().unwrap(),
+            models: &specs,
+            options: TransferOptions::default(),
+        })
+        .unwrap();
+        let joining = Joining {
+            worker: WorkerId(0),
+            seen: Epoch(0),
+            models: ids.to_vec(),
+            wanted: vec![0, 1],
+            device: "cpu".into(),
+            wait: WaitStyle::default(),
+        };
+        let mut receiver = Memory::join(&at, &joining, (Delivery::Newest, false), soon).unwrap();
+        // A set without the first model.
+        let mut staging = sender.stage(&[1], soon).unwrap();
+        staging.tensors_mut(1)[0].fill(1);
+        staging.publish(&Targets::All).unwrap();
+        let set = receiver.next(soon).unwrap().unwrap();
+        assert_eq!(set.members().len(), 1);
+        receiver.applied(&set).unwrap();
+        let versions = &sender.workers()[0].versions;
+        assert_eq!(*versions, [Version::NONE, Version::FIRST]);
+    }
 }

@@ -100,13 +100,7 @@ fn a_loan_waits_for_a_slot_no_longer_than_a_send() {
     let _first = receiver.latest().unwrap();
     let _second = send_to(&mut sender, &weights(), &mut receiver);
     let error = sender.loan().unwrap_err();
-    assert!(
-        matches!(
-            error,
-            Error::Memory(weightsync::MemoryError::AllSlotsPinned { .. })
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, Error::AllSlotsPinned { .. }), "{error}");
 }
 
 #[test]

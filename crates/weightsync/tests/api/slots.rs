@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use weightsync::worker::WorkerError;
 use weightsync::{
-    Epoch, Error, Holder, MemoryError, Remedy, SendOptions, SenderSetup, Version, WaitFor,
-    WaitStyle, WorkerId,
+    Epoch, Error, Expect, Holder, MemoryError, ReceiverSetup, Remedy, SendOptions, SenderSetup,
+    Set, Tensors, Version, WaitFor, WaitStyle, WorkerId,
 };
 
 use crate::{BRIEF, SOON, pair_by, send_to, weights};
@@ -25,15 +25,16 @@ fn when_every_slot_is_pinned_the_holder_is_named() {
         )
         .unwrap_err();
     assert_eq!(error.remedy(), Remedy::Retry);
-    let Error::Memory(MemoryError::AllSlotsPinned {
+    let Error::AllSlotsPinned {
+        model,
         slots,
         waited,
         holders,
-        ..
-    }) = &error
+    } = &error
     else {
         panic!("{error}")
     };
+    assert_eq!(model.as_str(), "policy");
     assert!(*slots == 2 && *waited >= BRIEF, "{error}");
     let holder = Holder {
         worker: Some(WorkerId(0)),
@@ -145,10 +146,7 @@ fn a_segment_grows_to_its_bound_and_then_waits() {
         )
         .unwrap_err();
     assert!(
-        matches!(
-            error,
-            Error::Memory(MemoryError::AllSlotsPinned { slots: 5, .. })
-        ),
+        matches!(error, Error::AllSlotsPinned { slots: 5, .. }),
         "{error}"
     );
 }
@@ -202,15 +200,6 @@ fn every_error_says_what_to_do_about_it() {
             MemoryError::NoSender {
                 address: "x".into(),
                 waited: BRIEF,
-            },
-            Remedy::Retry,
-        ),
-        (
-            MemoryError::AllSlotsPinned {
-                model: 0,
-                slots: 2,
-                waited: BRIEF,
-                holders: vec![],
             },
             Remedy::Retry,
         ),
