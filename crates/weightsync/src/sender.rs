@@ -14,7 +14,7 @@ use crate::pending::{Flight, PendingSend};
 use crate::publish::{self, Prepared};
 use crate::report::{Report, WorkerStatus};
 use crate::send_source::{Members, Resolved, SendSource, resolve};
-use crate::setup::{Pending, SenderSetup};
+use crate::setup::{Pending, SenderSetup, lent};
 use crate::snapshot::Snapshot;
 use crate::transport::{Deadline, Outstanding, SenderTransport, Staging, Targets};
 
@@ -431,14 +431,7 @@ impl Sender {
             self.need("a send to some workers", |can| can.subsets)?;
         }
         let registered: Vec<_> = self.setup.registered();
-        let sources: Vec<_> = registered
-            .iter()
-            .map(|source| {
-                source
-                    .as_deref()
-                    .map(|source| source as &dyn WeightExtractor)
-            })
-            .collect();
+        let sources = lent(&registered);
         let ids: Vec<_> = self.models().cloned().collect();
         let resolved = resolve(members, options.model.as_deref(), &ids, &sources)?;
         if resolved.len() > 1 {

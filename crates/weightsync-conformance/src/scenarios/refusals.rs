@@ -35,6 +35,10 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
             connected.expect_err("it has no sets"),
         );
     }
+    if !can.restarts {
+        let with_dir = setup().and_then(|setup| setup.run_dir("/nowhere"));
+        refused("a run directory", with_dir.expect_err("it has no restarts"));
+    }
     let setup = setup().expect("a model and a place");
     let info = setup.init_info();
     let mut sender = setup

@@ -3,7 +3,7 @@
 use std::thread;
 
 use weightsync::{
-    AnyScheme, Error, Expect, MultiProcess, SendOptions, SenderSetup, Senders, Session, Set,
+    AnyScheme, Dtype, Error, Expect, MultiProcess, SendOptions, SenderSetup, Senders, Session, Set,
     SharedMem, Version,
 };
 
@@ -128,6 +128,31 @@ fn a_session_crosses_before_and_after_the_senders_init_and_begins_anew() {
             trainer.shutdown();
         }
     }
+}
+
+#[test]
+fn a_second_init_of_one_model_leaves_the_others_and_what_was_prepared() {
+    let small = weights();
+    let mut large = weights();
+    large.insert("extra", [3], [1.0_f32; 3]).unwrap();
+    let mut trainer = Session::new(AnyScheme::new(SharedMem::default()));
+    let setup = SenderSetup::new("actor", &small).unwrap();
+    let setup = setup.and("critic", &small).unwrap();
+    let setup = setup.cast(Dtype::F64).unwrap();
+    trainer.prepare_sender(setup.history(2)).unwrap();
+    let info = trainer.init_info().cloned();
+    trainer.init_on_sender("actor", &large).unwrap();
+    assert_eq!(trainer.init_info().cloned(), info);
+    let both = Set::new().with("actor", &large).with("critic", &small);
+    trainer
+        .connect_sender(&both, Expect::Count(0), SOON)
+        .unwrap();
+    let sender = trainer.sender().unwrap();
+    assert_eq!(sender.models().len(), 2);
+    assert_eq!(sender.layout().tensor("extra").unwrap().dtype, Dtype::F64);
+    sender.send(&both).unwrap();
+    let old = sender.old_snapshot("critic", Version(1)).unwrap();
+    assert_eq!(old.version(), Version(1), "the history");
 }
 
 #[test]
