@@ -55,6 +55,15 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
     if !can.loan {
         refused("loan", sender.loan().expect_err("it lends nothing"));
     }
+    if can.loan && !can.subsets {
+        let loan = sender.loan().expect("it lends");
+        let sent = loan.publish_with(&SendOptions::new().workers([0]));
+        refused("a loan to some", sent.expect_err("it has no subsets"));
+    }
+    if !can.subsets {
+        let sent = sender.send_by_device(|_| &weights, &SendOptions::new());
+        refused("a send by device", sent.expect_err("it has no subsets"));
+    }
     if !can.weights {
         refused("snapshot", sender.snapshot().expect_err("it keeps nothing"));
     }
