@@ -78,7 +78,7 @@ pub enum Error {
     },
     /// The sender belongs to a run that a newer one has replaced.
     #[error(
-        "the sender's run has epoch {got}, but this worker has already seen epoch {seen}: \
+        "the sender's run has {got}, but this worker has already seen {seen}: \
          a trainer that was replaced must not be listened to"
     )]
     Fenced {

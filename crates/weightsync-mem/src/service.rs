@@ -346,7 +346,7 @@ impl Shared {
         let worker = newcomer.worker;
         if seen > self.run.epoch {
             return Err(format!(
-                "this run has epoch {}, but the worker has seen epoch {seen}: a newer trainer has taken over",
+                "this run has {}, but the worker has seen {seen}: a newer trainer has taken over",
                 self.run.epoch
             ));
         }

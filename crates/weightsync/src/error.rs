@@ -4,9 +4,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use weightsync_core::{Dtype, LayoutMismatch, ModelId, Run, Version, WorkerId};
+use weightsync_mem::Holder;
 
 use crate::attributes::AttributesError;
 use crate::path::ModelPathError;
+use crate::scheme::AnyScheme;
 use crate::worker::WorkerError;
 
 /// A result of this crate.
@@ -126,6 +128,27 @@ pub enum Error {
         /// The models of the set.
         models: Vec<String>,
     },
+    /// The options of a send name one model, and what is sent is another.
+    #[error("the send names {named:?}, and what is sent is {}", .got.join(", "))]
+    OtherModel {
+        /// The model the options name.
+        named: String,
+        /// The models that are sent.
+        got: Vec<String>,
+    },
+    /// Room that was lent holds bytes of some older version where nothing was
+    /// written, so it cannot be a part of a version.
+    #[error("what was lent of {model} is a whole version: write all of it, or send the part")]
+    WholeLoan {
+        /// The model.
+        model: ModelId,
+    },
+    /// One worker was given weights twice in one call.
+    #[error("{worker} is named twice: give it one source")]
+    SameWorkerTwice {
+        /// The worker.
+        worker: WorkerId,
+    },
     /// A model was set up a second time.
     #[error("{model} was set up already; give the second one another name")]
     SameModelTwice {
@@ -210,6 +233,48 @@ pub enum Error {
         /// Some of those that are, the newest first.
         known: Vec<Version>,
     },
+    /// Every slot of a model is pinned and none came free before the deadline.
+    #[error(
+        "all {slots} slots of {model} are pinned after {waited:?}: {}; drop those snapshots, \
+         give the sender more slots, or let it grow",
+        holders_text(.holders)
+    )]
+    AllSlotsPinned {
+        /// The model.
+        model: ModelId,
+        /// How many slots it has.
+        slots: u8,
+        /// How long the sender waited.
+        waited: Duration,
+        /// Who holds them.
+        holders: Vec<Holder>,
+    },
+    /// So many versions of a model are to be run or kept that none could be
+    /// written any more. Nothing was sent.
+    #[error(
+        "publishing this version of {model} would leave no slot for the next: \
+         all {slots} would be in use by workers with versions of their own, held workers \
+         or the history; send to all, release workers, or keep fewer old versions"
+    )]
+    Crowded {
+        /// The model.
+        model: ModelId,
+        /// How many slots it has.
+        slots: u8,
+    },
+    /// The workers of a partial update do not all have the same version, so
+    /// there is no one version to keep the rest of. Nothing was sent.
+    #[error(
+        "these workers do not have the same version of {model}, but {}: send it whole, or to \
+         workers that have the same",
+        list_of_versions(.versions)
+    )]
+    Diverged {
+        /// The model.
+        model: ModelId,
+        /// What they have, oldest first; `Version::NONE` where there is none.
+        versions: Vec<Version>,
+    },
     /// A version number that does not grow.
     #[error("{got} cannot follow {newest}: versions only grow within a run")]
     VersionNotNewer {
@@ -220,8 +285,9 @@ pub enum Error {
     },
     /// An earlier asynchronous send has not reached every worker yet.
     #[error(
-        "{version} is still on its way to some workers, and {allowed} send may be: wait for it, \
-         or allow more with SenderSetup::pending"
+        "{version} is still on its way to some workers, and {} may be: wait for it, \
+         or allow more with SenderSetup::pending",
+        sends_text(*.allowed)
     )]
     SendPending {
         /// The oldest version on its way.
@@ -412,7 +478,60 @@ impl From<weightsync_mem::Error> for Error {
     }
 }
 
+/// In place of a scheme's text, where a transport does not know it.
+pub(crate) const UNNAMED: &str = "this transport";
+
 impl Error {
+    /// The error with the scheme's text, where its transport did not know it.
+    pub(crate) fn by(self, scheme: &AnyScheme) -> Self {
+        match self {
+            Self::Unsupported { what, scheme: text } if text == UNNAMED => Self::Unsupported {
+                what,
+                scheme: scheme.to_string(),
+            },
+            error => error,
+        }
+    }
+
+    /// The error of a segment, with a model's name in place of its number.
+    pub(crate) fn of_memory(
+        error: weightsync_mem::Error,
+        id: impl Fn(usize) -> Option<ModelId>,
+    ) -> Self {
+        use weightsync_mem::Error as Memory;
+        let model = match &error {
+            Memory::AllSlotsPinned { model, .. }
+            | Memory::Crowded { model, .. }
+            | Memory::Diverged { model, .. }
+            | Memory::NoSuchVersion { model, .. } => id(*model),
+            _ => None,
+        };
+        let Some(model) = model else {
+            return error.into();
+        };
+        match error {
+            Memory::AllSlotsPinned {
+                slots,
+                waited,
+                holders,
+                ..
+            } => Self::AllSlotsPinned {
+                model,
+                slots,
+                waited,
+                holders,
+            },
+            Memory::Crowded { slots, .. } => Self::Crowded { model, slots },
+            Memory::Diverged { versions, .. } => Self::Diverged { model, versions },
+            Memory::NoSuchVersion { asked, known, .. } => Self::NoSuchVersion {
+                model,
+                asked,
+                known,
+            },
+            error => error.into(),
+        }
+    }
+
     /// Whether the sender has shut down in order: the usual end of a worker's
     /// loop.
     pub fn is_sender_closed(&self) -> bool {
@@ -428,6 +547,7 @@ impl Error {
             | Self::NoSender { .. }
             | Self::SendPending { .. }
             | Self::NotWhole { .. }
+            | Self::AllSlotsPinned { .. }
             | Self::FileLocked { .. } => Remedy::Retry,
             Self::SenderDied { .. } | Self::SenderClosed => Remedy::Reconnect,
             Self::Transport { remedy, .. } => *remedy,
@@ -435,7 +555,6 @@ impl Error {
             // now: its successor may.
             Self::ConflictingRun { .. }
             | Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
-            Self::Memory(Memory::AllSlotsPinned { .. }) => Remedy::Retry,
             Self::Memory(Memory::Forked { .. }) => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }
@@ -491,6 +610,23 @@ fn names(models: &[ModelId]) -> String {
     }
 }
 
+fn sends_text(count: usize) -> String {
+    match count {
+        1 => "1 send".into(),
+        count => format!("{count} sends"),
+    }
+}
+
+fn holders_text(holders: &[Holder]) -> String {
+    let lines: Vec<_> = holders.iter().map(ToString::to_string).collect();
+    lines.join("; ")
+}
+
+fn list_of_versions(versions: &[Version]) -> String {
+    let texts: Vec<_> = versions.iter().map(ToString::to_string).collect();
+    texts.join(", ")
+}
+
 fn pid_text(pid: &Option<u32>) -> String {
     pid.map_or(String::new(), |pid| format!(" (pid {pid})"))
 }
@@ -499,9 +635,6 @@ fn versions_text(known: &[Version]) -> String {
     match known {
         [] => "none is".into(),
         [one] => format!("{one} is"),
-        several => {
-            let texts: Vec<_> = several.iter().map(ToString::to_string).collect();
-            format!("{} are", texts.join(", "))
-        }
+        several => format!("{} are", list_of_versions(several)),
     }
 }

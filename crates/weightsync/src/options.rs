@@ -39,7 +39,7 @@ impl SendOptions {
     }
 
     /// Which model the weights are of. Needed where the sender has several and
-    /// the weights do not say.
+    /// the weights do not say; where they say another, the send is refused.
     #[must_use]
     pub fn model(mut self, model: &str) -> Self {
         self.model = Some(model.into());

@@ -57,10 +57,8 @@ pub(crate) fn partial(
         let kept = (0..prepared.layout.len()).map(|index| Part::Kept(base.tensor_bytes(index)));
         let mut ordered: Vec<_> = kept.collect();
         for tensor in tensors {
-            let (index, expected) = known(prepared, tensor)?;
-            if tensor.data.dtype() != expected.dtype || tensor.data.shape() != expected.shape {
-                return Err(wrong(prepared, &all_but(prepared, tensor)?));
-            }
+            let (dtype, shape) = (tensor.data.dtype(), tensor.data.shape());
+            let index = place(prepared, tensor.name, dtype, shape)?;
             ordered[index] = Part::Given(&tensor.data);
         }
         if tensors.is_empty() {
@@ -72,6 +70,31 @@ pub(crate) fn partial(
         converted(prepared, &ordered, take)
     })?;
     Ok(carried)
+}
+
+/// Compares a source with what the model was set up with, by what it says of
+/// itself: nothing is read.
+pub(crate) fn check(
+    prepared: &Prepared,
+    weights: &dyn WeightExtractor,
+    partial: bool,
+) -> Result<()> {
+    if !partial && known_bytes(prepared, weights).is_some() {
+        return Ok(());
+    }
+    let got = TiedOnce::new(weights, &prepared.attributes).layout()?;
+    if !partial {
+        return compare(prepared, &got);
+    }
+    for spec in got.tensors() {
+        place(prepared, &spec.name, spec.dtype, &spec.shape)?;
+    }
+    match got.is_empty() {
+        true => Err(Error::EmptyUpdate {
+            model: prepared.id.clone(),
+        }),
+        false => Ok(()),
+    }
 }
 
 /// One tensor of the next version.
@@ -196,28 +219,33 @@ fn in_order<'a, 'b>(
         )
     });
     let got = Layout::new(specs)?;
-    let differs = |expected| match Layout::compare(expected, &got) {
-        Err(mismatch) if !mismatch.is_order_alone() => Some(mismatch),
-        _ => None,
-    };
-    if let Some(mismatch) = differs(&prepared.source)
-        && differs(&prepared.layout).is_some()
-    {
-        return Err(Error::WrongWeights {
-            model: prepared.id.clone(),
-            mismatch: Box::new(mismatch),
-        });
-    }
+    compare(prepared, &got)?;
     let place = |name: &str| got.index_of(name).map(|index| &tensors[index].data);
     let expected = prepared.source.tensors().iter();
     Ok(expected.filter_map(|spec| place(&spec.name)).collect())
 }
 
-/// The place of one tensor of a partial update.
-fn known<'a>(prepared: &'a Prepared, tensor: &Extracted<'_>) -> Result<(usize, &'a TensorSpec)> {
-    let index = prepared.source.index_of(tensor.name);
+/// Compares all tensors, in any order, with those the model was set up with.
+fn compare(prepared: &Prepared, got: &Layout) -> Result<()> {
+    let differs = |expected| match Layout::compare(expected, got) {
+        Err(mismatch) if !mismatch.is_order_alone() => Some(mismatch),
+        _ => None,
+    };
+    match differs(&prepared.source) {
+        Some(mismatch) if differs(&prepared.layout).is_some() => Err(Error::WrongWeights {
+            model: prepared.id.clone(),
+            mismatch: Box::new(mismatch),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// The place of one tensor of a partial update, found to be of its dtype and
+/// shape.
+fn place(prepared: &Prepared, name: &str, dtype: Dtype, shape: &[u64]) -> Result<usize> {
+    let index = prepared.source.index_of(name);
     let index = index.ok_or_else(|| Error::NoSuchTensor {
-        name: tensor.name.into(),
+        name: name.into(),
         known: prepared
             .source
             .tensors()
@@ -227,20 +255,18 @@ fn known<'a>(prepared: &'a Prepared, tensor: &Extracted<'_>) -> Result<(usize, &
     })?;
     let sent = &prepared.layout.tensors()[index];
     let source = &prepared.source.tensors()[index];
-    let spec = if tensor.data.dtype() == sent.dtype {
-        sent
-    } else {
-        source
-    };
-    Ok((index, spec))
+    let expected = if dtype == sent.dtype { sent } else { source };
+    if dtype != expected.dtype || shape != expected.shape {
+        return Err(wrong(prepared, &all_but(prepared, name, dtype, shape)?));
+    }
+    Ok(index)
 }
 
 /// The layout the model would have with one tensor as it came.
-fn all_but(prepared: &Prepared, other: &Extracted<'_>) -> Result<Layout> {
+fn all_but(prepared: &Prepared, other: &str, dtype: Dtype, shape: &[u64]) -> Result<Layout> {
     let tensors = prepared.source.tensors().iter().map(|spec| {
-        if spec.name == other.name {
-            let shape = other.data.shape().to_vec();
-            (spec.name.clone(), other.data.dtype(), shape)
+        if spec.name == other {
+            (spec.name.clone(), dtype, shape.to_vec())
         } else {
             (spec.name.clone(), spec.dtype, spec.shape.clone())
         }

@@ -40,8 +40,9 @@ pub struct ReceiverSetup {
     worker: WorkerId,
     /// The models it wants, by id; all of them unless it says which.
     wanted: Option<Vec<String>>,
-    /// The layouts it insists on.
-    own: Vec<(String, Layout)>,
+    /// The layouts it insists on; without an id, that of the first model it
+    /// wants.
+    own: Vec<(Option<String>, Layout)>,
     device: String,
     wait: WaitStyle,
 }
@@ -84,23 +85,20 @@ impl ReceiverSetup {
     }
 
     /// Insists on the names, dtypes and shapes of this model; without it the
-    /// worker takes the sender's. For a worker of several models, see
-    /// [`set`](Self::set).
+    /// worker takes the sender's. For a worker of several models it is the first
+    /// that it wants; see [`set`](Self::set).
     ///
     /// # Errors
     ///
     /// If the model cannot be asked.
     pub fn model(mut self, model: &dyn WeightLoader) -> Result<Self> {
-        let id = match &self.wanted {
-            Some(wanted) => wanted.first().cloned().unwrap_or_default(),
-            None => self.info.model().as_str().to_owned(),
-        };
-        self.own.push((id, model.layout()?));
+        self.own.push((None, model.layout()?));
         Ok(self)
     }
 
     /// Insists on the names, dtypes and shapes of these models: there has to be
-    /// one for each model this worker wants.
+    /// one for each model this worker wants, so [`models`](Self::models) comes
+    /// first. A connect that does not want one of them is refused.
     ///
     /// # Errors
     ///
@@ -110,7 +108,7 @@ impl ReceiverSetup {
         for index in wanted {
             let id = self.info.models[index].as_str().to_owned();
             let layout = models.layout(&id)?;
-            self.own.push((id, layout));
+            self.own.push((Some(id), layout));
         }
         Ok(self)
     }
@@ -241,10 +239,12 @@ impl ReceiverSetup {
             device: self.device.clone(),
             wait: self.wait,
         };
+        let insists = self.insists(&joining.wanted)?;
         let mut transport = scheme.scheme().join(&self.info.at, &joining, deadline)?;
-        for (id, own) in &self.own {
+        for (id, own) in insists {
             let mut theirs = transport.models().iter();
-            let Some(spec) = theirs.find(|spec| spec.id.as_str() == id) else {
+            // A scheme that carries nothing has none.
+            let Some(spec) = theirs.find(|spec| spec.id == *id) else {
                 continue;
             };
             let seen = spec.attributes.layout_for(&spec.layout, own)?;
@@ -254,6 +254,24 @@ impl ReceiverSetup {
             }
         }
         Ok(transport)
+    }
+
+    /// The layouts it insists on, by the models they are of.
+    fn insists(&self, wanted: &[usize]) -> Result<Vec<(&ModelId, &Layout)>> {
+        let wanted = wanted.iter().map(|index| &self.info.models[*index]);
+        let pairs = self.own.iter().map(|(id, own)| {
+            let mut models = wanted.clone();
+            let model = match id {
+                None => models.next(),
+                Some(id) => models.find(|model| model.as_str() == id),
+            };
+            let model = model.ok_or_else(|| Error::NoSuchModel {
+                model: id.clone().unwrap_or_default(),
+                known: wanted.clone().cloned().collect(),
+            })?;
+            Ok((model, own))
+        });
+        pairs.collect()
     }
 
     /// The places of the models it wants in the sender's set.
@@ -319,8 +337,8 @@ pub(crate) enum Followed {
 
 impl Receiver {
     /// Waits for a version this worker has not had yet; `None` if `timeout`
-    /// comes first. Without a timeout only a version, the sender's death or its
-    /// shutdown ends it. Versions replaced meanwhile are passed over, unless the
+    /// comes first. Without a timeout only a version, the sender's death, its
+    /// shutdown or an [`Interrupter`] ends it. Versions replaced meanwhile are passed over, unless the
     /// scheme delivers every one.
     ///
     /// The snapshot counts as loaded: the sender is told that this worker runs
@@ -546,7 +564,8 @@ impl Receiver {
     ///
     /// [`Error::Unsupported`] if the transport has none.
     pub fn interrupter(&self) -> Result<Interrupter> {
-        self.transport.interrupter()
+        let interrupter = self.transport.interrupter();
+        interrupter.map_err(|error| error.by(&self.scheme))
     }
 
     /// As [`receive_set`](Self::receive_set), without saying that this worker

@@ -10,11 +10,13 @@ use weightsync_core::{ModelId, Version, WorkerId};
 #[derive(Clone, Debug)]
 pub struct Report {
     /// What was published: the version of each model that was sent. A send of
-    /// different weights to different workers has one entry for each of them.
+    /// different weights to different workers has one entry for each of them,
+    /// and none if there was no worker to send to.
     pub versions: Vec<(ModelId, Version)>,
     /// Bytes of the tensors that were sent.
     pub bytes: u64,
-    /// The tensors that a partial update carried; none for a whole one.
+    /// The tensors that a partial update carried; none for a whole one. Of
+    /// different weights to different workers, those that any of them carried.
     pub partial: Option<Vec<String>>,
     /// From the call of `send` until the version was live: the wait for room
     /// and the pass over the source.
@@ -54,7 +56,8 @@ pub struct WorkerReport {
     /// What became of the version there.
     pub outcome: Outcome,
     /// The version it has loaded of each model that was sent, in the order of
-    /// [`Report::versions`]; `Version::NONE` before its first.
+    /// the set; `Version::NONE` before its first. There is one entry for each
+    /// model, also where [`Report::versions`] has several of one.
     pub versions: Vec<Version>,
     /// How long after the version went live the sender learned of it.
     pub after: Duration,
@@ -141,17 +144,22 @@ impl Report {
 
     /// Whether every worker has loaded the version. One that left in order does
     /// not count, because it is no worker any more; one that is held does not
-    /// count, because that was wished.
+    /// count, because that was wished. One that takes only what it asks for has
+    /// loaded the version if that is what it runs.
     pub fn all_applied(&self) -> bool {
         self.level == WaitFor::Applied && self.all_reached()
     }
 
-    /// Whether every worker has got as far as the send waited.
+    /// Whether every worker has got as far as the send waited, by the same
+    /// rules.
     pub fn all_reached(&self) -> bool {
-        self.failed().next().is_none()
+        let excused = |line: &WorkerReport| matches!(line.outcome, Outcome::Left | Outcome::Held);
+        let mut lines = self.workers.iter();
+        lines.all(|line| self.reached(line) || excused(line))
     }
 
-    /// The lines of workers that should have got that far and have not.
+    /// The lines of workers that should have got that far and have not; one
+    /// that takes only what it asks for should not.
     pub fn failed(&self) -> impl Iterator<Item = &WorkerReport> {
         self.workers
             .iter()
@@ -168,6 +176,11 @@ impl Report {
         match line.outcome {
             Outcome::Applied => true,
             Outcome::Staged => self.level <= WaitFor::Staged,
+            Outcome::Asks => {
+                let mut pairs = line.versions.iter().zip(&self.versions);
+                line.versions.len() == self.versions.len()
+                    && pairs.all(|(runs, (_, sent))| runs >= sent)
+            }
             _ => false,
         }
     }
@@ -220,7 +233,15 @@ impl fmt::Display for Report {
             write!(f, "{before}{model} {version}")?;
         }
         if let Some(names) = &self.partial {
-            write!(f, " ({} tensors of it)", names.len())?;
+            let tensors = if names.len() == 1 {
+                "tensor"
+            } else {
+                "tensors"
+            };
+            write!(f, " ({} {tensors} of it)", names.len())?;
+        }
+        if self.versions.is_empty() {
+            return f.write_str("nothing was sent: there is no worker");
         }
         let several = self.versions.len() > 1;
         match (self.level, self.workers.len()) {

@@ -127,7 +127,8 @@ pub(crate) type Resolved<'a> = Vec<(usize, &'a dyn WeightExtractor)>;
 ///
 /// # Errors
 ///
-/// [`Error::NoSuchModel`], [`Error::SeveralModels`], [`Error::NotRegistered`].
+/// [`Error::NoSuchModel`], [`Error::SeveralModels`], [`Error::OtherModel`],
+/// [`Error::NotRegistered`].
 pub(crate) fn resolve<'a>(
     members: Members<'a>,
     named: Option<&str>,
@@ -151,6 +152,14 @@ pub(crate) fn resolve<'a>(
     let mut resolved: Resolved<'a> = match members {
         Members::One(weights) => vec![(only()?, weights)],
         Members::Set(set) => {
+            if let Some(named) = named
+                && set.iter().any(|(id, _)| *id != named)
+            {
+                return Err(Error::OtherModel {
+                    named: named.into(),
+                    got: set.iter().map(|(id, _)| (*id).into()).collect(),
+                });
+            }
             let members = set
                 .into_iter()
                 .map(|(id, weights)| Ok((index_of(id)?, weights)));

@@ -13,10 +13,11 @@ use crate::options::SendOptions;
 use crate::pending::{Flight, PendingSend};
 use crate::publish::{self, Prepared};
 use crate::report::{Report, WorkerStatus};
+use crate::scheme::AnyScheme;
 use crate::send_source::{Members, Resolved, SendSource, resolve};
-use crate::setup::{Pending, SenderSetup};
+use crate::setup::{Pending, SenderSetup, lent};
 use crate::snapshot::Snapshot;
-use crate::transport::{Deadline, Outstanding, SenderTransport, Staging, Targets};
+use crate::transport::{Capabilities, Deadline, Outstanding, SenderTransport, Staging, Targets};
 
 /// The trainer's end of connected models.
 ///
@@ -58,7 +59,7 @@ impl Sender {
     /// # Errors
     ///
     /// [`Error::WrongWeights`] names every tensor that is not as it was set up,
-    /// before room is waited for. [`weightsync_mem::Error::AllSlotsPinned`]
+    /// before room is waited for. [`Error::AllSlotsPinned`]
     /// names the workers that hold every slot. After these, and whatever a
     /// source objects, nothing was published and the old versions serve on.
     ///
@@ -113,10 +114,16 @@ impl Sender {
     /// one pass over it; every source becomes a version with a number of its
     /// own. The report has a line for each worker.
     ///
+    /// A worker that joins later under another number runs what was sent to all
+    /// last.
+    ///
     /// # Errors
     ///
-    /// As [`send_with`](Self::send_with). What was published before an error
-    /// stays; the error comes with the first source that cannot be sent.
+    /// As [`send_with`](Self::send_with), [`Error::SameWorkerTwice`], and
+    /// [`Error::EmptySet`] if no worker is named. All sources are compared, and
+    /// a number that several of them would have is refused, before the first is
+    /// published. A source that fails while it is read, and missing room, can
+    /// come later: what was published before such an error stays.
     pub fn send_each<'a>(
         &mut self,
         weights: impl IntoIterator<Item = (u32, &'a dyn WeightExtractor)>,
@@ -124,6 +131,11 @@ impl Sender {
     ) -> Result<Report> {
         let mut groups: Vec<(&'a dyn WeightExtractor, Vec<u32>)> = Vec::new();
         for (worker, source) in weights {
+            if groups.iter().any(|(_, known)| known.contains(&worker)) {
+                return Err(Error::SameWorkerTwice {
+                    worker: WorkerId(worker),
+                });
+            }
             match groups
                 .iter_mut()
                 .find(|(one, _)| std::ptr::addr_eq(*one, source))
@@ -136,6 +148,7 @@ impl Sender {
             return Err(Error::EmptySet);
         }
         let (since, until) = self.times(options);
+        self.check_each(&groups, options)?;
         let mut all: Option<Flight> = None;
         for (source, workers) in groups {
             let options = options.clone().workers(workers);
@@ -147,6 +160,11 @@ impl Sender {
                     all.versions.extend(one.versions);
                     all.bytes += one.bytes;
                     all.copied = one.copied;
+                    if let (Some(all), Some(one)) = (&mut all.partial, one.partial) {
+                        let new: Vec<_> =
+                            one.into_iter().filter(|one| !all.contains(one)).collect();
+                        all.extend(new);
+                    }
                 }
             }
         }
@@ -154,8 +172,43 @@ impl Sender {
         all.settle(options.wait, until)
     }
 
+    /// Finds whatever can be wrong with sources for several workers before
+    /// anything is published.
+    fn check_each(
+        &self,
+        groups: &[(&dyn WeightExtractor, Vec<u32>)],
+        options: &SendOptions,
+    ) -> Result<()> {
+        self.need("a send to some workers", |can| can.subsets)?;
+        if let Some(version) = options.version
+            && groups.len() > 1
+        {
+            return Err(Error::VersionNotNewer {
+                newest: version,
+                got: version,
+            });
+        }
+        let ids: Vec<_> = self.models().cloned().collect();
+        for (source, workers) in groups {
+            let members = Members::One(*source);
+            for (index, source) in resolve(members, options.model.as_deref(), &ids, &[])? {
+                let prepared = &self.setup.models[index].prepared;
+                publish::check(prepared, source, options.partial)?;
+                if options.partial {
+                    let workers = workers.iter().copied().map(WorkerId);
+                    self.base(index, &Targets::Workers(workers.collect()))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Sends to the workers of each device the weights that are meant for it:
-    /// one pass and one version for each distinct device.
+    /// one pass and one version for each distinct device. Without a worker
+    /// nothing is sent, and the report is empty.
+    ///
+    /// A worker that joins later runs what was sent to all last, whatever its
+    /// device.
     ///
     /// # Errors
     ///
@@ -165,7 +218,19 @@ impl Sender {
         mut weights: impl FnMut(&str) -> &'a dyn WeightExtractor,
         options: &SendOptions,
     ) -> Result<Report> {
+        self.need("a send to some workers", |can| can.subsets)?;
         let workers = self.workers();
+        if workers.is_empty() {
+            return Ok(Report {
+                versions: Vec::new(),
+                bytes: 0,
+                partial: None,
+                copied: Duration::ZERO,
+                took: Duration::ZERO,
+                level: options.wait,
+                workers: Vec::new(),
+            });
+        }
         let mut devices: Vec<(&str, &'a dyn WeightExtractor)> = Vec::new();
         let each = workers.iter().map(|status| {
             let device = status.device.as_str();
@@ -213,6 +278,7 @@ impl Sender {
             staging,
             model,
             prepared: &self.setup.models[model].prepared,
+            scheme: &self.setup.scheme,
             deadline,
             since,
         })
@@ -320,7 +386,8 @@ impl Sender {
     /// [`Error::Unsupported`].
     pub fn old_snapshot(&self, model: &str, version: Version) -> Result<Snapshot> {
         let index = self.index_of(model)?;
-        let found = self.transport.old_snapshot(index, version)?;
+        let found = self.transport.old_snapshot(index, version);
+        let found = found.map_err(|error| error.by(&self.setup.scheme))?;
         found.ok_or_else(|| Error::NoSuchVersion {
             model: self.setup.models[index].prepared.id.clone(),
             asked: version,
@@ -350,11 +417,21 @@ impl Sender {
     }
 
     fn own_view(&self, model: usize) -> Result<Snapshot> {
-        let held = self.transport.snapshot(model)?;
+        let held = self.transport.snapshot(model);
+        let held = held.map_err(|error| error.by(&self.setup.scheme))?;
         // `connect` publishes before it returns a sender.
         held.ok_or_else(|| Error::Unsupported {
             what: "reading back what was sent",
             scheme: self.setup.scheme.to_string(),
+        })
+    }
+
+    /// The version that a partial update keeps the rest of.
+    fn base(&self, model: usize, targets: &Targets) -> Result<Snapshot> {
+        let base = self.transport.snapshot_for(model, targets);
+        let base = base.map_err(|error| error.by(&self.setup.scheme))?;
+        base.ok_or_else(|| Error::NothingToKeep {
+            model: self.setup.models[model].prepared.id.clone(),
         })
     }
 
@@ -372,18 +449,8 @@ impl Sender {
         (since, since.checked_add(deadline))
     }
 
-    fn need(
-        &self,
-        what: &'static str,
-        can: impl FnOnce(&crate::transport::Capabilities) -> bool,
-    ) -> Result<()> {
-        if can(&self.setup.scheme.capabilities()) {
-            return Ok(());
-        }
-        Err(Error::Unsupported {
-            what,
-            scheme: self.setup.scheme.to_string(),
-        })
+    fn need(&self, what: &'static str, can: impl FnOnce(&Capabilities) -> bool) -> Result<()> {
+        need(&self.setup.scheme, what, can)
     }
 
     /// Makes way for one more asynchronous send, or says that one is pending.
@@ -422,14 +489,7 @@ impl Sender {
             self.need("a send to some workers", |can| can.subsets)?;
         }
         let registered: Vec<_> = self.setup.registered();
-        let sources: Vec<_> = registered
-            .iter()
-            .map(|source| {
-                source
-                    .as_deref()
-                    .map(|source| source as &dyn WeightExtractor)
-            })
-            .collect();
+        let sources = lent(&registered);
         let ids: Vec<_> = self.models().cloned().collect();
         let resolved = resolve(members, options.model.as_deref(), &ids, &sources)?;
         if resolved.len() > 1 {
@@ -466,11 +526,14 @@ impl Sender {
         let mut bases = Vec::new();
         if options.partial {
             for index in &indices {
-                let base = self.transport.snapshot_for(*index, &options.targets)?;
-                bases.push(base.ok_or_else(|| Error::NothingToKeep {
-                    model: self.setup.models[*index].prepared.id.clone(),
-                })?);
+                bases.push(self.base(*index, &options.targets)?);
             }
+        }
+        // The first is compared when it is read; no other may be found wrong
+        // only once there is room.
+        for (index, weights) in &resolved[1..] {
+            let prepared = &self.setup.models[*index].prepared;
+            publish::check(prepared, *weights, options.partial)?;
         }
         let mut carried: Carried = None;
         let mut transport = Some(&mut *self.transport);
@@ -524,6 +587,7 @@ pub struct Loan<'a> {
     staging: Box<dyn Staging + 'a>,
     model: usize,
     prepared: &'a Prepared,
+    scheme: &'a AnyScheme,
     deadline: Duration,
     since: Instant,
 }
@@ -575,11 +639,15 @@ impl Loan<'_> {
     ///
     /// # Errors
     ///
-    /// As [`publish`](Self::publish).
+    /// As [`publish`](Self::publish), and, before anything is published,
+    /// [`Error::Unsupported`] for what the scheme cannot do,
+    /// [`Error::OtherModel`] if the options name another model, and
+    /// [`Error::WholeLoan`] if they say that it is a part.
     pub fn publish_with(mut self, options: &SendOptions) -> Result<Report> {
         let until = self
             .since
             .checked_add(options.deadline.unwrap_or(self.deadline));
+        self.check(options)?;
         if let Some(version) = options.version {
             self.staging.number(self.model, version)?;
         }
@@ -600,4 +668,38 @@ impl Loan<'_> {
         };
         flight.settle(options.wait, until)
     }
+
+    fn check(&self, options: &SendOptions) -> Result<()> {
+        if options.targets != Targets::All {
+            need(self.scheme, "a send to some workers", |can| can.subsets)?;
+        }
+        let id = &self.prepared.id;
+        if let Some(named) = &options.model
+            && named != id.as_str()
+        {
+            return Err(Error::OtherModel {
+                named: named.clone(),
+                got: vec![id.as_str().into()],
+            });
+        }
+        match options.partial {
+            true => Err(Error::WholeLoan { model: id.clone() }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Refuses what the scheme cannot do.
+fn need(
+    scheme: &AnyScheme,
+    what: &'static str,
+    can: impl FnOnce(&Capabilities) -> bool,
+) -> Result<()> {
+    if can(&scheme.capabilities()) {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        what,
+        scheme: scheme.to_string(),
+    })
 }

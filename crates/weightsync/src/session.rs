@@ -126,7 +126,8 @@ impl Session {
     }
 
     /// Becomes a sender of this model, or of one more model. Nothing is
-    /// communicated. A second call with the same name starts over.
+    /// communicated. A second call with the same name takes another source in
+    /// the place of the first; what else was prepared stays.
     ///
     /// # Errors
     ///
@@ -138,7 +139,8 @@ impl Session {
             State::PreparedSender(setup) if !setup.has(model) => {
                 (**setup).clone().and(model, source)?
             }
-            State::Idle | State::Closed | State::PreparedSender(_) => {
+            State::PreparedSender(setup) => (**setup).clone().replacing(model, source)?,
+            State::Idle | State::Closed => {
                 SenderSetup::new(model, source)?.scheme(self.chosen_or_known()?)?
             }
             state => return Err(state.wrong("init_on_sender")),

@@ -15,7 +15,7 @@ use crate::publish::Prepared;
 use crate::report::{WaitFor, WorkerStatus};
 use crate::run_dir;
 use crate::scheme::AnyScheme;
-use crate::send_source::SendSource;
+use crate::send_source::{Members, SendSource, resolve};
 use crate::sender::Sender;
 use crate::transport::{Endpoint, ModelSpec, Opening, TransferOptions};
 
@@ -122,7 +122,16 @@ pub struct SenderSetup {
 #[derive(Clone)]
 pub(crate) struct Model {
     pub(crate) prepared: Prepared,
+    cast: Option<Dtype>,
     source: Option<Source>,
+}
+
+/// The sources that were registered, to be read.
+pub(crate) fn lent(registered: &[Option<Source>]) -> Vec<Option<&dyn WeightExtractor>> {
+    let sources = registered.iter().map(Option::as_deref);
+    sources
+        .map(|source| Some(source? as &dyn WeightExtractor))
+        .collect()
 }
 
 impl SenderSetup {
@@ -225,7 +234,9 @@ impl SenderSetup {
     /// # Errors
     ///
     /// If the scheme finds no place for the models; [`Error::BadSetting`] if a
-    /// worker would not read its settings as they are from the init info.
+    /// worker would not read its settings as they are from the init info;
+    /// [`Error::Unsupported`] if there is a run directory, and it does not find a
+    /// restarted trainer again.
     pub fn scheme(mut self, scheme: impl Into<AnyScheme>) -> Result<Self> {
         let scheme = scheme.into();
         scheme.text()?;
@@ -240,8 +251,8 @@ impl SenderSetup {
     ///
     /// [`Error::Extract`] for any other dtype.
     pub fn cast(mut self, dtype: Dtype) -> Result<Self> {
-        for Model { prepared, .. } in &mut self.models {
-            prepared.layout = cast_layout(&prepared.source, Some(dtype))?;
+        for model in &mut self.models {
+            model.cast(dtype)?;
         }
         Ok(self)
     }
@@ -258,7 +269,8 @@ impl SenderSetup {
     ///
     /// [`Error::File`] if the directory or a file in it cannot be used, belongs
     /// to another user, or is open to others; [`Error::FileLocked`] if another
-    /// process keeps the key locked for 10 s.
+    /// process keeps the key locked for 10 s; [`Error::Unsupported`] if the
+    /// scheme does not find a restarted trainer again.
     pub fn run_dir(mut self, dir: impl Into<PathBuf>) -> Result<Self> {
         self.run_dir = Some(dir.into());
         self.placed()
@@ -369,6 +381,7 @@ impl SenderSetup {
     ) -> Result<Sender> {
         let since = Instant::now();
         let until = since.checked_add(deadline);
+        self.are_all_there(weights.members())?;
         let run = match &self.run_dir {
             Some(dir) => run_dir::next_run(dir, until)?,
             None => run_dir::anonymous_run()?,
@@ -381,28 +394,23 @@ impl SenderSetup {
             options: self.transfer,
         })?;
         let model = self.name();
-        let ids = self.ids();
         let mut sender = Sender::new(self, transport, run);
         let first = first.wait(WaitFor::Sent).deadline(deadline);
-        let report = sender.send_with(weights, &first)?;
-        let without: Vec<_> = ids
-            .into_iter()
-            .filter(|id| !report.versions.iter().any(|(sent, _)| sent == id))
-            .collect();
-        if !without.is_empty() {
-            return Err(Error::MissingModels { missing: without });
-        }
-        let joined = |workers: &[WorkerStatus]| -> Vec<WorkerId> {
+        sender.send_with(weights, &first)?;
+        let ready = |workers: &[WorkerStatus]| -> Vec<WorkerId> {
             let ready = workers.iter().filter(|worker| worker.is_ready());
             ready.map(|worker| worker.worker).collect()
         };
+        // As they were when it was enough: one that leaves right after has been
+        // there.
+        let mut joined = Vec::new();
         let there = sender
             .transport()
             .wait_workers(until, &mut |workers, rejected| {
+                joined = ready(workers);
                 let hopeless = rejected.iter().any(|worker| expect.includes(*worker));
-                hopeless || expect.met_by(&joined(workers))
+                hopeless || expect.met_by(&joined)
             })?;
-        let joined = joined(&sender.workers());
         // A scheme without workers has them all.
         let met = expect.met_by(&joined) || (there && !sender.has_workers());
         // A worker that was not asked for and does not fit costs nobody else.
@@ -422,6 +430,36 @@ impl SenderSetup {
         }
         tracing::debug!(model = %model, %run, workers = expect.len(), "connected");
         Ok(sender)
+    }
+
+    /// Finds models without first weights before anything is opened.
+    fn are_all_there(&self, weights: Members<'_>) -> Result<()> {
+        let (ids, registered) = (self.ids(), self.registered());
+        let sent = resolve(weights, None, &ids, &lent(&registered))?;
+        let is_there = |index: &usize| sent.iter().any(|(one, _)| one == index);
+        let missing = (0..ids.len()).filter(|index| !is_there(index));
+        let missing: Vec<_> = missing.map(|index| ids[index].clone()).collect();
+        match missing.is_empty() {
+            true => Ok(()),
+            false => Err(Error::MissingModels { missing }),
+        }
+    }
+
+    /// The same with another source in the place of a model's; what was decided
+    /// of it and of the others stays.
+    pub(crate) fn replacing(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
+        let mut new = Model::new(model, source)?;
+        for old in &mut self.models {
+            if old.prepared.id == new.prepared.id {
+                if let Some(dtype) = old.cast {
+                    new.cast(dtype)?;
+                }
+                new.source = old.source.take();
+                *old = new;
+                break;
+            }
+        }
+        Ok(self)
     }
 
     /// The sources that were registered, in the set's order.
@@ -453,6 +491,12 @@ impl SenderSetup {
 
     /// Finds the place anew, after something it depends on has changed.
     fn placed(mut self) -> Result<Self> {
+        if self.run_dir.is_some() && !self.scheme.capabilities().restarts {
+            return Err(Error::Unsupported {
+                what: "finding a restarted trainer by its run directory",
+                scheme: self.scheme.to_string(),
+            });
+        }
         self.at = self
             .scheme
             .scheme()
@@ -473,8 +517,15 @@ impl Model {
                 layout,
                 attributes,
             },
+            cast: None,
             source: None,
         })
+    }
+
+    fn cast(&mut self, dtype: Dtype) -> Result<()> {
+        self.prepared.layout = cast_layout(&self.prepared.source, Some(dtype))?;
+        self.cast = Some(dtype);
+        Ok(())
     }
 
     fn passed_on(spec: ModelSpec) -> Self {
@@ -490,6 +541,7 @@ impl Model {
                 layout,
                 attributes,
             },
+            cast: None,
             source: None,
         }
     }

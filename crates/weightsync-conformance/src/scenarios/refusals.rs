@@ -35,6 +35,10 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
             connected.expect_err("it has no sets"),
         );
     }
+    if !can.restarts {
+        let with_dir = setup().and_then(|setup| setup.run_dir("/nowhere"));
+        refused("a run directory", with_dir.expect_err("it has no restarts"));
+    }
     let setup = setup().expect("a model and a place");
     let info = setup.init_info();
     let mut sender = setup
@@ -50,6 +54,15 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
     }
     if !can.loan {
         refused("loan", sender.loan().expect_err("it lends nothing"));
+    }
+    if can.loan && !can.subsets {
+        let loan = sender.loan().expect("it lends");
+        let sent = loan.publish_with(&SendOptions::new().workers([0]));
+        refused("a loan to some", sent.expect_err("it has no subsets"));
+    }
+    if !can.subsets {
+        let sent = sender.send_by_device(|_| &weights, &SendOptions::new());
+        refused("a send by device", sent.expect_err("it has no subsets"));
     }
     if !can.weights {
         refused("snapshot", sender.snapshot().expect_err("it keeps nothing"));

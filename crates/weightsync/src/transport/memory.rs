@@ -150,9 +150,11 @@ impl Segment {
 impl SenderTransport for Segment {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
         let waiter = self.writer.waiter();
-        let slots = self.writer.stage(models, deadline)?;
+        let (writer, named) = (&mut self.writer, &self.models);
+        let slots = writer.stage(models, deadline);
         Ok(Box::new(Slots {
-            slots,
+            slots: slots.map_err(|error| by_name(named, error))?,
+            models: named,
             waiter,
             digest: self.digest.as_ref(),
         }))
@@ -186,7 +188,8 @@ impl SenderTransport for Segment {
     }
 
     fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
-        let held = self.writer.snapshot_for(model, &targets.into())?;
+        let held = self.writer.snapshot_for(model, &targets.into());
+        let held = held.map_err(|error| by_name(&self.models, error))?;
         Ok(held.map(|held| self.lent(model, held)))
     }
 
@@ -207,6 +210,7 @@ impl SenderTransport for Segment {
 #[derive(Debug)]
 struct Slots<'a> {
     slots: weightsync_mem::Staging<'a>,
+    models: &'a [(ModelId, Arc<Attributes>)],
     waiter: Waiter,
     digest: Option<&'a DigestThread>,
 }
@@ -231,10 +235,12 @@ impl Staging for Slots<'_> {
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
         let Self {
             slots,
+            models,
             waiter,
             digest,
         } = *self;
-        let publication = slots.publish(&targets.into())?;
+        let publication = slots.publish(&targets.into());
+        let publication = publication.map_err(|error| by_name(models, error))?;
         if let Some(thread) = digest {
             order_digests(&waiter, &publication, thread);
         }
@@ -321,28 +327,10 @@ struct Attached {
 impl Attached {
     /// An error with the model's name instead of its number.
     fn named(&self, error: weightsync_mem::Error) -> Error {
-        match error {
-            weightsync_mem::Error::NoSuchVersion {
-                model,
-                asked,
-                known,
-            } => {
-                let place = self.indices.iter().position(|index| *index == model);
-                match place {
-                    Some(place) => Error::NoSuchVersion {
-                        model: self.specs[place].id.clone(),
-                        asked,
-                        known,
-                    },
-                    None => Error::Memory(weightsync_mem::Error::NoSuchVersion {
-                        model,
-                        asked,
-                        known,
-                    }),
-                }
-            }
-            error => error.into(),
-        }
+        Error::of_memory(error, |model| {
+            let place = self.indices.iter().position(|index| *index == model);
+            place.map(|place| self.specs[place].id.clone())
+        })
     }
 
     fn lent(&self, taken: Taken) -> SetSnapshot {
@@ -437,6 +425,11 @@ impl From<&Targets> for weightsync_mem::Targets {
             Targets::Workers(workers) => Self::Workers(workers.clone()),
         }
     }
+}
+
+/// An error of the trainer's end with the model's name instead of its number.
+fn by_name(models: &[(ModelId, Arc<Attributes>)], error: weightsync_mem::Error) -> Error {
+    Error::of_memory(error, |model| models.get(model).map(|(id, _)| id.clone()))
 }
 
 /// Has the digests of what was just published made. The versions are live:

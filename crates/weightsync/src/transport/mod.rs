@@ -34,7 +34,7 @@ pub use self::interrupter::Interrupter;
 pub(crate) use self::memory::Memory;
 pub use self::none::NoSync;
 use crate::attributes::Attributes;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, UNNAMED};
 use crate::report::{WaitFor, WorkerReport, WorkerStatus};
 use crate::set::SetSnapshot;
 use crate::setup::DigestPolicy;
@@ -288,7 +288,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
         let _ = model;
         Err(Error::Unsupported {
             what: "reading back what was sent",
-            scheme: "this scheme".into(),
+            scheme: UNNAMED.into(),
         })
     }
 
@@ -323,7 +323,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
         let _ = (workers, hold);
         Err(Error::Unsupported {
             what: "holding workers at a version",
-            scheme: "this scheme".into(),
+            scheme: UNNAMED.into(),
         })
     }
 }
@@ -461,7 +461,7 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
         let _ = (model, pull);
         Err(Error::Unsupported {
             what: "asking for a version",
-            scheme: "this scheme".into(),
+            scheme: UNNAMED.into(),
         })
     }
 
@@ -474,7 +474,7 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     fn interrupter(&self) -> Result<Interrupter> {
         Err(Error::Unsupported {
             what: "ending a wait from another thread",
-            scheme: "this scheme".into(),
+            scheme: UNNAMED.into(),
         })
     }
 

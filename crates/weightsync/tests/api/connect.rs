@@ -1,11 +1,15 @@
 //! The rendez-vous: who is expected, who is missing, who comes later.
 
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use weightsync::transport::{
+    Deadline, Endpoint, Joining, Opening, ReceiverTransport, Scheme, SenderTransport, Staging,
+};
 use weightsync::{
-    Error, Expect, MemoryError, Outcome, ReceiverSetup, Remedy, SendOptions, SenderSetup, Tensors,
-    Version, WaitFor, WorkerId,
+    Capabilities, Error, Expect, MemoryError, ModelId, NoSync, Outcome, ReceiverSetup, Remedy,
+    SendOptions, SenderSetup, Set, SetLoader, Tensors, Version, WaitFor, WorkerId, WorkerStatus,
 };
 
 use crate::{BRIEF, SOON, bytes_of, connect, join, pair, send, send_to, weights};
@@ -402,6 +406,134 @@ fn the_senders_shutdown_ends_a_wait_without_a_timeout() {
         assert_eq!(error.remedy(), Remedy::Reconnect);
     }
     assert_eq!(version, Version(1), "what was sent last stays readable");
+}
+
+#[test]
+fn what_a_worker_insists_on_is_of_the_model_it_wants() {
+    let source = weights();
+    let mut other = Tensors::new();
+    other.insert("value", [1], [1.0_f32]).unwrap();
+    let setup = SenderSetup::new("actor", &source).unwrap();
+    let setup = setup.and("critic", &other).unwrap();
+    let both = Set::new().with("actor", &source).with("critic", &other);
+    let sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
+    let joins = |worker| ReceiverSetup::new(sender.init_info(), worker);
+    // Whichever is said first.
+    let setups = [
+        joins(0).model(&other).unwrap().models(["critic"]),
+        joins(1).models(["critic"]).model(&other).unwrap(),
+    ];
+    for setup in setups {
+        assert_eq!(setup.connect(SOON).unwrap().model().as_str(), "critic");
+    }
+    let setups = [
+        joins(2).model(&source).unwrap().models(["critic"]),
+        joins(3).models(["critic"]).model(&source).unwrap(),
+    ];
+    for setup in setups {
+        let error = setup.connect(SOON).unwrap_err();
+        assert!(matches!(error, Error::WrongModel { .. }), "{error}");
+    }
+    // Insisting on a model that does not come is no insisting.
+    let (mut actor, mut critic) = (source.clone(), other.clone());
+    let mut loader = SetLoader::new()
+        .with("actor", &mut actor)
+        .with("critic", &mut critic);
+    let setup = joins(4).set(&mut loader).unwrap().models(["critic"]);
+    let error = setup.connect(SOON).unwrap_err();
+    assert!(
+        matches!(&error, Error::NoSuchModel { model, .. } if model == "actor"),
+        "{error}"
+    );
+    assert!(sender.workers().is_empty());
+}
+
+/// A transport whose only worker leaves as soon as it has been seen.
+#[derive(Debug)]
+struct Fleeting;
+
+#[derive(Debug)]
+struct Fled(Box<dyn SenderTransport>);
+
+impl Scheme for Fleeting {
+    fn word(&self) -> &str {
+        "fleeting"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let mut can = Capabilities::NONE;
+        can.weights = true;
+        can
+    }
+
+    fn place(&self, models: &[ModelId], _: Option<&Path>) -> weightsync::Result<Endpoint> {
+        NoSync.place(models, None)
+    }
+
+    fn open(&self, opening: &Opening<'_>) -> weightsync::Result<Box<dyn SenderTransport>> {
+        Ok(Box::new(Fled(NoSync.open(opening)?)))
+    }
+
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> weightsync::Result<Box<dyn ReceiverTransport>> {
+        NoSync.join(at, joining, deadline)
+    }
+}
+
+impl SenderTransport for Fled {
+    fn stage(
+        &mut self,
+        models: &[usize],
+        deadline: Deadline,
+    ) -> weightsync::Result<Box<dyn Staging + '_>> {
+        self.0.stage(models, deadline)
+    }
+
+    fn version(&self, model: usize) -> Version {
+        self.0.version(model)
+    }
+
+    fn workers(&self) -> Vec<WorkerStatus> {
+        Vec::new()
+    }
+
+    fn wait_workers(
+        &mut self,
+        _: Deadline,
+        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+    ) -> weightsync::Result<bool> {
+        let mut there = WorkerStatus::new(WorkerId(3), 0, 1);
+        there.versions[0] = Version(1);
+        Ok(enough(&[there], &[]))
+    }
+
+    fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
+        Vec::new()
+    }
+}
+
+#[test]
+fn a_worker_that_leaves_right_after_it_joined_has_been_there() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let setup = setup.scheme(Fleeting).unwrap();
+    let connect = |worker| {
+        let expect = Expect::Workers(vec![WorkerId(worker)]);
+        setup.clone().connect(&weights(), expect, SOON)
+    };
+    let sender = connect(3).unwrap();
+    assert!(sender.workers().is_empty());
+    // What its transport does not do is refused by the scheme's own word.
+    let error = sender.snapshot().unwrap_err().to_string();
+    assert!(error.starts_with("fleeting cannot do this"), "{error}");
+    let error = connect(4).unwrap_err();
+    assert!(
+        matches!(&error, Error::MissingWorkers { joined, .. } if *joined == [WorkerId(3)]),
+        "{error}"
+    );
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use weightsync::{DigestPolicy, Error, SenderSetup, Version};
+use weightsync::{DigestPolicy, Error, SendOptions, SenderSetup, Version, WaitFor};
 
 use crate::{SOON, pair, pair_by, send_to, weights};
 
@@ -91,6 +91,36 @@ fn a_loan_that_is_dropped_publishes_nothing() {
 }
 
 #[test]
+fn a_loan_is_whole_and_of_its_own_model() {
+    let (mut sender, mut receiver) = pair(&weights());
+    let mut refused = |options: &SendOptions| {
+        let mut loan = sender.loan().unwrap();
+        loan.tensors_mut()
+            .into_iter()
+            .for_each(|place| place.fill(9));
+        let error = loan.publish_with(options).unwrap_err();
+        assert_eq!(sender.version(), Version(1), "{error}");
+        error
+    };
+    let error = refused(&SendOptions::new().partial(true));
+    assert!(matches!(&error, Error::WholeLoan { model } if model.as_str() == "policy"));
+    let error = refused(&SendOptions::new().model("critic"));
+    assert!(matches!(error, Error::OtherModel { .. }), "{error}");
+    assert_eq!(
+        error.to_string(),
+        "the send names \"critic\", and what is sent is policy"
+    );
+    let mut loan = sender.loan().unwrap();
+    loan.tensors_mut()
+        .into_iter()
+        .for_each(|place| place.fill(1));
+    let options = SendOptions::new().model("policy").wait(WaitFor::Sent);
+    assert_eq!(loan.publish_with(&options).unwrap().version(), Version(2));
+    let got = receiver.receive(Some(SOON)).unwrap().unwrap();
+    assert_eq!(got.version(), Version(2));
+}
+
+#[test]
 fn a_loan_waits_for_a_slot_no_longer_than_a_send() {
     let setup = SenderSetup::new("policy", &weights())
         .unwrap()
@@ -100,13 +130,7 @@ fn a_loan_waits_for_a_slot_no_longer_than_a_send() {
     let _first = receiver.latest().unwrap();
     let _second = send_to(&mut sender, &weights(), &mut receiver);
     let error = sender.loan().unwrap_err();
-    assert!(
-        matches!(
-            error,
-            Error::Memory(weightsync::MemoryError::AllSlotsPinned { .. })
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, Error::AllSlotsPinned { .. }), "{error}");
 }
 
 #[test]

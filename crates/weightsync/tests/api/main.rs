@@ -20,6 +20,7 @@ mod run_dir;
 mod session;
 mod slots;
 mod strategies;
+mod targets;
 
 use std::thread;
 use std::time::Duration;

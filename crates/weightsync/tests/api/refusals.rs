@@ -3,8 +3,8 @@
 use std::thread;
 
 use weightsync::{
-    Dtype, Error, Expect, Layout, LayoutMismatch, Outcome, ReceiverSetup, Result, SendOptions,
-    SenderSetup, TensorView, Tensors, Version, WaitFor, WeightLoader,
+    AnyScheme, Dtype, Error, Expect, Layout, LayoutMismatch, Outcome, ReceiverSetup, Result,
+    SendOptions, SenderSetup, Set, TensorView, Tensors, Version, WaitFor, WeightLoader,
 };
 
 use crate::{SOON, pair, send, send_to, weights};
@@ -105,6 +105,48 @@ fn a_connect_with_wrong_weights_is_refused_too() {
     wrong.insert("step", [1], [0_i64]).unwrap();
     let error = setup.connect(&wrong, Expect::Count(0), SOON).unwrap_err();
     assert_eq!(mismatch_of(error).shapes[0].name, "step");
+}
+
+#[test]
+fn models_without_first_weights_are_named_before_anything_is_opened() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().join("run");
+    let setup = SenderSetup::new("actor", &weights()).unwrap();
+    let setup = setup.and("critic", &weights()).unwrap();
+    let setup = setup.run_dir(&dir).unwrap();
+    let source = weights();
+    let actor = Set::new().with("actor", &source);
+    let error = setup
+        .clone()
+        .connect(&actor, Expect::Count(0), SOON)
+        .unwrap_err();
+    let Error::MissingModels { missing } = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(missing[0].as_str(), "critic");
+    assert!(!dir.join("epoch").exists(), "no run has begun");
+    let both = actor.with("critic", &source);
+    let sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
+    assert_eq!(sender.run().epoch.0, 1);
+}
+
+#[test]
+fn a_run_directory_is_for_schemes_that_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let setup = || SenderSetup::new("policy", &weights()).unwrap();
+    let none = || "none".parse::<AnyScheme>().unwrap();
+    let in_either_order = [
+        setup().scheme(none()).unwrap().run_dir(dir.path()),
+        setup()
+            .run_dir(dir.path().join("run"))
+            .unwrap()
+            .scheme(none()),
+    ];
+    for refused in in_either_order {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        assert!(error.to_string().starts_with("none cannot"), "{error}");
+    }
 }
 
 #[test]

@@ -122,12 +122,55 @@ fn a_report_says_the_whole_and_names_those_who_have_it_not() {
          worker 1 (pid 101) died; its last version was v6\n  \
          worker 2 (pid 102) had not applied it after 1.5ms; it goes on with v6"
     );
+    let part = |names: &[&str]| Report {
+        partial: Some(names.iter().map(|name| (*name).into()).collect()),
+        ..report(Vec::new())
+    };
+    for (names, words) in [
+        (&["a"][..], "policy v7 (1 tensor of it) is live"),
+        (&["a", "b"], "policy v7 (2 tensors of it) is live"),
+    ] {
+        let text = part(names).to_string();
+        assert!(text.starts_with(words), "{text}");
+    }
     let nobody = report(Vec::new());
     assert!(nobody.all_applied());
     assert_eq!(
         nobody.to_string(),
         "policy v7 is live after 250.0µs; there is no worker"
     );
+}
+
+/// One that asks has a version if that is what it runs, and is no failure if not.
+#[test]
+fn who_only_asks_has_the_version_or_has_not() {
+    for (runs, has) in [(6, false), (7, true), (8, true)] {
+        let report = report(vec![
+            line(0, Outcome::Applied, 7),
+            line(1, Outcome::Asks, runs),
+        ]);
+        assert_eq!(report.all_applied(), has, "{report}");
+        assert_eq!(report.failed().count(), 0, "{report}");
+        let count = if has { 2 } else { 1 };
+        let words = format!("policy v7 was applied by {count} of 2 workers in 3.0ms");
+        assert!(report.to_string().starts_with(&words), "{report}");
+    }
+    let mut held = report(vec![line(0, Outcome::Held, 3), line(1, Outcome::Left, 0)]);
+    assert!(held.all_applied());
+    // Different weights for different workers: the line does not say which.
+    held.workers.push(line(2, Outcome::Asks, 8));
+    held.versions
+        .push((ModelId::new("policy").unwrap(), Version(8)));
+    assert!(!held.all_applied());
+}
+
+#[test]
+fn how_many_sends_may_be_on_their_way_is_said() {
+    for (allowed, words) in [(1, "1 send may be"), (2, "2 sends may be")] {
+        let version = Version(7);
+        let error = Error::SendPending { version, allowed };
+        assert!(error.to_string().contains(words), "{error}");
+    }
 }
 
 #[test]

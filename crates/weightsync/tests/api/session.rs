@@ -3,8 +3,8 @@
 use std::thread;
 
 use weightsync::{
-    AnyScheme, Error, Expect, MultiProcess, Schemes, SendOptions, SenderSetup, Senders, Session,
-    Set, SharedMem, Version,
+    AnyScheme, Dtype, Error, Expect, MultiProcess, Schemes, SendOptions, SenderSetup, Senders,
+    Session, Set, SharedMem, Version,
 };
 
 use crate::{BRIEF, SOON, weights};
@@ -154,6 +154,31 @@ fn a_session_of_a_scheme_nobody_knows_here_is_passed_on() {
         let error = serde_json::from_str::<Session>(&damaged).unwrap_err();
         assert!(error.to_string().contains("1 to 1024"), "{error}");
     }
+}
+
+#[test]
+fn a_second_init_of_one_model_leaves_the_others_and_what_was_prepared() {
+    let small = weights();
+    let mut large = weights();
+    large.insert("extra", [3], [1.0_f32; 3]).unwrap();
+    let mut trainer = Session::new(AnyScheme::new(SharedMem::default()));
+    let setup = SenderSetup::new("actor", &small).unwrap();
+    let setup = setup.and("critic", &small).unwrap();
+    let setup = setup.cast(Dtype::F64).unwrap();
+    trainer.prepare_sender(setup.history(2)).unwrap();
+    let info = trainer.init_info().cloned();
+    trainer.init_on_sender("actor", &large).unwrap();
+    assert_eq!(trainer.init_info().cloned(), info);
+    let both = Set::new().with("actor", &large).with("critic", &small);
+    trainer
+        .connect_sender(&both, Expect::Count(0), SOON)
+        .unwrap();
+    let sender = trainer.sender().unwrap();
+    assert_eq!(sender.models().len(), 2);
+    assert_eq!(sender.layout().tensor("extra").unwrap().dtype, Dtype::F64);
+    sender.send(&both).unwrap();
+    let old = sender.old_snapshot("critic", Version(1)).unwrap();
+    assert_eq!(old.version(), Version(1), "the history");
 }
 
 #[test]

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use weightsync::worker::WorkerError;
 use weightsync::{
-    AnyScheme, Epoch, Error, Holder, MemoryError, Remedy, SendOptions, SenderSetup, Version,
-    WaitFor, WaitStyle, WorkerId,
+    AnyScheme, Epoch, Error, Expect, Holder, MemoryError, ReceiverSetup, Remedy, SendOptions,
+    SenderSetup, Set, Tensors, Version, WaitFor, WaitStyle, WorkerId,
 };
 
 use crate::{BRIEF, SOON, pair_by, send_to, weights};
@@ -25,15 +25,16 @@ fn when_every_slot_is_pinned_the_holder_is_named() {
         )
         .unwrap_err();
     assert_eq!(error.remedy(), Remedy::Retry);
-    let Error::Memory(MemoryError::AllSlotsPinned {
+    let Error::AllSlotsPinned {
+        model,
         slots,
         waited,
         holders,
-        ..
-    }) = &error
+    } = &error
     else {
         panic!("{error}")
     };
+    assert_eq!(model.as_str(), "policy");
     assert!(*slots == 2 && *waited >= BRIEF, "{error}");
     let holder = Holder {
         worker: Some(WorkerId(0)),
@@ -169,10 +170,7 @@ fn a_segment_grows_to_its_bound_and_then_waits() {
         )
         .unwrap_err();
     assert!(
-        matches!(
-            error,
-            Error::Memory(MemoryError::AllSlotsPinned { slots: 5, .. })
-        ),
+        matches!(error, Error::AllSlotsPinned { slots: 5, .. }),
         "{error}"
     );
 }
@@ -219,6 +217,52 @@ fn a_deadline_too_long_for_the_clock_is_none() {
 }
 
 #[test]
+fn more_versions_than_there_can_be_slots_are_refused_by_the_models_name() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 2);
+    let mut sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
+    let error = (0..64).find_map(|worker| {
+        let options = SendOptions::new().workers([worker]);
+        sender.send_with(&weights(), &options).err()
+    });
+    let error = error.expect("64 versions beside that for all");
+    assert!(
+        matches!(&error, Error::Crowded { model, slots: 64 } if model.as_str() == "policy"),
+        "{error}"
+    );
+    // What the words say helps.
+    sender.send(&weights()).unwrap();
+    let options = SendOptions::new().workers([63]);
+    sender.send_with(&weights(), &options).unwrap();
+}
+
+/// Room is not waited for in vain.
+#[test]
+fn a_later_model_of_a_set_is_found_wrong_before_there_is_room() {
+    let source = weights();
+    let setup = SenderSetup::new("actor", &source).unwrap();
+    let setup = setup.and("critic", &source).unwrap().slots(2, 2);
+    let both = Set::new().with("actor", &source).with("critic", &source);
+    let mut sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
+    let mut receiver = ReceiverSetup::new(sender.init_info(), 0)
+        .connect(SOON)
+        .unwrap();
+    let _first = receiver.receive_set(Some(SOON)).unwrap().unwrap();
+    let brief = SendOptions::new().wait(WaitFor::Sent).deadline(BRIEF);
+    sender.send_with(&both, &brief).unwrap();
+    let _second = receiver.receive_set(Some(SOON)).unwrap().unwrap();
+    let error = sender.send_with(&both, &brief).unwrap_err();
+    assert!(matches!(error, Error::AllSlotsPinned { .. }), "{error}");
+    let mut other = Tensors::new();
+    other.insert("other", [1], [0_u8]).unwrap();
+    let wrong = Set::new().with("actor", &source).with("critic", &other);
+    let error = sender.send_with(&wrong, &brief).unwrap_err();
+    assert!(
+        matches!(&error, Error::WrongWeights { model, .. } if model.as_str() == "critic"),
+        "{error}"
+    );
+}
+
+#[test]
 fn every_error_says_what_to_do_about_it() {
     let os = || io::Error::from(io::ErrorKind::OutOfMemory);
     let cases = [
@@ -226,15 +270,6 @@ fn every_error_says_what_to_do_about_it() {
             MemoryError::NoSender {
                 address: "x".into(),
                 waited: BRIEF,
-            },
-            Remedy::Retry,
-        ),
-        (
-            MemoryError::AllSlotsPinned {
-                model: 0,
-                slots: 2,
-                waited: BRIEF,
-                holders: vec![],
             },
             Remedy::Retry,
         ),
