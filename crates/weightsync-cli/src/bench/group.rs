@@ -1,11 +1,14 @@
 //! The project's own cases with their targets: `cargo xtask bench mem`.
 
 use std::error::Error;
+use std::time::Duration;
 
 use serde::Serialize;
+use weightsync::{AnyScheme, MultiProcess, Queue, SharedMem};
 
-use super::numbers::Size;
-use super::shared_mem::{self, Figures};
+use super::local::{self, Figures};
+use super::numbers::{Size, Times};
+use super::{overhead, set};
 use crate::plot::{self, Bar};
 
 /// How the group is run.
@@ -66,13 +69,21 @@ enum Figure {
 
 struct Case {
     name: String,
-    args: shared_mem::Args,
+    scheme: AnyScheme,
+    args: local::Args,
     figures: Vec<(Figure, Option<f64>)>,
 }
 
 /// Runs every case and prints its rows as they come.
 pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
-    let mut flat: Vec<(usize, Figures)> = Vec::new();
+    let mut flat = [
+        ("send 1 GiB bf16, N =", "send 1 GiB", Vec::new()),
+        (
+            "multi-process 1 GiB, N =",
+            "multi-process 1 GiB",
+            Vec::new(),
+        ),
+    ];
     let mut many: Vec<(u64, Figures)> = Vec::new();
     head(args.json);
     let mut drawn = Vec::new();
@@ -80,7 +91,7 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         .into_iter()
         .filter(|case| case.name.contains(&args.only))
     {
-        let figures = shared_mem::measure(&case.args)?;
+        let figures = local::measure(&case.scheme, &case.args)?;
         for (figure, target) in &case.figures {
             let row = row(&case.name, *figure, &figures, *target);
             print(args.json, &row)?;
@@ -92,22 +103,32 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
                 });
             }
         }
-        if case.name.starts_with("send 1 GiB bf16, N =") {
-            flat.push((case.args.readers, figures));
-        } else if case.name.starts_with("send 100 MB in") {
+        if case.name.starts_with("send 100 MB in") {
             many.push((case.args.tensors, figures));
+        } else if let Some((_, _, of)) = flat
+            .iter_mut()
+            .find(|(prefix, _, _)| case.name.starts_with(prefix))
+        {
+            of.push((case.args.readers, figures));
         }
     }
-    if let [first, .., last] = &flat[..] {
-        let case = format!(
-            "send 1 GiB, N = {} over N = {}, each by its memcpy",
-            last.0, first.0
-        );
-        print(args.json, &Row::compared(case, &last.1, &first.1, 1.1))?;
+    for (_, what, of) in &flat {
+        if let [first, .., last] = &of[..] {
+            let case = format!(
+                "{what}, N = {} over N = {}, each by its memcpy",
+                last.0, first.0
+            );
+            print(args.json, &Row::compared(case, &last.1, &first.1, 1.1))?;
+        }
     }
     if let [one, .., all] = &many[..] {
         let case = format!("100 MB in {} tensors over one, each by its memcpy", all.0);
         print(args.json, &Row::compared(case, &all.1, &one.1, 2.0))?;
+    }
+    for comparison in comparisons() {
+        if comparison.name.contains(&args.only) {
+            print(args.json, &comparison.measure()?)?;
+        }
     }
     if args.plot {
         let svg = plot::bars(
@@ -122,28 +143,36 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 }
 
 fn cases() -> Vec<Case> {
-    let gib = shared_mem::Args {
-        size: Size(1 << 30),
-        tensors: 128,
-        readers: 4,
+    let mut cases = shared_mem();
+    cases.extend(multi_process());
+    cases
+}
+
+fn gib() -> local::Args {
+    local::Args {
         rounds: Some(15),
-        checksums: false,
-        threads: 1,
-        loan: false,
-        sleep: false,
-        json: false,
-    };
-    let small = shared_mem::Args {
+        ..local::Args::plain()
+    }
+}
+
+fn small() -> local::Args {
+    local::Args {
         size: Size(16 << 10),
         tensors: 4,
         rounds: Some(20_000),
-        ..gib.clone()
-    };
+        ..local::Args::plain()
+    }
+}
+
+fn shared_mem() -> Vec<Case> {
+    let (gib, small) = (gib(), small());
+    let scheme = AnyScheme::new(SharedMem::default());
     let mut cases = Vec::new();
     for readers in [1, 2, 4, 8] {
         cases.push(Case {
             name: format!("send 1 GiB bf16, N = {readers}"),
-            args: shared_mem::Args {
+            scheme: scheme.clone(),
+            args: local::Args {
                 readers,
                 ..gib.clone()
             },
@@ -153,7 +182,8 @@ fn cases() -> Vec<Case> {
     for readers in [1, 8] {
         cases.push(Case {
             name: format!("send 1 GiB bf16 with CRC-64, 2 threads, N = {readers}"),
-            args: shared_mem::Args {
+            scheme: scheme.clone(),
+            args: local::Args {
                 readers,
                 checksums: true,
                 threads: 2,
@@ -164,7 +194,8 @@ fn cases() -> Vec<Case> {
     }
     cases.push(Case {
         name: "send 1 GiB bf16, 2 threads, N = 4".into(),
-        args: shared_mem::Args {
+        scheme: scheme.clone(),
+        args: local::Args {
             threads: 2,
             ..gib.clone()
         },
@@ -172,7 +203,8 @@ fn cases() -> Vec<Case> {
     });
     cases.push(Case {
         name: "first send 1 GiB: connect, cold slots, N = 4".into(),
-        args: shared_mem::Args {
+        scheme: scheme.clone(),
+        args: local::Args {
             rounds: Some(3),
             ..gib.clone()
         },
@@ -182,7 +214,8 @@ fn cases() -> Vec<Case> {
         for readers in [1, 4, 8] {
             cases.push(Case {
                 name: format!("loan {}, last byte to applied, N = {readers}", Size(size)),
-                args: shared_mem::Args {
+                scheme: scheme.clone(),
+                args: local::Args {
                     size: Size(size),
                     tensors: 4,
                     loan: true,
@@ -203,7 +236,8 @@ fn cases() -> Vec<Case> {
         let style = if sleep { "sleep" } else { "yield then sleep" };
         cases.push(Case {
             name: format!("send 16 KiB, {style}, N = {readers}"),
-            args: shared_mem::Args {
+            scheme: scheme.clone(),
+            args: local::Args {
                 readers,
                 sleep,
                 ..small.clone()
@@ -217,7 +251,8 @@ fn cases() -> Vec<Case> {
     for tensors in [1, 100_000] {
         cases.push(Case {
             name: format!("send 100 MB in {tensors} tensors, N = 1"),
-            args: shared_mem::Args {
+            scheme: scheme.clone(),
+            args: local::Args {
                 size: Size(102_400_000),
                 tensors,
                 readers: 1,
@@ -230,7 +265,8 @@ fn cases() -> Vec<Case> {
     for readers in [1, 4, 8] {
         cases.push(Case {
             name: format!("memory at 4 GiB, N = {readers}"),
-            args: shared_mem::Args {
+            scheme: scheme.clone(),
+            args: local::Args {
                 size: Size(4 << 30),
                 readers,
                 rounds: Some(1),
@@ -240,6 +276,143 @@ fn cases() -> Vec<Case> {
         });
     }
     cases
+}
+
+fn multi_process() -> Vec<Case> {
+    let snapshots = AnyScheme::new(MultiProcess::default());
+    let every = AnyScheme::new(MultiProcess {
+        queue: Queue::Every { bound: 4 },
+        own_copy: false,
+    });
+    let own_copy = AnyScheme::new(MultiProcess {
+        own_copy: true,
+        ..MultiProcess::default()
+    });
+    let mut cases = Vec::new();
+    for (words, scheme, target) in [
+        ("", &snapshots, Some(1.4)),
+        (", every=4", &every, Some(1.4)),
+        (", own copies", &own_copy, None),
+    ] {
+        for readers in [1, 2, 4] {
+            cases.push(Case {
+                name: format!("multi-process 1 GiB{words}, N = {readers}"),
+                scheme: scheme.clone(),
+                args: local::Args { readers, ..gib() },
+                figures: vec![(Figure::Ratio, target)],
+            });
+        }
+    }
+    for (words, scheme) in [
+        ("", snapshots),
+        (", every=4", every),
+        (", own copies", own_copy),
+    ] {
+        for readers in [1, 4] {
+            cases.push(Case {
+                name: format!("multi-process 16 KiB{words}, N = {readers}"),
+                scheme: scheme.clone(),
+                args: local::Args { readers, ..small() },
+                figures: vec![(Figure::AppliedMedian, None), (Figure::AppliedP99, None)],
+            });
+        }
+    }
+    cases
+}
+
+/// Something that is not measured by memcpy, but beside something else.
+struct Comparison {
+    name: String,
+    what: Beside,
+    target: Option<f64>,
+}
+
+enum Beside {
+    /// A set of 8 models, beside one model of the same bytes.
+    Set { size: u64, turns: u32, batch: u32 },
+    /// Simulated workers, beside one.
+    Simulated { workers: usize },
+    /// Real receivers, so many in each of some processes, beside one.
+    Crowd { processes: usize, receivers: u32 },
+}
+
+fn comparisons() -> Vec<Comparison> {
+    let set = |size, turns, batch, target| Comparison {
+        name: format!("a set of 8 models, {}, N = 4, over one model", Size(size)),
+        what: Beside::Set { size, turns, batch },
+        target,
+    };
+    vec![
+        set(512 << 20, 31, 1, Some(1.1)),
+        set(16 << 10, 51, 100, None),
+        Comparison {
+            name: "send 16 KiB, reports of 1000 simulated workers".into(),
+            what: Beside::Simulated { workers: 1000 },
+            target: Some(5.0),
+        },
+        Comparison {
+            name: "send 16 KiB, 1000 receivers in 4 processes".into(),
+            what: Beside::Crowd {
+                processes: 4,
+                receivers: 250,
+            },
+            target: None,
+        },
+    ]
+}
+
+impl Comparison {
+    /// Measures both; a set is judged by the ratio, the others by their time.
+    fn measure(self) -> Result<Row, Box<dyn Error>> {
+        let (times, baseline, by_ratio) = match self.what {
+            Beside::Set { size, turns, batch } => {
+                let args = local::Args {
+                    size: Size(size),
+                    ..local::Args::plain()
+                };
+                let pair = set::beside_one(&args, 8, turns, batch)?;
+                (pair.set, pair.one, true)
+            }
+            Beside::Simulated { workers } => {
+                let pair = overhead::simulated(&small(), workers, 501)?;
+                (pair.many, pair.one, false)
+            }
+            Beside::Crowd {
+                processes,
+                receivers,
+            } => {
+                let crowd = |readers, receivers| {
+                    let args = local::Args { readers, ..small() };
+                    overhead::crowd(&args, receivers, 101)
+                };
+                (crowd(processes, receivers)?, crowd(1, 1)?, false)
+            }
+        };
+        Ok(beside(self.name, &times, &baseline, by_ratio, self.target))
+    }
+}
+
+/// The row of medians, in milliseconds.
+fn beside(
+    case: String,
+    times: &Times,
+    baseline: &Times,
+    by_ratio: bool,
+    target: Option<f64>,
+) -> Row {
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    let (value, baseline) = (ms(times.median()), ms(baseline.median()));
+    let ratio = value / baseline;
+    let judged = if by_ratio { ratio } else { value };
+    Row {
+        case,
+        value,
+        unit: "ms",
+        baseline,
+        ratio,
+        target,
+        met: target.map(|target| judged <= target),
+    }
 }
 
 fn row(case: &str, figure: Figure, got: &Figures, target: Option<f64>) -> Row {

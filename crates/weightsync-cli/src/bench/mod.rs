@@ -5,16 +5,19 @@
 //! same bytes in the same round.
 
 mod group;
+mod local;
 mod numbers;
+mod overhead;
 mod peer;
 mod peers;
 mod reader;
-mod shared_mem;
+mod set;
 
 use std::error::Error;
 use std::process::ExitCode;
 
 use clap::Subcommand;
+use weightsync::SharedMem;
 
 /// What `bench` is asked for.
 #[derive(clap::Args)]
@@ -26,7 +29,9 @@ pub struct Args {
 #[derive(Subcommand)]
 enum Scheme {
     /// Shared memory: worker processes that take snapshots without a copy
-    SharedMem(shared_mem::Args),
+    SharedMem(local::Args),
+    /// A queue to each worker process: the newest version, or every one in order
+    MultiProcess(local::QueueArgs),
     /// The project's own group of cases, with their targets (`cargo xtask bench mem`)
     #[command(hide = true)]
     Mem(group::Args),
@@ -41,7 +46,8 @@ enum Scheme {
 /// Runs a benchmark.
 pub fn run(args: Args) -> Result<ExitCode, Box<dyn Error>> {
     match args.scheme {
-        Scheme::SharedMem(args) => shared_mem::run(&args)?,
+        Scheme::SharedMem(args) => local::run(&SharedMem::default().into(), &args)?,
+        Scheme::MultiProcess(args) => local::run(&args.scheme()?, &args.case)?,
         Scheme::Mem(args) => group::run(&args)?,
         Scheme::Peers(args) => peers::run(&args)?,
         Scheme::Reader => reader::run()?,

@@ -6,19 +6,19 @@
 //! the timed part. Small models are sent several times in a row at each turn, so
 //! that what is compared is not how long a core takes to wake up. Our workers
 //! take snapshots without a copy; TorchRL's end up with the weights in their
-//! model's parameters.
+//! model's parameters. What it costs ours to have a copy each stands beside, in
+//! rounds of its own.
 
 use std::error::Error;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use weightsync::worker::Workers;
-use weightsync::{Sender, Tensors};
+use weightsync::{AnyScheme, MultiProcess, SharedMem};
 
 use super::group::{self, Row};
+use super::local::{self, Baseline};
 use super::numbers::{Size, Times, ratio};
 use super::peer::{Arrangement, Peer, Program};
-use super::shared_mem::{self, Baseline};
 
 /// How the comparison is run.
 #[derive(clap::Args)]
@@ -77,11 +77,10 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 /// A scheme that both have under one name.
 struct Scheme {
     name: &'static str,
-    /// Starts ours. Without it, TorchRL's figures stand beside memcpy alone.
-    ours: Option<Connect>,
+    ours: fn() -> AnyScheme,
+    /// Ours with a copy for each worker, where it has that.
+    own_copies: Option<fn() -> AnyScheme>,
 }
-
-type Connect = fn(&shared_mem::Args, &Tensors) -> Result<(Sender, Workers), Box<dyn Error>>;
 
 const SHARED_MEM: &str = "shared-mem";
 const MULTI_PROCESS: &str = "multi-process";
@@ -89,11 +88,18 @@ const MULTI_PROCESS: &str = "multi-process";
 const SCHEMES: [Scheme; 2] = [
     Scheme {
         name: SHARED_MEM,
-        ours: Some(shared_mem::connect),
+        ours: || SharedMem::default().into(),
+        own_copies: None,
     },
     Scheme {
         name: MULTI_PROCESS,
-        ours: None,
+        ours: || MultiProcess::default().into(),
+        own_copies: Some(|| {
+            AnyScheme::new(MultiProcess {
+                own_copy: true,
+                ..MultiProcess::default()
+            })
+        }),
     },
 ];
 
@@ -114,6 +120,9 @@ const SIZES: [(u64, usize, usize); 6] = [
 /// to reach another process.
 const BULK: u64 = 16 * MIB;
 
+/// Turns that are not counted.
+const WARM: usize = 2;
+
 /// How much longer than with one worker a send to several may take.
 const FLAT: f64 = 1.1;
 
@@ -125,9 +134,10 @@ struct Case {
     workers: usize,
 }
 
-/// What a case came to; ours only where there is one.
+/// What a case came to.
 struct Figures {
-    ours: Option<Ours>,
+    ours: Ours,
+    own_copies: Option<Ours>,
     theirs: Times,
     their_memcpy: Times,
     their_first: Duration,
@@ -177,22 +187,16 @@ impl Case {
                 workers: self.workers,
             },
         )?;
-        let mut ours = self
-            .scheme
-            .ours
-            .map(|connect| Running::start(self, connect))
-            .transpose()?;
+        let mut ours = Running::start(self, (self.scheme.ours)())?;
         // What is lazy is faulted in, and caches are warm.
-        for _ in 0..2 {
-            ours.as_mut().map_or(Ok(()), |ours| ours.turn(self.batch))?;
+        for _ in 0..WARM {
+            ours.turn(self.batch)?;
             peer.round(self.batch)?;
         }
         let (mut theirs, mut their_memcpy) = (Times::default(), Times::default());
-        if let Some(ours) = &mut ours {
-            ours.forget();
-        }
+        ours.forget();
         for _ in 0..self.turns {
-            ours.as_mut().map_or(Ok(()), |ours| ours.turn(self.batch))?;
+            ours.turn(self.batch)?;
             let round = peer.round(self.batch)?;
             round.sends.into_iter().for_each(|time| theirs.push(time));
             round
@@ -202,38 +206,59 @@ impl Case {
         }
         let their_first = peer.first();
         peer.quit()?;
+        let ours = ours.end();
+        // By themselves: copies for everybody leave less room for a peer.
+        let own_copies = self.scheme.own_copies.map(|scheme| self.alone(scheme()));
         Ok(Figures {
-            ours: ours.map(Running::end),
+            ours,
+            own_copies: own_copies.transpose()?,
             theirs,
             their_memcpy,
             their_first,
         })
     }
 
+    fn alone(&self, scheme: AnyScheme) -> Result<Ours, Box<dyn Error>> {
+        let mut running = Running::start(self, scheme)?;
+        for _ in 0..WARM {
+            running.turn(self.batch)?;
+        }
+        running.forget();
+        for _ in 0..self.turns {
+            running.turn(self.batch)?;
+        }
+        Ok(running.end())
+    }
+
     fn rows(&self, got: &Figures) -> Vec<Row> {
         let name = self.name();
         let theirs = got.theirs.median();
-        let mut rows = Vec::new();
-        if let Some(ours) = &got.ours {
-            let (sends, memcpy) = (ours.sends.median(), ours.memcpy.median());
-            rows.push(row(
+        let (sends, memcpy) = (got.ours.sends.median(), got.ours.memcpy.median());
+        let mut rows = vec![
+            row(
                 format!("{name}, against TorchRL's"),
                 self.size,
                 sends,
                 theirs,
                 against_target(self.scheme.name, self.size, self.workers),
-            ));
-            rows.push(row(
+            ),
+            row(
                 format!("{name}, against memcpy"),
                 self.size,
                 sends,
                 memcpy,
                 memcpy_target(self.scheme.name, self.size),
-            ));
-            if self.size == 1024 * MIB && self.workers == 4 {
-                let case = format!("{name}, the first send against TorchRL's");
-                rows.push(row(case, self.size, ours.first, got.their_first, None));
-            }
+            ),
+        ];
+        if self.size == 1024 * MIB && self.workers == 4 {
+            let case = format!("{name}, the first send against TorchRL's");
+            let (ours, theirs) = (got.ours.first, got.their_first);
+            rows.push(row(case, self.size, ours, theirs, None));
+        }
+        if let Some(own) = &got.own_copies {
+            let case = format!("{name}, own copies, against memcpy");
+            let (sends, memcpy) = (own.sends.median(), own.memcpy.median());
+            rows.push(row(case, self.size, sends, memcpy, None));
         }
         let case = format!("{name}, TorchRL's against memcpy");
         rows.push(row(
@@ -289,8 +314,7 @@ struct Flat {
 impl Flat {
     /// The row that compares, when this case completes a pair.
     fn row(&mut self, case: &Case, got: &Figures) -> Option<Row> {
-        let ours = got.ours.as_ref()?;
-        let value = ratio(ours.sends.median(), ours.memcpy.median());
+        let value = ratio(got.ours.sends.median(), got.ours.memcpy.median());
         let (scheme, size) = (case.scheme.name, case.size);
         if case.workers == 1 {
             self.one = Some((scheme, size, value));
@@ -314,46 +338,30 @@ impl Flat {
 
 /// Our end of a case.
 struct Running {
-    args: shared_mem::Args,
-    sender: Sender,
-    workers: Workers,
-    source: Tensors,
+    local: local::Running,
     baseline: Baseline,
     done: u32,
     got: Ours,
 }
 
 impl Running {
-    fn start(case: &Case, connect: Connect) -> Result<Self, Box<dyn Error>> {
-        let args = shared_mem::Args {
+    fn start(case: &Case, scheme: AnyScheme) -> Result<Self, Box<dyn Error>> {
+        let args = local::Args {
             size: Size(case.size),
             tensors: case.tensors(),
             readers: case.workers,
-            rounds: None,
-            checksums: false,
-            threads: 1,
-            loan: false,
-            sleep: false,
-            json: false,
+            ..local::Args::plain()
         };
-        // Written, so that the first send reads memory and not the kernel's page of zeros.
-        let mut source = Tensors::zeros(&shared_mem::layout(&args)?);
-        fill(&mut source, 1)?;
-        let began = std::time::Instant::now();
-        let (sender, workers) = connect(&args, &source)?;
-        let first = began.elapsed();
+        let local = local::Running::start(&scheme, &args)?;
         Ok(Self {
-            args,
-            sender,
-            workers,
-            source,
-            baseline: Baseline::new(usize::try_from(case.size)?),
-            done: 0,
             got: Ours {
                 sends: Times::default(),
                 memcpy: Times::default(),
-                first,
+                first: local.first,
             },
+            local,
+            baseline: Baseline::new(usize::try_from(case.size)?),
+            done: 0,
         })
     }
 
@@ -361,8 +369,8 @@ impl Running {
         for _ in 0..sends {
             self.done += 1;
             // Whole numbers up to 256 are exact in bfloat16, and neighbours differ.
-            fill(&mut self.source, 2 + (self.done % 250) as u8)?;
-            let (took, _) = shared_mem::one_send(&self.args, &mut self.sender, &self.source)?;
+            self.local.source.fill(2 + (self.done % 250) as u8)?;
+            let (took, _) = self.local.send()?;
             self.got.sends.push(took);
         }
         for _ in 0..sends {
@@ -378,20 +386,9 @@ impl Running {
     }
 
     fn end(self) -> Ours {
-        drop(self.sender);
-        self.workers.shutdown(Duration::from_secs(20));
+        self.local.end();
         self.got
     }
-}
-
-fn fill(source: &mut Tensors, value: u8) -> Result<(), Box<dyn Error>> {
-    let names: Vec<String> = source.names().map(str::to_owned).collect();
-    for name in names {
-        source
-            .slice_mut::<half::bf16>(&name)?
-            .fill(half::bf16::from(value));
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -454,7 +451,8 @@ mod tests {
             ours.sends.push(Duration::from_millis(sends));
             ours.memcpy.push(Duration::from_millis(100));
             Figures {
-                ours: Some(ours),
+                ours,
+                own_copies: None,
                 theirs: Times::default(),
                 their_memcpy: Times::default(),
                 their_first: Duration::ZERO,

@@ -3,8 +3,9 @@
 use std::error::Error;
 use std::time::Duration;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
-use weightsync::{InitInfo, ReceiverSetup, WaitStyle, worker};
+use weightsync::{InitInfo, Receiver, ReceiverSetup, SetSnapshot, WaitStyle, worker};
 
 /// What a worker of a benchmark is told.
 #[derive(Serialize, Deserialize)]
@@ -12,30 +13,92 @@ pub struct Task {
     pub info: InitInfo,
     /// Sleep in the kernel at once, instead of yielding first.
     pub sleeps: bool,
+    /// How many workers this process stands for. Several are looked after in
+    /// turn, by one thread.
+    pub receivers: u32,
 }
+
+/// Descriptors that one receiver takes at most.
+const FILES: u64 = 16;
 
 /// Runs until the sender closes.
 pub fn run() -> Result<(), Box<dyn Error>> {
     let process =
         worker::current()?.ok_or("this subcommand is for worker processes of a benchmark")?;
     let task: Task = process.init_value()?;
-    let wait = if task.sleeps {
-        WaitStyle::Sleep
-    } else {
-        WaitStyle::YieldThenSleep
+    let several = task.receivers > 1;
+    let wait = match task.sleeps || several {
+        true => WaitStyle::Sleep,
+        false => WaitStyle::YieldThenSleep,
     };
-    let setup = ReceiverSetup::new(task.info, process.index() as u32).wait_style(wait);
-    let mut receiver = setup.connect(Duration::from_secs(60))?;
-    // The version in use is held until the next one is, as a policy would.
-    let mut live = None;
+    if several {
+        allow_files(FILES * u64::from(task.receivers))?;
+    }
+    let first = process.index() as u32 * task.receivers;
+    let receivers = (first..first + task.receivers).map(|worker| {
+        let setup = ReceiverSetup::new(task.info.clone(), worker).wait_style(wait);
+        let receiver = setup.connect(Duration::from_secs(60))?;
+        Ok(Worker {
+            receiver,
+            live: None,
+        })
+    });
+    let mut workers = receivers.collect::<Result<Vec<_>, weightsync::Error>>()?;
+    let ended = match &mut workers[..] {
+        [one] => until_closed(|| one.receive(None)),
+        all => until_closed(|| {
+            for one in all.iter_mut() {
+                one.receive(Some(Duration::ZERO))?;
+            }
+            std::thread::yield_now();
+            Ok(())
+        }),
+    };
+    Ok(ended?)
+}
+
+/// A worker holds the version in use until it has the next one, as a policy
+/// would.
+struct Worker {
+    receiver: Receiver,
+    live: Option<SetSnapshot>,
+}
+
+impl Worker {
+    fn receive(&mut self, timeout: Option<Duration>) -> Result<(), weightsync::Error> {
+        if let Some(next) = self.receiver.receive_set(timeout)? {
+            self.live = Some(next);
+        }
+        Ok(())
+    }
+}
+
+fn until_closed(
+    mut receive: impl FnMut() -> Result<(), weightsync::Error>,
+) -> Result<(), weightsync::Error> {
     loop {
-        match receiver.receive(None) {
-            Ok(Some(snapshot)) => live = Some(snapshot),
-            Ok(None) => {}
-            Err(weightsync::Error::SenderClosed) => break,
-            Err(error) => return Err(error.into()),
+        match receive() {
+            Ok(()) => {}
+            Err(weightsync::Error::SenderClosed) => return Ok(()),
+            Err(error) => return Err(error),
         }
     }
-    drop(live);
-    Ok(())
+}
+
+/// Lets this process have so many descriptors more than it might by default.
+pub fn allow_files(more: u64) -> Result<(), Box<dyn Error>> {
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = more + 1024;
+    if limit.current.is_none_or(|current| current >= wanted) {
+        return Ok(());
+    }
+    if limit.maximum.is_some_and(|most| most < wanted) {
+        let most = limit.maximum.unwrap_or_default();
+        return Err(format!("{wanted} descriptors are needed, and {most} allowed").into());
+    }
+    let raised = Rlimit {
+        current: Some(wanted),
+        maximum: limit.maximum,
+    };
+    Ok(setrlimit(Resource::Nofile, raised)?)
 }

@@ -1,0 +1,451 @@
+//! A scheme of this machine: one trainer, worker processes.
+
+use std::error::Error;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use weightsync::worker::{Spawn, Workers};
+use weightsync::{
+    AnyScheme, Dtype, Expect, Layout, Members, MultiProcess, Queue, SendSource, Sender,
+    SenderSetup, Tensors, WaitStyle, WeightExtractor,
+};
+
+use super::numbers::{Size, Times, ratio};
+use super::reader::Task;
+
+/// What is measured.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Args {
+    /// Bytes of the model, or of all models together
+    #[arg(long, default_value = "1GiB")]
+    pub size: Size,
+    /// How many tensors of equal size make it up
+    #[arg(long, default_value_t = 128)]
+    pub tensors: u64,
+    /// Models that the tensors are divided among; they are sent as one set
+    #[arg(long, default_value_t = 1)]
+    pub models: u64,
+    /// Worker processes
+    #[arg(long, default_value_t = 4)]
+    pub readers: usize,
+    /// Measured rounds; as many as fit two seconds by default
+    #[arg(long)]
+    pub rounds: Option<u32>,
+    /// Make a checksum of every chunk in the copy pass
+    #[arg(long)]
+    pub checksums: bool,
+    /// Threads that copy
+    #[arg(long, default_value_t = 1)]
+    pub threads: usize,
+    /// Write into the slot directly and time from the last byte
+    #[arg(long)]
+    pub loan: bool,
+    /// Let both ends sleep in the kernel at once instead of yielding first
+    #[arg(long)]
+    pub sleep: bool,
+    /// Print one line of JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl Args {
+    /// What a user gets who says nothing: 1 GiB to 4 workers.
+    pub fn plain() -> Self {
+        Self {
+            size: Size(1 << 30),
+            tensors: 128,
+            models: 1,
+            readers: 4,
+            rounds: None,
+            checksums: false,
+            threads: 1,
+            loan: false,
+            sleep: false,
+            json: false,
+        }
+    }
+}
+
+/// What is measured of the scheme with queues.
+#[derive(clap::Args, Clone, Debug)]
+pub struct QueueArgs {
+    #[command(flatten)]
+    pub case: Args,
+    /// Deliver every version in order, with at most so many waiting (1 to 32)
+    #[arg(long)]
+    every: Option<u8>,
+    /// Copy each version into the worker's own memory
+    #[arg(long)]
+    own_copy: bool,
+}
+
+impl QueueArgs {
+    /// The scheme that is asked for; its settings are checked as a user's are.
+    pub fn scheme(&self) -> Result<AnyScheme, weightsync::Error> {
+        let queue = match self.every {
+            Some(bound) => Queue::Every { bound },
+            None => Queue::Newest,
+        };
+        let own_copy = self.own_copy;
+        AnyScheme::new(MultiProcess { queue, own_copy })
+            .to_string()
+            .parse()
+    }
+}
+
+/// What came of it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figures {
+    pub scheme: String,
+    pub bytes: u64,
+    pub models: u64,
+    pub tensors: u64,
+    pub readers: usize,
+    pub rounds: u32,
+    /// One memcpy of the same bytes, one thread, median.
+    pub memcpy_us: f64,
+    /// From the call until the version is live on every worker: median, p99.
+    pub applied_us: f64,
+    pub applied_p99_us: f64,
+    /// From the moment it is live at the sender until every worker has said so.
+    pub after_live_us: f64,
+    /// `applied_us / memcpy_us`.
+    pub ratio: f64,
+    /// The first send, with `connect`: slots made and faulted in, workers joined.
+    pub first_us: f64,
+    /// Memory of all processes together (proportional set size), after the
+    /// rounds, and how much of it is the trainer's own source.
+    pub memory_bytes: u64,
+    pub source_bytes: u64,
+}
+
+/// Measures and prints.
+pub fn run(scheme: &AnyScheme, args: &Args) -> Result<(), Box<dyn Error>> {
+    let figures = measure(scheme, args)?;
+    if args.json {
+        println!("{}", serde_json::to_string(&figures)?);
+        return Ok(());
+    }
+    let ms = |us: f64| {
+        if us < 1000.0 {
+            format!("{us:.1} µs")
+        } else {
+            format!("{:.2} ms", us / 1000.0)
+        }
+    };
+    let set = match args.models {
+        1 => String::new(),
+        models => format!(" of {models} models"),
+    };
+    println!(
+        "{scheme}, {} in {} tensors{set}, {} worker processes, {} rounds\n",
+        args.size, args.tensors, args.readers, figures.rounds
+    );
+    println!(
+        "  {:<44}{:>12}",
+        "one memcpy, same bytes, same rounds",
+        ms(figures.memcpy_us)
+    );
+    let what = if args.loan {
+        "last byte written to live on all"
+    } else {
+        "send to live on all"
+    };
+    println!(
+        "  {:<44}{:>12}   {:.2} × memcpy",
+        format!("{what}, median"),
+        ms(figures.applied_us),
+        figures.ratio
+    );
+    println!(
+        "  {:<44}{:>12}",
+        format!("{what}, p99"),
+        ms(figures.applied_p99_us)
+    );
+    println!(
+        "  {:<44}{:>12}",
+        "of that, after the version was live",
+        ms(figures.after_live_us)
+    );
+    println!(
+        "  {:<44}{:>12}",
+        "first send (connect, cold slots)",
+        ms(figures.first_us)
+    );
+    println!(
+        "  {:<44}{:>12}   {:.2} × model",
+        "memory of all processes",
+        format!("{} MiB", figures.memory_bytes >> 20),
+        figures.memory_bytes as f64 / figures.bytes as f64
+    );
+    Ok(())
+}
+
+/// Measures one arrangement.
+pub fn measure(scheme: &AnyScheme, args: &Args) -> Result<Figures, Box<dyn Error>> {
+    let mut running = Running::start(scheme, args)?;
+    let bytes = running.source.bytes();
+    let mut baseline = Baseline::new(bytes as usize);
+    let mut rounds = args.rounds.unwrap_or(0);
+    let (mut copies, mut sends, mut afters) =
+        (Times::default(), Times::default(), Times::default());
+    // The first rounds warm caches and fault in what is lazy.
+    for _ in 0..3 {
+        baseline.copy();
+        running.send()?;
+    }
+    if rounds == 0 {
+        let (once, again) = (baseline.copy(), running.send()?.0);
+        rounds = (2.0 / (once + again).as_secs_f64()).clamp(9.0, 20_000.0) as u32;
+    }
+    for _ in 0..rounds {
+        copies.push(baseline.copy());
+        let (took, after) = running.send()?;
+        sends.push(took);
+        afters.push(after);
+    }
+    drop(baseline);
+    let memory_bytes = memory_of(&running.workers)?;
+    let first = running.first;
+    running.end();
+    let us = |time: Duration| time.as_secs_f64() * 1e6;
+    Ok(Figures {
+        scheme: scheme.to_string(),
+        bytes,
+        models: args.models,
+        tensors: args.tensors,
+        readers: args.readers,
+        rounds,
+        memcpy_us: us(copies.median()),
+        applied_us: us(sends.median()),
+        applied_p99_us: us(sends.percentile(99)),
+        after_live_us: us(afters.median()),
+        ratio: ratio(sends.median(), copies.median()),
+        first_us: us(first),
+        memory_bytes,
+        source_bytes: bytes,
+    })
+}
+
+/// A connected sender with its workers and what it sends.
+pub struct Running {
+    pub source: Source,
+    /// How long `connect` took, with the first send and the workers' start.
+    pub first: Duration,
+    loan: bool,
+    sender: Sender,
+    workers: Workers,
+}
+
+impl Running {
+    /// Starts the workers and brings them the first version.
+    pub fn start(scheme: &AnyScheme, args: &Args) -> Result<Self, Box<dyn Error>> {
+        if args.loan && args.models > 1 {
+            return Err("a loan is of one model: leave out --loan or --models".into());
+        }
+        let source = Source::new(args)?;
+        let wait = if args.sleep {
+            WaitStyle::Sleep
+        } else {
+            WaitStyle::YieldThenSleep
+        };
+        let began = Instant::now();
+        let setup = source
+            .setup()?
+            .scheme(scheme.clone())?
+            .checksums(args.checksums)
+            .copy_threads(args.threads)
+            .wait_style(wait);
+        let workers = Spawn::this_program()?
+            .args(["bench", "reader"])
+            .count(args.readers)
+            .init_value(&Task {
+                info: setup.init_info(),
+                sleeps: args.sleep,
+                receivers: 1,
+            })?
+            .start()?;
+        let expect = Expect::Count(args.readers);
+        let sender = setup.connect(&source, expect, Duration::from_secs(120))?;
+        Ok(Self {
+            first: began.elapsed(),
+            source,
+            loan: args.loan,
+            sender,
+            workers,
+        })
+    }
+
+    /// One send: how long until the version was live everywhere, and how much of
+    /// that came after it was live here.
+    pub fn send(&mut self) -> Result<(Duration, Duration), Box<dyn Error>> {
+        let report = if self.loan {
+            let mut loan = self.sender.loan()?;
+            let (_, source) = &self.source.models[0];
+            for (place, name) in loan.tensors_mut().into_iter().zip(source.names()) {
+                place.copy_from_slice(source.tensor(name)?.bytes());
+            }
+            loan.publish()?
+        } else {
+            self.sender.send(&self.source)?
+        };
+        if !report.all_applied() {
+            return Err(report.to_string().into());
+        }
+        let lines = report.workers.iter();
+        let after = lines.map(|line| line.after).max().unwrap_or_default();
+        Ok((if self.loan { after } else { report.took }, after))
+    }
+
+    /// Closes the sender, which ends the workers.
+    pub fn end(self) {
+        drop(self.sender);
+        self.workers.shutdown(Duration::from_secs(20));
+    }
+}
+
+/// What is sent: bfloat16 tensors of equal size, in one or more models.
+pub struct Source {
+    models: Vec<(String, Tensors)>,
+    bytes: u64,
+}
+
+impl Source {
+    /// Bytes that are neither zero nor all the same.
+    pub fn new(args: &Args) -> Result<Self, Box<dyn Error>> {
+        let (models, tensors) = (args.models, args.tensors);
+        if tensors == 0 || args.size.0 < 2 * tensors {
+            return Err(format!(
+                "{} in {tensors} tensors: each takes at least one element of 2 bytes",
+                args.size
+            )
+            .into());
+        }
+        if models == 0 || models > tensors {
+            return Err(format!(
+                "{tensors} tensors in {models} models: each model takes at least one"
+            )
+            .into());
+        }
+        let elements = (args.size.0 / 2).div_ceil(tensors);
+        let models = (0..models).map(|model| {
+            let share = model * tensors / models..(model + 1) * tensors / models;
+            let layout = Layout::new(share.map(|index| {
+                let name = format!("layers.{index}.weight");
+                (name, Dtype::BF16, vec![elements])
+            }))?;
+            Ok((format!("model-{model}"), filled(&layout)?))
+        });
+        let models = models.collect::<Result<_, Box<dyn Error>>>()?;
+        let bytes = elements * 2 * tensors;
+        Ok(Self { models, bytes })
+    }
+
+    /// How many bytes it has.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// A sender of these models.
+    pub fn setup(&self) -> Result<SenderSetup, weightsync::Error> {
+        let [(first, weights), others @ ..] = &self.models[..] else {
+            return Err(weightsync::Error::EmptySet);
+        };
+        let setup = SenderSetup::new(first, weights)?;
+        others
+            .iter()
+            .try_fold(setup, |setup, (model, weights)| setup.and(model, weights))
+    }
+
+    /// Writes one value everywhere.
+    pub fn fill(&mut self, value: u8) -> Result<(), weightsync::Error> {
+        for (_, tensors) in &mut self.models {
+            let names: Vec<String> = tensors.names().map(str::to_owned).collect();
+            for name in names {
+                tensors
+                    .slice_mut::<half::bf16>(&name)?
+                    .fill(half::bf16::from(value));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl SendSource for Source {
+    fn members(&self) -> Members<'_> {
+        match &self.models[..] {
+            [(_, one)] => Members::One(one),
+            several => {
+                let members = several.iter();
+                Members::Set(
+                    members
+                        .map(|(id, one)| (id.as_str(), one as &dyn WeightExtractor))
+                        .collect(),
+                )
+            }
+        }
+    }
+}
+
+/// Plain copies between two buffers of the model's size, both faulted in.
+pub struct Baseline {
+    from: Vec<u8>,
+    to: Vec<u8>,
+}
+
+/// Small buffers come to lie side by side. At nearly the same place in their
+/// pages they make a memcpy ten times as slow: the processor takes its reads for
+/// reads of what it is just writing.
+const APART: usize = 2048;
+
+impl Baseline {
+    pub fn new(bytes: usize) -> Self {
+        Self {
+            from: vec![1; bytes + APART],
+            to: vec![2; bytes],
+        }
+    }
+
+    pub fn copy(&mut self) -> Duration {
+        let bytes = self.to.len();
+        let began = Instant::now();
+        self.to
+            .copy_from_slice(std::hint::black_box(&self.from[..bytes]));
+        std::hint::black_box(&self.to);
+        began.elapsed()
+    }
+}
+
+/// Bytes that are neither zero nor all the same.
+fn filled(layout: &Layout) -> Result<Tensors, Box<dyn Error>> {
+    let mut tensors = Tensors::zeros(layout);
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    for spec in layout.tensors() {
+        for element in tensors.slice_mut::<half::bf16>(&spec.name)? {
+            state = state
+                .wrapping_mul(0x5851_f42d_4c95_7f2d)
+                .wrapping_add(0x1405_7b7e_f767_814f);
+            *element = half::bf16::from_bits((state >> 48) as u16);
+        }
+    }
+    Ok(tensors)
+}
+
+/// The memory of this process and its workers, each shared page counted once.
+fn memory_of(workers: &Workers) -> Result<u64, Box<dyn Error>> {
+    let pids = (0..workers.len()).filter_map(|worker| workers.pid(worker));
+    let mut total = 0;
+    for pid in pids.chain([std::process::id()]) {
+        let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+        let kib = rollup.lines().find_map(|line| line.strip_prefix("Pss:"));
+        let kib = kib.and_then(|rest| {
+            rest.trim()
+                .trim_end_matches(" kB")
+                .trim()
+                .parse::<u64>()
+                .ok()
+        });
+        total += kib.ok_or("no Pss line in smaps_rollup")? << 10;
+    }
+    Ok(total)
+}
