@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Error;
 use crate::map::{Mapping, OwnedFile};
-use crate::protocol::{Live, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
+use crate::protocol::{Live, LiveWord, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
 use crate::set::{ModelSet, Models};
 use crate::shared::{Control, Header, Lane};
 use crate::socket::Socket;
@@ -101,21 +101,48 @@ impl PinBook {
         self.word(model).held()
     }
 
-    /// Pins the set that the lane's live word is on, whichever that is by then.
-    /// `None` while there is none.
-    ///
-    /// Lock-free: it starts over only when the sender has moved the lane in
-    /// between.
+    /// Pins the set that the lane's live word is on, whichever that is by then,
+    /// and says that it was taken. `None` while there is none.
     pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+        let hold = self.pin_word(&self.lane()?.live.0);
+        if let Ok(Some(hold)) = &hold {
+            self.note_taken(hold)?;
+        }
+        self.tell_sender();
+        hold
+    }
+
+    /// Pins the set that the lane's live word is on, to look at it.
+    pub(crate) fn look_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+        let hold = self.pin_word(&self.lane()?.live.0);
+        self.tell_sender();
+        hold
+    }
+
+    /// Pins the set that answers what was asked last. `None` while there is none.
+    pub(crate) fn pin_answer(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+        let hold = self.pin_word(&self.lane()?.answer.0.live);
+        self.tell_sender();
+        hold
+    }
+
+    /// Says in the control page that this set was taken.
+    pub(crate) fn note_taken(&self, hold: &Hold) -> Result<(), Error> {
+        let taken = &self.control()?.holds.0.taken;
+        taken.store(hold.sequence, Ordering::Release);
+        Ok(())
+    }
+
+    /// Pins the set that a word of the lane is on.
+    ///
+    /// Lock-free: it starts over only when the sender has moved the word in
+    /// between.
+    fn pin_word(self: &Arc<Self>, word: &LiveWord) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
-        let (lane, control) = (self.lane()?, self.control()?);
-        let records = &control.holds.0.records;
-        while let Some(live) = lane.live.0.load() {
-            let hold = records
-                .pin(live, &lane.live.0)
-                .then(|| self.hand_over(live));
+        let records = &self.control()?.holds.0.records;
+        while let Some(live) = word.load() {
+            let hold = records.pin(live, word).then(|| self.hand_over(live));
             records.unpin(live.record);
-            self.tell_sender();
             if let Some(hold) = hold {
                 return hold.map(Some);
             }
@@ -133,6 +160,9 @@ impl PinBook {
             return Ok(None);
         };
         let hold = self.hand_over(live);
+        if let Ok(hold) = &hold {
+            self.note_taken(hold)?;
+        }
         // Also past one that is corrupt: the next may be whole.
         control.head.0.advance(position + 1);
         self.tell_sender();
@@ -157,18 +187,11 @@ impl PinBook {
                 what: "it names none of this worker's models",
             });
         }
-        let hold = Hold {
+        Ok(Hold {
             sequence: live.sequence,
             set,
             pins: self.pin(&set),
-        };
-        let control = self.control()?;
-        control
-            .holds
-            .0
-            .taken
-            .store(live.sequence, Ordering::Release);
-        Ok(hold)
+        })
     }
 
     /// Pins every data slot of a set. The caller knows that they are held by

@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use weightsync_core::{Version, WorkerId};
 
-use self::lane::{Lane, Teller, Waiting, satisfies};
+use self::lane::{Asks, Lane, Teller, Waiting, satisfies};
 use self::meant::Meant;
 use self::records::Records;
 use crate::protocol::{Live, MAX_RECORDS, MAX_SLOTS, SlotSet};
@@ -51,7 +51,9 @@ pub(crate) enum Step {
     Flip { key: Key, live: Live },
     /// Push on the lane's queue. There is room.
     Push { key: Key, live: Live },
-    /// Clear the lane's live word.
+    /// Swap the lane's word for answers, and say which question it answers.
+    Answer { key: Key, live: Live, question: u64 },
+    /// Clear the lane's word for answers.
     Clear { key: Key },
 }
 
@@ -106,9 +108,9 @@ pub(crate) enum Lend {
 /// What becomes of an ask.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// The steps put the lane there (or on its queue).
+    /// The steps answer it, or there is no record for the answer yet.
     Told,
-    /// It will be told when there is such a version.
+    /// It will be answered when there is such a version.
     Later,
     /// There is no such version for this reader; the newest there are.
     Unknown { known: Vec<Version> },
@@ -171,8 +173,8 @@ impl Plan {
     /// hold, and what pinned records do ([`slots_of`](Self::slots_of)).
     pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
         let needed = self.meant.slots(model).union(self.told(model));
-        let waiting = self.lanes.values().flat_map(|lane| &lane.waiting);
-        let waiting = waiting.filter_map(|waiting| waiting.set.place(model));
+        let waiting = self.lanes.values().flat_map(Lane::kept_waiting);
+        let waiting = waiting.filter_map(|set| set.place(model));
         let held = waiting.fold(needed, |all, placed| all.with(placed.slot));
         let Model { slots, lent, .. } = &mut self.models[model];
         if let Some(slot) = held.union(*lent).union(pinned).first_free(*slots) {
@@ -289,10 +291,10 @@ impl Plan {
 
     /// Puts lanes that wait where they are meant to be, as far as there is room.
     ///
-    /// If it is records that are missing, lanes are taken off those that were
-    /// only asked for and have been taken; the next call can use them.
+    /// If it is records that are missing, those of answers that are needed no
+    /// more are given up; the next call can use them.
     pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
-        if self.lanes.values().all(|lane| lane.waiting.is_empty()) {
+        if !self.anything_waits() {
             return;
         }
         let mut teller = Teller::new(0, self.records_told().union(record_pins), steps);
@@ -306,7 +308,8 @@ impl Plan {
 
     /// Whether anything waits for room anywhere.
     pub(crate) fn anything_waits(&self) -> bool {
-        self.lanes.values().any(|lane| !lane.waiting.is_empty())
+        let mut lanes = self.lanes.values();
+        lanes.any(|lane| lane.kept_waiting().next().is_some())
     }
 
     /// Whether anything waits for room at this reader.
@@ -357,9 +360,8 @@ impl Plan {
             queue: VecDeque::new(),
             head: 0,
             waiting: VecDeque::new(),
-            wanted: None,
             told: 0,
-            taken: 0,
+            asks: Asks::default(),
         };
         self.lanes.insert(worker, lane);
         let set = self.meant.for_worker(worker);
@@ -376,9 +378,9 @@ impl Plan {
     }
 
     /// What the reader's control page says: how many entries it has taken, and
-    /// the newest sequence number. Read before its pins, and before anything
-    /// here that looks for room.
-    pub(crate) fn observe(&mut self, key: Key, head: u64, taken: u64) {
+    /// the last question whose answer it needs no more. Read before its pins,
+    /// and before anything here that looks for room.
+    pub(crate) fn observe(&mut self, key: Key, head: u64, through: u64) {
         let Some(lane) = self.lane_mut(key) else {
             return;
         };
@@ -387,13 +389,15 @@ impl Plan {
         let gone = gone.min(lane.queue.len() as u64);
         lane.queue.drain(..gone as usize);
         lane.head += gone;
-        lane.taken = lane.taken.max(taken);
+        lane.asks.through = lane.asks.through.max(through);
     }
 
-    /// A reader asks. The answer is new to it also if it has had the same.
+    /// A reader asks. The answer takes nothing from what is meant for it: it has
+    /// a place of its own, and a question has one answer at most.
     pub(crate) fn ask(
         &mut self,
         key: Key,
+        question: u64,
         want: Want,
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
@@ -401,7 +405,8 @@ impl Plan {
         let Some(lane) = self.lane_mut(key) else {
             return Answer::Gone;
         };
-        lane.wanted = None;
+        lane.asks.wanted = None;
+        lane.asks.owed = None;
         let mine = lane.models;
         let allowed = match want {
             Want::Newest => true,
@@ -419,7 +424,7 @@ impl Plan {
         };
         match (set, want) {
             (Some(set), _) => {
-                self.point(key.0, &set, record_pins, steps);
+                self.answer(key.0, question, &set, record_pins, steps);
                 Answer::Told
             }
             (None, Want::Exactly { model, .. }) => {
@@ -434,22 +439,30 @@ impl Plan {
             }
             (None, _) => {
                 if let Some(lane) = self.lane_mut(key) {
-                    lane.wanted = Some(want);
+                    lane.asks.wanted = Some((question, want));
                 }
                 Answer::Later
             }
         }
     }
 
-    /// Takes the lanes of readers that got what they asked for off it, so that
-    /// its slots can come free. True if there was one. For when
-    /// [`lend`](Self::lend) finds no slot, before growing or waiting.
+    /// A reader does not wait for an answer any more.
+    pub(crate) fn withdraw(&mut self, key: Key) {
+        if let Some(lane) = self.lane_mut(key) {
+            lane.asks.wanted = None;
+            lane.asks.owed = None;
+        }
+    }
+
+    /// Takes back answers that are needed no more, so that their slots can come
+    /// free. True if there was one. For when [`lend`](Self::lend) finds no slot,
+    /// before growing or waiting.
     pub(crate) fn clear_taken(&mut self, steps: &mut Vec<Step>) -> bool {
         let before = steps.len();
         for (worker, lane) in &mut self.lanes {
-            let asks = lane.delivery == Delivery::Asked;
-            if asks && lane.live.is_some() && lane.taken >= lane.told {
-                lane.live = None;
+            let asks = &mut lane.asks;
+            let over = |(question, _): &mut (u64, u8)| *question <= asks.through;
+            if asks.answer.take_if(over).is_some() {
                 let key = (*worker, lane.joined);
                 steps.push(Step::Clear { key });
             }
@@ -484,12 +497,15 @@ impl Plan {
             };
             let set = self.meant.for_worker(*worker);
             let news = set.only(lane.models) != was.only(lane.models);
-            let wanted = match lane.delivery {
-                Delivery::Asked => lane.take_wanted(&set),
-                Delivery::Newest | Delivery::Every { .. } => true,
-            };
-            if news && wanted {
+            if !news {
+                continue;
+            }
+            let (pushed, question) = (lane.delivery != Delivery::Asked, lane.take_wanted(&set));
+            if pushed {
                 self.point(*worker, &set, record_pins, steps);
+            }
+            if let Some(question) = question {
+                self.answer(*worker, question, &set, record_pins, steps);
             }
         }
     }
@@ -554,9 +570,8 @@ impl Plan {
         self.lane(key)
             .filter(|lane| lane.models.contains(model))
             .map_or(SlotSet::default(), |lane| {
-                let waiting = lane.waiting.iter().map(|waiting| &waiting.set);
                 self.slots_of(lane.records(), model)
-                    .union(slots_in(waiting, model))
+                    .union(slots_in(lane.kept_waiting(), model))
             })
     }
 
@@ -601,6 +616,33 @@ impl Plan {
         });
         let mut teller = Teller::new(sequence, in_use, steps);
         lane.tell(worker, sequence, set, &mut self.records, &mut teller);
+    }
+
+    /// Answers a question, by a record that is newer than the answer before.
+    fn answer(
+        &mut self,
+        worker: WorkerId,
+        question: u64,
+        set: &ModelSet,
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) {
+        let in_use = self.records_told().union(record_pins);
+        let Some(lane) = self.lanes.get_mut(&worker) else {
+            return;
+        };
+        let sequence = self.records.newer(lane.asks.told, set).unwrap_or_else(|| {
+            self.sequence += 1;
+            self.sequence
+        });
+        let mut teller = Teller::new(sequence, in_use, steps);
+        lane.answer(
+            worker,
+            (question, sequence),
+            set,
+            &mut self.records,
+            &mut teller,
+        );
     }
 }
 

@@ -100,6 +100,8 @@ pub(crate) struct Reader {
     pub(crate) deaf: bool,
     /// It has closed its end and its lane is taken down.
     pub(crate) retired: bool,
+    /// It has asked for something.
+    pub(crate) asks: bool,
 }
 
 /// What is known of a reader that is not there any more.
@@ -162,6 +164,7 @@ impl Reader {
             told: false,
             deaf: false,
             retired: false,
+            asks: false,
         }
     }
 
@@ -181,6 +184,11 @@ impl Reader {
         self.control().holds.0.taken.load(Ordering::Acquire)
     }
 
+    /// The last question whose answer it needs no more.
+    pub(crate) fn through(&self) -> u64 {
+        self.control().through.0.load(Ordering::Acquire)
+    }
+
     pub(crate) fn has_left(&self) -> bool {
         self.control().left.0.load(Ordering::Acquire) != 0
     }
@@ -198,7 +206,14 @@ impl Reader {
         versions.collect()
     }
 
-    /// What a wake-up of this reader, if it sleeps, has to be told to.
+    /// Wakes this reader, if it sleeps until it is answered.
+    pub(crate) fn wake_for_answer(&self) {
+        if self.control().sleep.0.sleeping() {
+            futex::wake(&self.lane().answer.0.question);
+        }
+    }
+
+    /// Wakes this reader, if it sleeps until it is told something.
     pub(crate) fn wake(&self) {
         if self.control().sleep.0.sleeping() {
             futex::wake(match self.delivery {
