@@ -1,8 +1,10 @@
 //! Between the plan and the shared pages: what the readers' pages say goes into
 //! the plan, and what it decides into their lanes. All of it under the lock.
 
+use std::sync::atomic::Ordering;
+
 use crate::plan::{Plan, Step};
-use crate::protocol::SlotSet;
+use crate::protocol::{SlotSet, order};
 use crate::roster::{Shared, State};
 use crate::wire::Delivery;
 
@@ -19,8 +21,8 @@ impl Shared {
                 plan.leave(*key);
             }
             let control = reader.control();
-            if reader.delivery != Delivery::Newest {
-                plan.observe(*key, control.head.0.load(), reader.taken());
+            if reader.delivery != Delivery::Newest || reader.asks {
+                plan.observe(*key, control.head.0.load(), reader.through());
             }
             records = records.union(control.holds.0.records.held());
         }
@@ -107,17 +109,37 @@ impl Shared {
                 }
                 Step::Clear { key } => {
                     if let Some(reader) = state.readers.get(key) {
-                        reader.lane().live.0.clear();
+                        reader.lane().answer.0.live.clear();
+                    }
+                }
+                Step::Answer {
+                    key,
+                    live,
+                    question,
+                } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        let place = &reader.lane().answer.0;
+                        place.live.swap_in(*live);
+                        place.question.store(*question, Ordering::Release);
+                        order();
                     }
                 }
             }
         }
         // All lanes first: a reader that is woken may want the processor.
         for step in &steps {
-            if let Step::Flip { key, .. } | Step::Push { key, .. } = step
-                && let Some(reader) = state.readers.get(key)
-            {
-                reader.wake();
+            match step {
+                Step::Flip { key, .. } | Step::Push { key, .. } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.wake();
+                    }
+                }
+                Step::Answer { key, .. } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.wake_for_answer();
+                    }
+                }
+                Step::Write { .. } | Step::Clear { .. } => {}
             }
         }
         steps.clear();

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Error;
 use crate::map::{Mapping, OwnedFile};
-use crate::protocol::{Live, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
+use crate::protocol::{Live, LiveWord, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
 use crate::set::{ModelSet, Models};
 use crate::shared::{Control, Header, Lane};
 use crate::socket::Socket;
@@ -101,23 +101,40 @@ impl PinBook {
         self.word(model).held()
     }
 
-    /// Pins the set that the lane's live word is on, whichever that is by then.
-    /// `None` while there is none.
-    ///
-    /// Lock-free: it starts over only when the sender has moved the lane in
-    /// between.
+    /// Pins the set that the lane's live word is on, whichever that is by then;
+    /// the sender is told if its record is damaged. `None` while there is none.
     pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+        self.pin_word(&self.lane()?.live.0, true)
+    }
+
+    /// Pins the set that the lane's live word is on, to look at it.
+    pub(crate) fn look_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+        self.pin_word(&self.lane()?.live.0, false)
+    }
+
+    /// Pins the set that answers what was asked last. `None` while there is none.
+    pub(crate) fn pin_answer(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+        self.pin_word(&self.lane()?.answer.0.live, false)
+    }
+
+    /// Pins the set that a word of the lane is on. What is wrong with one that
+    /// the reader is told (and not only looks at, or asked for) the sender hears.
+    ///
+    /// Lock-free: it starts over only when the sender has moved the word in
+    /// between.
+    fn pin_word(self: &Arc<Self>, word: &LiveWord, told: bool) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
-        let (lane, control) = (self.lane()?, self.control()?);
-        let records = &control.holds.0.records;
-        while let Some(live) = lane.live.0.load() {
-            let hold = records
-                .pin(live, &lane.live.0)
-                .then(|| self.hand_over(live));
+        let lane = self.lane()?;
+        let records = &self.control()?.holds.0.records;
+        while let Some(live) = word.load() {
+            let hold = records.pin(live, word).then(|| self.hand_over(live));
             records.unpin(live.record);
             self.tell_sender();
             self.tell_room(lane);
             if let Some(hold) = hold {
+                if let (true, Err(error)) = (told, &hold) {
+                    self.refuse_damage(live.sequence, error);
+                }
                 return hold.map(Some);
             }
         }
@@ -139,6 +156,9 @@ impl PinBook {
             // data pins are withdrawn with `hold`.
             return Ok(None);
         }
+        if let Err(error) = &hold {
+            self.refuse_damage(live.sequence, error);
+        }
         // Also past one that is corrupt: the next may be whole.
         control.head.0.advance(position + 1);
         self.tell_sender();
@@ -149,9 +169,7 @@ impl PinBook {
     /// Pins the data slots of a record that is held meanwhile, by a record pin
     /// or by its place in the queue.
     fn hand_over(self: &Arc<Self>, live: Live) -> Result<Hold, Error> {
-        let set = self.set_of(live).inspect_err(|error| {
-            self.refuse_damage(live.sequence, error);
-        })?;
+        let set = self.set_of(live)?;
         Ok(Hold {
             sequence: live.sequence,
             set,
@@ -225,7 +243,7 @@ impl PinBook {
     /// Tells the sender that a record was given back, if it wants to hear of it.
     /// After the fence in [`tell_sender`](Self::tell_sender): a sender that asks
     /// to be told looks again after asking.
-    fn tell_room(&self, lane: &Lane) {
+    pub(crate) fn tell_room(&self, lane: &Lane) {
         if lane.wants_room.0.sleeping()
             && let Ok(socket) = self.socket()
         {

@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use weightsync_core::{Version, WorkerId};
 
-use self::lane::{Lane, Teller, satisfies};
+use self::lane::{Asks, Lane, Teller, satisfies};
 use self::meant::Meant;
 use self::records::Records;
 use crate::protocol::{Live, MAX_SLOTS, SlotSet};
@@ -51,7 +51,9 @@ pub(crate) enum Step {
     Flip { key: Key, live: Live },
     /// Push on the lane's queue. There is room.
     Push { key: Key, live: Live },
-    /// Clear the lane's live word.
+    /// Swap the lane's word for answers, and say which question it answers.
+    Answer { key: Key, live: Live, question: u64 },
+    /// Clear the lane's word for answers.
     Clear { key: Key },
 }
 
@@ -110,9 +112,9 @@ pub(crate) enum Lend {
 /// What becomes of an ask.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// The steps put the lane there (or on its queue).
+    /// The steps answer it, or there is no record for the answer yet.
     Told,
-    /// It will be told when there is such a version.
+    /// It will be answered when there is such a version.
     Later,
     /// There is no such version for this reader; the newest there are.
     Unknown { known: Vec<Version> },
@@ -175,8 +177,8 @@ impl Plan {
     /// hold, and what pinned records do ([`slots_of`](Self::slots_of)).
     pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
         let needed = self.meant.slots(model).union(self.told(model));
-        let waiting = self.lanes.values().flat_map(|lane| &lane.waiting);
-        let waiting = waiting.filter_map(|waiting| waiting.set.place(model));
+        let waiting = self.lanes.values().flat_map(Lane::kept_waiting);
+        let waiting = waiting.filter_map(|set| set.place(model));
         let held = waiting.fold(needed, |all, placed| all.with(placed.slot));
         let Model { slots, lent, .. } = &mut self.models[model];
         if let Some(slot) = held.union(*lent).union(pinned).first_free(*slots) {
@@ -294,7 +296,7 @@ impl Plan {
 
     /// Puts lanes that wait where they are meant to be, as far as there is room.
     pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
-        if self.lanes.values().all(|lane| lane.waiting.is_empty()) {
+        if !self.anything_waits() {
             return;
         }
         let mut teller = self.teller(record_pins, steps);
@@ -310,7 +312,8 @@ impl Plan {
 
     /// Whether anything waits for room anywhere.
     pub(crate) fn anything_waits(&self) -> bool {
-        self.lanes.values().any(|lane| !lane.waiting.is_empty())
+        let mut lanes = self.lanes.values();
+        lanes.any(|lane| lane.kept_waiting().next().is_some())
     }
 
     /// Whether anything waits for room at this reader.
@@ -328,23 +331,6 @@ impl Plan {
         };
         self.lane(key)
             .is_some_and(|lane| lane.waiting.iter().any(|waiting| waits(waiting, lane)))
-    }
-
-    /// The sequence number of this reader's last answer, if it asked for a version
-    /// older than one of these.
-    pub(crate) fn older_answer(&self, key: Key, versions: &[(usize, Version)]) -> Option<u64> {
-        let lane = self.lane(key)?;
-        let (sequence, set) = lane.answer.as_ref()?;
-        let older = |&(model, version): &(usize, Version)| {
-            let answer = set.place(model).map(|placed| placed.version);
-            lane.models.contains(model) && answer.is_none_or(|answer| answer < version)
-        };
-        versions.iter().any(older).then_some(*sequence)
-    }
-
-    /// The newest sequence number this reader was told.
-    pub(crate) fn last_told(&self, key: Key) -> Option<u64> {
-        self.lane(key).map(|lane| lane.told)
     }
 
     /// Drops a publication that waits for room in this reader's queue. The
@@ -384,10 +370,8 @@ impl Plan {
             queue: VecDeque::new(),
             head: 0,
             waiting: VecDeque::new(),
-            wanted: None,
-            answer: None,
             told: 0,
-            taken: 0,
+            asks: Asks::default(),
             shut: false,
         };
         self.lanes.insert(worker, lane);
@@ -414,9 +398,9 @@ impl Plan {
     }
 
     /// What the reader's control page says: how many entries it has taken, and
-    /// the newest sequence number. Read before its pins, and before anything
-    /// here that looks for room.
-    pub(crate) fn observe(&mut self, key: Key, head: u64, taken: u64) {
+    /// the last question whose answer it needs no more. Read before its pins,
+    /// and before anything here that looks for room.
+    pub(crate) fn observe(&mut self, key: Key, head: u64, through: u64) {
         let Some(lane) = self.lane_mut(key) else {
             return;
         };
@@ -425,13 +409,15 @@ impl Plan {
         let gone = gone.min(lane.queue.len() as u64);
         lane.queue.drain(..gone as usize);
         lane.head += gone;
-        lane.taken = lane.taken.max(taken);
+        lane.asks.through = lane.asks.through.max(through);
     }
 
-    /// A reader asks. The answer is new to it also if it has had the same.
+    /// A reader asks. The answer takes nothing from what is meant for it: it has
+    /// a place of its own, and a question has one answer at most.
     pub(crate) fn ask(
         &mut self,
         key: Key,
+        question: u64,
         want: Want,
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
@@ -439,7 +425,8 @@ impl Plan {
         let Some(lane) = self.lane_mut(key).filter(|lane| !lane.shut) else {
             return Answer::Gone;
         };
-        lane.wanted = None;
+        lane.asks.wanted = None;
+        lane.asks.owed = None;
         let mine = lane.models;
         let allowed = match want {
             Want::Newest => true,
@@ -458,10 +445,7 @@ impl Plan {
         match (set, want) {
             (Some(set), _) => {
                 let mut teller = self.teller(record_pins, steps);
-                let sequence = self.point(key.0, &set, &mut teller);
-                if let Some(lane) = self.lane_mut(key) {
-                    lane.answer = Some((sequence, set));
-                }
+                self.answer(key.0, question, &set, &mut teller);
                 Answer::Told
             }
             (None, Want::Exactly { model, .. }) => {
@@ -476,23 +460,31 @@ impl Plan {
             }
             (None, _) => {
                 if let Some(lane) = self.lane_mut(key) {
-                    lane.wanted = Some(want);
+                    lane.asks.wanted = Some((question, want));
                 }
                 Answer::Later
             }
         }
     }
 
-    /// Takes the lanes of readers that got what they asked for off it, so that
-    /// its slots, or its record, can come free. True if there was one. For when
+    /// A reader does not wait for an answer any more.
+    pub(crate) fn withdraw(&mut self, key: Key) {
+        if let Some(lane) = self.lane_mut(key) {
+            lane.asks.wanted = None;
+            lane.asks.owed = None;
+        }
+    }
+
+    /// Takes back answers that are needed no more, so that their slots, or their
+    /// records, can come free. True if there was one. For when
     /// [`lend`](Self::lend) finds no slot, before growing or waiting, and when
     /// there is no record.
     pub(crate) fn clear_taken(&mut self, steps: &mut Vec<Step>) -> bool {
         let before = steps.len();
         for (worker, lane) in &mut self.lanes {
-            let asks = lane.delivery == Delivery::Asked;
-            if asks && lane.live.is_some() && lane.taken >= lane.told {
-                lane.live = None;
+            let asks = &mut lane.asks;
+            let over = |(question, _): &mut (u64, u8)| *question <= asks.through;
+            if asks.answer.take_if(over).is_some() {
                 let key = (*worker, lane.joined);
                 steps.push(Step::Clear { key });
             }
@@ -528,12 +520,15 @@ impl Plan {
             };
             let set = self.meant.for_worker(*worker);
             let news = set.only(lane.models) != was.only(lane.models);
-            let wanted = match lane.delivery {
-                Delivery::Asked => lane.take_wanted(&set),
-                Delivery::Newest | Delivery::Every { .. } => true,
-            };
-            if news && wanted {
+            if !news {
+                continue;
+            }
+            let (pushed, question) = (lane.delivery != Delivery::Asked, lane.take_wanted(&set));
+            if pushed {
                 self.point(*worker, &set, &mut teller);
+            }
+            if let Some(question) = question {
+                self.answer(*worker, question, &set, &mut teller);
             }
         }
     }
@@ -598,9 +593,8 @@ impl Plan {
         self.lane(key)
             .filter(|lane| lane.models.contains(model))
             .map_or(SlotSet::default(), |lane| {
-                let waiting = lane.waiting.iter().map(|waiting| &waiting.set);
                 self.slots_of(lane.records(), model)
-                    .union(slots_in(waiting, model))
+                    .union(slots_in(lane.kept_waiting(), model))
             })
     }
 
@@ -637,10 +631,9 @@ impl Plan {
     /// Points one lane at a set, by a record that is newer than what it was told.
     /// Where no more may wait, it takes the place of the last that does: a reader
     /// of every version would else stay behind the newest for good.
-    /// Gives its sequence number.
-    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) -> u64 {
+    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) {
         let Some(lane) = self.lanes.get_mut(&worker) else {
-            return 0;
+            return;
         };
         lane.deliver(worker, &mut self.records, teller);
         let after = lane.waiting.back().map_or(lane.told, |last| last.sequence);
@@ -652,7 +645,18 @@ impl Plan {
             lane.waiting.pop_back();
             lane.tell(worker, sequence, set, &mut self.records, teller);
         }
-        sequence
+    }
+
+    /// Answers a question, by a record that is newer than the answer before.
+    fn answer(&mut self, worker: WorkerId, question: u64, set: &ModelSet, teller: &mut Teller<'_>) {
+        let Some(lane) = self.lanes.get_mut(&worker) else {
+            return;
+        };
+        let sequence = self.records.newer(lane.asks.told, set).unwrap_or_else(|| {
+            self.sequence += 1;
+            self.sequence
+        });
+        lane.answer(worker, (question, sequence), set, &mut self.records, teller);
     }
 }
 

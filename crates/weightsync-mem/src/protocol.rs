@@ -11,9 +11,9 @@
 //! has a lane with one [`LiveWord`] and one [`Queue`] (written by the sender
 //! alone), one [`PinWord`] for records, one for the data slots of each model,
 //! and a [`Head`] (written by that reader alone). A lane uses its live word or
-//! its queue, never both.
+//! its queue, never both; what the reader asks for comes by a second live word.
 //!
-//! By live word (a worker that wants the newest, or what it asks for):
+//! By live word (the newest, or what the worker asks for):
 //!
 //! * A reader *announces* a pin for the record it believes live, then issues a
 //!   sequentially consistent fence, then *re-checks* that the live word has not

@@ -69,7 +69,8 @@ impl fmt::Debug for AttachOptions {
 #[derive(Clone, Debug)]
 pub struct Taken {
     /// Grows from one to the next at a reader; a publication of this or a lower
-    /// number is in it, or was replaced.
+    /// number is in it, or was replaced. 0 for what was asked for beside what is
+    /// meant for the reader: it says nothing about publications.
     pub sequence: u64,
     /// By model.
     pub members: Vec<Member>,
@@ -106,8 +107,9 @@ pub struct Reader {
     head: u64,
     /// By model, what was handed out last.
     versions: [Version; MAX_MODELS],
-    /// It has asked, and may get the answer that there is no such version.
-    asked: bool,
+    /// The number of its last question, and whether it waits for the answer.
+    question: u64,
+    asks: bool,
 }
 
 impl Reader {
@@ -216,7 +218,8 @@ impl Reader {
             sequence: 0,
             head: 0,
             versions: [Version::NONE; MAX_MODELS],
-            asked: false,
+            question: 0,
+            asks: false,
         }))
     }
 
@@ -259,7 +262,11 @@ impl Reader {
         if let Delivery::Every { .. } = self.delivery {
             return Ok(None);
         }
-        match self.book.take_live()? {
+        let hold = match self.delivery {
+            Delivery::Asked => self.book.pin_answer()?,
+            Delivery::Newest | Delivery::Every { .. } => self.book.take_live()?,
+        };
+        match hold {
             Some(hold) => self.hand_out(hold).map(Some),
             None => Ok(None),
         }
@@ -267,66 +274,47 @@ impl Reader {
 
     /// Waits for a set that this reader has not handed out yet; `None` if the
     /// deadline comes first. By [`Delivery::Newest`] what was replaced meanwhile
-    /// is passed over, by [`Delivery::Every`] the next in order comes, by
-    /// [`Delivery::Asked`] what was asked for.
+    /// is passed over, by [`Delivery::Every`] the next in order comes. What is
+    /// [asked](Self::ask) for comes by [`answer`](Self::answer).
     ///
     /// # Errors
     ///
     /// [`Error::SenderDied`] or [`Error::SenderClosed`], once everything the
-    /// sender published has been handed out; [`Error::NoSuchVersion`] as the answer
-    /// to [`ask`](Self::ask); as [`latest`](Self::latest), and then what comes
-    /// after the corrupt set is next. [`Error::Protocol`] or [`Error::Os`] once
-    /// this reader cannot go on listening to a sender that lives: the sender has
-    /// been told, and every call says so.
+    /// sender published has been handed out; [`Error::BadOption`] by
+    /// [`Delivery::Asked`], as nothing would ever come; as
+    /// [`latest`](Self::latest), and then what comes after the corrupt set is
+    /// next. [`Error::Protocol`] or [`Error::Os`] once this reader cannot go on
+    /// listening to a sender that lives: the sender has been told, and every call
+    /// says so.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
-        if self.asked
-            && let Some(answer) = self.watch.take_answer()
-        {
-            self.asked = false;
-            return Err(answer);
-        }
         let book = self.book.clone();
         let lane = book.lane()?;
-        let (last, head, delivery) = (self.sequence, self.head, self.delivery);
-        let look = || match delivery {
-            Delivery::Every { .. } => lane.queue.0.get(head).map(|live| live.sequence),
-            Delivery::Newest | Delivery::Asked => {
+        let (last, head) = (self.sequence, self.head);
+        let found = match self.delivery {
+            Delivery::Every { .. } => self.wait_for(0, deadline, || {
+                lane.queue.0.get(head).map(|live| live.sequence)
+            }),
+            Delivery::Newest => self.wait_for(0, deadline, || {
                 let live = lane.live.0.load()?;
                 (live.sequence > last).then_some(live.sequence)
-            }
+            }),
+            Delivery::Asked => Err(Error::BadOption {
+                option: "the delivery of a reader that is told",
+                expected: "newest or every",
+                got: "asked".into(),
+            }),
         };
-        let glance = || match look() {
-            None if self.watch.is_interrupted() => Some(None),
-            found => found.map(Some),
-        };
-        if let Some(Some(sequence)) = self.wait.brief(deadline, glance) {
-            return self.take(sequence);
-        }
-        loop {
-            // Asked before the last look: what was published before the end is
-            // still handed out.
-            let over = self.watch.is_over() || self.is_closed();
-            if let Some(sequence) = look() {
-                return self.take(sequence);
-            }
-            if let Some(answer) = self.watch.take_answer() {
-                self.asked = false;
-                return Err(answer);
-            }
-            if over {
-                return Err(self.why_over());
-            }
-            if self.watch.take_interrupt() || passed(deadline) {
-                return Ok(None);
-            }
-            self.watch.sleep(|| look().is_none(), deadline)?;
+        match found? {
+            Some(sequence) => self.take(sequence),
+            None => Ok(None),
         }
     }
 
-    /// Asks the sender for a version; it comes by [`next`](Self::next), also if
-    /// this reader has had it before. One question at a time: a new one takes
-    /// the place of one that is not answered yet.
+    /// Asks the sender for a version; it comes by [`answer`](Self::answer), also
+    /// if this reader has had it before, and whatever is published meanwhile. One
+    /// question at a time: a new one takes the place of one that is not answered
+    /// yet.
     ///
     /// [`Want::AtLeast`] a version that there is not yet is answered when there
     /// is, or not at all; [`Want::Exactly`] is answered at once.
@@ -379,16 +367,70 @@ impl Reader {
         if let Some(fault) = self.watch.fault() {
             return Err(fault);
         }
-        self.watch.ask_anew();
-        self.asked = true;
-        if self
-            .book
-            .socket()?
-            .send(&FromReader::Ask { want }.encode(), &[])?
-        {
+        self.close_question()?;
+        self.question += 1;
+        let question = self.question;
+        let packet = FromReader::Ask { question, want }.encode();
+        if !self.book.socket()?.send(&packet, &[])? {
+            return Err(self.unheard().unwrap_or_else(|| self.why_over()));
+        }
+        self.asks = true;
+        Ok(())
+    }
+
+    /// Waits for the answer to the last question; `None` if the deadline comes
+    /// first, and then it can be waited for again, or [withdrawn](Self::withdraw).
+    ///
+    /// It takes nothing from what [`next`](Self::next) hands out, unless it is
+    /// the newest: that is not handed out twice.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchVersion`], [`Error::BadOption`] if there is no question
+    /// without an answer, and as [`next`](Self::next).
+    pub fn answer(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
+        self.book.header.usable()?;
+        if !self.asks {
+            return Err(Error::BadOption {
+                option: "an answer",
+                expected: "a question before it",
+                got: "none".into(),
+            });
+        }
+        let book = self.book.clone();
+        let (place, question) = (&book.lane()?.answer.0, self.question);
+        let found = self.wait_for(question, deadline, || {
+            let placed = place.question.load(Ordering::Acquire) == question;
+            (placed || self.watch.has_answer(question)).then_some(())
+        })?;
+        if found.is_none() {
+            return Ok(None);
+        }
+        let hold = match self.watch.take_answer(question) {
+            Some(answer) => Err(answer),
+            None => self.take_answer(),
+        };
+        self.close_question()?;
+        match hold? {
+            Some(hold) => self.hand_out(hold).map(Some),
+            None => Err(unexpected("an answer", "its place was empty".into())),
+        }
+    }
+
+    /// Takes back a question that has no answer yet. If the answer is on its way,
+    /// it is not looked at.
+    ///
+    /// # Errors
+    ///
+    /// Only of the operating system; a sender that is gone needs no telling.
+    pub fn withdraw(&mut self) -> Result<(), Error> {
+        self.book.header.usable()?;
+        if !self.asks {
             return Ok(());
         }
-        Err(self.unheard().unwrap_or_else(|| self.why_over()))
+        self.close_question()?;
+        let packet = FromReader::Withdraw.encode();
+        self.book.socket()?.send(&packet, &[]).map(|_| ())
     }
 
     /// Tells the sender that the worker has loaded a set.
@@ -426,11 +468,14 @@ impl Reader {
             });
         }
         let loaded = &self.book.control()?.loaded.0;
-        if sequence >= loaded.sequence.load(Ordering::Relaxed) {
+        let before = loaded.sequence.load(Ordering::Relaxed);
+        if sequence == 0 || sequence >= before {
             for (model, version) in versions {
                 loaded.versions[model].store(version.0, Ordering::Relaxed);
             }
-            loaded.sequence.store(sequence, Ordering::Release);
+            loaded
+                .sequence
+                .store(sequence.max(before), Ordering::Release);
         }
         self.book.tell_sender();
         Ok(())
@@ -438,6 +483,8 @@ impl Reader {
 
     /// Tells the sender that the worker cannot use a set, by its sequence
     /// number, and why. `None` refuses whatever comes (a wrong layout, say).
+    /// What was asked for beside what is meant for the reader (0) nobody waits
+    /// for, so there is nobody to tell.
     ///
     /// # Errors
     ///
@@ -445,10 +492,75 @@ impl Reader {
     /// listen; one that is gone needs no telling.
     pub fn refuse(&self, sequence: Option<u64>, reason: &str) -> Result<(), Error> {
         self.book.header.usable()?;
+        if sequence == Some(0) {
+            return Ok(());
+        }
         match self.book.refuse(sequence.unwrap_or(0), reason)? {
             true => Ok(()),
             false => self.unheard().map_or(Ok(()), Err),
         }
+    }
+
+    /// Waits until a look finds something; `None` if the deadline or an interrupt
+    /// comes first. It is woken for the answer to this question, or (0) for what
+    /// the reader is told.
+    fn wait_for<T>(
+        &self,
+        question: u64,
+        deadline: Deadline,
+        look: impl Fn() -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        let glance = || match look() {
+            None if self.watch.is_interrupted() => Some(None),
+            found => found.map(Some),
+        };
+        if let Some(Some(found)) = self.wait.brief(deadline, glance) {
+            return Ok(Some(found));
+        }
+        loop {
+            // Asked before the last look: what was published before the end is
+            // still handed out.
+            let over = self.watch.is_over() || self.is_closed();
+            if let Some(found) = look() {
+                return Ok(Some(found));
+            }
+            if over {
+                return Err(self.why_over());
+            }
+            if self.watch.take_interrupt() || passed(deadline) {
+                return Ok(None);
+            }
+            self.watch.sleep(question, || look().is_none(), deadline)?;
+        }
+    }
+
+    /// Pins the answer; as what is meant for this reader, where it is that.
+    fn take_answer(&self) -> Result<Option<Hold>, Error> {
+        let Some(mut hold) = self.book.pin_answer()? else {
+            return Ok(None);
+        };
+        if self.delivery == Delivery::Newest {
+            // Whatever is wrong with what it is told is for `next` to say.
+            let live = self.book.look_live().ok().flatten();
+            match live.filter(|live| live.set == hold.set) {
+                Some(live) => hold = live,
+                None => {
+                    hold.sequence = 0;
+                    return Ok(Some(hold));
+                }
+            }
+        }
+        Ok(Some(hold))
+    }
+
+    /// The answer to the last question, if it comes, is needed no more.
+    fn close_question(&mut self) -> Result<(), Error> {
+        self.asks = false;
+        let through = &self.book.control()?.through.0;
+        through.store(self.question, Ordering::Release);
+        self.book.tell_sender();
+        self.book.tell_room(self.book.lane()?);
+        Ok(())
     }
 
     /// Takes what a look has found there, or what has replaced it by now.
@@ -473,14 +585,18 @@ impl Reader {
     }
 
     /// Makes snapshots of what is pinned, and says that it is taken, or that it
-    /// is damaged.
+    /// is damaged; of what is beside what is meant for this reader, nothing.
     fn hand_out(&mut self, hold: Hold) -> Result<Taken, Error> {
         let sequence = hold.sequence;
-        self.sequence = sequence;
+        self.sequence = self.sequence.max(sequence);
         let taken = self.checked(hold).inspect_err(|error| {
-            self.book.refuse_damage(sequence, error);
+            if sequence > 0 {
+                self.book.refuse_damage(sequence, error);
+            }
         })?;
-        self.book.say_taken(sequence)?;
+        if sequence > 0 {
+            self.book.say_taken(sequence)?;
+        }
         for member in &taken.members {
             self.versions[member.model] = member.snapshot.version();
         }

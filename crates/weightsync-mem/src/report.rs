@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Version, WorkerId};
 
 use crate::error::Error;
-use crate::plan::{Fate, Key, Plan, Published, Targets};
+use crate::plan::{Fate, Key, Published, Targets};
 use crate::roster::{Gone, Reader, Shared, State};
 use crate::set::Models;
 use crate::snapshot::Snapshot;
@@ -115,13 +115,7 @@ impl Publication {
     }
 
     /// What became of it at a reader, if that is known yet.
-    fn outcome(
-        &self,
-        plan: &Plan,
-        (key, fate): (Key, Fate),
-        reader: &Reader,
-        level: Level,
-    ) -> Option<Outcome> {
+    fn outcome(&self, (key, fate): (Key, Fate), reader: &Reader, level: Level) -> Option<Outcome> {
         let sequence = self.sequence;
         match fate {
             _ if reader.unusable.is_some() => {
@@ -137,7 +131,8 @@ impl Publication {
             Fate::Shut => return Some(Outcome::Late),
         }
         let applied = |model: &usize| reader.version(*model);
-        if self.is_applied(reader.models, reader.applied(), applied) {
+        let loaded = reader.applied();
+        if self.is_applied(reader.models, loaded, applied) {
             return Some(Outcome::Applied);
         }
         if reader.has_left() {
@@ -149,18 +144,15 @@ impl Publication {
             let reason = reason.clone();
             return Some(Outcome::Refused { reason });
         }
-        let older = plan.older_answer(key, &self.versions);
-        let older = older.filter(|answer| *answer > sequence);
-        if older.is_some() && older == plan.last_told(key) {
+        if loaded >= sequence {
+            // It had it, and went back to an older one that it asked for.
             return Some(Outcome::Asks);
         }
-        let taken = reader.taken();
-        (level == Level::Staged && taken >= sequence && older != Some(taken))
-            .then_some(Outcome::Staged)
+        (level == Level::Staged && reader.taken() >= sequence).then_some(Outcome::Staged)
     }
 
     /// Whether a reader of these models that has loaded this has loaded the
-    /// publication. A newer set that it asked for may hold older versions.
+    /// publication. It may have gone back since to one that it asked for.
     fn is_applied(&self, mine: Models, sequence: u64, applied: impl Fn(&usize) -> Version) -> bool {
         let mut published = self.versions.iter();
         sequence >= self.sequence
@@ -250,10 +242,10 @@ impl Waiter {
         self.shared.open()?;
         let state = self.shared.state();
         Ok(publication.fates.iter().all(|(key, fate)| {
-            state.readers.get(key).is_none_or(|reader| {
-                let known = publication.outcome(&state.plan, (*key, *fate), reader, level);
-                known.is_some()
-            })
+            state
+                .readers
+                .get(key)
+                .is_none_or(|reader| publication.outcome((*key, *fate), reader, level).is_some())
         }))
     }
 
@@ -324,9 +316,7 @@ impl Settling<'_> {
             // same step, so a reader is in one of the two, unless thousands went
             // since.
             if let Some(reader) = state.readers.get(key) {
-                let known =
-                    self.publication
-                        .outcome(&state.plan, (*key, *fate), reader, self.level);
+                let known = self.publication.outcome((*key, *fate), reader, self.level);
                 let Some(outcome) = known else {
                     return true;
                 };

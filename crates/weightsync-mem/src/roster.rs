@@ -105,6 +105,8 @@ pub(crate) struct Reader {
     /// New slots it has not been handed, each a model and its slot's number: they
     /// go to it in order, as soon as they can.
     pub(crate) owed: VecDeque<(u8, u8)>,
+    /// It has asked for something.
+    pub(crate) asks: bool,
 }
 
 /// What is known of a reader that is not there any more.
@@ -169,6 +171,7 @@ impl Reader {
             deaf: false,
             retired: false,
             owed: VecDeque::new(),
+            asks: false,
         }
     }
 
@@ -186,6 +189,11 @@ impl Reader {
 
     pub(crate) fn taken(&self) -> u64 {
         self.control().holds.0.taken.load(Ordering::Acquire)
+    }
+
+    /// The last question whose answer it needs no more.
+    pub(crate) fn through(&self) -> u64 {
+        self.control().through.0.load(Ordering::Acquire)
     }
 
     pub(crate) fn has_left(&self) -> bool {
@@ -212,9 +220,17 @@ impl Reader {
             Delivery::Every { .. } => self.lane().queue.0.shut(),
             Delivery::Newest | Delivery::Asked => self.lane().live.0.clear(),
         }
+        self.lane().answer.0.live.clear();
     }
 
-    /// What a wake-up of this reader, if it sleeps, has to be told to.
+    /// Wakes this reader, if it sleeps until it is answered.
+    pub(crate) fn wake_for_answer(&self) {
+        if self.control().sleep.0.sleeping() {
+            futex::wake(&self.lane().answer.0.question);
+        }
+    }
+
+    /// Wakes this reader, if it sleeps until it is told something.
     pub(crate) fn wake(&self) {
         if self.control().sleep.0.sleeping() {
             futex::wake(match self.delivery {

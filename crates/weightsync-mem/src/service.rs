@@ -218,10 +218,17 @@ impl Shared {
                         self.deliver(&mut state);
                         continue;
                     }
-                    Ok(FromReader::Ask { want }) => match self.answer(&mut state, key, want) {
-                        None => continue,
-                        Some(fault) => fault,
-                    },
+                    Ok(FromReader::Withdraw) => {
+                        state.plan.withdraw(key);
+                        continue;
+                    }
+                    Ok(FromReader::Ask { question, want }) => {
+                        reader.asks = true;
+                        match self.answer(&mut state, key, question, want) {
+                            None => continue,
+                            Some(fault) => fault,
+                        }
+                    }
                     Ok(FromReader::Hello { .. }) => "it said hello twice".into(),
                     Err(error) => error.to_string(),
                 },
@@ -306,9 +313,11 @@ impl Shared {
 
     /// Answers a reader that asks for a version. A breach of the protocol is
     /// given back in words.
-    fn answer(&self, state: &mut State, key: Key, want: Want) -> Option<String> {
+    fn answer(&self, state: &mut State, key: Key, question: u64, want: Want) -> Option<String> {
         let records = self.observe(state);
-        let answer = self.decide(state, |plan, steps| plan.ask(key, want, records, steps));
+        let answer = self.decide(state, |plan, steps| {
+            plan.ask(key, question, want, records, steps)
+        });
         let (model, asked) = match want {
             Want::Newest => (0, Version::NONE),
             Want::AtLeast { model, version } | Want::Exactly { model, version } => (model, version),
@@ -317,6 +326,7 @@ impl Shared {
             Answer::Told | Answer::Later | Answer::Gone => None,
             Answer::Unknown { known } => {
                 let packet = FromSender::NoSuchVersion {
+                    question,
                     model: model as u8,
                     asked,
                     known,

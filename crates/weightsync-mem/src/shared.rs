@@ -144,13 +144,24 @@ impl ModelPage {
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Lane {
-    /// For readers that want the newest, or what they ask for.
+    /// For readers that want the newest.
     pub(crate) live: Line<LiveWord>,
+    /// For what a reader asks for.
+    pub(crate) answer: Line<AnswerPlace>,
     /// For readers that want every version.
     pub(crate) queue: Line<Queue>,
     /// More waits than there is room for, in the queue or among the records, and
     /// the sender wants to be told when there is some.
     pub(crate) wants_room: Line<SleepWord>,
+}
+
+/// Where a reader finds what it asked for, beside what is meant for it.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct AnswerPlace {
+    pub(crate) live: LiveWord,
+    /// The number of the question that this answers; written after it.
+    pub(crate) question: AtomicU64,
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.
@@ -165,6 +176,9 @@ pub(crate) struct Control {
     pub(crate) sleep: Line<SleepWord>,
     /// How many entries of its queue it has taken.
     pub(crate) head: Line<Head>,
+    /// The number of the last question whose answer it needs no more: it has
+    /// taken it, has asked anew, or has given up waiting.
+    pub(crate) through: Line<AtomicU64>,
     /// Written when the worker has loaded a set.
     pub(crate) loaded: Line<Loaded>,
     /// 1 once the reader has closed its end while snapshots of it live on: it

@@ -48,6 +48,8 @@ pub(crate) struct Seen {
     over: AtomicBool,
     /// The reader is asleep on its lane, or about to be.
     asleep: AtomicBool,
+    /// The question whose answer the reader waits for; 0 if it waits for news.
+    asking: AtomicU64,
     /// The reader's wait is to end although nothing has come.
     interrupted: AtomicBool,
     /// Has the thread see to it that an interrupted reader wakes.
@@ -94,8 +96,9 @@ impl Interrupter {
 struct Known {
     /// By model; `None` for those this reader has not asked for.
     models: Vec<Option<Mapped>>,
-    /// The sender has no such version, and what it has instead.
-    answer: Option<Error>,
+    /// The sender has no such version, and what it has instead; by the number
+    /// of the question.
+    answer: Option<(u64, Error)>,
     /// What the watch cannot go on after: from then on no new slot is mapped.
     fault: Option<Error>,
 }
@@ -124,6 +127,7 @@ impl Watch {
             changed: Condvar::new(),
             over: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
+            asking: AtomicU64::new(0),
             interrupted: AtomicBool::new(false),
             call: Doorbell::new()?,
             stop: Doorbell::new()?,
@@ -174,14 +178,17 @@ impl Watch {
         Ok(Some(places))
     }
 
-    /// Forgets the answer to an earlier question.
-    pub(crate) fn ask_anew(&self) {
-        self.seen.known().answer = None;
+    /// Whether the sender has said that it does not have what this question asks
+    /// for.
+    pub(crate) fn has_answer(&self, question: u64) -> bool {
+        self.seen.has_answer(question)
     }
 
-    /// The sender's answer that it has no such version.
-    pub(crate) fn take_answer(&self) -> Option<Error> {
-        self.seen.known().answer.take()
+    /// The sender's answer to this question that it has no such version.
+    pub(crate) fn take_answer(&self, question: u64) -> Option<Error> {
+        let mut known = self.seen.known();
+        let (_, answer) = known.answer.take_if(|(to, _)| *to == question)?;
+        Some(answer)
     }
 
     /// What ends the reader's waits.
@@ -211,17 +218,23 @@ impl Watch {
         self.seen.known().fault.as_ref().map(Error::again)
     }
 
-    /// Sleeps until the lane has moved, the watch is over or has an answer, it is
-    /// interrupted, or the deadline comes; may also wake for nothing. It does not sleep unless
-    /// `still`.
-    pub(crate) fn sleep(&self, still: impl Fn() -> bool, deadline: Deadline) -> Result<(), Error> {
+    /// Sleeps until the lane has moved, or this question (0: none) has its
+    /// answer; until the watch is over, it is interrupted, or the deadline comes;
+    /// may also wake for nothing. It does not sleep unless `still`.
+    pub(crate) fn sleep(
+        &self,
+        question: u64,
+        still: impl Fn() -> bool,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
         let seen = &self.seen;
+        seen.asking.store(question, Ordering::SeqCst);
         let word = seen.word()?;
         let sleep = &seen.book.control()?.sleep.0;
         let value = futex::value(word);
         seen.asleep.store(true, Ordering::SeqCst);
         sleep.announce();
-        let quiet = || !self.is_over() && !self.is_interrupted() && seen.known().answer.is_none();
+        let quiet = || !self.is_over() && !self.is_interrupted() && !self.has_answer(question);
         let result = if still() && quiet() {
             futex::wait(word, value, deadline)
         } else {
@@ -288,11 +301,16 @@ impl Seen {
     /// The word the reader sleeps on.
     fn word(&self) -> Result<&AtomicU64, Error> {
         let lane = self.book.lane()?;
-        Ok(if self.queued {
-            lane.queue.0.tail_word()
-        } else {
-            lane.live.0.word()
+        Ok(match (self.asking.load(Ordering::SeqCst), self.queued) {
+            (1.., _) => &lane.answer.0.question,
+            (0, true) => lane.queue.0.tail_word(),
+            (0, false) => lane.live.0.word(),
         })
+    }
+
+    fn has_answer(&self, question: u64) -> bool {
+        let known = self.known();
+        known.answer.as_ref().is_some_and(|(to, _)| *to == question)
     }
 
     /// Waits for the sender's next words. False: there will be none.
@@ -319,16 +337,21 @@ impl Seen {
                 Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
                     FromSender::Slot { model, index } => self.add_slot(model, index, fds)?,
                     FromSender::NoSuchVersion {
+                        question,
                         model,
                         asked,
                         known,
                     } => {
-                        self.known().answer = Some(Error::NoSuchVersion {
+                        let answer = Error::NoSuchVersion {
                             model: usize::from(model),
                             asked,
                             known,
+                        };
+                        self.known().answer = Some((question, answer));
+                        self.rouse(|| {
+                            let asking = self.asking.load(Ordering::SeqCst);
+                            self.has_answer(asking)
                         });
-                        self.rouse(|| self.known().answer.is_some());
                     }
                     other => return Err(unexpected("a slot", format!("{other:?}"))),
                 },

@@ -94,9 +94,13 @@ pub enum FromReader {
     Room,
     /// It asks for a version.
     Ask {
-        /// Which.
+        /// The question's number: answers name it.
+        question: u64,
+        /// Which version.
         want: Want,
     },
+    /// It does not wait for an answer any more.
+    Withdraw,
 }
 
 /// What a sender says.
@@ -140,6 +144,8 @@ pub enum FromSender {
     },
     /// The answer to an [`FromReader::Ask`] that cannot be met.
     NoSuchVersion {
+        /// The question's number.
+        question: u64,
         /// The model asked about.
         model: u8,
         /// The version asked for.
@@ -182,8 +188,10 @@ impl FromReader {
                 packet
             }
             Self::Room => begin(4),
-            Self::Ask { want } => {
+            Self::Withdraw => begin(5),
+            Self::Ask { question, want } => {
                 let mut packet = begin(3);
+                packet.extend_from_slice(&question.to_le_bytes());
                 let (kind, model, version) = match *want {
                     Want::Newest => (0, 0, Version::NONE),
                     Want::AtLeast { model, version } => (1, model, version),
@@ -221,8 +229,12 @@ impl FromReader {
                 sequence: u64::from_le_bytes(rest.take()?),
                 reason: rest.text()?,
             },
-            3 => Self::Ask { want: rest.want()? },
+            3 => Self::Ask {
+                question: u64::from_le_bytes(rest.take()?),
+                want: rest.want()?,
+            },
             4 => Self::Room,
+            5 => Self::Withdraw,
             other => return Err(unexpected("a reader's message", format!("kind {other}"))),
         };
         rest.end()?;
@@ -267,12 +279,14 @@ impl FromSender {
                 packet
             }
             Self::NoSuchVersion {
+                question,
                 model,
                 asked,
                 known,
             } => {
                 let mut packet = begin(69);
                 let known = &known[..known.len().min(MAX_KNOWN)];
+                packet.extend_from_slice(&question.to_le_bytes());
                 packet.push(*model);
                 packet.extend_from_slice(&asked.0.to_le_bytes());
                 packet.push(known.len() as u8);
@@ -324,12 +338,14 @@ impl FromSender {
                 note_bytes: u64::from_le_bytes(rest.take()?),
             },
             69 => {
+                let question = u64::from_le_bytes(rest.take()?);
                 let model = rest.model()?;
                 let asked = Version(u64::from_le_bytes(rest.take()?));
                 let count = rest.number("at most 16 versions", 0..=MAX_KNOWN as u8)?;
                 let known = (0..count).map(|_| Ok(Version(u64::from_le_bytes(rest.take()?))));
                 let known = known.collect::<Result<_, Error>>()?;
                 Self::NoSuchVersion {
+                    question,
                     model,
                     asked,
                     known,

@@ -199,10 +199,10 @@ impl ReceiverSetup {
         let initial = match scheme.capabilities().weights {
             false => None,
             true => {
-                if !scheme.capabilities().push {
-                    transport.ask(0, Pull::AtLeast(Version::FIRST))?;
-                }
-                let first = transport.next(until)?;
+                let first = match scheme.capabilities().push {
+                    true => transport.next(until)?,
+                    false => transport.pull(0, Pull::AtLeast(Version::FIRST), until)?,
+                };
                 Some(first.ok_or_else(|| Error::NoInitialWeights {
                     model: self.info.model().clone(),
                     waited: since.elapsed(),
@@ -217,7 +217,6 @@ impl ReceiverSetup {
             current: None,
             whole: true,
             applied: Vec::new(),
-            newest: Version::NONE,
             setup: self,
             sender_lost: false,
             interrupted: false,
@@ -313,9 +312,6 @@ pub struct Receiver {
     whole: bool,
     /// What the worker runs, and the run it is of.
     applied: Vec<(ModelId, Version)>,
-    /// The newest version of its first model that came, of the run that is
-    /// joined.
-    newest: Version,
     run: Run,
     /// The sender died, and that has been said.
     sender_lost: bool,
@@ -349,7 +345,9 @@ impl Receiver {
     /// [`Error::SenderDied`] or [`Error::SenderClosed`], after everything that
     /// was sent. If the trainer has a run directory, the next call waits for its
     /// successor. [`Error::SeveralModels`] if this worker has several: see
-    /// [`receive_set`](Self::receive_set).
+    /// [`receive_set`](Self::receive_set). [`Error::Unsupported`] if nothing
+    /// comes by the scheme without being asked for, once the initial weights were
+    /// received: [`pull`](Self::pull) instead.
     pub fn receive(&mut self, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
         self.one_model()?;
         let Some(set) = self.receive_set(timeout)? else {
@@ -405,21 +403,17 @@ impl Receiver {
         models: &mut SetLoader<'_>,
         timeout: Option<Duration>,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
-        let Some(set) = self.next(timeout)? else {
-            // A loop that goes on after a timeout would go on with half a model.
-            return match self.whole {
-                true => Ok(None),
-                false => Err(self.not_whole()),
-            };
-        };
-        let versions = set.versions();
-        self.load_and_report(set, models)?;
-        Ok(Some(versions))
+        let set = self.next(timeout)?;
+        self.load_what_came(set, models)
     }
 
     /// The newest version at once, also if this worker has had it; `None` before
     /// a restarted sender's first. By a scheme that delivers every one it is the
-    /// one that came last.
+    /// one that came last; where nothing comes without being asked for, what was
+    /// asked for last, while it is there.
+    ///
+    /// A sender that restarted is joined if it is there by now; until then it is
+    /// the newest of the one before.
     ///
     /// # Errors
     ///
@@ -439,6 +433,14 @@ impl Receiver {
     /// As [`latest`](Self::latest).
     pub fn latest_set(&mut self) -> Result<Option<SetSnapshot>> {
         self.initial = None;
+        if self.sender_lost && self.restarts() {
+            match self.rejoin(Some(Instant::now())) {
+                Ok(()) => {}
+                // The one to listen to is not there yet.
+                Err(error) if error.remedy() == Remedy::Retry => {}
+                Err(error) => return Err(error),
+            }
+        }
         let Some(set) = self.transport.latest()? else {
             return Ok(None);
         };
@@ -449,62 +451,77 @@ impl Receiver {
     /// Asks for a version instead of waiting to be sent one; `None` if it does
     /// not come in time. The snapshot counts as loaded.
     ///
+    /// What is sent meanwhile is no answer, and is there for the next receive,
+    /// unless it is what was asked for.
+    ///
     /// # Errors
     ///
     /// [`Error::NoSuchVersion`] if exactly that version is not kept any more,
     /// [`Error::Unsupported`] if the scheme has no pull, and those of
     /// [`receive`](Self::receive).
     pub fn pull(&mut self, pull: Pull, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
-        self.one_model()?;
-        if !self.scheme.capabilities().pull {
-            return Err(Error::Unsupported {
-                what: "asking for a version",
-                scheme: self.scheme.to_string(),
-            });
-        }
-        let now = Instant::now();
-        let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
-        self.initial = None;
-        if !self.find_sender(now, timeout.is_some(), deadline)? {
+        let id = self.one_model()?;
+        let Some(set) = self.pull_set(&id, pull, timeout)? else {
             return Ok(None);
-        }
-        // What was pushed before is no answer.
-        let known = self.newest;
-        let pushed = self.next_of_transport(Some(now))?;
-        self.keep_for_receive(pushed, known);
-        loop {
-            let asked = self.transport.ask(0, pull);
-            self.note_loss(asked.as_ref().err());
-            asked?;
-            let known = self.newest;
-            let Some(set) = self.next_of_transport(deadline)? else {
-                return Ok(None);
-            };
-            let snapshot = set.only()?.clone();
-            let version = snapshot.version();
-            let answers = match pull {
-                // An answer to an earlier question may come late.
-                Pull::Newest => version >= known,
-                Pull::AtLeast(least) => version >= least,
-                Pull::Exactly(exactly) => version == exactly,
-            };
-            if answers {
-                if version == self.newest {
-                    self.initial = None;
-                }
-                self.report_applied(&set)?;
-                return Ok(Some(snapshot));
-            }
-            // It was pushed meanwhile, perhaps in the answer's place.
-            self.keep_for_receive(Some(set), known);
-        }
+        };
+        Ok(Some(set.only()?.clone()))
     }
 
-    /// Keeps what came and was not asked for, if it is news.
-    fn keep_for_receive(&mut self, set: Option<SetSnapshot>, known: Version) {
-        if self.newest > known {
-            self.initial = set;
-        }
+    /// As [`pull`](Self::pull), for all models of this worker: the set in which
+    /// this one of them has the version asked for, whole as it was sent. For the
+    /// newest it is the same whichever is named.
+    ///
+    /// # Errors
+    ///
+    /// As [`pull`](Self::pull), and [`Error::NoSuchModel`].
+    pub fn pull_set(
+        &mut self,
+        model: &str,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<SetSnapshot>> {
+        let Some(set) = self.ask(model, pull, timeout)? else {
+            return Ok(None);
+        };
+        self.report_applied(&set)?;
+        Ok(Some(set))
+    }
+
+    /// As [`pull`](Self::pull), but loads the version into the worker's own
+    /// model, also if it has that version.
+    ///
+    /// # Errors
+    ///
+    /// As [`pull`](Self::pull) and [`receive_into`](Self::receive_into).
+    pub fn pull_into(
+        &mut self,
+        model: &mut dyn WeightLoader,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Version>> {
+        let id = self.one_model()?;
+        let mut models = SetLoader::new().with(&id, model);
+        let versions = self.pull_set_into(&mut models, &id, pull, timeout)?;
+        Ok(versions.and_then(|versions| versions.first().map(|(_, version)| *version)))
+    }
+
+    /// As [`pull_into`](Self::pull_into), for all models of this worker, as
+    /// [`pull_set`](Self::pull_set) gives them: either all of them have these
+    /// versions afterwards, or none has.
+    ///
+    /// # Errors
+    ///
+    /// As [`pull_set`](Self::pull_set) and
+    /// [`receive_set_into`](Self::receive_set_into).
+    pub fn pull_set_into(
+        &mut self,
+        models: &mut SetLoader<'_>,
+        model: &str,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
+        let set = self.ask(model, pull, timeout)?;
+        self.load_what_came(set, models)
     }
 
     /// The version this worker runs, of its first model; `Version::NONE` before
@@ -580,6 +597,13 @@ impl Receiver {
             let newer = self.transport.next(Some(now)).ok().flatten();
             return Ok(Some(newer.unwrap_or(initial)));
         }
+        let can = self.scheme.capabilities();
+        if can.weights && !can.push {
+            return Err(Error::Unsupported {
+                what: "versions that come without being asked for",
+                scheme: self.scheme.to_string(),
+            });
+        }
         // A timeout too long for the clock is no timeout.
         let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
         if !self.find_sender(now, timeout.is_some(), deadline)? {
@@ -607,12 +631,70 @@ impl Receiver {
             next = self.transport.next(deadline);
         }
         self.note_loss(next.as_ref().err());
-        if let Ok(Some(set)) = &next
-            && let Some(first) = set.members().first()
-        {
-            self.newest = self.newest.max(first.snapshot.version());
-        }
         next
+    }
+
+    /// Asks for the set with a version of a model, without saying that this
+    /// worker runs it.
+    fn ask(
+        &mut self,
+        model: &str,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<SetSnapshot>> {
+        if !self.scheme.capabilities().pull {
+            return Err(Error::Unsupported {
+                what: "asking for a version",
+                scheme: self.scheme.to_string(),
+            });
+        }
+        let now = Instant::now();
+        let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
+        if !self.find_sender(now, timeout.is_some(), deadline)? {
+            return Ok(None);
+        }
+        let mut models = self.transport.models().iter();
+        let place = models.position(|spec| spec.id.as_str() == model);
+        let place = place.ok_or_else(|| Error::NoSuchModel {
+            model: model.into(),
+            known: self
+                .transport
+                .models()
+                .iter()
+                .map(|spec| spec.id.clone())
+                .collect(),
+        })?;
+        let mut answer = self.transport.pull(place, pull, deadline);
+        if matches!(answer, Ok(None)) && std::mem::take(&mut self.interrupted) {
+            answer = self.transport.pull(place, pull, deadline);
+        }
+        self.note_loss(answer.as_ref().err());
+        let answer = answer?;
+        // The next receive hands out what is newer than this.
+        let initial = self.initial.take();
+        self.initial = initial.filter(|initial| {
+            let answer = answer.as_ref();
+            answer.is_none_or(|answer| is_newer(initial, answer))
+        });
+        Ok(answer)
+    }
+
+    /// Loads a set, if one came.
+    fn load_what_came(
+        &mut self,
+        set: Option<SetSnapshot>,
+        models: &mut SetLoader<'_>,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
+        let Some(set) = set else {
+            // A loop that goes on after a timeout would go on with half a model.
+            return match self.whole {
+                true => Ok(None),
+                false => Err(self.not_whole()),
+            };
+        };
+        let versions = set.versions();
+        self.load_and_report(set, models)?;
+        Ok(Some(versions))
     }
 
     fn note_loss(&mut self, error: Option<&Error>) {
@@ -720,7 +802,6 @@ impl Receiver {
             return Err(refused(&mut *transport, model, mismatch)?);
         }
         self.transport = transport;
-        self.newest = Version::NONE;
         self.sender_lost = false;
         Ok(())
     }
@@ -827,6 +908,15 @@ impl Receiver {
 fn run_of(set: &SetSnapshot) -> Option<Run> {
     let first = set.members().first();
     first.map(|member| member.snapshot.run())
+}
+
+/// Whether a set has something newer than another one.
+fn is_newer(set: &SetSnapshot, than: &SetSnapshot) -> bool {
+    let mut members = set.members().iter().map(|member| &member.snapshot);
+    members.any(|snapshot| match than.model(snapshot.model().as_str()) {
+        Ok(other) => snapshot.run() == other.run() && snapshot.version() > other.version(),
+        Err(_) => true,
+    })
 }
 
 /// Tells the sender that a model does not fit, and makes the error of it.

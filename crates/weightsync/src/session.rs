@@ -348,6 +348,50 @@ impl Session {
         self.receiving("pull")?.pull(pull, timeout)
     }
 
+    /// See [`Receiver::pull_set`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::pull_set`].
+    pub fn pull_set(
+        &mut self,
+        model: &str,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<SetSnapshot>> {
+        self.receiving("pull_set")?.pull_set(model, pull, timeout)
+    }
+
+    /// See [`Receiver::pull_into`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::pull_into`].
+    pub fn pull_into(
+        &mut self,
+        model: &mut dyn WeightLoader,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Version>> {
+        self.receiving("pull_into")?.pull_into(model, pull, timeout)
+    }
+
+    /// See [`Receiver::pull_set_into`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::pull_set_into`].
+    pub fn pull_set_into(
+        &mut self,
+        models: &mut SetLoader<'_>,
+        model: &str,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
+        self.receiving("pull_set_into")?
+            .pull_set_into(models, model, pull, timeout)
+    }
+
     /// Ends whatever this is, and leaves nothing of it. Nothing happens the
     /// second time.
     pub fn shutdown(&mut self) {

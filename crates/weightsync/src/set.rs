@@ -40,7 +40,8 @@ impl SetSnapshot {
         self
     }
 
-    /// Which publication it is; grows from one to the next.
+    /// Which publication it is; grows from one to the next. 0 for what was
+    /// [asked for](crate::Receiver::pull_set) beside the newest.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }

@@ -26,11 +26,17 @@ fn from_reader() {
             reason: "the layout is another: ü".into(),
         },
         FromReader::Room,
-        FromReader::Ask { want: Want::Newest },
+        FromReader::Withdraw,
         FromReader::Ask {
+            question: 1,
+            want: Want::Newest,
+        },
+        FromReader::Ask {
+            question: 2,
             want: Want::AtLeast { model, version },
         },
         FromReader::Ask {
+            question: 3,
             want: Want::Exactly { model, version },
         },
     ];
@@ -73,6 +79,7 @@ fn from_sender() {
         },
         FromSender::Slot { model: 2, index: 2 },
         FromSender::NoSuchVersion {
+            question: 3,
             model: 2,
             asked: Version(9),
             known: vec![Version(4), Version(3)],

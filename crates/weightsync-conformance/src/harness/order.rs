@@ -274,6 +274,11 @@ pub(crate) enum Deed {
         timeout: Option<Duration>,
         mishap: Option<Mishap>,
     },
+    /// Asks for one into its own models.
+    PullInto {
+        want: Want,
+        mishap: Option<Mishap>,
+    },
     /// Receives until a version of this number has come, and checks every one.
     ReadUntil {
         word: u64,

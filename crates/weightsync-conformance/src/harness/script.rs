@@ -11,7 +11,7 @@ use weightsync::InitInfo;
 use weightsync::worker::{Event, Spawn, Workers};
 
 use super::order::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Sent, Status, Want, What};
-use super::scale::PATIENCE;
+use super::scale::{BRIEF, PATIENCE};
 use super::shape::Seen;
 use super::stock::{Census, TOKEN, describe, state};
 use crate::Subject;
@@ -236,6 +236,16 @@ impl<'a> Script<'a> {
             true => self.take(worker),
             false => self.deed(worker, Deed::Latest).seen(),
         }
+    }
+
+    /// There is nothing for a worker that holds this version of its first model
+    /// but what it has had.
+    pub(crate) fn assert_nothing_new(&mut self, worker: u32, version: u64) {
+        let look = match self.subject.pulls() {
+            true => Deed::Pull(Want::AtLeast(version + 1), Some(BRIEF)),
+            false => Deed::Receive(Some(BRIEF)),
+        };
+        assert_eq!(self.deed(worker, look), Answer::Nothing);
     }
 
     /// How a worker takes what is there for it.

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    Error, Layout, Pull, Receiver, ReceiverSetup, Result, Schemes, SetLoader, SetSnapshot,
+    Error, Layout, ModelId, Pull, Receiver, ReceiverSetup, Result, Schemes, SetLoader, SetSnapshot,
     TensorView, Tensors, Version, WaitStyle, WeightLoader,
 };
 
@@ -14,6 +14,9 @@ use super::scale::PATIENCE;
 use super::shape::{Seen, Shape, TENSORS, words_of};
 
 type Done = Result<Answer, Stop>;
+
+/// What was loaded.
+type Loads = Vec<(ModelId, Version)>;
 
 /// What a worker has.
 pub(crate) struct Worker {
@@ -53,7 +56,13 @@ impl Worker {
                 let set = self.receiver()?.latest_set()?;
                 self.hold(set)
             }
-            Deed::Load { timeout, mishap } => self.load(timeout, mishap, strings),
+            Deed::Load { timeout, mishap } => self.load(mishap, strings, |receiver, models| {
+                receiver.receive_set_into(models, timeout)
+            }),
+            Deed::PullInto { want, mishap } => self.load(mishap, strings, |receiver, models| {
+                let first = receiver.model().as_str().to_owned();
+                receiver.pull_set_into(models, &first, pull_of(want), Some(PATIENCE))
+            }),
             Deed::ReadUntil { word, pulls } => self.read_until(word, pulls),
             Deed::Reread(times) => {
                 let first = self.look()?;
@@ -152,19 +161,9 @@ impl Worker {
     }
 
     fn pull(&mut self, want: Want, timeout: Option<Duration>) -> Result<Option<SetSnapshot>, Stop> {
-        let pull = match want {
-            Want::Newest => Pull::Newest,
-            Want::AtLeast(version) => Pull::AtLeast(Version(version)),
-            Want::Exactly(version) => Pull::Exactly(Version(version)),
-        };
-        let snapshot = self.receiver()?.pull(pull, timeout)?;
-        Ok(snapshot.map(|snapshot| {
-            let member = weightsync::Member {
-                snapshot,
-                changed: true,
-            };
-            SetSnapshot::new(0, vec![member])
-        }))
+        let receiver = self.receiver()?;
+        let first = receiver.model().as_str().to_owned();
+        Ok(receiver.pull_set(&first, pull_of(want), timeout)?)
     }
 
     fn hold(&mut self, set: Option<SetSnapshot>) -> Done {
@@ -188,9 +187,9 @@ impl Worker {
 
     fn load(
         &mut self,
-        timeout: Option<Duration>,
         mishap: Option<Mishap>,
         strings: &Strings<'_>,
+        into: impl FnOnce(&mut Receiver, &mut SetLoader<'_>) -> Result<Option<Loads>>,
     ) -> Done {
         let receiver = self.receiver.as_mut().ok_or("no receiver")?;
         let mut places: Vec<_> = self
@@ -208,7 +207,7 @@ impl Worker {
         let mut models = places
             .iter_mut()
             .fold(SetLoader::new(), |set, (id, place)| set.with(id, place));
-        let loaded = receiver.receive_set_into(&mut models, timeout);
+        let loaded = into(receiver, &mut models);
         drop(models);
         let loads = places.iter().map(|(_, place)| place.loads).sum();
         drop(places);
@@ -217,7 +216,7 @@ impl Worker {
             Ok(Some(versions)) => (Some(versions), None),
             Err(error) => (None, Some(Fault::from(&error))),
         };
-        let numbers = |versions: &[(weightsync::ModelId, Version)]| {
+        let numbers = |versions: &[(ModelId, Version)]| {
             versions.iter().map(|(_, version)| version.0).collect()
         };
         Ok(Answer::Loaded(Loaded {
@@ -286,6 +285,14 @@ impl Worker {
                 return Err(format!("after {checks} checks {last:?} is the last").into());
             }
         }
+    }
+}
+
+fn pull_of(want: Want) -> Pull {
+    match want {
+        Want::Newest => Pull::Newest,
+        Want::AtLeast(version) => Pull::AtLeast(Version(version)),
+        Want::Exactly(version) => Pull::Exactly(Version(version)),
     }
 }
 

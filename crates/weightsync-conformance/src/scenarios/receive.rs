@@ -81,10 +81,7 @@ pub(crate) fn newest_wins_and_older_ones_are_passed_over(subject: &Subject) {
     }
     for worker in 0..2 {
         assert_eq!(script.take(worker).one(), (6, 6));
-        assert_eq!(
-            script.deed(worker, Deed::Receive(Some(BRIEF))),
-            Answer::Nothing
-        );
+        script.assert_nothing_new(worker, 6);
     }
     for place in 0..5 {
         let sent = script.act(Act::Await(place, None)).sent();
@@ -308,6 +305,60 @@ pub(crate) fn a_worker_waits_for_a_version_to_come(subject: &Subject) {
     script.act(Act::Close);
     let fault = script.answer_of(0).fault();
     assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
+    script.close();
+}
+
+/// What is sent is no answer, and what is asked for takes nothing from what was
+/// sent: the next receive never goes back.
+pub(crate) fn an_answer_takes_nothing_from_what_is_sent(subject: &Subject) {
+    let lead = Lead {
+        history: 3,
+        slots: (2, 8),
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 1);
+    for word in 2..5 {
+        script.send(What::Word(word), How::wait(Wait::Sent));
+    }
+    let pull = |want| Deed::Pull(want, Some(PATIENCE));
+    assert_eq!(script.deed(0, pull(Want::Exactly(2))).seen().one(), (2, 2));
+    assert_eq!(script.newest(0).one(), (4, 4));
+    assert_eq!(script.deed(0, pull(Want::Exactly(3))).seen().one(), (3, 3));
+    script.assert_nothing_new(0, 4);
+
+    // Sent, then asked for, then received; and what was had is had.
+    script.send(What::Word(5), How::wait(Wait::Sent));
+    assert_eq!(script.deed(0, pull(Want::Exactly(3))).seen().one(), (3, 3));
+    let runs = script.deed(0, Deed::Receive(Some(PATIENCE))).seen();
+    assert_eq!(runs.one(), (5, 5));
+    script.tell(
+        TRAINER,
+        &Order::Trainer(Act::Send(What::Word(6), How::default())),
+    );
+    let newest = script.deed(0, pull(Want::AtLeast(6))).seen();
+    assert_eq!(newest.one(), (6, 6));
+    let sent = script.answer(TRAINER).sent();
+    script.assert_applied(&sent, &[0]);
+    script.assert_nothing_new(0, 6);
+
+    // A question ends by its timeout, whatever is sent meanwhile; its answer is
+    // nobody's.
+    script.tell_worker(0, Deed::Pull(Want::AtLeast(100_000), Some(BRIEF)));
+    let mut word = 6;
+    while !script.has_said(1) {
+        word += 1;
+        assert!(word < 50_000, "the question has a timeout");
+        script.send(What::Word(word), How::wait(Wait::Sent));
+    }
+    assert_eq!(script.answer_of(0), Answer::Nothing);
+    let seen = script.deed(0, Deed::Receive(Some(PATIENCE))).seen();
+    assert_eq!(seen.one(), (word, word));
+    let gone = script.deed(0, pull(Want::Exactly(2))).fault();
+    assert_eq!(gone.kind, Kind::NoSuchVersion, "{}", gone.text);
+    let before = script.deed(0, pull(Want::Exactly(word - 2))).seen();
+    assert_eq!(before.one(), (word - 2, word - 2));
+    script.assert_nothing_new(0, word);
+    script.deliver_word(word + 1, &[0]);
     script.close();
 }
 

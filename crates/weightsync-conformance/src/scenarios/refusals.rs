@@ -64,6 +64,19 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
         let sent = sender.send_by_device(|_| &weights, &SendOptions::new());
         refused("a send by device", sent.expect_err("it has no subsets"));
     }
+    if subject.pulls() {
+        let worker = ReceiverSetup::new(info.clone(), 1).schemes(subject.schemes.clone());
+        let mut receiver = worker.connect(PATIENCE).expect("there is a sender");
+        assert!(
+            receiver.receive(None).is_ok_and(|first| first.is_some()),
+            "the initial weights were asked for"
+        );
+        // Nothing would ever come.
+        refused("receive", receiver.receive(None).expect_err("it pulls"));
+        let mut own = weights.clone();
+        let into = receiver.receive_into(&mut own, None);
+        refused("receive into", into.expect_err("it pulls"));
+    }
     if !can.weights {
         refused("snapshot", sender.snapshot().expect_err("it keeps nothing"));
     }

@@ -84,6 +84,59 @@ pub(crate) fn workers_find_the_next_sender_by_themselves(subject: &Subject) {
     script.close();
 }
 
+/// A question finds it as a receive does, and so does a look at the newest.
+pub(crate) fn a_worker_that_asks_finds_the_next_sender(subject: &Subject) {
+    let (mut script, lead) = open(subject, 1);
+    let mut epoch = script.newest(0).run.epoch;
+    let pull = |timeout| Deed::Pull(Want::Newest, timeout);
+    for killed in [true, false] {
+        match killed {
+            true => script.kill(TRAINER),
+            false => assert_eq!(script.act(Act::Close), Answer::Done),
+        }
+        let fault = script.deed(0, pull(None)).fault();
+        let told = match killed {
+            true => matches!(fault.kind, Kind::SenderDied(_)),
+            false => fault.kind == Kind::SenderClosed,
+        };
+        assert!(told, "{}", fault.text);
+        assert_eq!(script.deed(0, pull(Some(BRIEF))), Answer::Nothing);
+        script.tell_worker(0, pull(None));
+        if killed {
+            script.raise(TRAINER);
+        }
+        script.prepare(lead.clone());
+        assert_eq!(script.act(connect(&[0])), Answer::Done);
+        let seen = script.answer_of(0).seen();
+        assert_eq!(seen.one(), (1, 1));
+        assert!(seen.run.epoch > epoch, "{:?} after {epoch}", seen.run);
+        epoch = seen.run.epoch;
+        script.send(What::Word(2), How::wait(Wait::Sent));
+        assert_eq!(script.deed(0, pull(None)).seen().one(), (2, 2));
+    }
+    script.close();
+}
+
+/// Until it is there, the newest is what its predecessor sent.
+pub(crate) fn a_look_at_the_newest_finds_the_next_sender(subject: &Subject) {
+    let (mut script, lead) = open(subject, 1);
+    let epoch = script.newest(0).run.epoch;
+    script.deliver_word(2, &[0]);
+    assert_eq!(script.act(Act::Close), Answer::Done);
+    let fault = script.deed(0, Deed::Receive(None)).fault();
+    assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
+    let before = script.newest(0);
+    assert_eq!((before.one(), before.run.epoch), ((2, 2), epoch));
+    script.prepare(lead);
+    assert_eq!(script.act(connect(&[])), Answer::Done);
+    let after = script.newest(0);
+    assert_eq!(after.one(), (1, 1));
+    assert!(after.run.epoch > epoch, "{:?} after {epoch}", after.run);
+    script.until_status(|workers| workers.len() == 1 && workers[0].versions == [1]);
+    script.deliver_word(2, &[0]);
+    script.close();
+}
+
 /// A second one is told so, and nobody notices it.
 pub(crate) fn a_living_sender_keeps_its_place(subject: &Subject) {
     // The second puppet is a trainer too.

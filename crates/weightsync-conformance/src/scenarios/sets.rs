@@ -4,7 +4,7 @@ use crate::Subject;
 use crate::harness::fault::Kind;
 use crate::harness::order::{
     Act, Answer, Deed, Fate, How, Join, Lead, Loaded, Mishap, Order, Publish, Sent, Stage, Wait,
-    What,
+    Want, What,
 };
 use crate::harness::scale::{Dice, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
@@ -50,7 +50,7 @@ pub(crate) fn a_set_flips_as_one_on_every_worker(subject: &Subject) {
             worker,
             Deed::ReadUntil {
                 word: 2 + count,
-                pulls: false,
+                pulls: subject.pulls(),
             },
         );
     }
@@ -481,11 +481,76 @@ pub(crate) fn a_worker_can_take_some_of_the_models(subject: &Subject) {
     let (sent, seen) = script.deliver(What::Word(3), actor, &[0, 2]);
     script.assert_applied(&sent, &[0, 2]);
     assert_eq!((seen[0].words(), seen[1].words()), (vec![3, 2], vec![2, 3]));
-    let nothing = script.deed(1, Deed::Receive(Some(crate::harness::scale::BRIEF)));
-    assert_eq!(nothing, Answer::Nothing);
+    script.assert_nothing_new(1, 2);
 
     let fault = script.join(1, some(&["critik"])).fault();
     assert_eq!(fault.kind, Kind::NoSuchModel, "{}", fault.text);
+    script.close();
+}
+
+/// The set of that time, all of it, also into models of its own.
+pub(crate) fn a_worker_asks_for_a_set(subject: &Subject) {
+    let mut script = Script::new(subject, 2);
+    let lead = Lead {
+        history: 3,
+        slots: (2, 8),
+        ..Lead::of(&MODELS)
+    };
+    let info = script.prepare(lead);
+    let loads = Join {
+        own: own(&models()),
+        ..Join::new(&info)
+    };
+    script.gather_by(vec![(0, Join::new(&info)), (1, loads)]);
+    let alone = How {
+        model: Some("critic".into()),
+        ..How::wait(Wait::Sent)
+    };
+    script.send(both(2), How::wait(Wait::Sent));
+    script.send(both(3), How::wait(Wait::Sent));
+    script.send(What::Word(4), alone);
+    // By the version of the first model; the newest set with it.
+    for (want, words, versions) in [
+        (Want::Exactly(2), [2, 2], [2, 2]),
+        (Want::Newest, [3, 4], [3, 4]),
+        (Want::Exactly(3), [3, 4], [3, 4]),
+        (Want::Exactly(1), [1, 1], [1, 1]),
+        (Want::AtLeast(2), [3, 4], [3, 4]),
+    ] {
+        let seen = script.deed(0, Deed::Pull(want, Some(PATIENCE))).seen();
+        assert_eq!(
+            (seen.words(), seen.versions()),
+            (words.to_vec(), versions.to_vec()),
+            "{want:?}"
+        );
+        let into = Deed::PullInto { want, mishap: None };
+        let loaded = script.deed(1, into).loaded();
+        let held = words.map(|word| vec![Some(word); 3]);
+        assert_eq!((&loaded.words[..], loaded.whole), (&held[..], true));
+        assert_eq!(
+            (loaded.versions, loaded.runs),
+            (Some(versions.to_vec()), versions.to_vec())
+        );
+        for status in script.status() {
+            assert_eq!(status.versions, versions, "{want:?}: {status:?}");
+        }
+    }
+    // A load that fails midway goes back.
+    let loaded = script.deed(
+        1,
+        Deed::PullInto {
+            want: Want::Exactly(2),
+            mishap: Some(Mishap::Once),
+        },
+    );
+    let loaded = loaded.loaded();
+    assert_eq!(
+        loaded.words,
+        [vec![Some(3); 3], vec![Some(4); 3]],
+        "{loaded:?}"
+    );
+    assert!(loaded.whole && loaded.versions.is_none(), "{loaded:?}");
+    assert_eq!(loaded.runs, [3, 4]);
     script.close();
 }
 

@@ -3,7 +3,6 @@
 use crate::Subject;
 use crate::harness::fault::Kind;
 use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, What};
-use crate::harness::scale::BRIEF;
 use crate::harness::script::Script;
 
 /// Neither the other workers nor the trainer's own weights are touched.
@@ -14,7 +13,7 @@ pub(crate) fn a_send_to_one_worker_changes_neither_the_others_nor_the_source(sub
         assert_eq!(seen[0].word(), word);
         script.assert_applied(&sent, &[0]);
         assert_eq!(script.newest(1).one(), (1, 1));
-        assert_eq!(script.deed(1, Deed::Receive(Some(BRIEF))), Answer::Nothing);
+        script.assert_nothing_new(1, 1);
         assert_eq!(script.act(Act::Source).source(), [vec![Some(1); 3]]);
     }
     let held = script.deed(1, Deed::Reread(2)).held();

@@ -26,16 +26,26 @@ pub(super) struct Lane {
     /// What it is to be told once there is room, oldest first; of readers that
     /// want the newest, at most one.
     pub(super) waiting: VecDeque<Waiting>,
-    /// What it asked for and cannot have yet.
-    pub(super) wanted: Option<Want>,
-    /// The last answer to a question, by its sequence number.
-    pub(super) answer: Option<(u64, ModelSet)>,
     /// The newest sequence number it was told.
     pub(super) told: u64,
-    /// The newest sequence number it has taken.
-    pub(super) taken: u64,
+    pub(super) asks: Asks,
     /// Nothing more is told to it.
     pub(super) shut: bool,
+}
+
+/// What a reader asked for, and what it got.
+#[derive(Debug, Default)]
+pub(super) struct Asks {
+    /// What it cannot have yet, by the number of its question.
+    pub(super) wanted: Option<(u64, Want)>,
+    /// What it is to be answered once there is room.
+    pub(super) owed: Option<(u64, Waiting)>,
+    /// What it was answered last: the question, and the record that says it.
+    pub(super) answer: Option<(u64, u8)>,
+    /// The newest sequence number it was answered with.
+    pub(super) told: u64,
+    /// The last question whose answer it needs no more.
+    pub(super) through: u64,
 }
 
 #[derive(Debug)]
@@ -70,7 +80,8 @@ impl<'a> Teller<'a> {
 impl Lane {
     /// The records it refers to.
     pub(super) fn records(&self) -> SlotSet {
-        let records = self.queue.iter().chain(&self.live);
+        let answer = self.asks.answer.iter().map(|(_, record)| record);
+        let records = self.queue.iter().chain(&self.live).chain(answer);
         records.fold(SlotSet::default(), |all, record| all.with(*record))
     }
 
@@ -88,59 +99,74 @@ impl Lane {
         if meant.held(worker).is_some() {
             return Fate::Held;
         }
-        let fate = self.move_to(worker, meant, records, teller);
-        match self.delivery {
-            Delivery::Asked => Fate::Asks,
-            Delivery::Newest | Delivery::Every { .. } => fate,
+        let sequence = teller.sequence;
+        let own = meant.own(worker).map(|own| meant.default_set().with(own));
+        let set = own.as_ref().unwrap_or(meant.default_set());
+        let fate = match (self.delivery, &own) {
+            (Delivery::Asked, _) => Fate::Asks,
+            (_, None) => self.tell_default(worker, set, records, teller),
+            (_, Some(set)) => self.tell(worker, sequence, set, records, teller),
+        };
+        // After it, so that a reader that is answered finds that it is the newest.
+        if let Some(question) = self.take_wanted(set) {
+            self.answer(worker, (question, sequence), set, records, teller);
         }
+        fate
     }
 
-    /// Tells it what it is meant to run now, if it is for that.
-    fn move_to(
+    /// The question that this set answers, if one is open.
+    pub(super) fn take_wanted(&mut self, set: &ModelSet) -> Option<u64> {
+        let mine = self.models;
+        let wanted = |(_, want): &mut (u64, Want)| satisfies(set, mine, *want);
+        let (question, _) = self.asks.wanted.take_if(wanted)?;
+        Some(question)
+    }
+
+    /// Answers a question, now or once there is a record for it.
+    pub(super) fn answer(
         &mut self,
         worker: WorkerId,
-        meant: &Meant,
+        (question, sequence): (u64, u64),
+        set: &ModelSet,
+        records: &mut Records,
+        teller: &mut Teller<'_>,
+    ) {
+        let Some(record) = records.provide(sequence, set, &mut teller.in_use, teller.steps) else {
+            let set = set.only(self.models);
+            self.asks.owed = Some((question, Waiting { sequence, set }));
+            return;
+        };
+        self.asks.owed = None;
+        self.asks.answer = Some((question, record));
+        self.asks.told = sequence;
+        teller.steps.push(Step::Answer {
+            key: (worker, self.joined),
+            live: Live { sequence, record },
+            question,
+        });
+    }
+
+    /// Tells the lane what goes to all. Nearly always every lane goes to the
+    /// same record, which is then not looked for again.
+    fn tell_default(
+        &mut self,
+        worker: WorkerId,
+        set: &ModelSet,
         records: &mut Records,
         teller: &mut Teller<'_>,
     ) -> Fate {
         let sequence = teller.sequence;
-        // Nearly always every lane goes to the same record, which is then not
-        // looked for again.
-        let Some(own) = meant.own(worker) else {
-            let set = meant.default_set();
-            if !self.is_for(set) {
-                return Fate::Asks;
-            }
-            if let Some(record) = teller.default
-                && self.has_room()
-            {
-                self.put(worker, Live { sequence, record }, teller);
-                return Fate::Told;
-            }
-            let fate = self.tell(worker, sequence, set, records, teller);
-            teller.default = match fate {
-                Fate::Told => self.newest_record(),
-                _ => teller.default,
-            };
-            return fate;
-        };
-        let set = meant.default_set().with(own);
-        match self.is_for(&set) {
-            true => self.tell(worker, sequence, &set, records, teller),
-            false => Fate::Asks,
+        if let Some(record) = teller.default
+            && self.has_room()
+        {
+            self.put(worker, Live { sequence, record }, teller);
+            return Fate::Told;
         }
-    }
-
-    /// Whether a publication of this set goes to the lane without being asked
-    /// for, or answers what was asked for.
-    fn is_for(&mut self, set: &ModelSet) -> bool {
-        self.delivery != Delivery::Asked || self.take_wanted(set)
-    }
-
-    pub(super) fn take_wanted(&mut self, set: &ModelSet) -> bool {
-        let mine = self.models;
-        let wanted = |want: &mut Want| satisfies(set, mine, *want);
-        self.wanted.take_if(wanted).is_some()
+        let fate = self.tell(worker, sequence, set, records, teller);
+        if fate == Fate::Told {
+            teller.default = self.newest_record();
+        }
+        fate
     }
 
     /// Tells the lane a set, now or once there is room.
@@ -186,6 +212,15 @@ impl Lane {
             self.waiting.pop_front();
             self.put(worker, live, teller);
         }
+        if let Some((question, Waiting { sequence, set })) = self.asks.owed.take() {
+            self.answer(worker, (question, sequence), &set, records, teller);
+        }
+    }
+
+    /// What it is to be told or answered once there is room.
+    pub(super) fn kept_waiting(&self) -> impl Iterator<Item = &ModelSet> {
+        let owed = self.asks.owed.iter().map(|(_, owed)| owed);
+        self.waiting.iter().chain(owed).map(|waiting| &waiting.set)
     }
 
     pub(super) fn shut(&mut self) {
@@ -193,7 +228,9 @@ impl Lane {
         self.live = None;
         self.queue.clear();
         self.waiting.clear();
-        self.wanted = None;
+        self.asks.wanted = None;
+        self.asks.owed = None;
+        self.asks.answer = None;
     }
 
     /// Whether it can be told something at once, and in order.
@@ -205,7 +242,7 @@ impl Lane {
     }
 
     pub(super) fn lacks_record(&self) -> bool {
-        !self.waiting.is_empty() && self.has_place()
+        self.asks.owed.is_some() || !self.waiting.is_empty() && self.has_place()
     }
 
     fn has_place(&self) -> bool {

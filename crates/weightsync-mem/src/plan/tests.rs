@@ -35,7 +35,7 @@ fn to(workers: &[u32]) -> Targets {
 
 fn ask(plan: &mut Plan, key: Key, want: Want) -> (Answer, Vec<Step>) {
     let mut steps = Vec::new();
-    let answer = plan.ask(key, want, SlotSet::default(), &mut steps);
+    let answer = plan.ask(key, 1, want, SlotSet::default(), &mut steps);
     (answer, steps)
 }
 
@@ -43,7 +43,11 @@ fn ask(plan: &mut Plan, key: Key, want: Want) -> (Answer, Vec<Step>) {
 /// puts it on.
 fn shown(plan: &Plan, key: Key, steps: &[Step]) -> Option<[u64; 2]> {
     let record = steps.iter().rev().find_map(|step| match step {
-        Step::Flip { key: one, live } | Step::Push { key: one, live } if *one == key => {
+        Step::Flip { key: one, live }
+        | Step::Push { key: one, live }
+        | Step::Answer { key: one, live, .. }
+            if *one == key =>
+        {
             Some(live.record)
         }
         _ => None,
@@ -358,9 +362,10 @@ fn what_was_asked_for_and_taken_frees_its_slots() {
     ask(&mut plan, key, Want::Newest);
     send(&mut plan, &[0], &Targets::All);
     let mut steps = Vec::new();
+    plan.observe(key, 0, 0);
     assert!(!plan.clear_taken(&mut steps), "it has not taken it");
     assert_eq!(plan.lend(0, SlotSet::default(), 2), Lend::Grow);
-    plan.observe(key, 0, u64::MAX);
+    plan.observe(key, 0, 1);
     assert!(plan.clear_taken(&mut steps));
     assert_eq!(steps, [Step::Clear { key }]);
     assert_eq!(plan.lend(0, SlotSet::default(), 2), Lend::Slot(0));
@@ -441,7 +446,7 @@ fn the_same_set_asked_for_again_and_again_takes_one_record() {
         for _ in 0..3 {
             let (answer, steps) = ask(&mut plan, key, Want::Newest);
             assert_eq!(answer, Answer::Told);
-            let Some(Step::Flip { live, .. }) = steps.last() else {
+            let Some(Step::Answer { live, .. }) = steps.last() else {
                 panic!("{steps:?}")
             };
             assert_eq!(live.record, 0);

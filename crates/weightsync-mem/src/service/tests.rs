@@ -131,6 +131,7 @@ fn a_slot_that_finds_no_room_on_its_way_comes_later() {
     assert!(writer.wait_readers(soon(), one).unwrap());
     let (_, socket, _) = shared.watched().remove(0);
     let answer = FromSender::NoSuchVersion {
+        question: 1,
         model: 0,
         asked: Version(9),
         known: Vec::new(),

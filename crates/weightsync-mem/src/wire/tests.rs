@@ -17,7 +17,10 @@ fn readers() -> Vec<FromReader> {
         Want::AtLeast { model, version },
         Want::Exactly { model, version },
     ];
-    let asks = asks.map(|want| FromReader::Ask { want });
+    let asks = asks.map(|want| FromReader::Ask {
+        question: 1 << 50,
+        want,
+    });
     let mut messages = vec![
         hello(Models::ALL, Delivery::Newest, ""),
         hello(Models(5), Delivery::Every { bound: MAX_BOUND }, "cuda:0"),
@@ -27,13 +30,14 @@ fn readers() -> Vec<FromReader> {
             reason: "wrong shape: größer".into(),
         },
     ];
-    messages.push(FromReader::Room);
+    messages.extend([FromReader::Room, FromReader::Withdraw]);
     messages.extend(asks);
     messages
 }
 
 fn senders() -> Vec<FromSender> {
     let no_such = |known| FromSender::NoSuchVersion {
+        question: 1 << 50,
         model: 63,
         asked: Version(7),
         known,
@@ -130,7 +134,7 @@ fn numbers_out_of_range_are_refused() {
         }
         .encode()
     };
-    let ask = |want| FromReader::Ask { want }.encode();
+    let ask = |want| FromReader::Ask { question: 1, want }.encode();
     let beyond = MAX_BOUND + 1;
     for packet in [
         hello(Models(0), Delivery::Newest),
@@ -193,6 +197,7 @@ fn long_lists_and_labels_are_cut() {
     let known = (1..100).map(Version).collect();
     let (model, asked) = (0, Version(1));
     let packet = FromSender::NoSuchVersion {
+        question: 1,
         model,
         asked,
         known,

@@ -9,8 +9,8 @@ use weightsync_mem::{
 };
 
 use crate::{
-    address, attach, check, nothing_new, only, outcomes, send, settle, slots, small, take,
-    take_set, versions, within, workers,
+    address, answered, attach, check, nothing_new, only, outcomes, send, settle, slots, small,
+    take, take_set, versions, within, workers,
 };
 
 fn soon() -> Deadline {
@@ -252,9 +252,9 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
     };
     // Nothing there yet: it comes when there is something.
     asks.ask(Want::Newest).unwrap();
-    assert!(nothing_new(&mut asks));
+    assert!(asks.answer(within(0)).unwrap().is_none());
     let publication = send(&mut writer, &[0, 1], &Targets::All);
-    assert_eq!(versions(&take_set(&mut asks)), [(0, 1), (1, 1)]);
+    assert_eq!(versions(&answered(&mut asks)), [(0, 1), (1, 1)]);
     take_set(&mut newest);
     // The question may have come before the publication, or after: nobody waits
     // for one that asks.
@@ -272,7 +272,15 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
             [(0, Outcome::Asks), (1, applied.clone())]
         );
     }
-    assert!(nothing_new(&mut asks));
+    // There is no question that it could be the answer to.
+    assert!(matches!(
+        asks.answer(within(20)),
+        Err(Error::BadOption { .. })
+    ));
+    assert!(matches!(
+        asks.next(within(20)),
+        Err(Error::BadOption { .. })
+    ));
     for (want, version) in [
         (exactly(3), 3),
         (exactly(2), 2),
@@ -281,14 +289,14 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
         (exactly(2), 2),
     ] {
         asks.ask(want).unwrap();
-        let taken = take_set(&mut asks);
+        let taken = answered(&mut asks);
         // The set of that time: never the models of different ones.
         assert_eq!(versions(&taken), [(0, version), (1, version)]);
         assert_eq!(writer.readers()[0].applied[0], Version(version));
     }
     for missing in [1, 9] {
         asks.ask(exactly(missing)).unwrap();
-        let error = asks.next(within(20)).unwrap_err();
+        let error = asks.answer(within(20)).unwrap_err();
         let Error::NoSuchVersion {
             model: 0,
             asked,
@@ -307,37 +315,31 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
         version: Version(version),
     };
     asks.ask(least(2)).unwrap();
-    assert_eq!(versions(&take_set(&mut asks)), [(0, 4), (1, 4)]);
+    assert_eq!(versions(&answered(&mut asks)), [(0, 4), (1, 4)]);
     asks.ask(least(6)).unwrap();
     let waiting = thread::spawn(move || {
-        let taken = take_set(&mut asks);
+        let taken = answered(&mut asks);
         (asks, versions(&taken))
     });
     send(&mut writer, &[1], &Targets::All);
     send(&mut writer, &[1], &Targets::All);
     let (mut asks, got) = waiting.join().unwrap();
     assert_eq!(got, [(0, 4), (1, 6)]);
-    // A reader of the newest may ask too, and goes on with the newest.
-    take_set(&mut newest);
-    newest.ask(exactly(4)).unwrap();
-    let before = newest.next(within(20)).unwrap().unwrap();
-    assert_eq!(versions(&before)[0], (0, 4));
     send(&mut writer, &[0], &Targets::All);
-    assert_eq!(versions(&take_set(&mut newest)), [(0, 5), (1, 6)]);
     // A held worker has what it is held at, and nothing else.
     writer.hold(&[WorkerId(0)]).unwrap();
     send(&mut writer, &[0], &Targets::All);
     asks.ask(Want::Newest).unwrap();
-    assert_eq!(versions(&take_set(&mut asks)), [(0, 5), (1, 6)]);
+    assert_eq!(versions(&answered(&mut asks)), [(0, 5), (1, 6)]);
     asks.ask(exactly(6)).unwrap();
     assert!(matches!(
-        asks.next(within(20)),
+        asks.answer(within(20)),
         Err(Error::NoSuchVersion { known, .. }) if known == [Version(5)]
     ));
 }
 
 #[test]
-fn one_that_asked_for_an_older_version_does_not_count_as_having_the_newer() {
+fn one_that_went_back_to_an_older_version_does_not_count_as_having_the_newer() {
     let address = address();
     let options = SegmentOptions {
         history: 2,
@@ -359,30 +361,29 @@ fn one_that_asked_for_an_older_version_does_not_count_as_having_the_newer() {
         let lines = waiter.settle(publication, level, within(20)).unwrap();
         (lines[0].outcome.clone(), lines[0].versions[0].0)
     };
-    // Before it has taken the third.
-    reader.ask(back_to(2)).unwrap();
-    let taken = reader.next(within(20)).unwrap().unwrap();
-    let taken = match versions(&taken)[0] {
-        (0, 2) => taken,
-        // The question came after the look.
-        _ => reader.next(within(20)).unwrap().unwrap(),
+    let late = |publication, level| {
+        let lines = waiter.settle(publication, level, soon()).unwrap();
+        assert_eq!(outcomes(&lines), [(0, Outcome::Late)]);
     };
+    // Before it has taken the third, which still comes.
+    reader.ask(back_to(2)).unwrap();
+    let taken = answered(&mut reader);
     assert_eq!(versions(&taken), [(0, 2), (1, 2)]);
-    assert_eq!(line(&third, Level::Staged), (Outcome::Asks, 2));
+    late(&third, Level::Staged);
     reader.applied(&taken).unwrap();
-    assert_eq!(line(&third, Level::Applied), (Outcome::Asks, 2));
-    // What came after that, whole, stands for it; and so does the same again.
+    late(&third, Level::Applied);
+    // What comes after that, whole, stands for it; and so does the same again.
     let fourth = send(&mut writer, &[0], &Targets::All);
-    let late = waiter.settle(&third, Level::Staged, soon()).unwrap();
-    assert_eq!(outcomes(&late), [(0, Outcome::Late)]);
     take_set(&mut reader);
     for publication in [&third, &fourth] {
         assert_eq!(line(publication, Level::Applied), (Outcome::Applied, 4));
     }
     reader.ask(back_to(3)).unwrap();
-    assert_eq!(versions(&take_set(&mut reader)), [(0, 3), (1, 2)]);
+    assert_eq!(versions(&answered(&mut reader)), [(0, 3), (1, 2)]);
     assert_eq!(line(&third, Level::Applied), (Outcome::Applied, 3));
-    assert_eq!(line(&fourth, Level::Applied), (Outcome::Asks, 3));
+    for level in [Level::Staged, Level::Applied] {
+        assert_eq!(line(&fourth, level), (Outcome::Asks, 3));
+    }
     drop(reader);
     assert!(
         writer
@@ -391,6 +392,111 @@ fn one_that_asked_for_an_older_version_does_not_count_as_having_the_newer() {
     );
     let lines = waiter.settle(&fourth, Level::Applied, within(20)).unwrap();
     assert_eq!(outcomes(&lines), [(0, Outcome::Left)]);
+}
+
+#[test]
+fn an_answer_takes_nothing_from_what_is_meant_for_a_reader_of_the_newest() {
+    let address = address();
+    let options = SegmentOptions {
+        history: 2,
+        ..slots(2, 2)
+    };
+    let mut writer = small(&address, 1, options);
+    let mut reader = joins(&address, 0, Delivery::Newest);
+    let exactly = |version| Want::Exactly {
+        model: 0,
+        version: Version(version),
+    };
+    for _ in 1..=3 {
+        send(&mut writer, &[0], &Targets::All);
+    }
+    take_set(&mut reader);
+    let pushed = send(&mut writer, &[0], &Targets::All);
+    reader.ask(exactly(3)).unwrap();
+    let old = reader.answer(within(20)).unwrap().unwrap();
+    assert_eq!((versions(&old), old.sequence), (vec![(0, 3)], 0));
+    reader.applied(&old).unwrap();
+    // It runs the older one, and that says nothing of what it was sent.
+    assert_eq!(writer.readers()[0].applied, [Version(3)]);
+    let now = Some(Instant::now());
+    let lines = writer.waiter().settle(&pushed, Level::Staged, now).unwrap();
+    assert_eq!(outcomes(&lines), [(0, Outcome::Late)]);
+    // Nor does a refusal of it.
+    reader.refuse(Some(old.sequence), "no").unwrap();
+    drop(old);
+    assert_eq!(versions(&take_set(&mut reader)), [(0, 4)]);
+    assert_eq!(versions(&reader.latest().unwrap().unwrap()), [(0, 4)]);
+    assert_eq!(outcomes(&settle(&writer, &pushed)), [(0, Outcome::Applied)]);
+    assert!(nothing_new(&mut reader));
+
+    // What was asked for and is what it is sent is not handed out twice.
+    let pushed = send(&mut writer, &[0], &Targets::All);
+    reader.ask(Want::Newest).unwrap();
+    let newest = reader.answer(within(20)).unwrap().unwrap();
+    assert_eq!(versions(&newest), [(0, 5)]);
+    reader.applied(&newest).unwrap();
+    assert!(nothing_new(&mut reader));
+    assert_eq!(outcomes(&settle(&writer, &pushed)), [(0, Outcome::Applied)]);
+    drop(newest);
+
+    // Questions that nobody waits for any more are not answered to later ones.
+    for (model, version) in [(0, Version(9)), (0, Version(8))] {
+        reader.ask(Want::AtLeast { model, version }).unwrap();
+        assert!(reader.answer(within(0)).unwrap().is_none());
+    }
+    reader.ask(exactly(1)).unwrap();
+    reader.ask(exactly(4)).unwrap();
+    for _ in 6..=9 {
+        send(&mut writer, &[0], &Targets::All);
+    }
+    let answer = reader.answer(within(20));
+    assert!(
+        match &answer {
+            Ok(Some(taken)) => versions(taken) == [(0, 4)],
+            // It was asked for after the sends.
+            Err(Error::NoSuchVersion { asked, .. }) => *asked == Version(4),
+            _ => false,
+        },
+        "{answer:?}"
+    );
+    drop(answer);
+    assert_eq!(versions(&take_set(&mut reader)), [(0, 9)]);
+    // What it was answered is no reason to grow.
+    for version in 0..20 {
+        reader.ask(exactly(8 + version)).unwrap();
+        let taken = reader.answer(within(20)).unwrap().unwrap();
+        assert_eq!(versions(&taken), [(0, 8 + version)]);
+        drop(taken);
+        send(&mut writer, &[0], &Targets::All);
+    }
+    // The newest, two before it, one to write, and one more than was needed by
+    // then.
+    assert!(writer.slots(0) <= 5, "{} slots", writer.slots(0));
+}
+
+#[test]
+fn a_question_that_is_withdrawn_is_answered_to_nobody() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 2));
+    let mut asks = joins(&address, 0, Delivery::Asked);
+    let (model, version) = (0, Version(2));
+    asks.ask(Want::AtLeast { model, version }).unwrap();
+    asks.withdraw().unwrap();
+    asks.withdraw().unwrap();
+    assert!(matches!(
+        asks.answer(within(20)),
+        Err(Error::BadOption { .. })
+    ));
+    // The question and its end are heard in order, and before what is asked next.
+    asks.ask(Want::Newest).unwrap();
+    send(&mut writer, &[0], &Targets::All);
+    assert_eq!(versions(&answered(&mut asks)), [(0, 1)]);
+    let publication = send(&mut writer, &[0], &Targets::All);
+    assert_eq!(
+        outcomes(&settle(&writer, &publication)),
+        [(0, Outcome::Asks)],
+        "nobody waits for it"
+    );
 }
 
 #[test]
@@ -415,7 +521,7 @@ fn asking_out_of_turn_is_refused() {
     assert!(matches!(second.ask(other), Err(Error::BadOption { .. })));
     send(&mut writer, &[0, 1], &Targets::All);
     second.ask(Want::Newest).unwrap();
-    assert_eq!(versions(&take_set(&mut second)), [(1, 1)]);
+    assert_eq!(versions(&answered(&mut second)), [(1, 1)]);
     drop(writer);
     let error = (0..1000).find_map(|_| second.ask(Want::Newest).err());
     assert!(matches!(error, Some(Error::SenderClosed)), "{error:?}");
@@ -428,7 +534,7 @@ fn what_was_asked_for_makes_room_once_it_is_not_held() {
     let mut asks = joins(&address, 0, Delivery::Asked);
     send(&mut writer, &[0], &Targets::All);
     asks.ask(Want::Newest).unwrap();
-    let held = take_set(&mut asks);
+    let held = answered(&mut asks);
     assert_eq!(versions(&asks.latest().unwrap().unwrap()), [(0, 1)]);
     send(&mut writer, &[0], &Targets::All);
     // Held, it is as any other version that is held.
@@ -444,7 +550,7 @@ fn what_was_asked_for_makes_room_once_it_is_not_held() {
         "the sender needed the room"
     );
     asks.ask(Want::Newest).unwrap();
-    assert_eq!(versions(&take_set(&mut asks)), [(0, 5)]);
+    assert_eq!(versions(&answered(&mut asks)), [(0, 5)]);
 }
 
 #[test]
@@ -457,12 +563,12 @@ fn asking_for_version_0_costs_the_worker_nothing() {
     assert!(matches!(error, Error::BadOption { .. }), "{error}");
     // At least nothing is whatever is newest, as soon as there is something.
     asks.ask(Want::AtLeast { model, version }).unwrap();
-    assert!(nothing_new(&mut asks));
+    assert!(asks.answer(within(0)).unwrap().is_none());
     for version in 1..=2 {
         send(&mut writer, &[0], &Targets::All);
-        assert_eq!(versions(&take_set(&mut asks)), [(0, version)]);
+        assert_eq!(versions(&answered(&mut asks)), [(0, version)]);
         asks.ask(Want::Newest).unwrap();
-        assert_eq!(versions(&take_set(&mut asks)), [(0, version)]);
+        assert_eq!(versions(&answered(&mut asks)), [(0, version)]);
         asks.ask(Want::AtLeast {
             model,
             version: Version(version + 1),
@@ -528,7 +634,7 @@ fn lanes_without_a_record_get_one_once_there_is_one_and_nobody_waits_for_it() {
     };
     // As others take what they asked for, and go.
     for (worker, reader) in (0..).zip(&mut readers) {
-        assert_eq!(versions(&take_set(reader)), own(worker));
+        assert_eq!(versions(&answered(reader)), own(worker));
     }
     for (worker, reader) in (READERS - 2..).zip(&mut late) {
         assert_eq!(versions(&take_set(reader)), own(worker));

@@ -192,6 +192,20 @@ fn take_set(reader: &mut Reader) -> Taken {
     taken
 }
 
+/// Waits for the answer to what was asked, checks and applies it.
+fn answered(reader: &mut Reader) -> Taken {
+    let taken = reader
+        .answer(within(20))
+        .unwrap()
+        .expect("an answer within 20 s");
+    taken
+        .members
+        .iter()
+        .for_each(|member| check(&member.snapshot));
+    reader.applied(&taken).unwrap();
+    taken
+}
+
 /// The only model of a set.
 fn only(mut taken: Taken) -> Snapshot {
     assert_eq!(taken.members.len(), 1);

@@ -388,14 +388,25 @@ impl ReceiverTransport for Attached {
         })
     }
 
-    fn ask(&mut self, model: usize, pull: Pull) -> Result<()> {
+    fn pull(
+        &mut self,
+        model: usize,
+        pull: Pull,
+        deadline: Deadline,
+    ) -> Result<Option<SetSnapshot>> {
         let model = self.indices[model];
         let want = match pull {
             Pull::Newest => Want::Newest,
             Pull::AtLeast(version) => Want::AtLeast { model, version },
             Pull::Exactly(version) => Want::Exactly { model, version },
         };
-        Ok(self.reader.ask(want)?)
+        self.reader.ask(want)?;
+        let answer = self.reader.answer(deadline);
+        let taken = answer.map_err(|error| self.named(error))?;
+        if taken.is_none() {
+            self.reader.withdraw()?;
+        }
+        Ok(taken.map(|taken| self.lent(taken)))
     }
 
     fn interrupter(&self) -> Result<Interrupter> {

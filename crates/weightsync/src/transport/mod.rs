@@ -451,14 +451,26 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     /// As [`next`](Self::next).
     fn latest(&mut self) -> Result<Option<SetSnapshot>>;
 
-    /// Asks for a version of a model; it comes through [`next`](Self::next),
-    /// which fails with [`Error::NoSuchVersion`] if it is not kept any more.
+    /// Asks once for the set with a version of a model, by the model's place
+    /// among [`models`](Self::models), and waits for it; `None` if the deadline
+    /// comes first, and then nobody is asked any more.
+    ///
+    /// What comes is the answer to this question and no other, whatever is
+    /// published meanwhile. It takes nothing from what [`next`](Self::next) hands
+    /// over, but that what came in an answer is not handed over again while it is
+    /// the newest.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`].
-    fn ask(&mut self, model: usize, pull: Pull) -> Result<()> {
-        let _ = (model, pull);
+    /// [`Error::NoSuchVersion`] if it is not kept any more, [`Error::Unsupported`],
+    /// and those of [`next`](Self::next).
+    fn pull(
+        &mut self,
+        model: usize,
+        pull: Pull,
+        deadline: Deadline,
+    ) -> Result<Option<SetSnapshot>> {
+        let _ = (model, pull, deadline);
         Err(Error::Unsupported {
             what: "asking for a version",
             scheme: UNNAMED.into(),

@@ -117,9 +117,9 @@ struct Reader {
     live: Option<Live>,
     queue: VecDeque<Live>,
     head: u64,
-    taken: u64,
-    /// The record it has pinned, and what it read there.
-    pinned: Option<(Live, Versions)>,
+    /// The record it has pinned, and what it read there; and the question that
+    /// it answers.
+    pinned: Option<(Live, Versions, Option<u64>)>,
     /// The slots it holds, with the versions it found.
     snapshots: BTreeSet<(usize, u8, u64)>,
     /// What its lane is to show (or its queue to bring), oldest first. Several
@@ -130,6 +130,13 @@ struct Reader {
     wanted: Option<(usize, u64)>,
     told: u64,
     shut: bool,
+    /// Its last question, and the last whose answer it needs no more.
+    question: u64,
+    through: u64,
+    /// What its place for answers shows, and must show.
+    answer: Option<(u64, Live)>,
+    answered: Option<Versions>,
+    answer_told: u64,
 }
 
 struct World {
@@ -233,8 +240,8 @@ impl World {
     fn observe(&mut self) -> SlotSet {
         let mut pins = SlotSet::default();
         for (key, reader) in &self.readers {
-            self.plan.observe(*key, reader.head, reader.taken);
-            if let Some((live, _)) = &reader.pinned
+            self.plan.observe(*key, reader.head, reader.through);
+            if let Some((live, ..)) = &reader.pinned
                 && !matches!(reader.delivery, Delivery::Every { .. })
             {
                 pins = pins.with(live.record);
@@ -304,21 +311,13 @@ impl World {
                 continue;
             }
             let reader = self.reader(key);
+            reader.meets(&set);
             match reader.delivery {
                 Delivery::Newest => {
                     assert_eq!(fate, Fate::Told);
                     self.expect(key, &set);
                 }
-                Delivery::Asked => {
-                    let met = reader.wanted.take_if(|(model, least)| {
-                        set.get(model).is_some_and(|version| version >= least)
-                            || *least == 0 && !only(&set, reader.models).is_empty()
-                    });
-                    assert_eq!(fate, Fate::Asks);
-                    if met.is_some() {
-                        self.expect(key, &set);
-                    }
-                }
+                Delivery::Asked => assert_eq!(fate, Fate::Asks),
                 Delivery::Every { bound } => {
                     let waiting = reader.waiting.len();
                     let room = waiting == 0 && reader.queue.len() < bound.into();
@@ -373,19 +372,21 @@ impl World {
     fn pin(&mut self, worker: u32) {
         let Some(key) = self.key(worker) else { return };
         let reader = &self.readers[&key];
-        let live = match reader.delivery {
-            Delivery::Every { .. } => reader.queue.front().copied(),
-            Delivery::Newest | Delivery::Asked => reader.live,
+        let open = |(question, _): &&(u64, Live)| *question > reader.through;
+        let (live, answers) = match (reader.delivery, reader.answer.iter().find(open)) {
+            (Delivery::Every { .. }, _) => (reader.queue.front().copied(), None),
+            (_, Some((question, live))) => (Some(*live), Some(*question)),
+            (_, None) => (reader.live, None),
         };
         if let (Some(live), None) = (live, &reader.pinned) {
             let set = self.read(live);
-            self.reader(key).pinned = Some((live, set));
+            self.reader(key).pinned = Some((live, set, answers));
         }
     }
 
     fn finish(&mut self, worker: u32) {
         let Some(key) = self.key(worker) else { return };
-        let Some((live, found)) = self.reader(key).pinned.take() else {
+        let Some((live, found, answers)) = self.reader(key).pinned.take() else {
             return;
         };
         let again = self.read(live);
@@ -400,7 +401,7 @@ impl World {
                 reader.expected.pop_front()
             );
         }
-        reader.taken = reader.taken.max(live.sequence);
+        reader.through = answers.map_or(reader.through, |one| one.max(reader.through));
         for (model, placed) in set.only(reader.models).iter() {
             let version = self.written[model][usize::from(placed.slot)];
             assert_eq!(version, placed.version.0, "the slot was written meanwhile");
@@ -419,16 +420,10 @@ impl World {
         if reader.shut || only(&was, mine) == only(&set, mine) {
             return;
         }
+        reader.meets(&set);
         match reader.delivery {
             Delivery::Newest => self.expect(key, &set),
-            Delivery::Asked => {
-                let met = reader.wanted.take_if(|(model, least)| {
-                    set.get(model).is_some_and(|version| version >= least) || *least == 0
-                });
-                if met.is_some() {
-                    self.expect(key, &set);
-                }
-            }
+            Delivery::Asked => {}
             Delivery::Every { bound } => {
                 let set = only(&set, mine);
                 // What waits comes first, as far as there is room.
@@ -469,7 +464,15 @@ impl World {
             1 => Want::AtLeast { model, version },
             _ => Want::Exactly { model, version },
         };
-        let answer = self.plan.ask(key, want, pins, steps);
+        let question = match self.readers.get_mut(&key) {
+            Some(reader) => {
+                reader.through = reader.question;
+                reader.question += 1;
+                reader.question
+            }
+            None => 1,
+        };
+        let answer = self.plan.ask(key, question, want, pins, steps);
         let Some(reader) = self.readers.get_mut(&key).filter(|reader| !reader.shut) else {
             assert_eq!(answer, Answer::Gone);
             return;
@@ -497,8 +500,8 @@ impl World {
         match found {
             Some(set) => {
                 assert_eq!(answer, Answer::Told);
-                let set = set.clone();
-                self.expect(key, &set);
+                let set = only(set, mine);
+                self.reader(key).answered = Some(set);
             }
             None if kind < 2 => {
                 assert_eq!(answer, Answer::Later);
@@ -519,15 +522,20 @@ impl World {
     /// counts as in use to the last step.
     fn carry_out(&mut self, steps: &[Step]) {
         let lanes = self.readers.values();
-        let told = lanes.flat_map(|reader| reader.live.iter().chain(&reader.queue));
+        let told = lanes.flat_map(|reader| {
+            let answer = reader.answer.iter().map(|(_, live)| live);
+            reader.live.iter().chain(&reader.queue).chain(answer)
+        });
         let told = told.fold(SlotSet::default(), |all, live| all.with(live.record));
         for step in steps {
             match *step {
                 Step::Write { record } => {
                     assert!(!told.contains(record), "written where a pin may be");
                     for reader in self.readers.values() {
-                        let pinned = reader.pinned.iter().map(|(live, _)| live);
-                        let mut used = pinned.chain(&reader.live).chain(&reader.queue);
+                        let pinned = reader.pinned.iter().map(|(live, ..)| live);
+                        let answer = reader.answer.iter().map(|(_, live)| live);
+                        let told = reader.live.iter().chain(&reader.queue);
+                        let mut used = pinned.chain(answer).chain(told);
                         assert!(
                             used.all(|live| live.record != record),
                             "written while in use"
@@ -553,11 +561,22 @@ impl World {
                     let came = |(sequence, _): &mut (u64, Versions)| *sequence == live.sequence;
                     reader.waiting.pop_front_if(came);
                 }
+                Step::Answer {
+                    key,
+                    live,
+                    question,
+                } => {
+                    let reader = self.reader(key);
+                    assert!(live.sequence > reader.answer_told);
+                    assert_eq!(question, reader.question, "it has asked anew");
+                    reader.answer_told = live.sequence;
+                    reader.answer = Some((question, live));
+                }
                 Step::Clear { key } => {
                     let reader = self.reader(key);
-                    assert!(reader.delivery == Delivery::Asked && reader.taken >= reader.told);
-                    reader.live = None;
-                    reader.expected.clear();
+                    let (question, _) = reader.answer.take().unwrap();
+                    assert!(question <= reader.through, "it needs it");
+                    reader.answered = None;
                 }
             }
         }
@@ -579,6 +598,9 @@ impl World {
             let waiting = reader.waiting.iter().map(|(_, set)| set.clone());
             let shown: VecDeque<_> = shown.chain(waiting).collect();
             assert_eq!(shown, reader.expected, "{key:?}");
+            let answer = reader.answer.map(|(_, live)| self.read(live));
+            let answer = answer.map(|set| only(&set, reader.models));
+            assert_eq!(answer, reader.answered, "{key:?}");
             let waits = |(sequence, _): &(u64, _)| self.plan.waits(*key, *sequence);
             assert!(reader.waiting.iter().all(waits));
         }
@@ -622,7 +644,8 @@ impl World {
         let mut needed: BTreeSet<_> = sets.filter_map(|set| set.get(&model).copied()).collect();
         for (key, reader) in &self.readers {
             if self.key(key.0.0) == Some(*key) && reader.models.contains(model) {
-                let told = reader.live.iter().chain(&reader.queue);
+                let answer = reader.answer.iter().map(|(_, live)| live);
+                let told = reader.live.iter().chain(&reader.queue).chain(answer);
                 let told = told.filter_map(|live| self.read(*live).get(&model).copied());
                 needed.extend(told);
             }
@@ -636,7 +659,7 @@ impl World {
         for reader in self.readers.values() {
             let mine = |set: &Versions| only(set, reader.models).get(&model).copied();
             all.extend(reader.waiting.iter().filter_map(|(_, set)| mine(set)));
-            all.extend(reader.pinned.iter().filter_map(|(_, set)| mine(set)));
+            all.extend(reader.pinned.iter().filter_map(|(_, set, _)| mine(set)));
             let snapshots = reader.snapshots.iter();
             all.extend(snapshots.filter(|one| one.0 == model).map(|one| one.2));
         }
@@ -707,6 +730,8 @@ impl World {
         reader.waiting.clear();
         reader.expected.clear();
         reader.wanted = None;
+        reader.answer = None;
+        reader.answered = None;
         if let Delivery::Every { .. } = reader.delivery {
             reader.pinned = None;
         }
@@ -733,7 +758,6 @@ impl Reader {
             live: None,
             queue: VecDeque::new(),
             head: 0,
-            taken: 0,
             pinned: None,
             snapshots: BTreeSet::new(),
             expected: VecDeque::new(),
@@ -741,14 +765,35 @@ impl Reader {
             wanted: None,
             told: 0,
             shut: false,
+            question: 0,
+            through: 0,
+            answer: None,
+            answered: None,
+            answer_told: 0,
         }
+    }
+
+    /// Whether this set is what it wants; then that is what it is answered.
+    fn meets(&mut self, set: &Versions) -> bool {
+        let mine = only(set, self.models);
+        let met = self.wanted.take_if(|(model, least)| {
+            mine.get(model).is_some_and(|version| version >= least)
+                || *least == 0 && !mine.is_empty()
+        });
+        if met.is_some() {
+            self.answered = Some(mine);
+        }
+        met.is_some()
     }
 }
 
 fn step_of(step: &Step) -> Option<Key> {
     match step {
         Step::Write { .. } => None,
-        Step::Flip { key, .. } | Step::Push { key, .. } | Step::Clear { key } => Some(*key),
+        Step::Flip { key, .. }
+        | Step::Push { key, .. }
+        | Step::Answer { key, .. }
+        | Step::Clear { key } => Some(*key),
     }
 }
 
