@@ -416,29 +416,33 @@ impl Shared {
             return Ok(());
         }
         let models = newcomer.models.and(Models::first(self.models.len()));
-        // Sent and entered under one lock: the reader may pin as soon as it has
-        // its lane, and the scan for pins takes the same lock.
-        match self.hand_out(&state, &socket, models, &lane) {
-            Ok(()) => {}
-            // Its hang-up has the worker try again.
-            Err(error) if error.is_crowded_out() => return Ok(()),
-            Err(error) => return Err((socket, error.to_string())),
-        }
         state.joined += 1;
         let key = (newcomer.worker, state.joined);
         let reader = Reader::new(
-            socket,
+            socket.clone(),
             control,
             lane.map.clone(),
             models,
             newcomer.delivery,
             newcomer.device,
         );
+        // Entered and sent under one lock: the reader may pin as soon as it has
+        // its lane, and the scan for pins takes the same lock. The lane is where
+        // it is meant to be before that, so that its first look finds it there.
         state.readers.insert(key, reader);
         let records = self.observe(&mut state);
         self.decide(&mut state, |plan, steps| {
             plan.join(key, models, newcomer.delivery, records, steps);
         });
+        if let Err(error) = self.hand_out(&state, &socket, models, &lane) {
+            state.plan.leave(key);
+            state.readers.remove(&key);
+            return match error.is_crowded_out() {
+                // Its hang-up has the worker try again.
+                true => Ok(()),
+                false => Err((socket, error.to_string())),
+            };
+        }
         drop(state);
         self.doorbell.ring();
         Ok(())

@@ -412,8 +412,8 @@ impl Receiver {
     /// one that came last; where nothing comes without being asked for, what was
     /// asked for last, while it is there.
     ///
-    /// A sender that restarted is joined if it is there by now; until then it is
-    /// the newest of the one before.
+    /// A sender that restarted is joined if it is there by now; until it is, the
+    /// newest is that of the one before.
     ///
     /// # Errors
     ///
@@ -434,12 +434,8 @@ impl Receiver {
     pub fn latest_set(&mut self) -> Result<Option<SetSnapshot>> {
         self.initial = None;
         if self.sender_lost && self.restarts() {
-            match self.rejoin(Some(Instant::now())) {
-                Ok(()) => {}
-                // The one to listen to is not there yet.
-                Err(error) if error.remedy() == Remedy::Retry => {}
-                Err(error) => return Err(error),
-            }
+            // Why a successor cannot be joined is the next receive's to say.
+            let _ = self.rejoin(Some(Instant::now()));
         }
         let Some(set) = self.transport.latest()? else {
             return Ok(None);

@@ -7,9 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    AnyScheme, Background, BackgroundState, Error, Expect, Extracted, Layout, ModelId, Outcome,
-    Receiver, ReceiverSetup, Result, SafePoints, SendOptions, Sender, SenderSetup, Set, SetLoader,
-    TensorView, Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
+    AnyScheme, Background, BackgroundState, Cascade, Error, Expect, Extracted, Layout, ModelId,
+    Outcome, Pull, Receiver, ReceiverSetup, Result, SafePoints, SendOptions, Sender, SenderSetup,
+    Set, SetLoader, TensorView, Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
 };
 
 use crate::{BRIEF, SOON, connect, pair, pair_by, weights};
@@ -690,10 +690,51 @@ fn what_has_to_be_asked_for_is_not_waited_for() {
             .map(drop)
             .unwrap_err(),
         receiver().snapshots_in_background().map(drop).unwrap_err(),
+        Cascade::join(ReceiverSetup::new(info.clone(), 0), SOON)
+            .and_then(|setup| setup.connect(Expect::Count(0), SOON))
+            .and_then(|mut cascade| cascade.forward(None))
+            .map(drop)
+            .unwrap_err(),
     ] {
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
     }
     drop(sender);
+}
+
+#[test]
+fn what_is_asked_for_is_loaded_into_a_model_and_reported_then() {
+    for scheme in ["shared-mem:pull", "shared-mem"] {
+        let setup = setup().history(2);
+        let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
+        let info = setup.init_info();
+        let mut sender = setup.connect(&number(1.0), Expect::Count(0), SOON).unwrap();
+        let mut model = number(0.0);
+        let worker = ReceiverSetup::new(info, 0);
+        let mut receiver = worker.connect_into(&mut model, SOON).unwrap();
+        assert_eq!(value(&model), 1.0);
+        let sent = SendOptions::new().wait(WaitFor::Sent);
+        for version in [2.0, 3.0] {
+            sender.send_with(&number(version), &sent).unwrap();
+        }
+        for (pull, version) in [(Pull::Exactly(Version(2)), 2), (Pull::Newest, 3)] {
+            let loaded = receiver.pull_into(&mut model, pull, Some(SOON)).unwrap();
+            assert_eq!(
+                (loaded, value(&model)),
+                (Some(Version(version)), version as f32)
+            );
+            assert_eq!(receiver.version(), Version(version), "{scheme}");
+            assert_eq!(sender.workers()[0].version(), Version(version), "{scheme}");
+        }
+        // Another model's name, and a version that does not come.
+        let unknown = receiver.pull_set("critic", Pull::Newest, Some(SOON));
+        assert!(
+            matches!(unknown, Err(Error::NoSuchModel { .. })),
+            "{unknown:?}"
+        );
+        let least = Pull::AtLeast(Version(4));
+        let nothing = receiver.pull_into(&mut model, least, Some(BRIEF)).unwrap();
+        assert_eq!((nothing, value(&model)), (None, 3.0));
+    }
 }
 
 #[test]
