@@ -80,8 +80,8 @@ pub(crate) unsafe fn write_image(
         "a slot of the layout's"
     );
     // Without sums there is no need to cut large tensors that small.
-    let spans: Vec<Span> = match options.checksums {
-        true => spans.iter().cloned().collect(),
+    let spans = match options.checksums {
+        true => spans.all(),
         false => spans.joined(),
     };
     let mut sums = vec![0; if options.checksums { spans.len() } else { 0 }];
@@ -91,7 +91,11 @@ pub(crate) unsafe fn write_image(
         sources,
         bytes: layout.bytes() as usize,
     };
-    let cuts = cut(&spans, sources, options.threads.max(1));
+    if options.threads <= 1 {
+        image.write(spans, &mut sums)?;
+        return Ok(sums);
+    }
+    let cuts = cut(spans, sources, options.threads);
     let (first, others) = cuts
         .split_first()
         .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));

@@ -4,6 +4,8 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use weightsync_core::Version;
+
 use crate::error::Error;
 use crate::map::{Mapping, OwnedFile};
 use crate::protocol::{Live, LiveWord, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
@@ -46,9 +48,20 @@ pub(crate) struct PinBook {
 #[derive(Debug)]
 pub(crate) struct Hold {
     pub(crate) sequence: u64,
-    pub(crate) set: ModelSet,
-    /// One for each model of the set, in order.
+    /// One for each model of it, in order.
     pub(crate) pins: Vec<Pin>,
+}
+
+impl Hold {
+    /// Whether both hold the same versions, of the same models, in the same
+    /// slots.
+    pub(crate) fn is_of_the_set(&self, other: &Self) -> bool {
+        let placed = |pin: &Pin| (pin.model, pin.slot, pin.version);
+        self.pins
+            .iter()
+            .map(placed)
+            .eq(other.pins.iter().map(placed))
+    }
 }
 
 impl PinBook {
@@ -172,15 +185,14 @@ impl PinBook {
         let set = self.set_of(live)?;
         Ok(Hold {
             sequence: live.sequence,
-            set,
             pins: self.pin(&set),
         })
     }
 
     fn set_of(&self, live: Live) -> Result<ModelSet, Error> {
-        let record = self.header().read_set(live)?;
+        let mut set = self.header().read_set(live)?.set;
         // The record may be shared with workers that have other models too.
-        let set = record.set.only(self.models);
+        set.keep(self.models);
         match set.is_empty() {
             false => Ok(set),
             true => Err(Error::CorruptSet {
@@ -227,6 +239,7 @@ impl PinBook {
                 book: self.clone(),
                 model,
                 slot: placed.slot,
+                version: placed.version,
             }
         });
         pins.collect()
@@ -283,6 +296,8 @@ pub(crate) struct Pin {
     pub(crate) book: Arc<PinBook>,
     pub(crate) model: usize,
     pub(crate) slot: u8,
+    /// What it is held for.
+    pub(crate) version: Version,
 }
 
 impl Drop for Pin {

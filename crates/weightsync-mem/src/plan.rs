@@ -256,7 +256,7 @@ impl Plan {
         self.sequence += 1;
         let mut teller = self.teller(record_pins, steps);
         teller.sequence = self.sequence;
-        let mut fates = Vec::new();
+        let mut fates = Vec::with_capacity(self.lanes.len());
         let mut absent = Vec::new();
         let (meant, records) = (&self.meant, &mut self.records);
         let mut concern = |worker, lane: &mut Lane| {

@@ -542,7 +542,7 @@ impl Reader {
         if self.delivery == Delivery::Newest {
             // Whatever is wrong with what it is told is for `next` to say.
             let live = self.book.look_live().ok().flatten();
-            match live.filter(|live| live.set == hold.set) {
+            match live.filter(|live| live.is_of_the_set(&hold)) {
                 Some(live) => hold = live,
                 None => {
                     hold.sequence = 0;
@@ -604,17 +604,16 @@ impl Reader {
     }
 
     fn checked(&self, hold: Hold) -> Result<Taken, Error> {
-        let Some(places) = self.watch.slots(&hold.set)? else {
+        let Some(places) = self.watch.slots(&hold.pins)? else {
             return Err(self.why_over());
         };
         let mut members = Vec::with_capacity(places.len());
-        let pinned = hold.set.iter().zip(hold.pins).zip(places);
-        for (((model, placed), pin), (pages, slot)) in pinned {
-            let changed = self.versions[model] != placed.version;
+        for (pin, (pages, slot)) in hold.pins.into_iter().zip(places) {
+            let (model, version) = (pin.model, pin.version);
             members.push(Member {
                 model,
-                changed,
-                snapshot: Snapshot::new(pin, placed.version, slot, pages, self.run)?,
+                changed: self.versions[model] != version,
+                snapshot: Snapshot::new(pin, slot, pages, self.run)?,
             });
         }
         Ok(Taken {

@@ -214,6 +214,7 @@ impl Waiter {
         shared.open()?;
         let mut settling = Settling {
             shared,
+            after: None,
             publication,
             level,
             pending: publication.fates.clone(),
@@ -262,6 +263,7 @@ impl Waiter {
         let decided = |(_, fate): &&(Key, Fate)| matches!(fate, Fate::Full | Fate::Held);
         let mut settling = Settling {
             shared,
+            after: None,
             publication,
             level: Level::Staged,
             pending: publication.fates.iter().filter(decided).copied().collect(),
@@ -297,6 +299,8 @@ impl Waiter {
 
 struct Settling<'a> {
     shared: &'a Shared,
+    /// When the last look was that saw anything: read once for all its lines.
+    after: Option<Duration>,
     publication: &'a Publication,
     level: Level,
     pending: Vec<(Key, Fate)>,
@@ -306,6 +310,7 @@ struct Settling<'a> {
 impl Settling<'_> {
     /// Moves the readers whose outcome is known from `pending` to `lines`.
     fn look(&mut self) {
+        self.after = None;
         let mut state = self.shared.state();
         if self.pending.iter().any(|(_, fate)| *fate == Fate::Waiting) {
             self.shared.deliver(&mut state);
@@ -336,6 +341,7 @@ impl Settling<'_> {
 
     /// The lines of readers that have not answered in time.
     fn late(&mut self) {
+        self.after = None;
         let state = self.shared.state();
         for (key, _) in std::mem::take(&mut self.pending) {
             self.line(&state, key, Outcome::Late);
@@ -391,14 +397,21 @@ impl Settling<'_> {
         let Some(reader) = state.readers.get(&key) else {
             return;
         };
+        let after = self.after();
         self.lines.push(ReaderOutcome {
             worker: key.0,
             pid: reader.socket.peer_pid(),
             device: reader.device.clone(),
             outcome,
             versions: reader.versions(self.shared.models.len()),
-            after: self.publication.at.elapsed(),
+            after,
         });
+    }
+
+    fn after(&mut self) -> Duration {
+        *self
+            .after
+            .get_or_insert_with(|| self.publication.at.elapsed())
     }
 
     fn gone_line(&mut self, gone: Gone) {
@@ -412,13 +425,14 @@ impl Settling<'_> {
             false => Outcome::Left,
             true => Outcome::Died,
         };
+        let after = self.after();
         self.lines.push(ReaderOutcome {
             worker: gone.key.0,
             pid: gone.pid,
             device: gone.device,
             outcome,
             versions: gone.versions,
-            after: self.publication.at.elapsed(),
+            after,
         });
     }
 }

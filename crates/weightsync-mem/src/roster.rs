@@ -411,10 +411,9 @@ impl Shared {
         let Some(pin) = self.own.pin(&set).pop() else {
             return Ok(None);
         };
-        let version = set.place(model).map_or(Version::NONE, |at| at.version);
         let slot = state.slots[model][usize::from(pin.slot)].map.clone();
         let model = self.models[model].model.clone();
-        Snapshot::new(pin, version, slot, model, self.run).map(Some)
+        Snapshot::new(pin, slot, model, self.run).map(Some)
     }
 
     /// Who holds slots of a model, with the versions in them.

@@ -8,11 +8,11 @@ use weightsync_core::Version;
 use crate::protocol::{MAX_MODELS, MAX_SLOTS};
 
 /// The most words that an encoded [`SetRecord`] takes.
-pub(crate) const SET_WORDS: usize = VERSIONS + MAX_MODELS;
+pub(crate) const SET_WORDS: usize = SLOTS + MAX_MODELS / 8 + MAX_MODELS;
 
-/// Where the packed slots begin, and then the versions.
+/// Where the packed slots begin. The versions follow at once: the record of a
+/// few models lies on one cache line.
 const SLOTS: usize = 3;
-const VERSIONS: usize = SLOTS + MAX_MODELS / 8;
 
 /// Mixed into the checksum, so that a page of zeros is no record.
 const MAGIC: u64 = u64::from_le_bytes(*b"wsSET\x02\0\0");
@@ -153,17 +153,27 @@ impl ModelSet {
     /// This set, with the models of `other` in place of its own.
     #[must_use]
     pub(crate) fn with(mut self, other: &Self) -> Self {
+        self.lay(other);
+        self
+    }
+
+    /// Puts the models of `other` in place of its own.
+    pub(crate) fn lay(&mut self, other: &Self) {
         for (model, placed) in other.iter() {
             self.put(model, placed);
         }
-        self
     }
 
     /// Only these models of the set.
     #[must_use]
     pub(crate) fn only(mut self, models: Models) -> Self {
-        self.remove(self.models.without(models));
+        self.keep(models);
         self
+    }
+
+    /// Takes all but these models out of the set.
+    pub(crate) fn keep(&mut self, models: Models) {
+        self.remove(self.models.without(models));
     }
 
     /// The models of the set, lowest first.
@@ -232,9 +242,10 @@ impl SetRecord {
         let mut words = [0; SET_WORDS];
         words[0] = self.sequence;
         words[1] = self.set.models.0;
+        let versions = versions(words[1]);
         for (at, (_, placed)) in self.set.iter().enumerate() {
             words[SLOTS + at / 8] |= u64::from(placed.slot) << (at % 8 * 8);
-            words[VERSIONS + at] = placed.version.0;
+            words[versions + at] = placed.version.0;
         }
         words[2] = checksum(&words);
         (words, used(words[1]))
@@ -250,9 +261,10 @@ impl SetRecord {
             return Err(SetFault::Sequence);
         }
         let mut set = ModelSet::EMPTY;
+        let versions = versions(words[1]);
         for (at, model) in Models(words[1]).iter().enumerate() {
             let slot = (words[SLOTS + at / 8] >> (at % 8 * 8)) as u8;
-            let version = Version(words[VERSIONS + at]);
+            let version = Version(words[versions + at]);
             if usize::from(slot) >= MAX_SLOTS {
                 return Err(SetFault::Slot);
             }
@@ -271,26 +283,25 @@ impl SetRecord {
     }
 }
 
+/// Where the versions begin.
+fn versions(models: u64) -> usize {
+    SLOTS + models.count_ones().div_ceil(8) as usize
+}
+
 /// The end of the last word that counts.
 fn used(models: u64) -> usize {
-    VERSIONS + models.count_ones() as usize
+    versions(models) + models.count_ones() as usize
 }
 
 /// CRC-64/NVME of the words that count, but for the checksum itself.
 fn checksum(words: &[u64; SET_WORDS]) -> u64 {
-    let members = words[1].count_ones() as usize;
-    let head = [MAGIC, words[0], words[1]];
-    let slots = &words[SLOTS..SLOTS + members.div_ceil(8)];
-    let versions = &words[VERSIONS..VERSIONS + members];
+    let covered = words[..used(words[1])].iter().enumerate();
     let mut bytes = [0; SET_WORDS * 8];
-    let parts = bytes.as_chunks_mut::<8>().0.iter_mut();
-    let covered = head.iter().chain(slots).chain(versions);
-    let mut len = 0;
-    for (part, word) in parts.zip(covered) {
-        *part = word.to_le_bytes();
-        len += 8;
+    let parts = bytes.as_chunks_mut::<8>().0;
+    for (at, word) in covered {
+        parts[at] = if at == 2 { MAGIC } else { *word }.to_le_bytes();
     }
-    weightsync_simd::crc64(&bytes[..len])
+    weightsync_simd::crc64(&bytes[..used(words[1]) * 8])
 }
 
 #[cfg(test)]
@@ -323,8 +334,6 @@ mod tests {
             assert_eq!(used, SetRecord::words_used(words[1]));
             // What an earlier, longer record left behind does not count.
             words[used..].fill(u64::MAX);
-            let slots = SLOTS + record.set.models().len().div_ceil(8);
-            words[slots..VERSIONS].fill(u64::MAX);
             for named in [record.sequence, record.sequence + 1, u64::MAX] {
                 assert_eq!(SetRecord::decode(&words, named), Ok(record));
             }
@@ -334,11 +343,8 @@ mod tests {
     #[test]
     fn every_flipped_bit_is_noticed() {
         for record in records() {
-            let (words, _) = record.encode();
-            let members = record.set.models().len();
-            let slots = SLOTS..SLOTS + members.div_ceil(8);
-            let versions = VERSIONS..VERSIONS + members;
-            for word in (0..SLOTS).chain(slots).chain(versions) {
+            let (words, used) = record.encode();
+            for word in 0..used {
                 for bit in 0..64 {
                     let mut words = words;
                     words[word] ^= 1 << bit;
@@ -359,7 +365,10 @@ mod tests {
         };
         assert_eq!(sealed(&|_| ()), Ok(()));
         assert_eq!(sealed(&|words| words[SLOTS] = 64), Err(SetFault::Slot));
-        assert_eq!(sealed(&|words| words[VERSIONS] = 0), Err(SetFault::Version));
+        assert_eq!(
+            sealed(&|words| words[versions(1 << 63)] = 0),
+            Err(SetFault::Version)
+        );
         assert_eq!(sealed(&|words| words[0] += 1), Err(SetFault::Sequence));
         assert_eq!(sealed(&|words| words[0] = 0), Err(SetFault::Sequence));
         let zeros = SetRecord::decode(&[0; SET_WORDS], 0);

@@ -33,10 +33,9 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Checks the commit record of a slot just pinned for `version`.
+    /// Checks the commit record of a slot just pinned.
     pub(crate) fn new(
         pin: Pin,
-        version: Version,
         slot: Arc<Mapping>,
         model: Arc<Model>,
         run: Run,
@@ -47,7 +46,7 @@ impl Snapshot {
         if record.run != run {
             return corrupt("it belongs to another run");
         }
-        if record.version != version {
+        if record.version != pin.version {
             return corrupt("it is not of the version that the set names");
         }
         if record.layout != model.layout.id() {
@@ -172,7 +171,7 @@ impl Snapshot {
             });
         }
         let sums = table.as_chunks::<8>().0;
-        for (chunk, (span, sum)) in spans.iter().zip(sums).enumerate() {
+        for (chunk, (span, sum)) in spans.all().iter().zip(sums).enumerate() {
             let bytes = &self.bytes()[span.image.clone()];
             if weightsync_simd::crc64(bytes) != u64::from_le_bytes(*sum) {
                 return Err(Error::ChecksumMismatch {

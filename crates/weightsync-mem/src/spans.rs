@@ -23,6 +23,7 @@ pub(crate) struct Span {
 #[derive(Debug)]
 pub(crate) struct Spans {
     spans: Vec<Span>,
+    joined: Vec<Span>,
     image_bytes: usize,
 }
 
@@ -56,34 +57,21 @@ impl Spans {
         }
         spans.extend(open);
         Self {
+            joined: joined(&spans),
             spans,
             image_bytes: layout.bytes() as usize,
         }
     }
 
-    pub(crate) fn iter(&self) -> std::slice::Iter<'_, Span> {
-        self.spans.iter()
+    pub(crate) fn all(&self) -> &[Span] {
+        &self.spans
     }
 
     /// The spans with the parts of a tensor put together again, up to a few
     /// megabytes: large enough to be copied at full speed, small enough to be
     /// shared out among threads.
-    pub(crate) fn joined(&self) -> Vec<Span> {
-        const MOST: usize = 16 << 20;
-        let mut joined: Vec<Span> = Vec::with_capacity(self.spans.len());
-        for span in &self.spans {
-            match joined.last_mut() {
-                Some(last)
-                    if last.tensors == span.tensors
-                        && last.image.end == span.image.start
-                        && last.image.len() + span.image.len() <= MOST =>
-                {
-                    last.image.end = span.image.end;
-                }
-                _ => joined.push(span.clone()),
-            }
-        }
-        joined
+    pub(crate) fn joined(&self) -> &[Span] {
+        &self.joined
     }
 
     /// Where the table of checksums begins in the slot: right behind the image,
@@ -102,6 +90,24 @@ impl Spans {
             .max(1)
             .next_multiple_of(4096)
     }
+}
+
+fn joined(spans: &[Span]) -> Vec<Span> {
+    const MOST: usize = 16 << 20;
+    let mut joined: Vec<Span> = Vec::new();
+    for span in spans {
+        match joined.last_mut() {
+            Some(last)
+                if last.tensors == span.tensors
+                    && last.image.end == span.image.start
+                    && last.image.len() + span.image.len() <= MOST =>
+            {
+                last.image.end = span.image.end;
+            }
+            _ => joined.push(span.clone()),
+        }
+    }
+    joined
 }
 
 #[cfg(test)]
@@ -131,7 +137,7 @@ mod tests {
             let spans = Spans::new(&layout);
             let mut covered = vec![0u64; lens.len()];
             let mut end = 0;
-            for span in spans.iter() {
+            for span in spans.all() {
                 assert!(
                     span.image.start >= end && span.image.len() <= CHECKSUM_BLOCK,
                     "{span:?}"
@@ -145,9 +151,9 @@ mod tests {
                 }
             }
             assert_eq!(covered, lens);
-            assert!(spans.slot_bytes() >= layout.bytes() as usize + 8 * spans.iter().len());
+            assert!(spans.slot_bytes() >= layout.bytes() as usize + 8 * spans.all().len());
             let bytes = |spans: &[Span]| spans.iter().map(|span| span.image.len()).sum::<usize>();
-            assert_eq!(bytes(&spans.joined()), bytes(&spans.spans));
+            assert_eq!(bytes(spans.joined()), bytes(spans.all()));
         }
     }
 }

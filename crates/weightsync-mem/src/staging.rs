@@ -43,6 +43,8 @@ pub(crate) struct Part {
     slot: u8,
     file: Arc<OwnedFile>,
     checksums: bool,
+    /// The checksum of the table of checksums, made when all is written.
+    table: Option<u64>,
     number: Option<Version>,
 }
 
@@ -53,6 +55,7 @@ impl Part {
             slot,
             file,
             checksums: false,
+            table: None,
             number: None,
         }
     }
@@ -168,7 +171,9 @@ impl<'a> Staging<'a> {
     pub fn publish(mut self, targets: &Targets) -> Result<Publication, Error> {
         let shared = self.writer.shared.clone();
         shared.header.map.usable()?;
-        let tables: Vec<_> = (0..self.parts.len()).map(|at| self.sums(at)).collect();
+        for at in 0..self.parts.len() {
+            self.parts[at].table = self.sums(at);
+        }
         let written: Vec<_> = self
             .parts
             .iter()
@@ -180,15 +185,15 @@ impl<'a> Staging<'a> {
             let numbered = state.plan.number(part.model, part.number);
             debug_assert!(numbered.is_ok(), "{numbered:?}");
         }
-        for (part, table) in self.parts.iter().zip(tables) {
+        for part in &self.parts {
             let model = &shared.models[part.model].model;
             let record = CommitRecord {
                 run: shared.run,
                 version: state.plan.next_version(part.model),
                 layout: model.layout.id(),
                 bytes: model.layout.bytes(),
-                checksum_block: table.map_or(0, |_| CHECKSUM_BLOCK as u64),
-                checksum_table: table.unwrap_or(0),
+                checksum_block: part.table.map_or(0, |_| CHECKSUM_BLOCK as u64),
+                checksum_table: part.table.unwrap_or(0),
             };
             model.page().write_commit(part.slot, &record);
         }

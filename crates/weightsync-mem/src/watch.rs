@@ -15,9 +15,8 @@ use crate::error::{Error, unexpected};
 use crate::futex;
 use crate::map::Mapping;
 use crate::model::Model;
-use crate::pins::PinBook;
+use crate::pins::{Pin, PinBook};
 use crate::protocol::{MAX_SLOTS, order};
-use crate::set::ModelSet;
 use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, poll};
 use crate::wire::FromSender;
@@ -148,27 +147,29 @@ impl Watch {
         })
     }
 
-    /// The models of a set with the mappings of their slots; `None` if the
-    /// sender is gone and one of them never came.
-    pub(crate) fn slots(&self, set: &ModelSet) -> Result<Option<Vec<Place>>, Error> {
+    /// The models of what is pinned with the mappings of their slots; `None` if
+    /// the sender is gone and one of them never came.
+    pub(crate) fn slots(&self, pins: &[Pin]) -> Result<Option<Vec<Place>>, Error> {
         let mut known = self.seen.known();
-        let mut places = Vec::with_capacity(set.models().len());
-        for (model, placed) in set.iter() {
-            let until = Instant::now() + SLOT_TIME;
+        let mut places = Vec::with_capacity(pins.len());
+        for &Pin { model, slot, .. } in pins {
+            let mut until = None;
             loop {
                 let mapped = known.models.get(model).and_then(Option::as_ref);
                 let mapped =
                     mapped.ok_or_else(|| unexpected("a model asked for", model.to_string()))?;
-                if let Some(slot) = mapped.slots.get(usize::from(placed.slot)) {
-                    places.push((mapped.model.clone(), slot.clone()));
+                if let Some(mapping) = mapped.slots.get(usize::from(slot)) {
+                    places.push((mapped.model.clone(), mapping.clone()));
                     break;
                 }
                 if self.is_over() {
                     return Ok(None);
                 }
-                let left = until.saturating_duration_since(Instant::now());
+                let now = Instant::now();
+                let until = *until.get_or_insert(now + SLOT_TIME);
+                let left = until.saturating_duration_since(now);
                 if left.is_zero() {
-                    let got = format!("none for slot {} of model {model}", placed.slot);
+                    let got = format!("none for slot {slot} of model {model}");
                     return Err(unexpected("the descriptor of every slot in use", got));
                 }
                 let waited = self.seen.changed.wait_timeout(known, left);

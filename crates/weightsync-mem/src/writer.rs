@@ -148,11 +148,15 @@ impl Writer {
         if models.is_empty() {
             return Err(bad("models", "at least one model", "none".into()));
         }
-        let since = Instant::now();
         let max_slots = self.options.max_slots;
         // Its drop gives back what was lent.
         let mut staging = Staging::new(self, models.len());
         let (shared, parts) = staging.parts();
+        lend(shared, models, parts, max_slots)?;
+        if parts.len() == models.len() {
+            return Ok(staging);
+        }
+        let since = Instant::now();
         shared.wait_until(deadline, || {
             lend(shared, models, parts, max_slots)?;
             Ok((parts.len() == models.len()).then_some(()))

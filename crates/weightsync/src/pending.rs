@@ -1,6 +1,6 @@
 //! A send whose workers are still on their way.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{ModelId, Version};
@@ -81,20 +81,39 @@ pub(crate) struct Flight {
 }
 
 impl Flight {
-    pub(crate) fn settle(&self, wait: WaitFor, until: Deadline) -> Result<Report> {
-        let level = match wait {
-            WaitFor::Sent => {
-                let mut lines = Vec::new();
-                for one in &self.outstanding {
-                    lines.extend(one.decided()?);
-                }
-                return Ok(self.report(wait, lines));
-            }
-            WaitFor::Staged => Level::Staged,
-            WaitFor::Applied => Level::Applied,
+    /// Waits once; nearly always nothing has to be kept for another wait.
+    pub(crate) fn finish(self, wait: WaitFor, until: Deadline) -> Result<Report> {
+        let Some(level) = level(wait) else {
+            return self.settle(wait, until);
         };
-        let first = [until, self.deadline].into_iter().flatten().min();
-        let mut lines = self.lines(level, first)?;
+        let mut lines = self.look(level, self.first(until))?;
+        if !lines.iter().all(|line| line.outcome.is_final(wait)) && self.is_over() {
+            self.settled().extend(finals(&lines));
+            self.give_up()?;
+            lines = self.lines(level, until)?;
+        }
+        lines.sort_by_key(|line| line.worker);
+        Ok(Report {
+            versions: self.versions,
+            bytes: self.bytes,
+            partial: self.partial,
+            copied: self.copied,
+            took: self.since.elapsed(),
+            level: wait,
+            workers: lines,
+        })
+    }
+
+    /// Waits; it can be waited for again.
+    pub(crate) fn settle(&self, wait: WaitFor, until: Deadline) -> Result<Report> {
+        let Some(level) = level(wait) else {
+            let mut lines = Vec::new();
+            for one in &self.outstanding {
+                lines.extend(one.decided()?);
+            }
+            return Ok(self.report(wait, lines));
+        };
+        let mut lines = self.lines(level, self.first(until))?;
         let done = |line: &WorkerReport| line.outcome.is_final(wait);
         if !lines.iter().all(done) && self.is_over() {
             self.give_up()?;
@@ -104,10 +123,8 @@ impl Flight {
     }
 
     pub(crate) fn is_settled(&self, wait: WaitFor) -> Result<bool> {
-        let level = match wait {
-            WaitFor::Sent => return Ok(true),
-            WaitFor::Staged => Level::Staged,
-            WaitFor::Applied => Level::Applied,
+        let Some(level) = level(wait) else {
+            return Ok(true);
         };
         if self.is_over() {
             self.give_up()?;
@@ -122,22 +139,38 @@ impl Flight {
 
     /// The line of each worker at the deadline, or as soon as all are known.
     fn lines(&self, level: Level, until: Deadline) -> Result<Vec<WorkerReport>> {
-        let mut lines = Vec::new();
-        for one in &self.outstanding {
-            lines.extend(one.settle(level, until)?);
-        }
+        let mut lines = self.look(level, until)?;
         // What a worker did before it died, say, stays its line.
-        let mut settled = self.settled.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut settled = self.settled();
         lines.retain(|line| !settled.iter().any(|old| same(old, line)));
-        // A line that a wait for more could change is made anew each time.
-        let done = lines.iter();
-        let done = done.filter(|line| line.outcome.is_final(WaitFor::Applied));
-        let done: Vec<_> = done.cloned().collect();
+        let done = finals(&lines);
         lines.extend(settled.iter().cloned());
         settled.extend(done);
         drop(settled);
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
+    }
+
+    /// The lines of one wait, by themselves.
+    fn look(&self, level: Level, until: Deadline) -> Result<Vec<WorkerReport>> {
+        let mut lines = Vec::new();
+        for one in &self.outstanding {
+            let more = one.settle(level, until)?;
+            match lines.is_empty() {
+                true => lines = more,
+                false => lines.extend(more),
+            }
+        }
+        Ok(lines)
+    }
+
+    fn settled(&self) -> MutexGuard<'_, Vec<WorkerReport>> {
+        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Until when room is waited for, or less.
+    fn first(&self, until: Deadline) -> Deadline {
+        [until, self.deadline].into_iter().flatten().min()
     }
 
     /// Whether the send's own deadline has come.
@@ -160,6 +193,22 @@ impl Flight {
             workers,
         }
     }
+}
+
+/// How far the transport is to wait, if at all.
+fn level(wait: WaitFor) -> Option<Level> {
+    match wait {
+        WaitFor::Sent => None,
+        WaitFor::Staged => Some(Level::Staged),
+        WaitFor::Applied => Some(Level::Applied),
+    }
+}
+
+/// The lines that no wait for more could change: others are made anew each time.
+fn finals(lines: &[WorkerReport]) -> Vec<WorkerReport> {
+    let lines = lines.iter();
+    let done = lines.filter(|line| line.outcome.is_final(WaitFor::Applied));
+    done.cloned().collect()
 }
 
 fn same(one: &WorkerReport, other: &WorkerReport) -> bool {

@@ -584,13 +584,12 @@ impl Receiver {
     /// As [`receive_set`](Self::receive_set), without saying that this worker
     /// runs what came.
     pub(crate) fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
-        let now = Instant::now();
         if let Some(initial) = self.initial.take() {
             if self.scheme.capabilities().every_version {
                 return Ok(Some(initial));
             }
             // Whatever is wrong with the sender is the next call's to say.
-            let newer = self.transport.next(Some(now)).ok().flatten();
+            let newer = self.transport.next(Some(Instant::now())).ok().flatten();
             return Ok(Some(newer.unwrap_or(initial)));
         }
         let can = self.scheme.capabilities();
@@ -601,8 +600,8 @@ impl Receiver {
             });
         }
         // A timeout too long for the clock is no timeout.
-        let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
-        if !self.find_sender(now, timeout.is_some(), deadline)? {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        if !self.find_sender(timeout.is_some(), deadline)? {
             return Ok(None);
         }
         self.next_of_transport(deadline)
@@ -610,11 +609,11 @@ impl Receiver {
 
     /// Joins the next sender, where the one before is gone. False if there is
     /// none by the deadline.
-    fn find_sender(&mut self, now: Instant, may_fail: bool, deadline: Deadline) -> Result<bool> {
+    fn find_sender(&mut self, may_fail: bool, deadline: Deadline) -> Result<bool> {
         if !self.sender_lost || !self.setup.info.at.restarts() {
             return Ok(true);
         }
-        match self.rejoin(deadline.or(Some(now + REJOIN))) {
+        match self.rejoin(deadline.or(Some(Instant::now() + REJOIN))) {
             Ok(()) => Ok(true),
             Err(Error::NoSender { .. }) if may_fail => Ok(false),
             Err(error) => Err(error),
@@ -644,9 +643,8 @@ impl Receiver {
                 scheme: self.scheme.to_string(),
             });
         }
-        let now = Instant::now();
-        let deadline = timeout.and_then(|timeout| now.checked_add(timeout));
-        if !self.find_sender(now, timeout.is_some(), deadline)? {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        if !self.find_sender(timeout.is_some(), deadline)? {
             return Ok(None);
         }
         let mut models = self.transport.models().iter();

@@ -1,11 +1,10 @@
 //! What a send takes: one model's weights, those of several models, or those
 //! registered before.
 
-use weightsync_core::ModelId;
-
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
 use crate::models::ModelTree;
+use crate::setup::Model;
 
 /// What can be sent: anything that is a [`WeightExtractor`], a [`Set`] of them,
 /// or [`Registered`].
@@ -132,21 +131,22 @@ pub(crate) type Resolved<'a> = Vec<(usize, &'a dyn WeightExtractor)>;
 pub(crate) fn resolve<'a>(
     members: Members<'a>,
     named: Option<&str>,
-    models: &[ModelId],
-    registered: &[Option<&'a dyn WeightExtractor>],
+    models: &'a [Model],
 ) -> Result<Resolved<'a>> {
+    let known = || models.iter().map(|model| model.prepared.id.clone());
     let index_of = |id: &str| {
-        let found = models.iter().position(|model| model.as_str() == id);
+        let mut ids = models.iter().map(|model| &model.prepared.id);
+        let found = ids.position(|model| model.as_str() == id);
         found.ok_or_else(|| Error::NoSuchModel {
             model: id.into(),
-            known: models.to_vec(),
+            known: known().collect(),
         })
     };
     let only = || match (named, models) {
         (Some(id), _) => index_of(id),
         (None, [_]) => Ok(0),
         (None, _) => Err(Error::SeveralModels {
-            known: models.to_vec(),
+            known: known().collect(),
         }),
     };
     let mut resolved: Resolved<'a> = match members {
@@ -169,8 +169,9 @@ pub(crate) fn resolve<'a>(
             let named = named.map(index_of).transpose()?;
             let wanted = (0..models.len()).filter(|index| named.is_none_or(|one| one == *index));
             let sources = wanted.map(|index| {
-                let source = registered[index].ok_or_else(|| Error::NotRegistered {
-                    model: models[index].clone(),
+                let source = models[index].source();
+                let source = source.ok_or_else(|| Error::NotRegistered {
+                    model: models[index].prepared.id.clone(),
                 })?;
                 Ok((index, source))
             });

@@ -15,7 +15,7 @@ use crate::publish::{self, Prepared};
 use crate::report::{Report, WorkerStatus};
 use crate::scheme::AnyScheme;
 use crate::send_source::{Members, Resolved, SendSource, resolve};
-use crate::setup::{Pending, SenderSetup, lent};
+use crate::setup::{Pending, SenderSetup};
 use crate::snapshot::Snapshot;
 use crate::transport::{Capabilities, Deadline, Outstanding, SenderTransport, Staging, Targets};
 
@@ -84,7 +84,7 @@ impl Sender {
     ) -> Result<Report> {
         let (since, until) = self.times(options);
         let flight = self.publish(weights.members(), options, since, until)?;
-        flight.settle(options.wait, until)
+        flight.finish(options.wait, until)
     }
 
     /// Publishes the weights and returns as soon as they have been read: the
@@ -169,7 +169,7 @@ impl Sender {
             }
         }
         let all = all.unwrap_or_else(|| unreachable!("there is a group"));
-        all.settle(options.wait, until)
+        all.finish(options.wait, until)
     }
 
     /// Finds whatever can be wrong with sources for several workers before
@@ -188,15 +188,16 @@ impl Sender {
                 got: version,
             });
         }
-        let ids: Vec<_> = self.models().cloned().collect();
         for (source, workers) in groups {
             let members = Members::One(*source);
-            for (index, source) in resolve(members, options.model.as_deref(), &ids, &[])? {
+            let models = &self.setup.models;
+            for (index, source) in resolve(members, options.model.as_deref(), models)? {
                 let prepared = &self.setup.models[index].prepared;
                 publish::check(prepared, source, options.partial)?;
                 if options.partial {
                     let workers = workers.iter().copied().map(WorkerId);
-                    self.base(index, &Targets::Workers(workers.collect()))?;
+                    let targets = Targets::Workers(workers.collect());
+                    base(&self.setup, &*self.transport, index, &targets)?;
                 }
             }
         }
@@ -426,15 +427,6 @@ impl Sender {
         })
     }
 
-    /// The version that a partial update keeps the rest of.
-    fn base(&self, model: usize, targets: &Targets) -> Result<Snapshot> {
-        let base = self.transport.snapshot_for(model, targets);
-        let base = base.map_err(|error| error.by(&self.setup.scheme))?;
-        base.ok_or_else(|| Error::NothingToKeep {
-            model: self.setup.models[model].prepared.id.clone(),
-        })
-    }
-
     fn index_of(&self, model: &str) -> Result<usize> {
         let found = self.models().position(|id| id.as_str() == model);
         found.ok_or_else(|| Error::NoSuchModel {
@@ -488,23 +480,23 @@ impl Sender {
         if options.targets != Targets::All {
             self.need("a send to some workers", |can| can.subsets)?;
         }
-        let registered: Vec<_> = self.setup.registered();
-        let sources = lent(&registered);
-        let ids: Vec<_> = self.models().cloned().collect();
-        let resolved = resolve(members, options.model.as_deref(), &ids, &sources)?;
+        let models = &self.setup.models;
+        let resolved = resolve(members, options.model.as_deref(), models)?;
         if resolved.len() > 1 {
             self.need("several models at once", |can| can.sets)?;
         }
         let bytes = resolved.iter().map(|(index, _)| {
-            let layout = &self.setup.models[*index].prepared.layout;
+            let layout = &models[*index].prepared.layout;
             layout.payload_bytes()
         });
         let bytes = bytes.sum();
-        let (outstanding, partial) = self.stage_and_publish(&resolved, options, until)?;
+        let transport = &mut *self.transport;
+        let (outstanding, partial) =
+            stage_and_publish(&self.setup, transport, &resolved, options, until)?;
         let versions = outstanding.versions().iter();
         Ok(Flight {
             versions: versions
-                .map(|(index, version)| (ids[*index].clone(), *version))
+                .map(|(index, version)| (models[*index].prepared.id.clone(), *version))
                 .collect(),
             outstanding: vec![outstanding],
             bytes,
@@ -515,68 +507,84 @@ impl Sender {
             settled: Mutex::new(Vec::new()),
         })
     }
+}
 
-    fn stage_and_publish(
-        &mut self,
-        resolved: &Resolved<'_>,
-        options: &SendOptions,
-        until: Deadline,
-    ) -> Result<(Box<dyn Outstanding>, Carried)> {
-        let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
-        let mut bases = Vec::new();
-        if options.partial {
-            for index in &indices {
-                bases.push(self.base(*index, &options.targets)?);
-            }
-        }
-        // The first is compared when it is read; no other may be found wrong
-        // only once there is room.
-        for (index, weights) in &resolved[1..] {
-            let prepared = &self.setup.models[*index].prepared;
-            publish::check(prepared, *weights, options.partial)?;
-        }
-        let mut carried: Carried = None;
-        let mut transport = Some(&mut *self.transport);
-        let mut staging: Option<Box<dyn Staging + '_>> = None;
-        for (place, (index, weights)) in resolved.iter().enumerate() {
-            let prepared = &self.setup.models[*index].prepared;
-            let copy = self.setup.copy;
-            let mut take = |sources: &[crate::transport::Source<'_>]| {
-                // The room for all models, once the first is found to be right.
-                if let Some(transport) = transport.take() {
-                    staging = Some(transport.stage(&indices, until)?);
-                }
-                match &mut staging {
-                    Some(staging) => staging.write(*index, sources, copy),
-                    None => Ok(()),
-                }
-            };
-            match bases.get(place) {
-                None => publish::whole(prepared, *weights, &mut take)?,
-                Some(base) => {
-                    let names = publish::partial(prepared, *weights, base, &mut take)?;
-                    carried.get_or_insert_default().extend(names);
-                }
-            }
-        }
-        drop(bases);
-        let Some(mut staging) = staging else {
-            return Err(Error::EmptySet);
-        };
-        if let Some(version) = options.version {
-            for index in &indices {
-                staging.number(*index, version)?;
-            }
-        }
+/// Writes each model into its room and makes all of them live in one step.
+fn stage_and_publish(
+    setup: &SenderSetup,
+    transport: &mut dyn SenderTransport,
+    resolved: &Resolved<'_>,
+    options: &SendOptions,
+    until: Deadline,
+) -> Result<(Box<dyn Outstanding>, Carried)> {
+    let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
+    let mut bases = Vec::new();
+    if options.partial {
         for index in &indices {
-            let id = &self.setup.models[*index].prepared.id;
-            let mut numbers = options.numbers.iter();
-            if let Some((_, version)) = numbers.find(|(model, _)| model == id) {
-                staging.number(*index, *version)?;
+            bases.push(base(setup, transport, *index, &options.targets)?);
+        }
+    }
+    // The first is compared when it is read; no other may be found wrong
+    // only once there is room.
+    for (index, weights) in &resolved[1..] {
+        let prepared = &setup.models[*index].prepared;
+        publish::check(prepared, *weights, options.partial)?;
+    }
+    let mut carried: Carried = None;
+    let mut transport = Some(transport);
+    let mut staging: Option<Box<dyn Staging + '_>> = None;
+    for (place, (index, weights)) in resolved.iter().enumerate() {
+        let prepared = &setup.models[*index].prepared;
+        let copy = setup.copy;
+        let mut take = |sources: &[crate::transport::Source<'_>]| {
+            // The room for all models, once the first is found to be right.
+            if let Some(transport) = transport.take() {
+                staging = Some(transport.stage(&indices, until)?);
+            }
+            match &mut staging {
+                Some(staging) => staging.write(*index, sources, copy),
+                None => Ok(()),
+            }
+        };
+        match bases.get(place) {
+            None => publish::whole(prepared, *weights, &mut take)?,
+            Some(base) => {
+                let names = publish::partial(prepared, *weights, base, &mut take)?;
+                carried.get_or_insert_default().extend(names);
             }
         }
-        Ok((staging.publish(&options.targets)?, carried))
     }
+    drop(bases);
+    let Some(mut staging) = staging else {
+        return Err(Error::EmptySet);
+    };
+    if let Some(version) = options.version {
+        for index in &indices {
+            staging.number(*index, version)?;
+        }
+    }
+    for index in &indices {
+        let id = &setup.models[*index].prepared.id;
+        let mut numbers = options.numbers.iter();
+        if let Some((_, version)) = numbers.find(|(model, _)| model == id) {
+            staging.number(*index, *version)?;
+        }
+    }
+    Ok((staging.publish(&options.targets)?, carried))
+}
+
+/// The version that a partial update keeps the rest of.
+fn base(
+    setup: &SenderSetup,
+    transport: &dyn SenderTransport,
+    model: usize,
+    targets: &Targets,
+) -> Result<Snapshot> {
+    let base = transport.snapshot_for(model, targets);
+    let base = base.map_err(|error| error.by(&setup.scheme))?;
+    base.ok_or_else(|| Error::NothingToKeep {
+        model: setup.models[model].prepared.id.clone(),
+    })
 }
 
 /// Room lent to the trainer's own extraction; see [`Sender::loan`].
@@ -666,7 +674,7 @@ impl Loan<'_> {
             deadline: until,
             settled: Mutex::new(Vec::new()),
         };
-        flight.settle(options.wait, until)
+        flight.finish(options.wait, until)
     }
 
     fn check(&self, options: &SendOptions) -> Result<()> {

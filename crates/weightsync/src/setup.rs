@@ -126,14 +126,6 @@ pub(crate) struct Model {
     source: Option<Source>,
 }
 
-/// The sources that were registered, to be read.
-pub(crate) fn lent(registered: &[Option<Source>]) -> Vec<Option<&dyn WeightExtractor>> {
-    let sources = registered.iter().map(Option::as_deref);
-    sources
-        .map(|source| Some(source? as &dyn WeightExtractor))
-        .collect()
-}
-
 impl SenderSetup {
     /// Sets a sender up for the tensors that `source` has now. Later sends must
     /// have the same names, dtypes and shapes.
@@ -434,8 +426,8 @@ impl SenderSetup {
 
     /// Finds models without first weights before anything is opened.
     fn are_all_there(&self, weights: Members<'_>) -> Result<()> {
-        let (ids, registered) = (self.ids(), self.registered());
-        let sent = resolve(weights, None, &ids, &lent(&registered))?;
+        let ids = self.ids();
+        let sent = resolve(weights, None, &self.models)?;
         let is_there = |index: &usize| sent.iter().any(|(one, _)| one == index);
         let missing = (0..ids.len()).filter(|index| !is_there(index));
         let missing: Vec<_> = missing.map(|index| ids[index].clone()).collect();
@@ -460,14 +452,6 @@ impl SenderSetup {
             }
         }
         Ok(self)
-    }
-
-    /// The sources that were registered, in the set's order.
-    pub(crate) fn registered(&self) -> Vec<Option<Source>> {
-        self.models
-            .iter()
-            .map(|model| model.source.clone())
-            .collect()
     }
 
     /// Whether a model of that name was set up.
@@ -506,6 +490,12 @@ impl SenderSetup {
 }
 
 impl Model {
+    /// The source that was registered.
+    pub(crate) fn source(&self) -> Option<&dyn WeightExtractor> {
+        let source = self.source.as_deref()?;
+        Some(source)
+    }
+
     fn new(id: &str, source: &dyn WeightExtractor) -> Result<Self> {
         let id = ModelId::new(id)?;
         let attributes = source.attributes()?;

@@ -136,7 +136,7 @@ impl Meant {
                     self.history.truncate(self.history_limit - 1);
                     self.history.push_front(self.default);
                 }
-                self.default = self.default.with(update);
+                self.default.lay(update);
                 self.overrides.retain(|_, own| {
                     own.remove(update.models());
                     !own.is_empty()
@@ -145,7 +145,7 @@ impl Meant {
             Targets::Workers(workers) => {
                 for worker in workers {
                     let own = self.overrides.entry(*worker).or_insert(ModelSet::EMPTY);
-                    *own = own.with(update);
+                    own.lay(update);
                 }
             }
         }

@@ -288,12 +288,7 @@ impl Published {
             worker: line.worker,
             pid: line.pid,
             outcome: line.outcome.into(),
-            versions: self
-                .publication
-                .versions
-                .iter()
-                .map(|(model, _)| line.versions.get(*model).copied().unwrap_or(Version::NONE))
-                .collect(),
+            versions: of_published(line.versions, &self.publication.versions),
             after: line.after,
         });
         lines.collect()
@@ -441,6 +436,17 @@ impl From<&Targets> for weightsync_mem::Targets {
 /// An error of the trainer's end with the model's name instead of its number.
 fn by_name(models: &[(ModelId, Arc<Attributes>)], error: weightsync_mem::Error) -> Error {
     Error::of_memory(error, |model| models.get(model).map(|(id, _)| id.clone()))
+}
+
+/// Of the versions of all models those of the published ones, which are in the
+/// models' order.
+fn of_published(mut versions: Vec<Version>, published: &[(usize, Version)]) -> Vec<Version> {
+    // In place: none is looked for before where the last was put.
+    for (place, (model, _)) in published.iter().enumerate() {
+        versions[place] = versions[*model];
+    }
+    versions.truncate(published.len());
+    versions
 }
 
 /// Has the digests of what was just published made. The versions are live:
