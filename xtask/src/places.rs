@@ -1,9 +1,10 @@
 //! Where things live: the clone, the cache outside it, build output and tools.
 //!
 //! A fresh clone should be warm, so build output goes to a cache keyed by the compiler that made
-//! it. Cargo's own fingerprints tell everything else apart (lock file, features, flags, and the
-//! path of the clone), hence no further key: one on the lock file would only build every
-//! dependency anew when a single one changes.
+//! it. Cargo's own fingerprints tell the lock file, features and flags apart, hence no further key:
+//! one on the lock file would only build every dependency anew when a single one changes. What they
+//! do not tell apart is the path of the clone, which tests have compiled in: output of the
+//! workspace's own crates is removed when another clone than the last one builds.
 
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
@@ -21,7 +22,7 @@ pub struct Places {
     target: PathBuf,
     rustc: Rustc,
     /// Two clones building into one directory would swap the programs their tests start.
-    _lock: Option<File>,
+    lock: Option<File>,
 }
 
 impl Places {
@@ -52,18 +53,52 @@ impl Places {
                 (dir, Some(lock))
             }
         };
-        Ok(Self {
+        let places = Self {
             root,
             cache,
             target,
             rustc,
-            _lock: lock,
+            lock,
+        };
+        if places.lock.is_some() {
+            places.take_over()?;
+        }
+        Ok(places)
+    }
+
+    /// Makes shared build output this clone's: cargo takes a crate of another clone for this one's
+    /// where the sources are as old, and its tests then look for their files over there.
+    fn take_over(&self) -> Result<(), Error> {
+        let record = self.target.join("clone");
+        let mine = self.root.as_os_str().as_encoded_bytes();
+        if fs::read(&record).is_ok_and(|last| last == mine) {
+            return Ok(());
+        }
+        for (target, profile) in [
+            (self.target.clone(), "dev"),
+            (self.target.clone(), "release"),
+            (self.loom_target(), "release"),
+        ] {
+            let mut clean = self.cargo();
+            clean
+                .args(["clean", "--workspace", "--quiet", "--profile", profile])
+                .env("CARGO_TARGET_DIR", target);
+            step::run("another clone's output", &mut clean)?;
+        }
+        fs::write(&record, mine).map_err(|source| Error::Io {
+            doing: format!("writing {}", record.display()),
+            source,
         })
     }
 
     /// Where cargo builds to.
     pub fn target(&self) -> &Path {
         &self.target
+    }
+
+    /// Where cargo builds what is compiled for loom.
+    pub fn loom_target(&self) -> PathBuf {
+        self.target.join("loom")
     }
 
     /// The compiler in use.

@@ -62,7 +62,7 @@ fn loom(places: &Places, nextest: &Path) -> Command {
     command
         .args("nextest run --lib --profile loom --cargo-profile release --no-tests=fail".split(' '))
         .args(["--package", LOOM_PACKAGE, "--filterset", "test(loom)"])
-        .env("CARGO_TARGET_DIR", places.target().join("loom"))
+        .env("CARGO_TARGET_DIR", places.loom_target())
         .env("RUSTFLAGS", flags);
     command
 }

@@ -149,8 +149,8 @@ pub enum Error {
         /// The worker.
         worker: WorkerId,
     },
-    /// A model was set up a second time.
-    #[error("{model} was set up already; give the second one another name")]
+    /// A model was named or set up a second time.
+    #[error("{model} is there twice; each model of a set has a name of its own, and is named once")]
     SameModelTwice {
         /// The model.
         model: ModelId,

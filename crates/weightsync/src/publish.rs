@@ -226,7 +226,7 @@ fn in_order<'a, 'b>(
 }
 
 /// Compares all tensors, in any order, with those the model was set up with.
-fn compare(prepared: &Prepared, got: &Layout) -> Result<()> {
+pub(crate) fn compare(prepared: &Prepared, got: &Layout) -> Result<()> {
     let differs = |expected| match Layout::compare(expected, got) {
         Err(mismatch) if !mismatch.is_order_alone() => Some(mismatch),
         _ => None,

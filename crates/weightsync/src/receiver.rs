@@ -287,6 +287,12 @@ impl ReceiverSetup {
             })
         });
         let indices = indices.collect::<Result<Vec<_>>>()?;
+        let mut places = indices.iter().enumerate();
+        if let Some((_, twice)) = places.find(|(at, index)| indices[..*at].contains(index)) {
+            return Err(Error::SameModelTwice {
+                model: known[*twice].clone(),
+            });
+        }
         match indices.is_empty() {
             true => Err(Error::EmptySet),
             false => Ok(indices),

@@ -25,7 +25,8 @@ pub struct Report {
     pub took: Duration,
     /// How far the send waited.
     pub level: WaitFor,
-    /// One line per worker, by worker number. A send that did not wait has those
+    /// One line per worker, by worker number; two where a process has gone since the
+    /// last report and another has its number. A send that did not wait has those
     /// alone that were decided without: of workers that will not get the version
     /// (`Full`), or not now (`Held`, `Absent`).
     pub workers: Vec<WorkerReport>,
@@ -144,8 +145,9 @@ impl Report {
 
     /// Whether every worker has loaded the version. One that left in order does
     /// not count, because it is no worker any more; one that is held does not
-    /// count, because that was wished. One that takes only what it asks for has
-    /// loaded the version if that is what it runs.
+    /// count, because that was wished; one that died does not where another process
+    /// has taken its number. One that takes only what it asks for has loaded the
+    /// version if that is what it runs.
     pub fn all_applied(&self) -> bool {
         self.level == WaitFor::Applied && self.all_reached()
     }
@@ -155,7 +157,7 @@ impl Report {
     pub fn all_reached(&self) -> bool {
         let excused = |line: &WorkerReport| matches!(line.outcome, Outcome::Left | Outcome::Held);
         let mut lines = self.workers.iter();
-        lines.all(|line| self.reached(line) || excused(line))
+        lines.all(|line| self.reached(line) || excused(line) || self.is_succeeded(line))
     }
 
     /// The lines of workers that should have got that far and have not; one
@@ -164,12 +166,22 @@ impl Report {
         self.workers
             .iter()
             .filter(|line| !self.reached(line) && !line.outcome.is_no_failure())
+            .filter(|line| !self.is_succeeded(line))
     }
 
-    /// One worker's line.
+    /// One worker's line. Where a process has gone and another has its number, that
+    /// of the one that is there.
     pub fn worker(&self, worker: u32) -> Option<&WorkerReport> {
-        let mut lines = self.workers.iter();
-        lines.find(|line| line.worker == WorkerId(worker))
+        let of_it = |line: &&WorkerReport| line.worker == WorkerId(worker);
+        let lines = self.workers.iter().filter(of_it);
+        lines.min_by_key(|line| line.outcome.is_gone())
+    }
+
+    /// Whether another process has taken the number of one that has gone.
+    fn is_succeeded(&self, line: &WorkerReport) -> bool {
+        let successor =
+            |other: &WorkerReport| other.worker == line.worker && !other.outcome.is_gone();
+        line.outcome.is_gone() && self.workers.iter().any(successor)
     }
 
     fn reached(&self, line: &WorkerReport) -> bool {
@@ -190,6 +202,11 @@ impl Outcome {
     /// Whether a worker that is not up to date is so because somebody wished it.
     fn is_no_failure(&self) -> bool {
         matches!(self, Self::Left | Self::Held | Self::Asks)
+    }
+
+    /// Whether the worker's process is no longer connected.
+    fn is_gone(&self) -> bool {
+        matches!(self, Self::Died | Self::Left)
     }
 
     /// Whether waiting longer can change it.
@@ -268,6 +285,8 @@ impl fmt::Display for Report {
                     "applied"
                 };
                 let was = if several { "were" } else { "was" };
+                let succeeded = self.workers.iter().filter(|line| self.is_succeeded(line));
+                let all = all - succeeded.count();
                 let reached = self.workers.iter().filter(|line| self.reached(line));
                 write!(
                     f,
@@ -339,5 +358,73 @@ impl fmt::Display for Versions<'_> {
             write!(f, "{before}{version}")?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(worker: u32, pid: u32, outcome: Outcome) -> WorkerReport {
+        WorkerReport {
+            worker: WorkerId(worker),
+            pid,
+            outcome,
+            versions: vec![Version(3)],
+            after: Duration::ZERO,
+        }
+    }
+
+    fn report(workers: Vec<WorkerReport>) -> Report {
+        Report {
+            versions: vec![(ModelId::new("policy").unwrap(), Version(3))],
+            bytes: 0,
+            partial: None,
+            copied: Duration::ZERO,
+            took: Duration::ZERO,
+            level: WaitFor::Applied,
+            workers,
+        }
+    }
+
+    #[test]
+    fn one_that_died_is_no_failure_where_another_has_its_number() {
+        let came_back = report(vec![
+            line(0, 10, Outcome::Died),
+            line(0, 12, Outcome::Applied),
+            line(1, 11, Outcome::Applied),
+        ]);
+        assert!(came_back.all_applied());
+        assert_eq!(came_back.failed().count(), 0);
+        assert_eq!(came_back.worker(0).unwrap().pid, 12);
+        let text = came_back.to_string();
+        assert!(text.contains("applied by 2 of 2 workers"), "{text}");
+        assert!(text.contains("(pid 10) died"), "{text}");
+
+        let gone = report(vec![
+            line(0, 10, Outcome::Died),
+            line(1, 11, Outcome::Applied),
+        ]);
+        assert!(!gone.all_applied());
+        assert_eq!(gone.failed().count(), 1);
+        assert_eq!(gone.worker(0).unwrap().pid, 10);
+        let text = gone.to_string();
+        assert!(text.contains("applied by 1 of 2 workers"), "{text}");
+
+        // A second one that died as well is one worker too few.
+        let twice = report(vec![
+            line(0, 10, Outcome::Died),
+            line(0, 12, Outcome::Died),
+            line(1, 11, Outcome::Applied),
+        ]);
+        assert!(!twice.all_applied());
+    }
+
+    #[test]
+    fn a_successor_that_is_late_is_the_failure() {
+        let late = report(vec![line(0, 10, Outcome::Died), line(0, 12, Outcome::Late)]);
+        assert!(!late.all_applied());
+        let failed: Vec<u32> = late.failed().map(|line| line.pid).collect();
+        assert_eq!(failed, [12]);
     }
 }

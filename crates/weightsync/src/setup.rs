@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::extract::{WeightExtractor, cast_layout};
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
-use crate::publish::Prepared;
+use crate::publish::{Prepared, compare};
 use crate::report::{WaitFor, WorkerStatus};
 use crate::run_dir;
 use crate::scheme::AnyScheme;
@@ -112,6 +112,7 @@ pub struct SenderSetup {
     pub(crate) scheme: AnyScheme,
     at: Endpoint,
     run_dir: Option<PathBuf>,
+    cast: Option<Dtype>,
     transfer: TransferOptions,
     pub(crate) copy: CopyOptions,
     pub(crate) pending: Pending,
@@ -122,7 +123,6 @@ pub struct SenderSetup {
 #[derive(Clone)]
 pub(crate) struct Model {
     pub(crate) prepared: Prepared,
-    cast: Option<Dtype>,
     source: Option<Source>,
 }
 
@@ -161,6 +161,7 @@ impl SenderSetup {
             models,
             scheme,
             run_dir: None,
+            cast: None,
             transfer: TransferOptions::default(),
             copy: CopyOptions::default(),
             pending: Pending::default(),
@@ -176,7 +177,7 @@ impl SenderSetup {
     ///
     /// As [`new`](Self::new), and [`Error::SameModelTwice`].
     pub fn and(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
-        let model = Model::new(model, source)?;
+        let model = Model::new(model, source)?.cast(self.cast)?;
         let id = &model.prepared.id;
         if self.models.iter().any(|other| other.prepared.id == *id) {
             return Err(Error::SameModelTwice { model: id.clone() });
@@ -207,6 +208,8 @@ impl SenderSetup {
             model: model.into(),
             known,
         })?;
+        let sent = source.attributes()?.sent_layout(&source.layout()?)?;
+        compare(&found.prepared, &sent)?;
         found.source = Some(Arc::new(source));
         Ok(self)
     }
@@ -236,16 +239,17 @@ impl SenderSetup {
         self.placed()
     }
 
-    /// Sends floating-point tensors as `dtype` (F64, F32, F16 or BF16), cast in
-    /// the one pass over the source.
+    /// Sends floating-point tensors of every model as `dtype` (F64, F32, F16 or
+    /// BF16), cast in the one pass over the source.
     ///
     /// # Errors
     ///
     /// [`Error::Extract`] for any other dtype.
     pub fn cast(mut self, dtype: Dtype) -> Result<Self> {
-        for model in &mut self.models {
-            model.cast(dtype)?;
-        }
+        self.cast = Some(dtype);
+        let models = self.models.into_iter();
+        let cast = models.map(|model| model.cast(Some(dtype)));
+        self.models = cast.collect::<Result<_>>()?;
         Ok(self)
     }
 
@@ -440,12 +444,9 @@ impl SenderSetup {
     /// The same with another source in the place of a model's; what was decided
     /// of it and of the others stays.
     pub(crate) fn replacing(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
-        let mut new = Model::new(model, source)?;
+        let mut new = Model::new(model, source)?.cast(self.cast)?;
         for old in &mut self.models {
             if old.prepared.id == new.prepared.id {
-                if let Some(dtype) = old.cast {
-                    new.cast(dtype)?;
-                }
                 new.source = old.source.take();
                 *old = new;
                 break;
@@ -507,15 +508,13 @@ impl Model {
                 layout,
                 attributes,
             },
-            cast: None,
             source: None,
         })
     }
 
-    fn cast(&mut self, dtype: Dtype) -> Result<()> {
-        self.prepared.layout = cast_layout(&self.prepared.source, Some(dtype))?;
-        self.cast = Some(dtype);
-        Ok(())
+    fn cast(mut self, dtype: Option<Dtype>) -> Result<Self> {
+        self.prepared.layout = cast_layout(&self.prepared.source, dtype)?;
+        Ok(self)
     }
 
     fn passed_on(spec: ModelSpec) -> Self {
@@ -531,7 +530,6 @@ impl Model {
                 layout,
                 attributes,
             },
-            cast: None,
             source: None,
         }
     }

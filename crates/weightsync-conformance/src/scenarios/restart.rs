@@ -238,6 +238,14 @@ pub(crate) fn a_worker_that_comes_back_has_the_newest(subject: &Subject) {
         let workers = script.status();
         assert_eq!(workers.len(), 2, "{workers:?}");
     }
+    // One that goes and comes back between two sends has a line for its end at
+    // most, and that is no failure of the send.
+    script.kill(1);
+    script.raise(1);
+    assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
+    script.take(0);
+    let (sent, _) = script.deliver(What::Word(9), How::default(), &[0, 1]);
+    assert!(sent.all_applied || subject.pulls(), "{}", sent.text);
     script.close();
 }
 

@@ -3,8 +3,8 @@
 use std::thread;
 
 use weightsync::{
-    AnyScheme, Dtype, Error, Expect, Layout, LayoutMismatch, Outcome, ReceiverSetup, Result,
-    SendOptions, SenderSetup, Set, TensorView, Tensors, Version, WaitFor, WeightLoader,
+    AnyScheme, Dtype, Error, Expect, Layout, LayoutMismatch, Member, Outcome, ReceiverSetup,
+    Result, SendOptions, SenderSetup, Set, TensorView, Tensors, Version, WaitFor, WeightLoader,
 };
 
 use crate::{SOON, pair, send, send_to, weights};
@@ -369,4 +369,33 @@ fn a_version_is_reported_only_once_it_is_loaded() {
     );
     assert_eq!(model.during, [Version(1)]);
     assert_eq!((sender_says)(), Version(2));
+}
+
+#[test]
+fn a_cast_is_of_every_model_and_no_model_is_there_twice() {
+    let mut one = Tensors::new();
+    one.insert("bias", [2], [1.5_f32, 2.5]).unwrap();
+    let setup = SenderSetup::new("actor", &one).unwrap();
+    let error = setup.clone().and("actor", &one).unwrap_err();
+    assert!(matches!(error, Error::SameModelTwice { .. }), "{error}");
+
+    // In whichever order the two are said.
+    let setup = setup.cast(Dtype::BF16).unwrap();
+    let setup = setup.and("critic", &one).unwrap();
+    let info = setup.init_info();
+    let both = Set::new().with("actor", &one).with("critic", &one);
+    let _sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
+    let joins = || ReceiverSetup::new(info.clone(), 0);
+    let mut receiver = joins().connect(SOON).unwrap();
+    let sent = receiver.latest_set().unwrap().unwrap();
+    assert_eq!(sent.members().len(), 2);
+    for Member { snapshot, .. } in sent.members() {
+        let dtype = snapshot.layout().tensors()[0].dtype;
+        assert_eq!(dtype, Dtype::BF16, "{}", snapshot.model());
+    }
+    drop(receiver);
+
+    let twice = joins().models(["critic", "critic"]);
+    let error = twice.connect(SOON).unwrap_err();
+    assert!(matches!(error, Error::SameModelTwice { .. }), "{error}");
 }

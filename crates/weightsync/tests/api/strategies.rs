@@ -314,6 +314,11 @@ fn a_registered_model_is_read_at_each_send() {
         .connect(&Registered, Expect::Count(0), SOON)
         .unwrap_err();
     assert!(matches!(error, Error::NotRegistered { .. }), "{error}");
+    let mut another = Tensors::new();
+    another.insert("bias", [2], [0.0_f32; 2]).unwrap();
+    let error = setup.clone().register("policy", another).unwrap_err();
+    let named = matches!(&error, Error::WrongWeights { model, .. } if model.as_str() == "policy");
+    assert!(named, "{error}");
     let setup = setup.register("policy", shared.clone()).unwrap();
     let mut sender = setup.connect(&Registered, Expect::Count(0), SOON).unwrap();
     shared.write().unwrap().slice_mut::<f32>("bias").unwrap()[0] = 9.0;

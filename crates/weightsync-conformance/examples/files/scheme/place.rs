@@ -137,14 +137,22 @@ impl Stay {
     pub fn settle(dir: &Path) -> Result<Self> {
         let until = Instant::now() + PATIENCE;
         let lock = loop {
-            make_dir(dir).or_else(|error| dir.is_dir().then_some(()).ok_or(error))?;
+            let late = Instant::now() > until;
+            // Somebody who sweeps may take it away at any moment.
+            match make_dir(dir) {
+                Err(error) if late && !dir.is_dir() => return Err(error),
+                _ => {}
+            }
             let mut options = File::options();
             options.write(true).create(true).truncate(false);
-            match try_lock(dir, &options).map_err(failed("locking", dir))? {
-                Some(lock) => break lock,
-                None if Instant::now() < until => std::thread::sleep(PAUSE),
-                None => return Err(Trouble::InUse(dir.display().to_string()).into()),
+            match try_lock(dir, &options) {
+                Ok(Some(lock)) => break lock,
+                Ok(None) if late => return Err(Trouble::InUse(dir.display().to_string()).into()),
+                Ok(None) => {}
+                Err(error) if error.kind() == ErrorKind::NotFound && !late => {}
+                Err(error) => return Err(failed("locking", dir)(error)),
             }
+            std::thread::sleep(PAUSE);
         };
         for old in entries(dir).iter().filter(|old| !old.ends_with("lock")) {
             let _ = fs::remove_dir_all(old).or_else(|_| fs::remove_file(old));
@@ -180,20 +188,33 @@ pub fn sweep_all(root: &Path) -> Vec<PathBuf> {
 /// and it could not be removed.
 fn sweep(dir: &Path) -> bool {
     let until = Instant::now() + PATIENCE;
-    while !is_here(&dir.join("sender")) && Instant::now() < until {
-        match try_lock(dir, File::options().write(true)) {
+    loop {
+        let locked = try_lock(dir, File::options().write(true));
+        let held = matches!(locked, Ok(None));
+        let gone = match locked {
             Ok(Some(_lock)) => {
                 let workers = entries(&dir.join("workers"));
                 let lived_in = workers.iter().any(|worker| is_here(&worker.join("alive")));
-                return lived_in || fs::remove_dir_all(dir).is_ok();
+                lived_in || remove(dir)
             }
             // Another sweeps, or a sender begins.
-            Ok(None) => std::thread::sleep(PAUSE),
-            // It is gone already; or one that had only begun left it empty.
-            Err(_) => return fs::remove_dir(dir).is_ok() || !dir.exists(),
+            Ok(None) => is_here(&dir.join("sender")),
+            // Another is sweeping it, or one that had only begun left it empty.
+            Err(_) => fs::remove_dir(dir).is_ok() || !dir.exists(),
+        };
+        if gone || Instant::now() > until {
+            return gone || held;
         }
+        std::thread::sleep(PAUSE);
     }
-    true
+}
+
+/// Takes a place away whole, so that a sender which comes meanwhile makes its own
+/// and none of that is removed.
+fn remove(dir: &Path) -> bool {
+    let mut going = dir.as_os_str().to_owned();
+    going.push(format!(".{}", std::process::id()));
+    fs::rename(dir, &going).is_ok() && fs::remove_dir_all(&going).is_ok()
 }
 
 /// Makes a directory that is this user's alone.
