@@ -255,6 +255,9 @@ impl Error {
                 },
             },
             Self::Protocol { expected, got } => unexpected(expected, got.clone()),
+            Self::Denied { reason } => Self::Denied {
+                reason: reason.clone(),
+            },
             other => unexpected("words of the protocol", other.to_string()),
         }
     }

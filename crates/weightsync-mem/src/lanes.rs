@@ -48,13 +48,14 @@ impl Shared {
         let decided = self.perform(state, decision);
         if state.plan.anything_waits() {
             let lacking = state.plan.lacks_records();
-            if lacking {
-                // The decision itself may have freed records as well.
-                self.perform(state, Plan::clear_taken);
-            }
             if self.ask_for_room(state) || lacking {
                 // A reader that made room before it was asked to tell does not.
-                let records = self.observe(state);
+                let mut records = self.observe(state);
+                if lacking && self.perform(state, Plan::clear_taken) {
+                    // A reader may have pinned one before its place was cleared.
+                    records = self.observe(state);
+                }
+                // The decision itself may have freed records as well.
                 self.perform(state, |plan, steps| plan.deliver(records, steps));
             }
         }

@@ -142,7 +142,12 @@ impl PinBook {
         while let Some(live) = word.load() {
             let hold = records.pin(live, word).then(|| self.hand_over(live));
             records.unpin(live.record);
-            self.tell_sender();
+            if matches!(hold, Some(Ok(_))) {
+                // The sender hears of it with what becomes of the set.
+                order();
+            } else {
+                self.tell_sender();
+            }
             self.tell_room(lane);
             if let Some(hold) = hold {
                 if let (true, Err(error)) = (told, &hold) {
@@ -174,7 +179,8 @@ impl PinBook {
         }
         // Also past one that is corrupt: the next may be whole.
         control.head.0.advance(position + 1);
-        self.tell_sender();
+        // The sender hears of it with what becomes of the set.
+        order();
         self.tell_room(lane);
         hold.map(Some)
     }
@@ -254,8 +260,8 @@ impl PinBook {
     }
 
     /// Tells the sender that a record was given back, if it wants to hear of it.
-    /// After the fence in [`tell_sender`](Self::tell_sender): a sender that asks
-    /// to be told looks again after asking.
+    /// After a fence (there is one in [`tell_sender`](Self::tell_sender)): a sender
+    /// that asks to be told looks again after asking.
     pub(crate) fn tell_room(&self, lane: &Lane) {
         if lane.wants_room.0.sleeping()
             && let Ok(socket) = self.socket()

@@ -467,6 +467,12 @@ impl Plan {
         }
     }
 
+    /// Whether a reader has asked for what there is not yet.
+    pub(crate) fn awaits(&self, key: Key) -> bool {
+        self.lane(key)
+            .is_some_and(|lane| lane.asks.wanted.is_some())
+    }
+
     /// A reader does not wait for an answer any more.
     pub(crate) fn withdraw(&mut self, key: Key) {
         if let Some(lane) = self.lane_mut(key) {

@@ -17,11 +17,11 @@ use crate::model::{Description, Model, ModelSpec};
 use crate::pins::{Hold, Home, PinBook};
 use crate::protocol::{MAX_BOUND, MAX_MODELS};
 use crate::set::Models;
-use crate::shared::{CONTROL_BYTES, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES};
+use crate::shared::{CONTROL_BYTES, Control, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES};
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
-use crate::watch::{Interrupter, Mapped, Watch};
+use crate::watch::{Interrupter, Mapped, Place, Slots, Watch};
 use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Want};
 
 /// How long a sender that listens has to answer: far more than it needs on a
@@ -110,6 +110,8 @@ pub struct Reader {
     /// The number of its last question, and whether it waits for the answer.
     question: u64,
     asks: bool,
+    /// The next of its queue, taken from it before its slots had come.
+    unmapped: Option<Hold>,
 }
 
 impl Reader {
@@ -149,6 +151,10 @@ impl Reader {
             return Ok(None);
         };
         let control = OwnedFile::new("weightsync-control", CONTROL_BYTES)?;
+        let mut giving_up = GivingUp {
+            control: control.map.clone(),
+            has_joined: false,
+        };
         let hello = FromReader::Hello {
             secret: options.secret,
             worker: options.worker,
@@ -208,8 +214,17 @@ impl Reader {
         };
         let book = Arc::new(PinBook::new(home, header, doorbell, models));
         let queued = matches!(options.delivery, Delivery::Every { .. });
+        let watch = match Watch::start(book.clone(), mapped, queued) {
+            Ok(watch) => watch,
+            Err(error) => {
+                // Before the connection ends with the book.
+                drop(giving_up);
+                return Err(error);
+            }
+        };
+        giving_up.has_joined = true;
         Ok(Some(Self {
-            watch: Watch::start(book.clone(), mapped, queued)?,
+            watch,
             book,
             models: specs,
             run,
@@ -220,6 +235,7 @@ impl Reader {
             versions: [Version::NONE; MAX_MODELS],
             question: 0,
             asks: false,
+            unmapped: None,
         }))
     }
 
@@ -249,7 +265,7 @@ impl Reader {
     }
 
     /// The newest set meant for this reader, without waiting; `None` before the
-    /// first. A reader that asks gets what it asked for last, unless the sender
+    /// first, or while a slot of it is still on its way here. A reader that asks gets what it asked for last, unless the sender
     /// needed the room; one that takes every version gets none: what it has taken
     /// is its caller's to keep, or to let go of.
     ///
@@ -267,7 +283,7 @@ impl Reader {
             Delivery::Newest | Delivery::Every { .. } => self.book.take_live()?,
         };
         match hold {
-            Some(hold) => self.hand_out(hold).map(Some),
+            Some(hold) => self.hand_out(hold, Some(Instant::now() + ANSWER_TIME)),
             None => Ok(None),
         }
     }
@@ -288,6 +304,9 @@ impl Reader {
     /// says so.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
+        if self.unmapped.is_some() {
+            return self.take_unmapped(deadline);
+        }
         let book = self.book.clone();
         let lane = book.lane()?;
         let (last, head) = (self.sequence, self.head);
@@ -306,7 +325,7 @@ impl Reader {
             }),
         };
         match found? {
-            Some(sequence) => self.take(sequence),
+            Some(sequence) => self.take(sequence, deadline),
             None => Ok(None),
         }
     }
@@ -410,11 +429,15 @@ impl Reader {
             Some(answer) => Err(answer),
             None => self.take_answer(),
         };
-        self.close_question()?;
-        match hold? {
-            Some(hold) => self.hand_out(hold).map(Some),
-            None => Err(unexpected("an answer", "its place was empty".into())),
+        let taken = match hold {
+            Ok(Some(hold)) => self.hand_out(hold, deadline),
+            Ok(None) => Err(unexpected("an answer", "its place was empty".into())),
+            Err(error) => Err(error),
+        };
+        if !matches!(taken, Ok(None)) {
+            self.close_question()?;
         }
+        taken
     }
 
     /// Takes back a question that has no answer yet. If the answer is on its way,
@@ -456,11 +479,11 @@ impl Reader {
     pub fn applied_versions(
         &self,
         sequence: u64,
-        versions: impl IntoIterator<Item = (usize, Version)>,
+        versions: impl IntoIterator<Item = (usize, Version), IntoIter: Clone>,
     ) -> Result<(), Error> {
         self.book.header.usable()?;
-        let versions: Vec<_> = versions.into_iter().collect();
-        if let Some((model, _)) = versions.iter().find(|(model, _)| !self.has(*model)) {
+        let versions = versions.into_iter();
+        if let Some((model, _)) = versions.clone().find(|(model, _)| !self.has(*model)) {
             return Err(Error::BadOption {
                 option: "the model applied",
                 expected: "one of this reader's",
@@ -564,49 +587,78 @@ impl Reader {
     }
 
     /// Takes what a look has found there, or what has replaced it by now.
-    fn take(&mut self, sequence: u64) -> Result<Option<Taken>, Error> {
-        let hold = match self.delivery {
+    fn take(&mut self, sequence: u64, deadline: Deadline) -> Result<Option<Taken>, Error> {
+        match self.delivery {
             Delivery::Every { .. } => {
                 let hold = self.book.take_queued(self.head);
                 self.head += 1;
-                hold
+                // Taken back between the look and here if there is none any more.
+                self.unmapped = hold?;
+                self.take_unmapped(deadline)
             }
             Delivery::Newest | Delivery::Asked => {
                 // One that turns out to be corrupt is passed over as well.
-                self.sequence = sequence;
-                self.book.take_live()
+                let before = std::mem::replace(&mut self.sequence, sequence);
+                let Some(hold) = self.book.take_live()? else {
+                    return Ok(None);
+                };
+                let taken = self.hand_out(hold, deadline)?;
+                if taken.is_none() {
+                    self.sequence = before;
+                }
+                Ok(taken)
             }
-        };
-        match hold? {
-            Some(hold) => self.hand_out(hold).map(Some),
-            // Taken back between the look and here; there is none any more.
+        }
+    }
+
+    /// Hands out what was taken from the queue, once its slots have come.
+    fn take_unmapped(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
+        match self.unmapped.take() {
+            Some(hold) => self.hand_out(hold, deadline),
             None => Ok(None),
         }
     }
 
     /// Makes snapshots of what is pinned, and says that it is taken, or that it
     /// is damaged; of what is beside what is meant for this reader, nothing.
-    fn hand_out(&mut self, hold: Hold) -> Result<Taken, Error> {
+    ///
+    /// `None` if a slot of it does not come in time: then it is as if it had not
+    /// been taken.
+    fn hand_out(&mut self, hold: Hold, deadline: Deadline) -> Result<Option<Taken>, Error> {
         let sequence = hold.sequence;
-        self.sequence = self.sequence.max(sequence);
-        let taken = self.checked(hold).inspect_err(|error| {
+        let damaged = |error: &Error| {
             if sequence > 0 {
                 self.book.refuse_damage(sequence, error);
             }
-        })?;
+        };
+        let places = match self
+            .watch
+            .slots(&hold.pins, deadline)
+            .inspect_err(damaged)?
+        {
+            Slots::Mapped(places) => places,
+            Slots::Over => return Err(self.why_over()),
+            Slots::Later => {
+                if let Delivery::Every { .. } = self.delivery {
+                    self.unmapped = Some(hold);
+                }
+                return Ok(None);
+            }
+        };
+        let taken = self.checked(hold, places).inspect_err(damaged);
+        // One that turns out to be damaged is passed over.
+        self.sequence = self.sequence.max(sequence);
+        let taken = taken?;
         if sequence > 0 {
             self.book.say_taken(sequence)?;
         }
         for member in &taken.members {
             self.versions[member.model] = member.snapshot.version();
         }
-        Ok(taken)
+        Ok(Some(taken))
     }
 
-    fn checked(&self, hold: Hold) -> Result<Taken, Error> {
-        let Some(places) = self.watch.slots(&hold.pins)? else {
-            return Err(self.why_over());
-        };
+    fn checked(&self, hold: Hold, places: Vec<Place>) -> Result<Taken, Error> {
         let mut members = Vec::with_capacity(places.len());
         for (pin, (pages, slot)) in hold.pins.into_iter().zip(places) {
             let (model, version) = (pin.model, pin.version);
@@ -664,6 +716,25 @@ impl Drop for Reader {
         {
             control.left.0.store(1, Ordering::Release);
             self.book.tell_sender();
+            if let Ok(lane) = self.book.lane() {
+                self.book.tell_room(lane);
+            }
+        }
+    }
+}
+
+/// Says on a control page that its reader leaves in order: one that went without
+/// a word has died.
+struct GivingUp {
+    control: Arc<Mapping>,
+    has_joined: bool,
+}
+
+impl Drop for GivingUp {
+    fn drop(&mut self) {
+        if !self.has_joined {
+            let control: &Control = self.control.table();
+            control.left.0.store(1, Ordering::Release);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Version, WorkerId};
 
 use crate::error::Error;
-use crate::plan::{Fate, Key, Published, Targets};
+use crate::plan::{Fate, Key, Plan, Published, Targets};
 use crate::roster::{Gone, Reader, Shared, State};
 use crate::set::Models;
 use crate::snapshot::Snapshot;
@@ -28,8 +28,9 @@ pub struct Publication {
     absent: Vec<WorkerId>,
     /// The workers it was for; `None` for all.
     named: Option<BTreeSet<WorkerId>>,
-    /// The readers whose queue had no room for it until that was given up.
-    full: Arc<Mutex<BTreeSet<Key>>>,
+    /// The readers whose queue had no room for it until that was given up; `None`
+    /// if all had.
+    full: Option<Arc<Mutex<BTreeSet<Key>>>>,
 }
 
 /// How far a publication has to have come at a reader to count as done there.
@@ -67,8 +68,8 @@ pub enum Outcome {
     /// Its queue had no room until that was given up, or as many publications
     /// waited for room as may; it will not get this one.
     Full,
-    /// It takes what it asks for: nothing else, so there was nothing to wait for,
-    /// or it has asked for an older version since.
+    /// It takes what it asks for: nothing else, so there was nothing to wait for;
+    /// or it has asked for an older version since, or waits for one to come.
     Asks,
     /// It was named but is not connected; it gets this when it joins.
     Absent,
@@ -100,7 +101,10 @@ pub struct Waiter {
 
 impl Publication {
     pub(crate) fn new(published: Published, targets: &Targets, at: Instant) -> Self {
+        let mut fates = published.fates.iter();
+        let waits = fates.any(|(_, fate)| *fate == Fate::Waiting);
         Self {
+            full: waits.then(Arc::default),
             sequence: published.sequence,
             versions: published.versions,
             at,
@@ -110,30 +114,35 @@ impl Publication {
                 Targets::All => None,
                 Targets::Workers(workers) => Some(workers.iter().copied().collect()),
             },
-            full: Arc::default(),
         }
     }
 
     /// What became of it at a reader, if that is known yet.
-    fn outcome(&self, (key, fate): (Key, Fate), reader: &Reader, level: Level) -> Option<Outcome> {
+    fn outcome(
+        &self,
+        (key, fate): (Key, Fate),
+        reader: &Reader,
+        plan: &Plan,
+        level: Level,
+    ) -> Option<Outcome> {
         let sequence = self.sequence;
+        let applied = |model: &usize| reader.version(*model);
+        let loaded = reader.applied();
+        let is_applied = || self.is_applied(reader.models, loaded, applied);
         match fate {
+            Fate::Waiting if self.is_full(key) => return Some(Outcome::Full),
+            // Also if it can use nothing since.
+            Fate::Told | Fate::Waiting if is_applied() => return Some(Outcome::Applied),
             _ if reader.unusable.is_some() => {
                 let reason = reader.unusable.clone().unwrap_or_default();
                 return Some(Outcome::Refused { reason });
             }
-            Fate::Waiting if self.full().contains(&key) => return Some(Outcome::Full),
             Fate::Told | Fate::Waiting => {}
             Fate::Held => return Some(Outcome::Held),
             Fate::Full => return Some(Outcome::Full),
             Fate::Asks => return Some(Outcome::Asks),
             // Unusable, so it was a refusal above.
             Fate::Shut => return Some(Outcome::Late),
-        }
-        let applied = |model: &usize| reader.version(*model);
-        let loaded = reader.applied();
-        if self.is_applied(reader.models, loaded, applied) {
-            return Some(Outcome::Applied);
         }
         if reader.has_left() {
             return Some(Outcome::Left);
@@ -148,7 +157,12 @@ impl Publication {
             // It had it, and went back to an older one that it asked for.
             return Some(Outcome::Asks);
         }
-        (level == Level::Staged && reader.taken() >= sequence).then_some(Outcome::Staged)
+        if level == Level::Staged && reader.taken() >= sequence {
+            return Some(Outcome::Staged);
+        }
+        // It waits for one to come and takes nothing meanwhile, and that one may
+        // come only after this send.
+        plan.awaits(key).then_some(Outcome::Asks)
     }
 
     /// Whether a reader of these models that has loaded this has loaded the
@@ -160,8 +174,13 @@ impl Publication {
                 .all(|(model, version)| !mine.contains(*model) || applied(model) >= *version)
     }
 
-    fn full(&self) -> MutexGuard<'_, BTreeSet<Key>> {
-        self.full.lock().unwrap_or_else(PoisonError::into_inner)
+    fn full(&self) -> Option<MutexGuard<'_, BTreeSet<Key>>> {
+        let full = self.full.as_ref()?;
+        Some(full.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn is_full(&self, key: Key) -> bool {
+        self.full().is_some_and(|full| full.contains(&key))
     }
 
     fn is_for(&self, worker: WorkerId) -> bool {
@@ -243,10 +262,11 @@ impl Waiter {
         self.shared.open()?;
         let state = self.shared.state();
         Ok(publication.fates.iter().all(|(key, fate)| {
-            state
-                .readers
-                .get(key)
-                .is_none_or(|reader| publication.outcome((*key, *fate), reader, level).is_some())
+            state.readers.get(key).is_none_or(|reader| {
+                let fate = (*key, *fate);
+                let known = publication.outcome(fate, reader, &state.plan, level);
+                known.is_some()
+            })
         }))
     }
 
@@ -289,8 +309,11 @@ impl Waiter {
         // Room that there is by now is used.
         self.shared.deliver(&mut state);
         for (key, fate) in &publication.fates {
-            if *fate == Fate::Waiting && state.plan.give_up(*key, publication.sequence) {
-                publication.full().insert(*key);
+            if *fate == Fate::Waiting
+                && state.plan.give_up(*key, publication.sequence)
+                && let Some(mut full) = publication.full()
+            {
+                full.insert(*key);
             }
         }
         Ok(())
@@ -321,7 +344,10 @@ impl Settling<'_> {
             // same step, so a reader is in one of the two, unless thousands went
             // since.
             if let Some(reader) = state.readers.get(key) {
-                let known = self.publication.outcome((*key, *fate), reader, self.level);
+                let fate = (*key, *fate);
+                let known = self
+                    .publication
+                    .outcome(fate, reader, &state.plan, self.level);
                 let Some(outcome) = known else {
                     return true;
                 };
@@ -355,7 +381,14 @@ impl Settling<'_> {
         let publication = self.publication;
         for one in state.tell_rejected(|worker| publication.is_for(worker)) {
             let told = publication.fates.iter().any(|(key, _)| *key == one.key);
-            if told {
+            // One that went since, and whose number another reader has, is nobody's
+            // concern any more: that one has the line.
+            let succeeded = !state.readers.contains_key(&one.key)
+                && publication
+                    .fates
+                    .iter()
+                    .any(|(key, _)| *key > one.key && key.0 == one.key.0);
+            if told || succeeded {
                 continue;
             }
             let reason = one.reason;

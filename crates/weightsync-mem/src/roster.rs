@@ -337,7 +337,7 @@ impl Shared {
         let index = state.plan.grown(model);
         state.slots[model].push(file);
         for reader in state.readers.values_mut() {
-            if reader.models.contains(model) {
+            if reader.models.contains(model) && !reader.has_left() && reader.unusable.is_none() {
                 reader.owed.push_back((model as u8, index));
             }
         }
@@ -349,11 +349,15 @@ impl Shared {
 
     /// Hands readers the slots they are owed, as far as it goes. True if it has
     /// to be tried again: a reader that stands still has a full socket, and the
-    /// kernel bounds how many descriptors are on their way.
+    /// kernel bounds how many descriptors are on their way. One that has left
+    /// takes none any more: those on their way would count against the others.
     pub(crate) fn hand_slots(&self, state: &mut State) -> bool {
         let mut again = false;
         let mut without = Vec::new();
         for (key, reader) in &mut state.readers {
+            if !reader.owed.is_empty() && reader.has_left() {
+                reader.owed.clear();
+            }
             while let Some(&(model, index)) = reader.owed.front() {
                 let packet = FromSender::Slot { model, index }.encode();
                 let file = &state.slots[usize::from(model)][usize::from(index)];
@@ -368,7 +372,7 @@ impl Shared {
                             "it could not be handed slot {index} of model {model}: {error}"
                         );
                         without.push((*key, why));
-                        reader.owed.clear();
+                        break;
                     }
                     _ => {
                         again = true;
@@ -378,7 +382,7 @@ impl Shared {
             }
         }
         for (key, why) in without {
-            state.reject(key, why);
+            state.turn_away(key, why);
         }
         again
     }
@@ -521,6 +525,19 @@ impl Shared {
 }
 
 impl State {
+    /// Rejects a reader that has not said itself that it can go no further, and
+    /// tells it so: it would wait for ever.
+    pub(crate) fn turn_away(&mut self, key: Key, reason: String) {
+        if let Some(reader) = self.readers.get(&key) {
+            let denied = FromSender::Denied {
+                reason: reason.clone(),
+            };
+            // One that does not read is not helped.
+            let _ = reader.socket.send(&denied.encode(), &[]);
+        }
+        self.reject(key, reason);
+    }
+
     /// Notes that a reader cannot use the models, once, and shuts its lane: a
     /// worker that has failed for good must not take slots from the others. What
     /// it pins goes on counting; pins that were looked for before are to be
@@ -532,6 +549,7 @@ impl State {
         if reader.unusable.is_none() {
             self.plan.shut(key);
             reader.shut();
+            reader.owed.clear();
         }
         let reason = reader.unusable.get_or_insert(reason).clone();
         if std::mem::replace(&mut reader.told, true) {
@@ -562,16 +580,16 @@ impl State {
     }
 
     /// Removes a reader, and with it its pins. Called only once its process is
-    /// known to be dead (`died`), or once it has closed its end with every
-    /// snapshot gone.
-    pub(crate) fn bury(&mut self, key: Key, died: bool) {
+    /// known to be dead, or once it has closed its end with every snapshot gone.
+    pub(crate) fn bury(&mut self, key: Key) {
         let Some(reader) = self.readers.remove(&key) else {
             return;
         };
         self.plan.leave(key);
         let versions = reader.versions(self.models);
         let applied = reader.applied();
-        // One that hung up before it had anything did not get as far as joining.
+        // Who leaves in order says so first, also one that gives up joining.
+        let died = !reader.has_left();
         let never_joined = !died && applied == 0;
         let told = reader.told || never_joined;
         if self.gone.len() >= MAX_READERS
@@ -584,7 +602,7 @@ impl State {
             key,
             pid: reader.socket.peer_pid(),
             device: reader.device.clone(),
-            died: !reader.has_left() && !never_joined,
+            died,
             applied,
             models: reader.models,
             versions,

@@ -29,8 +29,6 @@ const STRANGER_TIME: Duration = Duration::from_secs(2);
 const MAX_TURN: usize = 16;
 /// How often slots are offered again that could not be handed over.
 const OWING_TIME: Duration = Duration::from_millis(20);
-/// A process that ends closes its sockets a moment before it counts as dead.
-const DYING_TIME: Duration = Duration::from_millis(50);
 
 /// Starts the thread. It ends when [`Shared::close`] is called.
 pub(crate) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle<()>, Error> {
@@ -122,11 +120,13 @@ impl Service {
         let spoke: Vec<bool> = self.strangers.iter().map(|_| next()).collect();
         // Deaths before arrivals: a worker that was restarted finds its place
         // empty.
+        let mut result = Ok(());
         for (key, socket, _) in &readers {
             let spoke = next();
             let died = socket.peer_death().is_some() && next();
             if spoke || died {
-                self.shared.listen_to(*key, died)?;
+                // What is wrong with one must not keep the others unheard.
+                result = result.and(self.shared.listen_to(*key, died));
             }
         }
         let now = Instant::now();
@@ -143,9 +143,9 @@ impl Service {
             }
         }
         if knocked {
-            self.let_in(now)?;
+            result = result.and(self.let_in(now));
         }
-        Ok(true)
+        result.map(|()| true)
     }
 
     fn let_in(&mut self, now: Instant) -> Result<(), Error> {
@@ -180,16 +180,11 @@ impl Service {
 impl Shared {
     /// Reads what a reader has said, or buries it once its end is gone.
     fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
-        let known = self.state().readers.get(&key).map(|reader| {
-            let silent = !reader.has_left() && reader.applied() == 0;
-            (reader.socket.clone(), silent)
-        });
-        let Some((socket, silent)) = known else {
+        let socket = |state: &State| Some(state.readers.get(&key)?.socket.clone());
+        let Some(socket) = socket(&self.state()) else {
             return Ok(());
         };
-        // One that hung up without a word either died or gave up joining.
         let gone = died || is_gone(&socket);
-        let died = died || gone && silent && is_dead(&socket, DYING_TIME);
         let mut state = self.state();
         // What a reader said before it died is heard too: why it refused, say.
         let mut result = Ok(());
@@ -244,19 +239,23 @@ impl Shared {
             if let Some(reader) = state.readers.get_mut(&key) {
                 reader.deaf = true;
             }
-            state.reject(key, fault);
+            state.turn_away(key, fault);
         }
         // One that goes now is heard next.
         if gone {
-            state.bury(key, died);
+            state.bury(key);
         }
-        // What one holds that is gone, or can use nothing, others may wait for.
-        if state.plan.anything_waits() {
-            self.deliver(&mut state);
-        }
-        drop(state);
-        self.doorbell.ring();
+        self.pass_on(&mut state);
         result
+    }
+
+    /// Gives what one held that is gone, or can use nothing, to those that wait
+    /// for it, and has everybody look again.
+    fn pass_on(&self, state: &mut State) {
+        if state.plan.anything_waits() {
+            self.deliver(state);
+        }
+        self.doorbell.ring();
     }
 
     /// Handles the first words of a connection; gives it back if there are none
@@ -378,8 +377,8 @@ impl Shared {
                 continue;
             };
             if is_gone(&old.socket) {
-                let died = is_dead(&old.socket, Duration::ZERO);
-                state.bury(key, died);
+                state.bury(key);
+                self.pass_on(&mut state);
             } else if !old.has_left() {
                 let pid = old.socket.peer_pid();
                 return Err(format!(
@@ -505,15 +504,14 @@ pub(crate) fn is_gone(socket: &Socket) -> bool {
     let now = Some(Instant::now());
     let mut end = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::empty())];
     let hung_up = poll_slice(&mut end, now).is_ok() && !end[0].revents().is_empty();
-    hung_up || is_dead(socket, Duration::ZERO)
+    hung_up || is_dead(socket)
 }
 
-/// Whether the process behind a socket is dead, or is within `time`, where the
-/// kernel can say.
-fn is_dead(socket: &Socket, time: Duration) -> bool {
-    let until = Some(Instant::now() + time);
+/// Whether the process behind a socket is dead, where the kernel can say.
+fn is_dead(socket: &Socket) -> bool {
+    let now = Some(Instant::now());
     let death = socket.peer_death();
-    death.is_some_and(|fd| matches!(poll([fd], until), Ok([true])))
+    death.is_some_and(|fd| matches!(poll([fd], now), Ok([true])))
 }
 
 /// Compares without telling by its time where the first difference is.

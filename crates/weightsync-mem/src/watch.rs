@@ -18,15 +18,23 @@ use crate::model::Model;
 use crate::pins::{Pin, PinBook};
 use crate::protocol::{MAX_SLOTS, order};
 use crate::socket::{Packet, Socket};
-use crate::wait::{Deadline, Doorbell, poll};
+use crate::wait::{Deadline, Doorbell, passed, poll};
 use crate::wire::FromSender;
 
-/// A slot's descriptor is sent before the slot is used, so it is only ever this
-/// thread's turn that is waited for.
-const SLOT_TIME: Duration = Duration::from_secs(5);
+/// How often a reader that waits for a slot looks whether it is interrupted.
+const SLOT_PAUSE: Duration = Duration::from_millis(10);
 
 /// A model and the mapping of one of its slots.
 pub(crate) type Place = (Arc<Model>, Arc<Mapping>);
+
+/// What a reader finds of the slots it has pinned.
+pub(crate) enum Slots {
+    Mapped(Vec<Place>),
+    /// One has not come by the deadline, or before an interrupt.
+    Later,
+    /// The sender is gone, and one never came.
+    Over,
+}
 
 /// The thread, joined when dropped.
 #[derive(Debug)]
@@ -147,13 +155,13 @@ impl Watch {
         })
     }
 
-    /// The models of what is pinned with the mappings of their slots; `None` if
-    /// the sender is gone and one of them never came.
-    pub(crate) fn slots(&self, pins: &[Pin]) -> Result<Option<Vec<Place>>, Error> {
+    /// The models of what is pinned with the mappings of their slots. A new slot
+    /// is nearly always there before what is in it, and comes later where the
+    /// kernel had no room for one more descriptor on its way.
+    pub(crate) fn slots(&self, pins: &[Pin], deadline: Deadline) -> Result<Slots, Error> {
         let mut known = self.seen.known();
         let mut places = Vec::with_capacity(pins.len());
         for &Pin { model, slot, .. } in pins {
-            let mut until = None;
             loop {
                 let mapped = known.models.get(model).and_then(Option::as_ref);
                 let mapped =
@@ -163,20 +171,18 @@ impl Watch {
                     break;
                 }
                 if self.is_over() {
-                    return Ok(None);
+                    return Ok(Slots::Over);
                 }
-                let now = Instant::now();
-                let until = *until.get_or_insert(now + SLOT_TIME);
-                let left = until.saturating_duration_since(now);
-                if left.is_zero() {
-                    let got = format!("none for slot {slot} of model {model}");
-                    return Err(unexpected("the descriptor of every slot in use", got));
+                if passed(deadline) || self.take_interrupt() {
+                    return Ok(Slots::Later);
                 }
-                let waited = self.seen.changed.wait_timeout(known, left);
+                let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+                let pause = left.map_or(SLOT_PAUSE, |left| left.min(SLOT_PAUSE));
+                let waited = self.seen.changed.wait_timeout(known, pause);
                 known = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
-        Ok(Some(places))
+        Ok(Slots::Mapped(places))
     }
 
     /// Whether the sender has said that it does not have what this question asks
@@ -354,6 +360,7 @@ impl Seen {
                             self.has_answer(asking)
                         });
                     }
+                    FromSender::Denied { reason } => return Err(Error::Denied { reason }),
                     other => return Err(unexpected("a slot", format!("{other:?}"))),
                 },
             }

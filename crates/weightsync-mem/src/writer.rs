@@ -31,8 +31,9 @@ pub struct SegmentOptions {
     /// workers, in queues, as history) has its slot beside them. At most
     /// [`MAX_SLOTS`].
     pub max_slots: u8,
-    /// How many older sets that were sent to all are kept, to be had by
-    /// [`Writer::old_snapshot`] and by readers that ask.
+    /// How many older versions of each model that were sent to all are kept, in
+    /// the sets they were sent in, to be had by [`Writer::old_snapshot`] and by
+    /// readers that ask.
     pub history: u8,
     /// How the sender waits for its readers.
     pub wait: WaitStyle,

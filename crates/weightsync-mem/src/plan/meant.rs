@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use weightsync_core::{Version, WorkerId};
 
 use super::{Crowded, Targets};
-use crate::protocol::{MAX_SLOTS, SlotSet};
+use crate::protocol::{MAX_MODELS, MAX_SLOTS, SlotSet};
 use crate::set::ModelSet;
 
 /// What was sent to whom, as far as it still counts.
@@ -133,10 +133,10 @@ impl Meant {
         match targets {
             Targets::All => {
                 if self.history_limit > 0 && !self.default.is_empty() {
-                    self.history.truncate(self.history_limit - 1);
                     self.history.push_front(self.default);
                 }
                 self.default.lay(update);
+                self.forget();
                 self.overrides.retain(|_, own| {
                     own.remove(update.models());
                     !own.is_empty()
@@ -149,6 +149,28 @@ impl Meant {
                 }
             }
         }
+    }
+
+    /// Keeps the earlier sets by which some model has one of its newest older
+    /// versions: a model that is sent often takes none from one that is not.
+    fn forget(&mut self) {
+        let mut newest = [(Version::NONE, 0); MAX_MODELS];
+        for (model, placed) in self.default.iter() {
+            newest[model] = (placed.version, 0);
+        }
+        let limit = self.history_limit;
+        self.history.retain(|set| {
+            let mut has_one = false;
+            for (model, placed) in set.iter() {
+                let (last, kept) = &mut newest[model];
+                if placed.version != *last {
+                    *last = placed.version;
+                    *kept += 1;
+                    has_one |= *kept <= limit;
+                }
+            }
+            has_one
+        });
     }
 
     fn sets(&self) -> impl Iterator<Item = &ModelSet> {

@@ -1,5 +1,6 @@
 //! What the service thread does, one step at a time.
 
+use std::sync::atomic::Ordering;
 use std::thread;
 
 use weightsync_core::{Dtype, Epoch, Layout, Run};
@@ -9,6 +10,7 @@ use crate::model::ModelSpec;
 use crate::plan::Targets;
 use crate::reader::{AttachOptions, Reader as Worker};
 use crate::report::{Level, Outcome};
+use crate::shared::Control;
 use crate::wait::{Deadline, WaitStyle};
 use crate::writer::{SegmentOptions, Writer};
 
@@ -36,6 +38,10 @@ fn shared() -> Arc<Shared> {
 
 /// Says hello, and nothing else.
 fn knock(address: &str) -> Socket {
+    knock_with(address).0
+}
+
+fn knock_with(address: &str) -> (Socket, OwnedFile) {
     let hello = FromReader::Hello {
         secret: SECRET,
         worker: WorkerId(3),
@@ -47,7 +53,7 @@ fn knock(address: &str) -> Socket {
     let socket = Socket::connect(address).unwrap().unwrap();
     let control = OwnedFile::new("weightsync-control", CONTROL_BYTES).unwrap();
     assert!(socket.send(&hello.encode(), &[control.fd.as_fd()]).unwrap());
-    socket
+    (socket, control)
 }
 
 fn options(address: &str) -> AttachOptions {
@@ -86,28 +92,60 @@ fn what_a_reader_said_before_it_died_is_heard() {
     assert!(shared.readers().is_empty(), "it is buried as well");
 }
 
-/// A connection that was let in and hung up before it took anything, as one does
-/// that gives up joining at its deadline: it is among those a publication waits
-/// for, and neither a death nor a line of later ones.
+/// A connection that was let in and hung up before it took anything: it is among
+/// those a publication waits for. One that gives up joining at its deadline says
+/// that it leaves; without a word it is a death, also where the kernel does not
+/// tell of one.
 #[test]
 fn one_that_gives_up_joining_has_left() {
-    for again in [false, true] {
-        let address = format!("weightsync-test/gives-up/{again}/{}", std::process::id());
+    let cases = [false, true].map(|again| [(again, true), (again, false)]);
+    for (again, says_so) in cases.into_iter().flatten() {
+        let process = std::process::id();
+        let address = format!("weightsync-test/gives-up/{again}/{says_so}/{process}");
         let options = SegmentOptions::default();
         let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
-        let gives_up = knock(&address);
+        let (gives_up, control) = knock_with(&address);
         let one = |readers: &[_], _: &[_]| readers.len() == 1;
         assert!(writer.wait_readers(soon(), one).unwrap());
         let staging = writer.stage(&[0], soon()).unwrap();
         let publication = staging.publish(&Targets::All).unwrap();
+        let page: &Control = control.map.table();
+        page.left.0.store(says_so.into(), Ordering::Release);
         drop(gives_up);
         // Its next attempt may be what finds it gone.
         let _next = again.then(|| knock(&address));
         let waiter = writer.waiter();
         let settle = |publication, level| waiter.settle(publication, level, soon()).unwrap();
         let lines = settle(&publication, Level::Staged);
-        assert_eq!(lines[0].outcome, Outcome::Left);
+        let expected = match says_so {
+            true => Outcome::Left,
+            false => Outcome::Died,
+        };
+        assert_eq!(lines[0].outcome, expected);
     }
+}
+
+#[test]
+fn a_reader_that_gives_up_joining_says_that_it_leaves() {
+    let address = format!("weightsync-test/says-so/{}", std::process::id());
+    let listener = Socket::listen(&address).unwrap();
+    let joining = thread::spawn({
+        let options = options(&address);
+        move || Worker::attach(&options, Some(Instant::now())).unwrap_err()
+    });
+    poll([listener.as_fd()], soon()).unwrap();
+    let socket = Socket::accept(&listener).unwrap().unwrap();
+    poll([socket.as_fd()], soon()).unwrap();
+    let Ok(Packet::Data(_, fds)) = socket.receive() else {
+        panic!("a hello was expected");
+    };
+    let page = Mapping::of_peer(fds[0].as_fd(), CONTROL_BYTES).unwrap();
+    let control: &Control = page.table();
+    assert_eq!(control.left.0.load(Ordering::Acquire), 0);
+    // Nobody answers.
+    let error = joining.join().unwrap();
+    assert!(matches!(error, Error::NoSender { .. }), "{error}");
+    assert_eq!(control.left.0.load(Ordering::Acquire), 1);
 }
 
 #[test]
@@ -188,4 +226,141 @@ fn a_sender_that_closes_takes_nobody_in_again() {
     shared.close();
     assert!(matches!(knock(), Packet::HungUp));
     assert_eq!(shared.watched().len(), 1);
+}
+
+/// Gives the model another slot, of which nobody is told yet.
+fn grow_unheard(shared: &Shared) {
+    let bytes = shared.models[0].model.slot_bytes();
+    let file = OwnedFile::new("weightsync-slot", bytes).unwrap();
+    let mut state = shared.state();
+    let index = state.plan.grown(0);
+    state.slots[0].push(Arc::new(file));
+    state.plan.give_back(0, index);
+    for reader in state.readers.values_mut() {
+        reader.owed.push_back((0, index));
+    }
+}
+
+fn send(writer: &mut Writer) -> crate::Publication {
+    let staging = writer.stage(&[0], soon()).unwrap();
+    staging.publish(&Targets::All).unwrap()
+}
+
+#[test]
+fn a_set_is_handed_out_once_its_slot_has_come_and_not_lost_before() {
+    for delivery in [Delivery::Newest, Delivery::Every { bound: 2 }] {
+        let address = format!("weightsync-test/late/{delivery:?}/{}", std::process::id());
+        let segment = SegmentOptions::default();
+        let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
+        let options = AttachOptions {
+            delivery,
+            ..options(&address)
+        };
+        let mut worker = Worker::attach(&options, soon()).unwrap();
+        let held: Vec<_> = (0..2)
+            .map(|_| {
+                send(&mut writer);
+                worker.next(soon()).unwrap().unwrap()
+            })
+            .collect();
+        grow_unheard(&writer.shared);
+        let third = send(&mut writer);
+        let begun = Instant::now();
+        let short = Duration::from_millis(30);
+        for _ in 0..2 {
+            assert!(worker.next(Some(begun + short)).unwrap().is_none());
+        }
+        let interrupter = worker.interrupter();
+        interrupter.interrupt();
+        assert!(worker.next(None).unwrap().is_none());
+        assert!(writer.take_rejected().is_empty());
+        let shared = &writer.shared;
+        assert!(!shared.hand_slots(&mut shared.state()));
+        let taken = worker.next(soon()).unwrap().unwrap();
+        assert_eq!(taken.members[0].snapshot.version(), Version(3));
+        worker.applied(&taken).unwrap();
+
+        // What it did counts, also if it can use nothing from then on.
+        worker.refuse(None, "the device is gone").unwrap();
+        while writer.take_rejected().is_empty() {
+            thread::yield_now();
+        }
+        let lines = writer.waiter().settle(&third, Level::Applied, soon());
+        assert_eq!(lines.unwrap()[0].outcome, Outcome::Applied);
+        drop(held);
+    }
+}
+
+#[test]
+fn a_reader_that_is_turned_away_is_told_why() {
+    let address = format!("weightsync-test/turned-away/{}", std::process::id());
+    let segment = SegmentOptions::default();
+    let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
+    let mut worker = Worker::attach(&options(&address), soon()).unwrap();
+    send(&mut writer);
+    worker.next(soon()).unwrap().unwrap();
+    let why = "there was no room for its slot";
+    let key = (WorkerId(3), 1);
+    writer.shared.state().turn_away(key, why.into());
+    for _ in 0..2 {
+        let error = worker.next(None).unwrap_err();
+        let told = matches!(&error, Error::Denied { reason } if reason == why);
+        assert!(told, "{error}");
+    }
+    let error = worker.ask(Want::Newest).unwrap_err();
+    assert!(matches!(error, Error::Denied { .. }), "{error}");
+}
+
+#[test]
+fn one_that_has_left_takes_no_new_slots() {
+    let address = format!("weightsync-test/no-more/{}", std::process::id());
+    let segment = SegmentOptions::default();
+    let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
+    let mut worker = Worker::attach(&options(&address), soon()).unwrap();
+    send(&mut writer);
+    let held = worker.next(soon()).unwrap().unwrap();
+    grow_unheard(&writer.shared);
+    drop(worker);
+    let owed = |state: &State| {
+        state
+            .readers
+            .values()
+            .map(|one| one.owed.len())
+            .sum::<usize>()
+    };
+    let shared = &writer.shared;
+    let mut state = shared.state();
+    assert_eq!(owed(&state), 1);
+    let file = OwnedFile::new("weightsync-slot", 4096).unwrap();
+    shared.add_slot(&mut state, 0, Arc::new(file));
+    assert_eq!(owed(&state), 0);
+    drop(held);
+}
+
+#[test]
+fn a_death_that_a_successor_finds_is_told_also_if_that_is_denied() {
+    let address = format!("weightsync-test/found/{}", std::process::id());
+    let listener = Socket::listen(&address).unwrap();
+    let shared = shared();
+    let meet = || shared.meet(Socket::accept(&listener).unwrap().unwrap());
+    let first = knock(&address);
+    assert!(meet().is_none());
+    drop(first);
+    shared.doorbell.silence();
+    let socket = Socket::connect(&address).unwrap().unwrap();
+    let hello = FromReader::Hello {
+        secret: SECRET,
+        worker: WorkerId(3),
+        seen: Epoch(0),
+        models: Models::ALL,
+        delivery: Delivery::Newest,
+        device: String::new(),
+    };
+    assert!(socket.send(&hello.encode(), &[]).unwrap());
+    assert!(meet().is_none(), "it has no control page");
+    assert!(shared.watched().is_empty());
+    assert_eq!(
+        poll([shared.doorbell.as_fd()], Some(Instant::now())).unwrap(),
+        [true]
+    );
 }

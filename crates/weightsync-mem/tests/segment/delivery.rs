@@ -640,3 +640,36 @@ fn lanes_without_a_record_get_one_once_there_is_one_and_nobody_waits_for_it() {
         assert_eq!(versions(&take_set(reader)), own(worker));
     }
 }
+
+/// It takes nothing until that comes, and that may come only after the send.
+#[test]
+fn a_send_does_not_wait_for_one_that_waits_for_a_later_version() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 4));
+    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    send(&mut writer, &[0], &Targets::All);
+    let first = reader.next(within(20)).unwrap().unwrap();
+    reader.applied(&first).unwrap();
+    let want = Want::AtLeast {
+        model: 0,
+        version: Version(3),
+    };
+    reader.ask(want).unwrap();
+    let asking = thread::spawn(move || {
+        let third = reader.answer(within(20)).unwrap().unwrap();
+        reader.applied(&third).unwrap();
+        (reader, third.members[0].snapshot.version())
+    });
+    let second = send(&mut writer, &[0], &Targets::All);
+    // As far as it waits for anything, it waits for ever.
+    for level in [Level::Staged, Level::Applied] {
+        let lines = writer.waiter().settle(&second, level, None).unwrap();
+        assert_eq!(lines[0].outcome, Outcome::Asks);
+        assert_eq!(lines[0].versions, [Version(1)]);
+    }
+    let third = send(&mut writer, &[0], &Targets::All);
+    let lines = writer.waiter().settle(&third, Level::Applied, within(20));
+    assert_eq!(lines.unwrap()[0].outcome, Outcome::Applied);
+    let (_reader, version) = asking.join().unwrap();
+    assert_eq!(version, Version(3));
+}

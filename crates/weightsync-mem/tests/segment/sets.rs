@@ -292,6 +292,31 @@ fn old_versions_are_kept_as_far_as_the_history_goes() {
 }
 
 #[test]
+fn a_model_that_is_sent_often_takes_no_history_from_one_that_is_not() {
+    let address = address();
+    let options = SegmentOptions {
+        history: 2,
+        ..slots(2, 2)
+    };
+    let mut writer = small(&address, 2, options);
+    send(&mut writer, &[0, 1], &Targets::All);
+    send(&mut writer, &[1], &Targets::All);
+    for _ in 0..5 {
+        send(&mut writer, &[0], &Targets::All);
+    }
+    let kept = |model| {
+        let versions = (1..=6).filter(|version| {
+            let old = writer.old_snapshot(model, Version(*version)).unwrap();
+            old.inspect(check).is_some()
+        });
+        versions.collect::<Vec<_>>()
+    };
+    assert_eq!(kept(1), [1, 2]);
+    // The first is of the set by which the other model's first is kept.
+    assert_eq!(kept(0), [1, 4, 5, 6]);
+}
+
+#[test]
 fn staged_is_less_than_applied() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));

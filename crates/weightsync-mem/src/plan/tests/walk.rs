@@ -341,15 +341,17 @@ impl World {
     }
 
     fn lend(&mut self, model: usize) -> Option<u8> {
-        let records = self.observe();
-        let snapshots = self.readers.values().flat_map(|reader| &reader.snapshots);
-        let pins = snapshots
-            .filter(|(one, ..)| *one == model)
-            .fold(SlotSet::default(), |all, (_, slot, _)| all.with(*slot));
-        let pinned = pins.union(self.plan.slots_of(records, model));
+        let mut decided = self.look_for_slot(model);
+        if !matches!(decided, Lend::Slot(_)) {
+            let mut steps = Vec::new();
+            if self.plan.clear_taken(&mut steps) {
+                self.carry_out(&steps);
+                decided = self.look_for_slot(model);
+            }
+        }
         let needed = self.needed(model).len() + 1;
         self.most_needed[model] = self.most_needed[model].max(needed);
-        let slot = match self.plan.lend(model, pinned, MAX_SLOTS) {
+        let slot = match decided {
             Lend::Slot(slot) => slot,
             Lend::Grow => {
                 self.written[model].push(0);
@@ -367,6 +369,16 @@ impl World {
         let old = self.written[model][usize::from(slot)];
         assert!(!self.referred(model).contains(&old), "lent while in use");
         Some(slot)
+    }
+
+    fn look_for_slot(&mut self, model: usize) -> Lend {
+        let records = self.observe();
+        let snapshots = self.readers.values().flat_map(|reader| &reader.snapshots);
+        let pins = snapshots
+            .filter(|(one, ..)| *one == model)
+            .fold(SlotSet::default(), |all, (_, slot, _)| all.with(*slot));
+        let pinned = pins.union(self.plan.slots_of(records, model));
+        self.plan.lend(model, pinned, MAX_SLOTS)
     }
 
     fn pin(&mut self, worker: u32) {
@@ -671,9 +683,9 @@ impl World {
             None => {
                 if !self.default.is_empty() {
                     self.history.push_front(self.default.clone());
-                    self.history.truncate(HISTORY.into());
                 }
                 self.default.extend(update.clone());
+                self.forget();
                 for own in self.overrides.values_mut() {
                     own.retain(|model, _| !update.contains_key(model));
                 }
@@ -685,6 +697,25 @@ impl World {
                 }
             }
         }
+    }
+
+    /// Of each model the newest older versions are kept, in the newest set that
+    /// has them.
+    fn forget(&mut self) {
+        let mut kept = BTreeSet::new();
+        for model in 0..MODELS {
+            let now = self.default.get(&model);
+            let sets = self.history.iter();
+            let older = sets.filter_map(|set| set.get(&model));
+            let older: BTreeSet<u64> = older.filter(|one| Some(*one) != now).copied().collect();
+            for version in older.iter().rev().take(HISTORY.into()) {
+                let mut sets = self.history.iter();
+                kept.extend(sets.position(|set| set.get(&model) == Some(version)));
+            }
+        }
+        let sets = std::mem::take(&mut self.history).into_iter().enumerate();
+        let sets = sets.filter(|(at, _)| kept.contains(at));
+        self.history = sets.map(|(_, set)| set).collect();
     }
 
     fn meant(&self, worker: u32) -> Versions {
