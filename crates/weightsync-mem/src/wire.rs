@@ -90,7 +90,8 @@ pub enum FromReader {
         /// The reason, for the report.
         reason: String,
     },
-    /// It has taken an entry of its queue, for which the sender waits.
+    /// It has given something back that the sender waits for: an entry of its
+    /// queue, a record, the place of an answer.
     Room,
     /// It asks for a version.
     Ask {
