@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::ThreadId;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use weightsync_core::{ModelId, Run, Version};
 
@@ -31,7 +31,7 @@ pub enum SafePoints {
     /// Whenever no guard of the models is held: the worker need not do anything.
     #[default]
     Implied,
-    /// Inside [`Background::safe_point`] only.
+    /// Inside [`Background::safe_point`] and [`Background::wait`] only.
     Declared,
 }
 
@@ -46,7 +46,7 @@ impl Receiver {
     /// here, before this returns, and takes the sender's shapes if it has none.
     ///
     /// ```
-    /// # use std::time::Duration;
+    /// # use std::time::{Duration, Instant};
     /// # use weightsync::{Expect, ReceiverSetup, SenderSetup};
     /// use weightsync::{SafePoints, Tensors, Version};
     /// # let mut weights = Tensors::new();
@@ -144,6 +144,7 @@ impl Receiver {
         Ok(Background {
             follower: Follower::start(self, Room::default(), task)?,
             hold,
+            when,
         })
     }
 
@@ -181,6 +182,7 @@ impl Receiver {
 pub struct Background<M: Send + Sync + 'static> {
     follower: Follower<Room>,
     hold: Arc<Hold<M>>,
+    when: SafePoints,
 }
 
 /// What a background receiver does.
@@ -301,6 +303,15 @@ impl<M: Send + Sync + 'static> Background<M> {
                 return Ok(None);
             }
         }
+        self.apply_staged(desk, me)
+    }
+
+    /// Applies what is staged, unless somebody else is with the models.
+    fn apply_staged(
+        &self,
+        desk: &Desk<Room>,
+        me: ThreadId,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
         desk.borrow(|receiver| match enter(desk, me, false) {
             Entry::Applying(set) => {
                 let versions = set.versions();
@@ -321,18 +332,57 @@ impl<M: Send + Sync + 'static> Background<M> {
     }
 
     /// Waits until the status is as wished; false if the timeout came first, or
-    /// nothing will arrive any more.
+    /// nothing will arrive any more: the sender has shut down or died, and will
+    /// not come back.
+    ///
+    /// This is a safe point: with [`SafePoints::Declared`] too, what arrives
+    /// meanwhile is applied, in this thread, unless the status is as wished
+    /// already. A load that fails is in the status, and the wait goes on.
+    ///
+    /// A sender with a run directory is looked for as long as this lives, and
+    /// without a timeout this waits as long: ask for
+    /// [`BackgroundState::Searching`] as well to learn of its end.
     ///
     /// # Errors
     ///
-    /// In a forked child.
+    /// [`Error::GuardHeld`] if this thread holds a guard: the models could not
+    /// change before it is dropped.
     pub fn wait(
         &self,
         timeout: Option<Duration>,
         mut enough: impl FnMut(&BackgroundStatus) -> bool,
     ) -> Result<bool> {
         let desk = self.follower.desk()?;
-        let found = desk.wait(timeout, |book| enough(&book.status).then_some(()));
+        let me = std::thread::current().id();
+        if desk.open().board.holds(me) {
+            return Err(Error::GuardHeld {
+                call: "Background::wait",
+            });
+        }
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let declared = self.when == SafePoints::Declared;
+        let mut asked = false;
+        let found = loop {
+            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            let found = desk.wait(left, |book| match enough(&book.status) {
+                true => Some(Found::Enough),
+                false if declared && book.board.has_staged() => {
+                    asked = true;
+                    book.board.asks_for_staged().then_some(Found::Staged)
+                }
+                false => None,
+            });
+            if found != Some(Found::Staged) {
+                break found;
+            }
+            if let Err(error) = self.apply_staged(desk, me) {
+                tracing::warn!(%error, "not applied");
+            }
+        };
+        if asked {
+            // Others who wait ask again.
+            desk.note(|book| book.board.asks_no_more());
+        }
         Ok(found.is_some())
     }
 
@@ -344,7 +394,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// In a forked child; [`Error::NotWhole`], as of [`read`](Self::read).
     pub fn stop(self) -> Result<(Receiver, M)> {
         let not_whole = self.not_whole();
-        let Self { follower, hold } = self;
+        let Self { follower, hold, .. } = self;
         let (mut receiver, room) = follower.stop()?;
         if let Some(set) = room.into_staged() {
             receiver.put_back(set);
@@ -545,6 +595,15 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
         drop(replaced);
         Ok(())
     }
+}
+
+/// What ends one round of a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    /// The status is as wished.
+    Enough,
+    /// Something can be applied now.
+    Staged,
 }
 
 /// How a thread that wants to apply what is staged finds the room.

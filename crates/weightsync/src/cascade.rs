@@ -239,7 +239,10 @@ impl CascadeInBackground {
     }
 
     /// Waits until what was passed on is as wished, and returns it; `None` if
-    /// the timeout came first, or nothing will arrive any more.
+    /// the timeout came first, or nothing will arrive any more: the trainer has
+    /// shut down or died, and will not come back. One with a run directory is
+    /// looked for as long as this lives, and without a timeout this waits as
+    /// long.
     ///
     /// # Errors
     ///

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    AnyScheme, Background, BackgroundState, Cascade, Error, Expect, Extracted, Layout, ModelId,
+    AnyScheme, Background, BackgroundState, BackgroundStatus, Cascade, Error, Expect, Extracted, Layout, ModelId,
     Outcome, Pull, Receiver, ReceiverSetup, Result, SafePoints, SendOptions, Sender, SenderSetup,
     Set, SetLoader, TensorView, Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
 };
@@ -32,6 +32,18 @@ fn value(tensors: &Tensors) -> f32 {
 fn wait_for<M: Send + Sync>(background: &Background<M>, version: u64) {
     let there = background.wait(Some(SOON), |status| status.version() == Version(version));
     assert!(there.unwrap(), "{background:?}");
+}
+
+/// Looks until the status is as wished, which is no safe point.
+fn sees<M: Send + Sync>(
+    background: &Background<M>,
+    mut wished: impl FnMut(&BackgroundStatus) -> bool,
+) {
+    let begun = Instant::now();
+    while !wished(&background.status().unwrap()) {
+        assert!(begun.elapsed() < SOON, "{background:?}");
+        thread::yield_now();
+    }
 }
 
 fn until(wait: WaitFor) -> SendOptions {
@@ -102,13 +114,10 @@ fn a_declared_safe_point_is_the_only_moment_of_change() {
         assert!(report.as_ref().unwrap().all_reached(), "{report:?}");
         assert_eq!(value(&background.read().unwrap()), 1.0);
     }
-    let staged = background.wait(Some(SOON), |status| {
-        status
-            .staged
-            .iter()
-            .any(|(_, version)| *version == Version(8))
+    sees(&background, |status| {
+        let mut staged = status.staged.iter();
+        staged.any(|(_, version)| *version == Version(8))
     });
-    assert!(staged.unwrap());
     let policy = ModelId::new("policy").unwrap();
     assert_eq!(
         background.safe_point().unwrap(),
@@ -131,6 +140,57 @@ fn a_send_waits_for_the_declared_safe_point() {
     assert!(background.safe_point().unwrap().is_some());
     let report = pending.wait(Some(SOON)).unwrap();
     assert!(report.all_applied(), "{report}");
+}
+
+/// A wait without a timeout ends, whatever is staged and whoever is gone.
+#[test]
+fn a_wait_is_a_safe_point() {
+    for shut_down in [false, true] {
+        let (mut sender, background) = numbers(SafePoints::Declared, setup());
+        let reached = sender.send_with(&number(2.0), &until(WaitFor::Staged));
+        assert!(reached.unwrap().all_reached());
+        if shut_down {
+            sender.shutdown();
+            sees(&background, |status| {
+                status.state == BackgroundState::Closed
+            });
+        }
+        let there = background.wait(None, |status| status.version() == Version(2));
+        assert!(there.unwrap(), "{background:?}");
+        assert_eq!(value(&background.read().unwrap()), 2.0);
+        if shut_down {
+            let more = background.wait(None, |status| status.version() == Version(3));
+            assert!(!more.unwrap(), "{background:?}");
+        }
+    }
+}
+
+/// Whoever waits is told when the last guard is dropped.
+#[test]
+fn a_wait_applies_what_is_staged_once_other_guards_are_dropped() {
+    let (mut sender, background) = numbers(SafePoints::Declared, setup());
+    let reached = sender.send_with(&number(2.0), &until(WaitFor::Staged));
+    assert!(reached.unwrap().all_reached());
+    let background = &background;
+    let mut reading = Some(background.read().unwrap());
+    let (looked, looks) = mpsc::channel();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(move || {
+            let brief = background.wait(Some(BRIEF), |status| status.version() == Version(2));
+            looked.send(()).unwrap();
+            let whole = background.wait(None, |status| {
+                let _ = looked.send(());
+                status.version() == Version(2)
+            });
+            (brief.unwrap(), whole.unwrap())
+        });
+        for _ in 0..2 {
+            looks.recv_timeout(SOON).unwrap();
+        }
+        reading.take();
+        assert_eq!(waiting.join().unwrap(), (false, true));
+    });
+    assert_eq!(value(&background.read().unwrap()), 2.0);
 }
 
 #[test]
@@ -160,6 +220,7 @@ fn a_thread_is_told_before_it_waits_for_itself() {
     for error in [
         background.write().map(drop).unwrap_err(),
         background.safe_point().map(drop).unwrap_err(),
+        background.wait(None, |_| false).map(drop).unwrap_err(),
     ] {
         assert!(matches!(error, Error::GuardHeld { .. }), "{error}");
     }
@@ -505,8 +566,9 @@ fn the_end_of_the_sender_is_a_state_and_the_model_serves_on() {
         .send_with(&number(2.0), &until(WaitFor::Staged))
         .unwrap();
     sender.shutdown();
-    let closed = background.wait(Some(SOON), |status| status.state == BackgroundState::Closed);
-    assert!(closed.unwrap(), "{background:?}");
+    sees(&background, |status| {
+        status.state == BackgroundState::Closed
+    });
     assert_eq!(value(&held), 1.0);
     // What was sent before is applied all the same.
     drop(held);
@@ -576,15 +638,11 @@ fn what_an_earlier_sender_sent_is_not_reported_to_the_next() {
         assert!(sent.unwrap().all_reached());
     }
     let staged = |version| {
-        let there = background.wait(Some(SOON), |status| {
+        sees(&background, |status| {
             status.staged.iter().any(|(_, one)| *one == version)
         });
-        assert!(there.unwrap(), "{background:?}");
     };
-    let joined = |state: BackgroundState| {
-        let there = background.wait(Some(SOON), |status| status.state == state);
-        assert!(there.unwrap(), "{background:?}");
-    };
+    let joined = |state: BackgroundState| sees(&background, |status| status.state == state);
     staged(Version(5));
     sender.shutdown();
     joined(BackgroundState::Searching);
