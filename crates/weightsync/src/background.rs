@@ -41,9 +41,10 @@ impl Receiver {
     /// model, which changes at [safe points](SafePoints) only, whole versions at
     /// a time.
     ///
-    /// The model is the one that the receiver was
-    /// [connected into](crate::ReceiverSetup::connect_into); any other is loaded
-    /// here, before this returns, and takes the sender's shapes if it has none.
+    /// The model is loaded here, before this returns, whatever was loaded before,
+    /// and takes the sender's shapes if it has none. Only where a restarted sender
+    /// was joined, and has nothing yet, [`read`](Background::read) says
+    /// [`Error::NotWhole`] until it has.
     ///
     /// ```
     /// # use std::time::{Duration, Instant};
@@ -528,7 +529,8 @@ impl<M> Hold<M> {
         });
         let loaded = catch_unwind(AssertUnwindSafe(|| {
             let mut models = (self.loaders)(&mut held.models);
-            receiver.load_and_report(set.clone(), &mut models)
+            let has = receiver.held();
+            receiver.load_and_report(set.clone(), &mut models, has.as_ref())
         }));
         let loaded = loaded.unwrap_or_else(|panic| {
             let error = Error::Panicked {

@@ -400,6 +400,10 @@ impl Receiver {
     /// As [`receive_into`](Self::receive_into), for all models of this worker:
     /// either all of them have the new versions afterwards, or none has.
     ///
+    /// They are the same models each time: one whose version did not change since
+    /// the last load is not loaded again. To load all of them, also into others,
+    /// there is [`pull_set_into`](Self::pull_set_into).
+    ///
     /// # Errors
     ///
     /// As [`receive_into`](Self::receive_into), and [`Error::NoSuchModel`] if
@@ -410,7 +414,8 @@ impl Receiver {
         timeout: Option<Duration>,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
         let set = self.next(timeout)?;
-        self.load_what_came(set, models)
+        let held = self.held();
+        self.load_what_came(set, models, held.as_ref())
     }
 
     /// The newest version at once, also if this worker has had it; `None` before
@@ -523,7 +528,7 @@ impl Receiver {
         timeout: Option<Duration>,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
         let set = self.ask(model, pull, timeout)?;
-        self.load_what_came(set, models)
+        self.load_what_came(set, models, None)
     }
 
     /// The version this worker runs, of its first model; `Version::NONE` before
@@ -679,11 +684,12 @@ impl Receiver {
         Ok(answer)
     }
 
-    /// Loads a set, if one came.
+    /// Loads a set, if one came, but for what the models hold of it.
     fn load_what_came(
         &mut self,
         set: Option<SetSnapshot>,
         models: &mut SetLoader<'_>,
+        held: Option<&SetSnapshot>,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
         let Some(set) = set else {
             // A loop that goes on after a timeout would go on with half a model.
@@ -693,7 +699,7 @@ impl Receiver {
             };
         };
         let versions = set.versions();
-        self.load_and_report(set, models)?;
+        self.load_and_report(set, models, held)?;
         Ok(Some(versions))
     }
 
@@ -720,10 +726,13 @@ impl Receiver {
         }
     }
 
-    /// Loads what the models of this worker should begin with, unless they hold
-    /// what came last. Models without shapes yet take the sender's.
+    /// Loads what the models of this worker should begin with, all of it: they
+    /// need not be those that were loaded before. Models without shapes yet take
+    /// the sender's.
     pub(crate) fn begin_into(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
-        let Some(set) = self.begin()? else {
+        let Some(set) = self.begin_or_go_on()? else {
+            // Models that nothing was loaded into do not serve.
+            self.whole = !self.scheme.capabilities().weights;
             return Ok(());
         };
         for member in set.members() {
@@ -733,7 +742,7 @@ impl Receiver {
                 return Err(error);
             }
         }
-        let loaded = self.load_and_report(set, models);
+        let loaded = self.load_and_report(set, models, None);
         if let Err(error) = &loaded {
             // There is no next version for it: it goes.
             self.refuse(None, &error.to_string())?;
@@ -749,6 +758,23 @@ impl Receiver {
             (None, Some(_)) => Ok(None),
             (None, None) => self.transport.latest(),
         }
+    }
+
+    /// What other models of this worker should begin with: what was not handed
+    /// out yet, else what it loaded last, unless something came after that.
+    fn begin_or_go_on(&mut self) -> Result<Option<SetSnapshot>> {
+        if let Some(initial) = self.initial.take() {
+            return Ok(Some(initial));
+        }
+        match self.current.clone() {
+            Some(current) if self.runs(&current) => Ok(Some(current)),
+            before => Ok(self.transport.latest()?.or(before)),
+        }
+    }
+
+    /// Whether a set is what the sender was told that this worker runs.
+    fn runs(&self, set: &SetSnapshot) -> bool {
+        run_of(set) == Some(self.run) && set.versions() == self.applied
     }
 
     /// Takes back what was taken and not used: the next receive hands it out, or
@@ -806,17 +832,23 @@ impl Receiver {
         Ok(())
     }
 
-    /// Loads a set and says so, or goes back, and says why.
+    /// What the worker's models hold; nothing after a load that was left half
+    /// done, as every model is loaded anew then.
+    pub(crate) fn held(&self) -> Option<SetSnapshot> {
+        self.current.clone().filter(|_| self.whole)
+    }
+
+    /// Loads a set, but for what the models hold of it, and says so, or goes
+    /// back, and says why.
     pub(crate) fn load_and_report(
         &mut self,
         set: SetSnapshot,
         models: &mut SetLoader<'_>,
+        held: Option<&SetSnapshot>,
     ) -> Result<()> {
-        // After a load that was left half done every model is loaded anew.
-        let held = self.current.clone().filter(|_| self.whole);
         // A loader that panics leaves it so.
         let was_whole = std::mem::replace(&mut self.whole, false);
-        let Err(failure) = models.load(&set, held.as_ref()) else {
+        let Err(failure) = models.load(&set, held) else {
             self.whole = true;
             self.report_applied(&set)?;
             self.current = Some(set);

@@ -62,6 +62,73 @@ fn setup() -> SenderSetup {
     SenderSetup::new("policy", &number(1.0)).unwrap()
 }
 
+/// A background receiver that is told a number serves it.
+#[test]
+fn a_model_is_loaded_whatever_was_loaded_before() {
+    let begin = |scheme: &str, receive: fn(&mut Receiver)| {
+        let scheme: AnyScheme = scheme.parse().unwrap();
+        let setup = setup().scheme(scheme).unwrap();
+        let info = setup.init_info();
+        let worker = thread::spawn(|| {
+            let mut model = number(0.0);
+            let receiver = ReceiverSetup::new(info, 0).connect_into(&mut model, SOON);
+            (receiver.unwrap(), model)
+        });
+        let mut sender = setup.connect(&number(1.0), Expect::Count(1), SOON).unwrap();
+        let (mut receiver, model) = worker.join().unwrap();
+        let sent = until(WaitFor::Sent);
+        sender.send_with(&number(2.0), &sent).unwrap();
+        receive(&mut receiver);
+        (sender, receiver, model)
+    };
+    let look = |receiver: Receiver, model| {
+        let background = receiver.in_background(model, SafePoints::Declared).unwrap();
+        let model = background.read().unwrap();
+        (value(&model), model.version().0)
+    };
+    for scheme in ["shared-mem", "multi-process:every=4"] {
+        // Another model than the one that was connected into, without shapes.
+        let (_sender, receiver, _) = begin(scheme, |_| {});
+        assert_eq!(look(receiver, Tensors::new()), (1.0, 1), "{scheme}");
+        // One that has less than the worker was handed since.
+        let (_sender, receiver, model) = begin(scheme, |receiver| {
+            receiver.receive(Some(SOON)).unwrap().expect("a version");
+        });
+        assert_eq!(look(receiver, model), (2.0, 2), "{scheme}");
+    }
+}
+
+/// Where nothing is there to be loaded the model does not serve.
+#[test]
+fn a_model_that_nothing_was_loaded_into_does_not_serve() {
+    let dir = tempfile::tempdir().unwrap();
+    let setup = || setup().run_dir(dir.path().join("run")).unwrap();
+    let (sender, mut receiver) = pair_by(setup(), &number(1.0));
+    sender.shutdown();
+    assert!(receiver.receive(None).unwrap_err().is_sender_closed());
+    let (say, ready) = mpsc::channel();
+    let unready = Unready {
+        weights: number(9.0),
+        ready: Mutex::new(ready),
+    };
+    thread::scope(|scope| {
+        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), SOON));
+        // It is joined, and sends nothing yet.
+        while receiver.latest().unwrap().is_some() {
+            thread::yield_now();
+        }
+        let background = receiver.in_background(number(0.0), SafePoints::Implied);
+        let background = background.unwrap();
+        let error = background.read().map(drop).unwrap_err();
+        assert!(matches!(error, Error::NotWhole { .. }), "{error}");
+        say.send(()).unwrap();
+        let next = next.join().unwrap().unwrap();
+        let there = background.wait(Some(SOON), |status| status.run == next.run());
+        assert!(there.unwrap(), "{background:?}");
+        assert_eq!(value(&background.read().unwrap()), 9.0);
+    });
+}
+
 #[test]
 fn a_loop_that_never_receives_runs_what_was_sent() {
     let (mut sender, background) = numbers(SafePoints::Implied, setup());
@@ -782,6 +849,13 @@ fn what_is_asked_for_is_loaded_into_a_model_and_reported_then() {
             );
             assert_eq!(receiver.version(), Version(version), "{scheme}");
             assert_eq!(sender.workers()[0].version(), Version(version), "{scheme}");
+        }
+        // A version that it has, into a model that was changed, and into another.
+        let mut other = number(0.0);
+        model.slice_mut::<f32>("value").unwrap().fill(7.0);
+        for model in [&mut model, &mut other] {
+            let loaded = receiver.pull_into(model, Pull::Newest, Some(SOON)).unwrap();
+            assert_eq!((loaded, value(model)), (Some(Version(3)), 3.0), "{scheme}");
         }
         // Another model's name, and a version that does not come.
         let unknown = receiver.pull_set("critic", Pull::Newest, Some(SOON));
