@@ -17,7 +17,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// What to do about an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remedy {
-    /// The same call may succeed later: somebody was slow or absent.
+    /// The same call may succeed later: somebody was slow or absent, or one
+    /// version was damaged and the next is not.
     Retry,
     /// This end must be opened anew from the init info; weights already held
     /// stay valid.
@@ -555,7 +556,12 @@ impl Error {
             // now: its successor may.
             Self::ConflictingRun { .. }
             | Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
-            Self::Memory(Memory::Forked { .. }) => Remedy::Reconnect,
+            // What comes after what is damaged is next.
+            Self::Memory(Memory::CorruptSet { .. } | Memory::CorruptCommit { .. }) => Remedy::Retry,
+            // An end that has come to these keeps saying so.
+            Self::Memory(Memory::Forked { .. } | Memory::Protocol { .. } | Memory::Os { .. }) => {
+                Remedy::Reconnect
+            }
             _ => Remedy::GiveUp,
         }
     }

@@ -303,6 +303,34 @@ fn every_error_says_what_to_do_about_it() {
                 action: "mapping",
                 source: os(),
             },
+            Remedy::Reconnect,
+        ),
+        (
+            MemoryError::Protocol {
+                expected: "a welcome",
+                got: "nothing".into(),
+            },
+            Remedy::Reconnect,
+        ),
+        (
+            MemoryError::CorruptSet {
+                record: 1,
+                what: "its checksum",
+            },
+            Remedy::Retry,
+        ),
+        (
+            MemoryError::CorruptCommit {
+                slot: 1,
+                what: "its checksum",
+            },
+            Remedy::Retry,
+        ),
+        (
+            MemoryError::ChecksumMismatch {
+                version: Version(1),
+                chunk: 0,
+            },
             Remedy::GiveUp,
         ),
     ];
