@@ -193,6 +193,8 @@ pub enum BackgroundState {
     /// It waits for weights, or applies them.
     Following,
     /// The sender is gone, and its successor is looked for. The models serve on.
+    /// If one answers that cannot be followed, why is in the
+    /// [failure](BackgroundStatus::failure).
     Searching,
     /// The sender has shut down, and will not come back. The models serve on.
     Closed,
@@ -201,7 +203,8 @@ pub enum BackgroundState {
         /// Its process, if it is known.
         pid: Option<u32>,
     },
-    /// Receiving has failed; the sender was told.
+    /// Receiving has failed; the sender was told, and sends nothing more to this
+    /// end. The models serve on.
     Failed {
         /// Why.
         reason: String,
@@ -233,7 +236,8 @@ pub struct BackgroundStatus {
     pub run: Run,
     /// What was taken, and waits for a safe point; empty if nothing does.
     pub staged: Vec<(ModelId, Version)>,
-    /// Why the newest version could not be applied, if it could not.
+    /// Why the newest version could not be applied, if it could not, or a sender
+    /// that answers cannot be followed.
     pub failure: Option<String>,
 }
 

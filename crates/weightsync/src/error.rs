@@ -191,6 +191,16 @@ pub enum Error {
         /// The models of this worker.
         models: Vec<ModelId>,
     },
+    /// This end has told its sender that it cannot go on: nothing is sent to it
+    /// any more.
+    #[error(
+        "this worker told its sender that it cannot go on, and gets nothing more ({reason}): \
+         connect anew from the init info"
+    )]
+    Withdrawn {
+        /// What the sender was told.
+        reason: String,
+    },
     /// A thread that holds a guard of a model asked for something that has to
     /// wait until it is dropped.
     #[error("{call} waits for this thread's own guard of the model: drop the guard first")]
@@ -550,7 +560,9 @@ impl Error {
             | Self::NotWhole { .. }
             | Self::AllSlotsPinned { .. }
             | Self::FileLocked { .. } => Remedy::Retry,
-            Self::SenderDied { .. } | Self::SenderClosed => Remedy::Reconnect,
+            Self::SenderDied { .. } | Self::SenderClosed | Self::Withdrawn { .. } => {
+                Remedy::Reconnect
+            }
             Self::Transport { remedy, .. } => *remedy,
             // The one that answered is not the one to listen to, or has no room
             // now: its successor may.

@@ -1,15 +1,21 @@
 //! A background receiver: nobody asks for weights, and models change at safe
 //! points only.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use weightsync::transport::{
+    Deadline, Endpoint, Interrupter, Joining, ModelSpec, Opening, ReceiverTransport, Scheme,
+    SenderTransport,
+};
 use weightsync::{
-    AnyScheme, Background, BackgroundState, BackgroundStatus, Cascade, Error, Expect, Extracted, Layout, ModelId,
-    Outcome, Pull, Receiver, ReceiverSetup, Result, SafePoints, SendOptions, Sender, SenderSetup,
-    Set, SetLoader, TensorView, Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
+    AnyScheme, Background, BackgroundState, BackgroundStatus, Capabilities, Cascade, Epoch, Error,
+    Expect, Extracted, Layout, ModelId, Outcome, Pull, Receiver, ReceiverSetup, Remedy, Result,
+    Run, SafePoints, Schemes, SendOptions, Sender, SenderSetup, Set, SetLoader, SetSnapshot,
+    TensorView, Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
 };
 
 use crate::{BRIEF, SOON, connect, pair, pair_by, weights};
@@ -742,6 +748,193 @@ fn what_an_earlier_sender_sent_is_not_reported_to_the_next() {
         (9.0, Version(1), next.run())
     );
     assert_eq!(next.workers()[0].version(), Version(1));
+}
+
+/// One that answers and cannot be followed is told so once, and the worker says
+/// why it still searches.
+#[test]
+fn why_a_sender_is_not_followed_is_in_the_status() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    let setup = || setup().run_dir(&run).unwrap();
+    for _ in 0..3 {
+        let earlier = setup().connect(&number(0.0), Expect::Count(0), SOON);
+        earlier.unwrap().shutdown();
+    }
+    let (first, background) = numbers(SafePoints::Implied, setup());
+    assert_eq!(first.run().epoch, Epoch(4));
+    first.shutdown();
+    sees(&background, |status| {
+        status.state == BackgroundState::Searching
+    });
+    // Older copies of the directory are put back.
+    for (before, words) in [(1, "a newer trainer"), (3, "higher epoch")] {
+        std::fs::write(run.join("epoch"), before.to_string()).unwrap();
+        let other = setup().connect(&number(5.0), Expect::Count(0), SOON);
+        let mut other = other.unwrap();
+        let mut looks = 0;
+        let there = background.wait(Some(SOON), |status| {
+            let found = status.failure.as_ref();
+            looks += u32::from(found.is_some_and(|failure| failure.contains(words)));
+            looks > 12
+        });
+        assert!(there.unwrap(), "{background:?}");
+        let state = background.status().unwrap().state;
+        assert_eq!(state, BackgroundState::Searching);
+        let report = other.send(&number(6.0)).unwrap();
+        assert!(report.workers.len() <= 1, "{report}");
+        other.shutdown();
+        sees(&background, |status| status.failure.is_none());
+    }
+    let next = setup().connect(&number(9.0), Expect::Count(1), SOON);
+    let next = next.unwrap();
+    let there = background.wait(Some(SOON), |status| status.run == next.run());
+    assert!(there.unwrap(), "{background:?}");
+    let status = background.status().unwrap();
+    assert_eq!(
+        (status.state, status.failure, status.run),
+        (BackgroundState::Following, None, next.run())
+    );
+}
+
+/// A scheme whose worker's end breaks when it is told to.
+#[derive(Debug)]
+struct Fragile {
+    inner: AnyScheme,
+    breaks: Arc<AtomicBool>,
+}
+
+#[derive(Debug)]
+struct FragileEnd {
+    inner: Box<dyn ReceiverTransport>,
+    breaks: Arc<AtomicBool>,
+}
+
+impl Scheme for Fragile {
+    fn word(&self) -> &str {
+        self.inner.word()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        self.inner.scheme().place(models, run_dir)
+    }
+
+    fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+        self.inner.scheme().open(opening)
+    }
+
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        Ok(Box::new(FragileEnd {
+            inner: self.inner.scheme().join(at, joining, deadline)?,
+            breaks: self.breaks.clone(),
+        }))
+    }
+}
+
+impl ReceiverTransport for FragileEnd {
+    fn models(&self) -> &[ModelSpec] {
+        self.inner.models()
+    }
+
+    fn run(&self) -> Run {
+        self.inner.run()
+    }
+
+    fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        let set = self.inner.next(deadline)?;
+        match set.is_some() && self.breaks.load(Ordering::SeqCst) {
+            true => Err(Error::Transport {
+                source: "it broke".into(),
+                remedy: Remedy::GiveUp,
+            }),
+            false => Ok(set),
+        }
+    }
+
+    fn latest(&mut self) -> Result<Option<SetSnapshot>> {
+        self.inner.latest()
+    }
+
+    fn pull(&mut self, model: usize, pull: Pull, until: Deadline) -> Result<Option<SetSnapshot>> {
+        self.inner.pull(model, pull, until)
+    }
+
+    fn interrupter(&self) -> Result<Interrupter> {
+        self.inner.interrupter()
+    }
+
+    fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        self.inner.applied(set)
+    }
+
+    fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        self.inner.refuse(set, reason)
+    }
+}
+
+/// The sender sends nothing more to it, so to wait would be to wait for ever.
+#[test]
+fn a_receiver_that_has_failed_says_so_when_it_is_given_back() {
+    let breaks = Arc::new(AtomicBool::new(false));
+    let mut schemes = Schemes::default();
+    schemes.insert("shared-mem", {
+        let breaks = breaks.clone();
+        move |_| {
+            let (inner, breaks) = (AnyScheme::default(), breaks.clone());
+            Ok(AnyScheme::new(Fragile { inner, breaks }))
+        }
+    });
+    let mut sender = setup()
+        .connect(&number(1.0), Expect::Count(0), SOON)
+        .unwrap();
+    let join = |worker| {
+        let setup = ReceiverSetup::new(sender.init_info(), worker);
+        setup.schemes(schemes.clone())
+    };
+    let receiver = join(0).connect(SOON).unwrap();
+    let background = receiver.in_background(number(0.0), SafePoints::Implied);
+    let background = background.unwrap();
+    let cascade = Cascade::join(join(1), SOON).unwrap();
+    let cascade = cascade.connect(Expect::Count(0), SOON).unwrap();
+    let cascade = cascade.in_background().unwrap();
+
+    breaks.store(true, Ordering::SeqCst);
+    let report = sender
+        .send_with(&number(2.0), &until(WaitFor::Applied))
+        .unwrap();
+    assert_eq!(report.workers.len(), 2, "{report}");
+    for line in report.workers {
+        assert!(reason(line.outcome).contains("it broke"));
+    }
+    let failed = |state: &BackgroundState| matches!(state, BackgroundState::Failed { .. });
+    sees(&background, |status| failed(&status.state));
+    let nothing = cascade.wait(None, |_| true).unwrap();
+    assert!(nothing.is_none() && failed(&cascade.status().unwrap().state));
+
+    let (mut receiver, model) = background.stop().unwrap();
+    assert_eq!(value(&model), 1.0);
+    let mut cascade = cascade.stop().unwrap();
+    for error in [
+        receiver.receive(Some(BRIEF)).map(drop).unwrap_err(),
+        receiver.latest().map(drop).unwrap_err(),
+        receiver
+            .pull(Pull::Newest, Some(BRIEF))
+            .map(drop)
+            .unwrap_err(),
+        cascade.forward(Some(BRIEF)).map(drop).unwrap_err(),
+    ] {
+        let withdrawn = matches!(&error, Error::Withdrawn { reason } if reason == "it broke");
+        assert!(withdrawn && error.remedy() == Remedy::Reconnect, "{error}");
+    }
 }
 
 #[test]
