@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::ThreadId;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use weightsync_core::{ModelId, Run, Version};
 
@@ -31,7 +31,7 @@ pub enum SafePoints {
     /// Whenever no guard of the models is held: the worker need not do anything.
     #[default]
     Implied,
-    /// Inside [`Background::safe_point`] only.
+    /// Inside [`Background::safe_point`] and [`Background::wait`] only.
     Declared,
 }
 
@@ -41,12 +41,13 @@ impl Receiver {
     /// model, which changes at [safe points](SafePoints) only, whole versions at
     /// a time.
     ///
-    /// The model is the one that the receiver was
-    /// [connected into](crate::ReceiverSetup::connect_into); any other is loaded
-    /// here, before this returns, and takes the sender's shapes if it has none.
+    /// The model is loaded here, before this returns, whatever was loaded before,
+    /// and takes the sender's shapes if it has none. Only where a restarted sender
+    /// was joined, and has nothing yet, [`read`](Background::read) says
+    /// [`Error::NotWhole`] until it has.
     ///
     /// ```
-    /// # use std::time::Duration;
+    /// # use std::time::{Duration, Instant};
     /// # use weightsync::{Expect, ReceiverSetup, SenderSetup};
     /// use weightsync::{SafePoints, Tensors, Version};
     /// # let mut weights = Tensors::new();
@@ -144,6 +145,7 @@ impl Receiver {
         Ok(Background {
             follower: Follower::start(self, Room::default(), task)?,
             hold,
+            when,
         })
     }
 
@@ -181,6 +183,7 @@ impl Receiver {
 pub struct Background<M: Send + Sync + 'static> {
     follower: Follower<Room>,
     hold: Arc<Hold<M>>,
+    when: SafePoints,
 }
 
 /// What a background receiver does.
@@ -190,6 +193,8 @@ pub enum BackgroundState {
     /// It waits for weights, or applies them.
     Following,
     /// The sender is gone, and its successor is looked for. The models serve on.
+    /// If one answers that cannot be followed, why is in the
+    /// [failure](BackgroundStatus::failure).
     Searching,
     /// The sender has shut down, and will not come back. The models serve on.
     Closed,
@@ -198,7 +203,8 @@ pub enum BackgroundState {
         /// Its process, if it is known.
         pid: Option<u32>,
     },
-    /// Receiving has failed; the sender was told.
+    /// Receiving has failed; the sender was told, and sends nothing more to this
+    /// end. The models serve on.
     Failed {
         /// Why.
         reason: String,
@@ -230,7 +236,8 @@ pub struct BackgroundStatus {
     pub run: Run,
     /// What was taken, and waits for a safe point; empty if nothing does.
     pub staged: Vec<(ModelId, Version)>,
-    /// Why the newest version could not be applied, if it could not.
+    /// Why the newest version could not be applied, if it could not, or a sender
+    /// that answers cannot be followed.
     pub failure: Option<String>,
 }
 
@@ -301,6 +308,15 @@ impl<M: Send + Sync + 'static> Background<M> {
                 return Ok(None);
             }
         }
+        self.apply_staged(desk, me)
+    }
+
+    /// Applies what is staged, unless somebody else is with the models.
+    fn apply_staged(
+        &self,
+        desk: &Desk<Room>,
+        me: ThreadId,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
         desk.borrow(|receiver| match enter(desk, me, false) {
             Entry::Applying(set) => {
                 let versions = set.versions();
@@ -321,18 +337,57 @@ impl<M: Send + Sync + 'static> Background<M> {
     }
 
     /// Waits until the status is as wished; false if the timeout came first, or
-    /// nothing will arrive any more.
+    /// nothing will arrive any more: the sender has shut down or died, and will
+    /// not come back.
+    ///
+    /// This is a safe point: with [`SafePoints::Declared`] too, what arrives
+    /// meanwhile is applied, in this thread, unless the status is as wished
+    /// already. A load that fails is in the status, and the wait goes on.
+    ///
+    /// A sender with a run directory is looked for as long as this lives, and
+    /// without a timeout this waits as long: ask for
+    /// [`BackgroundState::Searching`] as well to learn of its end.
     ///
     /// # Errors
     ///
-    /// In a forked child.
+    /// [`Error::GuardHeld`] if this thread holds a guard: the models could not
+    /// change before it is dropped.
     pub fn wait(
         &self,
         timeout: Option<Duration>,
         mut enough: impl FnMut(&BackgroundStatus) -> bool,
     ) -> Result<bool> {
         let desk = self.follower.desk()?;
-        let found = desk.wait(timeout, |book| enough(&book.status).then_some(()));
+        let me = std::thread::current().id();
+        if desk.open().board.holds(me) {
+            return Err(Error::GuardHeld {
+                call: "Background::wait",
+            });
+        }
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let declared = self.when == SafePoints::Declared;
+        let mut asked = false;
+        let found = loop {
+            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            let found = desk.wait(left, |book| match enough(&book.status) {
+                true => Some(Found::Enough),
+                false if declared && book.board.has_staged() => {
+                    asked = true;
+                    book.board.asks_for_staged().then_some(Found::Staged)
+                }
+                false => None,
+            });
+            if found != Some(Found::Staged) {
+                break found;
+            }
+            if let Err(error) = self.apply_staged(desk, me) {
+                tracing::warn!(%error, "not applied");
+            }
+        };
+        if asked {
+            // Others who wait ask again.
+            desk.note(|book| book.board.asks_no_more());
+        }
         Ok(found.is_some())
     }
 
@@ -344,7 +399,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// In a forked child; [`Error::NotWhole`], as of [`read`](Self::read).
     pub fn stop(self) -> Result<(Receiver, M)> {
         let not_whole = self.not_whole();
-        let Self { follower, hold } = self;
+        let Self { follower, hold, .. } = self;
         let (mut receiver, room) = follower.stop()?;
         if let Some(set) = room.into_staged() {
             receiver.put_back(set);
@@ -478,7 +533,8 @@ impl<M> Hold<M> {
         });
         let loaded = catch_unwind(AssertUnwindSafe(|| {
             let mut models = (self.loaders)(&mut held.models);
-            receiver.load_and_report(set.clone(), &mut models)
+            let has = receiver.held();
+            receiver.load_and_report(set.clone(), &mut models, has.as_ref())
         }));
         let loaded = loaded.unwrap_or_else(|panic| {
             let error = Error::Panicked {
@@ -545,6 +601,15 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
         drop(replaced);
         Ok(())
     }
+}
+
+/// What ends one round of a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    /// The status is as wished.
+    Enough,
+    /// Something can be applied now.
+    Staged,
 }
 
 /// How a thread that wants to apply what is staged finds the room.

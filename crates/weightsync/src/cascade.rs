@@ -24,7 +24,9 @@ use crate::setup::{Expect, SenderSetup};
 /// **Guarantee.** The trainer is told that this worker has applied a version
 /// once every sub-worker has. If one has not, the line in the trainer's report
 /// says which and why; the others have it, and the next version is passed on
-/// like any other.
+/// like any other. One that is late, and applies it after all, is not reported:
+/// to the trainer this worker runs the version before until every sub-worker has
+/// applied a later one.
 ///
 /// **Version numbers are the trainer's.** A trainer that restarts counts anew;
 /// its versions then follow on the highest number the sub-workers have seen, so
@@ -239,7 +241,10 @@ impl CascadeInBackground {
     }
 
     /// Waits until what was passed on is as wished, and returns it; `None` if
-    /// the timeout came first, or nothing will arrive any more.
+    /// the timeout came first, or nothing will arrive any more: the trainer has
+    /// shut down or died, and will not come back. One with a run directory is
+    /// looked for as long as this lives, and without a timeout this waits as
+    /// long.
     ///
     /// # Errors
     ///

@@ -17,7 +17,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// What to do about an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remedy {
-    /// The same call may succeed later: somebody was slow or absent.
+    /// The same call may succeed later: somebody was slow or absent, or one
+    /// version was damaged and the next is not.
     Retry,
     /// This end must be opened anew from the init info; weights already held
     /// stay valid.
@@ -189,6 +190,16 @@ pub enum Error {
     NotWhole {
         /// The models of this worker.
         models: Vec<ModelId>,
+    },
+    /// This end has told its sender that it cannot go on: nothing is sent to it
+    /// any more.
+    #[error(
+        "this worker told its sender that it cannot go on, and gets nothing more ({reason}): \
+         connect anew from the init info"
+    )]
+    Withdrawn {
+        /// What the sender was told.
+        reason: String,
     },
     /// A thread that holds a guard of a model asked for something that has to
     /// wait until it is dropped.
@@ -549,13 +560,20 @@ impl Error {
             | Self::NotWhole { .. }
             | Self::AllSlotsPinned { .. }
             | Self::FileLocked { .. } => Remedy::Retry,
-            Self::SenderDied { .. } | Self::SenderClosed => Remedy::Reconnect,
+            Self::SenderDied { .. } | Self::SenderClosed | Self::Withdrawn { .. } => {
+                Remedy::Reconnect
+            }
             Self::Transport { remedy, .. } => *remedy,
             // The one that answered is not the one to listen to, or has no room
             // now: its successor may.
             Self::ConflictingRun { .. }
             | Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
-            Self::Memory(Memory::Forked { .. }) => Remedy::Reconnect,
+            // What comes after what is damaged is next.
+            Self::Memory(Memory::CorruptSet { .. } | Memory::CorruptCommit { .. }) => Remedy::Retry,
+            // An end that has come to these keeps saying so.
+            Self::Memory(Memory::Forked { .. } | Memory::Protocol { .. } | Memory::Os { .. }) => {
+                Remedy::Reconnect
+            }
             _ => Remedy::GiveUp,
         }
     }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Run, Version, WorkerId};
-use weightsync_mem::{Deadline, WaitStyle};
+use weightsync_mem::{Deadline, Error as Memory, WaitStyle};
 
 use crate::error::{Error, Remedy, Result};
 use crate::init_info::InitInfo;
@@ -219,6 +219,8 @@ impl ReceiverSetup {
             applied: Vec::new(),
             setup: self,
             sender_lost: false,
+            withdrawn: None,
+            conflicting: None,
             interrupted: false,
             nothing: Layout::new([])?,
         })
@@ -321,6 +323,11 @@ pub struct Receiver {
     run: Run,
     /// The sender died, and that has been said.
     sender_lost: bool,
+    /// What a sender that is still there was told when it was refused for good:
+    /// it sends nothing more.
+    withdrawn: Option<String>,
+    /// A run of the sender's epoch that is not its successor, and was told so.
+    conflicting: Option<Run>,
     /// A wait may end early once, for an interrupt that came too late.
     interrupted: bool,
     /// The layout of a model that never comes.
@@ -333,8 +340,9 @@ pub(crate) enum Followed {
     Set(SetSnapshot),
     /// The wait was ended, or its sender's successor was joined.
     Interrupted,
-    /// The sender is gone, and its successor is not there yet.
-    NoSender,
+    /// The sender is gone, and its successor is not there yet, or cannot be
+    /// joined now.
+    NoSender(Error),
 }
 
 impl Receiver {
@@ -350,7 +358,9 @@ impl Receiver {
     ///
     /// [`Error::SenderDied`] or [`Error::SenderClosed`], after everything that
     /// was sent. If the trainer has a run directory, the next call waits for its
-    /// successor. [`Error::SeveralModels`] if this worker has several: see
+    /// successor. [`Error::Withdrawn`] once a background receiver, or a cascade,
+    /// has [failed](crate::BackgroundState::Failed) with this.
+    /// [`Error::SeveralModels`] if this worker has several: see
     /// [`receive_set`](Self::receive_set). [`Error::Unsupported`] if nothing
     /// comes by the scheme without being asked for, once the initial weights were
     /// received: [`pull`](Self::pull) instead.
@@ -400,6 +410,10 @@ impl Receiver {
     /// As [`receive_into`](Self::receive_into), for all models of this worker:
     /// either all of them have the new versions afterwards, or none has.
     ///
+    /// They are the same models each time: one whose version did not change since
+    /// the last load is not loaded again. To load all of them, also into others,
+    /// there is [`pull_set_into`](Self::pull_set_into).
+    ///
     /// # Errors
     ///
     /// As [`receive_into`](Self::receive_into), and [`Error::NoSuchModel`] if
@@ -410,7 +424,8 @@ impl Receiver {
         timeout: Option<Duration>,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
         let set = self.next(timeout)?;
-        self.load_what_came(set, models)
+        let held = self.held();
+        self.load_what_came(set, models, held.as_ref())
     }
 
     /// The newest version at once, also if this worker has had it; `None` before
@@ -423,7 +438,8 @@ impl Receiver {
     ///
     /// # Errors
     ///
-    /// Those of the transport.
+    /// [`Error::Withdrawn`], as of [`receive`](Self::receive), and those of the
+    /// transport.
     pub fn latest(&mut self) -> Result<Option<Snapshot>> {
         self.one_model()?;
         let Some(set) = self.latest_set()? else {
@@ -438,6 +454,7 @@ impl Receiver {
     ///
     /// As [`latest`](Self::latest).
     pub fn latest_set(&mut self) -> Result<Option<SetSnapshot>> {
+        self.is_served()?;
         self.initial = None;
         if self.sender_lost && self.restarts() {
             // Why a successor cannot be joined is the next receive's to say.
@@ -523,7 +540,7 @@ impl Receiver {
         timeout: Option<Duration>,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
         let set = self.ask(model, pull, timeout)?;
-        self.load_what_came(set, models)
+        self.load_what_came(set, models, None)
     }
 
     /// The version this worker runs, of its first model; `Version::NONE` before
@@ -598,6 +615,7 @@ impl Receiver {
             let newer = self.transport.next(Some(Instant::now())).ok().flatten();
             return Ok(Some(newer.unwrap_or(initial)));
         }
+        self.is_served()?;
         let can = self.scheme.capabilities();
         if can.weights && !can.push {
             return Err(Error::Unsupported {
@@ -611,6 +629,16 @@ impl Receiver {
             return Ok(None);
         }
         self.next_of_transport(deadline)
+    }
+
+    /// Whether the sender still has anything for this end.
+    fn is_served(&self) -> Result<()> {
+        match &self.withdrawn {
+            None => Ok(()),
+            Some(reason) => Err(Error::Withdrawn {
+                reason: reason.clone(),
+            }),
+        }
     }
 
     /// Joins the next sender, where the one before is gone. False if there is
@@ -649,6 +677,7 @@ impl Receiver {
                 scheme: self.scheme.to_string(),
             });
         }
+        self.is_served()?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         if !self.find_sender(timeout.is_some(), deadline)? {
             return Ok(None);
@@ -679,11 +708,12 @@ impl Receiver {
         Ok(answer)
     }
 
-    /// Loads a set, if one came.
+    /// Loads a set, if one came, but for what the models hold of it.
     fn load_what_came(
         &mut self,
         set: Option<SetSnapshot>,
         models: &mut SetLoader<'_>,
+        held: Option<&SetSnapshot>,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
         let Some(set) = set else {
             // A loop that goes on after a timeout would go on with half a model.
@@ -693,7 +723,7 @@ impl Receiver {
             };
         };
         let versions = set.versions();
-        self.load_and_report(set, models)?;
+        self.load_and_report(set, models, held)?;
         Ok(Some(versions))
     }
 
@@ -715,15 +745,18 @@ impl Receiver {
         match self.rejoin(Some(Instant::now())) {
             // Its waits are ended by another interrupter from here on.
             Ok(()) => Ok(Followed::Interrupted),
-            Err(error) if error.remedy() == Remedy::Retry => Ok(Followed::NoSender),
+            Err(error) if error.remedy() == Remedy::Retry => Ok(Followed::NoSender(error)),
             Err(error) => Err(error),
         }
     }
 
-    /// Loads what the models of this worker should begin with, unless they hold
-    /// what came last. Models without shapes yet take the sender's.
+    /// Loads what the models of this worker should begin with, all of it: they
+    /// need not be those that were loaded before. Models without shapes yet take
+    /// the sender's.
     pub(crate) fn begin_into(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
-        let Some(set) = self.begin()? else {
+        let Some(set) = self.begin_or_go_on()? else {
+            // Models that nothing was loaded into do not serve.
+            self.whole = !self.scheme.capabilities().weights;
             return Ok(());
         };
         for member in set.members() {
@@ -733,7 +766,7 @@ impl Receiver {
                 return Err(error);
             }
         }
-        let loaded = self.load_and_report(set, models);
+        let loaded = self.load_and_report(set, models, None);
         if let Err(error) = &loaded {
             // There is no next version for it: it goes.
             self.refuse(None, &error.to_string())?;
@@ -749,6 +782,23 @@ impl Receiver {
             (None, Some(_)) => Ok(None),
             (None, None) => self.transport.latest(),
         }
+    }
+
+    /// What other models of this worker should begin with: what was not handed
+    /// out yet, else what it loaded last, unless something came after that.
+    fn begin_or_go_on(&mut self) -> Result<Option<SetSnapshot>> {
+        if let Some(initial) = self.initial.take() {
+            return Ok(Some(initial));
+        }
+        match self.current.clone() {
+            Some(current) if self.runs(&current) => Ok(Some(current)),
+            before => Ok(self.transport.latest()?.or(before)),
+        }
+    }
+
+    /// Whether a set is what the sender was told that this worker runs.
+    fn runs(&self, set: &SetSnapshot) -> bool {
+        run_of(set) == Some(self.run) && set.versions() == self.applied
     }
 
     /// Takes back what was taken and not used: the next receive hands it out, or
@@ -780,9 +830,20 @@ impl Receiver {
     /// epoch, and its versions count anew.
     fn rejoin(&mut self, deadline: Deadline) -> Result<()> {
         let knew = self.transport.run();
-        let mut transport = self.setup.join(&self.scheme, knew.epoch, deadline)?;
+        // One that was refused for its epoch need not be joined to be refused
+        // again: only a higher one will do.
+        let above = u64::from(self.conflicting.is_some());
+        let seen = Epoch(knew.epoch.0.saturating_add(above));
+        let joined = self.setup.join(&self.scheme, seen, deadline);
+        let mut transport = match (joined, self.conflicting) {
+            (Err(Error::Memory(Memory::Denied { .. } | Memory::Fenced { .. })), Some(got)) => {
+                return Err(Error::ConflictingRun { knew, got });
+            }
+            (joined, _) => joined?,
+        };
         let got = transport.run();
         if got.conflicts_with(&knew) {
+            self.conflicting = Some(got);
             let error = Error::ConflictingRun { knew, got };
             transport.refuse(None, &error.to_string())?;
             return Err(error);
@@ -803,20 +864,27 @@ impl Receiver {
         }
         self.transport = transport;
         self.sender_lost = false;
+        self.conflicting = None;
         Ok(())
     }
 
-    /// Loads a set and says so, or goes back, and says why.
+    /// What the worker's models hold; nothing after a load that was left half
+    /// done, as every model is loaded anew then.
+    pub(crate) fn held(&self) -> Option<SetSnapshot> {
+        self.current.clone().filter(|_| self.whole)
+    }
+
+    /// Loads a set, but for what the models hold of it, and says so, or goes
+    /// back, and says why.
     pub(crate) fn load_and_report(
         &mut self,
         set: SetSnapshot,
         models: &mut SetLoader<'_>,
+        held: Option<&SetSnapshot>,
     ) -> Result<()> {
-        // After a load that was left half done every model is loaded anew.
-        let held = self.current.clone().filter(|_| self.whole);
         // A loader that panics leaves it so.
         let was_whole = std::mem::replace(&mut self.whole, false);
-        let Err(failure) = models.load(&set, held.as_ref()) else {
+        let Err(failure) = models.load(&set, held) else {
             self.whole = true;
             self.report_applied(&set)?;
             self.current = Some(set);
@@ -867,6 +935,9 @@ impl Receiver {
     /// Tells the sender that this worker cannot use a set, or nothing at all. A
     /// set of an earlier sender is none of its business.
     pub(crate) fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        if set.is_none() && !self.sender_lost {
+            self.withdrawn.get_or_insert_with(|| reason.to_owned());
+        }
         match set.is_none_or(|set| run_of(set).is_none_or(|run| run == self.transport.run())) {
             true => self.transport.refuse(set, reason),
             false => Ok(()),

@@ -78,6 +78,16 @@ impl Room {
         self.staged.take()
     }
 
+    /// Whether nobody is in the room; otherwise whoever leaves last tells.
+    pub(super) fn asks_for_staged(&mut self) -> bool {
+        self.seats.wanted = !self.seats.is_empty();
+        !self.seats.wanted
+    }
+
+    pub(super) fn asks_no_more(&mut self) {
+        self.seats.wanted = false;
+    }
+
     pub(super) fn leave(&mut self, me: ThreadId) {
         self.seats.leave(me);
     }

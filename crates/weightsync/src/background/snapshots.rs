@@ -52,7 +52,10 @@ impl SnapshotsInBackground {
     }
 
     /// Waits until the newest weights are as wished, and returns them; `None` if
-    /// the timeout came first, or nothing will arrive any more.
+    /// the timeout came first, or nothing will arrive any more: the sender has
+    /// shut down or died, and will not come back. One with a run directory is
+    /// looked for as long as this lives, and without a timeout this waits as
+    /// long.
     ///
     /// # Errors
     ///

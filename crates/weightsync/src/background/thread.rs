@@ -369,13 +369,14 @@ impl BackgroundStatus {
 }
 
 /// What the thread does next.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Turn {
     Again,
     /// Nothing, until there are news.
     Rest,
-    /// Look for the sender again, after a while.
-    Search,
+    /// Look for the sender again, after a while; and why the one that answered
+    /// cannot be followed.
+    Search(Option<String>),
     /// Nothing any more.
     End,
 }
@@ -383,6 +384,8 @@ enum Turn {
 fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
     let mut over = false;
     let mut pause = SEARCH_FIRST;
+    // Whether the failure in the status is of the search.
+    let mut hindered = false;
     while let Some((mut receiver, seen)) = desk.check_out() {
         let done = catch_unwind(AssertUnwindSafe(|| {
             turn(desk, &mut task, &mut receiver, over)
@@ -412,12 +415,20 @@ fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
                 (Turn::Again, Some(end_of(error, &mut receiver)))
             }
         };
+        let hindrance = match &turn {
+            Turn::Search(hindrance) => hindrance.clone(),
+            _ => None,
+        };
+        if hindrance.is_some() || hindered {
+            hindered = hindrance.is_some();
+            desk.note(|book| book.status.failure = hindrance);
+        }
         desk.check_in(receiver, state, matches!(turn, Turn::End));
         match turn {
             Turn::End => return,
             Turn::Again => pause = SEARCH_FIRST,
             Turn::Rest => desk.rest_until_news(seen, None),
-            Turn::Search => {
+            Turn::Search(_) => {
                 desk.rest_until_news(seen, Some(pause));
                 pause = (pause * 2).min(SEARCH_LAST);
             }
@@ -447,7 +458,8 @@ fn turn<T: Task>(
             Ok(Turn::Again)
         }
         Followed::Interrupted => Ok(Turn::Again),
-        Followed::NoSender => Ok(Turn::Search),
+        Followed::NoSender(Error::NoSender { .. }) => Ok(Turn::Search(None)),
+        Followed::NoSender(error) => Ok(Turn::Search(Some(error.to_string()))),
     }
 }
 

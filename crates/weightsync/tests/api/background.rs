@@ -1,15 +1,21 @@
 //! A background receiver: nobody asks for weights, and models change at safe
 //! points only.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use weightsync::transport::{
+    Deadline, Endpoint, Interrupter, Joining, ModelSpec, Opening, ReceiverTransport, Scheme,
+    SenderTransport,
+};
 use weightsync::{
-    AnyScheme, Background, BackgroundState, Cascade, Error, Expect, Extracted, Layout, ModelId,
-    Outcome, Pull, Receiver, ReceiverSetup, Result, SafePoints, SendOptions, Sender, SenderSetup,
-    Set, SetLoader, TensorView, Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
+    AnyScheme, Background, BackgroundState, BackgroundStatus, Capabilities, Cascade, Epoch, Error,
+    Expect, Extracted, Layout, ModelId, Outcome, Pull, Receiver, ReceiverSetup, Remedy, Result,
+    Run, SafePoints, Schemes, SendOptions, Sender, SenderSetup, Set, SetLoader, SetSnapshot,
+    TensorView, Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
 };
 
 use crate::{BRIEF, SOON, connect, pair, pair_by, weights};
@@ -34,6 +40,18 @@ fn wait_for<M: Send + Sync>(background: &Background<M>, version: u64) {
     assert!(there.unwrap(), "{background:?}");
 }
 
+/// Looks until the status is as wished, which is no safe point.
+fn sees<M: Send + Sync>(
+    background: &Background<M>,
+    mut wished: impl FnMut(&BackgroundStatus) -> bool,
+) {
+    let begun = Instant::now();
+    while !wished(&background.status().unwrap()) {
+        assert!(begun.elapsed() < SOON, "{background:?}");
+        thread::yield_now();
+    }
+}
+
 fn until(wait: WaitFor) -> SendOptions {
     SendOptions::new().wait(wait).deadline(SOON)
 }
@@ -48,6 +66,73 @@ fn numbers(when: SafePoints, setup: SenderSetup) -> (Sender, Background<Tensors>
 
 fn setup() -> SenderSetup {
     SenderSetup::new("policy", &number(1.0)).unwrap()
+}
+
+/// A background receiver that is told a number serves it.
+#[test]
+fn a_model_is_loaded_whatever_was_loaded_before() {
+    let begin = |scheme: &str, receive: fn(&mut Receiver)| {
+        let scheme: AnyScheme = scheme.parse().unwrap();
+        let setup = setup().scheme(scheme).unwrap();
+        let info = setup.init_info();
+        let worker = thread::spawn(|| {
+            let mut model = number(0.0);
+            let receiver = ReceiverSetup::new(info, 0).connect_into(&mut model, SOON);
+            (receiver.unwrap(), model)
+        });
+        let mut sender = setup.connect(&number(1.0), Expect::Count(1), SOON).unwrap();
+        let (mut receiver, model) = worker.join().unwrap();
+        let sent = until(WaitFor::Sent);
+        sender.send_with(&number(2.0), &sent).unwrap();
+        receive(&mut receiver);
+        (sender, receiver, model)
+    };
+    let look = |receiver: Receiver, model| {
+        let background = receiver.in_background(model, SafePoints::Declared).unwrap();
+        let model = background.read().unwrap();
+        (value(&model), model.version().0)
+    };
+    for scheme in ["shared-mem", "multi-process:every=4"] {
+        // Another model than the one that was connected into, without shapes.
+        let (_sender, receiver, _) = begin(scheme, |_| {});
+        assert_eq!(look(receiver, Tensors::new()), (1.0, 1), "{scheme}");
+        // One that has less than the worker was handed since.
+        let (_sender, receiver, model) = begin(scheme, |receiver| {
+            receiver.receive(Some(SOON)).unwrap().expect("a version");
+        });
+        assert_eq!(look(receiver, model), (2.0, 2), "{scheme}");
+    }
+}
+
+/// Where nothing is there to be loaded the model does not serve.
+#[test]
+fn a_model_that_nothing_was_loaded_into_does_not_serve() {
+    let dir = tempfile::tempdir().unwrap();
+    let setup = || setup().run_dir(dir.path().join("run")).unwrap();
+    let (sender, mut receiver) = pair_by(setup(), &number(1.0));
+    sender.shutdown();
+    assert!(receiver.receive(None).unwrap_err().is_sender_closed());
+    let (say, ready) = mpsc::channel();
+    let unready = Unready {
+        weights: number(9.0),
+        ready: Mutex::new(ready),
+    };
+    thread::scope(|scope| {
+        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), SOON));
+        // It is joined, and sends nothing yet.
+        while receiver.latest().unwrap().is_some() {
+            thread::yield_now();
+        }
+        let background = receiver.in_background(number(0.0), SafePoints::Implied);
+        let background = background.unwrap();
+        let error = background.read().map(drop).unwrap_err();
+        assert!(matches!(error, Error::NotWhole { .. }), "{error}");
+        say.send(()).unwrap();
+        let next = next.join().unwrap().unwrap();
+        let there = background.wait(Some(SOON), |status| status.run == next.run());
+        assert!(there.unwrap(), "{background:?}");
+        assert_eq!(value(&background.read().unwrap()), 9.0);
+    });
 }
 
 #[test]
@@ -102,13 +187,10 @@ fn a_declared_safe_point_is_the_only_moment_of_change() {
         assert!(report.as_ref().unwrap().all_reached(), "{report:?}");
         assert_eq!(value(&background.read().unwrap()), 1.0);
     }
-    let staged = background.wait(Some(SOON), |status| {
-        status
-            .staged
-            .iter()
-            .any(|(_, version)| *version == Version(8))
+    sees(&background, |status| {
+        let mut staged = status.staged.iter();
+        staged.any(|(_, version)| *version == Version(8))
     });
-    assert!(staged.unwrap());
     let policy = ModelId::new("policy").unwrap();
     assert_eq!(
         background.safe_point().unwrap(),
@@ -131,6 +213,57 @@ fn a_send_waits_for_the_declared_safe_point() {
     assert!(background.safe_point().unwrap().is_some());
     let report = pending.wait(Some(SOON)).unwrap();
     assert!(report.all_applied(), "{report}");
+}
+
+/// A wait without a timeout ends, whatever is staged and whoever is gone.
+#[test]
+fn a_wait_is_a_safe_point() {
+    for shut_down in [false, true] {
+        let (mut sender, background) = numbers(SafePoints::Declared, setup());
+        let reached = sender.send_with(&number(2.0), &until(WaitFor::Staged));
+        assert!(reached.unwrap().all_reached());
+        if shut_down {
+            sender.shutdown();
+            sees(&background, |status| {
+                status.state == BackgroundState::Closed
+            });
+        }
+        let there = background.wait(None, |status| status.version() == Version(2));
+        assert!(there.unwrap(), "{background:?}");
+        assert_eq!(value(&background.read().unwrap()), 2.0);
+        if shut_down {
+            let more = background.wait(None, |status| status.version() == Version(3));
+            assert!(!more.unwrap(), "{background:?}");
+        }
+    }
+}
+
+/// Whoever waits is told when the last guard is dropped.
+#[test]
+fn a_wait_applies_what_is_staged_once_other_guards_are_dropped() {
+    let (mut sender, background) = numbers(SafePoints::Declared, setup());
+    let reached = sender.send_with(&number(2.0), &until(WaitFor::Staged));
+    assert!(reached.unwrap().all_reached());
+    let background = &background;
+    let mut reading = Some(background.read().unwrap());
+    let (looked, looks) = mpsc::channel();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(move || {
+            let brief = background.wait(Some(BRIEF), |status| status.version() == Version(2));
+            looked.send(()).unwrap();
+            let whole = background.wait(None, |status| {
+                let _ = looked.send(());
+                status.version() == Version(2)
+            });
+            (brief.unwrap(), whole.unwrap())
+        });
+        for _ in 0..2 {
+            looks.recv_timeout(SOON).unwrap();
+        }
+        reading.take();
+        assert_eq!(waiting.join().unwrap(), (false, true));
+    });
+    assert_eq!(value(&background.read().unwrap()), 2.0);
 }
 
 #[test]
@@ -160,6 +293,7 @@ fn a_thread_is_told_before_it_waits_for_itself() {
     for error in [
         background.write().map(drop).unwrap_err(),
         background.safe_point().map(drop).unwrap_err(),
+        background.wait(None, |_| false).map(drop).unwrap_err(),
     ] {
         assert!(matches!(error, Error::GuardHeld { .. }), "{error}");
     }
@@ -505,8 +639,9 @@ fn the_end_of_the_sender_is_a_state_and_the_model_serves_on() {
         .send_with(&number(2.0), &until(WaitFor::Staged))
         .unwrap();
     sender.shutdown();
-    let closed = background.wait(Some(SOON), |status| status.state == BackgroundState::Closed);
-    assert!(closed.unwrap(), "{background:?}");
+    sees(&background, |status| {
+        status.state == BackgroundState::Closed
+    });
     assert_eq!(value(&held), 1.0);
     // What was sent before is applied all the same.
     drop(held);
@@ -576,15 +711,11 @@ fn what_an_earlier_sender_sent_is_not_reported_to_the_next() {
         assert!(sent.unwrap().all_reached());
     }
     let staged = |version| {
-        let there = background.wait(Some(SOON), |status| {
+        sees(&background, |status| {
             status.staged.iter().any(|(_, one)| *one == version)
         });
-        assert!(there.unwrap(), "{background:?}");
     };
-    let joined = |state: BackgroundState| {
-        let there = background.wait(Some(SOON), |status| status.state == state);
-        assert!(there.unwrap(), "{background:?}");
-    };
+    let joined = |state: BackgroundState| sees(&background, |status| status.state == state);
     staged(Version(5));
     sender.shutdown();
     joined(BackgroundState::Searching);
@@ -617,6 +748,193 @@ fn what_an_earlier_sender_sent_is_not_reported_to_the_next() {
         (9.0, Version(1), next.run())
     );
     assert_eq!(next.workers()[0].version(), Version(1));
+}
+
+/// One that answers and cannot be followed is told so once, and the worker says
+/// why it still searches.
+#[test]
+fn why_a_sender_is_not_followed_is_in_the_status() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    let setup = || setup().run_dir(&run).unwrap();
+    for _ in 0..3 {
+        let earlier = setup().connect(&number(0.0), Expect::Count(0), SOON);
+        earlier.unwrap().shutdown();
+    }
+    let (first, background) = numbers(SafePoints::Implied, setup());
+    assert_eq!(first.run().epoch, Epoch(4));
+    first.shutdown();
+    sees(&background, |status| {
+        status.state == BackgroundState::Searching
+    });
+    // Older copies of the directory are put back.
+    for (before, words) in [(1, "a newer trainer"), (3, "higher epoch")] {
+        std::fs::write(run.join("epoch"), before.to_string()).unwrap();
+        let other = setup().connect(&number(5.0), Expect::Count(0), SOON);
+        let mut other = other.unwrap();
+        let mut looks = 0;
+        let there = background.wait(Some(SOON), |status| {
+            let found = status.failure.as_ref();
+            looks += u32::from(found.is_some_and(|failure| failure.contains(words)));
+            looks > 12
+        });
+        assert!(there.unwrap(), "{background:?}");
+        let state = background.status().unwrap().state;
+        assert_eq!(state, BackgroundState::Searching);
+        let report = other.send(&number(6.0)).unwrap();
+        assert!(report.workers.len() <= 1, "{report}");
+        other.shutdown();
+        sees(&background, |status| status.failure.is_none());
+    }
+    let next = setup().connect(&number(9.0), Expect::Count(1), SOON);
+    let next = next.unwrap();
+    let there = background.wait(Some(SOON), |status| status.run == next.run());
+    assert!(there.unwrap(), "{background:?}");
+    let status = background.status().unwrap();
+    assert_eq!(
+        (status.state, status.failure, status.run),
+        (BackgroundState::Following, None, next.run())
+    );
+}
+
+/// A scheme whose worker's end breaks when it is told to.
+#[derive(Debug)]
+struct Fragile {
+    inner: AnyScheme,
+    breaks: Arc<AtomicBool>,
+}
+
+#[derive(Debug)]
+struct FragileEnd {
+    inner: Box<dyn ReceiverTransport>,
+    breaks: Arc<AtomicBool>,
+}
+
+impl Scheme for Fragile {
+    fn word(&self) -> &str {
+        self.inner.word()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        self.inner.scheme().place(models, run_dir)
+    }
+
+    fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+        self.inner.scheme().open(opening)
+    }
+
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        Ok(Box::new(FragileEnd {
+            inner: self.inner.scheme().join(at, joining, deadline)?,
+            breaks: self.breaks.clone(),
+        }))
+    }
+}
+
+impl ReceiverTransport for FragileEnd {
+    fn models(&self) -> &[ModelSpec] {
+        self.inner.models()
+    }
+
+    fn run(&self) -> Run {
+        self.inner.run()
+    }
+
+    fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        let set = self.inner.next(deadline)?;
+        match set.is_some() && self.breaks.load(Ordering::SeqCst) {
+            true => Err(Error::Transport {
+                source: "it broke".into(),
+                remedy: Remedy::GiveUp,
+            }),
+            false => Ok(set),
+        }
+    }
+
+    fn latest(&mut self) -> Result<Option<SetSnapshot>> {
+        self.inner.latest()
+    }
+
+    fn pull(&mut self, model: usize, pull: Pull, until: Deadline) -> Result<Option<SetSnapshot>> {
+        self.inner.pull(model, pull, until)
+    }
+
+    fn interrupter(&self) -> Result<Interrupter> {
+        self.inner.interrupter()
+    }
+
+    fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        self.inner.applied(set)
+    }
+
+    fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        self.inner.refuse(set, reason)
+    }
+}
+
+/// The sender sends nothing more to it, so to wait would be to wait for ever.
+#[test]
+fn a_receiver_that_has_failed_says_so_when_it_is_given_back() {
+    let breaks = Arc::new(AtomicBool::new(false));
+    let mut schemes = Schemes::default();
+    schemes.insert("shared-mem", {
+        let breaks = breaks.clone();
+        move |_| {
+            let (inner, breaks) = (AnyScheme::default(), breaks.clone());
+            Ok(AnyScheme::new(Fragile { inner, breaks }))
+        }
+    });
+    let mut sender = setup()
+        .connect(&number(1.0), Expect::Count(0), SOON)
+        .unwrap();
+    let join = |worker| {
+        let setup = ReceiverSetup::new(sender.init_info(), worker);
+        setup.schemes(schemes.clone())
+    };
+    let receiver = join(0).connect(SOON).unwrap();
+    let background = receiver.in_background(number(0.0), SafePoints::Implied);
+    let background = background.unwrap();
+    let cascade = Cascade::join(join(1), SOON).unwrap();
+    let cascade = cascade.connect(Expect::Count(0), SOON).unwrap();
+    let cascade = cascade.in_background().unwrap();
+
+    breaks.store(true, Ordering::SeqCst);
+    let report = sender
+        .send_with(&number(2.0), &until(WaitFor::Applied))
+        .unwrap();
+    assert_eq!(report.workers.len(), 2, "{report}");
+    for line in report.workers {
+        assert!(reason(line.outcome).contains("it broke"));
+    }
+    let failed = |state: &BackgroundState| matches!(state, BackgroundState::Failed { .. });
+    sees(&background, |status| failed(&status.state));
+    let nothing = cascade.wait(None, |_| true).unwrap();
+    assert!(nothing.is_none() && failed(&cascade.status().unwrap().state));
+
+    let (mut receiver, model) = background.stop().unwrap();
+    assert_eq!(value(&model), 1.0);
+    let mut cascade = cascade.stop().unwrap();
+    for error in [
+        receiver.receive(Some(BRIEF)).map(drop).unwrap_err(),
+        receiver.latest().map(drop).unwrap_err(),
+        receiver
+            .pull(Pull::Newest, Some(BRIEF))
+            .map(drop)
+            .unwrap_err(),
+        cascade.forward(Some(BRIEF)).map(drop).unwrap_err(),
+    ] {
+        let withdrawn = matches!(&error, Error::Withdrawn { reason } if reason == "it broke");
+        assert!(withdrawn && error.remedy() == Remedy::Reconnect, "{error}");
+    }
 }
 
 #[test]
@@ -724,6 +1042,13 @@ fn what_is_asked_for_is_loaded_into_a_model_and_reported_then() {
             );
             assert_eq!(receiver.version(), Version(version), "{scheme}");
             assert_eq!(sender.workers()[0].version(), Version(version), "{scheme}");
+        }
+        // A version that it has, into a model that was changed, and into another.
+        let mut other = number(0.0);
+        model.slice_mut::<f32>("value").unwrap().fill(7.0);
+        for model in [&mut model, &mut other] {
+            let loaded = receiver.pull_into(model, Pull::Newest, Some(SOON)).unwrap();
+            assert_eq!((loaded, value(model)), (Some(Version(3)), 3.0), "{scheme}");
         }
         // Another model's name, and a version that does not come.
         let unknown = receiver.pull_set("critic", Pull::Newest, Some(SOON));

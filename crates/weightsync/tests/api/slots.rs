@@ -303,6 +303,34 @@ fn every_error_says_what_to_do_about_it() {
                 action: "mapping",
                 source: os(),
             },
+            Remedy::Reconnect,
+        ),
+        (
+            MemoryError::Protocol {
+                expected: "a welcome",
+                got: "nothing".into(),
+            },
+            Remedy::Reconnect,
+        ),
+        (
+            MemoryError::CorruptSet {
+                record: 1,
+                what: "its checksum",
+            },
+            Remedy::Retry,
+        ),
+        (
+            MemoryError::CorruptCommit {
+                slot: 1,
+                what: "its checksum",
+            },
+            Remedy::Retry,
+        ),
+        (
+            MemoryError::ChecksumMismatch {
+                version: Version(1),
+                chunk: 0,
+            },
             Remedy::GiveUp,
         ),
     ];
@@ -310,5 +338,7 @@ fn every_error_says_what_to_do_about_it() {
         assert_eq!(Error::from(error).remedy(), remedy);
     }
     assert_eq!(Error::BadInitInfo("x".into()).remedy(), Remedy::GiveUp);
+    let withdrawn = Error::Withdrawn { reason: "x".into() };
+    assert_eq!(withdrawn.remedy(), Remedy::Reconnect);
     assert_eq!(Error::Worker(WorkerError::Closed).remedy(), Remedy::GiveUp);
 }
