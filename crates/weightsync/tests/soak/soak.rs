@@ -339,9 +339,12 @@ impl<'a> Stage<'a> {
 
     /// Whoever has said nothing for too long, and is not being killed, hangs.
     fn find_the_hanging(&self) {
+        // A process of the largest size has several checks' time of work before its
+        // first word: pages to clear and to map.
+        let patience = PATIENCE.max(6 * self.size.check_time);
         for (index, heard) in self.heard.iter().enumerate() {
             assert!(
-                heard.elapsed() < PATIENCE,
+                heard.elapsed() < patience,
                 "process {index} hangs: nothing heard for {:?}; {:#?}",
                 heard.elapsed(),
                 self.doings()
