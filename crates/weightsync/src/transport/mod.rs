@@ -15,6 +15,7 @@
 //! | verify, hand over | [`ReceiverTransport::next`] |
 //! | say what became of it | [`ReceiverTransport::applied`], [`ReceiverTransport::refuse`], [`Outstanding::settle`] |
 
+mod copies;
 mod endpoint;
 mod image;
 mod interrupter;
