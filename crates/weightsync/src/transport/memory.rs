@@ -196,8 +196,14 @@ impl SenderTransport for Segment {
     }
 
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
-        let held = self.writer.old_snapshot(model, version)?;
-        Ok(held.map(|held| self.lent(model, held)))
+        let Some(held) = self.writer.old_snapshot(model, version)? else {
+            return Err(Error::NoSuchVersion {
+                model: self.models[model].0.clone(),
+                asked: version,
+                known: self.writer.kept(model)?,
+            });
+        };
+        Ok(Some(self.lent(model, held)))
     }
 
     fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {

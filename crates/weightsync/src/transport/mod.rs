@@ -309,7 +309,8 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Those of [`snapshot`](Self::snapshot).
+    /// Those of [`snapshot`](Self::snapshot); [`Error::NoSuchVersion`] from one
+    /// that keeps several and can say which.
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
         let newest = self.snapshot(model)?;
         Ok(newest.filter(|newest| newest.version() == version))
