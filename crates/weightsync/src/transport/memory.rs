@@ -297,6 +297,7 @@ impl Published {
             pid: line.pid,
             outcome: line.outcome.into(),
             versions: of_published(line.versions, &self.publication.versions),
+            current: line.current,
             after: line.after,
         });
         lines.collect()
