@@ -94,33 +94,29 @@ struct State {
 impl Handle {
     fn wait(&self, until: Deadline) -> Result<Report> {
         let flight = self.state().flight.clone();
-        let report = match flight {
-            Some(flight) => flight.settle(self.level, until),
-            None => Err(Error::SenderClosed),
-        };
+        let report = flight.map(|flight| flight.settle(self.level, until));
         let mut state = self.state();
-        match report {
-            Err(Error::SenderClosed) => state.settled.clone().ok_or(Error::SenderClosed),
-            Err(error) => Err(error),
-            Ok(report) => {
-                let mut lines = report.workers.iter();
-                if lines.all(|line| line.outcome.is_final(self.level)) {
-                    state.settled = Some(report.clone());
-                }
-                Ok(report)
-            }
+        let report = match report {
+            Some(report) if state.flight.is_some() => report?,
+            // What came of a wait meanwhile may be the sender's own end: its
+            // hanging up is no worker's death.
+            _ => return state.settled.clone().ok_or(Error::SenderClosed),
+        };
+        let mut lines = report.workers.iter();
+        if lines.all(|line| line.outcome.is_final(self.level)) {
+            state.settled = Some(report.clone());
         }
+        Ok(report)
     }
 
     fn is_settled(&self) -> Result<bool> {
         let flight = self.state().flight.clone();
-        let settled = match flight {
-            Some(flight) => flight.is_settled(self.level),
-            None => Err(Error::SenderClosed),
-        };
+        let settled = flight.map(|flight| flight.is_settled(self.level));
+        let state = self.state();
         match settled {
-            Err(Error::SenderClosed) if self.state().settled.is_some() => Ok(true),
-            settled => settled,
+            Some(settled) if state.flight.is_some() => settled,
+            _ if state.settled.is_some() => Ok(true),
+            _ => Err(Error::SenderClosed),
         }
     }
 
