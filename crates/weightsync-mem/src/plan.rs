@@ -577,6 +577,17 @@ impl Plan {
         self.meant.find(model, version).or_else(told)
     }
 
+    /// The versions of a model that [`find`](Self::find) finds, newest first.
+    pub(crate) fn kept(&self, model: usize) -> Vec<Version> {
+        let slots = self.meant.slots(model).union(self.told(model));
+        let mut kept: Vec<_> = slots
+            .iter()
+            .map(|slot| self.version_in(model, slot))
+            .collect();
+        kept.sort_unstable_by(|a, b| b.cmp(a));
+        kept
+    }
+
     /// What a set record is to say.
     pub(crate) fn record(&self, record: u8) -> SetRecord {
         self.records.record(record)

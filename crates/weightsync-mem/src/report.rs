@@ -89,6 +89,8 @@ pub struct ReaderOutcome {
     /// The version of each model that it reports as loaded; `Version::NONE`
     /// before the first.
     pub versions: Vec<Version>,
+    /// Whether these are what was published, or newer, of each model it takes.
+    pub current: bool,
     /// How long after the publication the sender learned of it.
     pub after: Duration,
 }
@@ -168,10 +170,13 @@ impl Publication {
     /// Whether a reader of these models that has loaded this has loaded the
     /// publication. It may have gone back since to one that it asked for.
     fn is_applied(&self, mine: Models, sequence: u64, applied: impl Fn(&usize) -> Version) -> bool {
+        sequence >= self.sequence && self.is_current(mine, applied)
+    }
+
+    /// Whether a reader of these models runs what was published, or newer.
+    fn is_current(&self, mine: Models, applied: impl Fn(&usize) -> Version) -> bool {
         let mut published = self.versions.iter();
-        sequence >= self.sequence
-            && published
-                .all(|(model, version)| !mine.contains(*model) || applied(model) >= *version)
+        published.all(|(model, version)| !mine.contains(*model) || applied(model) >= *version)
     }
 
     fn full(&self) -> Option<MutexGuard<'_, BTreeSet<Key>>> {
@@ -398,6 +403,7 @@ impl Settling<'_> {
                 device: one.device,
                 outcome: Outcome::Refused { reason },
                 versions: vec![Version::NONE; self.shared.models.len()],
+                current: false,
                 after: publication.at.elapsed(),
             });
         }
@@ -421,6 +427,7 @@ impl Settling<'_> {
                 device: String::new(),
                 outcome: Outcome::Absent,
                 versions: vec![Version::NONE; self.shared.models.len()],
+                current: false,
                 after: publication.at.elapsed(),
             });
         }
@@ -431,12 +438,15 @@ impl Settling<'_> {
             return;
         };
         let after = self.after();
+        let versions = reader.versions(self.shared.models.len());
+        let applied = |model: &usize| versions[*model];
         self.lines.push(ReaderOutcome {
             worker: key.0,
             pid: reader.socket.peer_pid(),
             device: reader.device.clone(),
             outcome,
-            versions: reader.versions(self.shared.models.len()),
+            current: self.publication.is_current(reader.models, applied),
+            versions,
             after,
         });
     }
@@ -464,6 +474,7 @@ impl Settling<'_> {
             pid: gone.pid,
             device: gone.device,
             outcome,
+            current: self.publication.is_current(gone.models, loaded),
             versions: gone.versions,
             after,
         });

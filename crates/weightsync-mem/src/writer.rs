@@ -306,6 +306,17 @@ impl Writer {
         self.shared.hold(&state, model, &set)
     }
 
+    /// The versions of a model that there is an
+    /// [`old_snapshot`](Self::old_snapshot) of, newest first.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOption`] if there is no such model.
+    pub fn kept(&self, model: usize) -> Result<Vec<Version>, Error> {
+        self.check(model)?;
+        Ok(self.shared.state().plan.kept(model))
+    }
+
     /// What other threads wait with for the outcome of publications.
     pub fn waiter(&self) -> Waiter {
         Waiter::new(self.shared.clone())

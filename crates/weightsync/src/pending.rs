@@ -1,11 +1,11 @@
 //! A send whose workers are still on their way.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{ModelId, Version};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::report::{Report, WaitFor, WorkerReport};
 use crate::transport::{Deadline, Level, Outstanding};
 
@@ -13,16 +13,25 @@ use crate::transport::{Deadline, Level, Outstanding};
 /// see [`Sender::send_async`](crate::Sender::send_async).
 ///
 /// The source has been read. Dropping this changes nothing for the workers;
-/// only the report is lost.
+/// only the report is lost. It may be kept after the sender has shut down: the
+/// report of a send that was settled by then stays.
 #[derive(Clone, Debug)]
-pub struct PendingSend {
-    flight: Arc<Flight>,
-    level: WaitFor,
-}
+pub struct PendingSend(Arc<Handle>);
 
 impl PendingSend {
-    pub(crate) fn new(flight: Arc<Flight>, level: WaitFor) -> Self {
-        Self { flight, level }
+    pub(crate) fn new(flight: Flight, level: WaitFor) -> Self {
+        Self(Arc::new(Handle {
+            versions: flight.versions.clone(),
+            level,
+            state: Mutex::new(State {
+                flight: Some(Arc::new(flight)),
+                settled: None,
+            }),
+        }))
+    }
+
+    pub(crate) fn downgrade(&self) -> Weak<Handle> {
+        Arc::downgrade(&self.0)
     }
 
     /// Waits until every worker has the version as far as the send was to wait,
@@ -36,10 +45,11 @@ impl PendingSend {
     ///
     /// # Errors
     ///
-    /// Only of the operating system.
+    /// [`Error::SenderClosed`] if the sender has shut down before there was nothing
+    /// left to wait for; others only of the operating system.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Report> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        self.flight.settle(self.level, until)
+        self.0.wait(until)
     }
 
     /// Whether there is nothing left to wait for. Looking changes nothing for any
@@ -49,19 +59,76 @@ impl PendingSend {
     ///
     /// As [`wait`](Self::wait).
     pub fn is_settled(&self) -> Result<bool> {
-        self.flight.is_settled(self.level)
+        self.0.is_settled()
     }
 
     /// The versions that were published.
     pub fn versions(&self) -> &[(ModelId, Version)] {
-        &self.flight.versions
+        &self.0.versions
     }
 
     /// The version of the model that was sent; of the first, if there were
     /// several.
     pub fn version(&self) -> Version {
-        let first = self.flight.versions.first();
+        let first = self.0.versions.first();
         first.map_or(Version::NONE, |(_, version)| *version)
+    }
+}
+
+/// What the clones of a [`PendingSend`] share, and the sender knows of.
+#[derive(Debug)]
+pub(crate) struct Handle {
+    versions: Vec<(ModelId, Version)>,
+    level: WaitFor,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// None once the sender has shut down: it holds what is the sender's.
+    flight: Option<Arc<Flight>>,
+    /// The last report that left nothing to wait for.
+    settled: Option<Report>,
+}
+
+impl Handle {
+    fn wait(&self, until: Deadline) -> Result<Report> {
+        let flight = self.state().flight.clone();
+        let report = flight.map(|flight| flight.settle(self.level, until));
+        let mut state = self.state();
+        let report = match report {
+            Some(report) if state.flight.is_some() => report?,
+            // What came of a wait meanwhile may be the sender's own end: its
+            // hanging up is no worker's death.
+            _ => return state.settled.clone().ok_or(Error::SenderClosed),
+        };
+        let mut lines = report.workers.iter();
+        if lines.all(|line| line.outcome.is_final(self.level)) {
+            state.settled = Some(report.clone());
+        }
+        Ok(report)
+    }
+
+    fn is_settled(&self) -> Result<bool> {
+        let flight = self.state().flight.clone();
+        let settled = flight.map(|flight| flight.is_settled(self.level));
+        let state = self.state();
+        match settled {
+            Some(settled) if state.flight.is_some() => settled,
+            _ if state.settled.is_some() => Ok(true),
+            _ => Err(Error::SenderClosed),
+        }
+    }
+
+    /// The sender shuts down: looks for the last time.
+    pub(crate) fn close(&self) {
+        // Where it fails, as in a forked child, nothing is known.
+        let _ = self.wait(Some(Instant::now()));
+        self.state().flight = None;
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -60,6 +60,8 @@ pub struct WorkerReport {
     /// the set; `Version::NONE` before its first. There is one entry for each
     /// model, also where [`Report::versions`] has several of one.
     pub versions: Vec<Version>,
+    /// Whether that is what was sent, or newer, of each model that it takes.
+    pub current: bool,
     /// How long after the version went live the sender learned of it.
     pub after: Duration,
 }
@@ -147,7 +149,7 @@ impl Report {
     /// not count, because it is no worker any more; one that is held does not
     /// count, because that was wished; one that died does not where another process
     /// has taken its number. One that takes only what it asks for has loaded the
-    /// version if that is what it runs.
+    /// version if that is what it runs of the models it takes.
     pub fn all_applied(&self) -> bool {
         self.level == WaitFor::Applied && self.all_reached()
     }
@@ -188,11 +190,7 @@ impl Report {
         match line.outcome {
             Outcome::Applied => true,
             Outcome::Staged => self.level <= WaitFor::Staged,
-            Outcome::Asks => {
-                let mut pairs = line.versions.iter().zip(&self.versions);
-                line.versions.len() == self.versions.len()
-                    && pairs.all(|(runs, (_, sent))| runs >= sent)
-            }
+            Outcome::Asks => line.current,
             _ => false,
         }
     }
@@ -297,13 +295,27 @@ impl fmt::Display for Report {
             }
         }
         let rest = self.workers.iter().filter(|line| !self.reached(line));
-        rest.into_iter()
-            .try_for_each(|line| write!(f, "\n  {line}"))
+        rest.into_iter().try_for_each(|line| {
+            f.write_str("\n  ")?;
+            line.write(f, self.level)
+        })
     }
 }
 
+/// As in the report of a send that waited until the version was applied.
 impl fmt::Display for WorkerReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write(f, WaitFor::Applied)
+    }
+}
+
+/// A queue that was full for less was so when the version was published, and
+/// nobody waited for room.
+const AT_ONCE: Duration = Duration::from_millis(1);
+
+impl WorkerReport {
+    /// Its sentence in the report of a send that waited so far.
+    fn write(&self, f: &mut fmt::Formatter<'_>, level: WaitFor) -> fmt::Result {
         write!(f, "{}", self.worker)?;
         if self.pid != 0 {
             write!(f, " (pid {})", self.pid)?;
@@ -328,17 +340,20 @@ impl fmt::Display for WorkerReport {
             Outcome::Died => write!(f, " died; its last version was {version}"),
             Outcome::Left => write!(f, " left in order"),
             Outcome::Late => {
-                write!(f, " had not applied it after {:.1?}", self.after)?;
+                let done = match level {
+                    WaitFor::Staged => "staged",
+                    WaitFor::Sent | WaitFor::Applied => "applied",
+                };
+                write!(f, " had not {done} it after {:.1?}", self.after)?;
                 still(f)
             }
             Outcome::Held if none_yet => write!(f, " is held, and has no version yet"),
             Outcome::Held => write!(f, " is held at {version}"),
             Outcome::Full => {
-                write!(
-                    f,
-                    " will not get it: its queue was full for {:.1?}",
-                    self.after
-                )?;
+                f.write_str(" will not get it: its queue was full")?;
+                if level > WaitFor::Sent && self.after >= AT_ONCE {
+                    write!(f, " for {:.1?}", self.after)?;
+                }
                 still(f)
             }
             Outcome::Asks if none_yet => write!(f, " takes what it asks for, and has nothing yet"),
@@ -348,12 +363,13 @@ impl fmt::Display for WorkerReport {
     }
 }
 
-/// Some versions: `v3`, or `v3, v1`.
+/// Some versions: `v3`, or `v3, v1`, without those of models that it has none of.
 struct Versions<'a>(&'a [Version]);
 
 impl fmt::Display for Versions<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, version) in self.0.iter().enumerate() {
+        let some = self.0.iter().filter(|version| !version.is_none());
+        for (index, version) in some.enumerate() {
             let before = if index == 0 { "" } else { ", " };
             write!(f, "{before}{version}")?;
         }
@@ -369,8 +385,9 @@ mod tests {
         WorkerReport {
             worker: WorkerId(worker),
             pid,
-            outcome,
             versions: vec![Version(3)],
+            current: outcome == Outcome::Applied,
+            outcome,
             after: Duration::ZERO,
         }
     }

@@ -1,7 +1,6 @@
 //! The trainer's end: send, report, lend a slot.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::{Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Digest, Layout, ModelId, Run, Version, WorkerId};
@@ -10,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
-use crate::pending::{Flight, PendingSend};
+use crate::pending::{Flight, Handle, PendingSend};
 use crate::publish::{self, Prepared};
 use crate::report::{Report, WorkerStatus};
 use crate::scheme::AnyScheme;
@@ -29,8 +28,14 @@ pub struct Sender {
     transport: Box<dyn SenderTransport>,
     run: Run,
     /// Asynchronous sends that may not be settled yet, oldest first.
-    flying: VecDeque<PendingSend>,
+    flying: Vec<PendingSend>,
+    /// All that somebody may still ask about, oldest first.
+    handed: Vec<Weak<Handle>>,
 }
+
+/// How long one of several asynchronous sends is waited for before the others are
+/// looked at.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// The tensors a partial update carried.
 type Carried = Option<Vec<String>>;
@@ -41,7 +46,8 @@ impl Sender {
             setup,
             transport,
             run,
-            flying: VecDeque::new(),
+            flying: Vec::new(),
+            handed: Vec::new(),
         }
     }
 
@@ -104,8 +110,9 @@ impl Sender {
         let (since, until) = self.times(options);
         self.make_way(until)?;
         let flight = self.publish(weights.members(), options, since, until)?;
-        let pending = PendingSend::new(Arc::new(flight), options.wait);
-        self.flying.push_back(pending.clone());
+        let pending = PendingSend::new(flight, options.wait);
+        self.flying.push(pending.clone());
+        self.handed.push(pending.downgrade());
         Ok(pending)
     }
 
@@ -447,26 +454,44 @@ impl Sender {
 
     /// Makes way for one more asynchronous send, or says that one is pending.
     fn make_way(&mut self, until: Deadline) -> Result<()> {
-        while let Some(oldest) = self.flying.front() {
-            if oldest.is_settled()? {
-                self.flying.pop_front();
-                continue;
-            }
-            let version = oldest.version();
-            let (allowed, wait) = match self.setup.pending {
-                Pending::Refuse => (1, false),
-                Pending::Queue(bound) => (usize::from(bound.max(1)), true),
+        let (allowed, wait) = match self.setup.pending {
+            Pending::Refuse => (1, false),
+            Pending::Queue(bound) => (usize::from(bound.max(1)), true),
+        };
+        loop {
+            self.forget_settled()?;
+            let Some(oldest) = self.flying.first() else {
+                return Ok(());
             };
             if self.flying.len() < allowed {
                 return Ok(());
             }
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             if !wait || left.is_some_and(|left| left.is_zero()) {
+                let version = oldest.version();
                 return Err(Error::SendPending { version, allowed });
             }
-            oldest.wait(left)?;
+            // Any of them makes way, and one at a time can be waited for.
+            let slice = match self.flying.len() {
+                1 => left,
+                _ => Some(left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN))),
+            };
+            oldest.wait(slice)?;
         }
-        Ok(())
+    }
+
+    /// Keeps the asynchronous sends that are still on their way.
+    fn forget_settled(&mut self) -> Result<()> {
+        let mut failed = None;
+        self.flying.retain(|one| match one.is_settled() {
+            Ok(settled) => !settled,
+            Err(error) => {
+                failed = Some(error);
+                true
+            }
+        });
+        self.handed.retain(|one| one.strong_count() > 0);
+        failed.map_or(Ok(()), Err)
     }
 
     /// Publishes in one step what is to be sent.
@@ -506,6 +531,16 @@ impl Sender {
             deadline: until,
             settled: Mutex::new(Vec::new()),
         })
+    }
+}
+
+/// What is known of asynchronous sends by now is what their handles say from here
+/// on; they keep nothing else of it.
+impl Drop for Sender {
+    fn drop(&mut self) {
+        for one in self.handed.iter().filter_map(Weak::upgrade) {
+            one.close();
+        }
     }
 }
 

@@ -101,20 +101,55 @@ impl Snapshot {
         };
         let image = Image::from_bytes(slot.layout(), slot.bytes());
         let image = image.unwrap_or_else(|_| unreachable!("a snapshot has its layout's length"));
-        let published = OnceLock::new();
-        if let Some(digest) = slot.published_digest() {
-            let _ = published.set(digest);
-        }
-        Self {
+        let copy = Self {
             model: self.model.clone(),
             attributes: self.attributes.clone(),
             held: Held::Own(Arc::new(Own {
                 image,
                 run: slot.run(),
                 version: slot.version(),
-                published,
+                published: OnceLock::new(),
             })),
+        };
+        copy.with_digest_of(self)
+    }
+
+    /// A copy of another version of the same model: in the memory of this one, if
+    /// it is a copy that nobody else holds.
+    pub(crate) fn replaced_by(mut self, lent: &Self) -> Self {
+        let Held::Slot(slot) = &lent.held else {
+            return lent.clone();
+        };
+        let own = match &mut self.held {
+            Held::Own(own) => Arc::get_mut(own),
+            Held::Slot(_) => None,
+        };
+        let Some(own) = own.filter(|own| own.image.layout() == slot.layout()) else {
+            return lent.to_owned_copy();
+        };
+        own.image.overwrite(slot.bytes());
+        own.run = slot.run();
+        own.version = slot.version();
+        own.published = OnceLock::new();
+        self.with_digest_of(lent)
+    }
+
+    /// The same, with the digest that another view of the version has by now.
+    pub(crate) fn with_digest_of(self, other: &Self) -> Self {
+        match other.published_digest() {
+            Some(digest) => self.with_digest(digest),
+            None => self,
         }
+    }
+
+    /// Whether both are of one version.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.version() == other.version() && self.run() == other.run()
+    }
+
+    /// Whether it is a copy that nobody else holds.
+    pub(crate) fn is_alone(&self) -> bool {
+        matches!(&self.held, Held::Own(own) if Arc::strong_count(own) == 1)
     }
 
     /// The model it is of.

@@ -152,6 +152,7 @@ impl Memory {
             pid: 0,
             outcome: Outcome::Applied,
             versions: versions.clone(),
+            current: true,
             after: Duration::ZERO,
         };
         (0..self.workers).map(line).collect()

@@ -272,7 +272,15 @@ fn old_versions_are_kept_as_far_as_the_history_goes() {
             let old = writer.old_snapshot(0, Version(*version)).unwrap();
             old.inspect(check).is_some()
         });
-        versions.collect::<Vec<_>>()
+        let versions: Vec<_> = versions.collect();
+        let said = writer.kept(0).unwrap();
+        assert!(
+            said.iter()
+                .rev()
+                .map(|version| version.0)
+                .eq(versions.clone())
+        );
+        versions
     };
     assert_eq!(kept(&writer), [5, 6, 7, 8]);
     assert_eq!(writer.slots(0), 5, "those kept, and one to write");

@@ -48,8 +48,7 @@ impl Image {
             });
         }
         let mut image = Self::zeros(layout);
-        image.bytes_mut().copy_from_slice(bytes);
-        image.clear_padding();
+        image.overwrite(bytes);
         Ok(image)
     }
 
@@ -130,6 +129,17 @@ impl Image {
             }
         }
         Ok(())
+    }
+
+    /// Takes other bytes of the same layout into the same memory; padding is set
+    /// to zero.
+    ///
+    /// # Panics
+    ///
+    /// If they are not as many as the layout has.
+    pub(crate) fn overwrite(&mut self, bytes: &[u8]) {
+        self.bytes_mut().copy_from_slice(bytes);
+        self.clear_padding();
     }
 
     fn clear_padding(&mut self) {

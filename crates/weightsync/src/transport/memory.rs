@@ -16,6 +16,7 @@ use crate::report::{WorkerReport, WorkerStatus};
 use crate::set::{Member, SetSnapshot};
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
+use crate::transport::copies::Copies;
 use crate::transport::{
     Capabilities, Endpoint, Interrupter, Joining, Level, ModelSpec, Opening, Outstanding, Pull,
     ReceiverTransport, SenderTransport, Staging, Targets,
@@ -121,12 +122,13 @@ impl Memory {
             }
         };
         let attributes = specs.iter().map(|spec| Arc::new(spec.attributes.clone()));
+        let copies = || specs.iter().map(|_| Copies::default()).collect();
         Ok(Box::new(Attached {
             attributes: attributes.collect(),
             indices,
+            copies: own_copy.then(copies),
             specs,
             reader,
-            own_copy,
             last: None,
         }))
     }
@@ -194,8 +196,14 @@ impl SenderTransport for Segment {
     }
 
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
-        let held = self.writer.old_snapshot(model, version)?;
-        Ok(held.map(|held| self.lent(model, held)))
+        let Some(held) = self.writer.old_snapshot(model, version)? else {
+            return Err(Error::NoSuchVersion {
+                model: self.models[model].0.clone(),
+                asked: version,
+                known: self.writer.kept(model)?,
+            });
+        };
+        Ok(Some(self.lent(model, held)))
     }
 
     fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
@@ -289,6 +297,7 @@ impl Published {
             pid: line.pid,
             outcome: line.outcome.into(),
             versions: of_published(line.versions, &self.publication.versions),
+            current: line.current,
             after: line.after,
         });
         lines.collect()
@@ -312,8 +321,8 @@ struct Attached {
     attributes: Vec<Arc<Attributes>>,
     /// The index of each in the sender's set.
     indices: Vec<usize>,
-    /// Whether what is taken is copied, and its slot given back.
-    own_copy: bool,
+    /// Of each model, if what is taken is copied and its slot given back.
+    copies: Option<Vec<Copies>>,
     /// What came last by a queue, which gives nothing twice. It costs a slot,
     /// unless it is a copy.
     last: Option<SetSnapshot>,
@@ -328,7 +337,7 @@ impl Attached {
         })
     }
 
-    fn lent(&self, taken: Taken) -> SetSnapshot {
+    fn lent(&mut self, taken: Taken) -> SetSnapshot {
         let members = taken.members.into_iter().filter_map(|member| {
             let place = self
                 .indices
@@ -339,10 +348,9 @@ impl Attached {
                 self.attributes[place].clone(),
                 member.snapshot,
             );
-            let snapshot = if self.own_copy {
-                snapshot.to_owned_copy()
-            } else {
-                snapshot
+            let snapshot = match &mut self.copies {
+                Some(copies) => copies[place].of(&snapshot),
+                None => snapshot,
             };
             let changed = member.changed;
             Some((place, Member { snapshot, changed }))

@@ -15,6 +15,7 @@
 //! | verify, hand over | [`ReceiverTransport::next`] |
 //! | say what became of it | [`ReceiverTransport::applied`], [`ReceiverTransport::refuse`], [`Outstanding::settle`] |
 
+mod copies;
 mod endpoint;
 mod image;
 mod interrupter;
@@ -308,7 +309,8 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Those of [`snapshot`](Self::snapshot).
+    /// Those of [`snapshot`](Self::snapshot); [`Error::NoSuchVersion`] from one
+    /// that keeps several and can say which.
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
         let newest = self.snapshot(model)?;
         Ok(newest.filter(|newest| newest.version() == version))

@@ -5,7 +5,7 @@ use std::fs;
 use std::process::Command;
 use std::time::Instant;
 
-use weightsync::{DigestPolicy, Expect, SenderSetup};
+use weightsync::{DigestPolicy, Expect, SendOptions, SenderSetup};
 
 use crate::{BRIEF, SOON, pair_by, send_to, weights};
 
@@ -101,6 +101,25 @@ fn a_connection_leaves_no_descriptor_thread_or_mapping() {
             assert_nothing_left(&before);
         },
     );
+}
+
+/// The handle of an asynchronous send keeps what is known of it, and no more.
+#[test]
+fn the_handle_of_a_send_keeps_nothing_of_a_connection() {
+    let name = "leaks::the_handle_of_a_send_keeps_nothing_of_a_connection";
+    alone(name, || {
+        let before = held();
+        let setup = SenderSetup::new("policy", &weights()).unwrap();
+        let (mut sender, mut receiver) = pair_by(setup, &weights());
+        let options = SendOptions::new();
+        let settled = sender.send_async(&weights(), &options).unwrap();
+        receiver.receive(Some(SOON)).unwrap().unwrap();
+        let pending = sender.send_async(&weights(), &options).unwrap();
+        drop((sender, receiver));
+        assert_nothing_left(&before);
+        assert!(settled.wait(None).unwrap().all_applied());
+        pending.wait(None).unwrap_err();
+    });
 }
 
 #[test]

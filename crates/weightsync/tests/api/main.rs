@@ -13,6 +13,7 @@ mod files;
 mod init_info;
 mod leaks;
 mod loan;
+mod pending;
 mod refusals;
 mod report;
 mod round_trip;

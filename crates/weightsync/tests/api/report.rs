@@ -1,10 +1,11 @@
 //! The sentences a person reads.
 
+use std::thread;
 use std::time::Duration;
 
 use weightsync::{
-    Error, Expect, ModelId, Outcome, Report, SendOptions, SenderSetup, Version, WaitFor, WorkerId,
-    WorkerReport,
+    AnyScheme, Error, Expect, ModelId, Outcome, Pull, ReceiverSetup, Report, SendOptions,
+    SenderSetup, Set, Version, WaitFor, WorkerId, WorkerReport,
 };
 
 use crate::{SOON, weights};
@@ -15,6 +16,7 @@ fn line(worker: u32, outcome: Outcome, version: u64) -> WorkerReport {
         pid: 100 + worker,
         outcome,
         versions: vec![Version(version)],
+        current: version >= 7,
         after: Duration::from_micros(1500),
     }
 }
@@ -80,6 +82,20 @@ fn every_outcome_has_its_sentence() {
         (
             line(7, Outcome::Full, 2),
             "worker 7 (pid 107) will not get it: its queue was full for 1.5ms; it goes on with v2",
+        ),
+        (
+            WorkerReport {
+                after: Duration::from_nanos(2100),
+                ..line(7, Outcome::Full, 2)
+            },
+            "worker 7 (pid 107) will not get it: its queue was full; it goes on with v2",
+        ),
+        (
+            WorkerReport {
+                versions: [0, 2, 5].map(Version).to_vec(),
+                ..line(4, Outcome::Late, 0)
+            },
+            "worker 4 (pid 104) had not applied it after 1.5ms; it goes on with v2, v5",
         ),
         (
             line(8, Outcome::Asks, 2),
@@ -157,11 +173,56 @@ fn who_only_asks_has_the_version_or_has_not() {
     }
     let mut held = report(vec![line(0, Outcome::Held, 3), line(1, Outcome::Left, 0)]);
     assert!(held.all_applied());
-    // Different weights for different workers: the line does not say which.
-    held.workers.push(line(2, Outcome::Asks, 8));
+    // Different weights for different workers: what counts is what each was sent.
     held.versions
         .push((ModelId::new("policy").unwrap(), Version(8)));
+    held.workers.push(line(2, Outcome::Asks, 7));
+    assert!(held.all_applied());
+    held.workers.push(line(3, Outcome::Asks, 6));
     assert!(!held.all_applied());
+}
+
+/// A model it does not take is none that it has not.
+#[test]
+fn who_only_asks_has_what_it_takes_of_a_set() {
+    let one = weights();
+    let both = || Set::new().with("actor", &one).with("critic", &one);
+    let setup = SenderSetup::new("actor", &one).unwrap();
+    let setup = setup.and("critic", &one).unwrap();
+    let setup = setup.scheme("shared-mem:pull".parse::<AnyScheme>().unwrap());
+    let setup = setup.unwrap();
+    let joining = ReceiverSetup::new(setup.init_info(), 0).models(["critic"]);
+    let joining = thread::spawn(move || joining.connect(SOON).unwrap());
+    let mut sender = setup.connect(&both(), Expect::Count(1), SOON).unwrap();
+    let mut receiver = joining.join().unwrap();
+    receiver.receive(Some(SOON)).unwrap();
+    for has in [false, true] {
+        let pending = sender.send_async(&both(), &SendOptions::new()).unwrap();
+        if has {
+            receiver.pull(Pull::Newest, Some(SOON)).unwrap().unwrap();
+        }
+        let report = pending.wait(Some(SOON)).unwrap();
+        assert_eq!(report.workers[0].outcome, Outcome::Asks);
+        assert_eq!(report.all_applied(), has, "{report}");
+        assert_eq!(report.failed().count(), 0, "{report}");
+    }
+}
+
+/// What was waited for is what had not happened.
+#[test]
+fn the_words_for_a_late_worker_are_those_of_what_was_waited_for() {
+    let late = Report {
+        level: WaitFor::Staged,
+        ..report(vec![line(4, Outcome::Late, 6)])
+    };
+    let words = "worker 4 (pid 104) had not staged it after 1.5ms; it goes on with v6";
+    assert!(late.to_string().ends_with(words), "{late}");
+    let lost = Report {
+        level: WaitFor::Sent,
+        ..report(vec![line(7, Outcome::Full, 2)])
+    };
+    let words = "will not get it: its queue was full; it goes on with v2";
+    assert!(lost.to_string().ends_with(words), "{lost}");
 }
 
 #[test]

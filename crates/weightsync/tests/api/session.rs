@@ -179,6 +179,11 @@ fn a_second_init_of_one_model_leaves_the_others_and_what_was_prepared() {
     sender.send(&both).unwrap();
     let old = sender.old_snapshot("critic", Version(1)).unwrap();
     assert_eq!(old.version(), Version(1), "the history");
+    let error = sender.old_snapshot("critic", Version(9)).unwrap_err();
+    let Error::NoSuchVersion { known, .. } = &error else {
+        panic!("{error}")
+    };
+    assert_eq!(*known, [Version(2), Version(1)]);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use weightsync::worker::WorkerError;
 use weightsync::{
     AnyScheme, Epoch, Error, Expect, Holder, MemoryError, ReceiverSetup, Remedy, SendOptions,
-    SenderSetup, Set, Tensors, Version, WaitFor, WaitStyle, WorkerId,
+    SenderSetup, Set, SetSnapshot, Snapshot, Tensors, Version, WaitFor, WaitStyle, WorkerId,
 };
 
 use crate::{BRIEF, SOON, pair_by, send_to, weights};
@@ -83,6 +83,71 @@ fn a_worker_with_copies_of_its_own_keeps_no_slot() {
         assert_eq!(member.snapshot.version(), Version(latest), "{scheme}");
         assert_eq!(member.changed, latest > 1, "{scheme}");
         assert_eq!(first.slice::<i64>("step").unwrap(), [41]);
+    }
+}
+
+/// The elements of a tensor lie where its image does.
+fn place(snapshot: &Snapshot) -> *const f32 {
+    snapshot.slice::<f32>("layer.weight").unwrap().as_ptr()
+}
+
+#[test]
+fn a_copy_that_is_there_is_not_made_again() {
+    for scheme in ["multi-process:every=1,own-copy", "multi-process:own-copy"] {
+        let actor = weights();
+        let set = || Set::new().with("actor", &actor).with("critic", &actor);
+        let setup = SenderSetup::new("actor", &actor).unwrap();
+        let setup = setup.and("critic", &actor).unwrap();
+        let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
+        let joining = ReceiverSetup::new(setup.init_info(), 0);
+        let joining = thread::spawn(move || joining.connect(SOON).unwrap());
+        let mut sender = setup.connect(&set(), Expect::Count(1), SOON).unwrap();
+        let mut receiver = joining.join().unwrap();
+        let first = receiver.receive_set(Some(SOON)).unwrap().unwrap();
+        let again = receiver.latest_set().unwrap().unwrap();
+        let sent = SendOptions::new().wait(WaitFor::Sent).model("critic");
+        sender.send_with(&actor, &sent).unwrap();
+        let second = receiver.receive_set(Some(SOON)).unwrap().unwrap();
+        for id in ["actor", "critic"] {
+            let place = |set: &SetSnapshot| place(set.model(id).unwrap());
+            assert_eq!(place(&first), place(&again), "{scheme} {id}");
+            let same = place(&first) == place(&second);
+            assert_eq!(same, id == "actor", "{scheme} {id}");
+        }
+        let versions = second.versions().into_iter().map(|(_, version)| version);
+        assert_eq!(versions.collect::<Vec<_>>(), [Version(1), Version(2)]);
+    }
+}
+
+#[test]
+fn the_memory_of_a_dropped_copy_takes_the_next_and_a_held_one_stays() {
+    for scheme in ["multi-process:every=1,own-copy", "multi-process:own-copy"] {
+        let setup = SenderSetup::new("policy", &weights()).unwrap();
+        let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
+        let (mut sender, mut receiver) = pair_by(setup, &weights());
+        let mut next = |step: i64| {
+            let mut weights = weights();
+            weights.slice_mut::<i64>("step").unwrap()[0] = step;
+            send_to(&mut sender, &weights, &mut receiver)
+        };
+        let step = |snapshot: &Snapshot| snapshot.slice::<i64>("step").unwrap()[0];
+        // As a worker does it: the last one goes once the next is there.
+        let mut current = next(0);
+        let mut places = Vec::new();
+        for sent in 1..6 {
+            current = next(sent);
+            assert_eq!(step(&current), sent, "{scheme}");
+            places.push(place(&current));
+        }
+        assert_eq!(places[0], places[2], "{scheme}");
+        assert_eq!(places[1], places[3], "{scheme}");
+        assert_ne!(places[0], places[1], "{scheme}");
+        // Held ones, by whichever handle, are left alone.
+        let held: Vec<_> = (6..12).map(|sent| next(sent).clone()).collect();
+        for (sent, snapshot) in (6..).zip(&held) {
+            assert_eq!(step(snapshot), sent, "{scheme}");
+        }
+        assert_eq!(step(&current), 5, "{scheme}");
     }
 }
 

@@ -221,7 +221,6 @@ impl ReceiverTransport for FileReceiver {
             match life {
                 Life::Here if self.interrupted.swap(false, Ordering::SeqCst) => return Ok(None),
                 Life::Here if passed(deadline) => return Ok(None),
-                Life::Here if self.interrupted.swap(false, Ordering::Relaxed) => return Ok(None),
                 Life::Here => std::thread::sleep(PAUSE),
                 Life::Left => return Err(Error::SenderClosed),
                 Life::Dead => {

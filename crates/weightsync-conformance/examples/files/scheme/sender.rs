@@ -319,14 +319,15 @@ impl Published {
             }
         };
         let about = &worker.peer.about;
-        let versions = self.versions.iter();
+        let mut sent = self.versions.iter();
+        let runs = |model: &usize| about.version(&said, *model);
         WorkerReport {
             worker: about.worker,
             pid: about.pid,
             outcome,
-            versions: versions
-                .map(|(model, _)| about.version(&said, *model))
-                .collect(),
+            versions: sent.clone().map(|(model, _)| runs(model)).collect(),
+            current: sent
+                .all(|(model, version)| !about.wanted.contains(model) || runs(model) >= *version),
             after: self.at.elapsed(),
         }
     }

@@ -1,0 +1,83 @@
+//! Sends whose workers are still on their way.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use weightsync::{Error, Outcome, Pending, SendOptions, SenderSetup, Version, WaitFor};
+
+use crate::{BRIEF, SOON, connect, pair, weights};
+
+fn to(workers: &[u32], deadline: Duration) -> SendOptions {
+    let options = SendOptions::new().workers(workers.iter().copied());
+    options.deadline(deadline)
+}
+
+#[test]
+fn those_that_are_done_do_not_count_whichever_was_first() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let setup = setup.slots(2, 8).pending(Pending::Queue(2));
+    let (mut sender, mut receivers) = connect(setup, &weights(), 3);
+    let send = |sender: &mut weightsync::Sender, worker, deadline| {
+        sender.send_async(&weights(), &to(&[worker], deadline))
+    };
+    let slow = send(&mut sender, 0, SOON).unwrap();
+    let quick = send(&mut sender, 1, SOON).unwrap();
+    let error = send(&mut sender, 2, BRIEF).unwrap_err();
+    let Error::SendPending { version, allowed } = error else {
+        panic!("{error}")
+    };
+    assert_eq!((version, allowed), (Version(2), 2));
+    receivers[1].receive(Some(SOON)).unwrap().unwrap();
+    assert!(quick.is_settled().unwrap() && !slow.is_settled().unwrap());
+    let third = send(&mut sender, 2, BRIEF).unwrap();
+
+    // Also one that is done while the next waits for its way.
+    let since = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| receivers[2].receive(Some(SOON)).unwrap().unwrap());
+        send(&mut sender, 1, SOON).unwrap();
+    });
+    assert!(since.elapsed() < SOON / 2);
+    assert!(third.is_settled().unwrap() && !slow.is_settled().unwrap());
+}
+
+#[test]
+fn the_report_of_a_settled_send_outlives_the_sender() {
+    for level in [WaitFor::Staged, WaitFor::Applied] {
+        let (mut sender, mut receiver) = pair(&weights());
+        let options = SendOptions::new().wait(level);
+        let mut sent = Vec::new();
+        for _ in 0..3 {
+            sent.push(sender.send_async(&weights(), &options).unwrap());
+            receiver.receive(Some(SOON)).unwrap().unwrap();
+        }
+        // One of them has been waited for, one made way, one was not looked at.
+        assert!(sent[0].wait(Some(SOON)).unwrap().all_reached());
+        sender.shutdown();
+        for (version, one) in (2..).zip(&sent) {
+            assert!(one.is_settled().unwrap(), "{level:?}");
+            let report = one.wait(None).unwrap();
+            assert_eq!(report.version(), Version(version));
+            assert_eq!(report.workers[0].outcome, Outcome::Applied);
+        }
+    }
+}
+
+#[test]
+fn what_was_not_settled_when_the_sender_shut_down_is_not_known() {
+    let (mut sender, _receiver) = pair(&weights());
+    let sent = sender.send_async(&weights(), &SendOptions::new()).unwrap();
+    assert_eq!(
+        sent.wait(Some(BRIEF)).unwrap().workers[0].outcome,
+        Outcome::Late
+    );
+    // A wait in another thread ends as well.
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| sent.wait(None));
+        sender.shutdown();
+        let error = waiting.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::SenderClosed), "{error}");
+    });
+    let error = sent.is_settled().unwrap_err();
+    assert!(matches!(error, Error::SenderClosed), "{error}");
+}
