@@ -152,6 +152,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         payload::tensors_that_do_not_lie_in_order_arrive_in_order[Weights],
         payload::floats_are_cast_on_their_way[Weights],
         payload::a_model_without_elements_arrives[Weights],
+        payload::ties_buffers_and_extra_state_arrive[Weights],
         receive::a_timeout_is_nothing_and_no_error[Weights Push],
         receive::a_wait_without_end_ends_with_a_shutdown[Weights Push],
         receive::the_newest_is_there_at_once_and_again[Weights Push],
