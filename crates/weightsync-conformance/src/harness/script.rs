@@ -301,6 +301,17 @@ impl<'a> Script<'a> {
         self.until_dead(puppet);
     }
 
+    /// Kills a puppet that has begun what it was told, so long afterwards.
+    pub(crate) fn kill_at(&mut self, puppet: usize, moment: Duration) {
+        self.doomed.insert(puppet);
+        self.until_heard(puppet);
+        let at = Instant::now() + moment;
+        while Instant::now() < at {
+            std::thread::yield_now();
+        }
+        self.kill(puppet);
+    }
+
     /// Waits for the death of a puppet that was told to die.
     pub(crate) fn until_dead(&mut self, puppet: usize) {
         self.doomed.insert(puppet);
@@ -339,10 +350,14 @@ impl<'a> Script<'a> {
     /// Waits until a puppet has heard what it was told and waits in the kernel: it
     /// has nothing more to do by itself.
     pub(crate) fn until_it_sleeps(&mut self, puppet: usize) {
+        self.until_heard(puppet);
+        self.until_state(puppet, 'S');
+    }
+
+    fn until_heard(&mut self, puppet: usize) {
         while self.told[puppet][0] > self.told[puppet][1] {
             self.listen();
         }
-        self.until_state(puppet, 'S');
     }
 
     /// Ends everything in order; nothing may be left.
