@@ -189,6 +189,9 @@ pub fn sweep_all(root: &Path) -> Vec<PathBuf> {
 fn sweep(dir: &Path) -> bool {
     let until = Instant::now() + PATIENCE;
     loop {
+        if is_taken_away(dir) && (fs::remove_dir_all(dir).is_ok() || !dir.exists()) {
+            return true;
+        }
         let locked = try_lock(dir, File::options().write(true));
         let held = matches!(locked, Ok(None));
         let gone = match locked {
@@ -215,6 +218,14 @@ fn remove(dir: &Path) -> bool {
     let mut going = dir.as_os_str().to_owned();
     going.push(format!(".{}", std::process::id()));
     fs::rename(dir, &going).is_ok() && fs::remove_dir_all(&going).is_ok()
+}
+
+/// Whether this is what [`remove`] has taken away: it may have been killed before
+/// all of it was gone, its lock first.
+fn is_taken_away(dir: &Path) -> bool {
+    let name = dir.file_name().and_then(|name| name.to_str());
+    let name = name.and_then(|name| name.strip_prefix(PREFIX));
+    name.is_some_and(|name| name.contains('.'))
 }
 
 /// Makes a directory that is this user's alone.
