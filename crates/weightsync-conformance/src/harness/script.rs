@@ -87,6 +87,14 @@ impl<'a> Script<'a> {
         info
     }
 
+    /// Has a worker join that feeds workers of its own; the init info for them.
+    pub(crate) fn head(&mut self, worker: u32, info: &InitInfo) -> InitInfo {
+        let own = self.deed(worker, Deed::Head(Box::new(Join::new(info))));
+        let own = own.info();
+        self.addresses.push(address(&own));
+        own
+    }
+
     /// The init info of the trainer that was prepared last.
     pub(crate) fn info(&self) -> InitInfo {
         self.info.clone().expect("a trainer was prepared")
@@ -460,7 +468,7 @@ impl Drop for Group {
 }
 
 /// Where an init info leads.
-fn address(info: &InitInfo) -> String {
+pub(crate) fn address(info: &InitInfo) -> String {
     let value = serde_json::to_value(info).expect("an init info has a JSON form");
     value["at"]["address"]
         .as_str()
