@@ -45,7 +45,10 @@
 //! they do not state has to be refused with
 //! [`Error::Unsupported`](weightsync::Error::Unsupported), which the scenario
 //! `not_offered` of each scheme tries; the scenarios that fall away are named in
-//! its output, so that none passes silently.
+//! its output, so that none passes silently. Two things no capability states: a
+//! worker's end is asked whether its waits can be ended from another thread, which
+//! a background receiver needs; and whether a worker notices a damaged commit
+//! record is tried if you say how to damage one ([`Subjects::corrupt`]).
 //!
 //! # How much, and how random
 //!
@@ -54,8 +57,8 @@
 //! scenario that makes some prints its seed and its counts. A wait without end in
 //! any process fails the scenario with what hung.
 //!
-//! Absent here: anything that looks inside a scheme, and timings, but for waits
-//! that nothing ended.
+//! Absent here: anything that looks inside a scheme (what is damaged in it is
+//! damaged by a hook of yours), and timings, but for waits that nothing ended.
 #![forbid(unsafe_code)]
 
 mod harness;
@@ -63,13 +66,20 @@ mod scenarios;
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::io;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use weightsync::{Capabilities, Schemes, worker};
+use weightsync::transport::Interrupter;
+use weightsync::{
+    AnyScheme, Capabilities, Error, Expect, ModelId, ReceiverSetup, Result, Schemes, SenderSetup,
+    Version, worker,
+};
 
+use crate::harness::scale::PATIENCE;
+use crate::harness::shape::Shape;
 use crate::scenarios::{Need, Scenario};
 
 /// The schemes to be put through the suite.
@@ -78,10 +88,29 @@ pub struct Subjects {
     schemes: Schemes,
     texts: Vec<String>,
     residue: Residue,
+    corrupt: Option<Corrupt>,
 }
 
 /// Names what a scheme has left in the system.
 type Residue = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
+
+/// Damages a commit record.
+pub(crate) type Corrupt = Arc<dyn Fn(&Record) -> io::Result<String> + Send + Sync>;
+
+/// The commit record of a version: whatever a scheme keeps that makes bytes a
+/// version for its workers. See [`Subjects::corrupt`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Record {
+    /// The scheme, by its word and settings.
+    pub scheme: String,
+    /// The address of the sender's [`Endpoint`](weightsync::transport::Endpoint).
+    pub address: String,
+    /// The model; the sender has no other.
+    pub model: ModelId,
+    /// The version, which is the newest.
+    pub version: Version,
+}
 
 impl Subjects {
     /// No scheme yet; trainers and workers know these.
@@ -90,6 +119,7 @@ impl Subjects {
             schemes,
             texts: Vec::new(),
             residue: Arc::new(Vec::new),
+            corrupt: None,
         }
     }
 
@@ -108,6 +138,22 @@ impl Subjects {
         self.residue = Arc::new(left);
         self
     }
+
+    /// Damages the record of a version that was sent and that no worker has taken
+    /// yet, and returns words that the error of a worker which looks at it has to
+    /// have. Called in the sender's process, between two of its calls; an error of
+    /// it fails the scenario.
+    ///
+    /// Only you know where the record lies. Without this, what a worker makes of a
+    /// damaged one is not looked at, and listed as not offered.
+    #[must_use]
+    pub fn corrupt(
+        mut self,
+        damage: impl Fn(&Record) -> io::Result<String> + Send + Sync + 'static,
+    ) -> Self {
+        self.corrupt = Some(Arc::new(damage));
+        self
+    }
 }
 
 impl fmt::Debug for Subjects {
@@ -123,7 +169,7 @@ impl fmt::Debug for Subjects {
 pub fn main(subjects: &Subjects) -> ExitCode {
     match worker::current() {
         Ok(None) => run(subjects),
-        Ok(Some(process)) => match harness::puppet::obey(&process, &subjects.schemes) {
+        Ok(Some(process)) => match harness::puppet::obey(&process, subjects) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("{error}");
@@ -143,6 +189,10 @@ pub(crate) struct Subject {
     pub(crate) scheme: String,
     pub(crate) schemes: Schemes,
     pub(crate) can: Capabilities,
+    /// Whether a wait of its workers can be ended from another thread.
+    pub(crate) interrupts: bool,
+    /// Whether records of it can be damaged.
+    pub(crate) corrupts: bool,
     pub(crate) residue: Residue,
     scripts: AtomicU64,
 }
@@ -176,6 +226,8 @@ fn run(subjects: &Subjects) -> ExitCode {
             scheme: text.clone(),
             schemes: subjects.schemes.clone(),
             can: scheme.capabilities(),
+            interrupts: interrupts(&subjects.schemes, scheme),
+            corrupts: subjects.corrupt.is_some(),
             residue: subjects.residue.clone(),
             scripts: AtomicU64::new(0),
         });
@@ -184,10 +236,26 @@ fn run(subjects: &Subjects) -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
+/// Asks a worker's end of the scheme, as nothing states it. Whatever else goes
+/// wrong is for the scenarios to find.
+fn interrupts(schemes: &Schemes, scheme: AnyScheme) -> bool {
+    let can = scheme.capabilities();
+    let ask = || -> Result<Interrupter> {
+        let weights = Shape::Words(8).make(1);
+        let setup = SenderSetup::new("policy", &weights)?.scheme(scheme)?;
+        let _sender = setup
+            .clone()
+            .connect(&weights, Expect::Count(0), PATIENCE)?;
+        let worker = ReceiverSetup::new(setup.init_info(), 0).schemes(schemes.clone());
+        worker.connect(PATIENCE)?.interrupter()
+    };
+    can.weights && can.push && !matches!(ask(), Err(Error::Unsupported { .. }))
+}
+
 fn trials_of(subject: &Arc<Subject>) -> Vec<Trial> {
     let (offered, missing): (Vec<_>, Vec<_>) = scenarios::all()
         .into_iter()
-        .partition(|scenario| scenario.lacks(&subject.can).is_empty());
+        .partition(|scenario| scenario.lacks(subject).is_empty());
     let mut trials: Vec<_> = offered
         .into_iter()
         .map(|scenario| trial(subject, scenario))
@@ -197,7 +265,7 @@ fn trials_of(subject: &Arc<Subject>) -> Vec<Trial> {
     trials.push(Trial::test(name, move || {
         for scenario in &missing {
             let lacks: BTreeSet<&str> = scenario
-                .lacks(&theirs.can)
+                .lacks(&theirs)
                 .into_iter()
                 .map(Need::word)
                 .collect();

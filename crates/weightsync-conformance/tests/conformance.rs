@@ -1,5 +1,7 @@
 //! Every scheme built in, put through the suite.
 
+mod damage;
+
 use std::process::ExitCode;
 
 use weightsync::Schemes;
@@ -12,6 +14,7 @@ fn main() -> ExitCode {
         .with("multi-process")
         .with("multi-process:own-copy")
         .with("multi-process:every=4")
-        .with("none");
+        .with("none")
+        .corrupt(damage::spoil);
     weightsync_conformance::main(&subjects)
 }

@@ -2,9 +2,11 @@
 //!
 //! A scheme of your own has a test like this one.
 
+use std::path::Path;
 use std::process::ExitCode;
+use std::{fs, io};
 
-use weightsync_conformance::Subjects;
+use weightsync_conformance::{Record, Subjects};
 
 #[path = "../examples/files/scheme/mod.rs"]
 mod scheme;
@@ -23,6 +25,18 @@ fn main() -> ExitCode {
     };
     let subjects = Subjects::new(Files::among_schemes())
         .with(&format!("files:dir={}", dir.display()))
-        .residue(move || files.sweep());
+        .residue(move || files.sweep())
+        .corrupt(spoil);
     weightsync_conformance::main(&subjects)
+}
+
+/// Changes a byte of the file `live`, another for each version; what the error
+/// has to name.
+fn spoil(record: &Record) -> io::Result<String> {
+    let path = Path::new(&record.address).join("live");
+    let mut bytes = fs::read(&path)?;
+    let at = record.version.0 as usize * 7 % bytes.len();
+    bytes[at] ^= 1;
+    fs::write(&path, bytes)?;
+    Ok("live is damaged".into())
 }

@@ -738,6 +738,9 @@ impl Receiver {
     /// sender that is gone is looked for once. It is to be called as long as its
     /// sender [`restarts`](Self::restarts).
     pub(crate) fn follow(&mut self) -> Result<Followed> {
+        // Whoever follows looks again after any interrupt; passing one over that
+        // an earlier thread was to expect could be passing over the one to end by.
+        self.interrupted = false;
         if !self.sender_lost {
             let next = self.next(None)?;
             return Ok(next.map_or(Followed::Interrupted, Followed::Set));

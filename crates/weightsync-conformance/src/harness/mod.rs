@@ -1,6 +1,8 @@
 //! Processes that are told what to do, and what is checked when they are done.
 
 pub(crate) mod fault;
+mod follower;
+mod middle;
 pub(crate) mod order;
 pub(crate) mod puppet;
 pub(crate) mod scale;

@@ -110,6 +110,9 @@ pub(crate) enum Act {
     Source,
     /// Makes the digest of what was sent last.
     Digest,
+    /// Damages the commit record of this version of the first model; answers
+    /// with the words of the error to come.
+    Corrupt(u64),
     /// Shuts down; nothing if it has.
     Close,
 }
@@ -296,8 +299,46 @@ pub(crate) enum Deed {
     Checksums,
     /// What it runs.
     Runs,
+    /// Interrupts its next wait, so many times.
+    Interrupt(u32),
+    /// Receives without end; another thread interrupts it once it waits.
+    ReceiveInterrupted,
+    /// Hands the receiving, and models of its own, to a thread.
+    Follow(SafePoints),
+    /// What a thread has loaded.
+    Following,
+    /// Waits until a thread runs this version of its first model, or has it
+    /// staged.
+    FollowTo {
+        version: u64,
+        staged: bool,
+    },
+    /// Reads what a thread loads until it is of this number, and checks it.
+    FollowUntil(u64),
+    /// Waits until nothing more will come.
+    FollowToTheEnd,
+    SafePoint,
+    /// Ends the thread, and receives by itself again.
+    Unfollow,
+    /// Joins to pass on what it receives; answers with the init info for workers
+    /// of its own.
+    Head(Box<Join>),
+    /// Connects with these workers of its own.
+    Feed(Vec<u32>),
+    /// Passes on what comes next.
+    PassOn,
+    /// Passes on what comes by a thread, until [`Deed::PassOnByHand`].
+    PassOnByThread,
+    PassOnByHand,
     /// Leaves in order.
     Leave,
+}
+
+/// When a model changes that a thread loads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum SafePoints {
+    Implied,
+    Declared,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -337,6 +378,7 @@ pub(crate) enum Answer {
     Loaded(Loaded),
     /// A load is paused.
     Loading,
+    Followed(Followed),
     Workers(Vec<Status>),
     /// The numbers of a trainer's own tensors, by model.
     Source(Vec<Vec<Option<u64>>>),
@@ -346,6 +388,7 @@ pub(crate) enum Answer {
     /// Digests as text: made here, and found published.
     Digests(Vec<(String, Option<String>)>),
     Checked(Vec<bool>),
+    Damaged(String),
     Runs {
         versions: Vec<(String, u64)>,
         epoch: u64,
@@ -438,10 +481,46 @@ pub(crate) struct Loaded {
 impl Loaded {
     /// The number that everything in the worker's models is.
     pub(crate) fn word(&self) -> Option<u64> {
-        let mut all = self.words.iter().flatten();
-        let first = *all.next()?;
-        all.all(|word| *word == first).then_some(first).flatten()
+        same(&self.words)
     }
+}
+
+/// What a thread has loaded.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Followed {
+    /// The numbers in the models.
+    pub(crate) words: Vec<Vec<Option<u64>>>,
+    pub(crate) runs: Vec<u64>,
+    /// What waits for a safe point.
+    pub(crate) staged: Vec<u64>,
+    pub(crate) doing: Doing,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Doing {
+    Follows,
+    Searches,
+    SenderClosed,
+    SenderDied,
+    Failed,
+}
+
+impl Followed {
+    /// The version of its only model, and the number that it is.
+    pub(crate) fn one(&self) -> (u64, u64) {
+        let word = same(&self.words);
+        let (&[version], Some(word)) = (&self.runs[..], word) else {
+            panic!("one version of one model: {self:?}")
+        };
+        (version, word)
+    }
+}
+
+/// The number that everything is.
+fn same(words: &[Vec<Option<u64>>]) -> Option<u64> {
+    let mut all = words.iter().flatten();
+    let first = *all.next()?;
+    all.all(|word| *word == first).then_some(first).flatten()
 }
 
 /// A worker as its sender sees it.
@@ -483,11 +562,13 @@ expects! {
     seen: Seen => Seen,
     held: Held => Vec<Seen>,
     loaded: Loaded => Loaded,
+    followed: Followed => Followed,
     workers: Workers => Vec<Status>,
     source: Source => Vec<Vec<Option<u64>>>,
     print: Print => u64,
     count: Count => u64,
     digests: Digests => Vec<(String, Option<String>)>,
+    damaged: Damaged => String,
     stock: Stock => Stock,
     fault: Fault => Fault,
 }

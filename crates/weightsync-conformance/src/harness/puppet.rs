@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
-use weightsync::Schemes;
 use weightsync::worker::WorkerProcess;
 
 use super::fault::Fault;
@@ -12,6 +11,7 @@ use super::order::{Answer, Order};
 use super::stock;
 use super::trainer::Trainer;
 use super::worker::Worker;
+use crate::Subjects;
 
 /// Why an order had no answer of its own: an error of the library, which is one,
 /// or a broken promise.
@@ -73,11 +73,13 @@ impl Strings<'_> {
 /// Obeys until the pipe is closed.
 pub(crate) fn obey(
     process: &WorkerProcess,
-    schemes: &Schemes,
+    subjects: &Subjects,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let scheme: String = process.init_value()?;
     let strings = Strings { process };
-    let mut trainer = Trainer::new(schemes.parse(&scheme)?);
+    let schemes = &subjects.schemes;
+    let scheme = schemes.parse(&scheme)?;
+    let mut trainer = Trainer::new(scheme.clone(), subjects.corrupt.clone());
     let mut workers: BTreeMap<u32, Worker> = BTreeMap::new();
     while let Some(frame) = process.recv(None)? {
         strings.say(&Answer::Heard)?;
@@ -86,7 +88,7 @@ pub(crate) fn obey(
             Order::Worker(number, deed) => {
                 let worker = workers
                     .entry(number)
-                    .or_insert_with(|| Worker::new(number, schemes.clone()));
+                    .or_insert_with(|| Worker::new(number, schemes.clone(), scheme.clone()));
                 worker.act(deed, &strings)
             }
             Order::GoOn => Ok(Answer::Done),

@@ -87,6 +87,14 @@ impl<'a> Script<'a> {
         info
     }
 
+    /// Has a worker join that feeds workers of its own; the init info for them.
+    pub(crate) fn head(&mut self, worker: u32, info: &InitInfo) -> InitInfo {
+        let own = self.deed(worker, Deed::Head(Box::new(Join::new(info))));
+        let own = own.info();
+        self.addresses.push(address(&own));
+        own
+    }
+
     /// The init info of the trainer that was prepared last.
     pub(crate) fn info(&self) -> InitInfo {
         self.info.clone().expect("a trainer was prepared")
@@ -301,6 +309,17 @@ impl<'a> Script<'a> {
         self.until_dead(puppet);
     }
 
+    /// Kills a puppet that has begun what it was told, so long afterwards.
+    pub(crate) fn kill_at(&mut self, puppet: usize, moment: Duration) {
+        self.doomed.insert(puppet);
+        self.until_heard(puppet);
+        let at = Instant::now() + moment;
+        while Instant::now() < at {
+            std::thread::yield_now();
+        }
+        self.kill(puppet);
+    }
+
     /// Waits for the death of a puppet that was told to die.
     pub(crate) fn until_dead(&mut self, puppet: usize) {
         self.doomed.insert(puppet);
@@ -339,10 +358,14 @@ impl<'a> Script<'a> {
     /// Waits until a puppet has heard what it was told and waits in the kernel: it
     /// has nothing more to do by itself.
     pub(crate) fn until_it_sleeps(&mut self, puppet: usize) {
+        self.until_heard(puppet);
+        self.until_state(puppet, 'S');
+    }
+
+    fn until_heard(&mut self, puppet: usize) {
         while self.told[puppet][0] > self.told[puppet][1] {
             self.listen();
         }
-        self.until_state(puppet, 'S');
     }
 
     /// Ends everything in order; nothing may be left.
@@ -445,7 +468,7 @@ impl Drop for Group {
 }
 
 /// Where an init info leads.
-fn address(info: &InitInfo) -> String {
+pub(crate) fn address(info: &InitInfo) -> String {
     let value = serde_json::to_value(info).expect("an init info has a JSON form");
     value["at"]["address"]
         .as_str()

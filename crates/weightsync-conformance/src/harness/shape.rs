@@ -3,7 +3,10 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
-use weightsync::{Dtype, Run, SetSnapshot, Snapshot, TensorView, Tensors};
+use weightsync::{
+    Attributes, Dtype, Error, Plain, Result, Run, SetSnapshot, Snapshot, StateDict, TensorDict,
+    TensorRef, TensorView, Tensors,
+};
 
 use super::scale::Dice;
 
@@ -19,6 +22,8 @@ pub(crate) enum Shape {
     Many(u64),
     /// `F32` tensors, for casts.
     Floats,
+    /// What a framework knows beside the tensors: see [`module`].
+    Module,
 }
 
 /// The tensors of [`Shape::Words`].
@@ -67,6 +72,15 @@ impl Shape {
                     .insert("steps", [2], [word as i64, -1])
                     .expect("they fit");
             }
+            Self::Module => {
+                let values = vec![word as f32; 7 * 3];
+                tensors
+                    .insert(EMBEDDING, [7, 3], &values)
+                    .expect("they fit");
+                tensors
+                    .insert("norm.mean", [3], [word as f32, 0.5, -1.0])
+                    .expect("they fit");
+            }
         }
         tensors
     }
@@ -80,6 +94,36 @@ impl Shape {
                 .fill(word);
         }
     }
+}
+
+/// The tensor of [`Shape::Module`] that has another name as well.
+const EMBEDDING: &str = "embed.weight";
+
+/// Whether these are the tensors of [`Shape::Module`].
+pub(crate) fn is_module(tensors: &Tensors) -> bool {
+    tensors.names().next() == Some(EMBEDDING)
+}
+
+/// A model of [`Shape::Module`] as a framework has it: a tensordict with one
+/// tensor under two names, a buffer, and extra state.
+pub(crate) fn module(tensors: &Tensors) -> Result<TensorDict<'_>> {
+    let lent = |name: &str| {
+        let view = tensors.tensor(name)?;
+        let tensor = TensorRef::new(view.dtype(), view.shape(), view.bytes());
+        tensor.map_err(|error| Error::Extract {
+            name: name.into(),
+            source: error.into(),
+        })
+    };
+    let mut module = StateDict::new();
+    module.lend(EMBEDDING, lent(EMBEDDING)?)?;
+    module.lend("head.weight", lent(EMBEDDING)?)?;
+    module.lend("norm.mean", lent("norm.mean")?)?;
+    module.mark_buffer("norm.mean")?;
+    let steps = tensors.slice::<f32>(EMBEDDING)?[0] as i64;
+    let state = Plain::from_iter([("steps", Plain::from(steps))]);
+    module.insert_extra_state("norm", state)?;
+    TensorDict::try_from(module)
 }
 
 /// A part of a model of [`Shape::Words`]: some tensors, each with a number of its
@@ -118,6 +162,7 @@ pub(crate) struct Model {
     pub(crate) words: Vec<u64>,
     /// Stands for every name, dtype, shape and byte.
     pub(crate) print: u64,
+    pub(crate) attributes: Attributes,
 }
 
 impl Seen {
@@ -172,13 +217,17 @@ impl Model {
     ///
     /// Where a mix of two versions was found.
     pub(crate) fn of(snapshot: &Snapshot, changed: bool) -> Result<Self, String> {
-        let (words, print) = look(&snapshot.tensors().collect::<Vec<_>>())?;
+        let attributes = snapshot.attributes();
+        let sent: Vec<_> = snapshot.tensors().collect();
+        // Each under all its names.
+        let (words, print) = look(&attributes.expand(&sent, None))?;
         Ok(Self {
             id: snapshot.model().as_str().to_owned(),
             version: snapshot.version().0,
             changed,
             words,
             print,
+            attributes: attributes.clone(),
         })
     }
 
@@ -198,11 +247,27 @@ impl Model {
 /// Stands for every name, dtype, shape and byte of a worker's or trainer's own
 /// tensors.
 pub(crate) fn print_of(tensors: &Tensors) -> u64 {
+    if is_module(tensors) {
+        let module = module(tensors).expect("a model of the suite");
+        return print_of_state(module.flat());
+    }
     let views: Vec<_> = tensors
         .names()
         .map(|name| tensors.tensor(name).expect("its own name"))
         .collect();
     print(&views)
+}
+
+fn print_of_state(state: &StateDict<'_>) -> u64 {
+    let tensors: Vec<_> = state
+        .names()
+        .map(|name| (name, state.tensor(name).expect("its own name")))
+        .collect();
+    let parts = tensors.iter().map(|(name, tensor)| {
+        let bytes = tensor.contiguous_bytes().expect("it lies in order");
+        (*name, tensor.dtype(), tensor.shape(), bytes)
+    });
+    print_parts(parts)
 }
 
 /// The number of each tensor of one's own model of words; `None` where a tensor
@@ -243,13 +308,20 @@ fn torn(name: &str, words: &[u64]) -> String {
 }
 
 fn print(views: &[TensorView<'_>]) -> u64 {
+    let parts = views.iter();
+    print_parts(parts.map(|view| (view.name(), view.dtype(), view.shape(), view.bytes())))
+}
+
+fn print_parts<'a>(
+    parts: impl ExactSizeIterator<Item = (&'a str, Dtype, &'a [u64], &'a [u8])>,
+) -> u64 {
     let mut hasher = DefaultHasher::new();
-    views.len().hash(&mut hasher);
-    for view in views {
-        view.name().hash(&mut hasher);
-        view.dtype().name().hash(&mut hasher);
-        view.shape().hash(&mut hasher);
-        view.bytes().hash(&mut hasher);
+    parts.len().hash(&mut hasher);
+    for (name, dtype, shape, bytes) in parts {
+        name.hash(&mut hasher);
+        dtype.name().hash(&mut hasher);
+        shape.hash(&mut hasher);
+        bytes.hash(&mut hasher);
     }
     hasher.finish()
 }

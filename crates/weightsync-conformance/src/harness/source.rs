@@ -3,11 +3,13 @@
 use std::sync::{Arc, PoisonError, RwLock};
 
 use weightsync::{
-    Dtype, Error, Extracted, Layout, Result, TensorData, TensorRef, Tensors, WeightExtractor,
+    Attributes, Dtype, Error, Extracted, Layout, Result, TensorData, TensorRef, Tensors,
+    WeightExtractor,
 };
 
 use super::order::Stage;
 use super::puppet::die;
+use super::shape::{is_module, module};
 
 /// What a source may be asked to do with its tensors.
 type Take<'a> = dyn FnMut(&[Extracted<'_>]) -> Result<()> + 'a;
@@ -16,16 +18,31 @@ type Take<'a> = dyn FnMut(&[Extracted<'_>]) -> Result<()> + 'a;
 #[derive(Clone, Debug)]
 pub(crate) struct Shared(pub(crate) Arc<RwLock<Tensors>>);
 
+impl Shared {
+    fn look<T>(&self, look: impl FnOnce(&dyn WeightExtractor) -> Result<T>) -> Result<T> {
+        let tensors = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        match is_module(&tensors) {
+            true => look(&module(&tensors)?),
+            false => look(&*tensors),
+        }
+    }
+}
+
 impl WeightExtractor for Shared {
     fn layout(&self) -> Result<Layout> {
-        WeightExtractor::layout(&*self.0.read().unwrap_or_else(PoisonError::into_inner))
+        self.look(|source| source.layout())
     }
 
     fn extract(&self, take: &mut Take<'_>) -> Result<()> {
-        self.0
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .extract(take)
+        self.look(|source| source.extract(take))
+    }
+
+    fn ties(&self) -> Result<Vec<(String, String)>> {
+        self.look(|source| source.ties())
+    }
+
+    fn attributes(&self) -> Result<Attributes> {
+        self.look(|source| source.attributes())
     }
 }
 

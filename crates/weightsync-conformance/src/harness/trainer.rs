@@ -12,8 +12,10 @@ use weightsync::{
 use super::order::{Act, Answer, Fate, How, Lead, Line, Publish, Sent, Stage, Status, Wait, What};
 use super::puppet::{Stop, Strings, die};
 use super::scale::PATIENCE;
+use super::script::address;
 use super::shape::{Model, Seen, Shape, part, print_of, words_of};
 use super::source::{Doomed, Mischief, Shared, Strided};
+use crate::{Corrupt, Record};
 
 type Done = Result<Answer, Stop>;
 
@@ -24,6 +26,7 @@ pub(crate) struct Trainer {
     setup: Option<SenderSetup>,
     sender: Option<Sender>,
     pending: Vec<PendingSend>,
+    corrupt: Option<Corrupt>,
 }
 
 /// A model of its own.
@@ -47,13 +50,14 @@ impl Own {
 }
 
 impl Trainer {
-    pub(crate) fn new(scheme: AnyScheme) -> Self {
+    pub(crate) fn new(scheme: AnyScheme, corrupt: Option<Corrupt>) -> Self {
         Self {
             scheme,
             models: Vec::new(),
             setup: None,
             sender: None,
             pending: Vec::new(),
+            corrupt,
         }
     }
 
@@ -106,6 +110,7 @@ impl Trainer {
                 let digest = self.sender()?.digest()?;
                 Ok(Answer::Digests(vec![(digest.to_string(), None)]))
             }
+            Act::Corrupt(version) => self.corrupt(Version(version)),
             Act::Close => {
                 self.pending.clear();
                 if let Some(sender) = self.sender.take() {
@@ -440,6 +445,19 @@ impl Trainer {
         }))
     }
 
+    fn corrupt(&mut self, version: Version) -> Done {
+        let info = self.sender()?.init_info();
+        let record = Record {
+            scheme: self.scheme.to_string(),
+            address: address(&info),
+            model: info.model().clone(),
+            version,
+        };
+        let corrupt = self.corrupt.as_ref().ok_or("nothing damages records")?;
+        let words = corrupt(&record).map_err(|error| format!("{record:?}: {error}"))?;
+        Ok(Answer::Damaged(words))
+    }
+
     fn status(&mut self) -> Result<Vec<Status>, Stop> {
         let workers = self.sender()?.workers().into_iter().map(|status| Status {
             worker: status.worker.0,
@@ -496,7 +514,7 @@ fn options(how: &How) -> SendOptions {
     }
 }
 
-fn told(report: &Report, took: Duration) -> Sent {
+pub(crate) fn told(report: &Report, took: Duration) -> Sent {
     let lines = report.workers.iter().map(|line| {
         let (fate, reason) = fate(&line.outcome);
         Line {

@@ -1,17 +1,21 @@
 //! A worker in a puppet.
 
+use std::mem::take;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    Error, Layout, ModelId, Pull, Receiver, ReceiverSetup, Result, Schemes, SetLoader, SetSnapshot,
-    TensorView, Tensors, Version, WaitStyle, WeightLoader,
+    AnyScheme, Error, Layout, ModelId, Pull, Receiver, ReceiverSetup, Result, Schemes, SetLoader,
+    SetSnapshot, TensorView, Tensors, Version, WaitStyle, WeightLoader,
 };
 
 use super::fault::Fault;
+use super::follower::{Follower, Own};
+use super::middle::Middle;
 use super::order::{Answer, Deed, Join, Loaded, Mishap, Want};
 use super::puppet::{Stop, Strings, die};
 use super::scale::PATIENCE;
 use super::shape::{Seen, Shape, TENSORS, words_of};
+use super::stock::state;
 
 type Done = Result<Answer, Stop>;
 
@@ -22,7 +26,14 @@ type Loads = Vec<(ModelId, Version)>;
 pub(crate) struct Worker {
     number: u32,
     schemes: Schemes,
+    scheme: AnyScheme,
     receiver: Option<Receiver>,
+    /// Has the receiver, where a thread receives.
+    follower: Option<Follower>,
+    /// What the last thread has loaded.
+    followed: Own,
+    /// Has it, where it is passed on.
+    middle: Option<Middle>,
     held: Vec<SetSnapshot>,
     /// How many it holds at most.
     hoard: usize,
@@ -30,11 +41,16 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    pub(crate) fn new(number: u32, schemes: Schemes) -> Self {
+    /// `scheme` is for workers of its own.
+    pub(crate) fn new(number: u32, schemes: Schemes, scheme: AnyScheme) -> Self {
         Self {
             number,
             schemes,
+            scheme,
             receiver: None,
+            follower: None,
+            followed: Own::new(),
+            middle: None,
             held: Vec::new(),
             hoard: 1,
             own: Vec::new(),
@@ -109,14 +125,74 @@ impl Worker {
                     whole: receiver.is_whole(),
                 })
             }
+            Deed::Interrupt(times) => {
+                let interrupter = self.receiver()?.interrupter()?;
+                (0..times).for_each(|_| interrupter.interrupt());
+                Ok(Answer::Done)
+            }
+            Deed::ReceiveInterrupted => self.receive_interrupted(),
+            Deed::Follow(when) => {
+                let receiver = self.receiver.take().ok_or("no receiver")?;
+                let own = take(&mut self.followed);
+                self.follower = Some(Follower::start(receiver, own, when)?);
+                Ok(Answer::Done)
+            }
+            Deed::Following => self.follower()?.look(),
+            Deed::FollowTo { version, staged } => self.follower()?.wait_for(version, staged),
+            Deed::FollowUntil(word) => self.follower()?.read_until(word),
+            Deed::FollowToTheEnd => self.follower()?.wait_for_the_end(),
+            Deed::SafePoint => self.follower()?.safe_point(),
+            Deed::Unfollow => {
+                let follower = self.follower.take().ok_or("no thread")?;
+                let (receiver, own) = follower.stop()?;
+                (self.receiver, self.followed) = (Some(receiver), own);
+                Ok(Answer::Done)
+            }
+            Deed::Head(join) => {
+                let (middle, info) = Middle::join(self.setup(&join)?, self.scheme.clone())?;
+                self.middle = Some(middle);
+                Ok(info)
+            }
+            Deed::Feed(workers) => self.turn(|middle| middle.feed(&workers)),
+            Deed::PassOn => self.middle.as_mut().ok_or("no cascade")?.pass_on(),
+            Deed::PassOnByThread | Deed::PassOnByHand => self.turn(Middle::turn),
             Deed::Leave => {
                 self.receiver = None;
+                self.follower = None;
+                self.followed.clear();
+                self.middle = None;
                 Ok(Answer::Done)
             }
         }
     }
 
-    fn join(&mut self, join: &Join, strings: &Strings<'_>) -> Done {
+    fn follower(&self) -> Result<&Follower, Stop> {
+        self.follower.as_ref().ok_or_else(|| "no thread".into())
+    }
+
+    fn turn(&mut self, turn: impl FnOnce(Middle) -> Result<Middle, Stop>) -> Done {
+        let middle = self.middle.take().ok_or("no cascade")?;
+        self.middle = Some(turn(middle)?);
+        Ok(Answer::Done)
+    }
+
+    /// The puppet's main thread waits, so that another can see that it does.
+    fn receive_interrupted(&mut self) -> Done {
+        let interrupter = self.receiver()?.interrupter()?;
+        let set = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let until = Instant::now() + PATIENCE;
+                while state(std::process::id()) != Some('S') && Instant::now() < until {
+                    std::thread::yield_now();
+                }
+                interrupter.interrupt();
+            });
+            self.receiver()?.receive_set(None).map_err(Stop::from)
+        })?;
+        self.hold(set)
+    }
+
+    fn setup(&self, join: &Join) -> Result<ReceiverSetup, Stop> {
         let mut setup =
             ReceiverSetup::new(join.info.clone(), self.number).schemes(self.schemes.clone());
         if let Some(models) = &join.models {
@@ -131,6 +207,11 @@ impl Worker {
         if join.sleeps {
             setup = setup.wait_style(WaitStyle::Sleep);
         }
+        Ok(setup)
+    }
+
+    fn join(&mut self, join: &Join, strings: &Strings<'_>) -> Done {
+        let setup = self.setup(join)?;
         if join.own.is_empty() {
             self.receiver = Some(setup.connect(join.deadline)?);
             return Ok(Answer::Done);

@@ -7,10 +7,144 @@ use crate::harness::fault::Kind;
 use crate::harness::order::{
     Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Stage, Wait, What,
 };
-use crate::harness::scale::MOMENT;
+use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
+use crate::scenarios::leaks::{bounded, stock};
 use crate::scenarios::send::loading;
+
+/// At any moment of it, while its trainer connects and later. It is not missed
+/// for good: the next process of its number takes its place.
+pub(crate) fn a_worker_killed_while_it_joins_is_replaced(subject: &Subject) {
+    let (seed, count) = (seed(), rounds(2_500, 20));
+    println!("{count} deaths, seed {seed}");
+    let mut dice = Dice::new(seed);
+    let mut script = Script::new(subject, 2);
+    let mut before = None;
+    for round in 0..count {
+        let info = script.prepare(Lead::words(64));
+        // Worker 1 dies in the rendez-vous, or as a late joiner.
+        let late = round % 2 == 1;
+        let expect = if late { vec![0] } else { vec![0, 1] };
+        let deadline = PATIENCE;
+        script.tell(TRAINER, &Order::Trainer(Act::Connect { expect, deadline }));
+        let begun = Instant::now();
+        assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
+        let one_join = begun.elapsed();
+        if late {
+            assert_eq!(script.answer(TRAINER), Answer::Done);
+            assert_eq!(script.take(0).one(), (1, 1));
+        }
+        script.tell_worker(1, Deed::Join(Box::new(Join::new(&info))));
+        script.kill_at(2, moment(&mut dice, one_join));
+        if late {
+            script.deliver_word(2, &[0]);
+        }
+        script.raise(2);
+        assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+        if !late {
+            assert_eq!(script.answer(TRAINER), Answer::Done);
+            assert_eq!(script.take(0).one(), (1, 1));
+        }
+        script.take(1);
+        // Nothing of the dead one is in the way of the others.
+        script.deliver_word(3, &[0, 1]);
+        script.until_status(|workers| workers.len() == 2);
+        for worker in 0..2 {
+            script.deed(worker, Deed::Keep(0));
+            assert_eq!(script.deed(worker, Deed::Leave), Answer::Done);
+        }
+        assert_eq!(script.act(Act::Close), Answer::Done);
+        match before {
+            // One of each kind has been there.
+            None if round == 1 => before = Some(stock(&mut script, TRAINER)),
+            None => {}
+            Some(before) => bounded(&mut script, TRAINER, before),
+        }
+    }
+    script.close();
+}
+
+/// At any moment of it: its workers are told so or find nobody, in time, and
+/// can join another.
+pub(crate) fn a_trainer_killed_while_it_connects_costs_its_workers_nothing(subject: &Subject) {
+    let (seed, count) = (seed(), rounds(500, 10));
+    println!("{count} deaths, seed {seed}");
+    let mut dice = Dice::new(seed);
+    let mut script = Script::new(subject, 2);
+    let mut rendezvous = Duration::from_millis(5);
+    let mut before = None;
+    for round in 0..count {
+        let info = script.prepare(Lead::words(64));
+        let join = Join {
+            deadline: BRIEF,
+            ..Join::new(&info)
+        };
+        for worker in 0..2 {
+            script.tell_worker(worker, Deed::Join(Box::new(join.clone())));
+        }
+        let connect = Act::Connect {
+            expect: vec![0, 1],
+            deadline: PATIENCE,
+        };
+        script.tell(TRAINER, &Order::Trainer(connect));
+        script.kill_at(TRAINER, moment(&mut dice, rendezvous));
+        for worker in 0..2 {
+            let begun = Instant::now();
+            match script.answer_of(worker) {
+                Answer::Done => told_of_the_death(&mut script, worker),
+                answer => {
+                    let kind = answer.fault().kind;
+                    let in_words = matches!(kind, Kind::SenderDied(_) | Kind::NoSender);
+                    assert!(in_words, "{kind:?}");
+                }
+            }
+            assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+        }
+        script.raise(TRAINER);
+        let info = script.prepare(Lead::words(64));
+        let begun = Instant::now();
+        script.gather(&info, &[0, 1]);
+        rendezvous = begun.elapsed();
+        for worker in 0..2 {
+            assert_eq!(script.take(worker).one(), (1, 1));
+        }
+        script.deliver_word(2, &[0, 1]);
+        for worker in 0..2 {
+            script.deed(worker, Deed::Keep(0));
+            assert_eq!(script.deed(worker, Deed::Leave), Answer::Done);
+        }
+        assert_eq!(script.act(Act::Close), Answer::Done);
+        for worker in 1..3 {
+            match before {
+                None if round == 1 && worker == 2 => before = Some(stock(&mut script, worker)),
+                None => {}
+                Some(before) => bounded(&mut script, worker, before),
+            }
+        }
+    }
+    script.close();
+}
+
+/// A worker that has joined a trainer which is dead by now: the first version is
+/// whole, and the death is told.
+fn told_of_the_death(script: &mut Script<'_>, worker: u32) {
+    let look = script.take_deed();
+    let fault = match script.deed(worker, look.clone()) {
+        Answer::Seen(seen) => {
+            assert_eq!(seen.one(), (1, 1));
+            script.deed(worker, look).fault()
+        }
+        answer => answer.fault(),
+    };
+    assert!(matches!(fault.kind, Kind::SenderDied(_)), "{}", fault.text);
+}
+
+/// A moment of something that takes about so long, or one shortly afterwards.
+pub(crate) fn moment(dice: &mut Dice, whole: Duration) -> Duration {
+    let nanos = whole.as_nanos() as u64;
+    Duration::from_nanos(dice.below(nanos + nanos / 4 + 1))
+}
 
 /// Its death ends the wait, and is its line.
 pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {

@@ -7,7 +7,7 @@ use weightsync::{InitInfo, ReceiverSetup};
 
 use crate::Subject;
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Join, Lead};
+use crate::harness::order::{Act, Answer, Deed, How, Join, Lead, Wait, What};
 use crate::harness::scale::{BRIEF, Dice, MOMENT, rounds, seed};
 use crate::harness::script::Script;
 use crate::harness::shape::Shape;
@@ -171,4 +171,32 @@ pub(crate) fn absurd_init_info_is_refused_in_words(subject: &Subject) {
         text.contains("carrier-pigeon") && text.contains(word),
         "{text}"
     );
+}
+
+/// A worker that looks is told what is wrong and keeps what it has, and the sender
+/// knows no better; the next version arrives like any other.
+pub(crate) fn a_damaged_commit_record_costs_its_version_alone(subject: &Subject) {
+    let lead = Lead {
+        slots: (2, 8),
+        ..Lead::words(1 << 10)
+    };
+    let (mut script, _) = Script::open(subject, lead, 2);
+    for before in (1..40).step_by(2) {
+        let damaged = before + 1;
+        script.send(What::Word(damaged), How::wait(Wait::Sent));
+        let words = script.act(Act::Corrupt(damaged)).damaged();
+        for worker in 0..2 {
+            let fault = script.deed(worker, script.take_deed()).fault();
+            assert!(fault.text.contains(&words), "{words:?}: {}", fault.text);
+            let held = script.deed(worker, Deed::Reread(2)).held();
+            assert_eq!(held[0].one(), (before, before));
+        }
+        let status = script.status();
+        assert!(
+            status.iter().all(|worker| worker.versions == [before]),
+            "{status:?}"
+        );
+        script.deliver_word(damaged + 1, &[0, 1]);
+    }
+    script.close();
 }

@@ -8,7 +8,7 @@ use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 
 /// What a process has when it had twice the time to get more.
-fn bounded(script: &mut Script<'_>, puppet: usize, before: Stock) {
+pub(crate) fn bounded(script: &mut Script<'_>, puppet: usize, before: Stock) {
     let mut now = before;
     // Threads that were joined take a moment to leave the list.
     for _ in 0..2_000 {
@@ -24,7 +24,7 @@ fn bounded(script: &mut Script<'_>, puppet: usize, before: Stock) {
     panic!("puppet {puppet} had {before:?} and has {now:?}");
 }
 
-fn stock(script: &mut Script<'_>, puppet: usize) -> Stock {
+pub(crate) fn stock(script: &mut Script<'_>, puppet: usize) -> Stock {
     script.tell(puppet, &Order::Stock);
     script.answer(puppet).stock()
 }

@@ -1,6 +1,7 @@
 //! What is always true, one scenario each.
 
 pub(crate) mod asynchronous;
+pub(crate) mod background;
 pub(crate) mod death;
 pub(crate) mod hold;
 pub(crate) mod hostile;
@@ -15,12 +16,10 @@ pub(crate) mod sets;
 pub(crate) mod snapshots;
 pub(crate) mod targets;
 
-use weightsync::Capabilities;
-
 use crate::Subject;
 use Need::{
-    Death, EveryVersion, Hold, Loan, Newest, NoWeights, Pull, Push, Restarts, Sets, Subsets,
-    Weights,
+    Corrupt, Death, EveryVersion, Hold, Interrupter, Loan, Newest, NoWeights, Pull, Push, Restarts,
+    Sets, Subsets, Weights,
 };
 
 /// What a scenario needs of a scheme.
@@ -40,6 +39,11 @@ pub(crate) enum Need {
     Loan,
     Restarts,
     Death,
+    /// A wait can be ended from another thread. No capability states it: each
+    /// scheme is asked.
+    Interrupter,
+    /// A hook that damages commit records.
+    Corrupt,
 }
 
 impl Need {
@@ -57,10 +61,13 @@ impl Need {
             Self::Loan => "loan",
             Self::Restarts => "restarts",
             Self::Death => "death",
+            Self::Interrupter => "interrupter",
+            Self::Corrupt => "a hook that damages records",
         }
     }
 
-    fn met(self, can: &Capabilities) -> bool {
+    fn met(self, subject: &Subject) -> bool {
+        let can = &subject.can;
         match self {
             Self::Weights => can.weights,
             Self::NoWeights => !can.weights,
@@ -74,6 +81,8 @@ impl Need {
             Self::Loan => can.loan,
             Self::Restarts => can.restarts,
             Self::Death => can.death,
+            Self::Interrupter => subject.interrupts,
+            Self::Corrupt => subject.corrupts,
         }
     }
 }
@@ -88,8 +97,8 @@ pub(crate) struct Scenario {
 
 impl Scenario {
     /// What of its needs a scheme does not offer.
-    pub(crate) fn lacks(&self, can: &Capabilities) -> Vec<Need> {
-        let unmet = self.needs.iter().filter(|need| !need.met(can));
+    pub(crate) fn lacks(&self, subject: &Subject) -> Vec<Need> {
+        let unmet = self.needs.iter().filter(|need| !need.met(subject));
         unmet.copied().collect()
     }
 }
@@ -123,6 +132,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         hostile::damaged_init_info_is_an_error[],
         hostile::whoever_lacks_the_secret_does_not_get_in[Weights],
         hostile::absurd_init_info_is_refused_in_words[],
+        hostile::a_damaged_commit_record_costs_its_version_alone[Weights Corrupt],
         send::whole_versions_only_at_full_speed[Weights],
         send::whole_versions_only_of_megabytes[Weights],
         send::what_is_not_sent_is_not_seen[Weights],
@@ -152,6 +162,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         payload::tensors_that_do_not_lie_in_order_arrive_in_order[Weights],
         payload::floats_are_cast_on_their_way[Weights],
         payload::a_model_without_elements_arrives[Weights],
+        payload::ties_buffers_and_extra_state_arrive[Weights],
         receive::a_timeout_is_nothing_and_no_error[Weights Push],
         receive::a_wait_without_end_ends_with_a_shutdown[Weights Push],
         receive::the_newest_is_there_at_once_and_again[Weights Push],
@@ -166,6 +177,14 @@ pub(crate) fn all() -> Vec<Scenario> {
         receive::a_model_without_shapes_takes_the_senders[Weights Push],
         receive::a_version_is_loaded_once[Weights Push],
         receive::several_workers_live_in_one_process[Weights],
+        background::an_interrupt_ends_a_wait_and_loses_nothing[Weights Push Interrupter],
+        background::a_thread_follows_what_is_sent[Weights Push Interrupter],
+        background::a_declared_safe_point_is_the_only_moment_of_change[Weights Push Interrupter],
+        background::a_thread_that_waits_ends_at_once_and_leaves_nothing[Weights Push Interrupter],
+        background::a_thread_knows_of_the_end_of_its_sender[Weights Push Interrupter Death],
+        background::a_cascade_of_two_levels_passes_on_and_acknowledges[Weights Push],
+        background::a_cascade_tells_of_a_death_below_it[Weights Push Death],
+        background::a_cascade_passes_on_by_threads[Weights Push Interrupter],
         sets::a_set_flips_as_one_on_every_worker[Weights Sets],
         sets::a_sender_killed_at_any_stage_of_a_set_leaves_one_set[Weights Sets Push Restarts Death],
         sets::a_sender_killed_at_random_moments_leaves_one_set[Weights Sets Push Restarts Death],
@@ -176,6 +195,8 @@ pub(crate) fn all() -> Vec<Scenario> {
         sets::members_can_be_sent_alone_between_sets[Weights Sets],
         sets::a_worker_can_take_some_of_the_models[Weights Sets],
         sets::a_worker_asks_for_a_set[Weights Sets Pull],
+        death::a_worker_killed_while_it_joins_is_replaced[Weights Death],
+        death::a_trainer_killed_while_it_connects_costs_its_workers_nothing[Weights Death],
         death::a_worker_killed_while_a_send_waits_is_a_line[Weights Push Death],
         death::a_worker_killed_while_idle_is_gone[Weights Death],
         death::a_worker_killed_while_it_holds_everything_frees_it[Weights Push Death],
@@ -184,6 +205,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         death::a_sender_killed_at_any_stage_leaves_whole_versions[Weights Push Death],
         death::a_killed_sender_is_told_to_all_at_once[Weights Push Death],
         restart::workers_find_the_next_sender_by_themselves[Weights Push Restarts Death],
+        restart::a_trainer_killed_while_it_connects_is_replaced[Weights Restarts Death],
         restart::a_worker_that_asks_finds_the_next_sender[Weights Pull Restarts Death],
         restart::a_look_at_the_newest_finds_the_next_sender[Weights Push Newest Restarts],
         restart::a_living_sender_keeps_its_place[Weights Restarts],

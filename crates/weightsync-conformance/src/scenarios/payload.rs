@@ -1,11 +1,11 @@
 //! What models can consist of.
 
-use weightsync::{Dtype, SenderSetup, Tensors};
+use weightsync::{Dtype, SenderSetup, Strategy, Tensors};
 
 use crate::Subject;
 use crate::harness::order::{Act, How, Lead, What};
 use crate::harness::script::Script;
-use crate::harness::shape::{Shape, print_of};
+use crate::harness::shape::{Model, Shape, print_of};
 
 /// Every dtype there is, scalars, and tensors without elements.
 pub(crate) fn every_dtype_arrives_bit_by_bit(subject: &Subject) {
@@ -22,15 +22,34 @@ pub(crate) fn a_model_without_elements_arrives(subject: &Subject) {
     arrives(subject, Shape::Many(0), 2);
 }
 
+/// What belongs to a model beside its tensors: a worker knows which of them are
+/// one, which are buffers, what the extra state is, and the trainer's format.
+pub(crate) fn ties_buffers_and_extra_state_arrive(subject: &Subject) {
+    arrives_as(subject, Shape::Module, 3, |model| {
+        let attributes = &model.attributes;
+        assert_eq!(attributes.format(), Strategy::TensorDict);
+        let tie = ("head.weight".to_owned(), "embed.weight".to_owned());
+        assert_eq!(attributes.ties(), [tie]);
+        assert_eq!(attributes.buffers(), ["norm.mean"]);
+        assert_eq!(attributes.extra_state(), ["norm.__extra_state__"]);
+    });
+}
+
 /// Each of so many versions is what the trainer has, at two workers.
 fn arrives(subject: &Subject, shape: Shape, versions: u64) {
+    arrives_as(subject, shape, versions, |_| ());
+}
+
+fn arrives_as(subject: &Subject, shape: Shape, versions: u64, check: impl Fn(&Model)) {
     let mut script = Script::new(subject, 2);
     let info = script.prepare(Lead::of(&[("policy", shape)]));
     script.gather(&info, &[0, 1]);
     let first = script.act(Act::Source).print();
     assert_eq!(first, print_of(&shape.make(1)));
     for worker in 0..2 {
-        assert_eq!(script.take(worker).members[0].print, first);
+        let seen = script.take(worker);
+        assert_eq!(seen.members[0].print, first);
+        check(&seen.members[0]);
     }
     for word in 2..2 + versions {
         let (sent, seen) = script.deliver(What::Word(word), How::default(), &[0, 1]);
@@ -40,6 +59,7 @@ fn arrives(subject: &Subject, shape: Shape, versions: u64) {
             seen.iter().all(|seen| seen.members[0].print == expected),
             "{seen:?}"
         );
+        seen.iter().for_each(|seen| check(&seen.members[0]));
     }
     script.close();
 }

@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use weightsync::{Error, Expect, Pull, ReceiverSetup, SendOptions, SenderSetup, Set};
+use weightsync::{Error, Expect, Pull, ReceiverSetup, SafePoints, SendOptions, SenderSetup, Set};
 
 use crate::Subject;
 use crate::harness::scale::PATIENCE;
@@ -94,6 +94,15 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
             receiver
                 .pull(Pull::Newest, Some(PATIENCE))
                 .expect_err("it cannot be asked"),
+        );
+    }
+    if can.weights && can.push && !subject.interrupts {
+        let worker = ReceiverSetup::new(sender.init_info(), 0).schemes(subject.schemes.clone());
+        let receiver = worker.connect(PATIENCE).expect("there is a sender");
+        let background = receiver.in_background(weights.clone(), SafePoints::Implied);
+        refused(
+            "a background receiver",
+            background.expect_err("no wait of it can be ended"),
         );
     }
     let report = sender.send_with(

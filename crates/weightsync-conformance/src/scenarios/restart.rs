@@ -1,10 +1,13 @@
 //! Either end comes back without the other, and without a step by hand.
 
+use std::time::Duration;
+
 use crate::Subject;
 use crate::harness::fault::Kind;
 use crate::harness::order::{Act, Answer, Deed, How, Join, Lead, Order, Wait, Want, What};
-use crate::harness::scale::{BRIEF, PATIENCE};
+use crate::harness::scale::{BRIEF, Dice, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
+use crate::scenarios::death::moment;
 
 /// A trainer with a run directory, and so many workers that hold its first
 /// version.
@@ -80,6 +83,53 @@ pub(crate) fn workers_find_the_next_sender_by_themselves(subject: &Subject) {
                 epoch = seen.run.epoch;
             }
         }
+    }
+    script.close();
+}
+
+/// Whether they were still joining the one that died, or had joined it.
+pub(crate) fn a_trainer_killed_while_it_connects_is_replaced(subject: &Subject) {
+    let (seed, count) = (seed(), rounds(500, 10));
+    println!("{count} deaths, seed {seed}");
+    let mut dice = Dice::new(seed);
+    let mut script = Script::new(subject, 2);
+    let lead = Lead {
+        run_dir: Some(script.run_dir()),
+        ..Lead::words(64)
+    };
+    for _ in 0..count {
+        let info = script.prepare(lead.clone());
+        for worker in 0..2 {
+            script.tell_worker(worker, Deed::Join(Box::new(Join::new(&info))));
+        }
+        script.tell(TRAINER, &Order::Trainer(connect(&[0, 1])));
+        script.kill_at(TRAINER, moment(&mut dice, Duration::from_millis(3)));
+        script.raise(TRAINER);
+        assert_eq!(script.prepare(lead.clone()), info);
+        assert_eq!(script.act(Act::ConnectWith(What::Word(7))), Answer::Done);
+        for worker in 0..2 {
+            if let Answer::Fault(fault) = script.answer_of(worker) {
+                // Between joining and its first version: told, and joins again.
+                assert!(matches!(fault.kind, Kind::SenderDied(_)), "{}", fault.text);
+                assert_eq!(script.join(worker, Join::new(&info)), Answer::Done);
+            }
+            let look = script.take_deed();
+            let seen = loop {
+                match script.deed(worker, look.clone()) {
+                    Answer::Seen(seen) if seen.one() == (1, 1) => {} // of the dead one
+                    Answer::Seen(seen) => break seen,
+                    answer => assert!(matches!(answer.fault().kind, Kind::SenderDied(_))),
+                }
+            };
+            assert_eq!(seen.one(), (1, 7));
+        }
+        script.until_status(|workers| workers.len() == 2);
+        script.deliver_word(8, &[0, 1]);
+        for worker in 0..2 {
+            script.deed(worker, Deed::Keep(0));
+            assert_eq!(script.deed(worker, Deed::Leave), Answer::Done);
+        }
+        assert_eq!(script.act(Act::Close), Answer::Done);
     }
     script.close();
 }

@@ -5,7 +5,8 @@
 //!   lock                         locked by the sender that lives here
 //!   sender                       who that is, and its models; locked while it lives
 //!   <epoch>-<model>-<version>    the tensors of one version
-//!   live                         which versions belong together, and their digests
+//!   live                         which versions belong together, and their digests;
+//!                                behind a checksum of its own
 //!   workers/<worker>.<pid>.<n>/
 //!     alive                      who that is; locked while it lives
 //!     said                       what it has staged, applied and refused

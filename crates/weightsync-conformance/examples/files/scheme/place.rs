@@ -21,6 +21,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// The most that is read of a file that is not weights, in bytes.
 const MAX_BYTES: u64 = 256 << 20;
 
+/// How many digits a checksum has.
+const SEAL_BYTES: usize = 16;
+
 /// What the names of places begin with.
 const PREFIX: &str = "weightsync-files.";
 
@@ -51,6 +54,44 @@ pub fn put(path: &Path, bytes: &[u8], synced: bool) -> Result<()> {
 /// Reads a value that was put there; `None` if there is none.
 pub fn value<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     Ok(opened(path)?.map(|opened| opened.0))
+}
+
+/// Reads a value that was [`sealed`] and put there; `None` if there is none.
+pub fn sealed_value<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
+    let mut bytes = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
+    match read {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed("reading", path)(error)),
+    }
+    let (seal, value) = bytes.split_at(bytes.len().min(SEAL_BYTES));
+    let expected = seal_of(value);
+    if seal != expected.as_bytes() {
+        return Err(Error::from(Trouble::Damaged {
+            file: path.display().to_string(),
+            expected: format!("seal {expected}"),
+            got: format!("seal {}", String::from_utf8_lossy(seal)),
+        }));
+    }
+    let value = serde_json::from_slice(value);
+    Ok(Some(
+        value.map_err(|error| failed("reading", path)(error.into()))?,
+    ))
+}
+
+/// The bytes of a value, behind a checksum of them.
+pub fn sealed(value: &impl Serialize) -> Result<Vec<u8>> {
+    let value = encoded(value)?;
+    Ok([seal_of(&value).as_bytes(), &value].concat())
+}
+
+/// FNV-1a, in hexadecimal digits: any one byte that is another is noticed.
+fn seal_of(bytes: &[u8]) -> String {
+    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    format!("{hash:016x}")
 }
 
 /// The bytes of a value.
@@ -189,6 +230,9 @@ pub fn sweep_all(root: &Path) -> Vec<PathBuf> {
 fn sweep(dir: &Path) -> bool {
     let until = Instant::now() + PATIENCE;
     loop {
+        if is_taken_away(dir) && (fs::remove_dir_all(dir).is_ok() || !dir.exists()) {
+            return true;
+        }
         let locked = try_lock(dir, File::options().write(true));
         let held = matches!(locked, Ok(None));
         let gone = match locked {
@@ -215,6 +259,14 @@ fn remove(dir: &Path) -> bool {
     let mut going = dir.as_os_str().to_owned();
     going.push(format!(".{}", std::process::id()));
     fs::rename(dir, &going).is_ok() && fs::remove_dir_all(&going).is_ok()
+}
+
+/// Whether this is what [`remove`] has taken away: it may have been killed before
+/// all of it was gone, its lock first.
+fn is_taken_away(dir: &Path) -> bool {
+    let name = dir.file_name().and_then(|name| name.to_str());
+    let name = name.and_then(|name| name.strip_prefix(PREFIX));
+    name.is_some_and(|name| name.contains('.'))
 }
 
 /// Makes a directory that is this user's alone.

@@ -29,6 +29,8 @@ pub struct FileReceiver {
     /// What was handed over last.
     held: Option<SetSnapshot>,
     said: Said,
+    /// What was wrong with `live` when that was said last.
+    damage: Option<String>,
     /// Whether the next wait ends at once.
     interrupted: Arc<AtomicBool>,
     /// This worker's own directory.
@@ -53,6 +55,7 @@ impl FileReceiver {
                             seen: 0,
                             held: None,
                             said: Said::default(),
+                            damage: None,
                             interrupted: Arc::default(),
                             own,
                             stay: Stay {
@@ -79,7 +82,12 @@ impl FileReceiver {
 
     /// What is live, if this worker has not been handed it yet.
     fn newer(&mut self) -> Result<Option<SetSnapshot>> {
-        let live = place::value::<Live>(&self.stay.dir.join("live"))?;
+        let live = place::sealed_value::<Live>(&self.stay.dir.join("live"));
+        let live = match live {
+            // It stays damaged until the next version: once is enough.
+            Err(error @ Error::Transport { .. }) => return self.say_once(error),
+            live => live?,
+        };
         let live = live.filter(|live| {
             // A successor of this sender may have the place by now.
             live.run == self.run()
@@ -152,6 +160,16 @@ impl FileReceiver {
         }
         let snapshot = Snapshot::received(spec, self.run(), version, image)?;
         Ok(Some(snapshot.with_digest(digest)))
+    }
+
+    /// The error, unless it was the last one already.
+    fn say_once<T>(&mut self, error: Error) -> Result<Option<T>> {
+        let text = error.to_string();
+        if self.damage.as_ref() == Some(&text) {
+            return Ok(None);
+        }
+        self.damage = Some(text);
+        Err(error)
     }
 
     /// Passes a publication over that cannot be read, and says so.

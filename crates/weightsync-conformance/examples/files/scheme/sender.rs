@@ -212,7 +212,7 @@ impl Staging for Rooms<'_> {
         joined.retain(|one| !workers.iter().any(|known| Arc::ptr_eq(known, one)));
         workers.append(&mut joined);
         let path = sender.stay.dir.join("live");
-        place::put(&path, &place::encoded(&live)?, true)?;
+        place::put(&path, &place::sealed(&live)?, true)?;
 
         let before = std::mem::replace(&mut sender.live, live);
         sender.remove_but(&before);

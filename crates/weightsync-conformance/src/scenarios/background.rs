@@ -1,0 +1,328 @@
+//! Workers that receive by a thread, and workers that pass on what they receive.
+
+use std::time::Instant;
+
+use crate::Subject;
+use crate::harness::order::{
+    Act, Answer, Deed, Doing, Fate, How, Join, Lead, Order, Publish, SafePoints, Stock, Wait, What,
+};
+use crate::harness::scale::{BRIEF, MOMENT, PATIENCE, rounds};
+use crate::harness::script::{Script, TRAINER};
+use crate::scenarios::leaks::{bounded, stock};
+
+/// The wait that it meets, or else the next one; several add up to one.
+pub(crate) fn an_interrupt_ends_a_wait_and_loses_nothing(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    let begun = Instant::now();
+    assert_eq!(script.deed(0, Deed::Interrupt(3)), Answer::Done);
+    assert_eq!(script.deed(0, Deed::Receive(None)), Answer::Nothing);
+    for _ in 0..3 {
+        assert_eq!(script.deed(0, Deed::ReceiveInterrupted), Answer::Nothing);
+    }
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+
+    // Nothing is left of them.
+    let begun = Instant::now();
+    let look = Deed::Receive(Some(BRIEF));
+    assert_eq!(script.deed(0, look.clone()), Answer::Nothing);
+    assert!(begun.elapsed() >= BRIEF, "{:?}", begun.elapsed());
+
+    assert_eq!(script.deed(0, Deed::Interrupt(1)), Answer::Done);
+    script.send(What::Word(2), How::wait(Wait::Sent));
+    let seen = loop {
+        match script.deed(0, Deed::Receive(Some(PATIENCE))) {
+            Answer::Nothing => assert!(begun.elapsed() < MOMENT, "it is lost"),
+            answer => break answer.seen(),
+        }
+    };
+    assert_eq!(seen.one(), (2, 2));
+    // The one that was kept may have met no wait yet.
+    assert_eq!(script.deed(0, look), Answer::Nothing);
+    script.deliver_word(3, &[0]);
+    script.close();
+}
+
+/// A worker that never asks has what was sent, whole versions at a time.
+pub(crate) fn a_thread_follows_what_is_sent(subject: &Subject) {
+    let lead = Lead {
+        slots: (2, 8),
+        ..Lead::words(1 << 10)
+    };
+    let (mut script, _) = Script::open(subject, lead, 2);
+    follow(&mut script, 0, SafePoints::Implied);
+    assert_eq!(following(&mut script, 0), (1, 1));
+    for word in 2..6 {
+        script.tell_worker(1, Deed::Receive(None));
+        let sent = script.send(What::Word(word), How::default());
+        script.assert_applied(&sent, &[0, 1]);
+        assert_eq!(script.answer_of(1).seen().word(), word);
+        assert_eq!(following(&mut script, 0), (word, word));
+    }
+
+    // Its loop reads while the sender never pauses.
+    let count = rounds(10_000, 100);
+    let last = 5 + count;
+    script.tell_worker(0, Deed::FollowUntil(last));
+    let pulls = false;
+    script.tell_worker(1, Deed::ReadUntil { word: last, pulls });
+    let publish = Publish {
+        from: 6,
+        count,
+        fast: !subject.can.every_version,
+        fuse: None,
+    };
+    assert_eq!(script.act(Act::Publish(publish)), Answer::Count(count));
+    let checks = script.answer_of(0).count();
+    script.answer_of(1).count();
+    println!("{count} versions, {checks} checks");
+
+    // It receives by itself again.
+    assert_eq!(script.deed(0, Deed::Unfollow), Answer::Done);
+    script.deliver_word(last + 1, &[0, 1]);
+    script.close();
+}
+
+/// Until then a version is staged, and the sender knows that it is no more.
+pub(crate) fn a_declared_safe_point_is_the_only_moment_of_change(subject: &Subject) {
+    let lead = Lead {
+        slots: (2, 8),
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 1);
+    follow(&mut script, 0, SafePoints::Declared);
+    assert_eq!(script.deed(0, Deed::SafePoint), Answer::Nothing);
+    for word in 2..5 {
+        let staged = Deed::FollowTo {
+            version: word,
+            staged: true,
+        };
+        script.tell(
+            TRAINER,
+            &Order::Trainer(Act::Send(What::Word(word), How::default())),
+        );
+        assert_eq!(script.deed(0, staged), Answer::Done);
+        assert_eq!(following(&mut script, 0), (word - 1, word - 1));
+        script.until_it_sleeps(TRAINER);
+        assert!(!script.has_said(TRAINER), "it is not applied");
+        let followed = script.deed(0, Deed::SafePoint).followed();
+        assert_eq!(followed.one(), (word, word));
+        let sent = script.answer(TRAINER).sent();
+        script.assert_applied(&sent, &[0]);
+        assert_eq!(script.deed(0, Deed::SafePoint), Answer::Nothing);
+    }
+
+    // What was taken and not applied is there when the thread has ended.
+    let sent = script.send(What::Word(5), How::wait(Wait::Staged));
+    assert_eq!(sent.fates(), [(0, Fate::Staged)], "{}", sent.text);
+    assert_eq!(following(&mut script, 0), (4, 4));
+    assert_eq!(script.deed(0, Deed::Unfollow), Answer::Done);
+    assert_eq!(script.take(0).one(), (5, 5));
+    script.deliver_word(6, &[0]);
+    script.close();
+}
+
+/// By its worker, in the middle of a wait without end: with what it had given
+/// back, or by leaving.
+pub(crate) fn a_thread_that_waits_ends_at_once_and_leaves_nothing(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, Lead::words(64), 1);
+    let count = rounds(500, 10);
+    let mut before: Option<[Stock; 2]> = None;
+    let begun = Instant::now();
+    for round in 0..count {
+        follow(&mut script, 0, SafePoints::Implied);
+        let sent = script.send(What::Word(2 + round), How::default());
+        script.assert_applied(&sent, &[0]);
+        let end = Instant::now();
+        match round % 2 {
+            0 => assert_eq!(script.deed(0, Deed::Unfollow), Answer::Done),
+            _ => {
+                assert_eq!(script.deed(0, Deed::Leave), Answer::Done);
+                script.until_status(<[_]>::is_empty);
+                assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
+                assert_eq!(script.take(0).word(), 2 + round);
+            }
+        }
+        script.until_status(|workers| workers.len() == 1);
+        assert!(end.elapsed() < MOMENT, "{:?}", end.elapsed());
+        match before {
+            None if round == 1 => {
+                before = Some([stock(&mut script, TRAINER), stock(&mut script, 1)]);
+            }
+            None => {}
+            Some([trainer, worker]) => {
+                bounded(&mut script, TRAINER, trainer);
+                bounded(&mut script, 1, worker);
+            }
+        }
+    }
+    println!("{count} threads in {:?}", begun.elapsed());
+    script.close();
+}
+
+/// By its death, or in order; the models serve on.
+pub(crate) fn a_thread_knows_of_the_end_of_its_sender(subject: &Subject) {
+    for killed in [true, false] {
+        let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+        follow(&mut script, 0, SafePoints::Implied);
+        let sent = script.send(What::Word(2), How::default());
+        script.assert_applied(&sent, &[0]);
+        script.tell_worker(0, Deed::FollowToTheEnd);
+        let begun = Instant::now();
+        let doing = match killed {
+            true => {
+                script.kill(TRAINER);
+                Doing::SenderDied
+            }
+            false => {
+                assert_eq!(script.act(Act::Close), Answer::Done);
+                Doing::SenderClosed
+            }
+        };
+        let followed = script.answer_of(0).followed();
+        assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+        assert_eq!((followed.doing, followed.one()), (doing, (2, 2)));
+        assert_eq!(script.deed(0, Deed::Unfollow), Answer::Done);
+        script.close();
+    }
+}
+
+/// Two workers that pass on, one below the other, and two below both. The
+/// trainer's number is everybody's, and it waits for the last of them.
+pub(crate) fn a_cascade_of_two_levels_passes_on_and_acknowledges(subject: &Subject) {
+    let mut script = family(subject);
+    for word in 2..5 {
+        send_down(&mut script, word);
+        script.tell_worker(2, Deed::Receive(None));
+        assert_eq!(script.answer_of(2).seen().one(), (word, word));
+        for puppet in [TRAINER, 1, 2] {
+            script.until_it_sleeps(puppet);
+            assert!(!script.has_said(puppet), "worker 3 has not taken it");
+        }
+        script.tell_worker(3, Deed::Receive(None));
+        assert_eq!(script.answer_of(3).seen().one(), (word, word));
+        let lowest = script.answer_of(1).sent();
+        assert_eq!(lowest.version(), word);
+        script.assert_applied(&lowest, &[2, 3]);
+        let middle = script.answer_of(0).sent();
+        assert_eq!(middle.version(), word);
+        script.assert_applied(&middle, &[1]);
+        let sent = script.answer(TRAINER).sent();
+        script.assert_applied(&sent, &[0]);
+    }
+    script.close();
+}
+
+/// In the reports of all above it, by name; the others have it, and what comes
+/// next is passed on like any other.
+pub(crate) fn a_cascade_tells_of_a_death_below_it(subject: &Subject) {
+    let mut script = family(subject);
+    send_down(&mut script, 2);
+    script.tell_worker(2, Deed::Receive(None));
+    assert_eq!(script.answer_of(2).seen().one(), (2, 2));
+    script.until_it_sleeps(2);
+    script.kill(4);
+    let lowest = script.answer_of(1).sent();
+    assert_eq!(lowest.fates(), [(2, Fate::Applied), (3, Fate::Died)]);
+    let above = [script.answer_of(0).sent(), script.answer(TRAINER).sent()];
+    for (sent, worker) in above.iter().zip([1, 0]) {
+        assert_eq!(sent.fates(), [(worker, Fate::Refused)], "{}", sent.text);
+        let reason = &sent.line(worker).reason;
+        assert!(reason.contains("worker 3"), "{reason}");
+    }
+
+    send_down(&mut script, 3);
+    script.tell_worker(2, Deed::Receive(None));
+    assert_eq!(script.answer_of(2).seen().one(), (3, 3));
+    let below = [script.answer_of(1).sent(), script.answer_of(0).sent()];
+    script.assert_applied(&below[0], &[2]);
+    script.assert_applied(&below[1], &[1]);
+    let sent = script.answer(TRAINER).sent();
+    script.assert_applied(&sent, &[0]);
+    script.close();
+}
+
+/// Neither of the two in the middle asks for anything; both threads end at once.
+pub(crate) fn a_cascade_passes_on_by_threads(subject: &Subject) {
+    let mut script = family(subject);
+    for worker in 0..2 {
+        assert_eq!(script.deed(worker, Deed::PassOnByThread), Answer::Done);
+    }
+    for word in 2..6 {
+        for worker in [2, 3] {
+            script.tell_worker(worker, Deed::Receive(None));
+        }
+        let sent = script.send(What::Word(word), How::default());
+        script.assert_applied(&sent, &[0]);
+        for worker in [2, 3] {
+            assert_eq!(script.answer_of(worker).seen().one(), (word, word));
+        }
+    }
+    let begun = Instant::now();
+    for worker in 0..2 {
+        assert_eq!(script.deed(worker, Deed::PassOnByHand), Answer::Done);
+    }
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    send_down(&mut script, 6);
+    for worker in [2, 3] {
+        script.tell_worker(worker, Deed::Receive(None));
+    }
+    for worker in [2, 3] {
+        assert_eq!(script.answer_of(worker).seen().one(), (6, 6));
+    }
+    for worker in 0..2 {
+        assert!(script.answer_of(worker).sent().all_applied);
+    }
+    assert!(script.answer(TRAINER).sent().all_applied);
+    script.close();
+}
+
+/// A trainer, worker 0 below it, worker 1 below that, and workers 2 and 3 below
+/// that one, all of which have the first version.
+fn family(subject: &Subject) -> Script<'_> {
+    let mut script = Script::new(subject, 4);
+    let info = script.prepare(Lead::words(64));
+    let connect = Act::Connect {
+        expect: vec![0],
+        deadline: PATIENCE,
+    };
+    script.tell(TRAINER, &Order::Trainer(connect));
+    let upper = script.head(0, &info);
+    script.tell_worker(0, Deed::Feed(vec![1]));
+    let lower = script.head(1, &upper);
+    script.tell_worker(1, Deed::Feed(vec![2, 3]));
+    assert_eq!(script.join(2, Join::new(&lower)), Answer::Done);
+    for puppet in [TRAINER, 1, 2] {
+        script.until_it_sleeps(puppet);
+        assert!(!script.has_said(puppet), "worker 3 is missing");
+    }
+    assert_eq!(script.join(3, Join::new(&lower)), Answer::Done);
+    for puppet in [2, 1, TRAINER] {
+        assert_eq!(script.answer(puppet), Answer::Done);
+    }
+    for worker in [2, 3] {
+        assert_eq!(script.take(worker).one(), (1, 1));
+    }
+    script
+}
+
+/// Begins a send, and has those in the middle pass it on.
+fn send_down(script: &mut Script<'_>, word: u64) {
+    let send = Act::Send(What::Word(word), How::default());
+    script.tell(TRAINER, &Order::Trainer(send));
+    for worker in 0..2 {
+        script.tell_worker(worker, Deed::PassOn);
+    }
+}
+
+fn follow(script: &mut Script<'_>, worker: u32, when: SafePoints) {
+    // What is held from before would be in the way of two slots.
+    script.deed(worker, Deed::Keep(0));
+    assert_eq!(script.deed(worker, Deed::Follow(when)), Answer::Done);
+}
+
+/// The version that a thread has loaded, and its number.
+fn following(script: &mut Script<'_>, worker: u32) -> (u64, u64) {
+    let followed = script.deed(worker, Deed::Following).followed();
+    assert_eq!(followed.doing, Doing::Follows);
+    followed.one()
+}
