@@ -241,8 +241,9 @@ impl Shared {
             }
             state.turn_away(key, fault);
         }
-        // One that goes now is heard next.
-        if gone {
+        // One that goes now is heard next. A sender that closes has ended the
+        // connections itself: that tells of nobody's death.
+        if gone && !self.is_closed() {
             state.bury(key);
         }
         self.pass_on(&mut state);
