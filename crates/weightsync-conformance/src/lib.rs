@@ -41,9 +41,8 @@
 //!
 //! # What is asked of it
 //!
-//! What its [`Capabilities`] state has to work. What
-//! they do not state has to be refused with
-//! [`Error::Unsupported`], which the scenario
+//! What its [`Capabilities`] state has to work. What they do not state has to be
+//! refused with [`Error::Unsupported`], which the scenario
 //! `not_offered` of each scheme tries; the scenarios that fall away are named in
 //! its output, so that none passes silently. Two things no capability states: a
 //! worker's end is asked whether its waits can be ended from another thread, which

@@ -294,7 +294,9 @@ pub(crate) fn a_worker_waits_for_a_version_to_come(subject: &Subject) {
     );
     script.tell_worker(0, Deed::Pull(Want::AtLeast(3), None));
     script.until_it_sleeps(1);
-    script.send(What::Word(2), How::wait(Wait::Sent));
+    // A send that waits for its workers does not wait for one that waits for more.
+    let sent = script.send(What::Word(2), How::default());
+    assert_eq!(sent.fates(), [(0, Fate::Asks)], "{}", sent.text);
     script.until_it_sleeps(1);
     assert!(!script.has_said(1), "the second is not the third");
     script.send(What::Word(3), How::wait(Wait::Sent));
