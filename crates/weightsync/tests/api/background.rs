@@ -619,6 +619,22 @@ fn stopping_ends_the_wait_and_gives_everything_back() {
 }
 
 #[test]
+fn a_second_thread_ends_as_the_first_did() {
+    let (mut sender, mut background) = numbers(SafePoints::Implied, setup());
+    for step in 2..5 {
+        // The interrupt that ended the thread before may have met its wait, or not.
+        let (receiver, model) = background.stop().unwrap();
+        background = receiver.in_background(model, SafePoints::Implied).unwrap();
+        let report = sender.send(&number(step as f32)).unwrap();
+        assert!(report.all_applied(), "{report}");
+    }
+    let begun = Instant::now();
+    let (_, model) = background.stop().unwrap();
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    assert_eq!(value(&model), 4.0);
+}
+
+#[test]
 fn a_dropped_background_has_left() {
     let (mut sender, background) = numbers(SafePoints::Implied, setup());
     drop(background);
