@@ -82,8 +82,6 @@ pub struct ReaderOutcome {
     pub worker: WorkerId,
     /// Its process; 0 if it is not connected.
     pub pid: u32,
-    /// Where its weights live, in its own words.
-    pub device: String,
     /// What became of the publication there.
     pub outcome: Outcome,
     /// The version of each model that it reports as loaded; `Version::NONE`
@@ -400,7 +398,6 @@ impl Settling<'_> {
             self.lines.push(ReaderOutcome {
                 worker: one.key.0,
                 pid: one.pid,
-                device: one.device,
                 outcome: Outcome::Refused { reason },
                 versions: vec![Version::NONE; self.shared.models.len()],
                 current: false,
@@ -424,7 +421,6 @@ impl Settling<'_> {
             self.lines.push(ReaderOutcome {
                 worker: *worker,
                 pid: 0,
-                device: String::new(),
                 outcome: Outcome::Absent,
                 versions: vec![Version::NONE; self.shared.models.len()],
                 current: false,
@@ -443,7 +439,6 @@ impl Settling<'_> {
         self.lines.push(ReaderOutcome {
             worker: key.0,
             pid: reader.socket.peer_pid(),
-            device: reader.device.clone(),
             outcome,
             current: self.publication.is_current(reader.models, applied),
             versions,
@@ -472,7 +467,6 @@ impl Settling<'_> {
         self.lines.push(ReaderOutcome {
             worker: gone.key.0,
             pid: gone.pid,
-            device: gone.device,
             outcome,
             current: self.publication.is_current(gone.models, loaded),
             versions: gone.versions,

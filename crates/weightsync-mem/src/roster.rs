@@ -114,7 +114,6 @@ pub(crate) struct Reader {
 pub(crate) struct Gone {
     pub(crate) key: Key,
     pub(crate) pid: u32,
-    pub(crate) device: String,
     pub(crate) died: bool,
     pub(crate) applied: u64,
     pub(crate) models: Models,
@@ -127,7 +126,6 @@ pub(crate) struct Gone {
 pub(crate) struct Rejected {
     pub(crate) key: Key,
     pub(crate) pid: u32,
-    pub(crate) device: String,
     pub(crate) reason: String,
 }
 
@@ -558,7 +556,6 @@ impl State {
         let one = Rejected {
             key,
             pid: reader.socket.peer_pid(),
-            device: reader.device.clone(),
             reason,
         };
         // A sender that never asks forgets the oldest.
@@ -601,7 +598,6 @@ impl State {
         self.gone.push_back(Gone {
             key,
             pid: reader.socket.peer_pid(),
-            device: reader.device.clone(),
             died,
             applied,
             models: reader.models,

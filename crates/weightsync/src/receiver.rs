@@ -195,18 +195,12 @@ impl ReceiverSetup {
         let since = Instant::now();
         let until = since.checked_add(deadline);
         let scheme = self.info.known(&self.schemes)?;
-        let mut transport = self.join(&scheme, Epoch(0), until)?;
-        let initial = match scheme.capabilities().weights {
-            false => None,
-            true => {
-                let first = match scheme.capabilities().push {
-                    true => transport.next(until)?,
-                    false => transport.pull(0, Pull::AtLeast(Version::FIRST), until)?,
-                };
-                Some(first.ok_or_else(|| Error::NoInitialWeights {
-                    model: self.info.model().clone(),
-                    waited: since.elapsed(),
-                })?)
+        let (transport, initial) = loop {
+            match self.begin(&scheme, since, until) {
+                // Before its first version: there is another to wait for.
+                Err(Error::SenderDied { .. } | Error::SenderClosed)
+                    if self.info.at.restarts() && until.is_none_or(|at| Instant::now() < at) => {}
+                begun => break begun?,
             }
         };
         Ok(Receiver {
@@ -224,6 +218,28 @@ impl ReceiverSetup {
             interrupted: false,
             nothing: Layout::new([])?,
         })
+    }
+
+    /// Joins a sender and takes the first weights from it, where it has some.
+    fn begin(
+        &self,
+        scheme: &AnyScheme,
+        since: Instant,
+        until: Deadline,
+    ) -> Result<(Box<dyn ReceiverTransport>, Option<SetSnapshot>)> {
+        let mut transport = self.join(scheme, Epoch(0), until)?;
+        if !scheme.capabilities().weights {
+            return Ok((transport, None));
+        }
+        let first = match scheme.capabilities().push {
+            true => transport.next(until)?,
+            false => transport.pull(0, Pull::AtLeast(Version::FIRST), until)?,
+        };
+        let first = first.ok_or_else(|| Error::NoInitialWeights {
+            model: self.info.model().clone(),
+            waited: since.elapsed(),
+        })?;
+        Ok((transport, Some(first)))
     }
 
     fn join(
