@@ -75,6 +75,9 @@ pub mod wire;
 mod writer;
 
 #[cfg(not(loom))]
+pub use weightsync_simd::stream_copy_slice;
+
+#[cfg(not(loom))]
 pub use crate::{
     copy::{BoxedError, CopyOptions, Fill, Source},
     error::{Error, Holder},

@@ -3,9 +3,13 @@
 use std::io::Read;
 
 use weightsync_core::Layout;
+use weightsync_mem::stream_copy_slice;
 
 use crate::error::{Error, Result};
 use crate::transport::Source;
+
+/// What is copied at once, in bytes: large enough to be streamed.
+const PART: usize = 8 << 20;
 
 /// The bytes of one version, laid out as its layout says, in memory of this
 /// process: what a transport without shared memory stages into and hands over.
@@ -138,7 +142,13 @@ impl Image {
     ///
     /// If they are not as many as the layout has.
     pub(crate) fn overwrite(&mut self, bytes: &[u8]) {
-        self.bytes_mut().copy_from_slice(bytes);
+        let places = self.bytes_mut();
+        assert_eq!(places.len(), bytes.len(), "bytes of another layout");
+        // In parts: where both are hundreds of megabytes and aligned differently,
+        // one memcpy of all takes three times as long (glibc, Zen 3).
+        for (place, part) in places.chunks_mut(PART).zip(bytes.chunks(PART)) {
+            stream_copy_slice(place, part);
+        }
         self.clear_padding();
     }
 
