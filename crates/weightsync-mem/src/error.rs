@@ -76,6 +76,13 @@ pub enum Error {
         /// The sender's words.
         reason: String,
     },
+    /// The sender has given this reader up: it is sent nothing more, and may join
+    /// anew.
+    #[error("the sender has given this worker up: {reason}; connect again")]
+    GivenUp {
+        /// The sender's words.
+        reason: String,
+    },
     /// The sender belongs to a run that a newer one has replaced.
     #[error(
         "the sender's run has {got}, but this worker has already seen {seen}: \
@@ -255,7 +262,7 @@ impl Error {
                 },
             },
             Self::Protocol { expected, got } => unexpected(expected, got.clone()),
-            Self::Denied { reason } => Self::Denied {
+            Self::GivenUp { reason } => Self::GivenUp {
                 reason: reason.clone(),
             },
             other => unexpected("words of the protocol", other.to_string()),

@@ -467,10 +467,11 @@ impl Plan {
         }
     }
 
-    /// Whether a reader has asked for what there is not yet.
-    pub(crate) fn awaits(&self, key: Key) -> bool {
-        self.lane(key)
-            .is_some_and(|lane| lane.asks.wanted.is_some())
+    /// Whether a reader waits for what there is not yet, given the last question
+    /// whose answer it needs no more.
+    pub(crate) fn awaits(&self, key: Key, through: u64) -> bool {
+        let wanted = self.lane(key).and_then(|lane| lane.asks.wanted);
+        wanted.is_some_and(|(question, _)| question > through)
     }
 
     /// A reader does not wait for an answer any more.

@@ -162,7 +162,8 @@ impl Publication {
         }
         // It waits for one to come and takes nothing meanwhile, and that one may
         // come only after this send.
-        plan.awaits(key).then_some(Outcome::Asks)
+        let awaits = plan.awaits(key, reader.through());
+        awaits.then_some(Outcome::Asks)
     }
 
     /// Whether a reader of these models that has loaded this has loaded the

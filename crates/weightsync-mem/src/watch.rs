@@ -161,6 +161,7 @@ impl Watch {
     pub(crate) fn slots(&self, pins: &[Pin], deadline: Deadline) -> Result<Slots, Error> {
         let mut known = self.seen.known();
         let mut places = Vec::with_capacity(pins.len());
+        let mut waits = false;
         for &Pin { model, slot, .. } in pins {
             loop {
                 let mapped = known.models.get(model).and_then(Option::as_ref);
@@ -174,7 +175,13 @@ impl Watch {
                     return Ok(Slots::Over);
                 }
                 if passed(deadline) || self.take_interrupt() {
+                    self.seen.book.tell_sender();
                     return Ok(Slots::Later);
+                }
+                if !waits {
+                    // Others may wait for what was given back on the way here.
+                    self.seen.book.tell_sender();
+                    waits = true;
                 }
                 let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
                 let pause = left.map_or(SLOT_PAUSE, |left| left.min(SLOT_PAUSE));
@@ -360,7 +367,7 @@ impl Seen {
                             self.has_answer(asking)
                         });
                     }
-                    FromSender::Denied { reason } => return Err(Error::Denied { reason }),
+                    FromSender::Denied { reason } => return Err(Error::GivenUp { reason }),
                     other => return Err(unexpected("a slot", format!("{other:?}"))),
                 },
             }

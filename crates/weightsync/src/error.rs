@@ -571,9 +571,12 @@ impl Error {
             // What comes after what is damaged is next.
             Self::Memory(Memory::CorruptSet { .. } | Memory::CorruptCommit { .. }) => Remedy::Retry,
             // An end that has come to these keeps saying so.
-            Self::Memory(Memory::Forked { .. } | Memory::Protocol { .. } | Memory::Os { .. }) => {
-                Remedy::Reconnect
-            }
+            Self::Memory(
+                Memory::Forked { .. }
+                | Memory::Protocol { .. }
+                | Memory::Os { .. }
+                | Memory::GivenUp { .. },
+            ) => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }
     }

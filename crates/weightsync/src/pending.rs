@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{ModelId, Version};
 
 use crate::error::{Error, Result};
-use crate::report::{Report, WaitFor, WorkerReport};
+use crate::report::{Outcome, Report, WaitFor, WorkerReport};
 use crate::transport::{Deadline, Level, Outstanding};
 
 /// A send that has been published and may not have reached every worker yet;
@@ -209,7 +209,11 @@ impl Flight {
         let mut lines = self.look(level, until)?;
         // What a worker did before it died, say, stays its line.
         let mut settled = self.settled();
-        lines.retain(|line| !settled.iter().any(|old| same(old, line)));
+        // One that has gone may have a successor in the same process.
+        let stands = |old: &WorkerReport, line: &WorkerReport| {
+            same(old, line) && (!old.outcome.is_gone() || line.outcome.is_gone())
+        };
+        lines.retain(|line| !settled.iter().any(|old| stands(old, line)));
         let done = finals(&lines);
         lines.extend(settled.iter().cloned());
         settled.extend(done);
@@ -272,10 +276,13 @@ fn level(wait: WaitFor) -> Option<Level> {
 }
 
 /// The lines that no wait for more could change: others are made anew each time.
+/// So is that of a worker that asks: it may have asked for this one by then, or
+/// ask no more.
 fn finals(lines: &[WorkerReport]) -> Vec<WorkerReport> {
-    let lines = lines.iter();
-    let done = lines.filter(|line| line.outcome.is_final(WaitFor::Applied));
-    done.cloned().collect()
+    let keeps = |line: &&WorkerReport| {
+        line.outcome.is_final(WaitFor::Applied) && line.outcome != Outcome::Asks
+    };
+    lines.iter().filter(keeps).cloned().collect()
 }
 
 fn same(one: &WorkerReport, other: &WorkerReport) -> bool {

@@ -811,7 +811,10 @@ impl Receiver {
         }
         match self.current.clone() {
             Some(current) if self.runs(&current) => Ok(Some(current)),
-            before => Ok(self.transport.latest()?.or(before)),
+            before => {
+                let before = before.filter(|before| run_of(before) == Some(self.run));
+                Ok(self.transport.latest()?.or(before))
+            }
         }
     }
 

@@ -203,7 +203,7 @@ impl Outcome {
     }
 
     /// Whether the worker's process is no longer connected.
-    fn is_gone(&self) -> bool {
+    pub(crate) fn is_gone(&self) -> bool {
         matches!(self, Self::Died | Self::Left)
     }
 

@@ -31,6 +31,7 @@ pub struct Sender {
     flying: Vec<PendingSend>,
     /// All that somebody may still ask about, oldest first.
     handed: Vec<Weak<Handle>>,
+    owner: u32,
 }
 
 /// How long one of several asynchronous sends is waited for before the others are
@@ -48,6 +49,7 @@ impl Sender {
             run,
             flying: Vec::new(),
             handed: Vec::new(),
+            owner: std::process::id(),
         }
     }
 
@@ -538,6 +540,10 @@ impl Sender {
 /// on; they keep nothing else of it.
 impl Drop for Sender {
     fn drop(&mut self) {
+        // In a forked child a thread that is not there may hold their locks.
+        if self.owner != std::process::id() {
+            return;
+        }
         for one in self.handed.iter().filter_map(Weak::upgrade) {
             one.close();
         }

@@ -285,7 +285,10 @@ impl SenderSetup {
     }
 
     /// How many older versions of each model are kept, for workers that ask for
-    /// one and to go back to (none by default). Each takes a slot.
+    /// one and to go back to (none by default). Each takes a slot. They are kept
+    /// with the versions of the other models that were sent to all at the same
+    /// time, which then have slots too: of models that are sent one by one there
+    /// may be as many more.
     pub fn history(mut self, versions: u8) -> Self {
         self.transfer.history = versions;
         self

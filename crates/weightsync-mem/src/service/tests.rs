@@ -304,11 +304,11 @@ fn a_reader_that_is_turned_away_is_told_why() {
     writer.shared.state().turn_away(key, why.into());
     for _ in 0..2 {
         let error = worker.next(None).unwrap_err();
-        let told = matches!(&error, Error::Denied { reason } if reason == why);
+        let told = matches!(&error, Error::GivenUp { reason } if reason == why);
         assert!(told, "{error}");
     }
     let error = worker.ask(Want::Newest).unwrap_err();
-    assert!(matches!(error, Error::Denied { .. }), "{error}");
+    assert!(matches!(error, Error::GivenUp { .. }), "{error}");
 }
 
 #[test]

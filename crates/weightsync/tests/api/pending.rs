@@ -3,9 +3,11 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use weightsync::{Error, Outcome, Pending, SendOptions, SenderSetup, Version, WaitFor};
+use weightsync::{
+    Error, Outcome, Pending, Pull, ReceiverSetup, SendOptions, SenderSetup, Version, WaitFor,
+};
 
-use crate::{BRIEF, SOON, connect, pair, weights};
+use crate::{BRIEF, SOON, connect, join, pair, weights};
 
 fn to(workers: &[u32], deadline: Duration) -> SendOptions {
     let options = SendOptions::new().workers(workers.iter().copied());
@@ -80,4 +82,48 @@ fn what_was_not_settled_when_the_sender_shut_down_is_not_known() {
     });
     let error = sent.is_settled().unwrap_err();
     assert!(matches!(error, Error::SenderClosed), "{error}");
+}
+
+/// Two receivers of one number in one process, one after the other.
+#[test]
+fn one_that_left_does_not_stand_for_its_successor() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let info = setup.init_info();
+    let (mut sender, receivers) = connect(setup, &weights(), 1);
+    drop(receivers);
+    let mut second = join(ReceiverSetup::new(info, 0)).unwrap();
+    let report = sender.send_with(&weights(), &to(&[0], BRIEF)).unwrap();
+    let late = |report: &weightsync::Report| {
+        let mut lines = report.workers.iter();
+        !report.all_applied() && lines.any(|line| line.outcome == Outcome::Late)
+    };
+    assert!(late(&report), "{report}");
+    let sent = sender.send_async(&weights(), &SendOptions::new()).unwrap();
+    for _ in 0..2 {
+        let report = sent.wait(Some(BRIEF)).unwrap();
+        assert!(late(&report), "{report}");
+    }
+    second.receive(Some(SOON)).unwrap().unwrap();
+    assert!(sent.wait(Some(SOON)).unwrap().all_applied());
+}
+
+/// Once it waits for it no more, it takes what is sent as before.
+#[test]
+fn one_that_waited_for_a_later_version_is_looked_at_again() {
+    let (mut sender, mut receiver) = pair(&weights());
+    let sent = thread::scope(|scope| {
+        let asking = scope.spawn(|| {
+            let later = Pull::AtLeast(Version(9));
+            receiver.pull(later, Some(BRIEF * 5)).unwrap()
+        });
+        let sent = sender.send_async(&weights(), &SendOptions::new()).unwrap();
+        let report = sent.wait(Some(SOON)).unwrap();
+        assert_eq!(report.workers[0].outcome, Outcome::Asks, "{report}");
+        assert!(asking.join().unwrap().is_none());
+        sent
+    });
+    receiver.receive(Some(SOON)).unwrap().unwrap();
+    let report = sent.wait(Some(SOON)).unwrap();
+    assert!(report.all_applied(), "{report}");
+    assert_eq!(report.workers[0].outcome, Outcome::Applied, "{report}");
 }
