@@ -10,7 +10,9 @@ use tempfile::TempDir;
 use weightsync::InitInfo;
 use weightsync::worker::{Event, Spawn, Workers};
 
-use super::order::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Sent, Status, Want, What};
+use super::order::{
+    Act, Answer, Deed, Fate, How, Join, Lead, Order, Publish, Sent, Status, Want, What,
+};
 use super::scale::{BRIEF, PATIENCE};
 use super::shape::Seen;
 use super::stock::{Census, TOKEN, describe, state};
@@ -204,6 +206,23 @@ impl<'a> Script<'a> {
     /// Has the trainer send, and waits for its report.
     pub(crate) fn send(&mut self, what: What, how: How) -> Sent {
         self.act(Act::Send(what, how)).sent()
+    }
+
+    /// Has the trainer send so many versions at full speed, the first of which is
+    /// `from`: in parts, each of which is done before it counts as hanging, also
+    /// where a version costs the time of a disk.
+    pub(crate) fn send_fast(&mut self, from: u64, count: u64) {
+        const PART: u64 = 250;
+        for part in (0..count).step_by(PART as usize) {
+            let publish = Publish {
+                from: from + part,
+                count: PART.min(count - part),
+                fast: !self.subject.can.every_version,
+                fuse: None,
+            };
+            let expected = Answer::Count(publish.count);
+            assert_eq!(self.act(Act::Publish(publish)), expected);
+        }
     }
 
     /// Has the trainer send, and these workers take what comes; the report, and

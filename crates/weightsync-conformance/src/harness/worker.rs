@@ -319,7 +319,7 @@ impl Worker {
         let mut checks = 0;
         let mut last: Option<Seen> = None;
         let mut kept: Option<(SetSnapshot, Seen)> = None;
-        let until = Instant::now() + PATIENCE;
+        let mut until = Instant::now() + PATIENCE;
         loop {
             let set = match pulls {
                 true => self.pull(Want::Newest, Some(PATIENCE))?,
@@ -360,6 +360,10 @@ impl Worker {
             }
             if seen.members[0].words[0] == word {
                 return Ok(Answer::Count(checks));
+            }
+            let news = |last: &Seen| last.versions() != seen.versions();
+            if last.as_ref().is_none_or(news) {
+                until = Instant::now() + PATIENCE;
             }
             last = Some(seen);
             if Instant::now() > until {

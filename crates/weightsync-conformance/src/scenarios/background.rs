@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::Subject;
 use crate::harness::order::{
-    Act, Answer, Deed, Doing, Fate, How, Join, Lead, Order, Publish, SafePoints, Stock, Wait, What,
+    Act, Answer, Deed, Doing, Fate, How, Join, Lead, Order, SafePoints, Stock, Wait, What,
 };
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE, rounds};
 use crate::harness::script::{Script, TRAINER};
@@ -65,13 +65,7 @@ pub(crate) fn a_thread_follows_what_is_sent(subject: &Subject) {
     script.tell_worker(0, Deed::FollowUntil(last));
     let pulls = false;
     script.tell_worker(1, Deed::ReadUntil { word: last, pulls });
-    let publish = Publish {
-        from: 6,
-        count,
-        fast: !subject.can.every_version,
-        fuse: None,
-    };
-    assert_eq!(script.act(Act::Publish(publish)), Answer::Count(count));
+    script.send_fast(6, count);
     let checks = script.answer_of(0).count();
     script.answer_of(1).count();
     println!("{count} versions, {checks} checks");

@@ -2,9 +2,7 @@
 
 use crate::Subject;
 use crate::harness::fault::Kind;
-use crate::harness::order::{
-    Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Publish, Wait, What,
-};
+use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Wait, What};
 use crate::harness::scale::{BRIEF, rounds};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
@@ -34,21 +32,7 @@ fn full_speed(subject: &Subject, words: u64, count: u64) {
         script.deed(worker, Deed::Keep(0));
         script.tell_worker(worker, Deed::ReadUntil { word: last, pulls });
     }
-    // In parts, each of which is done in time also where a version costs a disk's.
-    let mut sent = 0;
-    while sent < count {
-        let part = Publish {
-            from: 2 + sent,
-            count: (count - sent).min(250),
-            fast: !subject.can.every_version,
-            fuse: None,
-        };
-        sent += part.count;
-        assert_eq!(
-            script.act(Act::Publish(part.clone())),
-            Answer::Count(part.count)
-        );
-    }
+    script.send_fast(2, count);
     let mut checks = 0;
     for worker in 0..3 {
         let checked = script.answer_of(worker).count();

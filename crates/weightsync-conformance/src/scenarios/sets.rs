@@ -54,13 +54,7 @@ pub(crate) fn a_set_flips_as_one_on_every_worker(subject: &Subject) {
             },
         );
     }
-    let publish = Publish {
-        from: 3,
-        count,
-        fast: !subject.can.every_version,
-        fuse: None,
-    };
-    script.act(Act::Publish(publish)).count();
+    script.send_fast(3, count);
     let checks: u64 = (0..3).map(|worker| script.answer_of(worker).count()).sum();
     println!("{count} sets, {checks} checks");
     script.close();
