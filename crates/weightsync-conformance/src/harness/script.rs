@@ -212,7 +212,7 @@ impl<'a> Script<'a> {
     /// `from`: in parts, each of which is done before it counts as hanging, also
     /// where a version costs the time of a disk.
     pub(crate) fn send_fast(&mut self, from: u64, count: u64) {
-        const PART: u64 = 250;
+        const PART: u64 = 50;
         for part in (0..count).step_by(PART as usize) {
             let publish = Publish {
                 from: from + part,
