@@ -2,8 +2,8 @@
 //!
 //! The word is 64 bits wide and a futex 32: its low half changes with everything
 //! that is to wake its sleeper (it holds the record and the low bits of the
-//! sequence, or of the count of entries, or of the number of a question). The kernel needs no more than to read it, so a reader's
-//! read-only mapping will do.
+//! sequence, or of the count of entries, or of the number of a question). The
+//! kernel needs no more than to read it, so a reader's read-only mapping will do.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;

@@ -36,23 +36,30 @@ fn shared() -> Arc<Shared> {
     Shared::new(RUN, &[model()], SECRET, &SegmentOptions::default()).unwrap()
 }
 
-/// Says hello, and nothing else.
-fn knock(address: &str) -> Socket {
-    knock_with(address).0
-}
-
-fn knock_with(address: &str) -> (Socket, OwnedFile) {
-    let hello = FromReader::Hello {
+fn hello() -> FromReader {
+    FromReader::Hello {
         secret: SECRET,
         worker: WorkerId(3),
         seen: Epoch(0),
         models: Models::ALL,
         delivery: Delivery::Newest,
         device: String::new(),
-    };
+    }
+}
+
+/// Says hello, and nothing else.
+fn knock(address: &str) -> Socket {
+    knock_with(address).0
+}
+
+fn knock_with(address: &str) -> (Socket, OwnedFile) {
     let socket = Socket::connect(address).unwrap().unwrap();
     let control = OwnedFile::new("weightsync-control", CONTROL_BYTES).unwrap();
-    assert!(socket.send(&hello.encode(), &[control.fd.as_fd()]).unwrap());
+    assert!(
+        socket
+            .send(&hello().encode(), &[control.fd.as_fd()])
+            .unwrap()
+    );
     (socket, control)
 }
 
@@ -348,15 +355,7 @@ fn a_death_that_a_successor_finds_is_told_also_if_that_is_denied() {
     drop(first);
     shared.doorbell.silence();
     let socket = Socket::connect(&address).unwrap().unwrap();
-    let hello = FromReader::Hello {
-        secret: SECRET,
-        worker: WorkerId(3),
-        seen: Epoch(0),
-        models: Models::ALL,
-        delivery: Delivery::Newest,
-        device: String::new(),
-    };
-    assert!(socket.send(&hello.encode(), &[]).unwrap());
+    assert!(socket.send(&hello().encode(), &[]).unwrap());
     assert!(meet().is_none(), "it has no control page");
     assert!(shared.watched().is_empty());
     assert_eq!(

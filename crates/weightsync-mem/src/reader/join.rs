@@ -1,0 +1,246 @@
+//! The way in: a hello, and what the sender hands over in answer.
+
+use super::*;
+
+impl Reader {
+    /// Joins a segment, waiting until the deadline for its sender to appear; one
+    /// that is there has a moment more to answer. Maps and faults in every slot
+    /// of the models it wants, so that the first snapshot costs no page faults.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSender`] at the deadline, [`Error::Denied`] with the sender's
+    /// reason, [`Error::Fenced`], [`Error::BadOption`], and [`Error::Protocol`] if
+    /// the other end is not a weightsync sender.
+    pub fn attach(options: &AttachOptions, deadline: Deadline) -> Result<Self, Error> {
+        check(options)?;
+        let since = Instant::now();
+        let mut pause = Duration::from_millis(2);
+        loop {
+            if let Some(reader) = Self::join(options, deadline)? {
+                return Ok(reader);
+            }
+            // Nobody listens yet, or a sender that is going down hung up.
+            if passed(deadline) {
+                return Err(Error::NoSender {
+                    address: options.address.clone(),
+                    waited: since.elapsed(),
+                });
+            }
+            let left = deadline.map_or(pause, |at| at.saturating_duration_since(Instant::now()));
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(Duration::from_millis(50));
+        }
+    }
+
+    /// Tries to join once. `None` if nobody answers, or the sender hangs up.
+    fn join(options: &AttachOptions, deadline: Deadline) -> Result<Option<Self>, Error> {
+        let Some(socket) = Socket::connect(&options.address)? else {
+            return Ok(None);
+        };
+        let control = OwnedFile::new("weightsync-control", CONTROL_BYTES)?;
+        let mut giving_up = GivingUp {
+            control: control.map.clone(),
+            has_joined: false,
+        };
+        let hello = FromReader::Hello {
+            secret: options.secret,
+            worker: options.worker,
+            seen: options.seen,
+            models: options.models.as_deref().map_or(Models::ALL, Models::of),
+            delivery: options.delivery,
+            device: options.device.clone(),
+        };
+        match socket.send(&hello.encode(), &[control.fd.as_fd()]) {
+            Ok(true) => {}
+            Ok(false) => return Ok(None),
+            Err(error) if error.is_crowded_out() => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        let Some((packet, fds)) = answer(&socket, deadline)? else {
+            return Ok(None);
+        };
+        let FromSender::Welcome { run, count, models } = packet else {
+            return Err(unexpected("a welcome", format!("{packet:?}")));
+        };
+        if run.epoch < options.seen {
+            return Err(Error::Fenced {
+                seen: options.seen,
+                got: run.epoch,
+            });
+        }
+        let [header, lane, doorbell] = <[OwnedFd; 3]>::try_from(fds).map_err(|fds| {
+            let got = format!("{} descriptors", fds.len());
+            unexpected("header, lane and doorbell", got)
+        })?;
+        let wanted = match &options.models {
+            None => Models::first(count.into()),
+            Some(wanted) => Models::of(wanted),
+        };
+        if models != wanted {
+            let got = format!("{models:?} where {wanted:?} were asked for");
+            return Err(unexpected("the models asked for", got));
+        }
+        let header = Arc::new(Mapping::of_peer(header.as_fd(), HEADER_BYTES)?);
+        let lane = Mapping::of_peer(lane.as_fd(), LANE_BYTES)?;
+        let doorbell = Arc::new(Doorbell::from_fd(doorbell));
+        let mut specs = Vec::with_capacity(models.len());
+        let mut mapped: Vec<Option<Mapped>> = Vec::new();
+        mapped.resize_with(count.into(), || None);
+        for model in models.iter() {
+            let Some((packet, fds)) = answer(&socket, deadline)? else {
+                return Ok(None);
+            };
+            let (spec, pages) = take_model(model, packet, fds)?;
+            specs.push((model, spec));
+            mapped[model] = Some(pages);
+        }
+        let home = Home::Reader {
+            control,
+            lane,
+            socket,
+        };
+        let book = Arc::new(PinBook::new(home, header, doorbell, models));
+        let queued = matches!(options.delivery, Delivery::Every { .. });
+        let watch = match Watch::start(book.clone(), mapped, queued) {
+            Ok(watch) => watch,
+            Err(error) => {
+                // Before the connection ends with the book.
+                drop(giving_up);
+                return Err(error);
+            }
+        };
+        giving_up.has_joined = true;
+        Ok(Some(Self {
+            watch,
+            book,
+            models: specs,
+            run,
+            wait: options.wait,
+            delivery: options.delivery,
+            sequence: 0,
+            head: 0,
+            versions: [Version::NONE; MAX_MODELS],
+            question: 0,
+            asks: false,
+            unmapped: None,
+        }))
+    }
+}
+
+/// Says on a control page that its reader leaves in order: one that went without
+/// a word has died.
+struct GivingUp {
+    control: Arc<Mapping>,
+    has_joined: bool,
+}
+
+impl Drop for GivingUp {
+    fn drop(&mut self) {
+        if !self.has_joined {
+            let control: &Control = self.control.table();
+            control.left.0.store(1, Ordering::Release);
+        }
+    }
+}
+
+fn check(options: &AttachOptions) -> Result<(), Error> {
+    let bad = |option, expected, got: String| {
+        Err(Error::BadOption {
+            option,
+            expected,
+            got,
+        })
+    };
+    if let Some(models) = &options.models
+        && (models.is_empty() || models.iter().any(|model| *model >= MAX_MODELS))
+    {
+        let got = format!("{models:?}");
+        return bad("models", "at least one index below 64", got);
+    }
+    if let Delivery::Every { bound } = options.delivery
+        && !(1..=MAX_BOUND).contains(&bound)
+    {
+        let got = bound.to_string();
+        return bad("the bound of a queue", "between 1 and 32", got);
+    }
+    if options.device.len() > MAX_DEVICE {
+        let got = format!("{} bytes", options.device.len());
+        return bad("the device's label", "at most 64 bytes", got);
+    }
+    Ok(())
+}
+
+/// The sender's next words on the way in, with the descriptors beside them.
+/// `None` if there are none by the deadline, or it has hung up.
+///
+/// A sender that is there gets the time to answer, also when the deadline only
+/// allowed a look: else a worker that polls would never join.
+fn answer(
+    socket: &Socket,
+    deadline: Deadline,
+) -> Result<Option<(FromSender, Vec<OwnedFd>)>, Error> {
+    let deadline = deadline.map(|at| at.max(Instant::now() + ANSWER_TIME));
+    loop {
+        match socket.receive()? {
+            Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
+                FromSender::Denied { reason } => return Err(Error::Denied { reason }),
+                packet => return Ok(Some((packet, fds))),
+            },
+            Packet::HungUp => return Ok(None),
+            Packet::Empty if passed(deadline) => return Ok(None),
+            Packet::Empty => match socket.peer_death() {
+                // A listener that a dead sender's child inherited never answers.
+                Some(death) => {
+                    let [_, died] = poll([socket.as_fd(), death], deadline)?;
+                    if died {
+                        return Ok(None);
+                    }
+                }
+                None => poll([socket.as_fd()], deadline).map(|_| ())?,
+            },
+        }
+    }
+}
+
+/// Maps one model's pages, all of them as the model's layout wants them.
+fn take_model(
+    model: usize,
+    packet: FromSender,
+    fds: Vec<OwnedFd>,
+) -> Result<(ModelSpec, Mapped), Error> {
+    let FromSender::Model {
+        index,
+        slots,
+        slot_bytes,
+        layout_bytes,
+        note_bytes,
+    } = packet
+    else {
+        return Err(unexpected("a model", format!("{packet:?}")));
+    };
+    if usize::from(index) != model {
+        return Err(unexpected(
+            "the models in order",
+            format!("{index} for {model}"),
+        ));
+    }
+    if fds.len() != usize::from(slots) + 2 {
+        let got = format!("{} descriptors for {slots} slots", fds.len());
+        return Err(unexpected("description, page and every slot", got));
+    }
+    let spec = Description::read(fds[0].as_fd(), layout_bytes, note_bytes)?;
+    let page = Mapping::of_peer(fds[1].as_fd(), MODEL_PAGE_BYTES)?;
+    let pages = Model::new(model, &spec.layout, Arc::new(page));
+    let needed = pages.slot_bytes();
+    if slot_bytes != needed as u64 {
+        let got = format!("{slot_bytes} bytes for {needed}");
+        return Err(unexpected("slots of the layout's size", got));
+    }
+    let slots = fds[2..]
+        .iter()
+        .map(|slot| Mapping::of_peer(slot.as_fd(), needed).map(Arc::new))
+        .collect::<Result<_, _>>()?;
+    let model = Arc::new(pages);
+    Ok((spec, Mapped { model, slots }))
+}

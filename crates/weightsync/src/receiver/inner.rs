@@ -1,0 +1,236 @@
+//! What a background receiver and a cascade do with a receiver, and how what came
+//! is loaded and reported.
+
+use super::*;
+
+impl Receiver {
+    /// As [`next`](Self::next) without a timeout, for a thread that has to end
+    /// when it is told to: what can be waited for here can be interrupted, and a
+    /// sender that is gone is looked for once. It is to be called as long as its
+    /// sender [`restarts`](Self::restarts).
+    pub(crate) fn follow(&mut self) -> Result<Followed> {
+        // Whoever follows looks again after any interrupt; passing one over that
+        // an earlier thread was to expect could be passing over the one to end by.
+        self.interrupted = false;
+        if !self.sender_lost {
+            let next = self.next(None)?;
+            return Ok(next.map_or(Followed::Interrupted, Followed::Set));
+        }
+        match self.rejoin(Some(Instant::now())) {
+            // Its waits are ended by another interrupter from here on.
+            Ok(()) => Ok(Followed::Interrupted),
+            Err(error) if error.remedy() == Remedy::Retry => Ok(Followed::NoSender(error)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Loads what the models of this worker should begin with, all of it: they
+    /// need not be those that were loaded before. Models without shapes yet take
+    /// the sender's.
+    pub(crate) fn begin_into(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
+        let Some(set) = self.begin_or_go_on()? else {
+            // Models that nothing was loaded into do not serve.
+            self.whole = !self.scheme.capabilities().weights;
+            return Ok(());
+        };
+        for member in set.members() {
+            // What does not fit now never will: the sender need not wait.
+            if let Err(error) = models.shaped(&member.snapshot) {
+                self.refuse(None, &error.to_string())?;
+                return Err(error);
+            }
+        }
+        let loaded = self.load_and_report(set, models, None);
+        if let Err(error) = &loaded {
+            // There is no next version for it: it goes.
+            self.refuse(None, &error.to_string())?;
+        }
+        loaded
+    }
+
+    /// What models of this worker that nothing was loaded into should begin
+    /// with; none if they hold what this receiver handed out last.
+    pub(crate) fn begin(&mut self) -> Result<Option<SetSnapshot>> {
+        match (self.initial.take(), &self.current) {
+            (Some(initial), _) => Ok(Some(initial)),
+            (None, Some(_)) => Ok(None),
+            (None, None) => self.transport.latest(),
+        }
+    }
+
+    /// What other models of this worker should begin with: what was not handed
+    /// out yet, else what it loaded last, unless something came after that.
+    fn begin_or_go_on(&mut self) -> Result<Option<SetSnapshot>> {
+        if let Some(initial) = self.initial.take() {
+            return Ok(Some(initial));
+        }
+        match self.current.clone() {
+            Some(current) if self.runs(&current) => Ok(Some(current)),
+            before => {
+                let before = before.filter(|before| run_of(before) == Some(self.run));
+                Ok(self.transport.latest()?.or(before))
+            }
+        }
+    }
+
+    /// Whether a set is what the sender was told that this worker runs.
+    fn runs(&self, set: &SetSnapshot) -> bool {
+        run_of(set) == Some(self.run) && set.versions() == self.applied
+    }
+
+    /// Takes back what was taken and not used: the next receive hands it out, or
+    /// what is newer.
+    pub(crate) fn put_back(&mut self, set: SetSnapshot) {
+        self.initial = Some(set);
+    }
+
+    /// An interrupt may have come after the last wait; it is to end no other.
+    pub(crate) fn expect_interrupt(&mut self) {
+        self.interrupted = true;
+    }
+
+    /// Whether the sender is gone, and its successor was not joined yet.
+    pub(crate) fn has_lost_sender(&self) -> bool {
+        self.sender_lost
+    }
+
+    /// Whether a sender that is gone may come back.
+    pub(crate) fn restarts(&self) -> bool {
+        self.setup.info.at.restarts()
+    }
+
+    pub(crate) fn scheme(&self) -> &AnyScheme {
+        &self.scheme
+    }
+
+    /// Joins the successor of a sender that is gone. Its run has a higher
+    /// epoch, and its versions count anew.
+    pub(super) fn rejoin(&mut self, deadline: Deadline) -> Result<()> {
+        let knew = self.transport.run();
+        // One that was refused for its epoch need not be joined to be refused
+        // again: only a higher one will do.
+        let above = u64::from(self.conflicting.is_some());
+        let seen = Epoch(knew.epoch.0.saturating_add(above));
+        let joined = self.setup.join(&self.scheme, seen, deadline);
+        let mut transport = match (joined, self.conflicting) {
+            (Err(Error::Memory(Memory::Denied { .. } | Memory::Fenced { .. })), Some(got)) => {
+                return Err(Error::ConflictingRun { knew, got });
+            }
+            (joined, _) => joined?,
+        };
+        let got = transport.run();
+        if got.conflicts_with(&knew) {
+            self.conflicting = Some(got);
+            let error = Error::ConflictingRun { knew, got };
+            transport.refuse(None, &error.to_string())?;
+            return Err(error);
+        }
+        let pairs = self.transport.models().iter();
+        let mut wrong = None;
+        for own in pairs {
+            let mut others = transport.models().iter();
+            if let Some(theirs) = others.find(|spec| spec.id == own.id)
+                && let Err(mismatch) = fits(&own.layout, &theirs.layout)
+            {
+                wrong = Some((own.id.clone(), mismatch));
+                break;
+            }
+        }
+        if let Some((model, mismatch)) = wrong {
+            return Err(refused(&mut *transport, model, mismatch)?);
+        }
+        self.transport = transport;
+        self.sender_lost = false;
+        self.conflicting = None;
+        Ok(())
+    }
+
+    /// What the worker's models hold; nothing after a load that was left half
+    /// done, as every model is loaded anew then.
+    pub(crate) fn held(&self) -> Option<SetSnapshot> {
+        self.current.clone().filter(|_| self.whole)
+    }
+
+    /// Loads a set, but for what the models hold of it, and says so, or goes
+    /// back, and says why.
+    pub(crate) fn load_and_report(
+        &mut self,
+        set: SetSnapshot,
+        models: &mut SetLoader<'_>,
+        held: Option<&SetSnapshot>,
+    ) -> Result<()> {
+        // A loader that panics leaves it so.
+        let was_whole = std::mem::replace(&mut self.whole, false);
+        let Err(failure) = models.load(&set, held) else {
+            self.whole = true;
+            self.report_applied(&set)?;
+            self.current = Some(set);
+            return Ok(());
+        };
+        if failure.touched {
+            self.go_back(&set, models, &failure.error.to_string())?;
+        } else {
+            self.whole = was_whole;
+            self.refuse_half_loaded(&set, &failure.error.to_string())?;
+        }
+        Err(failure.error)
+    }
+
+    /// Loads what the models had before a load of `set` that left them half
+    /// done, and tells the sender why.
+    pub(crate) fn go_back(
+        &mut self,
+        set: &SetSnapshot,
+        models: &mut SetLoader<'_>,
+        reason: &str,
+    ) -> Result<()> {
+        self.whole = match &self.current {
+            Some(before) => models.load(before, None).is_ok(),
+            None => false,
+        };
+        match self.whole {
+            true => self.refuse(Some(set), &format!("{reason}; it went back to what it had")),
+            false => self.refuse_half_loaded(set, reason),
+        }
+    }
+
+    /// Tells the sender why a set was not loaded, and what that means for models
+    /// that are not whole.
+    pub(crate) fn refuse_half_loaded(&mut self, set: &SetSnapshot, reason: &str) -> Result<()> {
+        let now = match self.whole {
+            true => "",
+            false => "; its models are half loaded, and do not serve until one load succeeds",
+        };
+        self.refuse(Some(set), &format!("{reason}{now}"))
+    }
+
+    /// Says that the models were changed by somebody else and left half done.
+    pub(crate) fn lose_whole(&mut self) {
+        self.whole = false;
+    }
+
+    /// Tells the sender that this worker cannot use a set, or nothing at all. A
+    /// set of an earlier sender is none of its business.
+    pub(crate) fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        if set.is_none() && !self.sender_lost {
+            self.withdrawn.get_or_insert_with(|| reason.to_owned());
+        }
+        match set.is_none_or(|set| run_of(set).is_none_or(|run| run == self.transport.run())) {
+            true => self.transport.refuse(set, reason),
+            false => Ok(()),
+        }
+    }
+
+    /// Notes that this worker runs a set, and tells the sender if it is its own:
+    /// what an earlier one sent counts by other numbers.
+    pub(crate) fn report_applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        let senders = self.transport.run();
+        let run = run_of(set).unwrap_or(senders);
+        if run == senders {
+            self.transport.applied(set)?;
+        }
+        self.applied = set.versions();
+        self.run = run;
+        Ok(())
+    }
+}
