@@ -105,7 +105,7 @@ pub use crate::{
     path::{ModelPath, ModelPathError, PathPart},
     pending::PendingSend,
     plain::{ExtraState, Plain, PlainError},
-    receiver::{Receiver, ReceiverSetup},
+    receiver::{Joined, Receiver, ReceiverSetup},
     report::{Outcome, Report, WaitFor, WorkerReport, WorkerStatus},
     safetensors_file::SafetensorsFile,
     scheme::{AnyScheme, MultiProcess, Queue, Schemes, SharedMem},

@@ -17,6 +17,8 @@ use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
 use crate::transport::{Interrupter, Joining, ModelSpec, Pull, ReceiverTransport};
 
+pub use self::setup::Joined;
+
 /// How long a receive without a timeout looks for a restarted trainer before it
 /// says that there is none.
 const REJOIN: Duration = Duration::from_secs(60);
@@ -313,6 +315,10 @@ impl Receiver {
     /// after a load failed midway and the way back failed too.
     pub fn is_whole(&self) -> bool {
         self.whole
+    }
+
+    pub(crate) fn info(&self) -> &InitInfo {
+        &self.setup.info
     }
 
     /// This worker's number.

@@ -14,7 +14,7 @@ use crate::publish::{self, Prepared};
 use crate::report::{Report, WorkerStatus};
 use crate::scheme::AnyScheme;
 use crate::send_source::{Members, Resolved, SendSource, resolve};
-use crate::setup::{Pending, SenderSetup};
+use crate::setup::{Expect, Pending, SenderSetup};
 use crate::snapshot::Snapshot;
 use crate::transport::{Capabilities, Deadline, Outstanding, SenderTransport, Staging, Targets};
 
@@ -51,10 +51,6 @@ impl Sender {
             handed: Vec::new(),
             owner: std::process::id(),
         }
-    }
-
-    pub(crate) fn transport(&mut self) -> &mut dyn SenderTransport {
-        &mut *self.transport
     }
 
     /// Publishes the weights as the next version and waits until every worker
@@ -340,6 +336,58 @@ impl Sender {
         self.transport.workers()
     }
 
+    /// Waits until these workers are there and have loaded something, as
+    /// [`connect`](SenderSetup::connect) does: for those that join later.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingWorkers`] at the deadline, [`Error::Refused`] as soon as one
+    /// of them says that a model does not fit its own.
+    pub fn wait_for(&mut self, expect: &Expect, deadline: Duration) -> Result<()> {
+        let since = Instant::now();
+        self.wait_until(expect, since, since.checked_add(deadline))
+    }
+
+    pub(crate) fn wait_until(
+        &mut self,
+        expect: &Expect,
+        since: Instant,
+        until: Deadline,
+    ) -> Result<()> {
+        let ready = |workers: &[WorkerStatus]| -> Vec<WorkerId> {
+            let ready = workers.iter().filter(|worker| worker.is_ready());
+            ready.map(|worker| worker.worker).collect()
+        };
+        // As they were when it was enough: one that leaves right after has been
+        // there.
+        let mut joined = Vec::new();
+        let there = self
+            .transport
+            .wait_workers(until, &mut |workers, rejected| {
+                joined = ready(workers);
+                let hopeless = rejected.iter().any(|worker| expect.includes(*worker));
+                hopeless || expect.met_by(&joined)
+            })?;
+        // A scheme without workers has them all.
+        if expect.met_by(&joined) || (there && !self.has_workers()) {
+            return Ok(());
+        }
+        let model = self.setup.name();
+        // A worker that was not asked for and does not fit costs nobody else.
+        let mut refusals = self.transport.take_rejected();
+        refusals.retain(|(worker, _)| expect.includes(*worker));
+        if !refusals.is_empty() {
+            return Err(Error::Refused { model, refusals });
+        }
+        Err(Error::MissingWorkers {
+            model,
+            expected: expect.len(),
+            missing: expect.missing(&joined),
+            joined,
+            waited: since.elapsed(),
+        })
+    }
+
     /// Holds workers at the versions they have: sends pass them over, with a
     /// line that says so, until they are [released](Self::release). It is the
     /// number that is held: a worker that comes back under it gets what it had.
@@ -412,7 +460,20 @@ impl Sender {
     ///
     /// As [`snapshot`](Self::snapshot).
     pub fn digest(&self) -> Result<Digest> {
-        let snapshot = self.snapshot()?;
+        self.digest_at(0)
+    }
+
+    /// As [`digest`](Self::digest), of one of several models.
+    ///
+    /// # Errors
+    ///
+    /// As [`snapshot_of`](Self::snapshot_of).
+    pub fn digest_of(&self, model: &str) -> Result<Digest> {
+        self.digest_at(self.index_of(model)?)
+    }
+
+    fn digest_at(&self, model: usize) -> Result<Digest> {
+        let snapshot = self.own_view(model)?;
         let digest = snapshot.digest();
         snapshot.publish_digest(digest);
         Ok(digest)
@@ -422,7 +483,7 @@ impl Sender {
     pub fn shutdown(self) {}
 
     /// Whether the scheme has workers to wait for.
-    pub(crate) fn has_workers(&self) -> bool {
+    fn has_workers(&self) -> bool {
         self.setup.scheme.capabilities().weights
     }
 

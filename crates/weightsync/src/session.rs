@@ -13,7 +13,7 @@ use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
 use crate::options::SendOptions;
 use crate::pending::PendingSend;
-use crate::receiver::{Receiver, ReceiverSetup};
+use crate::receiver::{Joined, Receiver, ReceiverSetup};
 use crate::report::Report;
 use crate::scheme::{AnyScheme, MAX_TEXT, Schemes};
 use crate::send_source::SendSource;
@@ -80,6 +80,7 @@ enum State {
     PreparedSender(Box<SenderSetup>),
     Sending(Box<Sender>),
     PreparedReceiver(Box<ReceiverSetup>),
+    Joined(Box<Joined>),
     Receiving(Box<Receiver>),
     Closed,
 }
@@ -248,6 +249,82 @@ impl Session {
         let receiver = (**setup).clone().connect_set_into(models, deadline)?;
         self.state = State::Receiving(Box::new(receiver));
         Ok(())
+    }
+
+    /// Joins as a worker, and takes the initial weights without loading them; the
+    /// sender counts this worker once [`load_joined`](Self::load_joined) has. None
+    /// with a scheme that carries nothing. After an error the session is prepared
+    /// as before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`ReceiverSetup::join`].
+    pub fn join_receiver(&mut self, deadline: Duration) -> Result<Option<SetSnapshot>> {
+        let State::PreparedReceiver(setup) = &self.state else {
+            return Err(self.state.wrong("connect_receiver"));
+        };
+        let joined = (**setup).clone().join(deadline)?;
+        let first = joined.first().cloned();
+        self.state = State::Joined(Box::new(joined));
+        Ok(first)
+    }
+
+    /// Loads the initial weights of a session that has joined. After an error the
+    /// session is closed: the sender was told.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Joined::load`].
+    pub fn load_joined(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Joined(joined) => {
+                self.state = State::Receiving(Box::new(joined.load(models)?));
+                Ok(())
+            }
+            other => {
+                self.state = other;
+                Err(self.state.wrong("load_joined"))
+            }
+        }
+    }
+
+    /// A session of a receiver that is connected, such as a background receiver
+    /// gives back.
+    pub fn of_receiver(receiver: Receiver) -> Self {
+        let info = receiver.info().clone();
+        Self {
+            state: State::Receiving(Box::new(receiver)),
+            ..Self::of(info)
+        }
+    }
+
+    /// The connected receiver by itself: to be handed to a thread, say. The
+    /// session is closed then.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`].
+    pub fn take_receiver(&mut self) -> Result<Receiver> {
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Receiving(receiver) => Ok(*receiver),
+            other => {
+                self.state = other;
+                Err(self.state.wrong("take_receiver"))
+            }
+        }
+    }
+
+    /// Where the session is in its lifecycle, in a word or two.
+    pub fn state(&self) -> &'static str {
+        match self.state {
+            State::Idle => "idle",
+            State::PreparedSender(_) => "prepared to send",
+            State::Sending(_) => "sending",
+            State::PreparedReceiver(_) => "prepared to receive",
+            State::Joined(_) => "joined",
+            State::Receiving(_) => "receiving",
+            State::Closed => "closed",
+        }
     }
 
     /// The connected sender.
@@ -442,6 +519,10 @@ impl State {
                 "before connect",
                 "call connect_receiver first: it returns with the initial weights",
             ),
+            Self::Joined(_) if !of_sender => (
+                "before its initial weights are loaded",
+                "call load_joined first: the sender counts this worker then",
+            ),
             Self::Sending(_) if of_sender => (
                 "on a connected sender",
                 "send, or shut it down to begin anew",
@@ -453,7 +534,7 @@ impl State {
             Self::PreparedSender(_) | Self::Sending(_) => {
                 ("on a sender", "it is the workers' half that does this")
             }
-            Self::PreparedReceiver(_) | Self::Receiving(_) => {
+            Self::PreparedReceiver(_) | Self::Joined(_) | Self::Receiving(_) => {
                 ("on a receiver", "it is the trainer's half that does this")
             }
         };
@@ -468,6 +549,7 @@ impl fmt::Debug for State {
             Self::PreparedSender(_) => "PreparedSender",
             Self::Sending(_) => "Sending",
             Self::PreparedReceiver(_) => "PreparedReceiver",
+            Self::Joined(_) => "Joined",
             Self::Receiving(_) => "Receiving",
             Self::Closed => "Closed",
         })

@@ -12,7 +12,7 @@ use crate::extract::{WeightExtractor, cast_layout};
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
 use crate::publish::{Prepared, compare};
-use crate::report::{WaitFor, WorkerStatus};
+use crate::report::WaitFor;
 use crate::run_dir;
 use crate::scheme::AnyScheme;
 use crate::send_source::{Members, SendSource, resolve};
@@ -30,14 +30,14 @@ pub enum Expect {
 }
 
 impl Expect {
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Self::Count(count) => *count,
             Self::Workers(workers) => workers.len(),
         }
     }
 
-    fn missing(&self, joined: &[WorkerId]) -> Vec<WorkerId> {
+    pub(crate) fn missing(&self, joined: &[WorkerId]) -> Vec<WorkerId> {
         match self {
             Self::Count(_) => Vec::new(),
             Self::Workers(workers) => workers
@@ -48,14 +48,14 @@ impl Expect {
         }
     }
 
-    fn includes(&self, worker: WorkerId) -> bool {
+    pub(crate) fn includes(&self, worker: WorkerId) -> bool {
         match self {
             Self::Count(_) => true,
             Self::Workers(workers) => workers.contains(&worker),
         }
     }
 
-    fn met_by(&self, joined: &[WorkerId]) -> bool {
+    pub(crate) fn met_by(&self, joined: &[WorkerId]) -> bool {
         match self {
             Self::Count(count) => joined.len() >= *count,
             Self::Workers(_) => self.missing(joined).is_empty(),
@@ -396,37 +396,7 @@ impl SenderSetup {
         let mut sender = Sender::new(self, transport, run);
         let first = first.wait(WaitFor::Sent).deadline(deadline);
         sender.send_with(weights, &first)?;
-        let ready = |workers: &[WorkerStatus]| -> Vec<WorkerId> {
-            let ready = workers.iter().filter(|worker| worker.is_ready());
-            ready.map(|worker| worker.worker).collect()
-        };
-        // As they were when it was enough: one that leaves right after has been
-        // there.
-        let mut joined = Vec::new();
-        let there = sender
-            .transport()
-            .wait_workers(until, &mut |workers, rejected| {
-                joined = ready(workers);
-                let hopeless = rejected.iter().any(|worker| expect.includes(*worker));
-                hopeless || expect.met_by(&joined)
-            })?;
-        // A scheme without workers has them all.
-        let met = expect.met_by(&joined) || (there && !sender.has_workers());
-        // A worker that was not asked for and does not fit costs nobody else.
-        if !met {
-            let mut refusals = sender.transport().take_rejected();
-            refusals.retain(|(worker, _)| expect.includes(*worker));
-            if !refusals.is_empty() {
-                return Err(Error::Refused { model, refusals });
-            }
-            return Err(Error::MissingWorkers {
-                model,
-                expected: expect.len(),
-                missing: expect.missing(&joined),
-                joined,
-                waited: since.elapsed(),
-            });
-        }
+        sender.wait_until(&expect, since, until)?;
         tracing::debug!(model = %model, %run, workers = expect.len(), "connected");
         Ok(sender)
     }
@@ -466,7 +436,7 @@ impl SenderSetup {
     }
 
     /// The first model's name, for errors about the set.
-    fn name(&self) -> ModelId {
+    pub(crate) fn name(&self) -> ModelId {
         self.models[0].prepared.id.clone()
     }
 

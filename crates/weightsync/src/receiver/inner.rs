@@ -111,7 +111,7 @@ impl Receiver {
         // again: only a higher one will do.
         let above = u64::from(self.conflicting.is_some());
         let seen = Epoch(knew.epoch.0.saturating_add(above));
-        let joined = self.setup.join(&self.scheme, seen, deadline);
+        let joined = self.setup.join_transport(&self.scheme, seen, deadline);
         let mut transport = match (joined, self.conflicting) {
             (Err(Error::Memory(Memory::Denied { .. } | Memory::Fenced { .. })), Some(got)) => {
                 return Err(Error::ConflictingRun { knew, got });

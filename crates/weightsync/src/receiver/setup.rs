@@ -130,6 +130,19 @@ impl ReceiverSetup {
         Ok(receiver)
     }
 
+    /// Joins the sender and takes the initial weights, without loading them or
+    /// saying that this worker runs them: for a worker whose models are not all
+    /// there yet.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub fn join(self, deadline: Duration) -> Result<Joined> {
+        Ok(Joined {
+            receiver: self.take_first(deadline)?,
+        })
+    }
+
     pub(crate) fn info(&self) -> &InitInfo {
         &self.info
     }
@@ -182,7 +195,7 @@ impl ReceiverSetup {
         since: Instant,
         until: Deadline,
     ) -> Result<(Box<dyn ReceiverTransport>, Option<SetSnapshot>)> {
-        let mut transport = self.join(scheme, Epoch(0), until)?;
+        let mut transport = self.join_transport(scheme, Epoch(0), until)?;
         if !scheme.capabilities().weights {
             return Ok((transport, None));
         }
@@ -197,7 +210,7 @@ impl ReceiverSetup {
         Ok((transport, Some(first)))
     }
 
-    pub(super) fn join(
+    pub(super) fn join_transport(
         &self,
         scheme: &AnyScheme,
         seen: Epoch,
@@ -270,5 +283,30 @@ impl ReceiverSetup {
             true => Err(Error::EmptySet),
             false => Ok(indices),
         }
+    }
+}
+
+/// A worker that has joined, and has not loaded anything yet; see
+/// [`ReceiverSetup::join`]. Dropping it leaves again.
+#[derive(Debug)]
+pub struct Joined {
+    receiver: Receiver,
+}
+
+impl Joined {
+    /// The initial weights; none with a scheme that carries nothing.
+    pub fn first(&self) -> Option<&SetSnapshot> {
+        self.receiver.initial.as_ref()
+    }
+
+    /// Loads the initial weights into the worker's own models; the sender counts
+    /// this worker from here on.
+    ///
+    /// # Errors
+    ///
+    /// As [`ReceiverSetup::connect_set_into`].
+    pub fn load(mut self, models: &mut SetLoader<'_>) -> Result<Receiver> {
+        self.receiver.begin_into(models)?;
+        Ok(self.receiver)
     }
 }

@@ -1,0 +1,209 @@
+//! Receiving in a thread of its own, and the seats that keep models as they are.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use weightsync::{BackgroundState, Error, Receiver, SafePoints};
+
+use crate::errors::exception;
+use crate::loader::{Target, set_of};
+use crate::options::timeout_of;
+use crate::report::versions_of;
+use crate::session::{Session, run_of};
+use crate::wait::released;
+
+type Inner = weightsync::Background<Vec<Target>>;
+
+/// A receiver that a thread of its own keeps up to date.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Background {
+    /// None once it was stopped.
+    inner: Mutex<Option<Arc<Inner>>>,
+}
+
+#[pymethods]
+impl Background {
+    /// What keeps the models as they are, until it is released, in the thread
+    /// that took it; any number of threads may have one.
+    fn take_seat(&self, py: Python<'_>) -> PyResult<Seat> {
+        let inner = self.running(py)?;
+        let seat = released(py, || inner.hold())?;
+        Ok(Seat(Mutex::new(Some(seat))))
+    }
+
+    /// Lets the models change, here and now; their versions if they did.
+    fn safe_point(&self, py: Python<'_>) -> PyResult<Option<BTreeMap<String, u64>>> {
+        let inner = self.running(py)?;
+        let versions = released(py, || inner.safe_point())?;
+        Ok(versions.map(|versions| versions_of(&versions)))
+    }
+
+    /// What it does (`following`, `searching`, `closed`, `died` or `failed`), in
+    /// words, and why the newest version could not be applied.
+    fn state(&self, py: Python<'_>) -> PyResult<(&'static str, String, Option<String>)> {
+        let inner = self.running(py)?;
+        let status = released(py, || inner.status())?;
+        Ok((
+            word(&status.state),
+            status.state.to_string(),
+            status.failure,
+        ))
+    }
+
+    /// The version of each model that this worker runs.
+    fn versions(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        let inner = self.running(py)?;
+        let status = released(py, || inner.status())?;
+        Ok(versions_of(&status.versions))
+    }
+
+    /// The run of these versions.
+    fn run(&self, py: Python<'_>) -> PyResult<(u64, String)> {
+        let inner = self.running(py)?;
+        Ok(run_of(released(py, || inner.status())?.run))
+    }
+
+    /// Waits, in seconds, until every model named has at least this version, or,
+    /// with none named, until something is applied; False if the timeout came
+    /// first or nothing will arrive any more. A safe point.
+    #[pyo3(signature = (versions, timeout = None))]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        versions: BTreeMap<String, u64>,
+        timeout: Option<f64>,
+    ) -> PyResult<bool> {
+        let inner = self.running(py)?;
+        let until = timeout_of(timeout)?.and_then(|timeout| Instant::now().checked_add(timeout));
+        released(py, || {
+            let before = inner.status()?;
+            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            inner.wait(left, |status| match versions.is_empty() {
+                true => (&status.versions, &status.run) != (&before.versions, &before.run),
+                false => {
+                    let mut wanted = versions.iter();
+                    wanted.all(|(model, version)| {
+                        let mut has = status.versions.iter();
+                        has.any(|(one, has)| one.as_str() == model && has.0 >= *version)
+                    })
+                }
+            })
+        })
+    }
+
+    /// Ends the thread; the receiver goes on as a session.
+    fn stop(&self, py: Python<'_>) -> PyResult<Option<Session>> {
+        let inner = self.take();
+        let Some(inner) = inner else {
+            return Ok(None);
+        };
+        released(py, || {
+            let stopped = alone(inner)?.stop();
+            let (receiver, _targets) = stopped?;
+            Ok(Some(Session::of(weightsync::Session::of_receiver(
+                receiver,
+            ))))
+        })
+    }
+
+    /// Ends the thread and the receiver; any number of times.
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.take();
+        py.detach(|| drop(inner));
+        Ok(())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let status = match &*inner {
+            None => return Ok("<Background: stopped>".into()),
+            Some(inner) => inner.status(),
+        };
+        let status = status.map_err(|error| exception(py, error))?;
+        let versions = status.versions.iter();
+        let versions: Vec<_> = versions
+            .map(|(model, one)| format!("{model} {one}"))
+            .collect();
+        Ok(format!(
+            "<Background {}: {}>",
+            versions.join(", "),
+            status.state
+        ))
+    }
+}
+
+impl Background {
+    pub fn start(
+        py: Python<'_>,
+        receiver: Receiver,
+        targets: Vec<Target>,
+        declared: bool,
+    ) -> PyResult<Self> {
+        let when = match declared {
+            true => SafePoints::Declared,
+            false => SafePoints::Implied,
+        };
+        let inner = released(py, || {
+            receiver.set_in_background(targets, |targets| set_of(targets), when)
+        })?;
+        Ok(Self {
+            inner: Mutex::new(Some(Arc::new(inner))),
+        })
+    }
+
+    fn running(&self, py: Python<'_>) -> PyResult<Arc<Inner>> {
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.clone().ok_or_else(|| {
+            exception(
+                py,
+                Error::WrongOrder {
+                    call: "this",
+                    state: "after stop",
+                    fix: "start a background receiver anew",
+                },
+            )
+        })
+    }
+
+    fn take(&self) -> Option<Arc<Inner>> {
+        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.take()
+    }
+}
+
+/// The receiver by itself, once the calls of other threads have returned.
+fn alone(mut inner: Arc<Inner>) -> Result<Inner, Error> {
+    loop {
+        match Arc::try_unwrap(inner) {
+            Ok(inner) => return Ok(inner),
+            Err(shared) => inner = shared,
+        }
+        // A call of another thread is on its way out, or waits: rare, and soon over.
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// What keeps the models of a background receiver as they are.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Seat(Mutex<Option<weightsync::Seat>>);
+
+#[pymethods]
+impl Seat {
+    /// Lets the models change again.
+    fn release(&self, py: Python<'_>) {
+        let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(seat));
+    }
+}
+
+fn word(state: &BackgroundState) -> &'static str {
+    match state {
+        BackgroundState::Following => "following",
+        BackgroundState::Searching => "searching",
+        BackgroundState::Closed => "closed",
+        BackgroundState::Died { .. } => "died",
+        _ => "failed",
+    }
+}

@@ -1,0 +1,178 @@
+//! A worker that feeds workers of its own.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use weightsync::{Error, ReceiverSetup};
+
+use crate::options::{Setup, Workers, deadline_of, timeout_of};
+use crate::report::Report;
+use crate::session::InitInfo;
+use crate::wait::released;
+
+/// A worker that passes on what it receives, under the same version numbers,
+/// and acknowledges once its own workers have it.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Cascade {
+    state: Mutex<State>,
+}
+
+enum State {
+    Joined(Box<weightsync::CascadeSetup>),
+    Feeding(Box<weightsync::Cascade>),
+    Following(Box<weightsync::CascadeInBackground>),
+    Closed,
+}
+
+#[pymethods]
+impl Cascade {
+    /// Joins the trainer as a worker, and sets a sender up for sub-workers.
+    #[staticmethod]
+    #[pyo3(signature = (info, worker, setup, timeout))]
+    fn join(
+        py: Python<'_>,
+        info: &InitInfo,
+        worker: u32,
+        setup: Setup,
+        timeout: Option<f64>,
+    ) -> PyResult<Self> {
+        let deadline = deadline_of(timeout)?;
+        let receiver = ReceiverSetup::new(info.0.clone(), worker);
+        let joined = released(py, || weightsync::Cascade::join(receiver, deadline))?;
+        // The configuration may raise an exception of Python's.
+        let mut raised = None;
+        let configured = joined.configure(|own| match setup.apply(py, own) {
+            Ok(own) => Ok(own),
+            Err(error) => {
+                raised = Some(error);
+                Err(Error::EmptySet)
+            }
+        });
+        match (configured, raised) {
+            (Ok(joined), _) => Ok(Self {
+                state: Mutex::new(State::Joined(Box::new(joined))),
+            }),
+            (Err(_), Some(raised)) => Err(raised),
+            (Err(error), None) => Err(crate::errors::exception(py, error)),
+        }
+    }
+
+    /// What sub-workers need to join; until they are connected to.
+    #[getter]
+    fn init_info(&self, py: Python<'_>) -> PyResult<InitInfo> {
+        self.with(py, |state| match state {
+            State::Joined(setup) => Ok(InitInfo(setup.init_info())),
+            State::Feeding(cascade) => Ok(InitInfo(cascade.sender().init_info())),
+            state => Err(state.wrong("init_info")),
+        })
+    }
+
+    /// The rendez-vous with the sub-workers; only then the trainer counts this
+    /// worker.
+    fn connect(&self, py: Python<'_>, workers: Workers, timeout: Option<f64>) -> PyResult<()> {
+        let deadline = deadline_of(timeout)?;
+        self.with(py, |state| match std::mem::replace(state, State::Closed) {
+            State::Joined(setup) => {
+                *state = State::Feeding(Box::new(setup.connect(workers.into(), deadline)?));
+                Ok(())
+            }
+            other => {
+                *state = other;
+                Err(state.wrong("connect"))
+            }
+        })
+    }
+
+    /// Waits for what comes next and passes it on; what became of it, or None.
+    #[pyo3(signature = (timeout = None))]
+    fn forward(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Report>> {
+        let timeout = timeout_of(timeout)?;
+        self.with(py, |state| match state {
+            State::Feeding(cascade) => {
+                let forwarded = cascade.forward(timeout)?;
+                Ok(forwarded.map(|forwarded| Report(forwarded.report)))
+            }
+            state => Err(state.wrong("forward")),
+        })
+    }
+
+    /// Passes everything on from here on, in a thread of its own.
+    fn start_background(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |state| match std::mem::replace(state, State::Closed) {
+            State::Feeding(cascade) => {
+                *state = State::Following(Box::new(cascade.in_background()?));
+                Ok(())
+            }
+            other => {
+                *state = other;
+                Err(state.wrong("start_background"))
+            }
+        })
+    }
+
+    /// What became of what was passed on last, in a thread of its own.
+    #[getter]
+    fn last(&self, py: Python<'_>) -> PyResult<Option<Report>> {
+        self.with(py, |state| match state {
+            State::Following(cascade) => {
+                Ok(cascade.last()?.map(|forwarded| Report(forwarded.report)))
+            }
+            state => Err(state.wrong("last")),
+        })
+    }
+
+    /// Ends both ends; any number of times.
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |state| {
+            *state = State::Closed;
+            Ok(())
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        format!("<Cascade: {}>", state.word())
+    }
+}
+
+impl Cascade {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut State) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        released(py, || {
+            call(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        })
+    }
+}
+
+impl State {
+    fn word(&self) -> &'static str {
+        match self {
+            Self::Joined(_) => "joined",
+            Self::Feeding(_) => "connected",
+            Self::Following(_) => "passes on in the background",
+            Self::Closed => "closed",
+        }
+    }
+
+    fn wrong(&self, call: &'static str) -> Error {
+        let (state, fix) = match self {
+            Self::Joined(_) => (
+                "before connect",
+                "call connect: it returns when the sub-workers are there",
+            ),
+            Self::Feeding(_) => (
+                "on a connected cascade",
+                "forward, or start it in the background",
+            ),
+            Self::Following(_) => (
+                "while it passes on in the background",
+                "shut it down to begin anew",
+            ),
+            Self::Closed => ("after shutdown", "join anew"),
+        };
+        Error::WrongOrder { call, state, fix }
+    }
+}

@@ -1,0 +1,139 @@
+//! Errors of the library as exceptions: one class for each category, defined in
+//! `weightsync/errors.py`.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
+use weightsync::{Error, MemoryError, Remedy};
+
+/// The name of the class of an error.
+fn class_of(error: &Error) -> &'static str {
+    match error {
+        Error::MissingWorkers { .. }
+        | Error::NoInitialWeights { .. }
+        | Error::NoSender { .. }
+        | Error::AllSlotsPinned { .. }
+        | Error::FileLocked { .. } => "DeadlineError",
+        Error::SenderClosed => "SenderClosedError",
+        Error::SenderDied { .. } | Error::Withdrawn { .. } | Error::ConflictingRun { .. } => {
+            "PeerError"
+        }
+        Error::WrongWeights { .. }
+        | Error::WrongModel { .. }
+        | Error::Refused { .. }
+        | Error::NoSuchTensor { .. }
+        | Error::WrongDtype { .. }
+        | Error::WrongLength { .. }
+        | Error::Extract { .. }
+        | Error::Attributes(_)
+        | Error::Layout(_) => "WrongWeightsError",
+        Error::Load { .. } | Error::NotWhole { .. } | Error::Panicked { .. } => "LoadError",
+        Error::NoSuchModel { .. }
+        | Error::SeveralModels { .. }
+        | Error::MixedSenders { .. }
+        | Error::OtherModel { .. }
+        | Error::SameModelTwice { .. }
+        | Error::EmptySet
+        | Error::MissingModels { .. }
+        | Error::NotRegistered { .. }
+        | Error::NoLoader { .. }
+        | Error::NoSuchVersion { .. }
+        | Error::Path(_) => "ModelError",
+        Error::WholeLoan { .. }
+        | Error::SameWorkerTwice { .. }
+        | Error::EmptyUpdate { .. }
+        | Error::NothingToKeep { .. }
+        | Error::Crowded { .. }
+        | Error::Diverged { .. }
+        | Error::VersionNotNewer { .. }
+        | Error::SendPending { .. } => "SendError",
+        Error::WrongOrder { .. } | Error::GuardHeld { .. } => "LifecycleError",
+        Error::Unsupported { .. } => "UnsupportedError",
+        Error::UnknownScheme { .. } | Error::BadSetting { .. } | Error::BadInitInfo(_) => {
+            "SettingError"
+        }
+        Error::WrongImage { .. } => "CorruptError",
+        Error::File { .. } | Error::Os { .. } => "OperatingSystemError",
+        Error::Memory(error) => class_of_memory(error),
+        _ => "WeightsyncError",
+    }
+}
+
+fn class_of_memory(error: &MemoryError) -> &'static str {
+    match error {
+        MemoryError::Forked { .. } => "LifecycleError",
+        MemoryError::CorruptSet { .. }
+        | MemoryError::CorruptCommit { .. }
+        | MemoryError::ChecksumMismatch { .. } => "CorruptError",
+        MemoryError::Fenced { .. }
+        | MemoryError::Denied { .. }
+        | MemoryError::GivenUp { .. }
+        | MemoryError::Protocol { .. } => "PeerError",
+        MemoryError::Os { .. } | MemoryError::AddressInUse { .. } => "OperatingSystemError",
+        _ => "WeightsyncError",
+    }
+}
+
+/// The exception of an error, with `remedy` as its attribute. An exception that
+/// a model of the worker's raised is its cause.
+pub fn exception(py: Python<'_>, error: Error) -> PyErr {
+    let made = make(py, &error);
+    let cause = cause_of(py, &error);
+    match made {
+        Ok(made) => {
+            if cause.is_some() {
+                made.set_cause(py, cause);
+            }
+            made
+        }
+        Err(broken) => broken,
+    }
+}
+
+fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    let class = class(py, class_of(error))?;
+    let remedy = match error.remedy() {
+        Remedy::Retry => "retry",
+        Remedy::Reconnect => "reconnect",
+        Remedy::GiveUp => "give up",
+    };
+    let made = class.call1((error.to_string(), remedy))?;
+    Ok(PyErr::from_value(made))
+}
+
+/// A class of `weightsync.errors` by its name.
+fn class<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let module =
+        MODULE.get_or_try_init(py, || py.import("weightsync.errors").map(Bound::unbind))?;
+    Ok(module.bind(py).getattr(name)?.cast_into()?)
+}
+
+/// An exception on its way through the library: what a model of the worker's,
+/// or a source of the trainer's, has raised.
+#[derive(Debug)]
+pub struct Raised(PyErr);
+
+impl Raised {
+    /// To be carried by an error of the library.
+    pub fn boxed(error: PyErr) -> Box<dyn std::error::Error + Send + Sync> {
+        Box::new(Self(error))
+    }
+}
+
+impl std::fmt::Display for Raised {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for Raised {}
+
+fn cause_of(py: Python<'_>, error: &Error) -> Option<PyErr> {
+    let source = match error {
+        Error::Load { source, .. } | Error::Extract { source, .. } => source,
+        _ => return None,
+    };
+    let raised: Option<&Raised> = source.downcast_ref();
+    raised.map(|raised| raised.0.clone_ref(py))
+}

@@ -1,0 +1,51 @@
+//! The native half of the Python package `weightsync`: sessions, snapshots and
+//! reports of the Rust library, as `weightsync._native`.
+//!
+//! What is Python's alone (modules, state dicts, TensorDicts, numpy) is in the
+//! package's Python files; what they hand over is names, dtypes, shapes and
+//! addresses. Every wait and every copy releases the interpreter's lock.
+//!
+//! Absent here: policy, retries, formats; `unsafe` outside `raw`.
+#![deny(unsafe_code)]
+
+mod background;
+mod cascade;
+mod errors;
+mod loader;
+mod options;
+mod plain;
+mod raw;
+mod report;
+mod session;
+mod snapshot;
+mod source;
+mod wait;
+
+use pyo3::prelude::*;
+
+/// The classes of `weightsync._native`.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::background::{Background, Seat};
+    #[pymodule_export]
+    use crate::cascade::Cascade;
+    #[pymodule_export]
+    use crate::raw::View;
+    #[pymodule_export]
+    use crate::report::{PendingSend, Report, WorkerReport, WorkerStatus};
+    #[pymodule_export]
+    use crate::session::{InitInfo, Session};
+    #[pymodule_export]
+    use crate::snapshot::{SetSnapshot, Snapshot};
+    #[pymodule_export]
+    use crate::source::{Layout, Source};
+
+    use pyo3::prelude::*;
+
+    /// What is decided once for the whole module.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

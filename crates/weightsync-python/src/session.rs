@@ -1,0 +1,479 @@
+//! One end of the lifecycle, bound to Python.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use weightsync::{
+    Error, Members, ReceiverSetup, Result, Run, SendSource, SenderSetup, WeightExtractor,
+};
+
+use crate::background::Background;
+use crate::errors::exception;
+use crate::loader::{Target, set_of};
+use crate::options::{Send, Setup, Workers, deadline_of, pull_of, timeout_of};
+use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
+use crate::snapshot::{SetSnapshot, Snapshot};
+use crate::source::{Layout, Source};
+use crate::wait::released;
+
+/// What a worker needs to join: a plain value, that can be pickled, or written
+/// as JSON. It carries the secret that lets a worker in.
+#[pyclass(frozen, eq, module = "weightsync._native")]
+#[derive(Clone, PartialEq)]
+pub struct InitInfo(pub weightsync::InitInfo);
+
+#[pymethods]
+impl InitInfo {
+    /// Reads what `to_json` wrote.
+    #[staticmethod]
+    fn from_json(py: Python<'_>, text: &str) -> PyResult<Self> {
+        let info = serde_json::from_str(text);
+        let info = info.map_err(|error| exception(py, Error::BadInitInfo(error.to_string())))?;
+        Ok(Self(info))
+    }
+
+    /// The value as text.
+    fn to_json(&self) -> PyResult<String> {
+        serde_json::to_string(&self.0).map_err(crate::source::value_error)
+    }
+
+    /// The models the sender feeds.
+    #[getter]
+    fn models(&self) -> Vec<&str> {
+        self.0.models().iter().map(|model| model.as_str()).collect()
+    }
+
+    /// The scheme: its word and settings.
+    #[getter]
+    fn scheme(&self) -> &str {
+        self.0.scheme()
+    }
+
+    fn __reduce__<'py>(slf: Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        let read = slf.get_type().getattr("from_json")?;
+        Ok((read, (slf.get().to_json()?,)))
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "<InitInfo of {} by {}>",
+            self.models().join(", "),
+            self.0.scheme()
+        )
+    }
+}
+
+/// One end of the lifecycle: `prepare_sender` and `connect_sender`, or the same
+/// for receivers, and then the calls of that end. A call out of order is a
+/// `LifecycleError`.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Session {
+    inner: Mutex<weightsync::Session>,
+}
+
+/// One model's weights in a send: its name, unless there is one model only.
+type Given = Vec<(Option<String>, Py<Source>)>;
+
+#[pymethods]
+impl Session {
+    /// An idle session of a scheme, such as `shared-mem`.
+    #[new]
+    fn new(py: Python<'_>, scheme: &str) -> PyResult<Self> {
+        let scheme = scheme.parse().map_err(|error| exception(py, error))?;
+        Ok(Self::of(weightsync::Session::new(scheme)))
+    }
+
+    /// Becomes a sender of these models. Nothing is communicated.
+    fn prepare_sender(
+        &self,
+        py: Python<'_>,
+        models: Vec<(String, Py<Source>)>,
+        setup: Setup,
+    ) -> PyResult<InitInfo> {
+        let mut models = models.iter().map(|(name, source)| (name, source.get()));
+        let mut made = || {
+            let (name, source) = models.next().ok_or(Error::EmptySet)?;
+            let first = SenderSetup::new(name, source)?;
+            models.try_fold(first, |setup, (name, source)| setup.and(name, source))
+        };
+        let prepared = made().map_err(|error| exception(py, error))?;
+        let prepared = setup.apply(py, prepared)?;
+        let info = prepared.init_info();
+        self.with(py, |session| session.prepare_sender(prepared))?;
+        Ok(InitInfo(info))
+    }
+
+    /// The rendez-vous of a sender: its first weights, the workers it waits for
+    /// (a count or numbers), and how long, in seconds.
+    #[pyo3(signature = (weights, workers, timeout))]
+    fn connect_sender(
+        &self,
+        py: Python<'_>,
+        weights: Given,
+        workers: Workers,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let sent = Sent::of(&weights);
+        let deadline = deadline_of(timeout)?;
+        self.with(py, |session| {
+            session.connect_sender(&sent, workers.into(), deadline)
+        })
+    }
+
+    /// Waits, in seconds, until these workers are there and have loaded something.
+    #[pyo3(signature = (workers, timeout))]
+    fn wait_for(&self, py: Python<'_>, workers: Workers, timeout: Option<f64>) -> PyResult<()> {
+        let deadline = deadline_of(timeout)?;
+        let expect = workers.into();
+        self.with(py, |session| session.sender()?.wait_for(&expect, deadline))
+    }
+
+    /// Publishes the next version and waits for the workers; the report.
+    fn send(&self, py: Python<'_>, weights: Given, options: Send) -> PyResult<Report> {
+        let (sent, options) = (Sent::of(&weights), options.options()?);
+        self.with(py, |session| session.send(&sent, &options))
+            .map(Report)
+    }
+
+    /// As `send`, but returns once the weights were read.
+    fn send_async(&self, py: Python<'_>, weights: Given, options: Send) -> PyResult<PendingSend> {
+        let (sent, options) = (Sent::of(&weights), options.options()?);
+        self.with(py, |session| session.send_async(&sent, &options))
+            .map(PendingSend)
+    }
+
+    /// Sends weights of one model's to one worker each.
+    fn send_each(
+        &self,
+        py: Python<'_>,
+        weights: Vec<(u32, Py<Source>)>,
+        options: Send,
+    ) -> PyResult<Report> {
+        let options = options.options()?;
+        let each: Vec<(u32, &Source)> = weights
+            .iter()
+            .map(|(worker, source)| (*worker, source.get()))
+            .collect();
+        self.with(py, |session| {
+            let each = each.iter().map(|(worker, source)| {
+                let source: &dyn WeightExtractor = *source;
+                (*worker, source)
+            });
+            session.sender()?.send_each(each, &options)
+        })
+        .map(Report)
+    }
+
+    /// Every connected worker, as the sender sees it.
+    fn workers(&self, py: Python<'_>) -> PyResult<Vec<WorkerStatus>> {
+        let workers = self.with(py, |session| Ok(session.sender()?.workers()))?;
+        Ok(workers.into_iter().map(WorkerStatus).collect())
+    }
+
+    /// Holds workers at what they have, or lets them go on.
+    fn hold(&self, py: Python<'_>, workers: Vec<u32>, hold: bool) -> PyResult<()> {
+        self.with(py, |session| {
+            let sender = session.sender()?;
+            match hold {
+                true => sender.hold(workers),
+                false => sender.release(workers),
+            }
+        })
+    }
+
+    /// The version of each model that was published last.
+    fn sent_versions(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        self.with(py, |session| {
+            let sender = session.sender()?;
+            let models: Vec<_> = sender.models().cloned().collect();
+            let versions = models.into_iter().map(|model| {
+                let version = sender.version_of(model.as_str())?;
+                Ok((model.to_string(), version.0))
+            });
+            versions.collect()
+        })
+    }
+
+    /// The sender's own view of a version: of what was sent to all last, or of an
+    /// older one that is still kept.
+    #[pyo3(signature = (model, version = None))]
+    fn sent(&self, py: Python<'_>, model: &str, version: Option<u64>) -> PyResult<Snapshot> {
+        let snapshot = self.with(py, |session| {
+            let sender = session.sender()?;
+            match version {
+                None => sender.snapshot_of(model),
+                Some(version) => sender.old_snapshot(model, weightsync::Version(version)),
+            }
+        })?;
+        Ok(Snapshot::new(snapshot.into()))
+    }
+
+    /// Publishes a snapshot's weights again, as a new version.
+    fn send_again(&self, py: Python<'_>, snapshot: &Snapshot, options: Send) -> PyResult<Report> {
+        let options = options.options()?.model(snapshot.held().model().as_str());
+        let weights = snapshot.held();
+        self.with(py, |session| session.send(weights, &options))
+            .map(Report)
+    }
+
+    /// Makes the digest of what was sent to all last, and stores it for workers.
+    fn digest(&self, py: Python<'_>, model: &str) -> PyResult<String> {
+        let digest = self.with(py, |session| session.sender()?.digest_of(model))?;
+        Ok(digest.to_string())
+    }
+
+    /// Becomes a worker of the sender of an init info: some of its models, or
+    /// all. Nothing is communicated.
+    #[staticmethod]
+    #[pyo3(signature = (info, worker, models, device))]
+    fn prepare_receiver(
+        py: Python<'_>,
+        info: &InitInfo,
+        worker: u32,
+        models: Option<Vec<String>>,
+        device: &str,
+    ) -> PyResult<Self> {
+        let mut setup = ReceiverSetup::new(info.0.clone(), worker).device(device);
+        if let Some(models) = models {
+            setup = setup.models(models);
+        }
+        let session = Self::of(weightsync::Session::of(info.0.clone()));
+        session.with(py, |session| session.prepare_receiver(setup))?;
+        Ok(session)
+    }
+
+    /// The rendez-vous of a worker. With targets (a model's name and an object
+    /// with `layout`, `shape` and `load`) the initial weights are loaded.
+    #[pyo3(signature = (targets, timeout))]
+    fn connect_receiver(
+        &self,
+        py: Python<'_>,
+        targets: Option<Vec<(String, Py<PyAny>)>>,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let deadline = deadline_of(timeout)?;
+        let targets = targets.map(targets_of);
+        self.with(py, |session| match targets {
+            None => session.connect_receiver(deadline),
+            Some(mut targets) => session.connect_receiver_into(&mut set_of(&mut targets), deadline),
+        })
+    }
+
+    /// Joins, and takes the initial weights without saying yet that this worker
+    /// runs them: `load_joined` does.
+    #[pyo3(signature = (timeout))]
+    fn join_receiver(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<SetSnapshot>> {
+        let deadline = deadline_of(timeout)?;
+        let first = self.with(py, |session| session.join_receiver(deadline))?;
+        Ok(first.map(SetSnapshot))
+    }
+
+    /// Loads the initial weights of a session that has joined.
+    fn load_joined(&self, py: Python<'_>, targets: Vec<(String, Py<PyAny>)>) -> PyResult<()> {
+        let mut targets = targets_of(targets);
+        self.with(py, |session| session.load_joined(&mut set_of(&mut targets)))
+    }
+
+    /// Waits for what this worker has not had yet; None if the timeout comes
+    /// first. It counts as loaded.
+    #[pyo3(signature = (timeout = None))]
+    fn receive(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<SetSnapshot>> {
+        let timeout = timeout_of(timeout)?;
+        let set = self.with(py, |session| session.receive_set(timeout))?;
+        Ok(set.map(SetSnapshot))
+    }
+
+    /// As `receive`, loading into the worker's own models; their versions.
+    #[pyo3(signature = (targets, timeout = None))]
+    fn receive_into(
+        &self,
+        py: Python<'_>,
+        targets: Vec<(String, Py<PyAny>)>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<BTreeMap<String, u64>>> {
+        let timeout = timeout_of(timeout)?;
+        let mut targets = targets_of(targets);
+        let versions = self.with(py, |session| {
+            session.receive_set_into(&mut set_of(&mut targets), timeout)
+        })?;
+        Ok(versions.map(|versions| versions_of(&versions)))
+    }
+
+    /// The newest at once, also if this worker has had it.
+    fn latest(&self, py: Python<'_>) -> PyResult<Option<SetSnapshot>> {
+        let set = self.with(py, |session| session.receiver()?.latest_set())?;
+        Ok(set.map(SetSnapshot))
+    }
+
+    /// Asks for a version of a model, and gets the set that has it.
+    #[pyo3(signature = (model, version = None, at_least = None, timeout = None))]
+    fn pull(
+        &self,
+        py: Python<'_>,
+        model: &str,
+        version: Option<u64>,
+        at_least: Option<u64>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<SetSnapshot>> {
+        let (pull, timeout) = (pull_of(version, at_least)?, timeout_of(timeout)?);
+        let set = self.with(py, |session| session.pull_set(model, pull, timeout))?;
+        Ok(set.map(SetSnapshot))
+    }
+
+    /// As `pull`, loading into the worker's own models.
+    #[pyo3(signature = (targets, model, version = None, at_least = None, timeout = None))]
+    fn pull_into(
+        &self,
+        py: Python<'_>,
+        targets: Vec<(String, Py<PyAny>)>,
+        model: &str,
+        version: Option<u64>,
+        at_least: Option<u64>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<BTreeMap<String, u64>>> {
+        let (pull, timeout) = (pull_of(version, at_least)?, timeout_of(timeout)?);
+        let mut targets = targets_of(targets);
+        let versions = self.with(py, |session| {
+            session.pull_set_into(&mut set_of(&mut targets), model, pull, timeout)
+        })?;
+        Ok(versions.map(|versions| versions_of(&versions)))
+    }
+
+    /// The version of each model that this worker runs; 0 before the first.
+    fn versions(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        self.with(py, |session| {
+            Ok(versions_of(session.receiver()?.versions()))
+        })
+    }
+
+    /// The run of these versions.
+    fn run(&self, py: Python<'_>) -> PyResult<(u64, String)> {
+        self.with(py, |session| Ok(run_of(session.receiver()?.run())))
+    }
+
+    /// The models that are received, with their tensors.
+    fn models(&self, py: Python<'_>) -> PyResult<Vec<(String, Layout)>> {
+        self.with(py, |session| {
+            let specs = session.receiver()?.models().iter();
+            let models = specs.map(|one| (one.id.to_string(), Layout(one.layout.clone())));
+            Ok(models.collect())
+        })
+    }
+
+    /// Hands the receiving, and the worker's models, to a thread of its own; this
+    /// session is closed then. Models change whenever no seat is held, or, if
+    /// they are `declared`, at safe points only.
+    fn start_background(
+        &self,
+        py: Python<'_>,
+        targets: Vec<(String, Py<PyAny>)>,
+        declared: bool,
+    ) -> PyResult<Background> {
+        let targets = targets_of(targets);
+        let receiver = self.with(py, weightsync::Session::take_receiver)?;
+        Background::start(py, receiver, targets, declared)
+    }
+
+    /// The end's scheme: its word and settings.
+    #[getter]
+    fn scheme(&self, py: Python<'_>) -> PyResult<String> {
+        self.with(py, |session| Ok(session.scheme().to_owned()))
+    }
+
+    /// What a worker needs, once a sender was prepared.
+    #[getter]
+    fn init_info(&self, py: Python<'_>) -> PyResult<Option<InitInfo>> {
+        self.with(py, |session| Ok(session.init_info().cloned().map(InitInfo)))
+    }
+
+    /// Ends whatever this is; any number of times.
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |session| {
+            session.shutdown();
+            Ok(())
+        })
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        self.with(py, |session| {
+            Ok(format!(
+                "<Session of {}: {}>",
+                session.scheme(),
+                session.state()
+            ))
+        })
+    }
+
+    fn __reduce__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, PyTuple>> {
+        Err(PyValueError::new_err(format!(
+            "{} is a live end and cannot be pickled: hand its init info over",
+            slf.repr()?
+        )))
+    }
+}
+
+impl Session {
+    pub fn of(session: weightsync::Session) -> Self {
+        Self {
+            inner: Mutex::new(session),
+        }
+    }
+
+    /// Makes a call, without the interpreter's lock.
+    fn with<T: std::marker::Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut weightsync::Session) -> Result<T> + std::marker::Send,
+    ) -> PyResult<T> {
+        released(py, || {
+            call(&mut self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+        })
+    }
+}
+
+/// What is sent: one model's weights, or those of several that flip together.
+struct Sent<'a> {
+    members: Vec<(Option<&'a str>, &'a Source)>,
+}
+
+impl<'a> Sent<'a> {
+    fn of(given: &'a Given) -> Self {
+        let members = given
+            .iter()
+            .map(|(name, source)| (name.as_deref(), source.get()));
+        Self {
+            members: members.collect(),
+        }
+    }
+}
+
+impl SendSource for Sent<'_> {
+    fn members(&self) -> Members<'_> {
+        match &self.members[..] {
+            [(None, source)] => Members::One(*source),
+            members => {
+                let named = members.iter().map(|(name, source)| {
+                    let source: &dyn WeightExtractor = *source;
+                    (name.unwrap_or_default(), source)
+                });
+                Members::Set(named.collect())
+            }
+        }
+    }
+}
+
+fn targets_of(targets: Vec<(String, Py<PyAny>)>) -> Vec<Target> {
+    let targets = targets.into_iter();
+    targets
+        .map(|(id, object)| Target::new(id, object))
+        .collect()
+}
+
+/// A run as Python has it: its epoch, and its id in hexadecimal digits.
+pub fn run_of(run: Run) -> (u64, String) {
+    let id = run.id.iter().map(|byte| format!("{byte:02x}"));
+    (run.epoch.0, id.collect())
+}

@@ -1,0 +1,337 @@
+//! What the trainer sends from: tensors by name, dtype, shape and address.
+
+use std::sync::{PoisonError, RwLock};
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use weightsync::{
+    Attributes, Dtype, Error, ExtraState, Extracted, Result, Strategy, TensorData, WeightExtractor,
+    find_ties,
+};
+use weightsync_core::extract::TensorRef;
+
+use crate::plain;
+use crate::raw::Address;
+
+/// Names, dtypes and shapes of tensors, in order.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Layout(pub weightsync::Layout);
+
+#[pymethods]
+impl Layout {
+    /// A layout of `(name, dtype, shape)`, dtypes as safetensors spells them.
+    #[new]
+    fn new(tensors: Vec<(String, String, Vec<u64>)>) -> PyResult<Self> {
+        let tensors = tensors.into_iter().map(|(name, dtype, shape)| {
+            let dtype = dtype_of(&name, &dtype)?;
+            Ok((name, dtype, shape))
+        });
+        let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
+        let layout = weightsync::Layout::new(tensors);
+        Ok(Self(layout.map_err(value_error)?))
+    }
+
+    /// `(name, dtype, shape)` of every tensor.
+    fn tensors(&self) -> Vec<(&str, &str, Vec<u64>)> {
+        let specs = self.0.tensors().iter();
+        let parts = specs.map(|one| (one.name.as_str(), one.dtype.name(), one.shape.clone()));
+        parts.collect()
+    }
+
+    /// Bytes of all tensors.
+    #[getter]
+    fn payload_bytes(&self) -> u64 {
+        self.0.payload_bytes()
+    }
+
+    /// The layout's identity: a hash, in hexadecimal digits.
+    #[getter]
+    fn id(&self) -> String {
+        self.0.id().to_string()
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+
+    fn __eq__(&self, other: &Self) -> bool {
+        self.0 == other.0
+    }
+
+    fn __repr__(&self) -> String {
+        let (tensors, bytes) = (self.0.len(), self.0.payload_bytes());
+        format!("<Layout: {tensors} tensors, {bytes} bytes>")
+    }
+}
+
+/// The dtype of a safetensors name.
+pub fn dtype_of(tensor: &str, name: &str) -> PyResult<Dtype> {
+    name.parse().map_err(|_| {
+        PyTypeError::new_err(format!(
+            "tensor {tensor:?} has the dtype {name:?}, and no model can have that"
+        ))
+    })
+}
+
+pub fn value_error(error: impl ToString) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+/// The tensors of one model in this process's memory, with the addresses they
+/// have now. Reading them is left to the caller: they have to stay where they
+/// are during a send.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Source {
+    tensors: Vec<Tensor>,
+    layout: weightsync::Layout,
+    buffers: Vec<String>,
+    format: Strategy,
+    now: RwLock<Now>,
+}
+
+/// One tensor, without its place.
+struct Tensor {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    /// Bytes of its elements.
+    len: usize,
+}
+
+/// What may differ from one send to the next.
+struct Now {
+    addresses: Vec<Address>,
+    /// Elements from one index to the next in each dimension, of those that are
+    /// not row-major.
+    strides: Vec<(usize, Vec<i64>)>,
+    extra: Vec<(String, ExtraState)>,
+}
+
+#[pymethods]
+impl Source {
+    /// Tensors as `(name, dtype, shape)`; the names of those that are buffers;
+    /// `state_dict` or `tensordict`; extra state by name.
+    #[new]
+    fn new(
+        tensors: Vec<(String, String, Vec<u64>)>,
+        buffers: Vec<String>,
+        format: &str,
+        extra: Vec<(String, Bound<'_, PyAny>)>,
+    ) -> PyResult<Self> {
+        let tensors = tensors.into_iter().map(|(name, dtype, shape)| {
+            let dtype = dtype_of(&name, &dtype)?;
+            let bits = dtype.bits_of(&shape).filter(|bits| bits % 8 == 0);
+            let len = bits.and_then(|bits| usize::try_from(bits / 8).ok());
+            let len = len.ok_or_else(|| {
+                PyValueError::new_err(format!("tensor {name:?} cannot have the shape {shape:?}"))
+            })?;
+            Ok(Tensor {
+                name,
+                dtype,
+                shape,
+                len,
+            })
+        });
+        let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
+        let extra = extra.into_iter().map(|(name, value)| {
+            let state = ExtraState::new(plain::from_python(&value)?).map_err(value_error)?;
+            Ok((name, state))
+        });
+        let extra = extra.collect::<PyResult<Vec<_>>>()?;
+        let specs = tensors.iter();
+        let specs = specs.map(|one| (one.name.clone(), one.dtype, one.shape.clone()));
+        let states = extra
+            .iter()
+            .map(|(name, state)| (name.clone(), Dtype::U8, vec![state.capacity() as u64]));
+        let layout = weightsync::Layout::new(specs.chain(states)).map_err(value_error)?;
+        Ok(Self {
+            now: RwLock::new(Now {
+                addresses: Vec::new(),
+                strides: Vec::new(),
+                extra,
+            }),
+            tensors,
+            layout,
+            buffers,
+            format: format.parse().map_err(value_error)?,
+        })
+    }
+
+    /// The place of every tensor, in order, with the strides (in elements) of
+    /// those that are not row-major, and the extra states that have changed.
+    #[pyo3(signature = (addresses, strides = None, extra = None))]
+    fn place(
+        &self,
+        addresses: Vec<Address>,
+        strides: Option<Bound<'_, PyDict>>,
+        extra: Option<Vec<(String, Bound<'_, PyAny>)>>,
+    ) -> PyResult<()> {
+        let (expected, got) = (self.tensors.len(), addresses.len());
+        if expected != got {
+            return Err(PyValueError::new_err(format!(
+                "{expected} addresses were expected, {got} came"
+            )));
+        }
+        let strides = strides.map_or(Ok(Vec::new()), |strides| {
+            let strides = strides.iter().map(|(index, strides)| {
+                let index: usize = index.extract()?;
+                let rank = self.tensors.get(index).map(|tensor| tensor.shape.len());
+                let strides: Vec<i64> = strides.extract()?;
+                match rank == Some(strides.len()) {
+                    true => Ok((index, strides)),
+                    false => Err(PyValueError::new_err(format!(
+                        "tensor {index} cannot have {} strides",
+                        strides.len()
+                    ))),
+                }
+            });
+            strides.collect::<PyResult<Vec<_>>>()
+        })?;
+        let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
+        for (name, value) in extra.into_iter().flatten() {
+            let value = plain::from_python(&value)?;
+            let known = now.extra.iter_mut().find(|(one, _)| *one == name);
+            let Some((_, state)) = known else {
+                return Err(PyValueError::new_err(format!(
+                    "there is no extra state {name:?}"
+                )));
+            };
+            if *state.value() != value {
+                state.set(value).map_err(value_error)?;
+            }
+        }
+        now.addresses = addresses;
+        now.strides = strides;
+        Ok(())
+    }
+
+    #[getter]
+    fn layout(&self) -> Layout {
+        Layout(self.layout.clone())
+    }
+
+    fn __repr__(&self) -> String {
+        let (tensors, bytes) = (self.layout.len(), self.layout.payload_bytes());
+        format!("<Source: {tensors} tensors, {bytes} bytes>")
+    }
+}
+
+impl Source {
+    /// Lends every tensor as it is now.
+    fn lend(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        let now = self.now.read().unwrap_or_else(PoisonError::into_inner);
+        if now.addresses.len() != self.tensors.len() {
+            return Err(Error::Extract {
+                name: "every tensor".into(),
+                source: "the source was never placed".into(),
+            });
+        }
+        let mut strides = now.strides.iter().peekable();
+        let tensors = self.tensors.iter().zip(&now.addresses).enumerate();
+        let tensors = tensors.map(|(index, (tensor, address))| {
+            let strides = strides.next_if(|(one, _)| *one == index);
+            let strides = strides.map(|(_, strides)| &strides[..]);
+            tensor.at(*address, strides)
+        });
+        let mut lent = tensors.collect::<Result<Vec<_>>>()?;
+        let room: Vec<_> = now
+            .extra
+            .iter()
+            .map(|(_, state)| [state.capacity() as u64])
+            .collect();
+        for ((name, state), shape) in now.extra.iter().zip(&room) {
+            let data = TensorRef::new(Dtype::U8, shape, state.bytes());
+            lent.push(Extracted {
+                name,
+                data: TensorData::InMemory(data.map_err(|error| failed(name, error))?),
+            });
+        }
+        take(&lent)
+    }
+}
+
+impl Tensor {
+    fn at(&self, address: Address, strides: Option<&[i64]>) -> Result<Extracted<'_>> {
+        let data = match strides {
+            None => {
+                let bytes = address.lend(0, self.len);
+                TensorRef::new(self.dtype, &self.shape, bytes)
+            }
+            Some(strides) => {
+                let (before, len) = self.span(strides)?;
+                let bytes = address.lend(before, len);
+                let offset = (before / self.size()) as u64;
+                TensorRef::strided(self.dtype, &self.shape, strides, offset, bytes)
+            }
+        };
+        Ok(Extracted {
+            name: &self.name,
+            data: TensorData::InMemory(data.map_err(|error| failed(&self.name, error))?),
+        })
+    }
+
+    /// Bytes before the first element, and bytes in all, that strides reach.
+    fn span(&self, strides: &[i64]) -> Result<(usize, usize)> {
+        if self.len == 0 {
+            return Ok((0, 0));
+        }
+        let (mut low, mut high) = (0_i64, 0_i64);
+        for (len, stride) in self.shape.iter().zip(strides) {
+            let reach = i64::try_from(len - 1)
+                .ok()
+                .and_then(|last| last.checked_mul(*stride));
+            let reach = reach.ok_or_else(|| failed(&self.name, "its strides reach too far"))?;
+            if reach < 0 {
+                low += reach
+            } else {
+                high += reach
+            }
+        }
+        let size = self.size();
+        Ok((
+            low.unsigned_abs() as usize * size,
+            (high - low + 1) as usize * size,
+        ))
+    }
+
+    fn size(&self) -> usize {
+        self.dtype.bytes().unwrap_or(1) as usize
+    }
+}
+
+fn failed(name: &str, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+    Error::Extract {
+        name: name.to_owned(),
+        source: source.into(),
+    }
+}
+
+impl WeightExtractor for Source {
+    fn layout(&self) -> Result<weightsync::Layout> {
+        Ok(self.layout.clone())
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        self.lend(take)
+    }
+
+    fn ties(&self) -> Result<Vec<(String, String)>> {
+        let mut ties = Vec::new();
+        self.lend(&mut |tensors| {
+            ties = find_ties(tensors);
+            Ok(())
+        })?;
+        Ok(ties)
+    }
+
+    fn attributes(&self) -> Result<Attributes> {
+        let now = self.now.read().unwrap_or_else(PoisonError::into_inner);
+        let extra = now.extra.iter().map(|(name, _)| name.clone()).collect();
+        drop(now);
+        let attributes = Attributes::new(self.format).with_ties(self.ties()?)?;
+        Ok(attributes
+            .with_buffers(self.buffers.clone())
+            .with_extra_state(extra))
+    }
+}

@@ -1,0 +1,74 @@
+"""Moves a model's weights from the trainer to every worker that runs it.
+
+Versioned, verified, never half-written, in time set by what changed and not by how
+many workers listen::
+
+    sender = weightsync.Sender(model)            # the trainer
+    info = sender.init_info                      # hand it to the workers
+    sender.connect(workers=4)
+    report = sender.send()
+
+    receiver = weightsync.Receiver(info, worker, model=model)   # a worker
+    receiver.connect()
+    receiver.receive(timeout=0)
+
+``weightsync.torchrl`` has TorchRL's schemes, by one changed import.
+"""
+
+from __future__ import annotations
+
+from weightsync._native import (
+    InitInfo,
+    PendingSend,
+    Report,
+    WorkerReport,
+    WorkerStatus,
+    __version__,
+)
+from weightsync.background import Background
+from weightsync.cascade import Cascade
+from weightsync.errors import (
+    CorruptError,
+    DeadlineError,
+    LifecycleError,
+    LoadError,
+    ModelError,
+    OperatingSystemError,
+    PeerError,
+    SenderClosedError,
+    SendError,
+    SettingError,
+    UnsupportedError,
+    WeightsyncError,
+    WrongWeightsError,
+)
+from weightsync.receiver import Receiver
+from weightsync.sender import Sender
+from weightsync.snapshot import Snapshot
+
+__all__ = [
+    "Background",
+    "Cascade",
+    "CorruptError",
+    "DeadlineError",
+    "InitInfo",
+    "LifecycleError",
+    "LoadError",
+    "ModelError",
+    "OperatingSystemError",
+    "PeerError",
+    "PendingSend",
+    "Receiver",
+    "Report",
+    "SendError",
+    "Sender",
+    "SenderClosedError",
+    "SettingError",
+    "Snapshot",
+    "UnsupportedError",
+    "WeightsyncError",
+    "WorkerReport",
+    "WorkerStatus",
+    "WrongWeightsError",
+    "__version__",
+]

@@ -1,0 +1,146 @@
+"""Element types: safetensors' names beside torch's and numpy's."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+# safetensors' name: torch's name, which is numpy's and ml_dtypes' too.
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+
+# Two elements to a byte: torch counts the bytes, safetensors the elements.
+PACKED = "F4"
+_TORCH_PACKED = "float4_e2m1fn_x2"
+
+
+@cache
+def _by_torch() -> dict[torch.dtype, str]:
+    import torch
+
+    known = {name: getattr(torch, own, None) for name, own in _NAMES.items()}
+    known[PACKED] = getattr(torch, _TORCH_PACKED, None)
+    return {dtype: name for name, dtype in known.items() if dtype is not None}
+
+
+@cache
+def _to_torch() -> dict[str, torch.dtype]:
+    return {name: dtype for dtype, name in _by_torch().items()}
+
+
+def of_tensor(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """The dtype's name and the shape of a tensor, both as safetensors has them."""
+    import torch
+
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(
+            f"tensor {name!r} is {'quantised' if tensor.is_quantized else tensor.layout}: "
+            "send dense tensors, such as its parts"
+        )
+    found = _by_torch().get(tensor.dtype)
+    if found is None:
+        raise TypeError(
+            f"tensor {name!r} is {tensor.dtype}, which cannot be sent: possible are "
+            + ", ".join(str(dtype) for dtype in _by_torch())
+        )
+    shape = tuple(tensor.shape)
+    if found == PACKED:
+        shape = (*shape[:-1], shape[-1] * 2) if shape else shape
+    return found, shape
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a name of safetensors'."""
+    try:
+        return _to_torch()[name]
+    except KeyError:
+        raise TypeError(f"this torch has no dtype for {name}") from None
+
+
+def torch_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape torch has for it."""
+    if name == PACKED and shape:
+        return (*shape[:-1], shape[-1] // 2)
+    return shape
+
+
+def of_array(name: str, array: np.ndarray) -> tuple[str, tuple[int, ...]]:
+    """The dtype's name and the shape of a numpy array."""
+    own = array.dtype.name
+    for found, known in _NAMES.items():
+        if known == own and array.dtype.isnative:
+            return found, array.shape
+    raise TypeError(
+        f"array {name!r} is {array.dtype}, which cannot be sent: possible are "
+        + ", ".join(_NAMES.values())
+        + " in this machine's byte order"
+    )
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype of a name of safetensors'; ml_dtypes' where numpy has none."""
+    import numpy as np
+
+    try:
+        known = _NAMES[name]
+    except KeyError:
+        raise TypeError(f"numpy has no dtype for {name}") from None
+    try:
+        return np.dtype(known)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise TypeError(
+            f"numpy has no {known}: install ml_dtypes, or read the tensor with torch"
+        ) from None
+    return np.dtype(getattr(ml_dtypes, known))
+
+
+def is_tensor(value: object) -> bool:
+    """Whether it is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_array(value: object) -> bool:
+    """Whether it is a numpy array, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_module(value: object) -> bool:
+    """Whether it is a torch module, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def is_tensordict(value: object) -> bool:
+    """Whether it is a TensorDict, without importing tensordict."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(value, tensordict.TensorDictBase)

@@ -1,0 +1,442 @@
+"""What a worker loads into: a module, a TensorDict, a dict of tensors or arrays.
+
+The library calls ``layout``, ``shape`` and ``load``; ``load`` is called at safe
+points only, and again with the version before if a set fails midway.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from weightsync import _dtypes, _extra
+from weightsync._native import Layout, Snapshot
+from weightsync._source import has_extra_state, module_tensors, tree
+
+logger = logging.getLogger("weightsync")
+
+# Smaller tensors are copied where others are bound: the copy is quicker than the binding.
+BIND_FROM = 64 * 1024
+
+
+def target_of(model: Any, mode: str) -> Target:
+    """The target of a worker's model."""
+    if mode not in ("bind", "copy"):
+        raise ValueError(f'mode wants "bind" or "copy", and got {mode!r}')
+    if _dtypes.is_module(model):
+        return ModuleTarget(model, mode)
+    if isinstance(model, Mapping) or _dtypes.is_tensordict(model):
+        return TreeTarget(model)
+    if all(callable(getattr(model, name, None)) for name in ("layout", "shape", "load")):
+        return model
+    raise TypeError(
+        "a worker's model is a torch module, a TensorDict, a dict of tensors or arrays, or has "
+        f"methods layout, shape and load; not a {type(model).__name__}"
+    )
+
+
+class Target:
+    """A place for weights; what :func:`target_of` makes of a model."""
+
+    def layout(self) -> Layout:
+        """Names, dtypes and shapes there is room for."""
+        raise NotImplementedError
+
+    def shape(self, layout: Layout) -> bool:
+        """Learns the sender's names, dtypes and shapes; whether it took them as its own."""
+        raise NotImplementedError
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Takes a whole version over."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Lets go of the sender's memory; what was loaded stays."""
+
+
+class ModuleTarget(Target):
+    """A torch module. In ``bind`` mode its larger parameters lie in the version itself.
+
+    Parameters stay the objects they are: what else refers to them sees the new
+    values. Buffers are copied, because workers write them.
+    """
+
+    def __init__(self, module: Any, mode: str = "bind") -> None:
+        self._module = weakref.ref(module)
+        self._mode = mode
+        # The sender's, once it is known: state dicts leave some buffers out, and extra
+        # state has the room that the sender gave it.
+        self._sent: dict[str, tuple[str, tuple[int, ...]]] | None = None
+        self._entries: list[_Entry] = []
+        self._layout: Layout | None = None
+        self._plans: dict[str, _Plan] = {}
+        self._bound: list[Any] = []
+        # The module may be unbound by a thread that forks while another loads.
+        self._lock = threading.RLock()
+        _targets.add(self)
+
+    def layout(self) -> Layout:
+        with self._lock:
+            if self._layout is None or not self._holds():
+                self._look()
+            assert self._layout is not None
+            return self._layout
+
+    def shape(self, layout: Layout) -> bool:
+        with self._lock:
+            self._sent = {name: (dtype, tuple(shape)) for name, dtype, shape in layout.tensors()}
+            self._layout = None
+            return self._materialise()
+
+    def load(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            self.layout()
+            plan = self._plan(snapshot)
+            self._bind(snapshot, plan)
+            states = snapshot.extra_states
+            if states:
+                self._load_extra(snapshot, states)
+
+    def release(self) -> None:
+        import torch
+
+        with self._lock, torch.no_grad():
+            for tensor in self._bound:
+                tensor.data = tensor.data.clone()
+            self._bound = []
+
+    def _bind(self, snapshot: Snapshot, plan: _Plan) -> None:
+        import torch
+
+        copies: list[tuple[int, int]] = []
+        staged: list[tuple[Any, Any]] = []
+        view = snapshot.view() if plan.bound or plan.others else None
+        with torch.no_grad():
+            bound: list[Any] = []
+            for index, tensor, dtype, shape, offset, count in plan.bound:
+                over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
+                staged.append((tensor, over.view(shape)))
+            for tensor, over in staged:
+                tensor.data = over
+                bound.append(tensor)
+            self._bound = bound
+            for index, tensor in plan.copied:
+                copies.append((index, tensor.data_ptr()))
+            if copies:
+                snapshot.copy_to(copies)
+            for index, tensor, dtype, shape, offset, count in plan.others:
+                over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
+                tensor.copy_(over.view(shape))
+        if plan.changed:
+            # What autograd has saved of them is not what they are any more.
+            torch.autograd.graph.increment_version(plan.changed)
+
+    def _plan(self, snapshot: Snapshot) -> _Plan:
+        """Which tensor of the snapshot goes where, and how."""
+        key = snapshot.layout.id
+        plan = self._plans.get(key)
+        if plan is None:
+            self._plans = {key: (plan := _Plan(self._entries, snapshot, self._mode))}
+        return plan
+
+    def _look(self) -> None:
+        module = self._the_module()
+        self._entries = []
+        specs: list[tuple[str, str, tuple[int, ...]]] = []
+        sent = self._sent
+        for prefix, _, slots, key, tensor, is_buffer in module_tensors(module, "tensordict"):
+            name = _extra.joined(prefix, key)
+            if sent is not None:
+                if is_buffer and name not in sent and self._is_transient(module, prefix, key):
+                    continue
+            elif is_buffer and self._is_transient(module, prefix, key):
+                continue
+            self._entries.append(_Entry(name, slots, key, tensor, is_buffer))
+            specs.append((name, *_dtypes.of_tensor(name, tensor)))
+        if sent is not None:
+            self._extras = [
+                (prefix, part)
+                for prefix, part in module.named_modules(remove_duplicate=False)
+                if has_extra_state(part)
+            ]
+            prefixes = {prefix for prefix, _ in self._extras}
+            for name, spec in sent.items():
+                if _extra.is_extra(name) and _prefix(name) in prefixes:
+                    specs.append((name, *spec))
+        self._shapes = [entry.tensor.shape for entry in self._entries]
+        self._counts = [
+            (part, len(part))
+            for _, owner in module.named_modules(remove_duplicate=False)
+            for part in (owner._parameters, owner._buffers, owner._modules)
+        ]
+        self._layout = Layout(specs)
+        self._plans = {}
+
+    def _holds(self) -> bool:
+        if any(len(part) != count for part, count in self._counts):
+            return False
+        if not all([entry.slots.get(entry.key) is entry.tensor for entry in self._entries]):
+            return False
+        return [entry.tensor.shape for entry in self._entries] == self._shapes
+
+    def _is_transient(self, module: Any, prefix: str, key: str) -> bool:
+        return key in module.get_submodule(prefix)._non_persistent_buffers_set
+
+    def _materialise(self) -> bool:
+        """Gives parameters without shapes, or without memory, those of the sender."""
+        import torch
+
+        module, sent, took = self._the_module(), self._sent or {}, False
+        made: dict[int, Any] = {}
+        with torch.no_grad():
+            for prefix, owner, slots, key, tensor, is_buffer in list(
+                module_tensors(module, "tensordict")
+            ):
+                name = _extra.joined(prefix, key)
+                lazy = isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+                if not lazy and tensor.device.type != "meta":
+                    continue
+                known = sent.get(name)
+                if known is None and not lazy:
+                    # A buffer that a state dict leaves out: it has a shape, and no values.
+                    known = _dtypes.of_tensor(name, tensor) if is_buffer else None
+                if known is None:
+                    continue
+                dtype = _dtypes.torch_dtype(known[0])
+                shape = _dtypes.torch_shape(*known)
+                if lazy:
+                    tensor.materialize(shape, dtype=dtype)
+                    took = True
+                    continue
+                if id(tensor) not in made:
+                    room = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+                    made[id(tensor)] = _alike(tensor, room)
+                slots[key] = made[id(tensor)]
+        return took
+
+    def _load_extra(self, snapshot: Snapshot, names: list[str]) -> None:
+        tensors = tensors_of(snapshot)
+        own = dict(self._extras)
+        for name in names:
+            prefix = _prefix(name)
+
+            def tensor_of(name: str, kind: str) -> Any:
+                value = tensors[name].clone()
+                return value.numpy() if kind == "array" else value
+
+            state = _extra.join(prefix, snapshot.extra_state(name), tensor_of)
+            own[prefix].set_extra_state(state)
+
+    def _the_module(self) -> Any:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the worker's module is gone: keep it as long as its receiver")
+        return module
+
+
+class _Entry:
+    """One tensor of a module, and where in it it is."""
+
+    __slots__ = ("is_buffer", "key", "name", "slots", "tensor")
+
+    def __init__(
+        self, name: str, slots: dict[str, Any], key: str, tensor: Any, is_buffer: bool
+    ) -> None:
+        self.name, self.slots, self.key = name, slots, key
+        self.tensor, self.is_buffer = tensor, is_buffer
+
+
+class _Plan:
+    """How the tensors of one layout reach a module's."""
+
+    def __init__(self, entries: list[_Entry], snapshot: Snapshot, mode: str) -> None:
+        # Index, tensor, dtype, shape, offset and elements.
+        self.bound: list[tuple[int, Any, Any, tuple[int, ...], int, int]] = []
+        self.copied: list[tuple[int, Any]] = []
+        self.others: list[tuple[int, Any, Any, tuple[int, ...], int, int]] = []
+        places = {name: (at, *rest) for at, (name, *rest) in enumerate(snapshot.places())}
+        ties = dict(snapshot.ties)
+        seen: set[int] = set()
+        for entry in entries:
+            tensor = entry.tensor
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            at, name, shape, offset, length = places[ties.get(entry.name, entry.name)]
+            dtype = _dtypes.torch_dtype(name)
+            shape = _dtypes.torch_shape(name, tuple(shape))
+            count = length // dtype.itemsize
+            place = (at, tensor, dtype, shape, offset, count)
+            if not length:
+                continue
+            if not tensor.is_cpu or not tensor.is_contiguous():
+                self.others.append(place)
+            elif mode == "bind" and not entry.is_buffer and length >= BIND_FROM:
+                self.bound.append(place)
+            else:
+                self.copied.append((at, tensor))
+        self.changed = [tensor for _, tensor in self.copied if tensor.requires_grad]
+
+
+class TreeTarget(Target):
+    """A TensorDict or a nested dict of tensors or arrays: written in place.
+
+    An empty dict takes the sender's tensors, under dotted names.
+    """
+
+    def __init__(self, weights: Any) -> None:
+        self._weights = weights
+        self._sent: list[tuple[str, str, list[int]]] = []
+
+    def layout(self) -> Layout:
+        found, _ = tree(self._weights)
+        specs = []
+        for name, tensor, _ in found:
+            of = _dtypes.of_tensor if _dtypes.is_tensor(tensor) else _dtypes.of_array
+            specs.append((name, *of(name, tensor)))
+        own = {name for name, _, _ in specs}
+        # Extra state is put into the dict as it comes, under its own name.
+        specs.extend(
+            spec for spec in self._sent if _extra.is_extra(spec[0]) and spec[0] not in own
+        )
+        return Layout(specs)
+
+    def shape(self, layout: Layout) -> bool:
+        self._sent = layout.tensors()
+        if len(self._weights) or _dtypes.is_tensordict(self._weights):
+            return False
+        import torch
+
+        for name, dtype, shape in self._sent:
+            if not _extra.is_extra(name):
+                own = _dtypes.torch_shape(dtype, tuple(shape))
+                self._weights[name] = torch.zeros(own, dtype=_dtypes.torch_dtype(dtype))
+        return True
+
+    def load(self, snapshot: Snapshot) -> None:
+        places = {name: at for at, (name, *_) in enumerate(snapshot.places())}
+        ties = dict(snapshot.ties)
+        copies, others = [], []
+        found, _ = tree(self._weights)
+        for name, tensor, _ in found:
+            sent = ties.get(name, name)
+            if _dtypes.is_array(tensor):
+                if tensor.flags.c_contiguous and tensor.flags.writeable:
+                    copies.append((places[sent], tensor.__array_interface__["data"][0]))
+                else:
+                    others.append((tensor, sent))
+            elif tensor.is_cpu and tensor.is_contiguous():
+                copies.append((places[sent], tensor.data_ptr()))
+            else:
+                others.append((tensor, sent))
+        snapshot.copy_to(copies)
+        if others:
+            views = tensors_of(snapshot)
+            for tensor, sent in others:
+                if _dtypes.is_array(tensor):
+                    tensor[...] = views[sent].numpy()
+                else:
+                    tensor.data.copy_(views[sent])
+        for name in snapshot.extra_states:
+            views = tensors_of(snapshot)
+            prefix = _prefix(name)
+            state = _extra.join(
+                prefix, snapshot.extra_state(name), lambda name, _: views[name].clone()
+            )
+            self._put(prefix, state)
+
+    def _put(self, prefix: str, state: Any) -> None:
+        place = self._weights
+        name = _extra.joined(prefix, _extra.NAME)
+        if name not in place:
+            for part in prefix.split(".") if prefix else []:
+                if part not in place:
+                    break
+                place = place[part]
+            else:
+                name = _extra.NAME
+        place[name] = state
+
+
+def tensors_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Torch tensors over a snapshot, by name; tied ones under each of theirs."""
+    import torch
+
+    view = snapshot.view()
+    tensors: dict[str, Any] = {}
+    for name, dtype, shape, offset, length in snapshot.places():
+        own = _dtypes.torch_dtype(dtype)
+        shape = _dtypes.torch_shape(dtype, tuple(shape))
+        if length:
+            flat = torch.frombuffer(view, dtype=own, count=length // own.itemsize, offset=offset)
+            tensors[name] = flat.view(shape)
+        else:
+            tensors[name] = torch.empty(shape, dtype=own)
+    for alias, of in snapshot.ties:
+        tensors[alias] = tensors[of]
+    return tensors
+
+
+def arrays_of(snapshot: Snapshot) -> dict[str, Any]:
+    """numpy arrays over a snapshot, by name; tied ones under each of theirs."""
+    import numpy as np
+
+    view = snapshot.view()
+    arrays: dict[str, Any] = {}
+    for name, dtype, shape, offset, length in snapshot.places():
+        own = _dtypes.numpy_dtype(dtype)
+        if length:
+            flat = np.frombuffer(view, dtype=own, count=length // own.itemsize, offset=offset)
+            arrays[name] = flat.reshape(shape)
+        else:
+            arrays[name] = np.empty(shape, dtype=own)
+    for alias, of in snapshot.ties:
+        arrays[alias] = arrays[of]
+    return arrays
+
+
+def _prefix(name: str) -> str:
+    """The module of an extra state's name."""
+    parts = name.split(".")
+    cut = -2 if parts[-2:-1] == [_extra.TENSORS] else -1
+    return ".".join(parts[:cut])
+
+
+def _alike(tensor: Any, room: Any) -> Any:
+    """Memory as the kind of tensor that had none."""
+    import torch
+
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(room, requires_grad=tensor.requires_grad)
+    if type(tensor).__name__ == "Buffer":
+        return type(tensor)(room)
+    return room
+
+
+
+# A forked child does not have the memory that modules are bound to: before a fork they
+# get memory of their own, until the next version.
+_targets: weakref.WeakSet[ModuleTarget] = weakref.WeakSet()
+_held: list[ModuleTarget] = []
+
+
+def _before_fork() -> None:
+    for target in list(_targets):
+        if target._bound:
+            target._lock.acquire()
+            _held.append(target)
+            target.release()
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop()._lock.release()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+)

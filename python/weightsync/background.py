@@ -1,0 +1,157 @@
+"""Receiving in a thread of its own, while the worker's loop goes on as it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import Any
+
+from weightsync import _ends
+from weightsync._native import Background as Native
+from weightsync._target import ModuleTarget, Target
+
+logger = logging.getLogger("weightsync")
+
+
+class Background:
+    """What :meth:`Receiver.start_background` returns.
+
+    A module does not change while its forward runs, nor inside ``with`` of this; in
+    between, whole versions at a time, it does. Several models flip together.
+    """
+
+    def __init__(self, native: Native, targets: dict[str, Target], one: bool) -> None:
+        self._native = native
+        self._one = one
+        self._targets = targets
+        self._seats = threading.local()
+        self._guards: list[_Guard] = []
+        for target in targets.values():
+            if isinstance(target, ModuleTarget) and (module := target._module()) is not None:
+                self.guard(module)
+
+    def guard(self, module: Any) -> None:
+        """Keeps the models as they are while this module's forward runs, too."""
+        self._guards.append(_Guard(self, module))
+
+    def safe_point(self) -> Any:
+        """Lets the models change here and now; their versions if they did, else None."""
+        return self._versions(self._native.safe_point())
+
+    def wait(
+        self, version: int | dict[str, int] | None = None, *, timeout: float | None = None
+    ) -> bool:
+        """Waits until the models have at least this version, or, without one, a new one.
+
+        Returns:
+            False if the timeout came first, or nothing will arrive any more.
+        """
+        if isinstance(version, int):
+            version = dict.fromkeys(self._targets, version)
+        return self._native.wait(version or {}, timeout)
+
+    @property
+    def version(self) -> int:
+        """The version this worker runs, of its first model."""
+        return next(iter(self.versions.values()), 0)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version of each model that this worker runs."""
+        return self._native.versions()
+
+    @property
+    def run(self) -> tuple[int, str]:
+        """The run of these versions: its epoch and id."""
+        return self._native.run()
+
+    @property
+    def state(self) -> str:
+        """What it does: "following", "searching", "closed", "died" or "failed"."""
+        return self._native.state()[0]
+
+    @property
+    def failure(self) -> str | None:
+        """Why the newest version could not be applied, if it could not."""
+        return self._native.state()[2]
+
+    def shutdown(self) -> None:
+        """Ends the thread and leaves. Any number of times; models keep what they have."""
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        self._native.shutdown()
+        for target in self._targets.values():
+            if isinstance(target, Target):
+                target.release()
+        _ends.closed(self)
+
+    def __enter__(self) -> Background:
+        """Keeps the models as they are, in this thread, until ``with`` ends."""
+        self._enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    def __repr__(self) -> str:
+        return repr(self._native)
+
+    def _enter(self) -> None:
+        seats = self._seats.__dict__.setdefault("taken", [])
+        # One seat for each thread: a nested forward is inside the outer one.
+        seats.append(None if seats else self._native.take_seat())
+
+    def _leave(self) -> None:
+        seats = self._seats.__dict__.get("taken")
+        if seats and (seat := seats.pop()) is not None:
+            seat.release()
+
+    def _versions(self, versions: dict[str, int] | None) -> Any:
+        if versions is None:
+            return None
+        return next(iter(versions.values())) if self._one else versions
+
+
+class _Guard:
+    """Keeps a module as it is while its forward runs."""
+
+    def __init__(self, background: Background, module: Any) -> None:
+        self._hook = _Hook(background)
+        self._handles = [
+            module.register_forward_pre_hook(self._hook.before, prepend=True),
+            module.register_forward_hook(self._hook.after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        self._hook.end()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _Hook:
+    """The two ends of a forward. A copy of the module has copies that do nothing."""
+
+    def __init__(self, background: Background | None = None) -> None:
+        self._background = None if background is None else weakref.ref(background)
+
+    def end(self) -> None:
+        self._background = None
+
+    def before(self, module: Any, args: Any) -> None:
+        background = self._background and self._background()
+        if background is not None:
+            background._enter()
+
+    def after(self, module: Any, args: Any, output: Any) -> None:
+        background = self._background and self._background()
+        if background is not None:
+            background._leave()
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Hook, ()

@@ -1,0 +1,81 @@
+"""A worker that feeds workers of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from weightsync import _ends
+from weightsync._native import Cascade as Native
+from weightsync._native import InitInfo, Report
+
+
+class Cascade:
+    """Passes on what a sender sends, under the same version numbers.
+
+    The trainer's report counts this worker once its own workers have the version; one
+    that has it not is named there. Making it joins the trainer, and takes the initial
+    weights; :attr:`init_info` is for the sub-workers, :meth:`connect` waits for them.
+    """
+
+    def __init__(
+        self,
+        info: InitInfo | str,
+        worker: int = 0,
+        *,
+        scheme: str = "shared-mem",
+        run_dir: str | os.PathLike[str] | None = None,
+        timeout: float | None = 60.0,
+    ) -> None:
+        info = InitInfo.from_json(info) if isinstance(info, str) else info
+        setup = {
+            "scheme": scheme,
+            "run_dir": None if run_dir is None else os.fspath(run_dir),
+            "cast": None,
+            "slots": None,
+            "history": 0,
+            "checksums": False,
+            "digest_in_background": False,
+            "copy_threads": 1,
+            "pending": None,
+            "deadline": timeout,
+        }
+        self._native = Native.join(info, worker, setup, timeout)
+        _ends.opened(self)
+
+    @property
+    def init_info(self) -> InitInfo:
+        """What the sub-workers need to join."""
+        return self._native.init_info
+
+    def connect(self, workers: int | Iterable[int] = 1, *, timeout: float | None = 60.0) -> None:
+        """Returns once the sub-workers have the initial weights; then the trainer counts it."""
+        expected = workers if isinstance(workers, int) else list(workers)
+        self._native.connect(expected, timeout)
+
+    def forward(self, timeout: float | None = None) -> Report | None:
+        """Waits for what comes next and passes it on; what became of it, or None."""
+        return self._native.forward(timeout)
+
+    def start_background(self) -> None:
+        """Passes everything on from here on, in a thread of its own."""
+        self._native.start_background()
+
+    @property
+    def last(self) -> Report | None:
+        """What became of what was passed on last, in the background."""
+        return self._native.last
+
+    def shutdown(self) -> None:
+        """Leaves, and ends the sub-workers' connection. Any number of times."""
+        self._native.shutdown()
+        _ends.closed(self)
+
+    def __enter__(self) -> Cascade:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return repr(self._native)

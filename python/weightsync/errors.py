@@ -1,0 +1,86 @@
+"""What can go wrong: one class for each kind of failure.
+
+Every error says what was expected, what came, and what to do; ``remedy`` says it
+in a word: ``"retry"`` (the same call may succeed later), ``"reconnect"`` (open this
+end anew from the init info; weights already held stay valid) or ``"give up"``
+(change something first).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CorruptError",
+    "DeadlineError",
+    "LifecycleError",
+    "LoadError",
+    "ModelError",
+    "PeerError",
+    "SendError",
+    "SenderClosedError",
+    "SettingError",
+    "OperatingSystemError",
+    "UnsupportedError",
+    "WeightsyncError",
+    "WrongWeightsError",
+]
+
+
+class WeightsyncError(Exception):
+    """Any error of this package."""
+
+    remedy: str
+
+    def __init__(self, message: str, remedy: str = "give up") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (str(self), self.remedy)
+
+
+class DeadlineError(WeightsyncError, TimeoutError):
+    """Somebody was not there, or not done, by the deadline."""
+
+
+class PeerError(WeightsyncError, ConnectionError):
+    """The other end died, or does not want this one any more."""
+
+
+class SenderClosedError(PeerError):
+    """The sender has shut down in order: the usual end of a worker's loop."""
+
+
+class WrongWeightsError(WeightsyncError, ValueError):
+    """Weights that are not those the model was set up with; each tensor is named."""
+
+
+class LoadError(WeightsyncError, RuntimeError):
+    """The worker's own model could not take the weights; its words are the cause."""
+
+
+class ModelError(WeightsyncError, LookupError):
+    """No such model or version, or not clear which one is meant."""
+
+
+class SendError(WeightsyncError, RuntimeError):
+    """A send that cannot be made as it was asked for. Nothing was sent."""
+
+
+class LifecycleError(WeightsyncError, RuntimeError):
+    """A call that does not fit the state its end is in, or is made by the wrong half."""
+
+
+class UnsupportedError(WeightsyncError, NotImplementedError):
+    """The scheme cannot do this."""
+
+
+class SettingError(WeightsyncError, ValueError):
+    """A setting, a scheme or an init info that cannot be."""
+
+
+class CorruptError(WeightsyncError, RuntimeError):
+    """Bytes that are not what was sent. The version before serves."""
+
+
+class OperatingSystemError(WeightsyncError, OSError):
+    """The operating system refused something: a file, memory, an address."""

@@ -1,0 +1,374 @@
+"""The trainer's end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from weightsync import _ends, _paths
+from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
+from weightsync._source import Source
+from weightsync.errors import LifecycleError, ModelError
+from weightsync.snapshot import Snapshot
+
+logger = logging.getLogger("weightsync")
+
+#: How far a send waits; each level includes the one before.
+WaitFor = Literal["sent", "staged", "applied"]
+
+Strategy = Literal["state_dict", "tensordict"]
+
+
+class Sender:
+    """The trainer's end of one model, or of several that can flip together.
+
+    Making it communicates nothing: it decides names, dtypes and shapes, and where
+    workers will find it (:attr:`init_info`). :meth:`connect` is the rendez-vous.
+    The model's memory is read during :meth:`connect` and :meth:`send`, and at no
+    other time.
+
+    Args:
+        model: the weights: a torch module, a state dict, a nested dict of tensors or
+            numpy arrays, or a TensorDict. It is kept, and sent by ``send()``.
+        name: what the model is called.
+        models: several models by name, in place of ``model``; or, with ``context``,
+            their paths, such as ``["policy", "env.value_net", "transforms[0]"]``.
+        context: where paths begin. They are looked up anew at each send.
+        scheme: how weights travel: ``"shared-mem"`` (``"shared-mem:pull"``),
+            ``"multi-process"`` (with ``every=N``, ``own-copy``), ``"none"``.
+        strategy: ``"state_dict"`` leaves out buffers that are not persistent,
+            ``"tensordict"`` sends them too. Workers of either take either.
+        run_dir: a directory of this user's own: a restarted trainer is found again.
+        cast: a dtype (``torch.bfloat16``, ``"BF16"``) for floating-point tensors.
+        slots: versions there is room for: from the beginning, and at most.
+        history: how many older versions are kept.
+        checksums: whether the copy pass makes checksums for workers to verify.
+        digest: whether each version's digest is made after it was sent.
+        copy_threads: how many threads copy.
+        pending: how many asynchronous sends may be on their way; None refuses a second.
+        timeout: how long a send waits at most, in seconds, unless it says otherwise.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        name: str = "policy",
+        models: Mapping[str, Any] | Sequence[str] | None = None,
+        context: Any = None,
+        scheme: str = "shared-mem",
+        strategy: Strategy = "state_dict",
+        run_dir: str | os.PathLike[str] | None = None,
+        cast: Any = None,
+        slots: tuple[int, int] | None = None,
+        history: int = 0,
+        checksums: bool = False,
+        digest: bool = False,
+        copy_threads: int = 1,
+        pending: int | None = None,
+        timeout: float | None = 60.0,
+    ) -> None:
+        self._context = context
+        self._models = _named(model, name, models, context)
+        self._strategy = strategy
+        self._sources = {name: Source(strategy) for name in self._models}
+        self._lock = threading.RLock()
+        self._session = Session(scheme)
+        self._setup = {
+            "scheme": scheme,
+            "run_dir": None if run_dir is None else os.fspath(run_dir),
+            "cast": _dtype_name(cast),
+            "slots": slots,
+            "history": history,
+            "checksums": checksums,
+            "digest_in_background": digest,
+            "copy_threads": copy_threads,
+            "pending": pending,
+            "deadline": timeout,
+        }
+        self._info = self._session.prepare_sender(
+            [(name, self._place(name, None)) for name in self._models], self._setup
+        )
+
+    @property
+    def init_info(self) -> InitInfo:
+        """What a worker needs to join: it can be pickled, or written as JSON."""
+        return self._info
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the models."""
+        return list(self._models)
+
+    @property
+    def scheme(self) -> str:
+        """How weights travel."""
+        return self._info.scheme
+
+    def connect(
+        self,
+        workers: int | Iterable[int] = 1,
+        *,
+        weights: Any = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        timeout: float | None = 60.0,
+    ) -> None:
+        """Publishes the first version, and returns once the workers have loaded it.
+
+        Args:
+            workers: how many, or which; others may join later.
+            weights: the model's first weights, in place of its own.
+            weights_dict: the same for several models.
+            timeout: in seconds.
+
+        Raises:
+            DeadlineError: naming the workers that were not there in time.
+            WrongWeightsError: if a worker's model is another.
+        """
+        with self._lock:
+            given = self._given(weights, None, weights_dict, whole=True)
+            expected = workers if isinstance(workers, int) else list(workers)
+            self._session.connect_sender(given, expected, timeout)
+            _ends.opened(self)
+        logger.debug("connected: %r", self)
+
+    def wait_for(self, workers: int | Iterable[int], *, timeout: float | None = 60.0) -> None:
+        """Waits until these workers, too, are there and have loaded something.
+
+        Raises:
+            DeadlineError: naming those that were not there in time.
+        """
+        expected = workers if isinstance(workers, int) else list(workers)
+        self._session.wait_for(expected, timeout)
+
+    def send(
+        self,
+        weights: Any = None,
+        *,
+        model: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        worker_ids: int | Iterable[int] | None = None,
+        wait: WaitFor = "applied",
+        timeout: float | None = None,
+        partial: bool = False,
+        version: int | None = None,
+    ) -> Report:
+        """Publishes the next version, and waits until every worker has its line.
+
+        Args:
+            weights: what to send, as for the constructor; the model's path; a
+                :class:`Snapshot` to go back to; or None: the models themselves.
+            model: which model the weights are of, where there are several.
+            weights_dict: several models at once: on each worker all flip, or none.
+            worker_ids: these workers alone; the others stay as they are.
+            wait: how far: ``"sent"``, ``"staged"`` or ``"applied"``.
+            timeout: in seconds; None: the sender's own.
+            partial: whether these are some of the model's tensors only.
+            version: the version's number, such as a training step; it must grow.
+
+        Returns:
+            One line per worker: one that died, refused or was late is a line, and
+            costs the others nothing.
+
+        Raises:
+            WrongWeightsError: naming each tensor that is not as it was set up.
+            DeadlineError: if workers hold all the room there is; it names them.
+        """
+        workers = _workers(worker_ids)
+        with self._lock:
+            if isinstance(weights, Snapshot):
+                options = (weights.model, workers, wait, timeout, False, version)
+                return self._session.send_again(weights._native, options)
+            given = self._given(weights, model, weights_dict, partial=partial)
+            options = (model, workers, wait, timeout, partial, version)
+            report = self._session.send(given, options)
+        _log(report)
+        return report
+
+    def send_async(
+        self,
+        weights: Any = None,
+        *,
+        model: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        worker_ids: int | Iterable[int] | None = None,
+        wait: WaitFor = "applied",
+        timeout: float | None = None,
+        partial: bool = False,
+        version: int | None = None,
+    ) -> PendingSend:
+        """As :meth:`send`, but returns once the weights were read: they may change."""
+        with self._lock:
+            given = self._given(weights, model, weights_dict, partial=partial)
+            options = (model, _workers(worker_ids), wait, timeout, partial, version)
+            return self._session.send_async(given, options)
+
+    def send_each(
+        self,
+        weights: Mapping[int, Any],
+        *,
+        model: str | None = None,
+        wait: WaitFor = "applied",
+        timeout: float | None = None,
+    ) -> Report:
+        """Sends each worker weights of its own, and changes only these workers.
+
+        Workers that are given the same object share one version.
+        """
+        with self._lock:
+            name = self._only(model)
+            sources: dict[int, Any] = {}
+            kept = []
+            for given in weights.values():
+                if id(given) not in sources:
+                    source = Source(self._strategy)
+                    kept.append((source, given))
+                    sources[id(given)] = source.place(given)
+            each = [(worker, sources[id(given)]) for worker, given in weights.items()]
+            return self._session.send_each(each, (name, None, wait, timeout, False, None))
+
+    def hold(self, worker_ids: int | Iterable[int]) -> None:
+        """Holds workers at the versions they have; sends pass them over."""
+        self._session.hold(_workers(worker_ids) or [], True)
+
+    def release(self, worker_ids: int | Iterable[int]) -> None:
+        """Lets held workers go on, with the newest version at once."""
+        self._session.hold(_workers(worker_ids) or [], False)
+
+    @property
+    def workers(self) -> list[WorkerStatus]:
+        """Every connected worker with the versions it has loaded."""
+        return self._session.workers()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version of each model that was published last."""
+        return self._session.sent_versions()
+
+    @property
+    def version(self) -> int:
+        """The version published last; of the first model, if there are several."""
+        return self.versions[next(iter(self._models))]
+
+    def snapshot(self, model: str | None = None, version: int | None = None) -> Snapshot:
+        """What was sent to all last, or an older version that is still kept."""
+        return Snapshot(self._session.sent(self._only(model), version))
+
+    def digest(self, model: str | None = None) -> str:
+        """The identity of what was sent to all last; workers find it too."""
+        return self._session.digest(self._only(model))
+
+    def shutdown(self) -> None:
+        """Tells the workers, and leaves nothing behind. Any number of times."""
+        self._session.shutdown()
+        _ends.closed(self)
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"<Sender of {', '.join(self._models)}: {self._session!r}>"
+
+    def __getstate__(self) -> Any:
+        raise LifecycleError(
+            "a sender is a live end and cannot be pickled: hand its init_info to the worker"
+        )
+
+    def _given(
+        self,
+        weights: Any,
+        model: str | None,
+        weights_dict: Mapping[str, Any] | None,
+        *,
+        whole: bool = False,
+        partial: bool = False,
+    ) -> list[tuple[str | None, Any]]:
+        """What is sent, by model, each with its tensors' places as they are now."""
+        if weights_dict is not None:
+            if weights is not None or model is not None:
+                raise ModelError("give weights (of a model) or weights_dict, not both")
+            unknown = [name for name in weights_dict if name not in self._models]
+            if unknown:
+                raise ModelError(
+                    f"there is no model {unknown[0]!r}; there is {', '.join(self._models)}"
+                )
+            named = dict(weights_dict)
+            if whole:
+                named = {name: named.get(name) for name in self._models}
+        elif weights is None and model is None:
+            named = dict.fromkeys(self._models)
+        else:
+            named = {self._only(model): weights}
+            if whole:
+                named = {name: named.get(name) for name in self._models}
+        return [(name, self._place(name, given, partial)) for name, given in named.items()]
+
+    def _place(self, name: str, given: Any, partial: bool = False) -> Any:
+        if given is None:
+            given = self._models[name]
+            if isinstance(given, _Path):
+                given = _paths.resolve(self._context, given)
+        elif isinstance(given, str):
+            given = _paths.resolve(self._context, given)
+        source = Source(self._strategy) if partial else self._sources[name]
+        native = source.place(given)
+        if partial:
+            self._part = source
+        return native
+
+    def _only(self, model: str | None) -> str:
+        if model is not None:
+            if model not in self._models:
+                raise ModelError(f"there is no model {model!r}; there is {', '.join(self._models)}")
+            return model
+        if len(self._models) != 1:
+            raise ModelError(
+                f"there are several models ({', '.join(self._models)}): say which, or send them all"
+            )
+        return next(iter(self._models))
+
+
+class _Path(str):
+    """A model that is looked up at each send."""
+
+
+def _named(
+    model: Any, name: str, models: Mapping[str, Any] | Sequence[str] | None, context: Any
+) -> dict[str, Any]:
+    if (model is None) == (models is None):
+        raise ModelError("a sender wants its model, or several as models={name: model}")
+    if models is None:
+        return {name: model}
+    if isinstance(models, Mapping):
+        return dict(models)
+    if context is None:
+        raise ModelError("paths of models want the context they begin at: context=…")
+    return {path: _Path(path) for path in models}
+
+
+def _workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
+    if worker_ids is None:
+        return None
+    return [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+
+
+def _dtype_name(cast: Any) -> str | None:
+    if cast is None or isinstance(cast, str):
+        return cast
+    from weightsync import _dtypes
+
+    names = _dtypes._by_torch()
+    if cast not in names:
+        raise TypeError(f"cast wants a floating-point dtype, and got {cast!r}")
+    return names[cast]
+
+
+def _log(report: Report) -> None:
+    if not report.all_reached:
+        logger.warning("%s", report)

@@ -1,0 +1,357 @@
+"""The models that one sender feeds, as TorchRL's schemes share it.
+
+TorchRL has a scheme for each model. The schemes of one collector that travel alike
+are one group here: one sender, one connection for each worker, and sets of models
+that flip together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torchrl._utils import WEIGHT_SYNC_TIMEOUT
+
+from weightsync import _ends
+from weightsync._native import InitInfo, Layout, Session
+from weightsync._native import Snapshot as NativeSnapshot
+from weightsync._target import Target, target_of, tensors_of
+from weightsync.background import Background
+from weightsync.errors import DeadlineError, LifecycleError, ModelError
+from weightsync.sender import Sender
+
+logger = logging.getLogger("weightsync")
+
+# How long a sender waits for its workers before it looks whether they are still alive.
+_LOOK = 0.2
+
+
+class Group:
+    """One end's models. It crosses to workers as an init info and nothing else."""
+
+    def __init__(self, word: str, mode: str) -> None:
+        self.word = word
+        self.mode = mode
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        # The trainer's half: each model's source, in order.
+        self._weights: dict[str, Callable[[], Any]] = {}
+        self._strategies: dict[str, str] = {}
+        self._each: dict[str, Callable[[], dict[int, Any]]] = {}
+        self._unconnected: set[str] = set()
+        self._firsts: dict[str, Any] = {}
+        self._left: set[str] = set()
+        self.num_workers = 0
+        self._connected = False
+        self.sender: Sender | None = None
+        # What crosses.
+        self._info: str | None = None
+        self._names: list[str] = []
+        self._own_weights = False
+        # A worker's half.
+        self._session: Session | None = None
+        self._first_set: Any = None
+        self.slots: dict[str, Slot] = {}
+        self.background: Background | None = None
+
+    # The trainer's half.
+
+    def add(
+        self,
+        name: str,
+        strategy: str,
+        num_workers: int,
+        weights: Callable[[], Any],
+        each: Callable[[], dict[int, Any]] | None = None,
+    ) -> None:
+        """One more model: how to get its weights, and those of each worker's own."""
+        with self._lock:
+            if self._connected:
+                raise LifecycleError(
+                    f"{name!r} cannot be added: the models of {', '.join(self._weights)} have "
+                    "their workers already; set all schemes up before the first connects"
+                )
+            self._weights[name] = weights
+            self._each.pop(name, None)
+            self._strategies[name] = strategy
+            if each is not None:
+                self._each[name] = each
+            self._unconnected.add(name)
+            self.num_workers = max(self.num_workers, num_workers)
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Sets a sender up for the models there are by now, and says how to join it.
+
+        Not when the scheme is pickled: a collector's policy has no values then.
+        """
+        strategies = set(self._strategies.values())
+        first = {name: self._first(name) for name in self._weights}
+        self.sender = Sender(
+            models=first,
+            scheme=self.word,
+            strategy="tensordict" if "tensordict" in strategies else "state_dict",
+            pending=8,
+            timeout=WEIGHT_SYNC_TIMEOUT,
+        )
+        # The weights are looked up at each send.
+        self.sender._models = dict.fromkeys(first)
+        self._info = self.sender.init_info.to_json()
+        self._names = list(first)
+        self._own_weights = bool(self._each)
+
+    def connect(self, name: str, weights: Any, context: Any) -> None:
+        """The rendez-vous: the last model's waits until every worker has them all."""
+        with self._lock:
+            assert self.sender is not None
+            self._connected = True
+            self._unconnected.discard(name)
+            if weights is not None:
+                self._firsts[name] = weights
+            if self._unconnected:
+                return
+            first = {
+                one: self._firsts[one] if one in self._firsts else self._first(one)
+                for one in self._weights
+            }
+            self._firsts = {}
+            self.sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
+            for one, each in self._each.items():
+                # Whoever joins from here on gets its own.
+                self.sender.send_each(each(), model=one, wait="sent")
+            self._wait_for_workers(context)
+            for current in self._weights.values():
+                # What workers begin with was sent: a factory has nothing to send again.
+                getattr(current, "spent", lambda: None)()
+
+    def send(
+        self, weights: dict[str, Any], worker_ids: list[int] | None, wait: str
+    ) -> Any:
+        """Sends the weights of some models, or of one for each worker."""
+        if self.sender is None or self._pid != os.getpid():
+            raise LifecycleError("there is no sender here: connect first, in the trainer's process")
+        given = {
+            name: self._weights[name]() if value is None else value
+            for name, value in weights.items()
+        }
+        return self.sender.send(weights_dict=given, worker_ids=worker_ids, wait=wait)
+
+    def send_each(self, name: str, weights: dict[int, Any], wait: str) -> Any:
+        """Sends one model's weights, other ones to each worker."""
+        if self.sender is None or self._pid != os.getpid():
+            raise LifecycleError("there is no sender here: connect first, in the trainer's process")
+        return self.sender.send_each(weights, model=name, wait=wait)
+
+    def _first(self, name: str) -> Any:
+        if name in self._each:
+            return next(iter(self._each[name]().values()))
+        return self._weights[name]()
+
+    def _wait_for_workers(self, context: Any) -> None:
+        """Waits in parts, so that workers that have ended are not waited for."""
+        assert self.sender is not None
+        until = time.monotonic() + WEIGHT_SYNC_TIMEOUT
+        workers = range(self.num_workers)
+        while True:
+            try:
+                self.sender.wait_for(workers, timeout=_LOOK)
+                return
+            except DeadlineError:
+                if time.monotonic() >= until:
+                    raise
+            ended = _ended_workers(context, {one.worker for one in self.sender.workers})
+            if ended:
+                # The collector knows the worker's own words, and raises them.
+                logger.warning("%s ended before it had its weights", ended)
+                return
+
+    # What crosses.
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it is too late for another model."""
+        return self._connected
+
+    @property
+    def knows_sender(self) -> bool:
+        """Whether a worker could join."""
+        return self._info is not None
+
+    def here(self) -> Group:
+        """This group, fit for this process: a forked child has no ends of its parent's."""
+        if self._pid != os.getpid():
+            self.__setstate__(self.__getstate__())
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "word": self.word,
+            "mode": self.mode,
+            "info": self._info,
+            "names": self._names,
+            "own_weights": self._own_weights,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Group.__init__(self, state["word"], state["mode"])
+        self._info, self._names = state["info"], state["names"]
+        self._own_weights = state["own_weights"]
+
+    # A worker's half.
+
+    def join(self, name: str, worker: int, slot: Slot) -> None:
+        """The rendez-vous of one model of a worker's: its initial weights are loaded."""
+        with self._lock:
+            if self._info is None:
+                raise LifecycleError(
+                    f"{name!r} knows no sender: call init_on_sender in the trainer, and hand the "
+                    "scheme to the worker after that"
+                )
+            if name not in self._names:
+                raise ModelError(
+                    f"there is no model {name!r}; the sender feeds {', '.join(self._names)}"
+                )
+            if self._session is None:
+                info = InitInfo.from_json(self._info)
+                self._session = Session.prepare_receiver(info, worker, self._names, slot.device)
+                _ends.opened(self)
+                self._first_set = self._session.join_receiver(WEIGHT_SYNC_TIMEOUT)
+            slot.group = self
+            self.slots[name] = slot
+            if len(self.slots) < len(self._names):
+                # The worker goes on with these while its other models are made.
+                for snapshot, _ in self._first_set.members():
+                    if snapshot.model == name:
+                        slot.shape(snapshot.layout)
+                        slot.load(snapshot)
+                return
+            self._first_set = None
+            slots = [(one, self.slots[one]) for one in self._names]
+            self._session.load_joined(slots)
+            if self._own_weights:
+                # The first version is the same for all; each worker's own comes next.
+                self._session.receive_into(slots, WEIGHT_SYNC_TIMEOUT)
+            native = self._session.start_background(slots, False)
+            self.background = Background(native, {}, len(slots) == 1)
+            for one in self.slots.values():
+                one.follow(self.background)
+
+    def leave(self, name: str) -> None:
+        """One model's scheme shuts down; the last one ends it all."""
+        with self._lock:
+            self._left.add(name)
+            if self._left >= set(self._weights or self.slots):
+                self.shutdown()
+
+    def shutdown(self) -> None:
+        """Ends whatever this process has of it. Any number of times."""
+        with self._lock:
+            if self._pid != os.getpid():
+                return
+            if self.sender is not None:
+                self.sender.shutdown()
+            if self.background is not None:
+                self.background.shutdown()
+            if self._session is not None:
+                self._session.shutdown()
+            for slot in self.slots.values():
+                slot.release()
+            _ends.closed(self)
+
+
+class Slot(Target):
+    """A place for a model of a worker's, which may be exchanged for another."""
+
+    def __init__(self, name: str, mode: str, device: str = "cpu") -> None:
+        self.name = name
+        self.device = device
+        self.group: Group | None = None
+        self._mode = mode
+        self._target: Target | None = None
+        self._sent: Layout | None = None
+        self._last: NativeSnapshot | None = None
+        self._background: Background | None = None
+        self._guarded: list[Any] = []
+        # What else happens when weights were loaded: a cascade, say.
+        self.loaded: Callable[[NativeSnapshot], None] | None = None
+        self.count = 0
+
+    def put(self, model: Any) -> None:
+        """Takes another model: it gets what the one before had."""
+        if not isinstance(model, nn.Module):
+            return
+        background = self._background
+        if background is None:
+            self._exchange(model)
+        else:
+            with background:
+                self._exchange(model)
+            background.guard(model)
+
+    def _exchange(self, model: nn.Module) -> None:
+        before, self._target = self._target, target_of(model, self._mode)
+        if self._sent is not None:
+            self._target.shape(self._sent)
+        if self._last is not None:
+            self._target.load(self._last)
+        if before is not None:
+            before.release()
+
+    def follow(self, background: Background) -> None:
+        """The models change in the background from here on, while no forward runs."""
+        self._background = background
+        module = getattr(self._target, "_module", lambda: None)()
+        if module is not None:
+            background.guard(module)
+
+    def layout(self) -> Layout:
+        if self._target is None:
+            assert self._sent is not None
+            return self._sent
+        return self._target.layout()
+
+    def shape(self, layout: Layout) -> bool:
+        self._sent = layout
+        return self._target is not None and self._target.shape(layout)
+
+    def load(self, snapshot: NativeSnapshot) -> None:
+        if self._target is not None:
+            self._target.load(snapshot)
+        again = self._last is not None and (self._last.run, self._last.version) == (
+            snapshot.run,
+            snapshot.version,
+        )
+        self._last = snapshot
+        if not again:
+            self.count += 1
+            if self.loaded is not None:
+                self.loaded(snapshot)
+
+    def release(self) -> None:
+        self._last = None
+        if self._target is not None:
+            self._target.release()
+
+    def weights(self) -> dict[str, Any] | None:
+        """The weights that were loaded last, by dotted names; they do not change."""
+        last = self._last
+        return None if last is None else tensors_of(last)
+
+
+def _ended_workers(context: Any, there: set[int]) -> str:
+    """A worker of a collector that has ended, or has failed, before it connected."""
+    processes = getattr(context, "procs", None) or []
+    pipes = getattr(context, "pipes", None) or []
+    for worker, process in enumerate(processes):
+        if worker in there:
+            continue
+        if not process.is_alive():
+            return f"worker {worker} (exit code {process.exitcode})"
+        if worker < len(pipes) and pipes[worker].poll(0):
+            return f"worker {worker}"
+    return ""

@@ -1,0 +1,208 @@
+"""The calls of TorchRL before schemes had two phases: ``create_sender``, ``create_receiver``.
+
+A worker is registered with a pipe; what passes through it is how to join.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from torch import nn
+
+from weightsync import _ends, _paths
+from weightsync._native import InitInfo, Report, Session
+from weightsync.errors import LifecycleError, SenderClosedError
+from weightsync.sender import Sender
+from weightsync.torchrl._transports import _MODEL, _Applied
+
+# What crosses a pipe is a pair: this word, and how to join.
+_WORD = "weightsync"
+
+
+class WeightSender:
+    """Sends one model's weights to the workers that were registered.
+
+    The first :meth:`update_weights` (or :meth:`register_model`, where the scheme
+    registers by itself) says what the model is.
+    """
+
+    def __init__(self, scheme: Any, auto_register: bool = True) -> None:
+        self._scheme = scheme
+        self._auto_register = auto_register
+        self._model_id = _MODEL
+        self._context: Any = None
+        self._pipes: dict[int, Any] = {}
+        self._told: set[int] = set()
+        self._sender: Sender | None = None
+        self._pending: Any = None
+
+    def set_context(self, context: Any, model_id: str = _MODEL) -> None:
+        """Where a model is looked up that ``update_weights(None)`` sends."""
+        self._context, self._model_id = context, model_id
+
+    def register_model(self, weights: Any) -> None:
+        """Says what the model is: its weights are what workers begin with."""
+        if self._sender is None:
+            self._sender = Sender(
+                weights,
+                name=_MODEL,
+                scheme=self._scheme._word,
+                strategy=self._scheme.strategy_str,
+                pending=8,
+            )
+            self._sender.connect(0)
+            _ends.opened(self)
+        self._tell()
+
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """Takes a worker in, by its end of a pipe, or by a collector that has the pipes."""
+        pipes = getattr(pipe_or_context, "pipes", None)
+        self._pipes[worker_idx] = pipe_or_context if pipes is None else pipes[worker_idx]
+        if self._sender is not None:
+            self._tell()
+
+    def update_weights(
+        self, weights: Any = None, worker_ids: Any = None, timeout: float | None = 60.0
+    ) -> Report | None:
+        """Sends weights to all workers, or to some, and waits until they are applied.
+
+        The first call waits until they have joined: a worker joins in ``receive``.
+        """
+        weights = self._found(weights)
+        first = self._sender is None
+        if first:
+            if not self._auto_register:
+                raise LifecycleError("auto_register is off: register_model comes first")
+            self.register_model(weights)
+        self._tell()
+        assert self._sender is not None
+        wanted = list(self._pipes) if worker_ids is None else worker_ids
+        self._sender.wait_for(
+            [wanted] if isinstance(wanted, int) else list(wanted), timeout=timeout
+        )
+        if first:
+            return None
+        return self._sender.send(weights, worker_ids=worker_ids, timeout=timeout)
+
+    def update_weights_async(self, weights: Any = None, worker_ids: Any = None) -> None:
+        """As ``update_weights``, but returns once the weights were read."""
+        weights = self._found(weights)
+        if self._sender is None:
+            self.register_model(weights)
+            return
+        self._tell()
+        self._pending = self._sender.send_async(weights, worker_ids=worker_ids)
+
+    def wait_async(self, timeout: float | None = 60.0) -> Report | None:
+        """Waits for what was sent last; the report."""
+        if self._pending is None:
+            if self._sender is not None:
+                self._sender.wait_for(list(self._pipes), timeout=timeout)
+            return None
+        return self._pending.wait(timeout)
+
+    def shutdown(self) -> None:
+        """Ends it. Any number of times."""
+        if self._sender is not None:
+            self._sender.shutdown()
+        _ends.closed(self)
+
+    def _found(self, weights: Any) -> Any:
+        if weights is not None:
+            return weights
+        if self._context is None:
+            raise LifecycleError("update_weights() without weights wants set_context before it")
+        return _paths.resolve(self._context, self._model_id)
+
+    def _tell(self) -> None:
+        assert self._sender is not None
+        for worker in self._pipes.keys() - self._told:
+            self._pipes[worker].send(((worker, self._sender.init_info.to_json()), _WORD))
+            self._told.add(worker)
+
+
+class WeightReceiver:
+    """Receives one model's weights through what a pipe said."""
+
+    def __init__(self, scheme: Any) -> None:
+        self._scheme = scheme
+        self._model: Any = None
+        self._context: Any = None
+        self._path: str | None = None
+        self._pipe: Any = None
+        self._session: Session | None = None
+        self._sent: Any = None
+        self._lock = threading.RLock()
+
+    def set_context(self, context: Any) -> None:
+        """Where a model that is registered by path is looked up."""
+        self._context = context
+
+    def register_model(self, model_ref: Any) -> None:
+        """The worker's model, or its path in the context."""
+        if isinstance(model_ref, str):
+            self._path = model_ref
+        else:
+            self._model = model_ref
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        """The worker's end of the pipe."""
+        self._pipe = pipe
+
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Takes what was sent and applies it; whether there was anything in time."""
+        if self._pipe is None:
+            raise LifecycleError("receive wants register_worker_transport before it")
+        with self._lock:
+            until = None if timeout is None else time.monotonic() + timeout
+            if self._session is None and not self._join(timeout):
+                return False
+            if self._fresh:
+                self._fresh = False
+                return True
+            left = None if until is None else max(until - time.monotonic(), 0.0)
+            assert self._session is not None
+            target = _Applied(self._the_model(), self._scheme.strategy, self._sent)
+            try:
+                return self._session.receive_into([(_MODEL, target)], left) is not None
+            except SenderClosedError:
+                return False
+
+    def apply_weights(self, weights: Any) -> None:
+        """Applies weights to the model."""
+        self._scheme.strategy.apply_weights(self._the_model(), weights)
+
+    def shutdown(self) -> None:
+        """Ends it. Any number of times."""
+        if self._session is not None:
+            self._session.shutdown()
+        _ends.closed(self)
+
+    _fresh = False
+
+    def _join(self, timeout: float | None) -> bool:
+        if not self._pipe.poll(timeout):
+            return False
+        message, word = self._pipe.recv()
+        if word != _WORD:
+            raise LifecycleError(
+                f"the pipe said {word!r}: it is for weights alone until the worker has joined"
+            )
+        worker, text = message
+        session = Session.prepare_receiver(InitInfo.from_json(text), worker, None, "cpu")
+        target = _Applied(self._the_model(), self._scheme.strategy, None)
+        session.connect_receiver([(_MODEL, target)], 60.0)
+        self._session, self._sent, self._fresh = session, target.sent, True
+        _ends.opened(self)
+        return True
+
+    def _the_model(self) -> Any:
+        if self._model is None and self._path is not None:
+            return _paths.resolve(self._context, self._path)
+        if self._model is None:
+            raise LifecycleError("receive wants register_model before it")
+        if not isinstance(self._model, nn.Module) and not hasattr(self._model, "items"):
+            raise LifecycleError(f"a {type(self._model).__name__} cannot take weights")
+        return self._model

@@ -1,0 +1,724 @@
+"""TorchRL's schemes over weightsync: the same names, arguments and calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl.weight_update import WeightStrategy
+from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
+
+from weightsync import _ends, _paths
+from weightsync._native import Snapshot as NativeSnapshot
+from weightsync.errors import LifecycleError, ModelError
+from weightsync.torchrl import _collector
+from weightsync.torchrl._group import Group, Slot
+
+logger = logging.getLogger("weightsync")
+
+
+class WeightSyncScheme(_TorchRLScheme):
+    """TorchRL's scheme, as a base for schemes over transports of one's own.
+
+    ``from_backend`` makes the schemes of this package.
+    """
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
+        """The scheme of a backend: ``none``, ``shared`` or ``process``, and TorchRL's aliases."""
+        kinds = {
+            "none": NoWeightSyncScheme,
+            "direct": NoWeightSyncScheme,
+            "shared": SharedMemWeightSyncScheme,
+            "thread": SharedMemWeightSyncScheme,
+            "process": MultiProcessWeightSyncScheme,
+            "multiprocessing": MultiProcessWeightSyncScheme,
+        }
+        if backend not in kinds:
+            raise ValueError(
+                f"there is no backend {backend!r} here; there are {', '.join(sorted(kinds))}"
+            )
+        return kinds[backend](**kwargs)
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        # A forked child is not the sender its parent is.
+        return self._is_own() and getattr(self, "_initialized_on_sender", False)
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        return self._is_own() and getattr(self, "_initialized_on_receiver", False)
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        return self._is_own() and getattr(self, "_synchronized_on_sender", False)
+
+    @synchronized_on_sender.setter
+    def synchronized_on_sender(self, value: bool) -> None:
+        self._synchronized_on_sender = value
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        return self._is_own() and getattr(self, "_synchronized_on_receiver", False)
+
+    @synchronized_on_receiver.setter
+    def synchronized_on_receiver(self, value: bool) -> None:
+        self._synchronized_on_receiver = value
+
+    def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
+        self._pid = os.getpid()
+        super().init_on_sender(*args, **kwargs)
+
+    def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        if not self._is_own():
+            self.__setstate__(self.__getstate__())
+        self._pid = os.getpid()
+        super().init_on_receiver(model_id=model_id, context=context, **kwargs)
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """As TorchRL's; nothing within the timeout is None, never an exception."""
+        import queue
+
+        try:
+            return super().receive(timeout)
+        except (queue.Empty, TimeoutError):
+            return None
+
+    def _is_own(self) -> bool:
+        return getattr(self, "_pid", None) == os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_pid"] = None
+        return state
+
+
+class _LocalScheme(WeightSyncScheme):
+    """A scheme on one host. Workers follow it in a thread of their own.
+
+    The weights of a worker's model change while its forward is not running. A send
+    reports on every worker; one that has died or refuses is a line of it, and a
+    warning of the logger ``weightsync``.
+    """
+
+    _word = "shared-mem"
+    _mode = "bind"
+
+    def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
+        super().__init__(strategy)
+        self.sync = sync
+        self.per_worker_weights = False
+        self._group: Group | None = None
+        self._slot: Slot | None = None
+        self._seen = 0
+        self._devices: list[Any] | None = None
+        # Whether the model is in this process, with a collector that has no workers.
+        self._local = False
+
+    # The trainer's half.
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        params_map: dict[int, Any] | None = None,
+        devices: list[Any] | None = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        ctx: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        given = _Given(self, model_id, context, weights, model, params_map, devices)
+        given.check(device_map_fn, num_workers)
+        self._local = context is not None and _collector.is_single(context)
+        if self._local:
+            self._model_id, self.context, self._group = model_id, context, None
+            return
+        self._model_id = name = model_id or "policy"
+        self._devices = None
+        each: Callable[[], dict[int, Any]] | None = None
+        current: Callable[[], Any]
+        if params_map is not None:
+            workers = max(params_map, default=-1) + 1
+            values = list(params_map.values())
+            current = _never(name)
+            if all(one is values[0] for one in values):
+                current = lambda: values[0]  # noqa: E731
+            else:
+                each = lambda: params_map  # noqa: E731
+        elif context is not None:
+            self.context = context
+            self._devices = list(_devices_of(context))
+            workers = len(self._devices)
+            current, each = self._of_context(context, name)
+        else:
+            source = model if model is not None else weights
+            current = lambda: source  # noqa: E731
+            if device_map_fn is not None:
+                workers = num_workers or 0
+                each = _mapped(device_map_fn, current, workers)
+            else:
+                self._devices = list(devices or [])
+                workers = num_workers or len(self._devices)
+        if each is not None:
+            self.per_worker_weights = True
+        self._group = self._group_in(context)
+        self._group.add(name, self.strategy_str, workers, current, each)
+        self._slot = None
+        if context is not None:
+            _collector.flip_together(context)
+
+    def _group_in(self, context: Any) -> Group:
+        """The group of a collector's schemes that travel as this one does."""
+        if context is None:
+            return Group(self._word, self._mode)
+        schemes = getattr(context, "_weight_sync_schemes", None) or {}
+        for other in schemes.values():
+            group = getattr(other, "_group", None)
+            alike = isinstance(other, _LocalScheme) and other is not self
+            if alike and group is not None and group.word == self._word:
+                if not group.is_connected:
+                    return group
+        return Group(self._word, self._mode)
+
+    def _of_context(
+        self, context: Any, name: str
+    ) -> tuple[Callable[[], Any], Callable[[], dict[int, Any]] | None]:
+        """The weights of a collector's model, looked up at each send."""
+        model = _model_of(context, name)
+        if model is None and name == "policy":
+            factories = list(getattr(context, "policy_factory", None) or [])
+            if factories and all(one is factories[0] for one in factories):
+                first = factories[0]()
+                self._first = first
+                return _once(first, name), None
+            if any(factories):
+                policies = {at: make() for at, make in enumerate(factories) if make is not None}
+                self._first = policies
+                return _never(name), lambda: policies
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} sends torch modules, and the collector's {name!r} is "
+                f"{type(model).__name__}: a policy without weights needs no scheme"
+            )
+        found = weakref.ref(context)
+
+        def current() -> Any:
+            here = found()
+            return self._extracted(_model_of(here, name) if here is not None else None)
+
+        return current, None
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """The rendez-vous; see TorchRL's. Both ends call it, in either order."""
+        super().connect(worker_idx=worker_idx, weights=weights)
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any = None
+    ) -> None:
+        if self._local:
+            return
+        assert self._group is not None
+        _ends.opened(self)
+        self._group.connect(self._model_id or "policy", weights, self.context)
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+    ) -> Any:
+        """Sends weights, and returns a :class:`weightsync.Report`.
+
+        Args:
+            weights: None for the registered model; a module, TensorDict, state dict or
+                nested dict; a path of a model; or such by worker, ``{0: …, 1: …}``.
+            worker_ids: these workers alone, by number or by device; no other changes.
+        """
+        if self._local and self.initialized_on_sender:
+            given = None if weights is None else self._extracted(weights)
+            return _collector.apply_here(self.context, self._model_id, given, self._strategy)
+        group = self._connected("send")
+        name, wait = self._model_id or "policy", self._wait()
+        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+            chosen = self._workers(worker_ids)
+            each = {
+                self._known(worker): self._extracted(one)
+                for worker, one in weights.items()
+                if chosen is None or worker in chosen
+            }
+            return group.send_each(name, each, wait)
+        if weights is None and name in group._each:
+            each = group._each[name]()
+            chosen = self._workers(worker_ids)
+            if chosen is not None:
+                each = {worker: one for worker, one in each.items() if worker in chosen}
+            return group.send_each(name, each, wait)
+        given = None if weights is None else self._extracted(weights)
+        return group.send({name: given}, self._workers(worker_ids), wait)
+
+    def _wait(self) -> str:
+        return "applied" if self.sync else "sent"
+
+    def _workers(self, worker_ids: Any) -> list[int] | None:
+        if worker_ids is None:
+            return None
+        if isinstance(worker_ids, (int, str, torch.device)):
+            worker_ids = [worker_ids]
+        workers: list[int] = []
+        for one in worker_ids:
+            if isinstance(one, int):
+                workers.append(self._known(one))
+                continue
+            device = torch.device(one)
+            found = [at for at, own in enumerate(self._devices or []) if _is_on(own, device)]
+            if not found:
+                raise ValueError(
+                    f"no worker is on {device}; they are on "
+                    f"{', '.join(str(own or 'cpu') for own in self._devices or []) or 'none'}"
+                )
+            workers.extend(found)
+        return workers
+
+    def _known(self, worker: int) -> int:
+        assert self._group is not None
+        if not 0 <= worker < self._group.num_workers:
+            raise ValueError(
+                f"there is no worker {worker}: there are {self._group.num_workers}, from 0 on"
+            )
+        return worker
+
+    def _extracted(self, source: Any) -> Any:
+        """What is sent of a source. A module is read in place, by its strategy."""
+        if isinstance(source, str):
+            if self.context is None:
+                raise ModelError(f"the path {source!r} wants a context to begin at")
+            source = _paths.resolve(self.context, source)
+        if source is None:
+            raise ModelError(
+                f"there are no weights of {self._model_id!r} in this process: pass them to send"
+            )
+        own = type(self._strategy).extract_weights is not _UPSTREAM_EXTRACT
+        merges = self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload")
+        if own or merges:
+            return self._strategy.extract_weights(source)
+        return source
+
+    def prepare_weights(
+        self, weights: Any, model_id: str, strategy: Any, context: Any = None
+    ) -> Any:
+        """What would be sent: the weights themselves, or the registered model's."""
+        if weights is None and self._group is not None and model_id in self._group._weights:
+            return strategy.extract_weights(self._group._weights[model_id]())
+        return super().prepare_weights(weights, model_id, strategy, context)
+
+    # A worker's half.
+
+    def _init_on_receiver_impl(
+        self,
+        *,
+        model_id: str,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._group is None or not self._group.here().knows_sender:
+            raise LifecycleError(
+                "this scheme knows no sender: call init_on_sender in the trainer, and hand the "
+                "scheme to the worker after that"
+            )
+        if context is not None:
+            worker_idx = getattr(context, "worker_idx", worker_idx)
+            model = _model_of(context, model_id)
+        self._model_id = model_id
+        self._slot = Slot(model_id, self._mode)
+        self._slot.loaded = self._loaded
+        if context is not None:
+            self.context = context
+        if model is not None:
+            self.model = model
+        self._worker_idx = worker_idx
+
+    @property
+    def model(self) -> Any:
+        """The worker's model. Another one in its place gets the weights it has."""
+        return super().model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        if model is None:
+            self._model_ref = None
+            return
+        before = self._model_ref() if self._model_ref is not None else None
+        try:
+            self._model_ref = weakref.ref(model)
+        except TypeError:
+            return
+        if self._slot is not None and model is not before:
+            self._slot.put(model)
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        assert self._group is not None and self._slot is not None
+        worker_idx = self._worker_idx if worker_idx is None else worker_idx
+        if worker_idx is None:
+            raise LifecycleError("a worker wants its number: connect(worker_idx=…)")
+        self._worker_idx = worker_idx
+        _ends.opened(self)
+        self._group.join(self._model_id or "policy", worker_idx, self._slot)
+        self._seen = self._slot.count
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """The weights that were applied since the last call, or None.
+
+        Weights are applied without it; it only waits. With ``timeout=None`` it waits
+        for the next, until the sender ends; with shared memory it looks once.
+        """
+        if not self.initialized_on_receiver or not self.synchronized_on_receiver:
+            raise LifecycleError("receive wants init_on_receiver and connect before it")
+        assert self._slot is not None and self._group is not None
+        background = self._group.background
+        if self._slot.count == self._seen and timeout != 0 and background is not None:
+            if timeout is not None or self._word != "shared-mem":
+                background.wait(timeout=timeout)
+        if self._slot.count == self._seen:
+            return None
+        self._seen = self._slot.count
+        return self._formatted(self._slot.weights())
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Applies weights of one's own to the worker's model, until the next version."""
+        if not self.initialized_on_receiver:
+            raise LifecycleError(
+                "apply_weights is the worker's: call init_on_receiver there"
+            )
+        if self.model is None:
+            raise LifecycleError("there is no model to apply weights to")
+        background = self._group.background if self._group is not None else None
+        if background is None:
+            self._strategy.apply_weights(self.model, weights, inplace=inplace)
+            return
+        with background:
+            self._strategy.apply_weights(self.model, weights, inplace=inplace)
+
+    def _loaded(self, snapshot: NativeSnapshot) -> None:
+        """A version is in the model: sub-workers get it, and frames are stamped by it."""
+        context = self.context
+        if context is None or self._slot is None or self._slot.count <= 1:
+            return
+        if getattr(context, "_weight_sync_schemes", None):
+            context.update_policy_weights_(
+                model_id=self._model_id, policy_or_weights=self._formatted(self._slot.weights())
+            )
+        elif hasattr(context, "increment_version"):
+            if self._model_id == "policy" or "policy" not in self._group.slots:
+                _collector.bump_at_next_forward(context, self.model)
+        elif hasattr(context, "update_policy_weights_"):
+            context.update_policy_weights_(
+                model_id=self._model_id, policy_or_weights=self._formatted(self._slot.weights())
+            )
+
+    def _formatted(self, weights: dict[str, Any] | None) -> Any:
+        if weights is None or self.strategy_str == "state_dict":
+            return weights
+        return TensorDict(weights, batch_size=[]).unflatten_keys(".")
+
+    # Both.
+
+    @property
+    def sender_transports(self) -> dict[int, Any] | None:
+        """A transport for each worker, by its number; on the sender."""
+        if self._group is None or not self.initialized_on_sender:
+            return None
+        from weightsync.torchrl import _transports
+
+        workers = range(self._group.num_workers)
+        return {worker: _transports.of_scheme(self, worker) for worker in workers}
+
+    @property
+    def receiver_transport(self) -> Any:
+        """The worker's own transport."""
+        if self._group is None or not self.initialized_on_receiver:
+            return None
+        from weightsync.torchrl import _transports
+
+        return _transports.of_scheme(self)
+
+    def create_transport(self, **kwargs: Any) -> Any:
+        """A transport of this scheme's, by TorchRL's protocol."""
+        from weightsync.torchrl import _transports
+
+        return _transports.of_scheme(self)
+
+    def create_sender(self, auto_register: bool = True) -> Any:
+        """The sending half of the older calls; see :class:`weightsync.torchrl.WeightSender`.
+
+        Args:
+            auto_register: whether the first ``update_weights`` says what the model is.
+        """
+        from weightsync.torchrl import _older
+
+        return _older.WeightSender(self, auto_register)
+
+    def create_receiver(self) -> Any:
+        """The receiving half of the older calls."""
+        from weightsync.torchrl import _older
+
+        return _older.WeightReceiver(self)
+
+    @property
+    def version(self) -> int:
+        """The version sent last, or, on a worker, the one it runs."""
+        group = self._group
+        if group is None:
+            return 0
+        if group.background is not None:
+            return group.background.versions.get(self._model_id or "policy", 0)
+        if group.sender is not None and self.synchronized_on_sender:
+            return group.sender.versions.get(self._model_id or "policy", 0)
+        return 0
+
+    @property
+    def workers(self) -> Any:
+        """Every connected worker with the versions it has loaded; on the sender."""
+        return self._connected("workers").sender.workers
+
+    def shutdown(self) -> None:
+        """Ends this process's end of it. Any number of times."""
+        group = getattr(self, "_group", None)
+        if group is not None and self._is_own():
+            group.leave(self._model_id or "policy")
+        _ends.closed(self)
+        super().shutdown()
+
+    def _connected(self, call: str) -> Group:
+        if not self.initialized_on_sender:
+            raise LifecycleError(f"{call} wants init_on_sender before it, in the trainer")
+        if not self.synchronized_on_sender or self._group is None:
+            raise LifecycleError(f"{call} wants connect before it")
+        return self._group
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_slot", "_devices", "_first", "_weights"):
+            state.pop(name, None)
+        state["_slot"] = state["_devices"] = None
+        return state
+
+    def __repr__(self) -> str:
+        half = "sender" if self.initialized_on_sender else None
+        half = "receiver" if self.initialized_on_receiver else half
+        return f"<{type(self).__name__} of {self._model_id}: {half or 'not initialised'}>"
+
+
+class SharedMemWeightSyncScheme(_LocalScheme):
+    """Weights through shared memory: one copy, whatever the number of workers.
+
+    A drop-in for TorchRL's. Workers read a whole version in place; what the trainer
+    does to its own weights is seen by nobody before it is sent.
+
+    Args:
+        strategy: "tensordict" or "state_dict".
+        sync: whether ``send`` returns once every worker has applied the version, or as
+            soon as it is live.
+        per_worker_weights: accepted as TorchRL has it; any worker can have its own.
+    """
+
+    def __init__(
+        self,
+        strategy: str = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+    ) -> None:
+        super().__init__(strategy, sync)
+        self.per_worker_weights = per_worker_weights
+
+
+class MultiProcessWeightSyncScheme(_LocalScheme):
+    """Weights through a queue to each worker, which copies them into its own model.
+
+    A drop-in for TorchRL's; the arguments are its own.
+    """
+
+    _word = "multi-process"
+    _mode = "copy"
+
+
+class NoWeightSyncScheme(_LocalScheme):
+    """No weights are sent.
+
+    A collector gives its workers a policy without values; these get the initial ones
+    once, so that the same program runs.
+    """
+
+    def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
+        super().__init__(strategy, sync)
+
+    def _group_in(self, context: Any) -> Group:
+        return Group(self._word, "copy")
+
+    def _init_on_sender_impl(
+        self, *, model_id: str | None = None, context: Any = None, **kwargs: Any
+    ) -> None:
+        self._model_id = model_id or "policy"
+        factories = getattr(context, "policy_factory", None) or []
+        model = _model_of(context, self._model_id) if context is not None else None
+        if isinstance(model, nn.Module) and not any(factories):
+            super()._init_on_sender_impl(model_id=model_id, context=context, **kwargs)
+        else:
+            self._group = None
+
+    def _setup_connection_and_weights_on_sender_impl(self, **kwargs: Any) -> None:
+        if self._group is not None:
+            super()._setup_connection_and_weights_on_sender_impl(**kwargs)
+            self._group.shutdown()
+
+    def send(self, weights: Any = None, worker_ids: Any = None) -> None:
+        """Nothing."""
+
+    def _init_on_receiver_impl(self, *, model_id: str, **kwargs: Any) -> None:
+        self._model_id = model_id
+        if self._group is not None:
+            super()._init_on_receiver_impl(model_id=model_id, **kwargs)
+
+    def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> None:
+        # It stays until the sender closes: that is when every worker has its weights.
+        if self._group is not None:
+            super()._setup_connection_and_weights_on_receiver_impl(**kwargs)
+
+    def receive(self, timeout: float | None = None) -> None:
+        """Nothing comes."""
+        return None
+
+
+# A strategy of one's own extracts by itself.
+_UPSTREAM_EXTRACT = WeightStrategy.extract_weights
+
+
+class _Given:
+    """What ``init_on_sender`` was given: TorchRL's forms, and no mixture of them."""
+
+    def __init__(
+        self,
+        scheme: _LocalScheme,
+        model_id: str | None,
+        context: Any,
+        weights: Any,
+        model: Any,
+        params_map: Any,
+        devices: Any,
+    ) -> None:
+        self._scheme = type(scheme).__name__
+        self._model_id, self._context, self._params_map = model_id, context, params_map
+        self._weights, self._model, self._devices = weights, model, devices
+
+    def check(self, device_map_fn: Any, num_workers: int | None) -> None:
+        sources = {
+            "params_map": self._params_map,
+            "context": self._context,
+            "model": self._model,
+            "weights": self._weights,
+        }
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"init_on_sender wants one of {', '.join(sources)}, and got "
+                f"{' and '.join(given) or 'none'}"
+            )
+        beside = {"devices": self._devices, "device_map_fn": device_map_fn}
+        beside = {name for name, value in beside.items() if value is not None}
+        if given[0] == "params_map":
+            parts = self._params_map
+            if not isinstance(parts, dict) or not all(isinstance(key, int) for key in parts):
+                raise ValueError("params_map is a dict of weights by worker number")
+            if beside or num_workers is not None:
+                raise ValueError("params_map says all: no devices, device_map_fn or num_workers")
+        elif given[0] == "context":
+            if self._model_id is None:
+                raise ValueError("a context wants the model_id to look up in it")
+            if beside:
+                raise ValueError(f"the context has the devices: {' and '.join(beside)} is too much")
+        elif self._model is not None and not isinstance(self._model, nn.Module):
+            raise TypeError(
+                f"{self._scheme} sends torch modules, not {type(self._model).__name__}"
+            )
+        elif len(beside) == 2:
+            raise ValueError("give devices or device_map_fn, not both")
+        elif device_map_fn is not None and num_workers is None:
+            raise ValueError("device_map_fn wants num_workers")
+        elif not beside and num_workers is None:
+            raise ValueError("say how many workers there are: devices or num_workers")
+
+
+def _model_of(context: Any, name: str) -> Any:
+    """A model of a collector's (or of any context), or None for a policy there is not."""
+    if name == "policy":
+        fallback = getattr(context, "_fallback_policy", None)
+        return fallback if fallback is not None else getattr(context, "policy", None)
+    return _paths.resolve(context, name)
+
+
+def _devices_of(context: Any) -> list[Any]:
+    devices = getattr(context, "policy_device", None)
+    if isinstance(devices, (list, tuple)):
+        return list(devices)
+    workers = getattr(context, "num_workers", None)
+    if isinstance(workers, int):
+        return [devices] * workers
+    raise ValueError(
+        f"a {type(context).__name__} has no workers that this scheme could tell: its context wants "
+        "policy_device (a list) or num_workers"
+    )
+
+
+def _is_on(own: Any, device: torch.device) -> bool:
+    own = torch.device("cpu" if own is None else own)
+    same = own.type == device.type
+    return same and (device.index is None or (own.index or 0) == device.index)
+
+
+def _mapped(
+    device_map_fn: Callable[[int, Any], Any], current: Callable[[], Any], workers: int
+) -> Callable[[], dict[int, Any]]:
+    def each() -> dict[int, Any]:
+        weights = current()
+        if isinstance(weights, nn.Module):
+            weights = TensorDict.from_module(weights).data
+        return {worker: device_map_fn(worker, weights) for worker in range(workers)}
+
+    return each
+
+
+def _never(name: str) -> Callable[[], Any]:
+    def current() -> Any:
+        raise ModelError(
+            f"each worker has weights of its own of {name!r}: pass the weights, or a dict by worker"
+        )
+
+    return current
+
+
+def _once(first: Any, name: str) -> Callable[[], Any]:
+    """The weights that a factory's policies begin with; there is nothing to send later."""
+    held = [first]
+
+    def current() -> Any:
+        if not held:
+            raise ModelError(
+                f"{name!r} is made by a factory in each worker, and this process has none: pass "
+                "the weights"
+            )
+        return held[0]
+
+    current.spent = held.clear  # type: ignore[attr-defined]
+    return current

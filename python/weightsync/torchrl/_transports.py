@@ -1,0 +1,330 @@
+"""Transports by TorchRL's protocol: no state of a model's, keyword arguments.
+
+Those of a scheme's are handed out by it. :class:`SharedMemTransport` and
+:class:`MPTransport` also work alone, constructed as TorchRL's are; what passes
+through the queues they are given is how to join, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from typing import Any
+
+from tensordict import TensorDict
+
+from weightsync import _ends
+from weightsync._native import InitInfo, Layout, PendingSend, Session
+from weightsync._native import Snapshot as NativeSnapshot
+from weightsync._target import Target, target_of, tensors_of
+from weightsync.errors import LifecycleError
+from weightsync.sender import Sender
+
+_MODEL = "policy"
+
+
+class SchemeTransport:
+    """A scheme's connection, by TorchRL's protocol: to one worker, or to all."""
+
+    def __init__(self, scheme: Any, worker_idx: int | None = None) -> None:
+        self._scheme = scheme
+        self._worker_idx = worker_idx
+        self._pending: PendingSend | None = None
+
+    def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
+        """Sends weights, and waits until they are applied; the report."""
+        return self._scheme.send(weights, self._chosen(worker_ids))
+
+    def send_weights_async(self, weights: Any, model_id: str | None = None) -> None:
+        """Sends weights, and returns once they were read; :meth:`wait_ack` waits."""
+        group = self._scheme._connected("send_weights_async")
+        self._pending = group.sender.send_async(
+            self._scheme._extracted(weights),
+            model=self._scheme.model_id,
+            worker_ids=self._chosen(None),
+        )
+
+    def wait_ack(self, timeout: float | None = None) -> Any:
+        """Waits until what was sent last is applied; the report."""
+        return None if self._pending is None else self._pending.wait(timeout)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: Any = None,
+    ) -> Any:
+        """The weights that were applied since the last call, or None."""
+        received = self._scheme.receive(timeout)
+        if received is not None and model is not None and model is not self._scheme.model:
+            (strategy or self._scheme.strategy).apply_weights(model, received)
+        return received
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """The rendez-vous of the sender."""
+        if not self._scheme.synchronized_on_sender:
+            self._scheme.connect()
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: Any = None,
+        strategy: Any = None,
+    ) -> Any:
+        """The rendez-vous of a worker; its initial weights."""
+        if not self._scheme.synchronized_on_receiver:
+            self._scheme.connect(worker_idx=worker_idx)
+        return self._scheme._formatted(self._scheme._slot.weights())
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Nothing: that weights are applied is told when they are."""
+
+    def check_connection(self) -> bool:
+        """Whether the other end is there."""
+        scheme = self._scheme
+        if scheme.initialized_on_receiver:
+            background = scheme._group.background
+            return background is not None and background.state == "following"
+        there = {one.worker for one in scheme.workers}
+        return bool(there) if self._worker_idx is None else self._worker_idx in there
+
+    def _chosen(self, worker_ids: Any) -> Any:
+        return self._worker_idx if worker_ids is None else worker_ids
+
+
+class _QueueTransport:
+    """What transports that stand alone share: queues that say how to join."""
+
+    _word = "shared-mem"
+    _strategy = "tensordict"
+
+    def __init__(self, queues: dict[int, Any], timeout: float | None) -> None:
+        self.timeout = timeout
+        self._queues = queues
+        self._sender: Sender | None = None
+        self._pending: PendingSend | None = None
+        self._session: Session | None = None
+        self._pid = os.getpid()
+        self._sent: Layout | None = None
+
+    # The sender's half.
+
+    def _open(self, weights: Any) -> bool:
+        """Makes the sender, and tells every worker how to join; False if there is one."""
+        if self._sender is not None:
+            return False
+        self._sender = Sender(
+            weights, name=_MODEL, scheme=self._word, strategy="tensordict", pending=8
+        )
+        self._sender.connect(0)
+        _ends.opened(self)
+        for waiting in self._queues.values():
+            waiting.put(self._sender.init_info.to_json())
+        return True
+
+    def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
+        """Sends weights, and waits until the workers that are there have them."""
+        if self._open(weights):
+            return None
+        assert self._sender is not None
+        return self._sender.send(weights, worker_ids=worker_ids, timeout=self.timeout)
+
+    def send_weights_async(self, weights: Any, model_id: str = _MODEL) -> None:
+        """Sends weights, and returns once they were read."""
+        if not self._open(weights):
+            assert self._sender is not None
+            self._pending = self._sender.send_async(weights)
+
+    def wait_ack(self, timeout: float | None = None) -> Any:
+        """Waits until what was sent last is applied; the report.
+
+        Raises:
+            DeadlineError: if, after the first send, the workers are not there in time.
+        """
+        limit = self.timeout if timeout is None else timeout
+        if self._pending is not None:
+            return self._pending.wait(limit)
+        if self._sender is not None:
+            self._sender.wait_for(list(self._queues), timeout=limit)
+        return None
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing: the first weights that are sent are the initial ones."""
+
+    # A worker's half.
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: Any = None,
+        strategy: Any = None,
+    ) -> Any:
+        """Joins, and takes the initial weights."""
+        worker = 0 if worker_idx is None else worker_idx
+        if worker not in self._queues:
+            known = ", ".join(map(str, self._queues))
+            raise LifecycleError(f"there is no worker {worker} here; there is {known or 'none'}")
+        return self._join(worker, self.timeout, model, strategy)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: Any = None,
+    ) -> Any:
+        """Receives weights, and applies them to the model; None if there are none in time."""
+        timeout = self.timeout if timeout is None else timeout
+        if self._session is None or self._pid != os.getpid():
+            return self._join(min(self._queues, default=0), timeout, model, strategy)
+        target = self._target(model, strategy)
+        versions = self._session.receive_into([(_MODEL, target)], timeout)
+        return None if versions is None else target.received
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Nothing: that weights are applied is told when they are."""
+
+    def _join(self, worker: int, timeout: float | None, model: Any, strategy: Any) -> Any:
+        since = time.monotonic()
+        try:
+            text = self._queues[worker].get(timeout=timeout)
+        except queue.Empty:
+            return None
+        self._pid = os.getpid()
+        session = Session.prepare_receiver(InitInfo.from_json(text), worker, None, "cpu")
+        target = self._target(model, strategy)
+        left = None if timeout is None else max(timeout - (time.monotonic() - since), 0.1)
+        session.connect_receiver([(_MODEL, target)], left)
+        self._session, self._sent = session, target.sent
+        _ends.opened(self)
+        return target.received
+
+    def _target(self, model: Any, strategy: Any) -> _Applied:
+        return _Applied(model, strategy, self._sent)
+
+    def shutdown(self) -> None:
+        """Ends what this process has of it. Any number of times."""
+        if self._pid == os.getpid():
+            if self._sender is not None:
+                self._sender.shutdown()
+            if self._session is not None:
+                self._session.shutdown()
+        _ends.closed(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"queues": self._queues, "timeout": self.timeout}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _QueueTransport.__init__(self, state["queues"], state["timeout"])
+
+
+class MPTransport(_QueueTransport):
+    """To one worker, through a queue of weightsync's. Constructed as TorchRL's.
+
+    Args:
+        weight_queue: a multiprocessing queue; the worker learns from it how to join.
+        ack_queue: accepted as TorchRL has it; workers answer by themselves.
+        timeout: how long calls without one wait, in seconds.
+    """
+
+    _word = "multi-process"
+
+    def __init__(self, weight_queue: Any, ack_queue: Any = None, timeout: float = 10.0) -> None:
+        super().__init__({0: weight_queue}, timeout)
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Joins, and takes the initial weights. The queue is this worker's own."""
+        return super().setup_connection_and_weights_on_receiver(worker_idx=0, **kwargs)
+
+
+class SharedMemTransport(_QueueTransport):
+    """To several workers, through shared memory. Constructed as TorchRL's."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 60.0)
+        self._params_map: dict[int, Any] = {}
+        self._per_worker = False
+
+    def register_weights(
+        self, params_map: dict[int, Any], init_queues: dict[int, Any], per_worker: bool = False
+    ) -> None:
+        """Says which worker begins with which weights, and the queue each learns from."""
+        self._params_map, self._queues, self._per_worker = params_map, dict(init_queues), per_worker
+
+    @property
+    def unique_weights(self) -> list[Any]:
+        """The distinct weights workers begin with."""
+        return list({id(one): one for one in self._params_map.values()}.values())
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Publishes the initial weights, and tells every worker how to join."""
+        if not self._queues:
+            raise LifecycleError("register_weights comes first: there are no workers to tell")
+        unique = self.unique_weights
+        if len(unique) == 1:
+            self._open(unique[0])
+            return
+        if self._sender is None:
+            queues, self._queues = self._queues, {}
+            self._open(unique[0])
+            assert self._sender is not None
+            self._sender.send_each(self._params_map, wait="sent")
+            self._queues = queues
+            for waiting in queues.values():
+                waiting.put(self._sender.init_info.to_json())
+
+    def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
+        """Sends weights to all workers, to some, or, by number, other ones to each."""
+        if self._sender is None:
+            self.setup_connection_and_weights_on_sender()
+        assert self._sender is not None
+        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+            unknown = [worker for worker in weights if worker not in self._queues]
+            if unknown:
+                raise ValueError(f"there is no worker {unknown[0]}; there are {list(self._queues)}")
+            return self._sender.send_each(weights, timeout=self.timeout)
+        return self._sender.send(weights, worker_ids=worker_ids, timeout=self.timeout)
+
+
+class _Applied(Target):
+    """Applies weights by a strategy, and keeps them to be returned."""
+
+    def __init__(self, model: Any, strategy: Any, sent: Layout | None) -> None:
+        self._model, self._strategy = model, strategy
+        self.sent = sent
+        self.received: Any = None
+
+    def layout(self) -> Layout:
+        assert self.sent is not None
+        return self.sent
+
+    def shape(self, layout: Layout) -> bool:
+        self.sent = layout
+        return False
+
+    def load(self, snapshot: NativeSnapshot) -> None:
+        tensors = tensors_of(snapshot)
+        self.received = TensorDict(tensors, batch_size=[]).unflatten_keys(".")
+        if self._model is None:
+            return
+        if self._strategy is not None:
+            self._strategy.apply_weights(self._model, self.received)
+            return
+        target = target_of(self._model, "copy")
+        target.shape(snapshot.layout)
+        target.load(snapshot)
+
+
+def of_scheme(scheme: Any, worker_idx: int | None = None) -> SchemeTransport:
+    """A transport of a scheme's."""
+    return SchemeTransport(scheme, worker_idx)
