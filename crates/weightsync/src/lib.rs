@@ -115,7 +115,7 @@ pub use crate::{
     session::Session,
     set::{Member, SetSnapshot},
     setup::{DigestPolicy, Expect, Pending, SenderSetup},
-    snapshot::Snapshot,
+    snapshot::{PrivateView, Snapshot, Written},
     strategy::{Role, StateDict, Strategy, TensorDict, UnknownStrategy, Weights},
     tensors::{Element, Tensors},
     transport::{Capabilities, NoSync, Pull},
