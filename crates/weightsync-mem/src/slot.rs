@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Error;
 use crate::map::{Mapping, OwnedFile};
-use crate::pagemap;
+use crate::pagemap::PageMap;
 use crate::snapshot::Snapshot;
 
 /// What is called with the indices of the tensors that were written.
@@ -30,6 +30,8 @@ pub(crate) struct Slot {
 struct Private {
     /// Made once, and used again for every version in this slot.
     map: Option<Arc<Mapping>>,
+    /// Kept open with it: opening takes longer than looking through a small one.
+    pages: Option<PageMap>,
     views: usize,
     /// Views have gone since it was last swept.
     used: bool,
@@ -72,6 +74,7 @@ impl Slot {
             Some(map) => map.clone(),
             None => {
                 let map = Arc::new(Mapping::private(self.fd.as_fd(), self.map.len())?);
+                private.pages = PageMap::open().ok();
                 private.map.insert(map).clone()
             }
         };
@@ -128,8 +131,8 @@ impl Private {
             Some(map) => {
                 // Without word of the kernel, everything counts as written.
                 let len = map.len();
-                let pages =
-                    pagemap::copied(map).unwrap_or_else(|_| std::iter::once(0..len).collect());
+                let pages = self.pages.as_ref().and_then(|pages| pages.copied(map).ok());
+                let pages = pages.unwrap_or_else(|| std::iter::once(0..len).collect());
                 let tensors = changed(map, snapshot, &pages);
                 if !pages.iter().all(|pages| map.restore(pages).is_ok()) {
                     // Locked into memory, say. The next view gets a new one.
