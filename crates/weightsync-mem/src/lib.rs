@@ -87,6 +87,7 @@ pub use weightsync_simd::stream_copy_slice;
 pub use crate::{
     copy::{BoxedError, CopyOptions, Fill, Source},
     error::{Error, Holder},
+    fork::process_id,
     model::{MAX_NOTE_BYTES, ModelSpec},
     plan::Targets,
     private::PrivateView,
