@@ -11,7 +11,7 @@
 //! |---|---|
 //! | write the next versions into free slots | [`Writer::stage`], [`Staging`] |
 //! | make them live, for all workers or some, in one atomic step each | [`Staging::publish`], [`Targets`] |
-//! | hold what is live | [`Reader::next`], [`Taken`], [`Snapshot`] |
+//! | hold what is live | [`Reader::next`], [`Taken`], [`Snapshot`], [`PrivateView`] |
 //! | learn what became of it | [`Writer::waiter`], [`Waiter::settle`] |
 //! | the state machine under all of it | [`protocol`] |
 //!
@@ -42,9 +42,13 @@ mod map;
 #[cfg(not(loom))]
 mod model;
 #[cfg(not(loom))]
+mod pagemap;
+#[cfg(not(loom))]
 mod pins;
 #[cfg(not(loom))]
 mod plan;
+#[cfg(not(loom))]
+mod private;
 #[cfg(not(loom))]
 mod reader;
 #[cfg(not(loom))]
@@ -57,6 +61,8 @@ mod service;
 mod set;
 #[cfg(not(loom))]
 mod shared;
+#[cfg(not(loom))]
+mod slot;
 #[cfg(not(loom))]
 mod snapshot;
 #[cfg(not(loom))]
@@ -81,8 +87,10 @@ pub use weightsync_simd::stream_copy_slice;
 pub use crate::{
     copy::{BoxedError, CopyOptions, Fill, Source},
     error::{Error, Holder},
+    fork::process_id,
     model::{MAX_NOTE_BYTES, ModelSpec},
     plan::Targets,
+    private::PrivateView,
     reader::{AttachOptions, Member, Reader, Taken},
     report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
     roster::ReaderStatus,

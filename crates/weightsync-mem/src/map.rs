@@ -2,8 +2,10 @@
 //!
 //! **Guarantee.** A mapping covers memory that can neither shrink nor grow
 //! underneath it (the seals are checked before anything is mapped), a reader's
-//! mapping cannot be written, and no mapping reaches a forked child.
+//! mapping cannot be written but for a private one, and no mapping reaches a
+//! forked child.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -64,7 +66,8 @@ impl OwnedFile {
     }
 }
 
-/// A shared mapping of a memory file, from its beginning.
+/// A mapping of a memory file, from its beginning: shared, but for
+/// [`private`](Mapping::private) ones.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
@@ -75,7 +78,8 @@ pub(crate) struct Mapping {
 }
 
 // SAFETY: the mapping is plain memory; every access through it goes through
-// atomics, through the pin protocol, or through an exclusive loan.
+// atomics, through the pin protocol, through an exclusive loan, or (of a private
+// one) through the pointer of a view, whose holders see to it themselves.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -104,8 +108,67 @@ impl Mapping {
         Self::new(fd, len, ProtFlags::READ)
     }
 
+    /// Maps a file that this process has mapped already, so that what is written
+    /// here is copied first, a page at a time, and nobody else sees it. What is
+    /// not written stays the file's, and follows it.
+    pub(crate) fn private(fd: BorrowedFd<'_>, len: usize) -> Result<Self, Error> {
+        // Nearly nothing is ever written, so no room is set aside for all of it.
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        let mapping = Self::map(fd, len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
+        // Not `MAP_POPULATE`, which would copy every page.
+        mapping.populate(&(0..len));
+        Ok(mapping)
+    }
+
+    /// Makes pages of a private mapping the file's again; what was written there
+    /// is gone. Nobody may be using them.
+    pub(crate) fn restore(&self, pages: &Range<usize>) -> Result<(), Error> {
+        let start = self.at(pages);
+        // SAFETY: the range is inside this mapping, whose owner says that nobody
+        // looks at it; the file's bytes take the place of the copies.
+        unsafe { rustix::mm::madvise(start, pages.len(), Advice::LinuxDontNeed) }
+            .map_err(os("dropping what was written"))?;
+        self.populate(pages);
+        Ok(())
+    }
+
+    /// Whether the bytes from `start` on are others. Nobody may be writing them.
+    pub(crate) fn differs(&self, start: usize, other: &[u8]) -> bool {
+        let place = self.at(&(start..start + other.len()));
+        // SAFETY: the range is inside this mapping, which lives as long as
+        // `self`, and whose owner says that nobody writes it meanwhile.
+        let own = unsafe { std::slice::from_raw_parts(place.cast::<u8>(), other.len()) };
+        own != other
+    }
+
+    /// Faults pages in to be read.
+    fn populate(&self, pages: &Range<usize>) {
+        let start = self.at(pages);
+        // It saves time only, and kernels before 5.14 do not know it.
+        // SAFETY: the range is inside this mapping; reading changes nothing.
+        let _ = unsafe { rustix::mm::madvise(start, pages.len(), Advice::LinuxPopulateRead) };
+    }
+
+    fn at(&self, range: &Range<usize>) -> *mut std::ffi::c_void {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "bytes {range:?} of a mapping of {}",
+            self.len
+        );
+        // SAFETY: the offset is inside the mapping (asserted).
+        unsafe { self.as_ptr().add(range.start) }.cast()
+    }
+
     fn new(fd: BorrowedFd<'_>, len: usize, prot: ProtFlags) -> Result<Self, Error> {
-        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        Self::map(fd, len, prot, MapFlags::SHARED | MapFlags::POPULATE)
+    }
+
+    fn map(
+        fd: BorrowedFd<'_>,
+        len: usize,
+        prot: ProtFlags,
+        flags: MapFlags,
+    ) -> Result<Self, Error> {
         // SAFETY: the kernel picks an unused address range, so no existing
         // memory is affected.
         let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, fd, 0) }

@@ -2,12 +2,13 @@
 //! each bit of them.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use weightsync_core::Version;
 
 use crate::error::Error;
 use crate::map::{Mapping, OwnedFile};
+use crate::private::SweepsOf;
 use crate::protocol::{Live, LiveWord, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
 use crate::set::{ModelSet, Models};
 use crate::shared::{Control, Header, Lane};
@@ -38,6 +39,8 @@ pub(crate) struct PinBook {
     pub(crate) home: Home,
     pub(crate) header: Arc<Mapping>,
     pub(crate) doorbell: Arc<Doorbell>,
+    /// Who sweeps slots that were written privately, if there is anybody.
+    pub(crate) sweeps: OnceLock<SweepsOf>,
     /// The models this end has.
     models: Models,
     /// For each model up to the last of them, how many pins each slot has.
@@ -76,6 +79,7 @@ impl PinBook {
             home,
             header,
             doorbell,
+            sweeps: OnceLock::new(),
             models,
             counts: Mutex::new(vec![[0; MAX_SLOTS]; rows]),
         }

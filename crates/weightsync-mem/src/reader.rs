@@ -19,6 +19,7 @@ use crate::pins::{Hold, Home, PinBook};
 use crate::protocol::{MAX_BOUND, MAX_MODELS};
 use crate::set::Models;
 use crate::shared::{CONTROL_BYTES, Control, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES};
+use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};

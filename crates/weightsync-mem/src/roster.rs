@@ -19,6 +19,7 @@ use crate::protocol::{PinWord, SlotSet};
 use crate::service::is_gone;
 use crate::set::{ModelSet, Models};
 use crate::shared::{Control, HEADER_BYTES, Header, Lane, MODEL_PAGE_BYTES};
+use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
 use crate::wait::{Deadline, Doorbell, WaitStyle, Watchers};
@@ -78,7 +79,7 @@ pub(crate) struct State {
     untold: usize,
     rejected: Vec<Rejected>,
     /// The data slots of each model.
-    pub(crate) slots: Vec<Vec<Arc<OwnedFile>>>,
+    pub(crate) slots: Vec<Vec<Arc<Slot>>>,
     /// Kept to be used again.
     pub(crate) steps: Vec<Step>,
 }
@@ -331,7 +332,7 @@ impl Shared {
 
     /// Hands a new slot of a model to every reader of it, before any set can name
     /// it.
-    pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<OwnedFile>) -> u8 {
+    pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<Slot>) -> u8 {
         let index = state.plan.grown(model);
         state.slots[model].push(file);
         for reader in state.readers.values_mut() {
@@ -413,7 +414,7 @@ impl Shared {
         let Some(pin) = self.own.pin(&set).pop() else {
             return Ok(None);
         };
-        let slot = state.slots[model][usize::from(pin.slot)].map.clone();
+        let slot = state.slots[model][usize::from(pin.slot)].clone();
         let model = self.models[model].model.clone();
         Snapshot::new(pin, slot, model, self.run).map(Some)
     }
@@ -634,9 +635,9 @@ impl State {
 
 /// Makes the first slots of a model. Large ones side by side: the kernel clears
 /// their pages one by one, which takes ten times as long as a copy.
-fn make_slots(count: u8, bytes: usize) -> Result<Vec<Arc<OwnedFile>>, Error> {
+fn make_slots(count: u8, bytes: usize) -> Result<Vec<Arc<Slot>>, Error> {
     const LARGE: usize = 16 << 20;
-    let make = || OwnedFile::new("weightsync-slot", bytes).map(Arc::new);
+    let make = || Slot::new(bytes).map(Arc::new);
     if bytes < LARGE {
         return (0..count).map(|_| make()).collect();
     }

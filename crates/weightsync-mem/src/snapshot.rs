@@ -10,9 +10,10 @@ use weightsync_core::record::CommitRecord;
 use weightsync_core::{Digest, Layout, Run, Version};
 
 use crate::error::Error;
-use crate::map::Mapping;
 use crate::model::Model;
 use crate::pins::{Home, Pin};
+use crate::private::{PrivateView, SweepsOf};
+use crate::slot::{Slot, Written};
 use crate::spans::CHECKSUM_BLOCK;
 
 /// One whole version, for as long as it is held.
@@ -26,7 +27,7 @@ use crate::spans::CHECKSUM_BLOCK;
 /// memory is not mapped.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    slot: Arc<Mapping>,
+    slot: Arc<Slot>,
     record: CommitRecord,
     model: Arc<Model>,
     pin: Arc<Pin>,
@@ -36,7 +37,7 @@ impl Snapshot {
     /// Checks the commit record of a slot just pinned.
     pub(crate) fn new(
         pin: Pin,
-        slot: Arc<Mapping>,
+        slot: Arc<Slot>,
         model: Arc<Model>,
         run: Run,
     ) -> Result<Self, Error> {
@@ -94,12 +95,12 @@ impl Snapshot {
     pub fn bytes(&self) -> &[u8] {
         self.check_process();
         let len = self.record.bytes as usize;
-        debug_assert!(len <= self.slot.len());
+        debug_assert!(len <= self.slot.map.len());
         // SAFETY: the slot is pinned for as long as `self` lives, so the sender
         // does not write it (`protocol`), the mapping lives as long as `self`
         // and covers the image (the segment's slot size is checked at attach,
         // the record's length in `new`).
-        unsafe { std::slice::from_raw_parts(self.slot.as_ptr(), len) }
+        unsafe { std::slice::from_raw_parts(self.slot.map.as_ptr(), len) }
     }
 
     /// One tensor's bytes, by its index in the layout: contiguous, row-major,
@@ -111,6 +112,39 @@ impl Snapshot {
     pub fn tensor_bytes(&self, index: usize) -> &[u8] {
         let range = self.model.layout.tensors()[index].range;
         &self.bytes()[range.offset as usize..][..range.len as usize]
+    }
+
+    /// The same bytes where they may be written in place, for this process
+    /// alone; see [`PrivateView`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Os`] if the memory cannot be mapped, [`Error::Forked`] in a forked
+    /// child.
+    pub fn private(&self) -> Result<PrivateView, Error> {
+        self.lend(None)
+    }
+
+    /// The same; and if the version has other bytes there when its last view goes,
+    /// `written` is called with the indices of those tensors. Of several views of
+    /// a version it is the newest one's that is called.
+    ///
+    /// It is called by the thread that drops the last view, or by the one that
+    /// watches the sender, and must not wait for anybody.
+    ///
+    /// # Errors
+    ///
+    /// As [`private`](Self::private).
+    pub fn private_with(
+        &self,
+        written: impl FnOnce(&[usize]) + Send + 'static,
+    ) -> Result<PrivateView, Error> {
+        self.lend(Some(Box::new(written)))
+    }
+
+    fn lend(&self, written: Option<Written>) -> Result<PrivateView, Error> {
+        let map = self.slot.lend(self, written)?;
+        Ok(PrivateView::new(self.clone(), map))
     }
 
     /// The digest the sender has made of this version, if it has.
@@ -160,7 +194,7 @@ impl Snapshot {
         self.check_process();
         // SAFETY: the table lies behind the image in the same slot, whose size
         // covers both (checked at attach).
-        let start = unsafe { self.slot.as_ptr().add(spans.table_offset()) };
+        let start = unsafe { self.slot.map.as_ptr().add(spans.table_offset()) };
         // SAFETY: as in `bytes`.
         let table = unsafe { std::slice::from_raw_parts(start, spans.table_bytes()) };
         if weightsync_simd::crc64(table) != self.record.checksum_table {
@@ -183,9 +217,18 @@ impl Snapshot {
         Ok(true)
     }
 
+    pub(crate) fn slot(&self) -> &Slot {
+        &self.slot
+    }
+
+    /// Who sweeps the slot, once nobody has a view of it.
+    pub(crate) fn sweeps(&self) -> SweepsOf {
+        self.pin.book.sweeps.get().cloned().unwrap_or_default()
+    }
+
     /// A word with the reason instead of a fault without one.
     fn check_process(&self) {
-        if let Err(error) = self.slot.usable() {
+        if let Err(error) = self.slot.map.usable() {
             panic!("{error}");
         }
     }
@@ -194,7 +237,7 @@ impl Snapshot {
     /// this is not a snapshot the sender took of its own: nobody else writes
     /// the model's page, and no forked child of the sender.
     pub fn publish_digest(&self, digest: Digest) -> bool {
-        let own = matches!(self.pin.book.home, Home::Sender(_)) && self.slot.usable().is_ok();
+        let own = matches!(self.pin.book.home, Home::Sender(_)) && self.slot.map.usable().is_ok();
         if own {
             let page = self.model.page();
             page.write_digest(self.pin.slot, self.version(), digest);

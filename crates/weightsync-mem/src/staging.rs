@@ -10,10 +10,10 @@ use weightsync_core::{Layout, Version};
 
 use crate::copy::{CopyOptions, Source, write_image};
 use crate::error::Error;
-use crate::map::OwnedFile;
 use crate::plan::Targets;
 use crate::report::Publication;
 use crate::roster::Shared;
+use crate::slot::Slot;
 use crate::spans::{CHECKSUM_BLOCK, Spans};
 use crate::writer::Writer;
 
@@ -41,7 +41,7 @@ pub struct Staging<'a> {
 pub(crate) struct Part {
     model: usize,
     slot: u8,
-    file: Arc<OwnedFile>,
+    file: Arc<Slot>,
     checksums: bool,
     /// The checksum of the table of checksums, made when all is written.
     table: Option<u64>,
@@ -49,7 +49,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    pub(crate) fn new(model: usize, slot: u8, file: Arc<OwnedFile>) -> Self {
+    pub(crate) fn new(model: usize, slot: u8, file: Arc<Slot>) -> Self {
         Self {
             model,
             slot,

@@ -2,7 +2,8 @@
 //! reader can sleep on its lane itself and still learn of a death.
 //!
 //! The thread maps new slots as they are handed out, keeps the sender's answer
-//! to a question and notices the sender's end. Everything else, and every
+//! to a question, notices the sender's end, and sweeps slots that were written
+//! privately. Everything else, and every
 //! decision, stays with the reader.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,10 +14,11 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, unexpected};
 use crate::futex;
-use crate::map::Mapping;
 use crate::model::Model;
 use crate::pins::{Pin, PinBook};
+use crate::private::{Sweeps, SweepsOf};
 use crate::protocol::{MAX_SLOTS, order};
+use crate::slot::Slot;
 use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, passed, poll};
 use crate::wire::FromSender;
@@ -24,8 +26,8 @@ use crate::wire::FromSender;
 /// How often a reader that waits for a slot looks whether it is interrupted.
 const SLOT_PAUSE: Duration = Duration::from_millis(10);
 
-/// A model and the mapping of one of its slots.
-pub(crate) type Place = (Arc<Model>, Arc<Mapping>);
+/// A model and one of its slots.
+pub(crate) type Place = (Arc<Model>, Arc<Slot>);
 
 /// What a reader finds of the slots it has pinned.
 pub(crate) enum Slots {
@@ -59,8 +61,10 @@ pub(crate) struct Seen {
     asking: AtomicU64,
     /// The reader's wait is to end although nothing has come.
     interrupted: AtomicBool,
-    /// Has the thread see to it that an interrupted reader wakes.
-    call: Doorbell,
+    /// Has the thread see to it that an interrupted reader wakes, and sweep.
+    call: Arc<Doorbell>,
+    /// Slots that it is to sweep.
+    sweeps: Arc<Sweeps>,
     stop: Doorbell,
 }
 
@@ -114,7 +118,7 @@ struct Known {
 #[derive(Debug)]
 pub(crate) struct Mapped {
     pub(crate) model: Arc<Model>,
-    pub(crate) slots: Vec<Arc<Mapping>>,
+    pub(crate) slots: Vec<Arc<Slot>>,
 }
 
 impl Watch {
@@ -123,6 +127,9 @@ impl Watch {
         models: Vec<Option<Mapped>>,
         queued: bool,
     ) -> Result<Self, Error> {
+        let call = Arc::new(Doorbell::new()?);
+        let sweeps = Arc::new(Sweeps::new(call.clone()));
+        let _ = book.sweeps.set(SweepsOf(Arc::downgrade(&sweeps)));
         let seen = Arc::new(Seen {
             book,
             queued,
@@ -136,7 +143,8 @@ impl Watch {
             asleep: AtomicBool::new(false),
             asking: AtomicU64::new(0),
             interrupted: AtomicBool::new(false),
-            call: Doorbell::new()?,
+            call,
+            sweeps,
             stop: Doorbell::new()?,
         });
         let thread = std::thread::Builder::new()
@@ -167,8 +175,8 @@ impl Watch {
                 let mapped = known.models.get(model).and_then(Option::as_ref);
                 let mapped =
                     mapped.ok_or_else(|| unexpected("a model asked for", model.to_string()))?;
-                if let Some(mapping) = mapped.slots.get(usize::from(slot)) {
-                    places.push((mapped.model.clone(), mapping.clone()));
+                if let Some(place) = mapped.slots.get(usize::from(slot)) {
+                    places.push((mapped.model.clone(), place.clone()));
                     break;
                 }
                 if self.is_over() {
@@ -287,6 +295,7 @@ impl Seen {
             self.known().fault = Some(fault);
             false
         }) {}
+        self.sweeps.end();
         if self.stopped(Some(Instant::now())) {
             return;
         }
@@ -343,6 +352,7 @@ impl Seen {
         if called {
             self.call.silence();
             self.rouse(|| self.interrupted.load(Ordering::SeqCst));
+            self.sweeps.work();
         }
         loop {
             match socket.receive()? {
@@ -391,9 +401,9 @@ impl Seen {
             }
             mapped.model.slot_bytes()
         };
-        let mapping = Arc::new(Mapping::of_peer(fd.as_fd(), bytes)?);
+        let slot = Arc::new(Slot::of_peer(fd, bytes)?);
         if let Some(Some(mapped)) = self.known().models.get_mut(usize::from(model)) {
-            mapped.slots.push(mapping);
+            mapped.slots.push(slot);
         }
         self.changed.notify_all();
         Ok(())

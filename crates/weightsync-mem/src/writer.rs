@@ -7,7 +7,6 @@ use std::time::Instant;
 use weightsync_core::{Run, Version, WorkerId};
 
 use crate::error::Error;
-use crate::map::OwnedFile;
 use crate::model::{MAX_NOTE_BYTES, ModelSpec};
 use crate::plan::{Key, Lend, Targets};
 use crate::protocol::{MAX_MODELS, MAX_SLOTS};
@@ -15,6 +14,7 @@ use crate::report::Waiter;
 use crate::roster::{ReaderStatus, Shared};
 use crate::service;
 use crate::set::ModelSet;
+use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
 use crate::staging::{Part, Staging};
@@ -371,7 +371,7 @@ fn lend(
                 // meanwhile. Nobody else lends or grows.
                 drop(state);
                 let bytes = shared.models[model].model.slot_bytes();
-                let file = OwnedFile::new("weightsync-slot", bytes)?;
+                let file = Slot::new(bytes)?;
                 state = shared.state();
                 let slot = shared.add_slot(&mut state, model, Arc::new(file));
                 // After it: a reader that could not be handed the slot is told

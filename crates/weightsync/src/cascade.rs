@@ -276,7 +276,7 @@ impl CascadeInBackground {
 }
 
 /// What thread and worker both see.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Board {
     last: Option<Forwarded>,
     /// The other half, while the thread does not use it.

@@ -9,7 +9,7 @@
 //! | extract: read the trainer's tensors, cast and made contiguous in one pass | [`WeightExtractor`], for [`Tensors`], [`SafetensorsFile`] and candle's `VarMap` |
 //! | transport and stage: into a free slot of shared memory | [`Sender::send`], [`Sender::loan`] |
 //! | swap: one atomic step makes it the live version | inside both |
-//! | load: a worker reads it in place, or into its own model | [`Receiver::receive`], [`Receiver::receive_into`], [`WeightLoader`] |
+//! | load: a worker reads it in place, writes in it for itself alone, or loads it into its own model | [`Receiver::receive`], [`Snapshot::private`], [`Receiver::receive_into`], [`WeightLoader`] |
 //!
 //! Around it: [`SenderSetup`] and [`ReceiverSetup`] prepare without
 //! communicating, [`InitInfo`] is what a worker needs to join, `connect` on both
@@ -90,8 +90,8 @@ pub mod worker;
 pub use crate::{
     attributes::{Attributes, AttributesError, TiedOnce, find_ties},
     background::{
-        Background, BackgroundState, BackgroundStatus, ModelGuard, ModelGuardMut, SafePoints,
-        SnapshotsInBackground,
+        Background, BackgroundState, BackgroundStatus, ModelGuard, ModelGuardMut, ModelHold,
+        SafePoints, SnapshotsInBackground,
     },
     cascade::{Cascade, CascadeInBackground, CascadeSetup, Forwarded},
     error::{Error, Remedy, Result},
@@ -115,7 +115,7 @@ pub use crate::{
     session::Session,
     set::{Member, SetSnapshot},
     setup::{DigestPolicy, Expect, Pending, SenderSetup},
-    snapshot::Snapshot,
+    snapshot::{PrivateView, Snapshot, Written},
     strategy::{Role, StateDict, Strategy, TensorDict, UnknownStrategy, Weights},
     tensors::{Element, Tensors},
     transport::{Capabilities, NoSync, Pull},

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use weightsync_core::{Dtype, Layout};
 
 use crate::error::Result;
+use crate::snapshot::Snapshot;
 use crate::tensors::{Element, typed_copy};
 
 /// Something that weights can be loaded into: the worker's model.
@@ -12,7 +13,7 @@ use crate::tensors::{Element, typed_copy};
 /// [`Receiver::receive_into`](crate::Receiver::receive_into) calls it. What is
 /// handed over has been compared with [`layout`](Self::layout), so names, dtypes
 /// and shapes fit; the sender is told that a version is applied only once
-/// `load` has returned.
+/// `bind` or `load` has returned.
 pub trait WeightLoader {
     /// Names, dtypes and shapes the model has room for.
     ///
@@ -29,6 +30,22 @@ pub trait WeightLoader {
     ///
     /// If it cannot have this layout; the model should then be as before.
     fn shape(&mut self, _layout: &Layout) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Takes the version itself, and serves from it: true if it did, and then
+    /// [`load`](Self::load) is not called. It keeps a clone, or a
+    /// [private view](Snapshot::private), for as long as it serves from it.
+    ///
+    /// What is handed over has been compared as for `load`. Its
+    /// [attributes](Snapshot::attributes) say which tensors are tied, and which
+    /// are buffers. A load of several models that fails goes back to the version
+    /// before by handing that over once more.
+    ///
+    /// # Errors
+    ///
+    /// As [`load`](Self::load); then that is not called.
+    fn bind(&mut self, _snapshot: &Snapshot) -> Result<bool> {
         Ok(false)
     }
 

@@ -114,19 +114,22 @@ impl<'a> SetLoader<'a> {
         let owns = wanted.iter().map(|snapshot| self.compared(snapshot));
         let owns = owns.collect::<Result<Vec<_>>>().map_err(untouched)?;
         for (at, (snapshot, own)) in wanted.iter().zip(&owns).enumerate() {
-            let sent: Vec<_> = snapshot.tensors().collect();
-            let views = snapshot.attributes().expand(&sent, Some(own));
-            let model = self.model_mut(snapshot.model().as_str());
             let touched = |error| Failure {
                 error,
                 // This one may be half written, or one before it whole.
                 touched: true,
             };
-            match model {
-                Ok(model) => model.load(&views).map_err(touched)?,
+            let model = match self.model_mut(snapshot.model().as_str()) {
+                Ok(model) => model,
                 Err(error) if at == 0 => return Err(untouched(error)),
                 Err(error) => return Err(touched(error)),
+            };
+            if model.bind(snapshot).map_err(touched)? {
+                continue;
             }
+            let sent: Vec<_> = snapshot.tensors().collect();
+            let views = snapshot.attributes().expand(&sent, Some(own));
+            model.load(&views).map_err(touched)?;
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ use crate::attributes::Attributes;
 use crate::error::{Error, Result};
 use crate::extract::{Asked, Extracted, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
+use crate::snapshot::Snapshot;
 
 const POISONED: &str = "a thread panicked while it had the lock: the weights may be half-written";
 
@@ -51,6 +52,10 @@ macro_rules! pass_on_loading {
                 (**self).shape(layout)
             }
 
+            fn bind(&mut self, snapshot: &Snapshot) -> Result<bool> {
+                (**self).bind(snapshot)
+            }
+
             fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {
                 (**self).load(tensors)
             }
@@ -91,6 +96,10 @@ macro_rules! lock {
                 $write(self).ok_or_else(not_loaded)?.shape(layout)
             }
 
+            fn bind(&mut self, snapshot: &Snapshot) -> Result<bool> {
+                $write(self).ok_or_else(not_loaded)?.bind(snapshot)
+            }
+
             fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {
                 $write(self).ok_or_else(not_loaded)?.load(tensors)
             }
@@ -103,6 +112,10 @@ macro_rules! lock {
 
             fn shape(&mut self, layout: &Layout) -> Result<bool> {
                 $write(self).ok_or_else(not_loaded)?.shape(layout)
+            }
+
+            fn bind(&mut self, snapshot: &Snapshot) -> Result<bool> {
+                $write(self).ok_or_else(not_loaded)?.bind(snapshot)
             }
 
             fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {

@@ -1,5 +1,7 @@
 //! What a worker holds: one whole version.
 
+mod private;
+
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -12,6 +14,8 @@ use crate::load::TensorView;
 use crate::safetensors_file;
 use crate::tensors::{Element, typed};
 use crate::transport::{Image, ModelSpec};
+
+pub use self::private::{PrivateView, Written};
 
 /// One whole version of a model, read in place.
 ///

@@ -237,9 +237,10 @@ fn take_model(
         let got = format!("{slot_bytes} bytes for {needed}");
         return Err(unexpected("slots of the layout's size", got));
     }
-    let slots = fds[2..]
-        .iter()
-        .map(|slot| Mapping::of_peer(slot.as_fd(), needed).map(Arc::new))
+    let slots = fds
+        .into_iter()
+        .skip(2)
+        .map(|slot| Slot::of_peer(slot, needed).map(Arc::new))
         .collect::<Result<_, _>>()?;
     let model = Arc::new(pages);
     Ok((spec, Mapped { model, slots }))

@@ -11,6 +11,7 @@ use crate::plan::Targets;
 use crate::reader::{AttachOptions, Reader as Worker};
 use crate::report::{Level, Outcome};
 use crate::shared::Control;
+use crate::slot::Slot;
 use crate::wait::{Deadline, WaitStyle};
 use crate::writer::{SegmentOptions, Writer};
 
@@ -183,7 +184,7 @@ fn a_slot_that_finds_no_room_on_its_way_comes_later() {
     };
     while socket.send(&answer.encode(), &[]).unwrap() {}
     for index in 2..5 {
-        let file = OwnedFile::new("weightsync-slot", 4096).unwrap();
+        let file = Slot::new(4096).unwrap();
         let mut state = shared.state();
         assert_eq!(shared.add_slot(&mut state, 0, Arc::new(file)), index);
     }
@@ -238,7 +239,7 @@ fn a_sender_that_closes_takes_nobody_in_again() {
 /// Gives the model another slot, of which nobody is told yet.
 fn grow_unheard(shared: &Shared) {
     let bytes = shared.models[0].model.slot_bytes();
-    let file = OwnedFile::new("weightsync-slot", bytes).unwrap();
+    let file = Slot::new(bytes).unwrap();
     let mut state = shared.state();
     let index = state.plan.grown(0);
     state.slots[0].push(Arc::new(file));
@@ -338,7 +339,7 @@ fn one_that_has_left_takes_no_new_slots() {
     let shared = &writer.shared;
     let mut state = shared.state();
     assert_eq!(owed(&state), 1);
-    let file = OwnedFile::new("weightsync-slot", 4096).unwrap();
+    let file = Slot::new(4096).unwrap();
     shared.add_slot(&mut state, 0, Arc::new(file));
     assert_eq!(owed(&state), 0);
     drop(held);

@@ -11,7 +11,7 @@ use weightsync_core::record::RECORD_WORDS;
 use weightsync_core::{Dtype, Epoch, WorkerId};
 
 use super::*;
-use crate::map::OwnedFile;
+use crate::map::{Mapping, OwnedFile};
 use crate::spans::Spans;
 use crate::wire::FromSender;
 use crate::{

@@ -259,7 +259,7 @@ fn nothing_is_left_behind() {
         };
         let mut every = Reader::attach(&options, within(20)).unwrap();
         let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
-        let mut held = Vec::new();
+        let (mut held, mut views) = (Vec::new(), Vec::new());
         for _ in 0..3 {
             let options = CopyOptions {
                 threads: 2,
@@ -268,11 +268,13 @@ fn nothing_is_left_behind() {
             let publication = send_with(&mut writer, &[0, 1], &Targets::All, options);
             held.push(take_set(&mut reader));
             held.push(take_set(&mut every));
+            let snapshot = &held[held.len() - 2].members[0].snapshot;
+            views.push((snapshot.private().unwrap(), snapshot.private().unwrap()));
             settle(&writer, &publication);
         }
         // A waiter may be kept; the memory of the weights is not kept with it.
         let waiter = writer.waiter();
-        drop((writer, reader, every, held));
+        drop((writer, reader, every, held, views));
         waiter
     };
     // Other tests run beside this one unless the runner gives each a process;
@@ -377,7 +379,7 @@ fn what_was_staged_before_a_fork_is_the_parents_to_write() {
 }
 
 /// How a child ended, unless by a signal.
-fn exit_code(child: libc::pid_t) -> Option<i32> {
+pub(crate) fn exit_code(child: libc::pid_t) -> Option<i32> {
     let mut status = 0;
     // SAFETY: `status` is valid for a write, and `child` is this process's.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);

@@ -4,6 +4,7 @@
 mod delivery;
 mod faults;
 mod hostile;
+mod private;
 mod sets;
 mod swap;
 mod waiters;

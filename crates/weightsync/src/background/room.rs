@@ -1,7 +1,8 @@
 //! Who is with the models, and what waits for the moment when nobody is.
 //!
-//! The decisions are on plain values; only [`Seat`] waits.
+//! The decisions are on plain values; only [`Seat`]s wait.
 
+use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -156,47 +157,104 @@ pub(super) struct Seat<'a> {
 impl<'a> Seat<'a> {
     /// Comes in, as soon as it may.
     pub(super) fn take(desk: &'a Desk<Room>, access: Access, call: &'static str) -> Result<Self> {
-        let me = std::thread::current().id();
-        let mut until = None;
-        let mut book = desk.open();
-        loop {
-            let left = match book.board.seats.admits(access, me) {
-                Admission::Now => break,
-                Admission::Never => return Err(Error::GuardHeld { call }),
-                Admission::Later => None,
-                Admission::AfterYou => {
-                    let until = *until.get_or_insert_with(|| Instant::now() + COURTESY);
-                    match until.saturating_duration_since(Instant::now()) {
-                        Duration::ZERO => break,
-                        left => Some(left),
-                    }
-                }
-            };
-            book.board.queue += 1;
-            book = desk.rest(book, left);
-            book.board.queue -= 1;
-        }
-        book.board.seats.enter(access, me);
+        let me = come_in(desk, access, call)?;
         Ok(Self { desk, me })
     }
 }
 
 impl Drop for Seat<'_> {
     fn drop(&mut self) {
-        if !self.desk.is_own() {
-            return;
+        go_out(self.desk, self.me);
+    }
+}
+
+/// The place of a thread that only looks, for whoever cannot borrow the desk. It
+/// is the thread's that took it, wherever it is dropped.
+#[derive(Debug)]
+pub(super) struct OwnedSeat {
+    /// Whoever stops the thread at the desk does not wait for this.
+    desk: Weak<Desk<Room>>,
+    me: ThreadId,
+}
+
+impl OwnedSeat {
+    /// Comes in, as soon as it may.
+    pub(super) fn take(desk: &Arc<Desk<Room>>, call: &'static str) -> Result<Self> {
+        let me = come_in(desk, Access::Shared, call)?;
+        Ok(Self {
+            desk: Arc::downgrade(desk),
+            me,
+        })
+    }
+
+    /// Comes in if it may at once, and without waiting for a lock.
+    pub(super) fn try_take(desk: &Arc<Desk<Room>>, call: &'static str) -> Result<Option<Self>> {
+        let me = std::thread::current().id();
+        let Some(mut book) = desk.try_open() else {
+            return Ok(None);
+        };
+        match book.board.seats.admits(Access::Shared, me) {
+            Admission::Now => {}
+            Admission::Never => return Err(Error::GuardHeld { call }),
+            Admission::Later | Admission::AfterYou => return Ok(None),
         }
-        let mut book = self.desk.open();
-        let Room { seats, queue, .. } = &mut book.board;
-        seats.leave(self.me);
-        let wanted = seats.wanted && seats.is_empty();
-        let queued = *queue > 0;
-        drop(book);
-        if wanted {
-            self.desk.tell(|_| ());
-        } else if queued {
-            self.desk.note(|_| ());
+        book.board.seats.enter(Access::Shared, me);
+        Ok(Some(Self {
+            desk: Arc::downgrade(desk),
+            me,
+        }))
+    }
+}
+
+impl Drop for OwnedSeat {
+    fn drop(&mut self) {
+        if let Some(desk) = self.desk.upgrade() {
+            go_out(&desk, self.me);
         }
+    }
+}
+
+/// Takes a seat for this thread.
+fn come_in(desk: &Desk<Room>, access: Access, call: &'static str) -> Result<ThreadId> {
+    let me = std::thread::current().id();
+    let mut until = None;
+    let mut book = desk.open();
+    loop {
+        let left = match book.board.seats.admits(access, me) {
+            Admission::Now => break,
+            Admission::Never => return Err(Error::GuardHeld { call }),
+            Admission::Later => None,
+            Admission::AfterYou => {
+                let until = *until.get_or_insert_with(|| Instant::now() + COURTESY);
+                match until.saturating_duration_since(Instant::now()) {
+                    Duration::ZERO => break,
+                    left => Some(left),
+                }
+            }
+        };
+        book.board.queue += 1;
+        book = desk.rest(book, left);
+        book.board.queue -= 1;
+    }
+    book.board.seats.enter(access, me);
+    Ok(me)
+}
+
+/// Leaves a seat of a thread, and tells those who wait for that.
+fn go_out(desk: &Desk<Room>, me: ThreadId) {
+    if !desk.is_own() {
+        return;
+    }
+    let mut book = desk.open();
+    let Room { seats, queue, .. } = &mut book.board;
+    seats.leave(me);
+    let wanted = seats.wanted && seats.is_empty();
+    let queued = *queue > 0;
+    drop(book);
+    if wanted {
+        desk.tell(|_| ());
+    } else if queued {
+        desk.note(|_| ());
     }
 }
 

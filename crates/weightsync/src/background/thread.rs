@@ -7,11 +7,11 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use weightsync_mem::Error as Memory;
+use weightsync_mem::{Error as Memory, process_id};
 
 use crate::background::{BackgroundState, BackgroundStatus};
 use crate::error::{Error, Result};
@@ -126,7 +126,7 @@ impl<B: Send + 'static> Follower<B> {
                 ended: !carries,
             }),
             changed: Condvar::new(),
-            owner: std::process::id(),
+            owner: process_id(),
         });
         let thread = match carries {
             false => None,
@@ -148,32 +148,34 @@ impl<B: Send + 'static> Follower<B> {
     /// # Errors
     ///
     /// In a forked child.
-    pub(crate) fn desk(&self) -> Result<&Desk<B>> {
-        let child = std::process::id();
+    pub(crate) fn desk(&self) -> Result<&Arc<Desk<B>>> {
+        let child = process_id();
         match self.desk.owner {
             owner if owner == child => Ok(&self.desk),
             owner => Err(Memory::Forked { owner, child }.into()),
         }
     }
 
-    /// Ends the thread and clears the desk.
+    /// Ends the thread and clears the desk. Whoever leaves a seat there after that
+    /// finds it empty.
     ///
     /// # Errors
     ///
     /// In a forked child.
-    pub(crate) fn stop(self) -> Result<(Receiver, B)> {
-        self.desk()?;
-        let desk = self.desk.clone();
+    pub(crate) fn stop(self) -> Result<(Receiver, B)>
+    where
+        B: Default,
+    {
+        let desk = self.desk()?.clone();
         drop(self);
-        let desk = Arc::into_inner(desk);
-        let desk = desk.unwrap_or_else(|| unreachable!("the thread that had it has ended"));
-        let book = desk.book.into_inner();
-        let book = book.unwrap_or_else(PoisonError::into_inner);
-        let receiver = book.receiver;
+        let mut book = desk.open();
+        let board = std::mem::take(&mut book.board);
+        let receiver = book.receiver.take();
+        drop(book);
         let mut receiver =
             receiver.unwrap_or_else(|| unreachable!("whoever takes the receiver brings it back"));
         receiver.expect_interrupt();
-        Ok((*receiver, book.board))
+        Ok((*receiver, board))
     }
 
     fn end(&mut self) {
@@ -200,12 +202,21 @@ impl<B: Send + 'static> Drop for Follower<B> {
 impl<B> Desk<B> {
     /// Whether this process opened it.
     pub(crate) fn is_own(&self) -> bool {
-        self.owner == std::process::id()
+        self.owner == process_id()
     }
 
     pub(crate) fn open(&self) -> MutexGuard<'_, Book<B>> {
         // Changed in single steps, so it holds after a panic.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same, if nobody is at it just now.
+    pub(crate) fn try_open(&self) -> Option<MutexGuard<'_, Book<B>>> {
+        match self.book.try_lock() {
+            Ok(book) => Some(book),
+            Err(TryLockError::Poisoned(book)) => Some(book.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Changes something that the thread has to look at, and has it look.

@@ -1,6 +1,8 @@
 //! A background receiver: nobody asks for weights, and models change at safe
 //! points only.
 
+mod hold;
+
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, mpsc};

@@ -87,15 +87,16 @@ fn a_connection_leaves_no_descriptor_thread_or_mapping() {
                 let first = receiver.latest().unwrap().unwrap();
                 let second = send_to(&mut sender, &weights(), &mut receiver);
                 let third = send_to(&mut sender, &weights(), &mut receiver);
+                let views = [&first, &second, &third, &first].map(|one| one.private().unwrap());
                 assert!(
                     held().values().sum::<usize>() > before.values().sum(),
                     "it is counted"
                 );
                 // In any order.
                 match round % 3 {
-                    0 => drop((sender, receiver, first, second, third)),
-                    1 => drop((third, receiver, second, sender, first)),
-                    _ => drop((receiver, first, second, third, sender)),
+                    0 => drop((sender, receiver, views, first, second, third)),
+                    1 => drop((third, receiver, second, views, sender, first)),
+                    _ => drop((receiver, first, second, third, sender, views)),
                 }
             }
             assert_nothing_left(&before);

@@ -3,6 +3,7 @@
 //! and SIGKILL is in the other test binaries.
 
 mod background;
+mod bind;
 #[cfg(feature = "candle")]
 mod candle;
 mod cascade;

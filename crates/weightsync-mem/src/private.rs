@@ -1,0 +1,148 @@
+//! A version to write in, without anybody else seeing it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use weightsync_core::Layout;
+
+use crate::map::Mapping;
+use crate::snapshot::Snapshot;
+use crate::wait::Doorbell;
+
+/// What is swept by whoever drops the last view: it costs less than to have it
+/// done.
+const AT_ONCE: usize = 1 << 20;
+
+/// A snapshot that may be written in place: what is not written is read where
+/// it lies, what is written is copied, a page at a time, for this process alone.
+///
+/// **Guarantee.** Nothing that is written through it reaches the sender, another
+/// process, a [`Snapshot`], or a later version; it is dropped with the last view
+/// of the version here. Until then all views of it here share what was written.
+/// A view holds its version as a snapshot does, for as long as it lives, also
+/// after reader and sender have gone. In a forked child the memory is not mapped.
+///
+/// The first view in a slot maps it (some 50 ms for 512 MiB); after that no view
+/// of it costs a page fault, but for what is written. When the last view of a
+/// large version goes, the reader's watch finds what was written, and the slot is
+/// given back after that, a few milliseconds later.
+#[derive(Debug)]
+pub struct PrivateView {
+    snapshot: Snapshot,
+    map: Arc<Mapping>,
+}
+
+impl PrivateView {
+    pub(crate) fn new(snapshot: Snapshot, map: Arc<Mapping>) -> Self {
+        Self { snapshot, map }
+    }
+
+    /// The image's first byte: aligned to a page, to be read and written for
+    /// [`len`](Self::len) bytes while this lives.
+    ///
+    /// # Panics
+    ///
+    /// In a forked child, where the memory is not mapped.
+    pub fn as_ptr(&self) -> *mut u8 {
+        if let Err(error) = self.map.usable() {
+            panic!("{error}");
+        }
+        self.map.as_ptr()
+    }
+
+    /// Bytes of the image, padding included.
+    pub fn len(&self) -> usize {
+        self.layout().bytes() as usize
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Names, dtypes, shapes and places of the tensors.
+    pub fn layout(&self) -> &Layout {
+        self.snapshot.layout()
+    }
+
+    /// The version as it was sent.
+    pub fn snapshot(&self) -> &Snapshot {
+        &self.snapshot
+    }
+}
+
+impl Drop for PrivateView {
+    fn drop(&mut self) {
+        // In a forked child nothing is mapped, and the lock may be held for ever.
+        if self.map.usable().is_err() || !self.snapshot.slot().take_back() {
+            return;
+        }
+        let due = match self.map.len() <= AT_ONCE {
+            true => Some(self.snapshot.clone()),
+            false => self.snapshot.sweeps().put(self.snapshot.clone()),
+        };
+        if let Some(snapshot) = due {
+            snapshot.slot().sweep(&snapshot);
+        }
+    }
+}
+
+/// Versions of which the last view has gone, for a thread that has time to sweep
+/// their slots. They are held meanwhile.
+#[derive(Debug)]
+pub(crate) struct Sweeps {
+    /// `None` once the thread has ended.
+    due: Mutex<Option<Vec<Snapshot>>>,
+    call: Arc<Doorbell>,
+}
+
+impl Sweeps {
+    /// For a thread that listens to this bell.
+    pub(crate) fn new(call: Arc<Doorbell>) -> Self {
+        Self {
+            due: Mutex::new(Some(Vec::new())),
+            call,
+        }
+    }
+
+    /// Does what is due.
+    pub(crate) fn work(&self) {
+        let due = self.due().as_mut().map(std::mem::take);
+        sweep(due.unwrap_or_default());
+    }
+
+    /// Does what is due, and takes nothing any more.
+    pub(crate) fn end(&self) {
+        let due = self.due().take();
+        sweep(due.unwrap_or_default());
+    }
+
+    fn due(&self) -> MutexGuard<'_, Option<Vec<Snapshot>>> {
+        // Single pushes and takes: they hold after a panic.
+        self.due.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn sweep(due: Vec<Snapshot>) {
+    for snapshot in due {
+        snapshot.slot().sweep(&snapshot);
+    }
+}
+
+/// The sweeps of a reader that may have gone, or of none.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SweepsOf(pub(crate) Weak<Sweeps>);
+
+impl SweepsOf {
+    /// Has it swept; gives it back if nobody is there to do it.
+    fn put(&self, snapshot: Snapshot) -> Option<Snapshot> {
+        let Some(sweeps) = self.0.upgrade() else {
+            return Some(snapshot);
+        };
+        match &mut *sweeps.due() {
+            Some(due) => due.push(snapshot),
+            None => return Some(snapshot),
+        }
+        sweeps.call.ring();
+        None
+    }
+}

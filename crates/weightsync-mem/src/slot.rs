@@ -1,0 +1,184 @@
+//! A slot as one end has it: its memory file, mapped to be shared, and mapped
+//! privately once somebody wants to write what nobody else is to see.
+
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::error::Error;
+use crate::map::{Mapping, OwnedFile};
+use crate::pagemap::PageMap;
+use crate::snapshot::Snapshot;
+
+/// What is called with the indices of the tensors that were written.
+pub(crate) type Written = Box<dyn FnOnce(&[usize]) + Send>;
+
+/// A slot's memory.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    pub(crate) fd: OwnedFd,
+    pub(crate) map: Arc<Mapping>,
+    private: Mutex<Private>,
+}
+
+/// The private mapping.
+///
+/// **Invariant.** Whenever it is lent first (no views, and then one), every page
+/// of it is the file's: nothing that was written through it is left.
+#[derive(Default)]
+struct Private {
+    /// Made once, and used again for every version in this slot.
+    map: Option<Arc<Mapping>>,
+    /// Kept open with it: opening takes longer than looking through a small one.
+    pages: Option<PageMap>,
+    views: usize,
+    /// Views have gone since it was last swept.
+    used: bool,
+    written: Option<Written>,
+}
+
+impl Slot {
+    /// A sender's own, as [`OwnedFile::new`].
+    pub(crate) fn new(bytes: usize) -> Result<Self, Error> {
+        let OwnedFile { fd, map } = OwnedFile::new("weightsync-slot", bytes)?;
+        Ok(Self::with(fd, map))
+    }
+
+    /// A reader's, as [`Mapping::of_peer`]. The file stays open for the private
+    /// mapping, that few readers want and no call makes of an address.
+    pub(crate) fn of_peer(fd: OwnedFd, bytes: usize) -> Result<Self, Error> {
+        let map = Mapping::of_peer(fd.as_fd(), bytes)?;
+        Ok(Self::with(fd, Arc::new(map)))
+    }
+
+    fn with(fd: OwnedFd, map: Arc<Mapping>) -> Self {
+        Self {
+            fd,
+            map,
+            private: Mutex::default(),
+        }
+    }
+
+    /// Lends the private mapping to one more view of a version that the caller
+    /// has pinned here. What views before the first of now have written is gone.
+    pub(crate) fn lend(
+        &self,
+        snapshot: &Snapshot,
+        written: Option<Written>,
+    ) -> Result<Arc<Mapping>, Error> {
+        self.map.usable()?;
+        let mut private = self.private();
+        let swept = private.sweep(snapshot);
+        let map = match &private.map {
+            Some(map) => map.clone(),
+            None => {
+                let map = Arc::new(Mapping::private(self.fd.as_fd(), self.map.len())?);
+                private.pages = PageMap::open().ok();
+                private.map.insert(map).clone()
+            }
+        };
+        private.views += 1;
+        private.written = written.or(private.written.take());
+        drop(private);
+        swept.tell();
+        Ok(map)
+    }
+
+    /// Takes it back from one view. True if that was the last: then it is to be
+    /// swept before the version's pin is given back.
+    pub(crate) fn take_back(&self) -> bool {
+        let mut private = self.private();
+        private.views -= 1;
+        private.used = true;
+        private.views == 0
+    }
+
+    /// Drops what was written through the private mapping, unless it is lent
+    /// again, or swept already.
+    pub(crate) fn sweep(&self, snapshot: &Snapshot) {
+        let swept = self.private().sweep(snapshot);
+        swept.tell();
+    }
+
+    fn private(&self) -> MutexGuard<'_, Private> {
+        // A panic can leave it unswept, which is known then (`used`).
+        self.private.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whom to tell what was written, once no lock is held.
+#[must_use]
+struct Swept(Option<(Written, Vec<usize>)>);
+
+impl Swept {
+    fn tell(self) {
+        if let Some((written, tensors)) = self.0 {
+            // The panic hook reports it. The thread has other things to do, and
+            // may be in a drop.
+            let _ = catch_unwind(AssertUnwindSafe(|| written(&tensors)));
+        }
+    }
+}
+
+impl Private {
+    fn sweep(&mut self, snapshot: &Snapshot) -> Swept {
+        if self.views > 0 || !self.used {
+            return Swept(None);
+        }
+        let tensors = match &self.map {
+            None => Vec::new(),
+            Some(map) => {
+                // Without word of the kernel, everything counts as written.
+                let len = map.len();
+                let pages = self.pages.as_ref().and_then(|pages| pages.copied(map).ok());
+                let pages = pages.unwrap_or_else(|| std::iter::once(0..len).collect());
+                let tensors = changed(map, snapshot, &pages);
+                if !pages.iter().all(|pages| map.restore(pages).is_ok()) {
+                    // Locked into memory, say. The next view gets a new one.
+                    self.map = None;
+                }
+                tensors
+            }
+        };
+        self.used = false;
+        let written = self.written.take().filter(|_| !tensors.is_empty());
+        Swept(written.map(|written| (written, tensors)))
+    }
+}
+
+/// The tensors that differ, in pages that are no longer the file's. A page can
+/// hold several of which one was written, so bytes are compared.
+fn changed(map: &Mapping, snapshot: &Snapshot, pages: &[Range<usize>]) -> Vec<usize> {
+    let image = snapshot.bytes();
+    let tensors = snapshot.layout().tensors();
+    let end = |index: usize| (tensors[index].range.offset + tensors[index].range.len) as usize;
+    let mut changed = Vec::new();
+    let mut next = 0;
+    for pages in pages {
+        // Both are in ascending order.
+        while next < tensors.len() && end(next) <= pages.start {
+            next += 1;
+        }
+        let mut index = next;
+        while index < tensors.len() && (tensors[index].range.offset as usize) < pages.end {
+            let start = pages.start.max(tensors[index].range.offset as usize);
+            let part = start..pages.end.min(end(index)).max(start);
+            if changed.last() != Some(&index) && map.differs(part.start, &image[part]) {
+                changed.push(index);
+            }
+            index += 1;
+        }
+    }
+    changed
+}
+
+impl std::fmt::Debug for Private {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Private")
+            .field("map", &self.map)
+            .field("views", &self.views)
+            .field("used", &self.used)
+            .finish_non_exhaustive()
+    }
+}
