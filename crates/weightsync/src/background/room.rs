@@ -155,6 +155,10 @@ pub(super) struct Seat<'a> {
 
 impl<'a> Seat<'a> {
     /// Comes in, as soon as it may.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::GuardHeld`], [`Error::Interrupted`].
     pub(super) fn take(desk: &'a Desk<Room>, access: Access, call: &'static str) -> Result<Self> {
         let me = std::thread::current().id();
         let mut until = None;
@@ -173,7 +177,13 @@ impl<'a> Seat<'a> {
                 }
             };
             book.board.queue += 1;
-            book = desk.rest(book, left);
+            book = match desk.rest(book, left) {
+                Ok(book) => book,
+                Err(interrupted) => {
+                    desk.open().board.queue -= 1;
+                    return Err(interrupted);
+                }
+            };
             book.board.queue -= 1;
         }
         book.board.seats.enter(access, me);

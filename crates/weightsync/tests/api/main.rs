@@ -11,6 +11,7 @@ mod digest;
 mod extract;
 mod files;
 mod init_info;
+mod interrupt;
 mod leaks;
 mod loan;
 mod pending;
