@@ -119,6 +119,9 @@ pub enum Error {
     /// The sender shut down in order.
     #[error("the sender shut down")]
     SenderClosed,
+    /// This thread's [check](crate::interrupt::with) ended the wait.
+    #[error("the call was interrupted while it waited")]
+    Interrupted,
     /// A process that forked tried to use an end its parent opened.
     #[error(
         "this end was opened by process {owner} and cannot be used in its forked child {child}: \

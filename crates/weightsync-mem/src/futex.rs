@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use rustix::thread::futex::{self, Flags};
 
 use crate::error::{Error, os};
+use crate::interrupt;
 use crate::wait::{Deadline, timespec};
 
 #[cfg(not(target_endian = "little"))]
@@ -23,11 +24,13 @@ pub(crate) fn value(word: &AtomicU64) -> u32 {
 }
 
 /// Sleeps while the low half is `value`, until somebody wakes the word or the
-/// deadline comes. It may wake for nothing.
+/// deadline comes, or this thread is interrupted. It may wake for nothing.
 pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(), Error> {
-    let left = deadline.map(|at| timespec(at.saturating_duration_since(Instant::now())));
+    let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+    let left = interrupt::at_most(left)?.map(timespec);
     match futex::wait(low_half(word), Flags::empty(), value, left.as_ref()) {
-        Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
+        Ok(()) | Err(Errno::AGAIN | Errno::TIMEDOUT) => Ok(()),
+        Err(Errno::INTR) => interrupt::ask(),
         Err(errno) => Err(os("sleeping on the lane")(errno)),
     }
 }

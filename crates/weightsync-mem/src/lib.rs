@@ -36,6 +36,8 @@ mod fork;
 #[cfg(not(loom))]
 mod futex;
 #[cfg(not(loom))]
+pub mod interrupt;
+#[cfg(not(loom))]
 mod lanes;
 #[cfg(not(loom))]
 mod map;

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use crate::error::{Error, unexpected};
+use crate::interrupt;
 use crate::map::{Mapping, OwnedFile};
 use crate::model::{Description, Model, ModelSpec};
 use crate::pins::{Hold, Home, PinBook};
@@ -312,7 +313,7 @@ impl Reader {
             Ok(None) => Err(unexpected("an answer", "its place was empty".into())),
             Err(error) => Err(error),
         };
-        if !matches!(taken, Ok(None)) {
+        if !matches!(taken, Ok(None) | Err(Error::Interrupted)) {
             self.close_question()?;
         }
         taken
@@ -480,11 +481,11 @@ impl Reader {
                 let Some(hold) = self.book.take_live()? else {
                     return Ok(None);
                 };
-                let taken = self.hand_out(hold, deadline)?;
-                if taken.is_none() {
+                let taken = self.hand_out(hold, deadline);
+                if matches!(taken, Ok(None) | Err(Error::Interrupted)) {
                     self.sequence = before;
                 }
-                Ok(taken)
+                taken
             }
         }
     }
@@ -500,8 +501,8 @@ impl Reader {
     /// Makes snapshots of what is pinned, and says that it is taken, or that it
     /// is damaged; of what is beside what is meant for this reader, nothing.
     ///
-    /// `None` if a slot of it does not come in time: then it is as if it had not
-    /// been taken.
+    /// `None` if a slot of it does not come in time, and [`Error::Interrupted`]
+    /// if it is not waited for: then it is as if it had not been taken.
     fn hand_out(&mut self, hold: Hold, deadline: Deadline) -> Result<Option<Taken>, Error> {
         let sequence = hold.sequence;
         let damaged = |error: &Error| {
@@ -516,11 +517,14 @@ impl Reader {
         {
             Slots::Mapped(places) => places,
             Slots::Over => return Err(self.why_over()),
-            Slots::Later => {
+            later @ (Slots::Later | Slots::Interrupted) => {
                 if let Delivery::Every { .. } = self.delivery {
                     self.unmapped = Some(hold);
                 }
-                return Ok(None);
+                return match later {
+                    Slots::Interrupted => Err(Error::Interrupted),
+                    _ => Ok(None),
+                };
             }
         };
         let taken = self.checked(hold, places).inspect_err(damaged);

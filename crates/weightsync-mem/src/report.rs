@@ -242,11 +242,13 @@ impl Waiter {
             level,
             pending: publication.fates.clone(),
             lines: Vec::with_capacity(publication.fates.len()),
+            told: Vec::new(),
         };
         let done = shared.wait_until(deadline, || {
             settling.look();
             Ok(settling.pending.is_empty().then_some(()))
-        })?;
+        });
+        let done = done.inspect_err(|_| settling.untell())?;
         if done.is_none() {
             settling.late();
         }
@@ -292,6 +294,7 @@ impl Waiter {
             level: Level::Staged,
             pending: publication.fates.iter().filter(decided).copied().collect(),
             lines: Vec::new(),
+            told: Vec::new(),
         };
         settling.look();
         settling.tell_absent();
@@ -332,6 +335,8 @@ struct Settling<'a> {
     level: Level,
     pending: Vec<(Key, Fate)>,
     lines: Vec<ReaderOutcome>,
+    /// Of the lines those of readers that went, which are told once.
+    told: Vec<Key>,
 }
 
 impl Settling<'_> {
@@ -358,15 +363,28 @@ impl Settling<'_> {
                 if outcome == Outcome::Left
                     && let Some(reader) = state.readers.get_mut(key)
                 {
-                    reader.told = true;
+                    if !std::mem::replace(&mut reader.told, true) {
+                        self.told.push(*key);
+                    }
                 }
                 self.line(&state, *key, outcome);
             } else if let Some(gone) = state.tell_gone(*key) {
+                if !gone.told {
+                    self.told.push(*key);
+                }
                 self.gone_line(gone);
             }
             false
         });
         self.pending = pending;
+    }
+
+    /// The lines come to nobody: whoever went is to be told of again.
+    fn untell(&mut self) {
+        let mut state = self.shared.state();
+        for key in self.told.drain(..) {
+            state.untell(key);
+        }
     }
 
     /// The lines of readers that have not answered in time.

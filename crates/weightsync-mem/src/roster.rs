@@ -119,7 +119,7 @@ pub(crate) struct Gone {
     pub(crate) applied: u64,
     pub(crate) models: Models,
     pub(crate) versions: Vec<Version>,
-    told: bool,
+    pub(crate) told: bool,
 }
 
 /// A reader that cannot use the models, whatever the version.
@@ -607,13 +607,26 @@ impl State {
         });
     }
 
-    /// What is known of a reader that was there; nobody need be told again.
+    /// What is known of a reader that was there, and whether that was told before;
+    /// nobody need be told again.
     pub(crate) fn tell_gone(&mut self, key: Key) -> Option<Gone> {
         let one = self.gone.iter_mut().rev().find(|one| one.key == key)?;
+        let before = one.clone();
         if !std::mem::replace(&mut one.told, true) {
             self.untold -= 1;
         }
-        Some(one.clone())
+        Some(before)
+    }
+
+    /// Takes back that somebody was told that a reader has gone.
+    pub(crate) fn untell(&mut self, key: Key) {
+        if let Some(reader) = self.readers.get_mut(&key) {
+            reader.told = false;
+        } else if let Some(one) = self.gone.iter_mut().rev().find(|one| one.key == key)
+            && std::mem::replace(&mut one.told, false)
+        {
+            self.untold += 1;
+        }
     }
 
     /// Those that went and that nobody has been told of, of those `wanted`.

@@ -19,6 +19,7 @@ use rustix::net::{
 };
 
 use crate::error::{Error, os};
+use crate::interrupt;
 use crate::protocol::MAX_SLOTS;
 use crate::wire::MAX_PACKET;
 
@@ -60,7 +61,7 @@ impl Socket {
             match rustix::net::bind(&fd, &address) {
                 Ok(()) => break,
                 Err(Errno::ADDRINUSE) if Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(5));
+                    interrupt::sleep(Duration::from_millis(5))?;
                 }
                 Err(Errno::ADDRINUSE) => {
                     return Err(Error::AddressInUse {

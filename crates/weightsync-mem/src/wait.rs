@@ -8,6 +8,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 use crate::error::{Error, os};
+use crate::interrupt;
 use crate::protocol::SleepWord;
 
 /// When a wait ends at the latest. `None`: only by what is waited for, by the
@@ -70,10 +71,16 @@ pub(crate) fn poll<const N: usize>(
 /// The same over any number of descriptors; the answers stay in `polled`.
 pub(crate) fn poll_slice(polled: &mut [PollFd<'_>], deadline: Deadline) -> Result<(), Error> {
     loop {
-        let left = deadline.map(|at| timespec(at.saturating_duration_since(Instant::now())));
-        match rustix::event::poll(polled, left.as_ref()) {
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        // Who only looks does not wait.
+        let pause = match left {
+            Some(Duration::ZERO) => left,
+            left => interrupt::at_most(left)?,
+        };
+        match rustix::event::poll(polled, pause.map(timespec).as_ref()) {
+            Ok(0) if pause != left => {}
             Ok(_) => return Ok(()),
-            Err(Errno::INTR) => {}
+            Err(Errno::INTR) => interrupt::ask()?,
             Err(errno) => return Err(os("waiting for the peer")(errno)),
         }
     }
@@ -167,20 +174,25 @@ impl Watchers {
             if let Some(found) = look()? {
                 return Ok(Some(found));
             }
-            let mut line = self.line();
-            while line.led && line.news == news {
+            loop {
                 let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-                line = match left {
+                // Asked without the lock.
+                let pause = interrupt::at_most(left)?;
+                let line = self.line();
+                if !line.led || line.news != news {
+                    break;
+                }
+                match pause {
                     Some(Duration::ZERO) => return Ok(None),
                     Some(left) => {
                         let waited = self.changed.wait_timeout(line, left);
-                        waited.unwrap_or_else(PoisonError::into_inner).0
+                        drop(waited.unwrap_or_else(PoisonError::into_inner));
                     }
                     None => {
                         let waited = self.changed.wait(line);
-                        waited.unwrap_or_else(PoisonError::into_inner)
+                        drop(waited.unwrap_or_else(PoisonError::into_inner));
                     }
-                };
+                }
             }
         }
     }

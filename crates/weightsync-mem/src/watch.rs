@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, unexpected};
 use crate::futex;
+use crate::interrupt;
 use crate::model::Model;
 use crate::pins::{Pin, PinBook};
 use crate::private::{Sweeps, SweepsOf};
@@ -34,6 +35,8 @@ pub(crate) enum Slots {
     Mapped(Vec<Place>),
     /// One has not come by the deadline, or before an interrupt.
     Later,
+    /// This thread's check ended the wait for one.
+    Interrupted,
     /// The sender is gone, and one never came.
     Over,
 }
@@ -190,6 +193,16 @@ impl Watch {
                     // Others may wait for what was given back on the way here.
                     self.seen.book.tell_sender();
                     waits = true;
+                }
+                if interrupt::is_due() {
+                    // Asked without the lock; then it is looked at anew.
+                    drop(known);
+                    if interrupt::ask().is_err() {
+                        self.seen.book.tell_sender();
+                        return Ok(Slots::Interrupted);
+                    }
+                    known = self.seen.known();
+                    continue;
                 }
                 let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
                 let pause = left.map_or(SLOT_PAUSE, |left| left.min(SLOT_PAUSE));

@@ -430,18 +430,20 @@ impl<M: Send + Sync + 'static> Background<M> {
                 }
                 false => None,
             });
-            if found != Some(Found::Staged) {
+            if !matches!(found, Ok(Some(Found::Staged))) {
                 break found;
             }
-            if let Err(error) = self.apply_staged(desk, me) {
-                tracing::warn!(%error, "not applied");
+            match self.apply_staged(desk, me) {
+                Ok(_) => {}
+                Err(Error::Interrupted) => break Err(Error::Interrupted),
+                Err(error) => tracing::warn!(%error, "not applied"),
             }
         };
         if asked {
             // Others who wait ask again.
             desk.note(|book| book.board.asks_no_more());
         }
-        Ok(found.is_some())
+        Ok(found?.is_some())
     }
 
     /// Ends the thread, and gives receiver and models back. What was taken and
@@ -449,7 +451,8 @@ impl<M: Send + Sync + 'static> Background<M> {
     ///
     /// # Errors
     ///
-    /// In a forked child; [`Error::NotWhole`], as of [`read`](Self::read).
+    /// In a forked child; [`Error::Interrupted`] while the thread is loading: it
+    /// ends when it has done so, and lets go of receiver and models; [`Error::NotWhole`], as of [`read`](Self::read).
     pub fn stop(self) -> Result<(Receiver, M)> {
         let not_whole = self.not_whole();
         let Self { follower, hold, .. } = self;

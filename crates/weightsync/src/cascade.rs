@@ -110,6 +110,8 @@ impl Cascade {
     ///
     /// Those of [`Receiver::receive`], and of [`Sender::send`]: then nothing was
     /// passed on, the trainer knows why, and the next version is tried again.
+    /// After [`Error::Interrupted`] the next call goes on with what it was at; the
+    /// sub-workers may have it already.
     pub fn forward(&mut self, timeout: Option<Duration>) -> Result<Option<Forwarded>> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
@@ -255,10 +257,10 @@ impl CascadeInBackground {
         mut wanted: impl FnMut(&Forwarded) -> bool,
     ) -> Result<Option<Forwarded>> {
         let desk = self.follower.desk()?;
-        Ok(desk.wait(timeout, |book| {
+        desk.wait(timeout, |book| {
             let last = book.board.last.as_ref();
             last.filter(|last| wanted(last)).cloned()
-        }))
+        })
     }
 
     /// Ends the thread, and gives the cascade back.
@@ -378,6 +380,11 @@ impl Passing {
             Ok(None) => {
                 receiver.report_applied(&set)?;
                 return Ok(None);
+            }
+            Err(Error::Interrupted) => {
+                // The next call goes on with it.
+                receiver.put_back(set);
+                return Err(Error::Interrupted);
             }
             Err(error) => {
                 receiver.refuse(Some(&set), &format!("it could not pass it on: {error}"))?;

@@ -463,7 +463,19 @@ pub enum Error {
     Memory(weightsync_mem::Error),
     /// Worker processes.
     #[error(transparent)]
-    Worker(#[from] WorkerError),
+    Worker(WorkerError),
+    /// The [check](crate::interruptible) of the calling thread ended its wait.
+    #[error("the call was interrupted while it waited")]
+    Interrupted,
+}
+
+impl From<WorkerError> for Error {
+    fn from(error: WorkerError) -> Self {
+        match error {
+            WorkerError::Interrupted { begun: false } => Self::Interrupted,
+            error => Self::Worker(error),
+        }
+    }
 }
 
 impl From<weightsync_mem::Error> for Error {
@@ -478,6 +490,7 @@ impl From<weightsync_mem::Error> for Error {
                 pid: (pid != 0).then_some(pid),
             },
             weightsync_mem::Error::SenderClosed => Self::SenderClosed,
+            weightsync_mem::Error::Interrupted => Self::Interrupted,
             weightsync_mem::Error::NoSender { address, waited } => {
                 Self::NoSender { address, waited }
             }
@@ -559,7 +572,8 @@ impl Error {
             | Self::SendPending { .. }
             | Self::NotWhole { .. }
             | Self::AllSlotsPinned { .. }
-            | Self::FileLocked { .. } => Remedy::Retry,
+            | Self::FileLocked { .. }
+            | Self::Interrupted => Remedy::Retry,
             Self::SenderDied { .. } | Self::SenderClosed | Self::Withdrawn { .. } => {
                 Remedy::Reconnect
             }

@@ -16,7 +16,9 @@
 //! is the rendez-vous, and [`worker`] starts, watches and ends worker processes.
 //!
 //! Calls block, and every wait ends: by its deadline, by the other end's death,
-//! or by shutdown. A failure of one worker is a line in the [`Report`].
+//! or by shutdown. [`interruptible`] has them end when the caller says so, too: an
+//! end is of use after that, a receive has lost nothing, and a send that had
+//! published has published. A failure of one worker is a line in the [`Report`].
 //!
 //! ```
 //! use std::time::Duration;
@@ -126,6 +128,7 @@ pub use weightsync_core::{
     Run, TensorRef, TensorSpec, Version, WeightChunk, WorkerId, WriterId, chunk,
     extract::ExtractError, layout, manifest, names,
 };
+pub use weightsync_mem::interrupt::with as interruptible;
 pub use weightsync_mem::{Error as MemoryError, Holder, WaitStyle};
 
 /// The examples run as they are.

@@ -208,7 +208,9 @@ impl Receiver {
         self.initial = None;
         if self.sender_lost && self.restarts() {
             // Why a successor cannot be joined is the next receive's to say.
-            let _ = self.rejoin(Some(Instant::now()));
+            if let Err(Error::Interrupted) = self.rejoin(Some(Instant::now())) {
+                return Err(Error::Interrupted);
+            }
         }
         let Some(set) = self.transport.latest()? else {
             return Ok(None);

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, fstat, openat};
 use rustix::io::Errno;
 use weightsync_core::{Epoch, ModelId, Run};
+use weightsync_mem::interrupt;
 
 use crate::error::{Error, Result};
 use crate::transport::Endpoint;
@@ -196,7 +197,7 @@ fn lock(file: impl AsFd, path: &Path, until: Option<Instant>) -> Result<()> {
                 waited: since.elapsed(),
             });
         }
-        std::thread::sleep(LOCK_PAUSE);
+        interrupt::sleep(LOCK_PAUSE)?;
     }
 }
 

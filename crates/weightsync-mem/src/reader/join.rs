@@ -28,7 +28,7 @@ impl Reader {
                 });
             }
             let left = deadline.map_or(pause, |at| at.saturating_duration_since(Instant::now()));
-            std::thread::sleep(pause.min(left));
+            interrupt::sleep(pause.min(left))?;
             pause = (pause * 2).min(Duration::from_millis(50));
         }
     }

@@ -156,6 +156,10 @@ pub(super) struct Seat<'a> {
 
 impl<'a> Seat<'a> {
     /// Comes in, as soon as it may.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::GuardHeld`], [`Error::Interrupted`].
     pub(super) fn take(desk: &'a Desk<Room>, access: Access, call: &'static str) -> Result<Self> {
         let me = come_in(desk, access, call)?;
         Ok(Self { desk, me })
@@ -233,7 +237,13 @@ fn come_in(desk: &Desk<Room>, access: Access, call: &'static str) -> Result<Thre
             }
         };
         book.board.queue += 1;
-        book = desk.rest(book, left);
+        book = match desk.rest(book, left) {
+            Ok(book) => book,
+            Err(interrupted) => {
+                desk.open().board.queue -= 1;
+                return Err(interrupted);
+            }
+        };
         book.board.queue -= 1;
     }
     book.board.seats.enter(access, me);

@@ -66,10 +66,10 @@ impl SnapshotsInBackground {
         mut wanted: impl FnMut(&SetSnapshot) -> bool,
     ) -> Result<Option<SetSnapshot>> {
         let desk = self.follower.desk()?;
-        Ok(desk.wait(timeout, |book| {
+        desk.wait(timeout, |book| {
             let newest = book.board.as_ref();
             newest.filter(|set| wanted(set)).cloned()
-        }))
+        })
     }
 
     /// Where it stands: what the sender is doing, and what this worker runs.

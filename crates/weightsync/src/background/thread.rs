@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use weightsync_mem::{Error as Memory, process_id};
+use weightsync_mem::{Error as Memory, interrupt, process_id};
 
 use crate::background::{BackgroundState, BackgroundStatus};
 use crate::error::{Error, Result};
@@ -108,6 +108,8 @@ pub(crate) struct Book<B> {
     stop: bool,
     /// The thread has ended, or there never was one: nothing arrives any more.
     ended: bool,
+    /// The thread uses the desk no more.
+    gone: bool,
 }
 
 impl<B: Send + 'static> Follower<B> {
@@ -124,6 +126,7 @@ impl<B: Send + 'static> Follower<B> {
                 news: 0,
                 stop: false,
                 ended: !carries,
+                gone: false,
             }),
             changed: Condvar::new(),
             owner: process_id(),
@@ -133,7 +136,10 @@ impl<B: Send + 'static> Follower<B> {
             true => {
                 let thread = std::thread::Builder::new().name("weightsync-background".into());
                 let desk = desk.clone();
-                let thread = thread.spawn(move || run(&desk, task));
+                let thread = thread.spawn(move || {
+                    let _gone = Gone(&desk);
+                    run(&desk, task);
+                });
                 Some(thread.map_err(|source| Error::Os {
                     action: "starting a background receiver",
                     source,
@@ -157,16 +163,25 @@ impl<B: Send + 'static> Follower<B> {
     }
 
     /// Ends the thread and clears the desk. Whoever leaves a seat there after that
-    /// finds it empty.
+    /// finds it empty. If the wait for what the thread is at is interrupted, the
+    /// thread ends by itself after that, and takes with it what lies on the desk.
     ///
     /// # Errors
     ///
-    /// In a forked child.
-    pub(crate) fn stop(self) -> Result<(Receiver, B)>
+    /// In a forked child; [`Error::Interrupted`].
+    pub(crate) fn stop(mut self) -> Result<(Receiver, B)>
     where
         B: Default,
     {
-        let desk = self.desk()?.clone();
+        self.desk()?;
+        if self.thread.is_some() {
+            self.desk.tell(|book| book.stop = true);
+            if let Err(interrupted) = self.desk.until_gone() {
+                self.thread = None;
+                return Err(interrupted);
+            }
+        }
+        let desk = self.desk.clone();
         drop(self);
         let mut book = desk.open();
         let board = std::mem::take(&mut book.board);
@@ -242,37 +257,40 @@ impl<B> Desk<B> {
 
     /// Waits until `look` finds something, or the deadline comes, or nothing
     /// will change any more.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`].
     pub(crate) fn wait<T>(
         &self,
         timeout: Option<Duration>,
         mut look: impl FnMut(&mut Book<B>) -> Option<T>,
-    ) -> Option<T> {
+    ) -> Result<Option<T>> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut book = self.open();
         loop {
             let found = look(&mut book);
             if found.is_some() || book.ended {
-                return found;
+                return Ok(found);
             }
             book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
-                Some(Duration::ZERO) => return None,
-                left => self.rest(book, left),
+                Some(Duration::ZERO) => return Ok(None),
+                left => self.rest(book, left)?,
             };
         }
     }
 
     /// Uses the receiver from a thread of the worker.
-    pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> T) -> T {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`], and those of `with`.
+    pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> Result<T>) -> Result<T> {
         self.tell(|book| book.borrowers += 1);
-        let mut book = self.open();
-        let receiver = loop {
-            match book.receiver.take() {
-                Some(receiver) => break receiver,
-                None => book = self.rest(book, None),
-            }
-        };
-        book.borrowers -= 1;
-        drop(book);
+        let receiver = self.until_lent();
+        // The thread goes on if this was the last that wanted it.
+        self.note(|book| book.borrowers -= 1);
+        let receiver = receiver?;
         let mut lent = Lent {
             desk: self,
             receiver: Some(receiver),
@@ -281,6 +299,24 @@ impl<B> Desk<B> {
             .as_mut()
             .map(|receiver| with(receiver))
             .unwrap_or_else(|| unreachable!("it was put there just now"))
+    }
+
+    fn until_lent(&self) -> Result<Box<Receiver>> {
+        let mut book = self.open();
+        loop {
+            match book.receiver.take() {
+                Some(receiver) => return Ok(receiver),
+                None => book = self.rest(book, None)?,
+            }
+        }
+    }
+
+    fn until_gone(&self) -> Result<()> {
+        let mut book = self.open();
+        while !book.gone {
+            book = self.rest(book, None)?;
+        }
+        Ok(())
     }
 
     /// Takes the receiver for the thread, once no other thread wants it; `None`
@@ -296,7 +332,8 @@ impl<B> Desk<B> {
             {
                 return Some((receiver, book.news));
             }
-            book = self.rest(book, None);
+            // Nobody interrupts this thread.
+            book = self.rest(book, None).ok()?;
         }
     }
 
@@ -324,17 +361,31 @@ impl<B> Desk<B> {
         while book.news == seen {
             book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
                 Some(Duration::ZERO) => return,
-                left => self.rest(book, left),
+                left => match self.rest(book, left) {
+                    Ok(book) => book,
+                    Err(_) => return,
+                },
             };
         }
     }
 
+    /// Waits until something changes, at most so long; the caller looks again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`].
     pub(crate) fn rest<'a>(
-        &self,
+        &'a self,
         book: MutexGuard<'a, Book<B>>,
         left: Option<Duration>,
-    ) -> MutexGuard<'a, Book<B>> {
-        match left {
+    ) -> Result<MutexGuard<'a, Book<B>>> {
+        if interrupt::is_due() {
+            // Asked without the lock: the check may want the desk.
+            drop(book);
+            interrupt::ask()?;
+            return Ok(self.open());
+        }
+        Ok(match interrupt::slice(left) {
             None => {
                 let waited = self.changed.wait(book);
                 waited.unwrap_or_else(PoisonError::into_inner)
@@ -343,7 +394,16 @@ impl<B> Desk<B> {
                 let waited = self.changed.wait_timeout(book, left);
                 waited.unwrap_or_else(PoisonError::into_inner).0
             }
-        }
+        })
+    }
+}
+
+/// Says at the end of the thread that it is gone.
+struct Gone<'a, B>(&'a Desk<B>);
+
+impl<B> Drop for Gone<'_, B> {
+    fn drop(&mut self) {
+        self.0.note(|book| book.gone = true);
     }
 }
 
@@ -537,6 +597,7 @@ mod tests {
                 news: 0,
                 stop: false,
                 ended: false,
+                gone: false,
             }),
             changed: Condvar::new(),
             owner: parent,

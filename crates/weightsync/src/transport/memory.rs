@@ -405,10 +405,10 @@ impl ReceiverTransport for Attached {
         };
         self.reader.ask(want)?;
         let answer = self.reader.answer(deadline);
-        let taken = answer.map_err(|error| self.named(error))?;
-        if taken.is_none() {
+        if let Ok(None) | Err(weightsync_mem::Error::Interrupted) = answer {
             self.reader.withdraw()?;
         }
+        let taken = answer.map_err(|error| self.named(error))?;
         Ok(taken.map(|taken| self.lent(taken)))
     }
 

@@ -41,6 +41,7 @@ use crate::set::SetSnapshot;
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
 
+pub use weightsync_mem::interrupt;
 pub use weightsync_mem::{BoxedError, CopyOptions, Deadline, Fill, Source, WaitStyle};
 
 /// A way for weights to travel, with its settings: it makes the two ends.

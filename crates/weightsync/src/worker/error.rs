@@ -54,6 +54,18 @@ pub enum WorkerError {
         begun: bool,
     },
 
+    /// The [check](crate::interruptible) of the calling thread ended its wait. With `begun`, part
+    /// of the frame that was to be sent is in the pipe: it will arrive whole once the other end
+    /// reads, so it must not be sent again.
+    #[error(
+        "the call was interrupted while it waited{}",
+        if *begun { "; its frame has been begun and will arrive whole" } else { "" }
+    )]
+    Interrupted {
+        /// Whether part of the frame is already in the pipe.
+        begun: bool,
+    },
+
     /// A worker did not die of SIGKILL in time: the kernel holds it in an uninterruptible wait.
     #[error("worker {worker} is still there {waited:?} after SIGKILL")]
     Unkillable {

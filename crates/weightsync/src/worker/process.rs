@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat};
 use rustix::io::Errno;
 use rustix::process::{
@@ -18,11 +18,12 @@ use rustix::process::{
     pidfd_open, set_parent_process_death_signal,
 };
 use serde::de::DeserializeOwned;
+use weightsync_mem::interrupt;
 
 use super::error::{PipeFault, WorkerError};
 use super::frame::{FrameAssembler, Greeting, Kind, header};
 use super::pipe::{self, Read};
-use super::wait::{Owner, Waker, deadline, lock, wait};
+use super::wait::{Ended, Owner, Waker, deadline, lock, wait, wait_or_interrupt};
 use super::{MARK, spawn};
 
 /// The running program, also when its file has been replaced or removed.
@@ -73,7 +74,8 @@ pub struct WorkerProcess {
     greeting: Greeting,
     init: Vec<u8>,
     /// Held for the length of a send: frames never mix.
-    sending: Mutex<()>,
+    /// What an interrupted send left of its frame, for the next one to send first.
+    sending: Mutex<Vec<u8>>,
     owner: Owner,
 }
 
@@ -116,6 +118,7 @@ impl WorkerProcess {
     /// # Errors
     /// * [`WorkerError::FrameTooLong`], before anything is sent;
     /// * [`WorkerError::Closed`] when the trainer closed the pipe or is dead;
+    /// * [`WorkerError::Interrupted`]: what was begun is finished by the next send;
     /// * [`WorkerError::Os`] when a full pipe cannot be waited for. Part of the frame may be in it
     ///   then: the pipe is of no more use.
     pub fn send(&self, frame: &[u8]) -> Result<(), WorkerError> {
@@ -124,18 +127,42 @@ impl WorkerProcess {
         let header = header(Kind::User, frame.len() as u32);
         let total = header.len() + frame.len();
         let socket = &self.shared.socket;
-        let _whole = lock(&self.sending);
+        let mut rest = lock(&self.sending);
+        let write = |first: &[u8], second: &[u8], done| {
+            pipe::write(socket, first, second, done).map_err(|_| WorkerError::Closed)
+        };
+        while !rest.is_empty() {
+            let done = write(&rest, &[], 0)?;
+            rest.drain(..done);
+            if !rest.is_empty() {
+                self.until_room(false)?;
+            }
+        }
         let mut done = 0;
         loop {
-            done = pipe::write(socket, &header, frame, done).map_err(|_| WorkerError::Closed)?;
+            done = write(&header, frame, done)?;
             if done == total {
                 return Ok(());
             }
-            // A hang-up ends this wait too; the next write tells. An interrupted wait is repeated.
-            match poll(&mut [PollFd::new(socket, PollFlags::OUT)], None) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => return Err(WorkerError::os("waiting for room in the pipe")(error)),
+            let waited = self.until_room(done > 0);
+            if let Err(WorkerError::Interrupted { begun: true }) = waited {
+                rest.extend_from_slice(&header[done.min(header.len())..]);
+                rest.extend_from_slice(&frame[done.saturating_sub(header.len())..]);
             }
+            waited?;
+        }
+    }
+
+    /// Waits until the pipe has room, or is closed, which the next write tells.
+    fn until_room(&self, begun: bool) -> Result<(), WorkerError> {
+        let interrupted = |_| WorkerError::Interrupted { begun };
+        let slice = interrupt::at_most(None).map_err(interrupted)?;
+        let slice = slice.and_then(|slice| Timespec::try_from(slice).ok());
+        let socket = PollFd::new(&self.shared.socket, PollFlags::OUT);
+        match poll(&mut [socket], slice.as_ref()) {
+            Ok(_) => Ok(()),
+            Err(Errno::INTR) => interrupt::ask().map_err(interrupted),
+            Err(error) => Err(WorkerError::os("waiting for room in the pipe")(error)),
         }
     }
 
@@ -146,7 +173,7 @@ impl WorkerProcess {
     ///
     /// # Errors
     /// [`WorkerError::Peer`] when the trainer sent something else than frames. The process is
-    /// about to end then, as if the pipe were closed.
+    /// about to end then, as if the pipe were closed. [`WorkerError::Interrupted`].
     pub fn recv(&self, timeout: Option<Duration>) -> Result<Option<Vec<u8>>, WorkerError> {
         self.owner.check()?;
         let deadline = deadline(timeout);
@@ -165,9 +192,13 @@ impl WorkerProcess {
             if state.closed {
                 return Ok(None);
             }
-            state = match wait(&self.shared.changed, state, deadline) {
+            let place = (&self.shared.state, &self.shared.changed);
+            state = match wait_or_interrupt(place, state, deadline) {
                 Ok(state) => state,
-                Err(_) => return Ok(None),
+                Err((_, Ended::Deadline)) => return Ok(None),
+                Err((_, Ended::Interrupted)) => {
+                    return Err(WorkerError::Interrupted { begun: false });
+                }
             };
         }
     }

@@ -6,6 +6,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
+use weightsync_mem::interrupt;
 
 use super::error::WorkerError;
 
@@ -37,6 +38,39 @@ pub(super) fn wait<'a, T>(
         .wait_timeout(guard, left)
         .unwrap_or_else(PoisonError::into_inner);
     Ok(guard)
+}
+
+/// As [`wait`], and [`Ended::Interrupted`] if this thread's check says so.
+pub(super) fn wait_or_interrupt<'a, T>(
+    (mutex, changed): (&'a Mutex<T>, &Condvar),
+    guard: MutexGuard<'a, T>,
+    deadline: Option<Instant>,
+) -> Result<MutexGuard<'a, T>, (MutexGuard<'a, T>, Ended)> {
+    if interrupt::is_due() {
+        // Asked without the lock; then the caller looks again.
+        drop(guard);
+        let asked = interrupt::ask();
+        let guard = lock(mutex);
+        return match asked {
+            Ok(()) => Ok(guard),
+            Err(_) => Err((guard, Ended::Interrupted)),
+        };
+    }
+    let slice = self::deadline(interrupt::slice(None));
+    let until = [deadline, slice].into_iter().flatten().min();
+    match wait(changed, guard, until) {
+        Err(guard) if deadline.is_some_and(|at| at <= Instant::now()) => {
+            Err((guard, Ended::Deadline))
+        }
+        Ok(guard) | Err(guard) => Ok(guard),
+    }
+}
+
+/// What ended a wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ended {
+    Deadline,
+    Interrupted,
 }
 
 /// The process that made something. After a fork, the copy has neither the threads nor the right.

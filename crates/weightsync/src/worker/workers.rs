@@ -16,7 +16,7 @@ use super::frame::{Kind, header};
 use super::pipe;
 use super::process::FRAME_COST;
 use super::spawn::{Spawn, check_len};
-use super::wait::{Owner, Waker, deadline, lock, wait};
+use super::wait::{Ended, Owner, Waker, deadline, lock, wait, wait_or_interrupt};
 use super::watch::Watcher;
 
 /// How long a process may take to die of SIGKILL. Only an uninterruptible wait in the kernel
@@ -82,6 +82,7 @@ impl Workers {
     /// # Errors
     /// * [`WorkerError::Gone`] when the worker is dead or dies meanwhile;
     /// * [`WorkerError::SendTimeout`] when it does not read in time;
+    /// * [`WorkerError::Interrupted`], which says whether the frame was begun, as the timeout does;
     /// * [`WorkerError::FrameTooLong`] before anything is sent;
     /// * [`WorkerError::NoSuchWorker`], [`WorkerError::ShutDown`], [`WorkerError::Forked`].
     pub fn send(
@@ -93,11 +94,15 @@ impl Workers {
         self.check(worker)?;
         check_len(frame.len(), self.max_frame)?;
         let deadline = deadline(timeout);
-        let too_late = |begun| WorkerError::SendTimeout {
-            worker,
-            waited: timeout.unwrap_or_default(),
-            begun,
+        let too_late = |ended, begun| match ended {
+            Ended::Deadline => WorkerError::SendTimeout {
+                worker,
+                waited: timeout.unwrap_or_default(),
+                begun,
+            },
+            Ended::Interrupted => WorkerError::Interrupted { begun },
         };
+        let place = (&self.shared.state, &self.shared.changed);
 
         // Our turn comes when the frame before ours is in the pipe.
         let mut state = lock(&self.shared.state);
@@ -106,7 +111,8 @@ impl Workers {
             if state.slots[worker].outbox.is_empty() {
                 break link;
             }
-            state = wait(&self.shared.changed, state, deadline).map_err(|_| too_late(false))?;
+            state = wait_or_interrupt(place, state, deadline)
+                .map_err(|(_, ended)| too_late(ended, false))?;
         };
 
         let header = header(Kind::User, frame.len() as u32);
@@ -121,19 +127,19 @@ impl Workers {
         let turn = state.slots[worker].outbox.fill(&header, frame, done);
         self.shared.waker.wake();
         loop {
-            state = match wait(&self.shared.changed, state, deadline) {
+            state = match wait_or_interrupt(place, state, deadline) {
                 Ok(state) => state,
-                Err(mut state) => {
+                Err((mut state, ended)) => {
                     let outbox = &mut state.slots[worker].outbox;
                     if !outbox.is_waiting(turn) {
                         return Ok(());
                     }
                     if outbox.begun() {
-                        return Err(too_late(true));
+                        return Err(too_late(ended, true));
                     }
                     outbox.clear();
                     self.shared.changed.notify_all();
-                    return Err(too_late(false));
+                    return Err(too_late(ended, false));
                 }
             };
             if state.link(worker)?.pid != pid {
@@ -147,7 +153,8 @@ impl Workers {
 
     /// The next event of any worker, in the order in which they were read. `None` when `timeout`
     /// has passed, or when no worker is running and everything has been delivered: then nothing
-    /// can come. Without a timeout it waits until then.
+    /// can come. Without a timeout it waits until then. `None` also if it is
+    /// [interrupted](crate::interruptible).
     pub fn recv_any(&self, timeout: Option<Duration>) -> Option<(usize, Event)> {
         self.owner.check().ok()?;
         let deadline = deadline(timeout);
@@ -167,7 +174,8 @@ impl Workers {
             if state.finished || (state.running() == 0 && state.restarting == 0) {
                 return None;
             }
-            state = wait(&self.shared.changed, state, deadline).ok()?;
+            let place = (&self.shared.state, &self.shared.changed);
+            state = wait_or_interrupt(place, state, deadline).ok()?;
         }
     }
 
@@ -230,7 +238,7 @@ impl Workers {
     }
 
     /// Ends the group: closes every pipe, which asks the workers to end; kills those that have not
-    /// ended within `timeout`; and returns how each worker last ended, by index. A worker whose
+    /// ended within `timeout`, or when this is [interrupted](crate::interruptible); and returns how each worker last ended, by index. A worker whose
     /// grace is shorter than `timeout` has only that. What workers sent before can still be
     /// received. Shutting down again changes nothing and returns the same.
     ///
@@ -243,7 +251,18 @@ impl Workers {
         let mut state = lock(&self.shared.state);
         state.closing = true;
         self.shared.waker.wake();
-        state = self.until_none_runs(state, deadline(Some(timeout)));
+        let until = deadline(Some(timeout));
+        let place = (&self.shared.state, &self.shared.changed);
+        while state.running() > 0 && !state.finished {
+            // An interrupt has them killed now.
+            state = match wait_or_interrupt(place, state, until) {
+                Ok(state) => state,
+                Err((late, _)) => {
+                    state = late;
+                    break;
+                }
+            };
+        }
         if state.running() > 0 {
             state
                 .slots

@@ -12,6 +12,7 @@ mod digest;
 mod extract;
 mod files;
 mod init_info;
+mod interrupt;
 mod leaks;
 mod loan;
 mod pending;

@@ -11,6 +11,7 @@ use rustix::process::{
     set_parent_process_death_signal,
 };
 use serde::{Deserialize, Serialize};
+use weightsync::interruptible;
 use weightsync::worker::{self, Event, Spawn, WorkerError, WorkerProcess, Workers};
 
 use crate::leaks;
@@ -39,6 +40,9 @@ pub enum Role {
     /// Sends so many frames of so many bytes, each beginning with its number, writing the number
     /// to standard error first; then echoes.
     Flood { frames: u32, bytes: usize },
+    /// Sends numbered frames of so many bytes until a send is interrupted, says so on standard
+    /// error, and sends how many there are.
+    Impatient { bytes: usize },
     /// Writes to standard error, sends one frame, and echoes.
     Speak(String),
     /// Echoes, but only after the gate opened.
@@ -120,6 +124,29 @@ fn play(worker: &WorkerProcess) -> Result<(), WorkerError> {
                 worker.send(&frame)?;
             }
             eprintln!("done");
+        }
+        Role::Impatient { bytes } => {
+            let mut number = 0_u32;
+            let ended = loop {
+                let mut frame = vec![number as u8; bytes];
+                frame[..4].copy_from_slice(&number.to_le_bytes());
+                match interruptible(|| true, || worker.send(&frame)) {
+                    Ok(()) => number += 1,
+                    Err(ended) => break ended,
+                }
+            };
+            // What was begun counts as sent.
+            match ended {
+                WorkerError::Interrupted { begun } => number += u32::from(begun),
+                ended => return Err(ended),
+            }
+            let nothing = interruptible(|| true, || worker.recv(None));
+            assert!(
+                matches!(nothing, Err(WorkerError::Interrupted { .. })),
+                "{nothing:?}"
+            );
+            eprintln!("interrupted");
+            worker.send(&number.to_le_bytes())?;
         }
         Role::Speak(text) => {
             eprintln!("{text}");

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use weightsync::interruptible;
 use weightsync::worker::{Event, PipeFault, Restart, Spawn, WorkerError};
 
 use crate::act::{ROGUE, Role};
@@ -219,6 +220,64 @@ pub fn a_send_to_a_worker_that_does_not_read_ends_by_its_deadline() {
             "whole, and nothing of the third"
         );
     }
+}
+
+pub fn an_interrupted_call_ends_and_the_pipe_stays_whole() {
+    let mut gate = Gate::new();
+    let workers = spawn(1, &Role::Deaf(gate.path().into()))
+        .queue_bytes(1)
+        .start()
+        .expect("a worker starts");
+    assert_eq!(frame(&workers).1, b"deaf");
+    let started = Instant::now();
+    assert_eq!(interruptible(|| true, || workers.recv_any(None)), None);
+    let long = |byte| vec![byte; 2 << 20];
+    workers
+        .send(0, &long(1), Some(LONG))
+        .expect("it is read ahead");
+    for (byte, expected) in [(2, true), (3, false)] {
+        match interruptible(|| true, || workers.send(0, &long(byte), None)) {
+            Err(WorkerError::Interrupted { begun }) if begun == expected => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    gate.open(1);
+    workers.send(0, &long(4), Some(LONG)).expect("it reads now");
+    for byte in [1, 2, 4] {
+        assert_eq!(frame(&workers), (0, long(byte)));
+    }
+    // A worker that ignores the end is killed at once.
+    let workers = spawn(1, &Role::SpinWithoutSignal)
+        .grace(LONG)
+        .start()
+        .expect("a worker starts");
+    frame(&workers);
+    let exits = interruptible(|| true, || workers.shutdown(LONG));
+    assert_eq!(exits[0].signal, Some(9));
+    assert!(started.elapsed() < LONG);
+}
+
+pub fn an_interrupted_worker_sends_whole_frames() {
+    let (lines, heard) = channel();
+    let workers = spawn(1, &Role::Impatient { bytes: 1 << 20 })
+        .queue_bytes(1)
+        .on_stderr_line(move |_, line| lines.send(line.to_owned()).unwrap_or_default())
+        .start()
+        .expect("a worker starts");
+    expect_line(&heard, "interrupted");
+    let mut whole = 0_u32;
+    let count = loop {
+        let (_, frame) = frame(&workers);
+        let number = frame[..4].try_into().map(u32::from_le_bytes);
+        let number = number.expect("four bytes");
+        if frame.len() == 4 {
+            break number;
+        }
+        assert_eq!((number, frame.len()), (whole, 1 << 20));
+        assert!(frame[4..].iter().all(|byte| *byte == whole as u8));
+        whole += 1;
+    };
+    assert!(count > 0 && count == whole, "{count} of {whole}");
 }
 
 pub fn a_restart_follows_the_end_of_the_process_before() {

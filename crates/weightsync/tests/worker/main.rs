@@ -33,6 +33,8 @@ fn trials() -> Vec<Trial> {
         group::a_worker_that_breaks_the_rules_of_the_pipe_is_killed_and_reported,
         group::a_worker_that_sends_too_fast_waits,
         group::a_send_to_a_worker_that_does_not_read_ends_by_its_deadline,
+        group::an_interrupted_call_ends_and_the_pipe_stays_whole,
+        group::an_interrupted_worker_sends_whole_frames,
         group::a_restart_follows_the_end_of_the_process_before,
         group::the_restart_policy_counts,
         group::one_that_keeps_dying_waits_until_its_end_was_received,

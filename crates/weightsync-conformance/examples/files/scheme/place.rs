@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
+use weightsync::transport::interrupt;
 use weightsync::{Error, Result};
 
 use super::Trouble;
@@ -193,7 +194,7 @@ impl Stay {
                 Err(error) if error.kind() == ErrorKind::NotFound && !late => {}
                 Err(error) => return Err(failed("locking", dir)(error)),
             }
-            std::thread::sleep(PAUSE);
+            interrupt::sleep(PAUSE)?;
         };
         for old in entries(dir).iter().filter(|old| !old.ends_with("lock")) {
             let _ = fs::remove_dir_all(old).or_else(|_| fs::remove_file(old));

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use weightsync::transport::{
-    Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport,
+    Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport, interrupt,
 };
 use weightsync::{Digest, Error, Member, Result, Run, SetSnapshot, Snapshot};
 
@@ -76,7 +76,7 @@ impl FileReceiver {
                     waited: since.elapsed(),
                 });
             }
-            std::thread::sleep(PAUSE);
+            interrupt::sleep(PAUSE)?;
         }
     }
 
@@ -239,7 +239,7 @@ impl ReceiverTransport for FileReceiver {
             match life {
                 Life::Here if self.interrupted.swap(false, Ordering::SeqCst) => return Ok(None),
                 Life::Here if passed(deadline) => return Ok(None),
-                Life::Here => std::thread::sleep(PAUSE),
+                Life::Here => interrupt::sleep(PAUSE)?,
                 Life::Left => return Err(Error::SenderClosed),
                 Life::Dead => {
                     let pid = Some(self.sender.about.pid);

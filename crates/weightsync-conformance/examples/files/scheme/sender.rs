@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use weightsync::transport::{
     CopyOptions, Deadline, Image, Level, ModelSpec, Opening, Outstanding, SenderTransport, Source,
-    Staging, Targets,
+    Staging, Targets, interrupt,
 };
 use weightsync::{
     Digest, Error, Outcome, Result, Snapshot, Version, WaitFor, WorkerId, WorkerReport,
@@ -112,7 +112,7 @@ impl SenderTransport for FileSender {
             if passed(deadline) {
                 return Ok(false);
             }
-            std::thread::sleep(PAUSE);
+            interrupt::sleep(PAUSE)?;
         }
     }
 
@@ -287,7 +287,7 @@ impl Outstanding for Published {
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         let mut lines: Vec<_> = lines.collect();
         while lines.iter().any(|line| !line.outcome.is_final(wait)) && !passed(deadline) {
-            std::thread::sleep(PAUSE);
+            interrupt::sleep(PAUSE)?;
             for (line, worker) in lines.iter_mut().zip(&self.workers) {
                 if !line.outcome.is_final(wait) {
                     *line = self.line(worker, level);
