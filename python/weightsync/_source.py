@@ -33,12 +33,12 @@ class Source:
     def place(self, weights: Any) -> NativeSource:
         """The source of a send. It lives as long as this source is not placed again."""
         if _dtypes.is_module(weights):
-            if self._walk is None or self._walk.module is not weights:
-                self._walk = _ModuleWalk(weights, self._strategy)
             walk = self._walk
-            if self._native is not None and walk.holds():
-                if self._placed_again(walk.tensors, walk.extras()):
-                    return self._native
+            if walk is None or walk.module is not weights:
+                self._walk = walk = _ModuleWalk(weights, self._strategy)
+            elif walk.holds() and self._placed_again(walk.tensors, walk.extras()):
+                assert self._native is not None
+                return self._native
             found, extras = walk.look(), walk.extras()
         else:
             self._walk = None
@@ -93,14 +93,13 @@ class _ModuleWalk:
         self._strategy = strategy
         self.tensors: list[Any] = []
         self._slots: list[tuple[dict[str, Any], str]] = []
-        self._modules: list[Any] = []
+        self._extras: list[tuple[str, Any]] = []
         self._counts: list[tuple[dict[str, Any], int]] = []
 
     def look(self) -> list[Found]:
         """Walks the whole module."""
         found: list[Found] = []
-        self.tensors, self._slots, self._counts = [], [], []
-        self._extras: list[tuple[str, Any]] = []
+        self.tensors, self._slots, self._counts, self._extras = [], [], [], []
         for prefix, module, slots, key, tensor, is_buffer in module_tensors(
             self.module, self._strategy
         ):

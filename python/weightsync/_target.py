@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync import _dtypes, _extra
-from weightsync._native import Layout, Snapshot
+from weightsync._native import Layout, Snapshot, take_written
 from weightsync._source import has_extra_state, module_tensors, tree
 
 logger = logging.getLogger("weightsync")
@@ -81,6 +81,7 @@ class ModuleTarget(Target):
 
     def layout(self) -> Layout:
         with self._lock:
+            self._the_module()
             if self._layout is None or not self._holds():
                 self._look()
             assert self._layout is not None
@@ -100,6 +101,15 @@ class ModuleTarget(Target):
             states = snapshot.extra_states
             if states:
                 self._load_extra(snapshot, states)
+        for model, version, names in take_written():
+            logger.warning(
+                "%s of v%d of %s %s written in place; what was written went with the version. "
+                'Receive with mode="copy" to keep it until the next one',
+                ", ".join(names),
+                version,
+                model,
+                "was" if len(names) == 1 else "were",
+            )
 
     def release(self) -> None:
         import torch

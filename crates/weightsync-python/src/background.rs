@@ -29,7 +29,12 @@ impl Background {
     /// that took it; any number of threads may have one.
     fn take_seat(&self, py: Python<'_>) -> PyResult<Seat> {
         let inner = self.running(py)?;
-        let seat = released(py, || inner.hold())?;
+        // The usual case takes no lock, and need not let go of the interpreter's.
+        let seat = inner.try_hold().map_err(|error| exception(py, error))?;
+        let seat = match seat {
+            Some(seat) => seat,
+            None => released(py, || inner.hold())?,
+        };
         Ok(Seat(Mutex::new(Some(seat))))
     }
 
@@ -187,7 +192,7 @@ fn alone(mut inner: Arc<Inner>) -> Result<Inner, Error> {
 
 /// What keeps the models of a background receiver as they are.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct Seat(Mutex<Option<weightsync::Seat>>);
+pub struct Seat(Mutex<Option<weightsync::ModelHold>>);
 
 #[pymethods]
 impl Seat {

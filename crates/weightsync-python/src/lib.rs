@@ -37,7 +37,7 @@ mod _native {
     #[pymodule_export]
     use crate::session::{InitInfo, Session};
     #[pymodule_export]
-    use crate::snapshot::{SetSnapshot, Snapshot};
+    use crate::snapshot::{SetSnapshot, Snapshot, take_written};
     #[pymodule_export]
     use crate::source::{Layout, Source};
 

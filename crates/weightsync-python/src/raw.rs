@@ -2,12 +2,11 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
-use std::sync::Arc;
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use weightsync::Snapshot as Inner;
+use weightsync::PrivateView;
 use weightsync_simd::stream_copy_slice;
 
 /// Where a tensor or an array of Python's lies.
@@ -51,11 +50,11 @@ impl Address {
 /// the version.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct View {
-    held: Arc<Inner>,
+    held: PrivateView,
 }
 
 impl View {
-    pub fn new(held: Arc<Inner>) -> Self {
+    pub fn new(held: PrivateView) -> Self {
         Self { held }
     }
 }
@@ -76,12 +75,12 @@ impl View {
         if buffer.is_null() {
             return Err(PyBufferError::new_err("no place for the buffer"));
         }
-        let bytes = slf.get().held.slot_bytes();
-        let (start, len) = (bytes.as_ptr() as *mut c_void, bytes.len() as isize);
+        let held = &slf.get().held;
+        let (start, len) = (held.as_ptr().cast::<c_void>(), held.len() as isize);
         let keeper = slf.as_ptr();
         // SAFETY: the memory lives as long as this view, of which the filled
-        // buffer holds a reference.
-        let done = unsafe { ffi::PyBuffer_FillInfo(buffer, keeper, start, len, 1, flags) };
+        // buffer holds a reference; it may be written, as a private view's may.
+        let done = unsafe { ffi::PyBuffer_FillInfo(buffer, keeper, start, len, 0, flags) };
         match done {
             0 => Ok(()),
             _ => Err(PyErr::fetch(slf.py())),

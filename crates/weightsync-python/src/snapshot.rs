@@ -1,10 +1,10 @@
 //! What a worker holds, seen from Python.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use weightsync::{Error, ExtraState};
+use weightsync::{Error, ExtraState, Written};
 
 use crate::plain;
 use crate::raw::{Address, View};
@@ -89,8 +89,11 @@ impl Snapshot {
 
     /// The version's bytes as a buffer that can be written: what is written is
     /// this process's alone.
-    fn view(&self) -> PyResult<View> {
-        Ok(View::new(self.held.clone()))
+    ///
+    /// What is written is dropped with the last view, and is then one of
+    /// `take_written`.
+    fn view(&self, py: Python<'_>) -> PyResult<View> {
+        released(py, || self.held.private_with(note)).map(View::new)
     }
 
     /// Copies tensors, by their index in the layout, to addresses.
@@ -157,6 +160,30 @@ impl Snapshot {
         let (tensors, bytes) = (self.held.layout().len(), self.held.layout().payload_bytes());
         format!("<Snapshot {model} {version}: {tensors} tensors, {bytes} bytes>")
     }
+}
+
+/// What was written in place, and not said yet. Whoever finds it must not wait, so
+/// it is put here instead of being said.
+static WRITTEN: Mutex<Vec<Written>> = Mutex::new(Vec::new());
+
+/// The most that is kept.
+const MOST: usize = 64;
+
+fn note(what: Written) {
+    let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if written.len() < MOST {
+        written.push(what);
+    }
+}
+
+/// Tensors that this process has written in versions that are gone by now: model,
+/// version, names. What was written is lost.
+#[pyfunction]
+pub fn take_written() -> Vec<(String, u64, Vec<String>)> {
+    let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let written = written.drain(..);
+    let written = written.map(|what| (what.model.to_string(), what.version.0, what.tensors));
+    written.collect()
 }
 
 /// One whole version of each model of a worker, that belong together.

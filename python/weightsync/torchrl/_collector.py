@@ -108,8 +108,6 @@ def bump_at_next_forward(collector: Any, module: Any) -> None:
 
     A step that is under way belongs to the weights before: its frame is stamped so.
     """
-    if getattr(collector, "policy_version_tracker", None) is None:
-        return
     if not isinstance(module, nn.Module):
         collector.increment_version()
         return

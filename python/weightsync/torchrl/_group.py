@@ -130,7 +130,11 @@ class Group:
                 getattr(current, "spent", lambda: None)()
 
     def send(
-        self, weights: dict[str, Any], worker_ids: list[int] | None, wait: str
+        self,
+        weights: dict[str, Any],
+        worker_ids: list[int] | None,
+        wait: str,
+        timeout: float | None = None,
     ) -> Any:
         """Sends the weights of some models, or of one for each worker."""
         if self.sender is None or self._pid != os.getpid():
@@ -139,13 +143,17 @@ class Group:
             name: self._weights[name]() if value is None else value
             for name, value in weights.items()
         }
-        return self.sender.send(weights_dict=given, worker_ids=worker_ids, wait=wait)
+        return self.sender.send(
+            weights_dict=given, worker_ids=worker_ids, wait=wait, timeout=timeout
+        )
 
-    def send_each(self, name: str, weights: dict[int, Any], wait: str) -> Any:
+    def send_each(
+        self, name: str, weights: dict[int, Any], wait: str, timeout: float | None = None
+    ) -> Any:
         """Sends one model's weights, other ones to each worker."""
         if self.sender is None or self._pid != os.getpid():
             raise LifecycleError("there is no sender here: connect first, in the trainer's process")
-        return self.sender.send_each(weights, model=name, wait=wait)
+        return self.sender.send_each(weights, model=name, wait=wait, timeout=timeout)
 
     def _first(self, name: str) -> Any:
         if name in self._each:
@@ -279,6 +287,8 @@ class Slot(Target):
         self._guarded: list[Any] = []
         # What else happens when weights were loaded: a cascade, say.
         self.loaded: Callable[[NativeSnapshot], None] | None = None
+        # Another way to load: True if it took the snapshot.
+        self.apply: Callable[[NativeSnapshot], bool] | None = None
         self.count = 0
 
     def put(self, model: Any) -> None:
@@ -298,7 +308,7 @@ class Slot(Target):
         if self._sent is not None:
             self._target.shape(self._sent)
         if self._last is not None:
-            self._target.load(self._last)
+            self._load(self._last)
         if before is not None:
             before.release()
 
@@ -320,17 +330,26 @@ class Slot(Target):
         return self._target is not None and self._target.shape(layout)
 
     def load(self, snapshot: NativeSnapshot) -> None:
-        if self._target is not None:
-            self._target.load(snapshot)
-        again = self._last is not None and (self._last.run, self._last.version) == (
-            snapshot.run,
-            snapshot.version,
-        )
-        self._last = snapshot
-        if not again:
-            self.count += 1
-            if self.loaded is not None:
-                self.loaded(snapshot)
+        self._load(snapshot)
+        last, self._last = self._last, snapshot
+        same_run = last is not None and last.run == snapshot.run
+        if same_run and last.version == snapshot.version:
+            return
+        self.count += 1
+        if self.loaded is None:
+            return
+        try:
+            self.loaded(snapshot)
+        except Exception:
+            if not same_run or last.version < snapshot.version:
+                raise
+            # The model goes back to the version before, because this failed with the next.
+            logger.warning("passing v%d of %s on again failed", snapshot.version, self.name)
+
+    def _load(self, snapshot: NativeSnapshot) -> None:
+        if self._target is None or (self.apply is not None and self.apply(snapshot)):
+            return
+        self._target.load(snapshot)
 
     def release(self) -> None:
         self._last = None

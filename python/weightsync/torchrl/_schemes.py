@@ -16,6 +16,7 @@ from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 
 from weightsync import _ends, _paths
 from weightsync._native import Snapshot as NativeSnapshot
+from weightsync._target import tensors_of
 from weightsync.errors import LifecycleError, ModelError
 from weightsync.torchrl import _collector
 from weightsync.torchrl._group import Group, Slot
@@ -235,10 +236,12 @@ class _LocalScheme(WeightSyncScheme):
         self,
         weights: Any = None,
         worker_ids: int | Iterable[int] | None = None,
+        timeout: float | None = None,
     ) -> Any:
         """Sends weights, and returns a :class:`weightsync.Report`.
 
         Args:
+            timeout: how long it waits at most, in seconds; TorchRL's own limit without.
             weights: None for the registered model; a module, TensorDict, state dict or
                 nested dict; a path of a model; or such by worker, ``{0: …, 1: …}``.
             worker_ids: these workers alone, by number or by device; no other changes.
@@ -255,15 +258,15 @@ class _LocalScheme(WeightSyncScheme):
                 for worker, one in weights.items()
                 if chosen is None or worker in chosen
             }
-            return group.send_each(name, each, wait)
+            return group.send_each(name, each, wait, timeout)
         if weights is None and name in group._each:
             each = group._each[name]()
             chosen = self._workers(worker_ids)
             if chosen is not None:
                 each = {worker: one for worker, one in each.items() if worker in chosen}
-            return group.send_each(name, each, wait)
+            return group.send_each(name, each, wait, timeout)
         given = None if weights is None else self._extracted(weights)
-        return group.send({name: given}, self._workers(worker_ids), wait)
+        return group.send({name: given}, self._workers(worker_ids), wait, timeout)
 
     def _wait(self) -> str:
         return "applied" if self.sync else "sent"
@@ -342,6 +345,8 @@ class _LocalScheme(WeightSyncScheme):
         self._model_id = model_id
         self._slot = Slot(model_id, self._mode)
         self._slot.loaded = self._loaded
+        # Looked up at each load: a strategy may be exchanged.
+        self._slot.apply = self._applied_by_strategy
         if context is not None:
             self.context = context
         if model is not None:
@@ -427,6 +432,13 @@ class _LocalScheme(WeightSyncScheme):
             context.update_policy_weights_(
                 model_id=self._model_id, policy_or_weights=self._formatted(self._slot.weights())
             )
+
+    def _applied_by_strategy(self, snapshot: NativeSnapshot) -> bool:
+        """Leaves the applying to a strategy of one's own, if this is one."""
+        if type(self._strategy).apply_weights is _UPSTREAM_APPLY or self.model is None:
+            return False
+        self._strategy.apply_weights(self.model, self._formatted(tensors_of(snapshot)))
+        return True
 
     def _formatted(self, weights: dict[str, Any] | None) -> Any:
         if weights is None or self.strategy_str == "state_dict":
@@ -603,6 +615,7 @@ class NoWeightSyncScheme(_LocalScheme):
 
 # A strategy of one's own extracts by itself.
 _UPSTREAM_EXTRACT = WeightStrategy.extract_weights
+_UPSTREAM_APPLY = WeightStrategy.apply_weights
 
 
 class _Given:
@@ -662,6 +675,8 @@ class _Given:
 
 def _model_of(context: Any, name: str) -> Any:
     """A model of a collector's (or of any context), or None for a policy there is not."""
+    if name == "policy" and not hasattr(context, "policy") and hasattr(context, "get_model"):
+        return context.get_model(name)
     if name == "policy":
         fallback = getattr(context, "_fallback_policy", None)
         return fallback if fallback is not None else getattr(context, "policy", None)
