@@ -3,6 +3,7 @@
 
 mod delivery;
 mod faults;
+mod forks;
 mod hostile;
 mod sets;
 mod swap;
