@@ -97,6 +97,7 @@ pub use crate::{
     report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
     roster::ReaderStatus,
     snapshot::Snapshot,
+    socket::{Listener, is_served},
     staging::Staging,
     wait::{Deadline, WaitStyle},
     watch::Interrupter,

@@ -18,7 +18,7 @@ use crate::plan::{Answer, Key};
 use crate::roster::{MAX_READERS, Reader, Shared, State};
 use crate::set::Models;
 use crate::shared::{CONTROL_BYTES, LANE_BYTES};
-use crate::socket::{Packet, Socket};
+use crate::socket::{Listener, Packet, Socket};
 use crate::wait::{poll, poll_slice};
 use crate::wire::{Delivery, FromReader, FromSender, Want};
 
@@ -31,7 +31,7 @@ const MAX_TURN: usize = 16;
 const OWING_TIME: Duration = Duration::from_millis(20);
 
 /// Starts the thread. It ends when [`Shared::close`] is called.
-pub(crate) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle<()>, Error> {
+pub(crate) fn start(shared: Arc<Shared>, listener: Listener) -> Result<JoinHandle<()>, Error> {
     let service = Service {
         shared,
         listener,
@@ -47,9 +47,18 @@ pub(crate) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle
         })
 }
 
+/// Strangers are hung up on when it ends, for every copy of their connections.
+impl Drop for Service {
+    fn drop(&mut self) {
+        for stranger in &self.strangers {
+            stranger.socket.shut_down();
+        }
+    }
+}
+
 struct Service {
     shared: Arc<Shared>,
-    listener: OwnedFd,
+    listener: Listener,
     strangers: Vec<Stranger>,
     /// Some reader is still owed slots.
     owes: bool,
@@ -151,7 +160,7 @@ impl Service {
     fn let_in(&mut self, now: Instant) -> Result<(), Error> {
         // Bounded, so that newcomers cannot keep this thread from everything else.
         for _ in 0..MAX_STRANGERS {
-            match Socket::accept(&self.listener) {
+            match self.listener.accept() {
                 Ok(None) => return Ok(()),
                 Ok(Some(socket)) => {
                     // One that has said its hello already is no stranger.
@@ -505,14 +514,7 @@ pub(crate) fn is_gone(socket: &Socket) -> bool {
     let now = Some(Instant::now());
     let mut end = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::empty())];
     let hung_up = poll_slice(&mut end, now).is_ok() && !end[0].revents().is_empty();
-    hung_up || is_dead(socket)
-}
-
-/// Whether the process behind a socket is dead, where the kernel can say.
-fn is_dead(socket: &Socket) -> bool {
-    let now = Some(Instant::now());
-    let death = socket.peer_death();
-    death.is_some_and(|fd| matches!(poll([fd], now), Ok([true])))
+    hung_up || socket.is_peer_dead()
 }
 
 /// Compares without telling by its time where the first difference is.

@@ -1,8 +1,8 @@
 //! Packets with descriptors, over a Unix socket in the abstract namespace.
 //!
-//! An abstract name lives exactly as long as the socket bound to it: there is
-//! no file that a killed sender could leave behind, and a second sender on the
-//! same name is refused by the kernel. The namespace has no file modes, so both
+//! An abstract name lives as long as the socket bound to it, and the copies of it
+//! that a fork made: there is no file that a killed sender could leave behind, and
+//! a second sender on the same name is refused by the kernel. The namespace has no file modes, so both
 //! ends check the other's user id, and the sender asks for the secret that only
 //! the init info carries.
 
@@ -17,11 +17,16 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags,
     SocketType,
 };
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::error::{Error, os};
 use crate::interrupt;
 use crate::protocol::MAX_SLOTS;
+use crate::wait::poll;
 use crate::wire::MAX_PACKET;
+
+/// How long a name that is taken, or a queue that is full, is tried again.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// A model's description, its page and every slot.
 const MAX_FDS: usize = MAX_SLOTS + 2;
@@ -46,14 +51,27 @@ pub(crate) enum Packet {
     HungUp,
 }
 
-impl Socket {
+/// A name that is listened on: whoever has the init info can queue up there.
+///
+/// Dropping it refuses them, and ends those that wait for an answer, also where a
+/// forked child of this process keeps a copy of the socket.
+#[derive(Debug)]
+pub struct Listener {
+    fd: OwnedFd,
+}
+
+impl Listener {
     /// Listens on an abstract name.
     ///
     /// A name that is taken is tried again for a second: a sender that was
     /// killed while it started a process leaves a copy of its socket to that
     /// process, until the process has become its program.
-    pub(crate) fn listen(name: &str) -> Result<OwnedFd, Error> {
-        const GRACE: Duration = Duration::from_secs(1);
+    ///
+    /// # Errors
+    ///
+    /// [`Error::AddressInUse`]; [`Error::BadOption`] for a name of no byte, or of
+    /// more than 107; [`Error::Os`].
+    pub fn at(name: &str) -> Result<Self, Error> {
         let until = Instant::now() + GRACE;
         let fd = endpoint()?;
         let address = abstract_address(name)?;
@@ -72,30 +90,86 @@ impl Socket {
             }
         }
         rustix::net::listen(&fd, 1024).map_err(os("listening for readers"))?;
-        Ok(fd)
+        Ok(Self { fd })
     }
 
     /// Takes the next connection; `None` if there is none.
-    pub(crate) fn accept(listener: &OwnedFd) -> Result<Option<Self>, Error> {
+    pub(crate) fn accept(&self) -> Result<Option<Socket>, Error> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        match rustix::net::accept_with(listener, flags) {
-            Ok(fd) => Self::with_checked_peer(fd).map(Some),
-            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
-            Err(errno) => Err(os("accepting a reader")(errno)),
+        loop {
+            return match rustix::net::accept_with(&self.fd, flags) {
+                Ok(fd) => match Socket::with_checked_peer(fd)? {
+                    None => continue,
+                    socket => Ok(socket),
+                },
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
+                Err(errno) => Err(os("accepting a reader")(errno)),
+            };
         }
     }
+}
 
-    /// Connects; `None` if nobody listens there (yet).
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        // It fails only if it has been done already.
+        let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+        while let Ok(fd) = rustix::net::accept_with(&self.fd, SocketFlags::CLOEXEC) {
+            let _ = rustix::net::shutdown(&fd, Shutdown::Both);
+        }
+    }
+}
+
+/// Whether a living process of this user listens on an abstract name. A copy of a
+/// dead one's socket, which a child it forked may keep for long, does not.
+///
+/// # Errors
+///
+/// [`Error::Os`], [`Error::BadOption`], [`Error::Interrupted`].
+pub fn is_served(name: &str) -> Result<bool, Error> {
+    let until = Instant::now() + GRACE;
+    let address = abstract_address(name)?;
+    loop {
+        let fd = endpoint()?;
+        match rustix::net::connect(&fd, &address) {
+            Ok(()) => {
+                return match Socket::with_checked_peer(fd) {
+                    Ok(socket) => Ok(socket.is_some_and(|socket| !socket.is_peer_dead())),
+                    Err(error) if error.is_peer_fault() => Ok(false),
+                    Err(error) => Err(error),
+                };
+            }
+            Err(Errno::CONNREFUSED) => return Ok(false),
+            // Whoever serves it takes those that queue up as they come.
+            Err(Errno::AGAIN) if Instant::now() >= until => return Ok(false),
+            Err(Errno::AGAIN | Errno::INTR) => interrupt::sleep(Duration::from_millis(5))?,
+            Err(errno) => return Err(os("asking who serves a name")(errno)),
+        }
+    }
+}
+
+impl Socket {
+    /// Connects; `None` if nobody listens there (yet), or only a dead sender's
+    /// child has the socket.
     pub(crate) fn connect(name: &str) -> Result<Option<Self>, Error> {
         let fd = endpoint()?;
         match rustix::net::connect(&fd, &abstract_address(name)?) {
-            Ok(()) => Self::with_checked_peer(fd).map(Some),
+            Ok(()) => {
+                let socket = Self::with_checked_peer(fd)?;
+                Ok(socket.filter(|socket| !socket.is_peer_dead()))
+            }
             Err(Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR) => Ok(None),
             Err(errno) => Err(os("connecting to the sender")(errno)),
         }
     }
 
-    fn with_checked_peer(fd: OwnedFd) -> Result<Self, Error> {
+    /// `None` if the peer is known to be dead, and nothing is left of it to watch.
+    fn with_checked_peer(fd: OwnedFd) -> Result<Option<Self>, Error> {
         let peer = peer_credentials(fd.as_fd())?;
         let own = rustix::process::geteuid().as_raw();
         if peer.uid != own {
@@ -104,12 +178,23 @@ impl Socket {
                 got: format!("user id {} (this process runs as {own})", peer.uid),
             });
         }
-        let pidfd = peer_pidfd(fd.as_fd());
-        Ok(Self {
+        let pidfd = match peer_pidfd(fd.as_fd(), peer.pid) {
+            Peer::Watched(pidfd) => Some(pidfd),
+            Peer::Unknown => None,
+            Peer::Gone => return Ok(None),
+        };
+        Ok(Some(Self {
             fd,
             peer: pidfd,
             peer_pid: peer.pid.cast_unsigned(),
-        })
+        }))
+    }
+
+    /// Whether the process at the other end is dead, where the kernel can say.
+    pub(crate) fn is_peer_dead(&self) -> bool {
+        let now = Some(Instant::now());
+        self.peer_death()
+            .is_some_and(|death| matches!(poll([death], now), Ok([true])))
     }
 
     pub(crate) fn peer_pid(&self) -> u32 {
@@ -219,16 +304,48 @@ fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Error> {
     Ok(peer)
 }
 
+/// The process at the other end.
+enum Peer {
+    /// Readable once it is dead.
+    Watched(OwnedFd),
+    /// The kernel cannot say: the hang-up of the socket is what tells of its death.
+    Unknown,
+    Gone,
+}
+
 /// A descriptor of the process at the other end, which cannot be confused with
-/// a later process of the same number. Kernels before 6.5 cannot give one; the
-/// hang-up of the socket is then what tells of a death.
-fn peer_pidfd(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
+/// a later process of the same number.
+///
+/// Kernels before 6.5 cannot give one. There it is asked for by the number (5.3):
+/// should that be another process's by now, the one that was meant is dead, and
+/// the worst is that it is not told before the socket's hang-up.
+fn peer_pidfd(socket: BorrowedFd<'_>, pid: libc::pid_t) -> Peer {
     const SO_PEERPIDFD: libc::c_int = 77;
     let mut fd: libc::c_int = -1;
-    socket_option(socket, SO_PEERPIDFD, &mut fd).ok()?;
-    // SAFETY: the kernel has just opened this descriptor (close-on-exec) for
-    // this process, so nobody else owns it.
-    (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+    match socket_option(socket, SO_PEERPIDFD, &mut fd) {
+        // SAFETY: the kernel has just opened this descriptor (close-on-exec) for
+        // this process, so nobody else owns it.
+        Ok(()) if fd >= 0 => Peer::Watched(unsafe { OwnedFd::from_raw_fd(fd) }),
+        Ok(()) => Peer::Unknown,
+        Err(error) => match error.raw_os_error() {
+            // Nobody is left to have a descriptor of; by some kernels EINVAL.
+            Some(libc::ESRCH) => Peer::Gone,
+            Some(libc::ENOPROTOOPT | libc::EINVAL) => by_number(pid),
+            _ => Peer::Unknown,
+        },
+    }
+}
+
+fn by_number(pid: libc::pid_t) -> Peer {
+    // 0 is one of another process namespace.
+    let Some(pid) = Pid::from_raw(pid) else {
+        return Peer::Unknown;
+    };
+    match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(pidfd) => Peer::Watched(pidfd),
+        Err(Errno::SRCH) => Peer::Gone,
+        Err(_) => Peer::Unknown,
+    }
 }
 
 /// Reads a socket option whose value is a plain C structure of integers.

@@ -16,7 +16,7 @@ use crate::service;
 use crate::set::ModelSet;
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
-use crate::socket::Socket;
+use crate::socket::Listener;
 use crate::staging::{Part, Staging};
 use crate::wait::{Deadline, WaitStyle};
 
@@ -85,7 +85,22 @@ impl Writer {
         options: SegmentOptions,
     ) -> Result<Self, Error> {
         check(models, &options)?;
-        let listener = Socket::listen(address)?;
+        Self::create_on(Listener::at(address)?, secret, run, models, options)
+    }
+
+    /// As [`create`](Self::create), on a name that is listened on already.
+    ///
+    /// # Errors
+    ///
+    /// As [`create`](Self::create).
+    pub fn create_on(
+        listener: Listener,
+        secret: [u8; 16],
+        run: Run,
+        models: &[ModelSpec],
+        options: SegmentOptions,
+    ) -> Result<Self, Error> {
+        check(models, &options)?;
         let shared = Shared::new(run, models, secret, &options)?;
         let service = service::start(shared.clone(), listener)?;
         Ok(Self {

@@ -59,7 +59,7 @@ impl InitInfo {
 /// The most models of one sender.
 const MAX_MODELS: usize = 64;
 
-const FORMAT: u8 = 2;
+const FORMAT: u8 = 3;
 
 /// How it travels.
 #[derive(Serialize, Deserialize)]

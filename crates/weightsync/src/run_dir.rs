@@ -1,13 +1,15 @@
 //! Which run this is, and where its senders are found.
 //!
 //! Without a run directory a run lives and dies with its process. With one, a
-//! restarted trainer takes the next epoch from a counter file, and comes back at
-//! the same address with the same secret once its predecessor is gone; workers
-//! that have seen it refuse every earlier epoch. The directory is this user's
-//! alone: whoever can write to it, or read its key, can take the run over.
+//! restarted trainer takes the next epoch from a counter file, and comes back with
+//! the same secret once its predecessor is gone; workers that have seen it refuse
+//! every earlier epoch. Its address is a new one each time, told in a file of the
+//! directory, where workers look it up: a child that a dead trainer had forked may
+//! keep the old one. The directory is this user's alone: whoever can write to it,
+//! or read its key, can take the run over.
 
 use std::fs::{DirBuilder, File};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
@@ -16,7 +18,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, fstat, openat};
 use rustix::io::Errno;
 use weightsync_core::{Epoch, ModelId, Run};
-use weightsync_mem::interrupt;
+use weightsync_mem::{Error as Memory, Listener, interrupt, is_served};
 
 use crate::error::{Error, Result};
 use crate::transport::Endpoint;
@@ -24,8 +26,11 @@ use crate::transport::Endpoint;
 /// The most that is read of the epoch file, in bytes.
 const MAX_EPOCH_FILE: u64 = 64;
 
+/// The most that is read of a file with an address, in bytes.
+const MAX_ADDRESS_FILE: u64 = 128;
+
 /// How long the key's lock is waited for. It is held for a read or a write of
-/// 32 bytes.
+/// 32 bytes, or for as long as it takes to listen and to say where.
 const KEY_WAIT: Duration = Duration::from_secs(10);
 
 /// The time between two attempts at a lock. There is no wait for one that ends.
@@ -46,7 +51,84 @@ pub(crate) fn at(dir: &Path, models: &[ModelId]) -> Result<Endpoint> {
     let [name, secret] = *key.as_chunks::<16>().0 else {
         unreachable!("32 bytes are two times 16")
     };
-    Endpoint::new(address(&name, &set_name(models)), secret, true)
+    let set = set_name(models);
+    let dir = std::path::absolute(dir).map_err(failed("finding", dir))?;
+    let lookup = dir.join(format!("address-{:016x}", hash(&set)));
+    Endpoint::new(address(&name, &set), secret, true)?.looked_up_in(lookup)
+}
+
+/// Listens at an address that no sender of a run directory had before, and says so
+/// in `file`.
+///
+/// **Guarantee.** Of the trainers that come to one file, in any process, one at a
+/// time listens: while it lives, the others are refused. What tells that it lives
+/// is asked of the kernel by its socket, so it ends with the process itself, and
+/// not with the children it forked.
+///
+/// # Errors
+///
+/// [`MemoryError::AddressInUse`](Memory::AddressInUse), [`Error::File`],
+/// [`Error::FileLocked`].
+pub(crate) fn listen(file: &Path, models: &[ModelId]) -> Result<Listener> {
+    let Some(dir) = file.parent() else {
+        return Err(refused(file, "it is in no directory".into()));
+    };
+    // Held from the look at the one before until the new address is there.
+    let _alone = locked(dir, KEY, Instant::now().checked_add(KEY_WAIT))?;
+    if let Some(address) = look_up(file)?
+        && is_served(&address)?
+    {
+        return Err(Memory::AddressInUse { address }.into());
+    }
+    let address = address(&random::<16>()?, &set_name(models));
+    let listener = Listener::at(&address)?;
+    let new = file.with_extension("new");
+    // Left there by one that was killed right here.
+    match std::fs::remove_file(&new) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(failed("removing", &new)(error));
+        }
+        _ => {}
+    }
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let made = openat(CWD, &new, flags, Mode::RUSR | Mode::WUSR)
+        .map_err(|errno| failed("making", &new)(errno.into()))?;
+    let written = File::from(made).write_all(format!("{address}\n").as_bytes());
+    written.map_err(failed("writing", &new))?;
+    std::fs::rename(&new, file).map_err(failed("writing", file))?;
+    Ok(listener)
+}
+
+/// The address a sender has told in this file last, whether or not it is there
+/// still.
+///
+/// # Errors
+///
+/// [`Error::File`] for a file that others could have written.
+pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let opened = match openat(CWD, file, flags, Mode::empty()) {
+        Ok(opened) => opened,
+        Err(Errno::NOENT) => return Ok(None),
+        Err(errno) => return Err(not_opened(file, errno)),
+    };
+    check_owner(
+        &opened,
+        file,
+        FileType::RegularFile,
+        WRITABLE_BY_OTHERS,
+        "600",
+    )?;
+    let mut text = Vec::new();
+    let mut bounded = File::from(opened).take(MAX_ADDRESS_FILE);
+    bounded
+        .read_to_end(&mut text)
+        .map_err(failed("reading", file))?;
+    // What is none was not written here; the next sender replaces it.
+    let text = String::from_utf8(text).unwrap_or_default();
+    let address = text.trim_end();
+    let fits = address.starts_with("weightsync/") && address.len() <= MAX_NAME;
+    Ok(fits.then(|| address.into()))
 }
 
 /// A name for a set: that of its only model, or all of them.
@@ -67,9 +149,9 @@ pub(crate) fn anonymous_run() -> Result<Run> {
 /// only grow: one that is then not used leaves a gap, which means nothing.
 pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
     let path = dir.join(EPOCH.name);
-    let mut file = locked(dir, EPOCH, until)?;
+    let Locked(file) = &mut locked(dir, EPOCH, until)?;
     let mut text = String::new();
-    (&mut file)
+    Read::by_ref(file)
         .take(MAX_EPOCH_FILE)
         .read_to_string(&mut text)
         .map_err(failed("reading", &path))?;
@@ -106,9 +188,9 @@ pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
 /// 32 random bytes that every process of the run directory shares.
 fn shared_bytes(dir: &Path) -> Result<[u8; 32]> {
     let path = dir.join(KEY.name);
-    let mut file = locked(dir, KEY, Instant::now().checked_add(KEY_WAIT))?;
+    let Locked(file) = &mut locked(dir, KEY, Instant::now().checked_add(KEY_WAIT))?;
     let mut bytes = Vec::new();
-    (&mut file)
+    Read::by_ref(file)
         .take(33)
         .read_to_end(&mut bytes)
         .map_err(failed("reading", &path))?;
@@ -152,7 +234,7 @@ const WRITABLE_BY_OTHERS: Mode = Mode::WGRP.union(Mode::WOTH);
 
 /// Opens a file of the run directory, for this user alone, under a lock that
 /// ends with the file.
-fn locked(dir: &Path, entry: Entry, until: Option<Instant>) -> Result<File> {
+fn locked(dir: &Path, entry: Entry, until: Option<Instant>) -> Result<Locked> {
     let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
     made.map_err(failed("making the run directory", dir))?;
     let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -169,16 +251,30 @@ fn locked(dir: &Path, entry: Entry, until: Option<Instant>) -> Result<File> {
         OFlags::RDWR | OFlags::CREATE | flags,
         Mode::RUSR | Mode::WUSR,
     )
-    .map_err(|errno| match errno {
-        Errno::LOOP => refused(
-            &path,
-            "it is a symbolic link; put the file itself there".into(),
-        ),
-        errno => failed("opening", &path)(errno.into()),
-    })?;
+    .map_err(|errno| not_opened(&path, errno))?;
     check_owner(&file, &path, FileType::RegularFile, entry.closed, "600")?;
     lock(&file, &path, until)?;
-    Ok(file.into())
+    Ok(Locked(file.into()))
+}
+
+/// A file under its lock.
+struct Locked(File);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        // Closing would leave it to the copy of a child that was forked meanwhile.
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
+fn not_opened(path: &Path, errno: Errno) -> Error {
+    match errno {
+        Errno::LOOP => refused(
+            path,
+            "it is a symbolic link; put the file itself there".into(),
+        ),
+        errno => failed("opening", path)(errno.into()),
+    }
 }
 
 /// Takes the lock, by `until` if that is given.
@@ -254,6 +350,9 @@ fn failed(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> E
     }
 }
 
+/// The longest abstract socket name, in bytes.
+const MAX_NAME: usize = 107;
+
 /// An abstract socket name from 16 bytes and the set's name: at most 107
 /// bytes. A long name keeps the part that fits, and a hash tells it apart.
 fn address(key: &[u8], name: &str) -> String {
@@ -261,14 +360,18 @@ fn address(key: &[u8], name: &str) -> String {
     if name.len() <= 60 {
         return format!("weightsync/{hex}/{name}");
     }
-    // FNV-1a: the same in every build, as a restarted trainer needs it.
-    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
     format!(
-        "weightsync/{hex}/{}~{hash:016x}",
-        &name[..name.floor_char_boundary(40)]
+        "weightsync/{hex}/{}~{:016x}",
+        &name[..name.floor_char_boundary(40)],
+        hash(name)
     )
+}
+
+/// FNV-1a: the same in every build, as a restarted trainer needs it.
+fn hash(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 fn random<const N: usize>() -> Result<[u8; N]> {

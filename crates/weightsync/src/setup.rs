@@ -257,9 +257,11 @@ impl SenderSetup {
     /// so that a restarted trainer takes over: workers find it again by
     /// themselves, and do not go back to a trainer of an earlier epoch.
     ///
-    /// It takes over once its predecessor is dead or has shut down. While that
-    /// lives it keeps the address, and [`connect`](Self::connect) fails with
-    /// [`weightsync_mem::Error::AddressInUse`]; its workers notice nothing.
+    /// It takes over once its predecessor is dead or has shut down, whatever a
+    /// process that it forked keeps. While that lives, [`connect`](Self::connect)
+    /// fails with [`weightsync_mem::Error::AddressInUse`]; its workers notice
+    /// nothing. Workers look the address up, so they have to see the directory at
+    /// the same path.
     ///
     /// # Errors
     ///

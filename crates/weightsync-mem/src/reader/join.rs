@@ -13,19 +13,37 @@ impl Reader {
     /// reason, [`Error::Fenced`], [`Error::BadOption`], and [`Error::Protocol`] if
     /// the other end is not a weightsync sender.
     pub fn attach(options: &AttachOptions, deadline: Deadline) -> Result<Self, Error> {
+        Self::attach_by(options, deadline, || Ok(Some(options.address.clone())))
+    }
+
+    /// As [`attach`](Self::attach), for a sender whose address may change until it
+    /// is there: `find` is asked for it before each attempt. The options' address
+    /// is that of [`Error::NoSender`].
+    ///
+    /// # Errors
+    ///
+    /// As [`attach`](Self::attach), and those of `find`.
+    pub fn attach_by<E: From<Error>>(
+        options: &AttachOptions,
+        deadline: Deadline,
+        mut find: impl FnMut() -> Result<Option<String>, E>,
+    ) -> Result<Self, E> {
         check(options)?;
         let since = Instant::now();
         let mut pause = Duration::from_millis(2);
         loop {
-            if let Some(reader) = Self::join(options, deadline)? {
+            if let Some(address) = find()?
+                && let Some(reader) = Self::join(&address, options, deadline)?
+            {
                 return Ok(reader);
             }
             // Nobody listens yet, or a sender that is going down hung up.
             if passed(deadline) {
-                return Err(Error::NoSender {
+                let nobody = Error::NoSender {
                     address: options.address.clone(),
                     waited: since.elapsed(),
-                });
+                };
+                return Err(nobody.into());
             }
             let left = deadline.map_or(pause, |at| at.saturating_duration_since(Instant::now()));
             interrupt::sleep(pause.min(left))?;
@@ -34,8 +52,12 @@ impl Reader {
     }
 
     /// Tries to join once. `None` if nobody answers, or the sender hangs up.
-    fn join(options: &AttachOptions, deadline: Deadline) -> Result<Option<Self>, Error> {
-        let Some(socket) = Socket::connect(&options.address)? else {
+    fn join(
+        address: &str,
+        options: &AttachOptions,
+        deadline: Deadline,
+    ) -> Result<Option<Self>, Error> {
+        let Some(socket) = Socket::connect(address)? else {
             return Ok(None);
         };
         let control = OwnedFile::new("weightsync-control", CONTROL_BYTES)?;

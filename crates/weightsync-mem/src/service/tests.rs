@@ -80,10 +80,10 @@ fn options(address: &str) -> AttachOptions {
 /// A worker that has joined, with nobody who listens to it.
 fn joined(shared: &Arc<Shared>, name: &str) -> Worker {
     let address = format!("weightsync-test/{name}/{}", std::process::id());
-    let listener = Socket::listen(&address).unwrap();
+    let listener = Listener::at(&address).unwrap();
     let joining = thread::spawn(move || Worker::attach(&options(&address), soon()).unwrap());
     poll([listener.as_fd()], None).unwrap();
-    let socket = Socket::accept(&listener).unwrap().unwrap();
+    let socket = listener.accept().unwrap().unwrap();
     poll([socket.as_fd()], None).unwrap();
     shared.meet(socket);
     joining.join().unwrap()
@@ -136,13 +136,13 @@ fn one_that_gives_up_joining_has_left() {
 #[test]
 fn a_reader_that_gives_up_joining_says_that_it_leaves() {
     let address = format!("weightsync-test/says-so/{}", std::process::id());
-    let listener = Socket::listen(&address).unwrap();
+    let listener = Listener::at(&address).unwrap();
     let joining = thread::spawn({
         let options = options(&address);
         move || Worker::attach(&options, Some(Instant::now())).unwrap_err()
     });
     poll([listener.as_fd()], soon()).unwrap();
-    let socket = Socket::accept(&listener).unwrap().unwrap();
+    let socket = listener.accept().unwrap().unwrap();
     poll([socket.as_fd()], soon()).unwrap();
     let Ok(Packet::Data(_, fds)) = socket.receive() else {
         panic!("a hello was expected");
@@ -223,10 +223,10 @@ fn no_debug_output_shows_the_secret() {
 fn a_sender_that_closes_takes_nobody_in_again() {
     let address = format!("weightsync-test/closing/{}", std::process::id());
     let shared = shared();
-    let listener = Socket::listen(&address).unwrap();
+    let listener = Listener::at(&address).unwrap();
     let knock = || {
         let socket = knock(&address);
-        let end = Socket::accept(&listener).unwrap().unwrap();
+        let end = listener.accept().unwrap().unwrap();
         assert!(shared.meet(end).is_none());
         socket.receive().unwrap()
     };
@@ -348,9 +348,9 @@ fn one_that_has_left_takes_no_new_slots() {
 #[test]
 fn a_death_that_a_successor_finds_is_told_also_if_that_is_denied() {
     let address = format!("weightsync-test/found/{}", std::process::id());
-    let listener = Socket::listen(&address).unwrap();
+    let listener = Listener::at(&address).unwrap();
     let shared = shared();
-    let meet = || shared.meet(Socket::accept(&listener).unwrap().unwrap());
+    let meet = || shared.meet(listener.accept().unwrap().unwrap());
     let first = knock(&address);
     assert!(meet().is_none());
     drop(first);

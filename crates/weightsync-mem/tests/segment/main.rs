@@ -3,6 +3,7 @@
 
 mod delivery;
 mod faults;
+mod forks;
 mod hostile;
 mod private;
 mod sets;

@@ -1,7 +1,7 @@
 //! Where a sender is found.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::ModelId;
@@ -16,11 +16,15 @@ pub struct Endpoint {
     address: String,
     secret: [u8; 16],
     restarts: bool,
+    lookup: Option<String>,
 }
 
 impl Endpoint {
     /// The longest address, in bytes.
     pub const MAX_ADDRESS: usize = 1024;
+
+    /// The longest path of a file of the run directory, in bytes.
+    const MAX_LOOKUP: usize = 4096;
 
     /// An endpoint at an address the scheme can make something of.
     ///
@@ -43,12 +47,15 @@ impl Endpoint {
             address,
             secret,
             restarts,
+            lookup: None,
         })
     }
 
     /// One for a new sender of these models: an address that no other sender
     /// has, and a secret. With a run directory both are the same for every
-    /// sender of that directory and these models, and it may restart there.
+    /// sender of that directory and these models, and it may restart there. (The
+    /// local schemes listen at another address each time, which such a sender says
+    /// in the directory, and their workers look up.)
     ///
     /// The address is a name of at most 107 bytes, `/` and letters of the models'
     /// names among them. A scheme makes of it what it needs (a path, a port's
@@ -62,6 +69,36 @@ impl Endpoint {
             Some(dir) => run_dir::at(dir, models),
             None => run_dir::anonymous(models),
         }
+    }
+
+    /// The same, of senders that say in this file at which address each of them is.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] if the path is no text, [`Error::BadInitInfo`] if it is too
+    /// long or not an absolute one.
+    pub(crate) fn looked_up_in(self, file: PathBuf) -> Result<Self> {
+        let text = file.into_os_string().into_string();
+        let lookup = text.map_err(|path| Error::File {
+            action: "putting into an init info",
+            path: path.into(),
+            source: "it is not UTF-8; choose a run directory of another name".into(),
+        })?;
+        if lookup.len() > Self::MAX_LOOKUP || !Path::new(&lookup).is_absolute() {
+            return Err(Error::BadInitInfo(format!(
+                "its sender is to be looked up in a file whose path has {} bytes, where an \
+                 absolute one of at most {} is possible",
+                lookup.len(),
+                Self::MAX_LOOKUP
+            )));
+        }
+        let lookup = Some(lookup);
+        Ok(Self { lookup, ..self })
+    }
+
+    /// The file in which each sender says where it is, if its address changes.
+    pub(crate) fn lookup(&self) -> Option<&Path> {
+        self.lookup.as_deref().map(Path::new)
     }
 
     /// The address.
@@ -86,6 +123,7 @@ impl fmt::Debug for Endpoint {
         f.debug_struct("Endpoint")
             .field("address", &self.address)
             .field("restarts", &self.restarts)
+            .field("lookup", &self.lookup)
             .finish_non_exhaustive()
     }
 }
@@ -97,6 +135,7 @@ struct Wire {
     address: String,
     secret: [u8; 16],
     restarts: bool,
+    lookup: Option<String>,
 }
 
 impl From<Endpoint> for Wire {
@@ -105,11 +144,13 @@ impl From<Endpoint> for Wire {
             address,
             secret,
             restarts,
+            lookup,
         } = endpoint;
         Self {
             address,
             secret,
             restarts,
+            lookup,
         }
     }
 }
@@ -118,6 +159,10 @@ impl TryFrom<Wire> for Endpoint {
     type Error = Error;
 
     fn try_from(wire: Wire) -> Result<Self> {
-        Self::new(wire.address, wire.secret, wire.restarts)
+        let endpoint = Self::new(wire.address, wire.secret, wire.restarts)?;
+        match wire.lookup {
+            None => Ok(endpoint),
+            Some(file) => endpoint.looked_up_in(file.into()),
+        }
     }
 }

@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use weightsync_core::{ModelId, Run, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Deadline, Delivery, Publication, Reader, SegmentOptions, Source,
-    Taken, Waiter, Want, Writer,
+    AttachOptions, CopyOptions, Deadline, Delivery, Listener, Publication, Reader, SegmentOptions,
+    Source, Taken, Waiter, Want, Writer,
 };
 
 use crate::attributes::Attributes;
 use crate::digest::DigestThread;
 use crate::error::{Error, Result};
 use crate::report::{WorkerReport, WorkerStatus};
+use crate::run_dir;
 use crate::set::{Member, SetSnapshot};
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
@@ -57,13 +58,15 @@ impl Memory {
             wait: opening.options.wait,
         };
         let at = opening.at;
-        let writer = Writer::create(
-            at.address(),
-            *at.secret(),
-            opening.run,
-            &specs.collect::<Result<Vec<_>>>()?,
-            options,
-        )?;
+        let specs = specs.collect::<Result<Vec<_>>>()?;
+        let listener = match at.lookup() {
+            None => Listener::at(at.address())?,
+            Some(file) => {
+                let ids = opening.models.iter().map(|model| model.id.clone());
+                run_dir::listen(file, &ids.collect::<Vec<_>>())?
+            }
+        };
+        let writer = Writer::create_on(listener, *at.secret(), opening.run, &specs, options)?;
         let models = opening
             .models
             .iter()
@@ -86,7 +89,10 @@ impl Memory {
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
         let options = AttachOptions {
-            address: at.address().into(),
+            address: match at.lookup() {
+                None => at.address().into(),
+                Some(file) => format!("the address in {}", file.display()),
+            },
             secret: *at.secret(),
             worker: joining.worker,
             seen: joining.seen,
@@ -95,7 +101,10 @@ impl Memory {
             device: joining.device.clone(),
             wait: joining.wait,
         };
-        let reader = Reader::attach(&options, deadline)?;
+        let reader = match at.lookup() {
+            None => Reader::attach(&options, deadline)?,
+            Some(file) => Reader::attach_by(&options, deadline, || run_dir::look_up(file))?,
+        };
         // The reader has them in the sender's order.
         let mut models: Vec<_> = reader.models().iter().collect();
         models.sort_by_key(|(index, _)| joining.wanted.iter().position(|wanted| wanted == index));

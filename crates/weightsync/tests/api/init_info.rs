@@ -51,10 +51,16 @@ fn what_was_changed_is_refused_in_words() {
     );
     let long = "x".repeat(1025);
     for (field, value, words) in [
-        ("format", json!(3), "format 3, this version reads 2"),
+        ("format", json!(2), "format 2, this version reads 3"),
         ("at.address", json!(""), "has 0 bytes"),
         ("at.address", json!(long), "has 1025 bytes"),
         ("at.address", json!(7), "expected a string"),
+        ("at.lookup", json!("runs/seven/address"), "absolute"),
+        (
+            "at.lookup",
+            json!(format!("/{}", "x".repeat(4096))),
+            "has 4097 bytes",
+        ),
         ("scheme", json!(""), "has 0 bytes"),
         ("scheme", json!(long), "has 1025 bytes"),
         ("models", json!([]), "names 0 models"),

@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 
 use rustix::fs::{CWD, FileType, mknodat};
 use tempfile::TempDir;
 use weightsync::{
-    Epoch, Error, Expect, MemoryError, Receiver, Remedy, Sender, SenderSetup, Tensors, Version,
+    Epoch, Error, Expect, MemoryError, Receiver, ReceiverSetup, Remedy, Sender, SenderSetup,
+    Tensors, Version,
 };
 
 use crate::{BRIEF, SOON, pair_by, send, send_to, weights};
@@ -260,7 +261,76 @@ fn the_directory_is_for_this_user_alone() {
     );
     assert_eq!(fs::read_to_string(dir.join("epoch")).unwrap(), "1\n");
     assert_eq!(fs::read(dir.join("key")).unwrap().len(), 32);
-    assert_eq!(fs::read_dir(&dir).unwrap().count(), 2);
+    let told = told_in(&dir);
+    assert_eq!(mode(&told), 0o600);
+    assert!(fs::read_to_string(&told).unwrap().ends_with("/policy\n"));
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 3);
+}
+
+/// The file in which the senders of a directory say where they are.
+fn told_in(dir: &Path) -> PathBuf {
+    let files = fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
+    let is_it = |file: &PathBuf| {
+        let name = file.file_name().unwrap().to_string_lossy();
+        name.starts_with("address-")
+    };
+    files.into_iter().find(is_it).expect("a sender was there")
+}
+
+#[test]
+fn each_trainer_has_an_address_of_its_own_and_its_workers_look_it_up() {
+    let dir = own_dir();
+    let info = setup(dir.path()).init_info();
+    let mut before = Vec::new();
+    for _ in 0..3 {
+        let (_sender, mut receiver) = pair_by(setup(dir.path()), &weights());
+        let told = fs::read_to_string(told_in(dir.path())).unwrap();
+        assert!(!before.contains(&told), "{told}");
+        before.push(told);
+        assert!(receiver.latest().unwrap().is_some());
+    }
+    // What a trainer that was killed, or somebody else, left there is nobody's address.
+    let told = told_in(dir.path());
+    put(&told.with_extension("new"), "half an addr");
+    for left in [
+        &b""[..],
+        b"\xff\xfe",
+        b"weightsync/0/policy",
+        b"/etc/passwd",
+        &[b'w'; 1 << 20],
+    ] {
+        put(&told, left);
+        let error = ReceiverSetup::new(info.clone(), 0)
+            .connect(BRIEF)
+            .unwrap_err();
+        let said = error.to_string();
+        assert!(matches!(error, Error::NoSender { .. }), "{said}");
+        assert!(said.contains(told.to_str().unwrap()), "{said}");
+        pair_by(setup(dir.path()), &weights());
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
+    // Who could have written it could lead workers astray.
+    fs::set_permissions(&told, fs::Permissions::from_mode(0o620)).unwrap();
+    let error = ReceiverSetup::new(info, 0).connect(BRIEF).unwrap_err();
+    assert!(error.to_string().contains("chmod 600"), "{error}");
+}
+
+#[test]
+fn of_trainers_that_come_at_once_one_serves() {
+    let dir = own_dir();
+    for _ in 0..10 {
+        let connect = || setup(dir.path()).connect(&weights(), Expect::Count(0), SOON);
+        let senders: Vec<_> = thread::scope(|scope| {
+            let all: Vec<_> = (0..4).map(|_| scope.spawn(connect)).collect();
+            all.into_iter().map(|one| one.join().unwrap()).collect()
+        });
+        let (serving, refused): (Vec<_>, Vec<_>) = senders.into_iter().partition(Result::is_ok);
+        assert_eq!((serving.len(), refused.len()), (1, 3));
+        for error in refused.into_iter().filter_map(Result::err) {
+            let is_taken = matches!(error, Error::Memory(MemoryError::AddressInUse { .. }));
+            assert!(is_taken, "{error}");
+        }
+    }
 }
 
 #[test]

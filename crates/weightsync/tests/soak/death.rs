@@ -77,6 +77,45 @@ pub fn readers_that_sleep_learn_of_their_trainers_death_at_once() {
     script.close();
 }
 
+pub fn what_a_forked_child_of_the_dead_keeps_holds_nobody_up() {
+    let mut script = Script::open("forked", 1 << 13, 2, 2);
+    // As the children have them that a process forked before it was killed.
+    let mut kept = Vec::new();
+    for _ in 0..2 {
+        kept.extend(script.copies(TRAINER));
+        let pid = script.pid(TRAINER);
+        for worker in [1, 2] {
+            script.tell(worker, &Order::Receive(None));
+            script.until_it_sleeps(worker);
+        }
+        let begun = Instant::now();
+        let died = script.kill(TRAINER, [1, 2]);
+        assert_eq!(died, [Answer::TrainerDied(pid), Answer::TrainerDied(pid)]);
+        for worker in [1, 2] {
+            script.tell(worker, &Order::Receive(None));
+        }
+        script.raise(TRAINER);
+        script.tell(TRAINER, &script.lead(2));
+        let led = script.answers([TRAINER, 1, 2]);
+        assert_eq!(led, [Answer::Done, version(1, 1), version(1, 1)]);
+        assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    }
+    kept.extend(script.copies(1));
+    script.tell(TRAINER, &send(2));
+    assert_eq!(script.ask(2, &Order::Receive(None)), version(2, 2));
+    script.until_it_sleeps(TRAINER);
+    let begun = Instant::now();
+    let [sent] = script.kill(1, [TRAINER]);
+    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    let Answer::Sent { lines, .. } = sent else {
+        panic!("{sent:?}");
+    };
+    assert_eq!(lines, [(0, Fate::Died), (1, Fate::Applied)]);
+    assert!(!kept.is_empty());
+    drop(kept);
+    script.close();
+}
+
 pub fn a_stopped_worker_is_late_and_the_others_are_up_to_date() {
     let mut script = Script::open("stopped", 1 << 13, 3, 3);
     script.stop(1);

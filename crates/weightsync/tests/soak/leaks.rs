@@ -76,11 +76,17 @@ impl Census {
     }
 }
 
-/// A run directory holds the epoch and the key, and nothing else.
+/// A run directory holds the epoch, the key and where its sender was, and nothing
+/// else.
 pub fn assert_tidy(run_dir: &Path) {
     let files = fs::read_dir(run_dir).expect("it is there").flatten();
     let mut names: Vec<_> = files.map(|file| file.file_name()).collect();
     names.sort();
+    let address = names.remove(0).into_string().expect("letters");
+    assert!(
+        address.starts_with("address-") && !address.ends_with(".new"),
+        "{address}"
+    );
     assert_eq!(names, ["epoch", "key"]);
 }
 

@@ -88,6 +88,7 @@ fn trials() -> Vec<Trial> {
         isolation::what_the_trainer_changes_in_place_is_never_seen,
         death::the_death_of_a_worker_that_holds_every_slot_lets_the_send_go_on,
         death::readers_that_sleep_learn_of_their_trainers_death_at_once,
+        death::what_a_forked_child_of_the_dead_keeps_holds_nobody_up,
         death::a_stopped_worker_is_late_and_the_others_are_up_to_date,
         death::readers_that_poll_without_waiting_find_the_next_trainer,
         cascade::the_death_of_a_leaf_is_a_line_of_the_trainers_report,

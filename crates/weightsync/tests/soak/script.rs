@@ -1,9 +1,13 @@
 //! A test as a script: puppets, what they are told, and what they answer.
 
+use std::fs;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{
+    Pid, PidfdFlags, PidfdGetfdFlags, Signal, kill_process, pidfd_getfd, pidfd_open,
+};
 use tempfile::TempDir;
 use weightsync::worker::{Event, Spawn, Workers};
 use weightsync::{InitInfo, Tensors};
@@ -134,6 +138,23 @@ impl Script {
 
     pub fn pid(&self, puppet: usize) -> u32 {
         self.workers.pid(puppet).expect("it runs")
+    }
+
+    /// Copies of every descriptor a puppet has.
+    pub fn copies(&self, puppet: usize) -> Vec<OwnedFd> {
+        let pid = self.pid(puppet);
+        let process = Pid::from_raw(pid as i32).expect("it runs");
+        let process = pidfd_open(process, PidfdFlags::empty()).expect("it runs");
+        let numbers = fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs");
+        let numbers = numbers.map(|entry| {
+            let name = entry.expect("a descriptor").file_name();
+            name.to_string_lossy().parse().expect("a number")
+        });
+        let copies = numbers.map(|number: i32| {
+            let copy = pidfd_getfd(&process, number, PidfdGetfdFlags::empty());
+            copy.expect("it stands still")
+        });
+        copies.collect()
     }
 
     /// Kills a puppet, and waits until it is dead; meanwhile these others answer.
