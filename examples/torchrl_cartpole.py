@@ -32,7 +32,10 @@ EPOCHS = 10
 MINIBATCH = 256
 EPISODES = 100
 GOAL = 400.0
-SCHEMES = {"shared-mem": "SharedMemWeightSyncScheme", "multi-process": "MultiProcessWeightSyncScheme"}
+SCHEMES = {
+    "shared-mem": "SharedMemWeightSyncScheme",
+    "multi-process": "MultiProcessWeightSyncScheme",
+}
 
 
 def main():
@@ -70,7 +73,7 @@ def scheme_of(asked):
 
 
 def train(collector, actor, critic, total):
-    """Until the workers' episodes are good, or the frames are used up: their mean, and the frames."""
+    """Until the episodes are good, or the frames are used up: the mean, and the frames."""
     advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=True)
     loss = ClipPPOLoss(actor, critic, clip_epsilon=0.2, entropy_coeff=0.005, critic_coeff=0.5)
     optimiser = torch.optim.Adam(loss.parameters(), lr=1e-3, eps=1e-5)

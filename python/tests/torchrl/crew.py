@@ -21,8 +21,11 @@ from torch import nn
 
 # What the schemes of a test are taken from.
 MODULES = {"theirs": "torchrl.weight_update", "ours": "weightsync.torchrl"}
-SCHEMES = {"shared-mem": "SharedMemWeightSyncScheme", "multi-process": "MultiProcessWeightSyncScheme"}
-# For what cannot take long: a start, an answer. Generous, since it is waited for only by what fails.
+SCHEMES = {
+    "shared-mem": "SharedMemWeightSyncScheme",
+    "multi-process": "MultiProcessWeightSyncScheme",
+}
+# For a start or an answer. Generous, since only what fails waits for it to pass.
 SOON = 60.0
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -176,10 +179,13 @@ class Worker:
 class Crew:
     """A sender's worker processes, from start to end; use it as a context manager."""
 
-    def __init__(self, scheme, models, worker=Worker, start="fork"):
-        """`models`: the model of each worker; `start`: how its process is made."""
+    def __init__(self, scheme, models, worker=Worker, start="fork", sender=None):
+        """`models`: the model of each worker; `start`: how its process is made.
+
+        `sender` is the scheme that sends, if the workers get something else.
+        """
         context = mp.get_context(start)
-        self.scheme, self.processes, self.pipes = scheme, [], []
+        self.scheme, self.processes, self.pipes = sender or scheme, [], []
         for index, model in enumerate(models):
             here, there = context.Pipe()
             # Made from scratch there: a model that is pickled would share its memory.
@@ -259,12 +265,15 @@ def _serve(pipe, worker, scheme, index, model, state):
 
 
 @contextlib.contextmanager
-def standing(scheme, model, workers=2, worker=Worker, start="fork", fill=0.0, **how):
-    """A scheme with so many workers, each of which has the weights of `model`."""
+def standing(scheme, learner, /, workers=2, worker=Worker, start="fork", fill=0.0, **how):
+    """A scheme with so many workers, each with a model like the learner, filled.
+
+    `how` is what the sender is initialised with, if not by the learner and a device per worker.
+    """
     if not how:
-        how = {"model": model, "devices": [torch.device("cpu")] * workers}
-    scheme.init_on_sender(model_id="policy", **how)
-    with Crew(scheme, [model.filled(fill) for _ in range(workers)], worker, start) as crew:
+        how = {"model": learner, "devices": [torch.device("cpu")] * workers}
+    scheme.init_on_sender(model_id="policy", ctx=mp.get_context(start), **how)
+    with Crew(scheme, [learner.filled(fill) for _ in range(workers)], worker, start) as crew:
         yield crew
 
 

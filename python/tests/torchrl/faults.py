@@ -12,7 +12,6 @@ import signal
 
 import torch
 from crew import SCHEMES, SOON, Probe, Worker, hurry, line, send_by, standing
-from tensordict import TensorDict
 from tiny import Counting, One, acted, collecting, policy, weights_of
 from torch import multiprocessing as mp
 from torchrl.collectors import Collector
@@ -272,7 +271,10 @@ def applied_twice(module, name):
     counted(WeightStrategy, "apply_weights", 0)
     counted(Collector, "_maybe_fallback_update", 1)
     counted(Collector, "increment_version", 2)
-    with collecting(module, {"policy": name}, workers=1, policy=policy(1.0)) as (collector, batches):
+    with collecting(module, {"policy": name}, workers=1, policy=policy(1.0)) as (
+        collector,
+        batches,
+    ):
         acted(batches)
         done[:] = [0, 0, 0]
         collector.update_policy_weights_(policy(2.0))
@@ -301,6 +303,18 @@ def stale_model(module, name):
         seen = crew.ask(0, "read")
         claimed = report is None or line(report, 0).startswith("applied")
         assert seen == (3.0, 3.0) or not claimed, f"the worker has {seen}, and the send succeeded"
+
+
+def stale_copy(module, name):
+    """9. A worker whose collector has copied its policy runs the first weights for ever."""
+    # The same device as `cpu` under another name, which is enough for a copy.
+    how = {"policy": policy(1.0), "policy_device": "cpu:0"}
+    with collecting(module, {"policy": name}, **how) as (collector, batches):
+        assert acted(batches) == {1.0}
+        with hurry("an update", PROMPT):
+            collector.update_policy_weights_(policy(2.0))
+        seen = acted(batches)
+        assert seen == {2.0}, f"the update succeeded, and the workers act with {seen}"
 
 
 def factory_never_updated(module, name):

@@ -43,7 +43,9 @@ class Counting(EnvBase):
     def _step(self, now):
         count = now["observation"] + 1
         reward = self.value_net(now["action"]).detach()
-        return TensorDict({"observation": count, "reward": reward, "done": torch.zeros(1, dtype=torch.bool)}, [])
+        return TensorDict(
+            {"observation": count, "reward": reward, "done": torch.zeros(1, dtype=torch.bool)}, []
+        )
 
     def _set_seed(self, seed):
         pass
@@ -66,7 +68,7 @@ def collecting(module, schemes, workers=2, sync=True, frames=4, env=Counting, **
     for model, scheme in schemes.items():
         made[model] = getattr(module, SCHEMES[scheme])() if isinstance(scheme, str) else scheme
     collector = MultiCollector(
-        [env] * workers,
+        env if isinstance(env, list) else [env] * workers,
         sync=sync,
         frames_per_batch=frames * workers if sync else frames,
         total_frames=-1,
