@@ -86,7 +86,7 @@ pub fn at_most(left: Option<Duration>) -> Result<Option<Duration>, Error> {
 }
 
 /// Whether it is time to ask: a wait that holds a lock lets go of it, [asks](ask),
-/// and looks again; then it sleeps for a [`slice`].
+/// and looks again; then it sleeps for a [`slice()`].
 pub fn is_due() -> bool {
     let check = CHECK.get();
     check.is_some_and(|check| check.yes || Instant::now() >= check.due)
