@@ -362,10 +362,9 @@ impl Settling<'_> {
                 };
                 if outcome == Outcome::Left
                     && let Some(reader) = state.readers.get_mut(key)
+                    && !std::mem::replace(&mut reader.told, true)
                 {
-                    if !std::mem::replace(&mut reader.told, true) {
-                        self.told.push(*key);
-                    }
+                    self.told.push(*key);
                 }
                 self.line(&state, *key, outcome);
             } else if let Some(gone) = state.tell_gone(*key) {

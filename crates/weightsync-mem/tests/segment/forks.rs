@@ -123,10 +123,8 @@ impl Parent {
     fn fork(work: impl FnOnce()) -> Self {
         let mut ends = [0; 2];
         // SAFETY: there is room for two descriptors.
-        assert_eq!(
-            unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) },
-            0
-        );
+        let made = unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) };
+        assert_eq!(made, 0);
         // SAFETY: the kernel has just opened both for this process.
         let [read, write] = ends.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
         // SAFETY: the new process uses what it makes itself and the allocator,
