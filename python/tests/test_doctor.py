@@ -204,6 +204,65 @@ def test_probing_leaves_nothing_open():
     assert Path("/proc/self/maps").read_text().count("weightsync-doctor") == mapped == 0
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1a2b)'; echo 'GPU 1: Tesla T4 (UUID: GPU-3c4d)'",
+            ("GPU 0: NVIDIA H200", "GPU 1: Tesla T4"),
+        ),
+        ("echo 'No devices were found'", ()),
+        ("echo 'GPU 0: NVIDIA H200'; exit 9", ()),
+        (None, ()),
+    ],
+)
+def test_gpus_are_those_that_the_drivers_own_tool_lists(tmp_path, monkeypatch, script, expected):
+    if script is not None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] || exit 1\n{script}\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _probe._gpus() == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "memory", "cores"),
+    [
+        # The newer interface: the least of a group's own limit and those above it holds.
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/memory.max": "1073741824\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n",
+                "sys/fs/cgroup/cpu.max": "max 100000\n",
+            },
+            1 << 30,
+            1.5,
+        ),
+        # The older one.
+        (
+            {
+                "proc/self/cgroup": "4:memory:/a\n1:cpu,cpuacct:/\n0::/\n",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "2147483648\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            },
+            2 << 30,
+            None,
+        ),
+        ({}, None, None),
+    ],
+)
+def test_limits_of_control_groups_are_read(tmp_path, monkeypatch, files, memory, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    read = _probe._read
+    monkeypatch.setattr(_probe, "_read", lambda path: read(tmp_path / str(path).lstrip("/")))
+    assert (_probe._memory_limit(), _probe._core_quota()) == (memory, cores)
+
+
 def run(*arguments, **options):
     command = [sys.executable, "-m", "weightsync", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)

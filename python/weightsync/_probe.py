@@ -355,7 +355,8 @@ def _gpus() -> tuple[str, ...]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(line.partition(" (UUID")[0].strip() for line in listed.splitlines() if line)
+    lines = (line for line in listed.splitlines() if line.startswith("GPU "))
+    return tuple(line.partition(" (UUID")[0].strip() for line in lines)
 
 
 def _torch_uses_gpus() -> bool | None:
