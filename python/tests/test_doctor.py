@@ -2,14 +2,18 @@
 something."""
 
 import dataclasses
+import itertools
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import weightsync
 from weightsync import _probe, doctor
 
 #: A machine on which there is nothing to say.
@@ -194,6 +198,46 @@ def test_the_versions_are_those_the_tests_run_with():
     pinned = dict(line.split("==") for line in text.splitlines() if "==" in line)
     assert {name: pinned[name] for name in doctor.TESTED} == doctor.TESTED
     assert set(doctor.TESTED) == set(_probe.PACKAGES)
+
+
+def be_a_worker(info, worker, go, joined, stop):
+    go.acquire()
+    receiver = weightsync.Receiver(info, worker)
+    receiver.connect(timeout=30)
+    joined.release()
+    stop.acquire()
+
+
+def test_a_worker_costs_the_descriptors_that_are_counted_for_it():
+    workers = 3
+    context = multiprocessing.get_context("spawn")
+    go, joined, stop = (context.Semaphore(0) for _ in range(3))
+    sender = weightsync.Sender({"weights": np.zeros(4, np.float32)}, timeout=30)
+    arguments = [(sender.init_info, index, go, joined, stop) for index in range(workers)]
+    processes = [
+        context.Process(target=be_a_worker, args=one, daemon=True) for one in arguments
+    ]
+    counts = []
+    try:
+        # What a process costs whoever starts it is in every count.
+        for process in processes:
+            process.start()
+        sender.connect(0, timeout=30)
+        for index in range(workers):
+            counts.append(len(os.listdir("/proc/self/fd")))
+            go.release()
+            sender.wait_for(index + 1, timeout=30)
+            assert joined.acquire(timeout=30)
+        counts.append(len(os.listdir("/proc/self/fd")))
+        steps = [after - before for before, after in itertools.pairwise(counts)]
+        assert steps == [doctor.FILES_PER_WORKER] * workers
+    finally:
+        for _ in processes:
+            go.release()
+            stop.release()
+        for process in processes:
+            process.join()
+        sender.shutdown()
 
 
 def test_probing_leaves_nothing_open():

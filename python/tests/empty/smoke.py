@@ -3,10 +3,23 @@
 import importlib.metadata
 import importlib.util
 import json
+import pickle
 import subprocess
 import sys
 import unittest
 from pathlib import Path
+
+
+#: A worker: prints the number and the digest of each version it gets.
+WORKER = """
+import pickle, sys, weightsync
+
+receiver = weightsync.Receiver(pickle.load(sys.stdin.buffer), 0)
+receiver.connect(timeout=20)
+for _ in range(2):
+    weights = receiver.receive(timeout=20)
+    print(weights.version, weights.digest(), flush=True)
+"""
 
 
 class EmptyEnvironment(unittest.TestCase):
@@ -32,6 +45,29 @@ class EmptyEnvironment(unittest.TestCase):
         files = importlib.metadata.files("weightsync")
         tests = [str(file) for file in files if "tests" in file.parts]
         self.assertEqual(tests, [])
+
+    def test_versions_reach_another_process(self):
+        import weightsync
+
+        # Without numpy and torch there are no tensors, but plain data travels the same way.
+        sender = weightsync.Sender({"__extra_state__": {"step": 1}}, timeout=20)
+        command = [sys.executable, "-I", "-c", WORKER]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe) as worker:
+            try:
+                worker.stdin.write(pickle.dumps(sender.init_info))
+                worker.stdin.close()
+                sender.connect(1, timeout=20)
+                seen = [worker.stdout.readline().split()]
+                expected = [[b"1", sender.digest().encode()]]
+                sender.send({"__extra_state__": {"step": 2}}, wait="sent")
+                seen.append(worker.stdout.readline().split())
+                expected.append([b"2", sender.digest().encode()])
+                sender.shutdown()
+            finally:
+                worker.kill()
+        self.assertEqual(seen, expected)
+        self.assertNotEqual(*(digest for _, digest in seen))
 
     def test_the_doctor_finds_the_local_schemes_working(self):
         command = [sys.executable, "-I", "-m", "weightsync", "doctor", "--json"]
