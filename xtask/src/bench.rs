@@ -40,7 +40,7 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
     let (group, flags) = parse(args)?;
     let peers = group
         .peers
-        .map(|peers| (peers, python::PEERS.provide(places)));
+        .map(|peers| (peers, python::TESTS.provide(places)));
 
     let mut own = places.cargo();
     own.args(COMMAND.split(' ')).arg(group.own).args(&flags);

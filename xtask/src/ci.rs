@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::arrows;
 use crate::error::Error;
 use crate::places::Places;
+use crate::python;
 use crate::step;
 use crate::test;
 use crate::tools;
@@ -18,6 +19,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     tools::component(places, "clippy", "clippy")?;
     let deny = tools::DENY.provide(places)?;
     tools::NEXTEST.provide(places)?;
+    python::TESTS.provide(places)?;
 
     let mut passed: Vec<String> = Vec::new();
     let mut pass = |name: &str, took: Duration| {

@@ -1,8 +1,9 @@
-//! `cargo xtask test | ci | arrows | bench`: what a contributor and the CI run.
+//! `cargo xtask test | ci | pytest | wheel | arrows | bench`: what a contributor and the CI run.
 //!
 //! The module order is the order in which a run uses them: [`places`] says where build output and
-//! tools live, [`tools`] provides the tools and [`python`] the environments of what is compared
-//! with, [`step`] runs one command, and the commands themselves are [`mod@test`], [`ci`], [`arrows`] and [`bench`].
+//! tools live, [`tools`] provides the tools and [`python`] the environment of the Python tests,
+//! [`step`] runs one command, [`wheel`] builds and installs the Python package, and the commands
+//! themselves are [`mod@test`], [`ci`], [`pytest`], [`arrows`] and [`bench`].
 
 #![forbid(unsafe_code)]
 
@@ -11,10 +12,12 @@ mod bench;
 mod ci;
 mod error;
 mod places;
+mod pytest;
 mod python;
 mod step;
 mod test;
 mod tools;
+mod wheel;
 
 use std::process::ExitCode;
 
@@ -26,6 +29,8 @@ usage: cargo xtask <command>
 
   test                            every test, with what the tests need set up first
   ci                              every check, then every test
+  pytest [ARGS]                   every test of the Python package, or those that ARGS ask for
+  wheel                           the Python package, built
   arrows                          the crate graph, held against the design's table
   bench GROUP [--json] [--plot]   one group of benchmarks
 
@@ -55,6 +60,8 @@ fn run(args: &[&str]) -> Result<(), Error> {
         ["test"] => test::run(&Places::open()?),
         ["ci"] => ci::run(&Places::open()?),
         ["arrows"] => arrows::run(&Places::open()?).map(drop),
+        ["pytest", rest @ ..] => pytest::some(&Places::open()?, rest),
+        ["wheel"] => wheel::run(&Places::open()?),
         ["bench", rest @ ..] => bench::run(&Places::open()?, rest),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}\n\nbench groups:\n{}", bench::listing());

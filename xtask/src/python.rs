@@ -1,4 +1,4 @@
-//! Python environments for the implementations ours is compared with.
+//! The Python environment of the tests, and of the implementations ours is compared with.
 //!
 //! An environment lies in the cache, outside every clone, under a name that says what it depends
 //! on: the Python it was made with and the pinned lines of its requirements. It is made beside its
@@ -14,12 +14,25 @@ use crate::error::Error;
 use crate::places::{self, Places};
 use crate::step;
 
-/// What the scripts in `bench/peers` run in.
-pub const PEERS: Environment = Environment {
-    name: "peers",
-    requirements: "bench/peers/requirements.txt",
-    imports: "torch, torchrl",
+/// What the Python tests and the scripts in `bench/peers` run in. One for both: torch alone is
+/// some 5 GB.
+pub const TESTS: Environment = Environment {
+    name: "tests",
+    requirements: "python/requirements-test.txt",
+    imports: "torch, torchrl, ray, sentence_transformers, maturin, mypy, pytest",
 };
+
+/// What is looked for on `PATH`, in this order: the first that is new enough is taken.
+const INTERPRETERS: &[&str] = &[
+    "python3",
+    "python3.14",
+    "python3.13",
+    "python3.12",
+    "python3.11",
+];
+
+/// The oldest Python the package supports, as `requires-python` in pyproject.toml says.
+const AT_LEAST: (u32, u32) = (3, 11);
 
 /// An environment and what is in it.
 #[derive(Debug, Clone, Copy)]
@@ -36,12 +49,13 @@ impl Environment {
     /// The environment's Python: one made before, or one made now (minutes, and the package index
     /// must be reachable).
     pub fn provide(&self, places: &Places) -> Result<PathBuf, Error> {
-        self.provide_with("python3".into(), places.root(), &places.environments())
+        let interpreters: Vec<OsString> = INTERPRETERS.iter().map(Into::into).collect();
+        self.provide_with(&interpreters, places.root(), &places.environments())
     }
 
     fn provide_with(
         &self,
-        python: OsString,
+        interpreters: &[OsString],
         root: &Path,
         environments: &Path,
     ) -> Result<PathBuf, Error> {
@@ -50,10 +64,7 @@ impl Environment {
             doing: format!("reading {}", requirements.display()),
             source,
         })?;
-        let version = version(&python).map_err(|_| Error::Missing {
-            what: "`python3`".into(),
-            fix: "install Python 3.10 or newer with its venv module, as `python3` on PATH".into(),
-        })?;
+        let (python, version) = choose(interpreters)?;
         let _lock = places::lock(environments)?;
         let home = environments.join(format!("{}-{}", self.name, key(&version, &text)));
         let own = home.join("bin/python");
@@ -66,7 +77,7 @@ impl Environment {
         clear(&making)?;
         clear(&home)?;
         let made = self
-            .make(&python, &requirements, &making)
+            .make(python, &requirements, &making)
             .and_then(|()| rename(&making, &home));
         if let Err(error) = made {
             // The reason is the failure before it.
@@ -116,17 +127,65 @@ impl Environment {
     }
 }
 
-/// The version and platform of a Python, one line.
-fn version(python: &OsString) -> Result<String, Error> {
+/// A command of a Python whose packages are its environment's alone, not those of the shell that
+/// started this.
+pub fn command(places: &Places, python: &Path) -> Command {
+    let mut command = places.command(python);
+    for name in ["PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// The first interpreter that is new enough, and its version.
+fn choose(interpreters: &[OsString]) -> Result<(&OsString, String), Error> {
+    let mut seen: Vec<String> = Vec::new();
+    for python in interpreters {
+        let Some(version) = version(python) else {
+            continue;
+        };
+        if is_new_enough(&version) {
+            return Ok((python, version));
+        }
+        seen.push(format!("{} is {version}", python.display()));
+    }
+    let (major, minor) = AT_LEAST;
+    Err(Error::Missing {
+        what: match seen.is_empty() {
+            true => format!("Python {major}.{minor} or newer"),
+            false => format!("Python {major}.{minor} or newer ({})", seen.join(", ")),
+        },
+        fix: format!(
+            "install Python {major}.{minor} or newer with its venv module, as `python3` on PATH"
+        ),
+    })
+}
+
+/// The version and platform of a Python, one line; none if it does not run.
+fn version(python: &OsString) -> Option<String> {
     let ask = "import platform, sys; print(sys.implementation.cache_tag, \
                platform.python_version(), platform.machine())";
-    let text = step::output(Command::new(python).args(["-c", ask]), "python3")?;
-    match text.trim() {
-        "" => Err(Error::Unreadable {
-            what: "`python3`'s version".into(),
-        }),
-        version => Ok(version.to_owned()),
-    }
+    let output = Command::new(python)
+        .args(["-c", ask])
+        .stdin(Stdio::null())
+        // A version manager's stand-in for a Python that is not chosen explains itself at length.
+        .stderr(Stdio::null())
+        .output()
+        .ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    (output.status.success() && !text.trim().is_empty()).then(|| text.trim().to_owned())
+}
+
+/// Whether a line of [`version`] is that of a Python the package supports.
+fn is_new_enough(version: &str) -> bool {
+    let mut numbers = version
+        .split_whitespace()
+        .nth(1)
+        .into_iter()
+        .flat_map(|word| word.split('.'))
+        .map_while(|part| part.parse().ok());
+    let found: (Option<u32>, Option<u32>) = (numbers.next(), numbers.next());
+    found >= (Some(AT_LEAST.0), Some(AT_LEAST.1))
 }
 
 /// Differs when the Python or a pinned line does, not when a comment does.
@@ -153,7 +212,8 @@ fn runs(python: &Path) -> bool {
         .is_ok_and(|status| status.success())
 }
 
-fn clear(folder: &Path) -> Result<(), Error> {
+/// Removes a folder and all that is in it, if it is there.
+pub fn clear(folder: &Path) -> Result<(), Error> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::Io {
             doing: format!("removing {}", folder.display()),
@@ -201,7 +261,7 @@ mod tests {
             fs::write(scene.path("python3"), python).expect("python3");
             let executable = fs::Permissions::from_mode(0o755);
             fs::set_permissions(scene.path("python3"), executable).expect("mode");
-            fs::create_dir_all(scene.path("bench/peers")).expect("bench/peers");
+            fs::create_dir_all(scene.path("python")).expect("python");
             scene.pin("torch==1\n");
             scene
         }
@@ -211,7 +271,7 @@ mod tests {
         }
 
         fn pin(&self, lines: &str) {
-            fs::write(self.path(PEERS.requirements), lines).expect("requirements");
+            fs::write(self.path(TESTS.requirements), lines).expect("requirements");
         }
 
         fn fail(&self, step: &str) {
@@ -220,7 +280,7 @@ mod tests {
 
         fn provide(&self) -> Result<PathBuf, Error> {
             let python = self.path("python3").into_os_string();
-            PEERS.provide_with(python, self.0.path(), &self.path("cache"))
+            TESTS.provide_with(&[python], self.0.path(), &self.path("cache"))
         }
 
         fn installations(&self) -> usize {
@@ -263,7 +323,7 @@ mod tests {
             let text = scene.provide().expect_err(step).to_string();
             assert!(text.contains(fix), "{step}: {text}");
             // What a killed run leaves.
-            fs::create_dir_all(scene.path("cache/peers.making/bin")).expect("a leftover");
+            fs::create_dir_all(scene.path("cache/tests.making/bin")).expect("a leftover");
             scene.fail("nothing");
             scene.provide().expect(step);
             assert_eq!(scene.environments(), 1, "{step}");
@@ -280,6 +340,50 @@ mod tests {
     }
 
     #[test]
+    fn the_first_interpreter_that_is_new_enough_is_taken() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let stand_in = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("an interpreter");
+            let executable = fs::Permissions::from_mode(0o755);
+            fs::set_permissions(&path, executable).expect("mode");
+            path.into_os_string()
+        };
+        let absent = folder.path().join("absent").into_os_string();
+        let broken = stand_in("broken", "echo cpython-312 3.12.0 x86_64; exit 127");
+        let old = stand_in("old", "echo cpython-39 3.9.18 x86_64");
+        let new = stand_in("new", "echo cpython-311 3.11.0 x86_64");
+        let newer = stand_in("newer", "echo cpython-314 3.14.1 x86_64");
+
+        let all = [absent.clone(), broken, old.clone(), new.clone(), newer];
+        let (python, version) = choose(&all).expect("one is new enough");
+        assert_eq!(
+            (python, version.as_str()),
+            (&new, "cpython-311 3.11.0 x86_64")
+        );
+        let text = choose(&[absent, old]).expect_err("3.9").to_string();
+        for part in ["Python 3.11 or newer", "3.9.18", "fix: install"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        let cases = [
+            ("cpython-310 3.10.14 x86_64", false),
+            ("cpython-39 3.9.18 x86_64", false),
+            ("cpython-311 3.11.0rc1 x86_64", true),
+            ("cpython-314 3.14.0+ aarch64", true),
+            ("cpython-400 4.0.0 x86_64", true),
+            ("cpython-27 2.7.18 x86_64", false),
+            ("Python", false),
+        ];
+        for (version, expected) in cases {
+            assert_eq!(is_new_enough(version), expected, "{version}");
+        }
+    }
+
+    #[test]
     fn the_key_names_the_python() {
         let one = key("cpython-311 3.11.7 x86_64", "torch==1");
         assert!(one.starts_with("cpython-311-3.11.7-x86_64-"), "{one}");
@@ -291,7 +395,7 @@ mod tests {
     fn every_requirement_is_pinned() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("..")
-            .join(PEERS.requirements);
+            .join(TESTS.requirements);
         let text = fs::read_to_string(path).expect("requirements");
         let lines = text.lines().filter(|line| !line.starts_with('#'));
         let loose: Vec<&str> = lines.filter(|line| !line.contains("==")).collect();

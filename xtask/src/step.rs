@@ -23,6 +23,14 @@ pub fn run_last(name: &str, command: &mut Command) -> Result<(), Error> {
     finish(name, command, true).map(drop)
 }
 
+/// Runs a step that prints a summary of its own, which stays the last thing printed if it fails.
+pub fn run_reported(name: &str, command: &mut Command) -> Result<Duration, Error> {
+    begin(name, command);
+    let took = finish(name, command, true)?;
+    end(name, took);
+    Ok(took)
+}
+
 /// Prints the line that ends a step.
 pub fn end(name: &str, took: Duration) {
     eprintln!("── {name}: ok, {}", seconds(took));

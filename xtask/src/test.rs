@@ -1,8 +1,9 @@
 //! `cargo xtask test`: every test, with what the tests need set up first.
 //!
-//! Doc tests, then the loom models of the shared-memory protocol, then everything else under
-//! nextest: unit and integration tests and the fuzz targets, each in its own process with its own
-//! time limit. nextest comes last so that its summary ends the run.
+//! Doc tests, then the loom models of the shared-memory protocol, then the Python package, as a
+//! wheel that was just built, then everything else under nextest: unit and integration tests and
+//! the fuzz targets, each in its own process with its own time limit. nextest comes last so that
+//! its summary ends the run.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -11,6 +12,8 @@ use std::process::Command;
 
 use crate::error::Error;
 use crate::places::Places;
+use crate::pytest;
+use crate::python;
 use crate::step;
 use crate::tools;
 
@@ -30,6 +33,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     eprintln!("rustc {}, {SOAK}: {soak}", places.rustc().release);
     eprintln!("build output: {}", places.target().display());
     let nextest = tools::NEXTEST.provide(places)?;
+    let python = python::TESTS.provide(places)?;
 
     let (level, value) = OPT_LEVEL;
     let mut doc = places.cargo();
@@ -38,6 +42,8 @@ pub fn run(places: &Places) -> Result<(), Error> {
     step::run("doc tests", &mut doc)?;
 
     step::run("loom", &mut loom(places, &nextest))?;
+
+    pytest::run(places, &python, soak.pytest_timeout())?;
 
     let mut tests = places.command(&nextest);
     tests
@@ -102,6 +108,11 @@ impl Soak {
             Soak::Factor(factor) if factor <= 1.0 => "default",
             Soak::Factor(_) | Soak::Full => "soak",
         }
+    }
+
+    /// The same, in seconds for each Python test; none where it is that of pyproject.toml.
+    fn pytest_timeout(self) -> Option<u32> {
+        (self.nextest_profile() == "soak").then_some(60 * 60)
     }
 }
 

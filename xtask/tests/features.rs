@@ -61,12 +61,15 @@ fn every_test_the_feature_table_names_exists() {
     let missing: Vec<String> = named
         .into_iter()
         .filter(|(package, test)| {
-            let folder = match *package {
-                "weightsync-fuzz" => root.join("fuzz"),
-                "xtask" => root.join("xtask"),
-                other => root.join("crates").join(other),
+            let (folder, extension, has): (_, _, fn(&str, &str) -> bool) = match *package {
+                "python" => (root.join("python/tests"), "py", has_python_test),
+                "weightsync-fuzz" => (root.join("fuzz"), "rs", has_test),
+                "xtask" => (root.join("xtask"), "rs", has_test),
+                other => (root.join("crates").join(other), "rs", has_test),
             };
-            !sources(&folder).iter().any(|source| has_test(source, test))
+            !sources(&folder, extension)
+                .iter()
+                .any(|source| has(source, test))
         })
         .map(|(package, test)| format!("{package}::{test}"))
         .collect();
@@ -86,6 +89,11 @@ fn a_function_that_is_no_test_does_not_count() {
     assert_eq!(names.map(|name| has_test(source, name)), [true; 6]);
     let names = ["third", "fir", "sixth", "eighth"];
     assert_eq!(names.map(|name| has_test(source, name)), [false; 4]);
+    let source = "def test_one():\n    pass\nclass Two:\n    def test_two(self):\n        pass\n\
+                  def three():\n    test_four()\n";
+    let names = ["test_one", "test_two", "three", "test_four", "test_o"];
+    let expected = [true, true, false, false, false];
+    assert_eq!(names.map(|name| has_python_test(source, name)), expected);
     let table = "| row | text with `code` | `weightsync-mem::a_name`, `xtask::b` |";
     let named: Vec<_> = named_tests(table).collect();
     assert_eq!(named, [("weightsync-mem", "a_name"), ("xtask", "b")]);
@@ -134,13 +142,20 @@ fn has_test(source: &str, name: &str) -> bool {
     })
 }
 
+/// Whether a source has a function of that name which pytest, or unittest, takes for a test.
+fn has_python_test(source: &str, name: &str) -> bool {
+    let function = format!("def {name}(");
+    let lines = || source.lines().map(str::trim_start);
+    name.starts_with("test_") && lines().any(|line| line.starts_with(&function))
+}
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-fn sources(folder: &Path) -> Vec<String> {
+fn sources(folder: &Path, extension: &str) -> Vec<String> {
     let mut files = Vec::new();
-    files_below(folder, "rs", &mut files);
+    files_below(folder, extension, &mut files);
     let read = |path: &PathBuf| fs::read_to_string(path).expect("a source in UTF-8");
     files.iter().map(read).collect()
 }

@@ -23,7 +23,7 @@ use super::peer::{Arrangement, Peer, Program};
 /// How the comparison is run.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The Python of an environment with bench/peers/requirements.txt
+    /// The Python of an environment with python/requirements-test.txt
     #[arg(long)]
     python: PathBuf,
     /// The program that measures TorchRL

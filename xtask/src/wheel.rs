@@ -1,0 +1,133 @@
+//! The Python package as its users get it: a wheel, built once, and installed where it is tested.
+//!
+//! Two places have it. One sees the packages of the tests' environment behind it: there the Python
+//! tests run, and the benchmarks that compare with other packages. The other is empty but for the
+//! wheel, and holds it to what it promises: no compiler, no other package. Both are made anew by
+//! each run, in the build directory: an old file of the package would hide that the wheel lacks it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::error::Error;
+use crate::places::Places;
+use crate::python;
+use crate::step;
+
+/// `cargo xtask wheel`: builds the wheel and says where it is.
+pub fn run(places: &Places) -> Result<(), Error> {
+    let wheel = build(places, &python::TESTS.provide(places)?)?;
+    println!("{}", wheel.display());
+    Ok(())
+}
+
+/// Builds the wheel with the environment's maturin, into `wheels` of the build directory.
+pub fn build(places: &Places, python: &Path) -> Result<PathBuf, Error> {
+    let folder = places.target().join("wheels");
+    python::clear(&folder)?;
+    let mut maturin = python::command(places, python);
+    maturin
+        .args("-m maturin build --locked --quiet".split(' '))
+        // For the stable interface of 3.11: any newer interpreter can build and use it.
+        .arg("--interpreter")
+        .arg(python)
+        .arg("--out")
+        .arg(&folder);
+    step::run("wheel", &mut maturin)?;
+    only_wheel(&folder)
+}
+
+/// Installs the wheel before the packages of the environment of `python`, and returns the Python
+/// that sees both.
+pub fn install_over(places: &Places, python: &Path, wheel: &Path) -> Result<PathBuf, Error> {
+    let ask = "import sysconfig; print(sysconfig.get_path('purelib'))";
+    let mut where_to = python::command(places, python);
+    where_to.args(["-c", ask]);
+    let packages = step::output(&mut where_to, "python")?;
+    let (home, own) = make(places, python, "tests")?;
+
+    let mut where_to = python::command(places, &own);
+    where_to.args(["-c", ask]);
+    let link = PathBuf::from(step::output(&mut where_to, "python")?.trim()).join("tests.pth");
+    fs::write(&link, packages).map_err(|source| Error::Io {
+        doing: format!("writing {}", link.display()),
+        source,
+    })?;
+    install(places, python, &home, wheel)?;
+    Ok(own)
+}
+
+/// Installs the wheel where there is nothing else, and tests it there.
+pub fn test_alone(places: &Places, python: &Path, wheel: &Path) -> Result<Duration, Error> {
+    let (home, own) = make(places, python, "empty")?;
+    install(places, python, &home, wheel)?;
+    let mut tests = python::command(places, &own);
+    tests
+        // Isolated: neither the clone nor the user's own packages are seen.
+        .args("-I -B -m unittest discover --pattern smoke.py --start-directory".split(' '))
+        .arg(places.root().join("python/tests/empty"));
+    step::run("wheel in an empty environment", &mut tests)
+}
+
+/// An environment without packages, and its Python.
+fn make(places: &Places, python: &Path, name: &str) -> Result<(PathBuf, PathBuf), Error> {
+    let home = places.target().join("python").join(name);
+    python::clear(&home)?;
+    let mut venv = python::command(places, python);
+    venv.args("-m venv --without-pip".split(' ')).arg(&home);
+    step::run(&format!("{name} environment"), &mut venv)?;
+    let own = home.join("bin/python");
+    Ok((home, own))
+}
+
+/// Installs the wheel with the pip of `python`. It must bring all it needs: no index is asked, and
+/// a dependency that is missing is an error.
+fn install(places: &Places, python: &Path, home: &Path, wheel: &Path) -> Result<(), Error> {
+    let mut pip = python::command(places, python);
+    pip.args("-m pip --isolated --quiet --disable-pip-version-check --python".split(' '))
+        .arg(home)
+        .args("install --no-index".split(' '))
+        .arg(wheel);
+    step::run("install", &mut pip).map(drop)
+}
+
+fn only_wheel(folder: &Path) -> Result<PathBuf, Error> {
+    let entries = fs::read_dir(folder).map_err(|source| Error::Io {
+        doing: format!("reading {}", folder.display()),
+        source,
+    })?;
+    let wheels: Vec<PathBuf> = entries
+        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
+        .filter(|path| path.extension().is_some_and(|end| end == "whl"))
+        .collect();
+    match <[PathBuf; 1]>::try_from(wheels) {
+        Ok([wheel]) => Ok(wheel),
+        Err(wheels) => Err(Error::Unreadable {
+            what: format!(
+                "{}: one wheel was expected, {} are there",
+                folder.display(),
+                wheels.len()
+            ),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_installed_is_the_one_wheel_that_was_built() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let text = only_wheel(folder.path()).expect_err("none").to_string();
+        assert!(text.contains("0 are there"), "{text}");
+        let wheel = folder.path().join("weightsync-0.1.0-cp311-abi3-linux.whl");
+        for name in [&wheel, &folder.path().join("weightsync-0.1.0.tar.gz")] {
+            fs::write(name, "").expect("a file");
+        }
+        assert_eq!(only_wheel(folder.path()).expect("one"), wheel);
+        fs::write(folder.path().join("other.whl"), "").expect("a file");
+        let text = only_wheel(folder.path()).expect_err("two").to_string();
+        assert!(text.contains("2 are there"), "{text}");
+    }
+}
