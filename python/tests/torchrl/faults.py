@@ -227,7 +227,7 @@ class Both(torch.nn.Module):
 
     def forward(self, rows):
         mine = self.weight.detach().clone()
-        for _ in range(200):
+        for _ in range(100):
             value = Counting.last.value_net.weight.detach().clone()
         return (mine - value).expand(rows.shape)
 
@@ -243,7 +243,7 @@ def models_apart(module, name, sync=True):
     actor = policy(module=Both())
     with collecting(module, schemes, workers=1, sync=False, policy=actor) as (collector, batches):
         differences = set()
-        for weight in range(1, 201):
+        for weight in range(1, 61):
             two = {"policy": policy(module=Both()), "env.value_net": One(weight)}
             two["policy"].module.weight.data.fill_(weight)
             with hurry("an update of two models", PROMPT):
