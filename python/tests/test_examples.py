@@ -1,0 +1,40 @@
+"""What the README and the examples show runs as it is, and leaves nothing."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(arguments, cwd):
+    """Runs a program as its user would; its output."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+
+def test_readme(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", text, flags=re.S | re.M)
+    assert len(programs) == 1
+    assert len([line for line in programs[0].splitlines() if line]) <= 20
+    program = tmp_path / "program.py"
+    program.write_text(programs[0])
+    said = run([program], tmp_path)
+    assert "applied by 4 of 4 workers" in said, said
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+@pytest.mark.parametrize("scheme", ["shared-mem", "multi-process"])
+def test_standalone(tmp_path, scheme):
+    program = ROOT / "examples/torch_standalone.py"
+    said = run([program, "--steps", "5", "--scheme", scheme], tmp_path)
+    assert said.count("at v6") == 3, said
+    assert not list(tmp_path.iterdir())
