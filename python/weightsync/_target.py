@@ -23,6 +23,21 @@ logger = logging.getLogger("weightsync")
 BIND_FROM = 64 * 1024
 
 
+class _Loading(threading.local):
+    """Whether this thread is loading: it is alone with the models then."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+loading = _Loading()
+
+
 def target_of(model: Any, mode: str) -> Target:
     """The target of a worker's model."""
     if mode not in ("bind", "copy"):
@@ -94,7 +109,7 @@ class ModuleTarget(Target):
             return self._materialise()
 
     def load(self, snapshot: Snapshot) -> None:
-        with self._lock:
+        with loading, self._lock:
             self.layout()
             plan = self._plan(snapshot)
             self._bind(snapshot, plan)

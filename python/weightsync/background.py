@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsync import _ends
 from weightsync._native import Background as Native
-from weightsync._target import ModuleTarget, Target
+from weightsync._target import ModuleTarget, Target, loading
 
 logger = logging.getLogger("weightsync")
 
@@ -100,8 +100,9 @@ class Background:
 
     def _enter(self) -> None:
         seats = self._seats.__dict__.setdefault("taken", [])
-        # One seat for each thread: a nested forward is inside the outer one.
-        seats.append(None if seats else self._native.take_seat())
+        # One seat for each thread: a nested forward is inside the outer one. Whoever loads
+        # is alone with the models, and may look at them.
+        seats.append(None if seats or loading.depth else self._native.take_seat())
 
     def _leave(self) -> None:
         seats = self._seats.__dict__.get("taken")

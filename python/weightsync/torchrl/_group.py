@@ -20,7 +20,7 @@ from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from weightsync import _ends
 from weightsync._native import InitInfo, Layout, Session
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, target_of, tensors_of
+from weightsync._target import Target, loading, target_of, tensors_of
 from weightsync.background import Background
 from weightsync.errors import DeadlineError, LifecycleError, ModelError
 from weightsync.sender import Sender
@@ -29,6 +29,9 @@ logger = logging.getLogger("weightsync")
 
 # How long a sender waits for its workers before it looks whether they are still alive.
 _LOOK = 0.2
+
+# How long workers that are alive may take to start, in seconds.
+_ALIVE = 300.0
 
 
 class Group:
@@ -50,6 +53,145 @@ class Group:
         self._connected = False
         self.sender: Sender | None = None
         # What crosses.
+        self._info: str | None = None
+        self._names: list[str] = []
+        self._own_weights = False
+        # A worker's half.
+        self._session: Session | None = None
+        self._first_set: Any = None
+        self.slots: dict[str, Slot] = {}
+        self.background: Background | None = None
+
+    # The trainer's half.
+
+    def add(
+        self,
+        name: str,
+        strategy: str,
+        num_workers: int,
+        weights: Callable[[], Any],
+        each: Callable[[], dict[int, Any]] | None = None,
+    ) -> None:
+        """One more model: how to get its weights, and those of each worker's own."""
+        with self._lock:
+            if self._connected:
+                raise LifecycleError(
+                    f"{name!r} cannot be added: the models of {', '.join(self._weights)} have "
+                    "their workers already; set all schemes up before the first connects"
+                )
+            self._weights[name] = weights
+            self._each.pop(name, None)
+            self._strategies[name] = strategy
+            if each is not None:
+                self._each[name] = each
+            self._unconnected.add(name)
+            self.num_workers = max(self.num_workers, num_workers)
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Sets a sender up for the models there are by now, and says how to join it.
+
+        Not when the scheme is pickled: a collector's policy has no values then.
+        """
+        strategies = set(self._strategies.values())
+        first = {name: self._first(name) for name in self._weights}
+        self.sender = Sender(
+            models=first,
+            scheme=self.word,
+            strategy="tensordict" if "tensordict" in strategies else "state_dict",
+            pending=8,
+            timeout=WEIGHT_SYNC_TIMEOUT,
+        )
+        # The weights are looked up at each send.
+        self.sender._models = dict.fromkeys(first)
+        self._info = self.sender.init_info.to_json()
+        self._names = list(first)
+        self._own_weights = bool(self._each)
+
+    def connect(self, name: str, weights: Any, context: Any) -> None:
+        """The rendez-vous: the last model's waits until every worker has them all."""
+        with self._lock:
+            assert self.sender is not None
+            self._connected = True
+            self._unconnected.discard(name)
+            if weights is not None:
+                self._firsts[name] = weights
+            if self._unconnected:
+                return
+            first = {
+                one: self._firsts[one] if one in self._firsts else self._first(one)
+                for one in self._weights
+            }
+            self._firsts = {}
+            self.sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
+            for one, each in self._each.items():
+                # Whoever joins from here on gets its own.
+                self.sender.send_each(each(), model=one, wait="sent")
+            self._wait_for_workers(context)
+            for current in self._weights.values():
+                # What workers begin with was sent: a factory has nothing to send again.
+                getattr(current, "spent", lambda: None)()
+
+    def send(
+        self,
+        weights: dict[str, Any],
+        worker_ids: list[int] | None,
+        wait: str,
+        timeout: float | None = None,
+    ) -> Any:
+        """Sends the weights of some models, or of one for each worker."""
+        if self.sender is None or self._pid != os.getpid():
+            raise LifecycleError("there is no sender here: connect first, in the trainer's process")
+        given = {
+            name: self._weights[name]() if value is None else value
+            for name, value in weights.items()
+        }
+        return self.sender.send(
+            weights_dict=given, worker_ids=worker_ids, wait=wait, timeout=timeout
+        )
+
+    def send_each(
+        self, name: str, weights: dict[int, Any], wait: str, timeout: float | None = None
+    ) -> Any:
+        """Sends one model's weights, other ones to each worker."""
+        if self.sender is None or self._pid != os.getpid():
+            raise LifecycleError("there is no sender here: connect first, in the trainer's process")
+        return self.sender.send_each(weights, model=name, wait=wait, timeout=timeout)
+
+    def _first(self, name: str) -> Any:
+        if name in self._each:
+            return next(iter(self._each[name]().values()))
+        return self._weights[name]()
+
+    def _wait_for_workers(self, context: Any) -> None:
+        """Waits in parts, so that workers that have ended are not waited for."""
+        assert self.sender is not None
+        since = time.monotonic()
+        # The processes of a collector are watched: only one that is alive and silent is
+        # waited for so long.
+        watched = bool(getattr(context, "procs", None))
+        limit = max(_ALIVE, WEIGHT_SYNC_TIMEOUT) if watched else WEIGHT_SYNC_TIMEOUT
+        workers = range(self.num_workers)
+        while True:
+            try:
+                self.sender.wait_for(workers, timeout=_LOOK)
+                return
+            except DeadlineError:
+                there = {one.worker for one in self.sender.workers if any(one.versions)}
+            if time.monotonic() - since >= limit:
+                missing = ", ".join(str(one) for one in workers if one not in there)
+                raise DeadlineError(
+                    f"only {len(there)} of {self.num_workers} workers joined within {limit:.0f} s "
+                    f"(missing: {missing}): do they call init_on_receiver and connect?",
+                    "retry",
+                )
+            ended = _ended_workers(context, there)
+            if ended:
+                # The collector knows the worker's own words, and raises them.
+                logger.warning("%s ended before it had its weights", ended)
+                return
+
+    # What crosses.
         self._info: str | None = None
         self._names: list[str] = []
         self._own_weights = False
@@ -330,6 +472,10 @@ class Slot(Target):
         return self._target is not None and self._target.shape(layout)
 
     def load(self, snapshot: NativeSnapshot) -> None:
+        with loading:
+            self._load_and_tell(snapshot)
+
+    def _load_and_tell(self, snapshot: NativeSnapshot) -> None:
         self._load(snapshot)
         last, self._last = self._last, snapshot
         same_run = last is not None and last.run == snapshot.run

@@ -115,6 +115,7 @@ class _LocalScheme(WeightSyncScheme):
         super().__init__(strategy)
         self.sync = sync
         self.per_worker_weights = False
+        self.auto_register = True
         self._group: Group | None = None
         self._slot: Slot | None = None
         self._seen = 0
@@ -472,15 +473,11 @@ class _LocalScheme(WeightSyncScheme):
 
         return _transports.of_scheme(self)
 
-    def create_sender(self, auto_register: bool = True) -> Any:
-        """The sending half of the older calls; see :class:`weightsync.torchrl.WeightSender`.
-
-        Args:
-            auto_register: whether the first ``update_weights`` says what the model is.
-        """
+    def create_sender(self) -> Any:
+        """The sending half of the older calls; see :class:`weightsync.torchrl.WeightSender`."""
         from weightsync.torchrl import _older
 
-        return _older.WeightSender(self, auto_register)
+        return _older.WeightSender(self, self.auto_register)
 
     def create_receiver(self) -> Any:
         """The receiving half of the older calls."""
@@ -544,6 +541,8 @@ class SharedMemWeightSyncScheme(_LocalScheme):
         sync: whether ``send`` returns once every worker has applied the version, or as
             soon as it is live.
         per_worker_weights: accepted as TorchRL has it; any worker can have its own.
+        auto_register: of the older calls: whether the first ``update_weights`` of
+            ``create_sender()`` says what the model is.
     """
 
     def __init__(
@@ -551,9 +550,12 @@ class SharedMemWeightSyncScheme(_LocalScheme):
         strategy: str = "tensordict",
         sync: bool = True,
         per_worker_weights: bool = False,
+        *,
+        auto_register: bool = True,
     ) -> None:
         super().__init__(strategy, sync)
         self.per_worker_weights = per_worker_weights
+        self.auto_register = auto_register
 
 
 class MultiProcessWeightSyncScheme(_LocalScheme):
