@@ -52,7 +52,10 @@ pub fn installed(places: &Places) -> Result<PathBuf, Error> {
 /// Holds the stubs against the module. What it reads is configured in pyproject.toml.
 fn stubtest(places: &Places, python: &Path) -> Command {
     let mut command = python::command(places, python);
-    command.args(["-P", "-m", "mypy.stubtest", MODULE]);
+    command
+        .args(["-P", "-m", "mypy.stubtest", MODULE])
+        .args(["--mypy-config-file", "pyproject.toml"])
+        .env("MYPY_CACHE_DIR", places.target().join("mypy"));
     command
 }
 
