@@ -26,10 +26,10 @@ SCHEMES = {
     "multi-process": "MultiProcessWeightSyncScheme",
 }
 # For a start or an answer. Generous, since only what fails waits for it to pass.
-SOON = 180.0
+SOON = 90.0
 # Ours may take so many times longer than TorchRL's before a wait counts as one without end: only a
 # fault lets the time pass, and a busy machine is not to look like one. Most of TorchRL's never end.
-PATIENCE = 10
+PATIENCE = 8
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "torchrl.collectors", "torchrl.weight_update"])
