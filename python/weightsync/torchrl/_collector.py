@@ -78,6 +78,28 @@ def flip_together(collector: Any) -> None:
         return send_set(schemes, wanted, worker_ids)
 
     collector._weight_update_impl = update
+    _shut_down_together(collector)
+
+
+def _shut_down_together(collector: Any) -> None:
+    """Ends this package's schemes with their collector: TorchRL leaves that to the collector of
+    garbage, and what is open stays so until then."""
+    from weightsync.torchrl._schemes import _LocalScheme
+
+    found = weakref.ref(collector)
+    upstream = type(collector).shutdown
+
+    def shutdown(*args: Any, **kwargs: Any) -> Any:
+        here = found()
+        assert here is not None
+        try:
+            return upstream(here, *args, **kwargs)
+        finally:
+            for scheme in (here._weight_sync_schemes or {}).values():
+                if isinstance(scheme, _LocalScheme):
+                    scheme.shutdown()
+
+    collector.shutdown = shutdown
 
 
 def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -> Any:

@@ -212,11 +212,14 @@ class _LocalScheme(WeightSyncScheme):
                 f"{type(self).__name__} sends torch modules, and the collector's {name!r} is "
                 f"{type(model).__name__}: a policy without weights needs no scheme"
             )
-        found = weakref.ref(context)
+        # Neither is kept: what nobody uses any more is to go at once.
+        found, own = weakref.ref(context), weakref.ref(self)
 
         def current() -> Any:
-            here = found()
-            return self._extracted(_model_of(here, name) if here is not None else None)
+            here, scheme = found(), own()
+            if here is None or scheme is None:
+                raise ModelError(f"the collector of {name!r} is gone: pass the weights")
+            return scheme._extracted(_model_of(here, name))
 
         return current, None
 
@@ -509,6 +512,9 @@ class _LocalScheme(WeightSyncScheme):
             group.leave(self._model_id or "policy")
         _ends.closed(self)
         super().shutdown()
+        # It can be initialised anew.
+        self._initialized_on_sender = self._initialized_on_receiver = False
+        self._synchronized_on_sender = self._synchronized_on_receiver = False
 
     def _connected(self, call: str) -> Group:
         if not self.initialized_on_sender:
