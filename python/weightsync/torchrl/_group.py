@@ -41,14 +41,16 @@ class Group:
         self.word = word
         self.mode = mode
         self._pid = os.getpid()
+        # Each half has its own: in one process the sender waits while the worker joins.
         self._lock = threading.RLock()
+        self._join_lock = threading.RLock()
         # The trainer's half: each model's source, in order.
         self._weights: dict[str, Callable[[], Any]] = {}
         self._strategies: dict[str, str] = {}
         self._each: dict[str, Callable[[], dict[int, Any]]] = {}
         self._unconnected: set[str] = set()
         self._firsts: dict[str, Any] = {}
-        self._left: set[str] = set()
+        self._left_sender: set[str] = set()
         self.num_workers = 0
         self._connected = False
         self.sender: Sender | None = None
@@ -59,6 +61,7 @@ class Group:
         # A worker's half.
         self._session: Session | None = None
         self._first_set: Any = None
+        self._left_worker: set[str] = set()
         self.slots: dict[str, Slot] = {}
         self.background: Background | None = None
 
@@ -198,6 +201,7 @@ class Group:
         # A worker's half.
         self._session: Session | None = None
         self._first_set: Any = None
+        self._left_worker: set[str] = set()
         self.slots: dict[str, Slot] = {}
         self.background: Background | None = None
 
@@ -356,7 +360,7 @@ class Group:
 
     def join(self, name: str, worker: int, slot: Slot) -> None:
         """The rendez-vous of one model of a worker's: its initial weights are loaded."""
-        with self._lock:
+        with self._join_lock:
             if self._info is None:
                 raise LifecycleError(
                     f"{name!r} knows no sender: call init_on_sender in the trainer, and hand the "
@@ -391,27 +395,40 @@ class Group:
             for one in self.slots.values():
                 one.follow(self.background)
 
-    def leave(self, name: str) -> None:
-        """One model's scheme shuts down; the last one ends it all."""
-        with self._lock:
-            self._left.add(name)
-            if self._left >= set(self._weights or self.slots):
-                self.shutdown()
+    def leave(self, name: str, *, sender: bool) -> None:
+        """One model's scheme shuts down; the last of a half ends that half."""
+        if self._pid != os.getpid():
+            return
+        if sender:
+            with self._lock:
+                self._left_sender.add(name)
+                if self._left_sender >= set(self._weights) and self.sender is not None:
+                    self.sender.shutdown()
+            return
+        with self._join_lock:
+            self._left_worker.add(name)
+            if self._left_worker >= set(self.slots):
+                self._leave_sender()
 
     def shutdown(self) -> None:
         """Ends whatever this process has of it. Any number of times."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
-            if self._pid != os.getpid():
-                return
             if self.sender is not None:
                 self.sender.shutdown()
-            if self.background is not None:
-                self.background.shutdown()
-            if self._session is not None:
-                self._session.shutdown()
-            for slot in self.slots.values():
-                slot.release()
-            _ends.closed(self)
+        with self._join_lock:
+            self._leave_sender()
+        _ends.closed(self)
+
+    def _leave_sender(self) -> None:
+        """Ends the worker's half."""
+        if self.background is not None:
+            self.background.shutdown()
+        if self._session is not None:
+            self._session.shutdown()
+        for slot in self.slots.values():
+            slot.release()
 
 
 class Slot(Target):

@@ -509,7 +509,11 @@ class _LocalScheme(WeightSyncScheme):
         """Ends this process's end of it. Any number of times."""
         group = getattr(self, "_group", None)
         if group is not None and self._is_own():
-            group.leave(self._model_id or "policy")
+            name = self._model_id or "policy"
+            if self.initialized_on_sender:
+                group.leave(name, sender=True)
+            elif self.initialized_on_receiver:
+                group.leave(name, sender=False)
         _ends.closed(self)
         super().shutdown()
         # It can be initialised anew.
@@ -601,7 +605,7 @@ class NoWeightSyncScheme(_LocalScheme):
     def _setup_connection_and_weights_on_sender_impl(self, **kwargs: Any) -> None:
         if self._group is not None:
             super()._setup_connection_and_weights_on_sender_impl(**kwargs)
-            self._group.shutdown()
+            self._group.leave(self._model_id or "policy", sender=True)
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
         """Nothing."""
