@@ -1,0 +1,209 @@
+"""Transports by TorchRL's protocol: named ones that stand alone, and one of a program's own."""
+
+import multiprocessing
+
+import torch
+from crew import Probe, hurry
+from tensordict import TensorDict
+from torch import multiprocessing as mp
+from torchrl.weight_update import WeightStrategy
+
+SOON = 60.0
+PROMPT = 10.0
+
+
+def weights_of(model):
+    return TensorDict.from_module(model).data.clone()
+
+
+def queued_worker(transport, pipe):
+    """Receives until told to stop, and says what came of each call."""
+    model = Probe()
+    strategy = WeightStrategy()
+    first = transport.setup_connection_and_weights_on_receiver(
+        worker_idx=0, model=model, strategy=strategy
+    )
+    pipe.send((first is not None, model()))
+    for timeout in iter(pipe.recv, None):
+        got = transport.receive_weights(timeout=timeout, model=model, strategy=strategy)
+        pipe.send((got is not None, model()))
+
+
+def queue_transport(module, start, asynchronous):
+    """`MPTransport`, constructed as TorchRL's: a queue, and weights one after the other."""
+    context = mp.get_context(start)
+    waiting = context.Queue()
+    transport = module.MPTransport(weight_queue=waiting, ack_queue=context.Queue())
+    here, there = context.Pipe()
+    worker = context.Process(target=queued_worker, args=(transport, there), daemon=True)
+    worker.start()
+    learner = Probe()
+    send = transport.send_weights_async if asynchronous else transport.send_weights
+    with hurry("the first weights", SOON):
+        send(weights_of(learner.filled(1.0)))
+        transport.wait_ack(SOON)
+        assert here.poll(SOON) and here.recv() == (True, (1.0, 1.0))
+    here.send(0.05)
+    assert here.poll(SOON) and here.recv() == (False, (1.0, 1.0)), "a timeout is None"
+    for value in (2.0, 3.0):
+        here.send(SOON)
+        with hurry("weights", PROMPT):
+            send(weights_of(learner.filled(value)))
+            if asynchronous:
+                assert transport.wait_ack(PROMPT).all_applied
+        assert here.poll(SOON) and here.recv() == (True, (value, value))
+    here.send(None)
+    transport.shutdown()
+    worker.join(SOON)
+    assert worker.exitcode == 0
+
+
+def shared_worker(transport, index, pipe):
+    model = Probe()
+    strategy = WeightStrategy()
+    transport.setup_connection_and_weights_on_receiver(
+        worker_idx=index, model=model, strategy=strategy
+    )
+    pipe.send(model())
+    for timeout in iter(pipe.recv, None):
+        transport.receive_weights(timeout=timeout, model=model, strategy=strategy)
+        pipe.send(model())
+
+
+def shared_transport(module, per_worker):
+    """`SharedMemTransport`: weights by worker, sent to all, to some, or other ones to each."""
+    context = mp.get_context("spawn")
+    queues = {index: context.Queue() for index in range(2)}
+    first = weights_of(Probe(1.0))
+    firsts = {0: first, 1: weights_of(Probe(2.0)) if per_worker else first}
+    transport = module.SharedMemTransport()
+    transport.register_weights(firsts, queues, per_worker=per_worker)
+    assert len(transport.unique_weights) == 1 + per_worker
+    pipes, workers = [], []
+    for index in queues:
+        here, there = context.Pipe()
+        args = (transport, index, there)
+        workers.append(context.Process(target=shared_worker, args=args, daemon=True))
+        workers[-1].start()
+        pipes.append(here)
+
+    def values(timeout=None):
+        if timeout is not None:
+            for pipe in pipes:
+                pipe.send(timeout)
+        return [pipe.recv()[0] if pipe.poll(SOON) else None for pipe in pipes]
+
+    transport.setup_connection_and_weights_on_sender()
+    started = values()
+    # Of weights of one's own each, the first version may come before a worker's own.
+    assert started == [1.0, 1.0] if not per_worker else started[0] == 1.0
+    if per_worker:
+        while values(0.0) != [1.0, 2.0]:
+            pass
+    for index in queues:
+        pipes[index].send(SOON)
+    with hurry("one worker's weights", PROMPT):
+        assert transport.send_weights(weights_of(Probe(5.0)), worker_ids=[0]).worker(0)
+    pipes[0].poll(SOON)
+    assert pipes[0].recv()[0] == 5.0
+    with hurry("other weights for each", PROMPT):
+        pipes[0].send(SOON)
+        report = transport.send_weights({0: weights_of(Probe(6.0)), 1: weights_of(Probe(7.0))})
+    assert report.all_applied, report
+    assert values() == [6.0, 7.0]
+    try:
+        transport.send_weights({7: first})
+    except ValueError as error:
+        assert "no worker 7" in str(error)
+    else:
+        raise AssertionError("a worker that does not exist raises nothing")
+    for pipe in pipes:
+        pipe.send(None)
+    transport.shutdown()
+    for worker in workers:
+        worker.join(SOON)
+
+
+class PipeTransport:
+    """A program's own: two methods, and pickled numbers through a pipe."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def send_weights(self, weights):
+        self.pipe.send({name: value.tolist() for name, value in weights.flatten_keys().items()})
+        said = self.pipe.recv() if self.pipe.poll(PROMPT) else None
+        assert said == "applied", said
+
+    def receive_weights(self, timeout=None, *, weights=None, model=None, strategy=None):
+        if not self.pipe.poll(timeout):
+            return None
+        received = {name: torch.tensor(value) for name, value in self.pipe.recv().items()}
+        strategy.apply_weights(model, received)
+        self.pipe.send("applied")
+        return received
+
+    def setup_connection_and_weights_on_sender(self):
+        pass
+
+    def setup_connection_and_weights_on_receiver(self, *, worker_idx, **_):
+        return None
+
+
+def scheme_over(module):
+    class PipeScheme(module.WeightSyncScheme):
+        def __init__(self, pipes):
+            super().__init__("tensordict")
+            self.pipes = pipes
+
+        def create_transport(self, *, pipe):
+            return PipeTransport(pipe)
+
+        def _init_on_sender_impl(self, *, model_id, num_workers):
+            self.model_id = model_id
+            for index in range(num_workers):
+                self._register_worker_sender(worker_idx=index, pipe=self.pipes[index])
+
+        def _init_on_receiver_impl(self, *, model_id, context=None, model, worker_idx):
+            self.model_id, self.model, self.worker_idx = model_id, model, worker_idx
+            self._register_transport_receiver(pipe=self.pipes[worker_idx])
+
+    return PipeScheme
+
+
+def own_transport(module):
+    """A scheme of a program's own over its own transport, in the lifecycle of the others."""
+    here, there = multiprocessing.Pipe()
+
+    def work():
+        scheme, model = scheme_over(module)([there]), Probe()
+        scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        scheme.connect(worker_idx=0)
+        assert scheme.receive(timeout=0.0) is None
+        there.send("nothing came")
+        while model()[0] != 2.0:
+            scheme.receive(timeout=SOON)
+
+    worker = mp.get_context("fork").Process(target=work, daemon=True)
+    worker.start()
+    scheme = scheme_over(module)([here])
+    try:
+        scheme.send(weights_of(Probe()))
+    except RuntimeError as error:
+        assert "nitialized" in str(error)
+    else:
+        raise AssertionError("a send before init raises nothing")
+    scheme.init_on_sender(model_id="policy", num_workers=1)
+    scheme.connect()
+    assert here.poll(SOON) and here.recv() == "nothing came"
+    learner = Probe()
+    for value in (1.0, 2.0):
+        scheme.send(weights_of(learner.filled(value)))
+    try:
+        scheme.send(weights_of(learner), worker_ids=[3])
+    except ValueError as error:
+        assert "3" in str(error)
+    else:
+        raise AssertionError("a worker that does not exist raises nothing")
+    worker.join(SOON)
+    assert worker.exitcode == 0
