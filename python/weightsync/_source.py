@@ -27,6 +27,7 @@ class Source:
         self._walk: _ModuleWalk | None = None
         self._shapes: list[Any] = []
         self._types: list[Any] = []
+        self._odd = False
         # What must stay as long as the native source: slices, copies from a device.
         self._kept: list[Any] = []
 
@@ -58,7 +59,7 @@ class Source:
         if shapes != self._shapes or [tensor.dtype for tensor in tensors] != self._types:
             return False
         self._kept = []
-        self._native.place(*_addresses(tensors, self._kept))
+        self._native.place(*_addresses(tensors, self._kept, self._odd))
         return True
 
     def _place_anew(self, found: list[Found], extras: dict[str, Any]) -> NativeSource:
@@ -79,7 +80,8 @@ class Source:
         self._kept = []
         self._shapes = [tensor.shape for tensor in tensors]
         self._types = [tensor.dtype for tensor in tensors]
-        self._native.place(*_addresses(tensors, self._kept), states)
+        self._odd = any(_may_be_odd(tensor) for tensor in tensors)
+        self._native.place(*_addresses(tensors, self._kept, self._odd), states)
         # Tensors that exist for this send alone, such as slices, must outlive it.
         self._kept.extend(tensors)
         return self._native
@@ -194,8 +196,17 @@ def _spec(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
     return _dtypes.of_array(name, tensor)
 
 
+def _may_be_odd(tensor: Any) -> bool:
+    """Whether what lies in memory may be the conjugate, or the negative, of its values.
+
+    Those can be contiguous, and asking each tensor again at each send would cost more
+    than all else that is asked.
+    """
+    return _dtypes.is_tensor(tensor) and (tensor.is_complex() or tensor.is_neg())
+
+
 def _addresses(
-    tensors: list[Any], kept: list[Any]
+    tensors: list[Any], kept: list[Any], odd: bool
 ) -> tuple[list[int], dict[int, list[int]] | None]:
     """Where tensors are now, with the strides of those that are not row-major.
 
@@ -203,7 +214,7 @@ def _addresses(
     """
     try:
         # The usual case, and with very many tensors the one that counts.
-        if all([tensor.is_cpu and tensor.is_contiguous() for tensor in tensors]):
+        if not odd and all([tensor.is_cpu and tensor.is_contiguous() for tensor in tensors]):
             return [tensor.data_ptr() for tensor in tensors], None
     except AttributeError:
         pass

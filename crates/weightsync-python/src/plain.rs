@@ -8,9 +8,10 @@ use weightsync::Plain;
 /// The deepest nesting that is looked into: the library refuses less.
 const DEEPEST: usize = 64;
 
-/// A value as plain data; anything that is none is refused by its place.
-pub fn from_python(value: &Bound<'_, PyAny>) -> PyResult<Plain> {
-    convert(value, "extra state", DEEPEST)
+/// The extra state of a name as plain data; anything that is none is refused by
+/// its place.
+pub fn from_python(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Plain> {
+    convert(value, &format!("extra state {name}"), DEEPEST)
 }
 
 fn convert(value: &Bound<'_, PyAny>, place: &str, left: usize) -> PyResult<Plain> {
@@ -29,7 +30,11 @@ fn convert(value: &Bound<'_, PyAny>, place: &str, left: usize) -> PyResult<Plain
         if let Ok(value) = value.extract::<i64>() {
             return Ok(Plain::Int(value));
         }
-        return Ok(Plain::Unsigned(value.extract()?));
+        return value.extract().map(Plain::Unsigned).map_err(|_| {
+            PyTypeError::new_err(format!(
+                "{place} is {value}: whole numbers are from -2**63 to 2**64 - 1"
+            ))
+        });
     }
     if let Ok(value) = value.cast::<PyFloat>() {
         return Ok(Plain::Float(value.value()));

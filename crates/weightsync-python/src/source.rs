@@ -11,6 +11,7 @@ use weightsync::{
 };
 use weightsync_core::extract::TensorRef;
 
+use crate::errors::exception;
 use crate::plain;
 use crate::raw::Address;
 
@@ -135,7 +136,7 @@ impl Source {
         });
         let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
         let extra = extra.into_iter().map(|(name, value)| {
-            let state = ExtraState::new(plain::from_python(&value)?).map_err(value_error)?;
+            let state = ExtraState::new(plain::from_python(&name, &value)?).map_err(value_error)?;
             Ok((name, state))
         });
         let extra = extra.collect::<PyResult<Vec<_>>>()?;
@@ -163,6 +164,7 @@ impl Source {
     #[pyo3(signature = (addresses, strides = None, extra = None))]
     fn place(
         &self,
+        py: Python<'_>,
         addresses: Vec<Address>,
         strides: Option<Bound<'_, PyDict>>,
         extra: Option<Vec<(String, Bound<'_, PyAny>)>>,
@@ -190,7 +192,7 @@ impl Source {
         })?;
         let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
         for (name, value) in extra.into_iter().flatten() {
-            let value = plain::from_python(&value)?;
+            let value = plain::from_python(&name, &value)?;
             let known = now.extra.iter_mut().find(|(one, _)| *one == name);
             let Some((_, state)) = known else {
                 return Err(PyValueError::new_err(format!(
@@ -198,7 +200,8 @@ impl Source {
                 )));
             };
             if *state.value() != value {
-                state.set(value).map_err(value_error)?;
+                let set = state.set(value);
+                set.map_err(|error| exception(py, failed(&name, error)))?;
             }
         }
         now.addresses = addresses;

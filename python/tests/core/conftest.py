@@ -1,0 +1,81 @@
+"""What every test of the plain package is held to: nothing is left behind."""
+
+import gc
+import os
+from multiprocessing import resource_tracker
+
+import pytest
+import torch
+
+from actors import STARTS, actors as _actors
+
+pytest_plugins = ()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call":
+        item.stash[_PASSED] = report.passed
+    return report
+
+
+_PASSED = pytest.StashKey()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ready():
+    """What stays for the whole run: helpers of multiprocessing, and torch's threads."""
+    torch.set_num_threads(1)
+    resource_tracker.ensure_running()
+    process = STARTS["server"].Process(target=int)
+    process.start()
+    process.join()
+    process.close()
+    # What was imported is not looked through again after each test.
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request, _ready):
+    """No descriptor, thread, process or mapping of shared memory outlives a test."""
+    gc.collect()
+    before = _open()
+    yield
+    if not request.node.stash.get(_PASSED, False):
+        return
+    gc.collect()
+    after = _open()
+    left = {kind: sorted(after[kind] - before[kind]) for kind in after}
+    assert not any(left.values()), f"left behind: {left}"
+
+
+@pytest.fixture
+def actor():
+    """Makes an :class:`actors.Actor`; all are ended with the test."""
+    with _actors() as make:
+        yield make
+
+
+def _open():
+    descriptors = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
+        except FileNotFoundError:
+            pass
+    with open("/proc/self/maps") as file:
+        mapped = {line.split()[0] for line in file if "memfd:" in line}
+    children = set()
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            children.update(file.read().split())
+    return {
+        "descriptors": descriptors,
+        "threads": set(os.listdir("/proc/self/task")),
+        "processes": children,
+        "mappings": mapped,
+    }

@@ -1,0 +1,184 @@
+"""Modules without shapes, without memory, and with a state beside their tensors."""
+
+import gc
+
+import pytest
+import torch
+from ends import MODES, Net, all_ended, meet, pair, pass_on
+from torch import nn
+
+import weightsync
+
+
+def _filled(module, value):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(value)
+    return module
+
+
+def _deep():
+    return nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 2))
+
+
+def _lazy():
+    return nn.Sequential(nn.LazyLinear(200), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+
+def _meta():
+    with torch.device("meta"):
+        return _deep()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+@pytest.mark.parametrize("make", [_lazy, _meta])
+def test_a_module_without_shapes_takes_the_senders(make, strategy, mode):
+    trainer, worker = _filled(_deep(), 0.5), make()
+    with pair(trainer, worker, mode=mode, setup={"strategy": strategy}) as (sender, receiver):
+        for value in (0.5, 0.25):
+            for one, other in zip(trainer.parameters(), worker.parameters(), strict=True):
+                assert torch.equal(one, other)
+            _filled(trainer, 0.25)
+            pass_on(sender, receiver)
+        trainer.eval(), worker.eval()
+        given = torch.rand(3, 300)
+        assert torch.equal(trainer(given), worker(given))
+
+
+def test_a_meta_module_keeps_its_ties_and_its_buffers():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Parameter(torch.ones(100, 200), requires_grad=False)
+            self.two = self.one
+            self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    with torch.device("meta"):
+        worker = Tied()
+    with pair(Tied(), worker):
+        assert worker.one is worker.two
+        assert not worker.one.requires_grad
+        assert worker.cache.shape == (3,)
+        assert worker.cache.device.type == "cpu"
+        assert worker.one.unique().tolist() == [1.0]
+
+
+class Stateful(nn.Module):
+    """A module with a state of its own."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+STATES = {
+    "plain": {"steps": 3, "rate": 0.5, "name": "adam", "on": True, "none": None, "list": [1, [2]]},
+    "a number": 7,
+    "numbers at the edge": [2**64 - 1, -(2**63), 5e-324, float("inf"), -0.0],
+    "text": "zażółć \N{SNOWMAN} \0 end",
+    "a tensor": torch.arange(5),
+    "tensors, nested": {"m": [torch.ones(2), {"v": torch.zeros(2, 2).bfloat16()}], "step": 4},
+    "nothing": None,
+    "empty": {},
+}
+
+
+def _same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other and type(one) is type(other)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_extra_state_travels(state):
+    trainer = nn.ModuleDict({"inner": Stateful(STATES[state])})
+    worker = nn.ModuleDict({"inner": Stateful("none yet")})
+    with pair(trainer, worker) as (sender, receiver):
+        assert _same(STATES[state], worker["inner"].state)
+        worker["inner"].state = "overwritten"
+        with torch.no_grad():
+            trainer["inner"].weight.fill_(2.0)
+        pass_on(sender, receiver)
+        assert _same(STATES[state], worker["inner"].state)
+        assert worker["inner"].weight.tolist() == [2.0] * 3
+
+
+def test_extra_state_may_change_and_grow_into_its_room():
+    trainer, worker = Stateful({"step": 1}), Stateful(None)
+    with pair(trainer, worker) as (sender, receiver):
+        trainer.state = {"step": 2, "and": ["more"]}
+        pass_on(sender, receiver)
+        assert worker.state == {"step": 2, "and": ["more"]}
+
+
+def test_extra_state_that_outgrows_its_room_is_named_and_not_sent():
+    trainer, worker = nn.ModuleDict({"inner": Stateful({"step": 1})}), None
+    with pair(trainer, worker) as (sender, receiver):
+        assert receiver.receive(30).version == 1
+        trainer["inner"].state = {"text": "x" * 100_000}
+        with pytest.raises(weightsync.WrongWeightsError, match="inner.*its room has"):
+            sender.send(wait="sent")
+        assert receiver.receive(0) is None
+        trainer["inner"].state = {"step": 2}
+        assert pass_on(sender, receiver).version == 2
+
+
+@pytest.mark.parametrize(
+    "state", [{"f": print}, {"key": {3: 1}}, {1, 2}, b"bytes", 2**64, object()], ids=str
+)
+def test_extra_state_that_is_no_data_is_refused_by_name(state):
+    with pytest.raises((TypeError, OverflowError, ValueError), match="extra.state"):
+        weightsync.Sender(nn.ModuleDict({"inner": Stateful(state)}))
+
+
+def test_extra_state_of_a_state_dict_reaches_a_module_and_a_dict():
+    trainer = nn.ModuleDict({"inner": Stateful({"step": 3, "at": torch.ones(2)})})
+    worker, into = nn.ModuleDict({"inner": Stateful(None)}), {}
+    sender = weightsync.Sender(trainer.state_dict())
+    one = weightsync.Receiver(sender.init_info, 0, model=worker)
+    other = weightsync.Receiver(sender.init_info, 1, model=into)
+    with all_ended(sender, one, other):
+        meet(sender, one, other)
+        assert _same(worker["inner"].state, {"step": 3, "at": torch.ones(2)})
+        assert _same(into["inner.__extra_state__"], {"step": 3, "at": torch.ones(2)})
+
+
+def test_a_module_that_changes_its_parts_is_loaded_as_it_is_then():
+    worker = Net()
+    with pair(Net(1.0), worker) as (sender, receiver):
+        worker.register_buffer("own", torch.zeros(2), persistent=False)
+        pass_on(sender, receiver)
+        assert worker.value == 1.0
+        worker.more = nn.Parameter(torch.zeros(2))
+        sender.send(wait="sent")
+        with pytest.raises(weightsync.WeightsyncError, match="more"):
+            receiver.receive(30)
+        del worker.more
+        pass_on(sender, receiver)
+        assert worker.value == 1.0
+
+
+def test_a_module_that_is_gone_is_said_to_be():
+    sender = weightsync.Sender(Net(1.0))
+    receiver = weightsync.Receiver(sender.init_info, model=Net())
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        # It is kept as long as its receiver, so somebody has to take it away.
+        receiver._kept = None
+        gc.collect()
+        sender.send(wait="sent")
+        with pytest.raises(weightsync.LoadError, match="gone"):
+            receiver.receive(30)
