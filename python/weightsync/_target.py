@@ -192,7 +192,7 @@ class ModuleTarget(Target):
             for name, spec in sent.items():
                 if _extra.is_extra(name) and _prefix(name) in prefixes:
                     specs.append((name, *spec))
-        self._shapes = [entry.tensor.shape for entry in self._entries]
+        self._kinds = self._kinds_now()
         self._counts = [
             (part, len(part))
             for _, owner in module.named_modules(remove_duplicate=False)
@@ -206,7 +206,17 @@ class ModuleTarget(Target):
             return False
         if not all([entry.slots.get(entry.key) is entry.tensor for entry in self._entries]):
             return False
-        return [entry.tensor.shape for entry in self._entries] == self._shapes
+        return self._kinds_now() == self._kinds
+
+    def _kinds_now(self) -> tuple[list[Any], ...]:
+        """What ``tensor.data = …`` and ``module.to(…)`` change of the same objects."""
+        tensors = [entry.tensor for entry in self._entries]
+        return (
+            [tensor.shape for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+            [tensor.is_cpu for tensor in tensors],
+            [tensor.is_contiguous() for tensor in tensors],
+        )
 
     def _is_transient(self, module: Any, prefix: str, key: str) -> bool:
         return key in module.get_submodule(prefix)._non_persistent_buffers_set

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, arrays_of, target_of, tensors_of
+from weightsync._target import arrays_of, target_of, tensors_of
 
 
 class Snapshot(Mapping[str, Any]):
@@ -49,10 +49,12 @@ class Snapshot(Mapping[str, Any]):
         return arrays_of(self._native)
 
     def load_into(self, model: Any) -> None:
-        """Copies the version into a module, a TensorDict, or a dict of tensors or arrays."""
-        target: Target = target_of(model, "copy")
-        target.shape(self._native.layout)
-        target.load(self._native)
+        """Copies the version into a module, a TensorDict, or a dict of tensors or arrays.
+
+        Raises:
+            WrongWeightsError: naming each tensor that does not fit; nothing was copied.
+        """
+        self._native.load_into(target_of(model, "copy"))
 
     def copy(self) -> Snapshot:
         """The same version in this process's own memory."""

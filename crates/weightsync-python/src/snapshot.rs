@@ -6,6 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use weightsync::{Error, ExtraState, Written};
 
+use crate::loader::Target;
 use crate::plain;
 use crate::raw::{Address, View};
 use crate::source::{Layout, value_error};
@@ -111,6 +112,13 @@ impl Snapshot {
             }
             Ok(())
         })
+    }
+
+    /// Loads it into a target: an object with `layout`, `shape` and `load`. What
+    /// does not fit is named before the target is touched.
+    fn load_into(&self, py: Python<'_>, target: Py<PyAny>) -> PyResult<()> {
+        let mut target = Target::new(self.model().to_owned(), target);
+        released(py, || self.held.load_into(&mut target))
     }
 
     /// The extra state of a module, by the name it travels under.

@@ -124,14 +124,16 @@ impl<'a> SetLoader<'a> {
                 Err(error) if at == 0 => return Err(untouched(error)),
                 Err(error) => return Err(touched(error)),
             };
-            if model.bind(snapshot).map_err(touched)? {
-                continue;
-            }
-            let sent: Vec<_> = snapshot.tensors().collect();
-            let views = snapshot.attributes().expand(&sent, Some(own));
-            model.load(&views).map_err(touched)?;
+            hand_over(snapshot, own, model).map_err(touched)?;
         }
         Ok(())
+    }
+
+    /// Loads one version into the model it is of, compared first.
+    pub(crate) fn load_one(&mut self, snapshot: &Snapshot) -> Result<()> {
+        self.shaped(snapshot)?;
+        let own = self.compared(snapshot)?;
+        hand_over(snapshot, &own, self.model_mut(snapshot.model().as_str())?)
     }
 
     /// Gives a model without shapes those of what came, and compares any other.
@@ -154,6 +156,15 @@ impl<'a> SetLoader<'a> {
             }),
         }
     }
+}
+
+/// Binds a model to a version that fits its own layout, or loads it.
+fn hand_over(snapshot: &Snapshot, own: &Layout, model: &mut dyn WeightLoader) -> Result<()> {
+    if model.bind(snapshot)? {
+        return Ok(());
+    }
+    let sent: Vec<_> = snapshot.tensors().collect();
+    model.load(&snapshot.attributes().expand(&sent, Some(own)))
 }
 
 impl std::fmt::Debug for SetLoader<'_> {

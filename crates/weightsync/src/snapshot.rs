@@ -10,7 +10,8 @@ use weightsync_core::{Digest, Layout, ModelId, Run, TensorRef, Version};
 use crate::attributes::Attributes;
 use crate::error::{Error, Result};
 use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
-use crate::load::TensorView;
+use crate::load::{TensorView, WeightLoader};
+use crate::load_set::SetLoader;
 use crate::safetensors_file;
 use crate::tensors::{Element, typed};
 use crate::transport::{Image, ModelSpec};
@@ -259,6 +260,17 @@ impl Snapshot {
             Held::Slot(slot) => Ok(slot.verify_checksums()?),
             Held::Own(_) => Ok(false),
         }
+    }
+
+    /// Loads it into a model; nobody is told, and no receiver counts it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongModel`] with every tensor that does not fit, before the model
+    /// is touched; or the model's own.
+    pub fn load_into(&self, model: &mut dyn WeightLoader) -> Result<()> {
+        let model_id = self.model().as_str();
+        SetLoader::new().with(model_id, model).load_one(self)
     }
 
     /// Writes the version as a safetensors file, whole or not at all, with its

@@ -182,3 +182,35 @@ def test_a_module_that_is_gone_is_said_to_be():
         sender.send(wait="sent")
         with pytest.raises(weightsync.LoadError, match="gone"):
             receiver.receive(30)
+
+
+def _to_half(module):
+    module.to(torch.float16)
+
+
+def _to_strided_memory(module):
+    module.large.data = torch.zeros(2 * module.large.numel())[::2]
+    module.small.data = torch.zeros(9)[::3]
+
+
+def _to_other_memory(module):
+    module.large.data = torch.zeros_like(module.large)
+    module.small.data = torch.zeros(3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [_to_half, _to_strided_memory, _to_other_memory])
+def test_memory_that_a_module_has_changed_since_is_looked_at_anew(change, mode):
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker, mode=mode) as (sender, receiver):
+        pass_on(sender, receiver)
+        change(worker)
+        trainer.fill(2.0)
+        sender.send(wait="sent")
+        if change is _to_half:
+            # What a worker casts to is said at setup; here it does not fit any more.
+            with pytest.raises(weightsync.WrongWeightsError, match="(?s)large.*F16"):
+                receiver.receive(30)
+            return
+        receiver.receive(30)
+        assert worker.value == 2.0
