@@ -105,7 +105,8 @@ class Receiver:
         Returns:
             As :meth:`receive`.
         """
-        name = model or next(iter(self.models))
+        # A scheme that carries nothing has no models, and says so itself.
+        name = model or next(iter(self.models), "")
         if self._targets is not None:
             versions = self._session.pull_into(self._given(), name, version, at_least, timeout)
             return self._versions(versions)

@@ -71,6 +71,8 @@ class Sender:
         pending: int | None = None,
         timeout: float | None = 60.0,
     ) -> None:
+        if strategy not in ("state_dict", "tensordict"):
+            raise ValueError(f'strategy wants "state_dict" or "tensordict", and got {strategy!r}')
         self._context = context
         self._models = _named(model, name, models, context)
         self._strategy = strategy

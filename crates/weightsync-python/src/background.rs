@@ -1,6 +1,8 @@
 //! Receiving in a thread of its own, and the seats that keep models as they are.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,15 +14,22 @@ use crate::loader::{Target, set_of};
 use crate::options::timeout_of;
 use crate::report::versions_of;
 use crate::session::{Session, run_of};
-use crate::wait::released;
+use crate::wait::{released, released_until};
 
 type Inner = weightsync::Background<Vec<Target>>;
+
+thread_local! {
+    /// Calls of this thread that a signal's handler may be in the middle of.
+    static INSIDE: Cell<usize> = const { Cell::new(0) };
+}
 
 /// A receiver that a thread of its own keeps up to date.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Background {
     /// None once it was stopped.
     inner: Mutex<Option<Arc<Inner>>>,
+    /// Set by whoever ends it: then no call waits any longer.
+    ending: AtomicBool,
 }
 
 #[pymethods]
@@ -33,7 +42,7 @@ impl Background {
         let seat = inner.try_hold().map_err(|error| exception(py, error))?;
         let seat = match seat {
             Some(seat) => seat,
-            None => released(py, || inner.hold())?,
+            None => self.call(py, || inner.hold())?,
         };
         Ok(Seat(Mutex::new(Some(seat))))
     }
@@ -41,7 +50,7 @@ impl Background {
     /// Lets the models change, here and now; their versions if they did.
     fn safe_point(&self, py: Python<'_>) -> PyResult<Option<BTreeMap<String, u64>>> {
         let inner = self.running(py)?;
-        let versions = released(py, || inner.safe_point())?;
+        let versions = self.call(py, || inner.safe_point())?;
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
@@ -49,7 +58,7 @@ impl Background {
     /// words, and why the newest version could not be applied.
     fn state(&self, py: Python<'_>) -> PyResult<(&'static str, String, Option<String>)> {
         let inner = self.running(py)?;
-        let status = released(py, || inner.status())?;
+        let status = self.call(py, || inner.status())?;
         Ok((
             word(&status.state),
             status.state.to_string(),
@@ -60,14 +69,14 @@ impl Background {
     /// The version of each model that this worker runs.
     fn versions(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
         let inner = self.running(py)?;
-        let status = released(py, || inner.status())?;
+        let status = self.call(py, || inner.status())?;
         Ok(versions_of(&status.versions))
     }
 
     /// The run of these versions.
     fn run(&self, py: Python<'_>) -> PyResult<(u64, String)> {
         let inner = self.running(py)?;
-        Ok(run_of(released(py, || inner.status())?.run))
+        Ok(run_of(self.call(py, || inner.status())?.run))
     }
 
     /// Waits, in seconds, until every model named has at least this version, or,
@@ -82,7 +91,7 @@ impl Background {
     ) -> PyResult<bool> {
         let inner = self.running(py)?;
         let until = timeout_of(timeout)?.and_then(|timeout| Instant::now().checked_add(timeout));
-        released(py, || {
+        self.call(py, || {
             let before = inner.status()?;
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             inner.wait(left, |status| match versions.is_empty() {
@@ -104,8 +113,9 @@ impl Background {
         let Some(inner) = inner else {
             return Ok(None);
         };
+        self.ending.store(true, Ordering::SeqCst);
         released(py, || {
-            let stopped = alone(inner)?.stop();
+            let stopped = alone(inner).stop();
             let (receiver, _targets) = stopped?;
             Ok(Some(Session::of(weightsync::Session::of_receiver(
                 receiver,
@@ -115,8 +125,15 @@ impl Background {
 
     /// Ends the thread and the receiver; any number of times.
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
-        let inner = self.take();
-        py.detach(|| drop(inner));
+        let Some(inner) = self.take() else {
+            return Ok(());
+        };
+        self.ending.store(true, Ordering::SeqCst);
+        if INSIDE.get() > 0 {
+            // A signal's handler, in the middle of a wait: ended when that returns.
+            return Ok(());
+        }
+        py.detach(|| drop(alone(inner)));
         Ok(())
     }
 
@@ -155,6 +172,7 @@ impl Background {
         })?;
         Ok(Self {
             inner: Mutex::new(Some(Arc::new(inner))),
+            ending: AtomicBool::new(false),
         })
     }
 
@@ -172,6 +190,18 @@ impl Background {
         })
     }
 
+    /// A call that may wait, until this is ended.
+    fn call<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce() -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        INSIDE.set(INSIDE.get() + 1);
+        let done = released_until(py, &self.ending, call);
+        INSIDE.set(INSIDE.get() - 1);
+        done
+    }
+
     fn take(&self) -> Option<Arc<Inner>> {
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.take()
@@ -179,13 +209,13 @@ impl Background {
 }
 
 /// The receiver by itself, once the calls of other threads have returned.
-fn alone(mut inner: Arc<Inner>) -> Result<Inner, Error> {
+fn alone(mut inner: Arc<Inner>) -> Inner {
     loop {
         match Arc::try_unwrap(inner) {
-            Ok(inner) => return Ok(inner),
+            Ok(inner) => return inner,
             Err(shared) => inner = shared,
         }
-        // A call of another thread is on its way out, or waits: rare, and soon over.
+        // A call of another thread is on its way out: rare, and soon over.
         std::thread::sleep(Duration::from_millis(1));
     }
 }

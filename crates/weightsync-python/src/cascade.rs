@@ -1,20 +1,20 @@
 //! A worker that feeds workers of its own.
 
-use std::sync::{Mutex, PoisonError};
-
 use pyo3::prelude::*;
 use weightsync::{Error, ReceiverSetup};
 
 use crate::options::{Setup, Workers, deadline_of, timeout_of};
 use crate::report::Report;
 use crate::session::InitInfo;
-use crate::wait::released;
+use crate::wait::{Turns, released};
 
 /// A worker that passes on what it receives, under the same version numbers,
 /// and acknowledges once its own workers have it.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Cascade {
-    state: Mutex<State>,
+    state: Turns<State>,
+    /// Also while a call waits: what it waits for may be who needs this.
+    info: InitInfo,
 }
 
 enum State {
@@ -50,21 +50,18 @@ impl Cascade {
         });
         match (configured, raised) {
             (Ok(joined), _) => Ok(Self {
-                state: Mutex::new(State::Joined(Box::new(joined))),
+                info: InitInfo(joined.init_info()),
+                state: Turns::new(State::Joined(Box::new(joined)), State::close),
             }),
             (Err(_), Some(raised)) => Err(raised),
             (Err(error), None) => Err(crate::errors::exception(py, error)),
         }
     }
 
-    /// What sub-workers need to join; until they are connected to.
+    /// What sub-workers need to join.
     #[getter]
-    fn init_info(&self, py: Python<'_>) -> PyResult<InitInfo> {
-        self.with(py, |state| match state {
-            State::Joined(setup) => Ok(InitInfo(setup.init_info())),
-            State::Feeding(cascade) => Ok(InitInfo(cascade.sender().init_info())),
-            state => Err(state.wrong("init_info")),
-        })
+    fn init_info(&self) -> InitInfo {
+        self.info.clone()
     }
 
     /// The rendez-vous with the sub-workers; only then the trainer counts this
@@ -121,17 +118,14 @@ impl Cascade {
         })
     }
 
-    /// Ends both ends; any number of times.
+    /// Ends both ends, and any call that waits; any number of times.
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |state| {
-            *state = State::Closed;
-            Ok(())
-        })
+        self.state.end(py)
     }
 
     fn __repr__(&self) -> String {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        format!("<Cascade: {}>", state.word())
+        let word = self.state.look(State::word).unwrap_or("in a call");
+        format!("<Cascade: {word}>")
     }
 }
 
@@ -141,13 +135,15 @@ impl Cascade {
         py: Python<'_>,
         call: impl FnOnce(&mut State) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        released(py, || {
-            call(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
-        })
+        self.state.with(py, call)
     }
 }
 
 impl State {
+    fn close(&mut self) {
+        *self = Self::Closed;
+    }
+
     fn word(&self) -> &'static str {
         match self {
             Self::Joined(_) => "joined",

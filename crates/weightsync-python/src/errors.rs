@@ -90,6 +90,29 @@ pub fn exception(py: Python<'_>, error: Error) -> PyErr {
     }
 }
 
+/// A call whose end was shut down meanwhile.
+pub fn ended(py: Python<'_>) -> PyErr {
+    let text = "this end was shut down while the call waited: make one anew from the init info";
+    lifecycle(py, text)
+}
+
+/// A call from within another of the same end, such as by a model that is loaded.
+pub fn within_itself(py: Python<'_>) -> PyErr {
+    let text = "this end is in the middle of a call of this very thread: let that return first";
+    lifecycle(py, text)
+}
+
+/// A call of an end that another thread was using when this process was forked.
+pub fn forked(py: Python<'_>) -> PyErr {
+    let text = "this end is the parent process's: open one of this process's own";
+    lifecycle(py, text)
+}
+
+fn lifecycle(py: Python<'_>, text: &str) -> PyErr {
+    let made = class(py, "LifecycleError").and_then(|class| class.call1((text,)));
+    made.map_or_else(|broken| broken, PyErr::from_value)
+}
+
 fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let class = class(py, class_of(error))?;
     let remedy = match error.remedy() {

@@ -1,7 +1,6 @@
 //! One end of the lifecycle, bound to Python.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -17,7 +16,7 @@ use crate::options::{Send, Setup, Workers, deadline_of, pull_of, timeout_of};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
 use crate::source::{Layout, Source};
-use crate::wait::released;
+use crate::wait::Turns;
 
 /// What a worker needs to join: a plain value, that can be pickled, or written
 /// as JSON. It carries the secret that lets a worker in.
@@ -71,7 +70,7 @@ impl InitInfo {
 /// `LifecycleError`.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Session {
-    inner: Mutex<weightsync::Session>,
+    inner: Turns<weightsync::Session>,
 }
 
 /// One model's weights in a send: its name, unless there is one model only.
@@ -389,22 +388,17 @@ impl Session {
         self.with(py, |session| Ok(session.init_info().cloned().map(InitInfo)))
     }
 
-    /// Ends whatever this is; any number of times.
+    /// Ends whatever this is, and any call that waits; any number of times.
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |session| {
-            session.shutdown();
-            Ok(())
-        })
+        self.inner.end(py)
     }
 
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        self.with(py, |session| {
-            Ok(format!(
-                "<Session of {}: {}>",
-                session.scheme(),
-                session.state()
-            ))
-        })
+    fn __repr__(&self) -> String {
+        let text = self.inner.look(|session| {
+            let (scheme, state) = (session.scheme(), session.state());
+            format!("<Session of {scheme}: {state}>")
+        });
+        text.unwrap_or_else(|| "<Session: in a call>".into())
     }
 
     fn __reduce__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, PyTuple>> {
@@ -418,7 +412,7 @@ impl Session {
 impl Session {
     pub fn of(session: weightsync::Session) -> Self {
         Self {
-            inner: Mutex::new(session),
+            inner: Turns::new(session, weightsync::Session::shutdown),
         }
     }
 
@@ -428,9 +422,7 @@ impl Session {
         py: Python<'_>,
         call: impl FnOnce(&mut weightsync::Session) -> Result<T> + std::marker::Send,
     ) -> PyResult<T> {
-        released(py, || {
-            call(&mut self.inner.lock().unwrap_or_else(PoisonError::into_inner))
-        })
+        self.inner.with(py, call)
     }
 }
 

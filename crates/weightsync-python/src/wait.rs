@@ -1,9 +1,17 @@
 //! Calls that may wait, without the interpreter's lock.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
+use std::time::Duration;
+
 use pyo3::prelude::*;
 use weightsync::Error;
 
-use crate::errors::exception;
+use crate::errors::{ended, exception, forked, within_itself};
+
+/// How long a thread waits for its turn before it looks for signals.
+const SLICE: Duration = Duration::from_millis(50);
 
 /// Runs a call that may wait or copy, without the interpreter's lock. A signal
 /// whose handler raises (Ctrl-C) ends it with that exception.
@@ -11,14 +19,20 @@ pub fn released<T: Send>(
     py: Python<'_>,
     call: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
+    released_until(py, &AtomicBool::new(false), call)
+}
+
+/// As [`released`], and its waits end once `ending` is set.
+pub fn released_until<T: Send>(
+    py: Python<'_>,
+    ending: &AtomicBool,
+    call: impl FnOnce() -> Result<T, Error> + Send,
+) -> PyResult<T> {
     let mut raised = None;
     let done = py.detach(|| {
-        let check = || match Python::try_attach(|py| py.check_signals()) {
-            Some(Err(signal)) => {
-                raised = Some(signal);
-                true
-            }
-            _ => false,
+        let check = || {
+            raised = signal();
+            raised.is_some() || ending.load(Ordering::SeqCst)
         };
         weightsync::interruptible(check, call)
     });
@@ -26,6 +40,119 @@ pub fn released<T: Send>(
         // What was done is done; the signal is the next thing to know.
         (_, Some(signal)) => Err(signal),
         (Ok(value), None) => Ok(value),
+        (Err(Error::Interrupted), None) => Err(ended(py)),
         (Err(error), None) => Err(exception(py, error)),
     }
+}
+
+/// What one thread at a time uses, in calls that may wait.
+///
+/// **Guarantee.** Waiting for one's turn ends as any other wait does; ending it
+/// from another thread, or from a signal's handler, ends the call that is on.
+pub struct Turns<T> {
+    /// None while a call has it.
+    value: Mutex<(Option<T>, Option<ThreadId>)>,
+    free: Condvar,
+    end: fn(&mut T),
+    /// Whether it was to be ended; for good.
+    ending: AtomicBool,
+    pid: u32,
+}
+
+impl<T: Send> Turns<T> {
+    /// `end` is what an end in order is; any number of times.
+    pub fn new(value: T, end: fn(&mut T)) -> Self {
+        Self {
+            value: Mutex::new((Some(value), None)),
+            free: Condvar::new(),
+            end,
+            ending: AtomicBool::new(false),
+            pid: std::process::id(),
+        }
+    }
+
+    /// Makes a call when it is this thread's turn, without the interpreter's lock.
+    pub fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut T) -> Result<R, Error> + Send,
+    ) -> PyResult<R> {
+        let mut turn = self.turn(py)?;
+        released_until(py, &self.ending, || match &mut turn.value {
+            Some(value) => call(value),
+            None => Err(Error::Interrupted),
+        })
+    }
+
+    /// Looks at it, if no call has it.
+    pub fn look<R>(&self, look: impl FnOnce(&T) -> R) -> Option<R> {
+        self.lock().0.as_ref().map(look)
+    }
+
+    /// Ends it, and the call that has it.
+    pub fn end(&self, py: Python<'_>) -> PyResult<()> {
+        self.ending.store(true, Ordering::SeqCst);
+        if self.lock().1 == Some(std::thread::current().id()) {
+            // A signal's handler, in the middle of a wait: ended when that returns.
+            return Ok(());
+        }
+        // Giving it back is what ends it.
+        self.with(py, |_| Ok(()))
+    }
+
+    fn turn(&self, py: Python<'_>) -> PyResult<Turn<'_, T>> {
+        let me = std::thread::current().id();
+        loop {
+            let taken = py.detach(|| {
+                let mut held = self.lock();
+                if held.0.is_none() && held.1 != Some(me) && std::process::id() == self.pid {
+                    let waited = self.free.wait_timeout(held, SLICE);
+                    held = waited.unwrap_or_else(PoisonError::into_inner).0;
+                }
+                match held.0.take() {
+                    Some(value) => {
+                        held.1 = Some(me);
+                        Ok(value)
+                    }
+                    None => Err(held.1),
+                }
+            });
+            match taken {
+                Ok(value) => {
+                    let value = Some(value);
+                    return Ok(Turn { of: self, value });
+                }
+                Err(Some(owner)) if owner == me => return Err(within_itself(py)),
+                // The thread that has it was not forked along.
+                Err(_) if std::process::id() != self.pid => return Err(forked(py)),
+                Err(_) => py.check_signals()?,
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Option<T>, Option<ThreadId>)> {
+        self.value.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One thread's turn; given back also by a panic.
+struct Turn<'a, T> {
+    of: &'a Turns<T>,
+    value: Option<T>,
+}
+
+impl<T> Drop for Turn<'_, T> {
+    fn drop(&mut self) {
+        if let (Some(value), true) = (&mut self.value, self.of.ending.load(Ordering::SeqCst)) {
+            (self.of.end)(value);
+        }
+        let mut held = self.of.value.lock().unwrap_or_else(PoisonError::into_inner);
+        *held = (self.value.take(), None);
+        drop(held);
+        self.of.free.notify_one();
+    }
+}
+
+fn signal() -> Option<PyErr> {
+    Python::try_attach(|py| py.check_signals())?.err()
 }

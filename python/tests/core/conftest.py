@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from multiprocessing import resource_tracker
 
 import pytest
@@ -48,8 +49,11 @@ def nothing_left(request, _ready):
     if not request.node.stash.get(_PASSED, False):
         return
     gc.collect()
-    after = _open()
-    left = {kind: sorted(after[kind] - before[kind]) for kind in after}
+    deadline = time.monotonic() + 10.0
+    while any(_more_than(before).values()) and time.monotonic() < deadline:
+        # A thread that was joined is still there for a moment, on its way out.
+        os.sched_yield()
+    left = _more_than(before)
     assert not any(left.values()), f"left behind: {left}"
 
 
@@ -58,6 +62,11 @@ def actor():
     """Makes an :class:`actors.Actor`; all are ended with the test."""
     with _actors() as make:
         yield make
+
+
+def _more_than(before):
+    after = _open()
+    return {kind: sorted(after[kind] - before[kind]) for kind in after}
 
 
 def _open():

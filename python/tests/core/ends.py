@@ -80,9 +80,11 @@ def beside(*calls):
         thread.start()
     try:
         yield
-    finally:
-        for thread in threads:
-            thread.join()
+    except BaseException as error:
+        raised.append(error)
+    for thread in threads:
+        thread.join()
+    # The first is the cause of the others.
     if raised:
         raise raised[0]
 

@@ -1,0 +1,375 @@
+"""Receiving in a thread of its own: safe points, forwards that stay whole, ends."""
+
+import copy
+import gc
+import io
+import os
+import threading
+
+import pytest
+import torch
+from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
+from torch import nn
+
+import weightsync
+
+
+def _applied(sender, value=None, **how):
+    report = sender.send(timeout=LONG, **how)
+    assert report.all_applied, report
+    return report
+
+
+@pytest.mark.parametrize("scheme", PUSHING)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_idle_loop_gets_what_is_sent(mode, scheme):
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker, mode=mode, setup={"scheme": scheme}) as (sender, receiver):
+        background = receiver.start_background()
+        for value in (2.0, 3.0, 4.0):
+            trainer.fill(value)
+            _applied(sender)
+            assert worker.value == value
+            assert (background.version, background.versions) == (sender.version, sender.versions)
+        assert background.state == "following"
+        assert background.failure is None
+        assert background.run == receiver_run(sender)
+        assert "0x" not in repr(background) and "policy v4" in repr(background)
+        background.shutdown()
+        background.shutdown()
+        # What it has is its own now.
+        assert worker.value == 4.0
+        with pytest.raises(weightsync.LifecycleError):
+            background.wait(timeout=0)
+        with pytest.raises(weightsync.LifecycleError):
+            receiver.receive(0)
+
+
+def receiver_run(sender):
+    snapshot = sender.snapshot()
+    return snapshot.run
+
+
+def test_a_loop_that_waits_for_somebody_else_does_not_hold_a_send_up():
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background()
+        here, there = os.pipe()
+        seen = []
+
+        def loop():
+            # A read that ends when the trainer says so, after the send.
+            os.read(here, 1)
+            seen.append(worker.value)
+
+        with beside(loop):
+            trainer.fill(2.0)
+            _applied(sender)
+            os.write(there, b"x")
+        os.close(here)
+        os.close(there)
+        assert seen == [2.0]
+        background.shutdown()
+
+
+class Slow(Net):
+    """A forward that stands still in the middle until it is let go on."""
+
+    def __init__(self, fill=0.0):
+        super().__init__(fill)
+        self.there, self.go = threading.Event(), threading.Event()
+
+    def forward(self):
+        first = float(self.large[0])
+        self.there.set()
+        assert self.go.wait(LONG)
+        return first, float(self.large[-1]), float(self.small[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_changes_while_a_forward_runs(mode):
+    trainer, worker = Net(1.0), Slow()
+    with pair(trainer, worker, mode=mode) as (sender, receiver):
+        background = receiver.start_background()
+        seen = []
+        with beside(lambda: seen.append(worker())):
+            assert worker.there.wait(LONG)
+            trainer.fill(2.0)
+            # It has come, and waits for the forward.
+            report = sender.send(wait="staged", timeout=LONG)
+            assert report.all_reached and not report.all_applied
+            assert worker.large[0] == 1.0
+            worker.go.set()
+        assert seen == [(1.0, 1.0, 1.0)]
+        assert background.wait(2, timeout=LONG)
+        assert worker() == (2.0, 2.0, 2.0)
+        background.shutdown()
+
+
+def test_a_forward_that_raises_lets_go():
+    class Raising(Net):
+        def forward(self):
+            raise RuntimeError("of the model")
+
+    trainer, worker = Net(1.0), Raising()
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background()
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="of the model"):
+                worker()
+            trainer.fill(trainer.value + 1)
+            _applied(sender)
+        background.shutdown()
+        with pytest.raises(RuntimeError, match="of the model"):
+            worker()
+
+
+def test_forwards_within_forwards_and_in_several_threads():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, depth=0):
+            low, high = self.inner()
+            return self(depth - 1) if depth else (low, high)
+
+    trainer, worker = Outer(), Outer()
+    trainer.inner.fill(1.0)
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background()
+        background.guard(worker.inner)
+        torn, stop = [], threading.Event()
+
+        def run():
+            while not stop.is_set():
+                low, high = worker(3)
+                if low != high:
+                    torn.append((low, high))
+
+        with beside(run, run):
+            try:
+                for value in range(2, 30):
+                    trainer.inner.fill(float(value))
+                    _applied(sender)
+            finally:
+                stop.set()
+        assert torn == []
+        background.shutdown()
+
+
+def test_with_keeps_the_models_as_they_are():
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background()
+        with background:
+            trainer.fill(2.0)
+            sender.send(wait="staged", timeout=LONG)
+            assert worker.value == 1.0
+            with background:
+                assert worker.value == 1.0
+            assert worker.value == 1.0
+        assert background.wait(2, timeout=LONG)
+        assert worker.value == 2.0
+        background.shutdown()
+
+
+def test_declared_safe_points_alone_change_anything():
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background("declared")
+        assert background.safe_point() is None
+        trainer.fill(2.0)
+        report = sender.send(wait="staged", timeout=LONG)
+        assert report.all_reached
+        for _ in range(3):
+            assert worker.value == 1.0
+            worker()
+        assert background.safe_point() == 2
+        assert worker.value == 2.0
+        assert background.safe_point() is None
+        # A wait is one, too.
+        trainer.fill(3.0)
+        with beside(lambda: _applied(sender)):
+            assert background.wait(3, timeout=LONG)
+        assert worker.value == 3.0
+        background.shutdown()
+
+
+def test_wait_for_what_is_there_and_for_what_is_new():
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background()
+        assert background.wait(1, timeout=0)
+        with beside(lambda: _applied(sender, version=7)):
+            assert background.wait({"policy": 5}, timeout=LONG)
+        assert background.version == 7
+        sender.shutdown()
+        # Nothing will arrive any more.
+        assert background.wait(99) is False
+        assert background.state == "closed"
+        assert worker.value == 1.0
+        background.shutdown()
+
+
+def test_copies_and_pickles_of_a_guarded_module_are_plain():
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background()
+        file = io.BytesIO()
+        torch.save(worker, file)
+        file.seek(0)
+        copies = [copy.deepcopy(worker), torch.load(file, weights_only=False)]
+        trainer.fill(2.0)
+        _applied(sender)
+        assert worker.value == 2.0
+        for one in copies:
+            assert one() == (1.0, 1.0)
+        # They hold nothing of the worker's up.
+        with background:
+            assert copies[0].value == 1.0
+        background.shutdown()
+        for one in (*copies, worker):
+            assert one()[0] > 0.0
+        assert not worker._forward_hooks and not worker._forward_pre_hooks
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bound_module_can_be_copied_saved_and_moved(mode):
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker, mode=mode) as (sender, receiver):
+        state = {name: value.clone() for name, value in worker.state_dict().items()}
+        twin = copy.deepcopy(worker)
+        for value in (2.0, 3.0, 4.0):
+            trainer.fill(value)
+            pass_on(sender, receiver)
+        assert twin.value == 1.0
+        assert state["large"].unique().tolist() == [1.0]
+        twin.load_state_dict(worker.state_dict())
+        assert twin.value == 4.0
+
+
+def test_a_background_that_is_dropped_ends():
+    worker = Net()
+    with pair(Net(1.0), worker) as (sender, receiver):
+        receiver.start_background()
+        receiver._background.shutdown()
+        gc.collect()
+        assert worker() == (1.0, 1.0)
+
+
+def test_shutdown_while_another_thread_waits_or_is_in_a_forward():
+    trainer, worker = Net(1.0), Slow()
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background()
+        ended = []
+
+        def wait():
+            try:
+                ended.append(background.wait(99))
+            except weightsync.LifecycleError as error:
+                ended.append(error)
+
+        begun = threading.Event()
+        with beside(lambda: (begun.set(), wait())):
+            begun.wait()
+            background.shutdown()
+        assert len(ended) == 1 and (ended[0] is False or isinstance(ended[0], Exception))
+        assert (float(worker.large[0]), float(worker.small[0])) == (1.0, 1.0)
+
+
+def _pair_of_models():
+    return {"actor": Net(1.0), "critic": Net(1.0)}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_sets_flip_together(mode, background):
+    trainer, worker = _pair_of_models(), {"actor": Net(), "critic": Net()}
+    sender = weightsync.Sender(models=trainer)
+    receiver = weightsync.Receiver(sender.init_info, models=worker, mode=mode)
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        following = receiver.start_background() if background else None
+        for value in (2.0, 3.0):
+            for model in trainer.values():
+                model.fill(value)
+            if background:
+                _applied(sender, weights_dict=trainer)
+                with following:
+                    assert worker["actor"].value == worker["critic"].value == value
+            else:
+                sender.send(weights_dict=trainer, wait="sent")
+                assert receiver.receive(LONG) == sender.versions
+                assert [one.value for one in worker.values()] == [value, value]
+        # One alone is beside what the other was.
+        trainer["critic"].fill(9.0)
+        if background:
+            _applied(sender, model="critic")
+        else:
+            sender.send(model="critic", wait="sent")
+            receiver.receive(LONG)
+        assert [worker["actor"].value, worker["critic"].value] == [3.0, 9.0]
+        assert receiver_versions(receiver, following) == sender.versions
+        if background:
+            following.shutdown()
+
+
+def receiver_versions(receiver, following):
+    return (following or receiver).versions
+
+
+class Refusing:
+    """A target of the worker's own that refuses a value."""
+
+    def __init__(self, refused):
+        self.value, self.refused = None, refused
+
+    def layout(self):
+        return self.known
+
+    def shape(self, layout):
+        self.known = layout
+        return True
+
+    def load(self, snapshot):
+        value = float(weightsync.Snapshot(snapshot)["it"][0])
+        if value == self.refused:
+            raise ValueError(f"no {value}")
+        self.value = value
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_refused_load_goes_back_and_says_why(background):
+    trainer = {"a": {"it": torch.ones(3)}, "b": {"it": torch.ones(3)}}
+    worker = {"a": {"it": torch.zeros(3)}, "b": Refusing(2.0)}
+    sender = weightsync.Sender(models=trainer)
+    receiver = weightsync.Receiver(sender.init_info, models=worker)
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        following = receiver.start_background() if background else None
+        for value, good in ((2.0, False), (3.0, True)):
+            for model in trainer.values():
+                model["it"].fill_(value)
+            if background:
+                report = sender.send(timeout=LONG)
+            else:
+                sender.send(wait="sent")
+                if good:
+                    assert receiver.receive(LONG) == sender.versions
+                else:
+                    with pytest.raises(weightsync.LoadError, match="no 2.0") as refused:
+                        receiver.receive(LONG)
+                    assert isinstance(refused.value.__cause__, ValueError)
+                report = None
+            got = [float(worker["a"]["it"][0]), worker["b"].value]
+            assert got == ([3.0, 3.0] if good else [1.0, 1.0])
+            if background:
+                assert report.all_applied == good
+                if not good:
+                    (line,) = report.failed
+                    assert line.outcome == "refused" and "no 2.0" in line.reason
+                    assert "no 2.0" in following.failure
+        if background:
+            assert following.failure is None
+            following.shutdown()

@@ -1,0 +1,388 @@
+"""Setting up, connecting, ending: the order of calls, errors that say what to do, and text."""
+
+import copy
+import json
+import logging
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from actors import STARTS
+from ends import LONG, PUSHING, Net, all_ended, beside, meet, pair, pass_on
+
+import weightsync
+from weightsync import errors
+
+SCHEMES = [*PUSHING, "none"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_setting_up_opens_nothing(scheme):
+    descriptors, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    sender = weightsync.Sender(Net(), scheme=scheme)
+    receiver = weightsync.Receiver(sender.init_info, 3, model=Net())
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert threading.active_count() == threads
+    assert (receiver.worker, sender.scheme, sender.models) == (3, scheme, ["policy"])
+    del sender, receiver
+
+
+def test_a_scheme_that_carries_nothing_goes_through_the_same_calls():
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker, setup={"scheme": "none"}) as (sender, receiver):
+        report = sender.send()
+        assert report.all_reached
+        assert receiver.receive(0) is None
+        assert worker.value == 0.0
+    # It waits for nobody.
+    with weightsync.Sender(trainer, scheme="none") as sender:
+        sender.connect(3, timeout=0.1)
+        assert sender.send().workers == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_init_info_is_a_plain_value(scheme):
+    sender = weightsync.Sender(Net(1.0), name="actor", scheme=scheme)
+    info = sender.init_info
+    for other in (
+        pickle.loads(pickle.dumps(info)),
+        weightsync.InitInfo.from_json(info.to_json()),
+        weightsync.InitInfo.from_json(json.dumps(json.loads(info.to_json()))),
+    ):
+        assert other == info
+        assert (other.models, other.scheme) == (["actor"], scheme)
+    # Any of them does, also as text, and for several workers.
+    one = weightsync.Receiver(info.to_json(), 0, model=Net())
+    two = weightsync.Receiver(pickle.loads(pickle.dumps(info)), 1, model=Net())
+    with all_ended(sender, one, two):
+        meet(sender, one, two)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"scheme": 3}', "null", "x" * 1000])
+def test_text_that_is_no_init_info_is_refused(text):
+    with pytest.raises(weightsync.SettingError) as refused:
+        weightsync.Receiver(text)
+    assert refused.value.remedy == "give up"
+
+
+def test_an_init_info_that_was_tampered_with_lets_nobody_in():
+    sender = weightsync.Sender(Net(1.0))
+    text = sender.init_info.to_json()
+    secret = max(re.findall(r"[0-9a-f]{16,}", text), key=len, default=None)
+    if secret is None:
+        pytest.skip("the secret is not text of hexadecimal digits")
+    wrong = text.replace(secret, secret[:-1] + ("0" if secret[-1] != "0" else "1"))
+    right = weightsync.Receiver(text, 0, model=Net())
+    with all_ended(sender, right):
+        meet(sender, right)
+        with pytest.raises(weightsync.WeightsyncError):
+            weightsync.Receiver(wrong, 1).connect(timeout=0.5)
+        assert [status.worker for status in sender.workers] == [0]
+
+
+def test_calls_in_the_wrong_order_say_what_to_do():
+    sender = weightsync.Sender(Net(1.0))
+    receiver = weightsync.Receiver(sender.init_info, model=Net())
+    early = {
+        "send": sender.send,
+        "send_async": sender.send_async,
+        "wait_for": lambda: sender.wait_for(1, timeout=1),
+        "workers": lambda: sender.workers,
+        "digest": sender.digest,
+        "snapshot": sender.snapshot,
+        "receive": lambda: receiver.receive(0),
+        "latest": receiver.latest,
+        "pull": lambda: receiver.pull(timeout=0),
+        "start_background": receiver.start_background,
+    }
+    _all_refused(early, "connect")
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        _all_refused({"connect": sender.connect, "receiver's": receiver.connect}, "connect")
+        pass_on(sender, receiver)
+    _all_refused(early | {"connect": sender.connect, "again": receiver.connect}, "shut|closed|anew")
+
+
+def _all_refused(calls, fix):
+    for name, call in calls.items():
+        with pytest.raises(weightsync.LifecycleError, match=fix) as refused:
+            call()
+        assert refused.value.remedy == "give up", name
+
+
+def test_the_wrong_half_is_refused():
+    sender = weightsync.Sender(Net(1.0))
+    with pytest.raises(weightsync.LifecycleError, match="receiver|worker|sender"):
+        sender._session.connect_receiver(None, 1.0)
+    with pair(Net(1.0)) as (sender, receiver):
+        with pytest.raises(weightsync.LifecycleError):
+            sender._session.receive(0)
+        with pytest.raises(weightsync.LifecycleError):
+            receiver._session.send([(None, sender._sources["policy"]._native)], (None,) * 4 + (False, None))
+
+
+def test_live_ends_cannot_be_pickled_or_copied():
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        for end in (sender, receiver):
+            for way in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(weightsync.LifecycleError, match="init.info"):
+                    way(end)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shutdown_any_number_of_times_and_by_with(scheme):
+    worker = Net()
+    with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+        with weightsync.Receiver(sender.init_info, model=worker) as receiver:
+            meet(sender, receiver)
+        receiver.shutdown()
+        receiver.shutdown()
+    sender.shutdown()
+    sender.shutdown()
+    assert worker.value == (0.0 if scheme == "none" else 1.0)
+
+
+def test_ends_that_never_connected_shut_down():
+    sender = weightsync.Sender(Net(1.0))
+    weightsync.Receiver(sender.init_info).shutdown()
+    sender.shutdown()
+
+
+def test_a_worker_hears_of_the_end_and_may_join_the_next():
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        pass_on(sender, receiver)
+        sender.shutdown()
+        with pytest.raises(weightsync.SenderClosedError) as ended:
+            receiver.receive(None)
+        assert ended.value.remedy == "reconnect"
+        assert isinstance(ended.value, (weightsync.PeerError, ConnectionError))
+
+
+@pytest.mark.parametrize("scheme", PUSHING)
+def test_what_was_sent_comes_before_the_end(scheme):
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker, setup={"scheme": scheme}) as (sender, receiver):
+        trainer.fill(2.0)
+        sender.send(wait="sent")
+        sender.shutdown()
+        assert receiver.receive(LONG) == 2
+        assert worker.value == 2.0
+        with pytest.raises(weightsync.SenderClosedError):
+            receiver.receive(LONG)
+
+
+def test_workers_join_and_leave_at_any_time():
+    trainer = Net(1.0)
+    with weightsync.Sender(trainer) as sender:
+        sender.connect(0)
+        for value in (2.0, 3.0):
+            worker = Net()
+            trainer.fill(value)
+            sender.send()
+            with weightsync.Receiver(sender.init_info, 5, model=worker) as receiver:
+                with beside(lambda one=receiver: one.connect(timeout=LONG)):
+                    sender.wait_for([5], timeout=LONG)
+                assert worker.value == value
+                assert [status.version for status in sender.workers] == [sender.version]
+            # That it left is noticed soon, and said once.
+            for _ in range(3):
+                assert {line.outcome for line in sender.send().workers} <= {"left"}
+
+
+def test_two_workers_of_one_number():
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        with weightsync.Receiver(sender.init_info, 0, model=Net()) as other:
+            with pytest.raises(weightsync.WeightsyncError) as refused:
+                other.connect(timeout=0.5)
+            assert "0" in str(refused.value)
+        pass_on(sender, receiver)
+
+
+def test_the_program_that_just_ends_leaves_nothing(tmp_path):
+    program = """
+import threading, torch, weightsync
+from ends import Net, meet
+sender = weightsync.Sender(Net(1.0)); receiver = weightsync.Receiver(sender.init_info, model=Net())
+meet(sender, receiver)
+held = receiver.latest()["large"]
+background = receiver.start_background()
+print("ends", flush=True)
+"""
+    done = _run(program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
+def test_a_daemon_thread_that_waits_does_not_keep_a_program_from_ending():
+    program = """
+import threading, weightsync
+from ends import Net, meet
+sender = weightsync.Sender(Net(1.0)); receiver = weightsync.Receiver(sender.init_info)
+meet(sender, receiver)
+receiver.receive(5)
+begun = threading.Event()
+threading.Thread(target=lambda: (begun.set(), receiver.receive(None)), daemon=True).start()
+begun.wait()
+print("ends", flush=True)
+"""
+    done = _run(program)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
+
+
+def _run(program):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+
+
+def test_words_are_readable():
+    with pair(Net(1.0)) as (sender, receiver):
+        pending = sender.send_async(wait="sent")
+        values = [
+            sender, receiver, sender.init_info, sender.workers[0], sender.send(wait="sent"),
+            receiver.latest(), sender.snapshot(), pending, sender._session,
+        ]  # fmt: skip
+        for value in values:
+            text = repr(value)
+            assert "0x" not in text and " object at " not in text, text
+            assert text.startswith("<") and text.endswith(">") and len(text) < 300, text
+        assert "policy" in repr(receiver.latest())
+        assert "shared-mem" in repr(sender)
+        # The secret is nobody's to read.
+        for part in re.findall(r"[0-9a-f]{16,}", sender.init_info.to_json()):
+            assert part not in repr(sender.init_info)
+        del values, value, pending
+
+
+def test_what_goes_wrong_is_logged_and_what_goes_right_is_not(caplog):
+    with caplog.at_level(logging.INFO, "weightsync"):
+        with pair(Net(1.0), Net()) as (sender, receiver):
+            pass_on(sender, receiver)
+            assert caplog.records == []
+            report = sender.send(timeout=0.01)
+            assert not report.all_reached
+            assert [line.outcome for line in report.workers] == ["staged"] or report.failed
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            assert "worker 0" in caplog.records[0].getMessage()
+
+
+SETTINGS = {
+    "a scheme": ({"scheme": "shared-men"}, weightsync.SettingError, "shared-mem"),
+    "a scheme's setting": ({"scheme": "multi-process:evry=3"}, weightsync.SettingError, "every"),
+    "a bound": ({"scheme": "multi-process:every=0"}, weightsync.SettingError, "1 to 32"),
+    "a strategy": ({"strategy": "dict"}, ValueError, "state_dict"),
+    "a cast": ({"cast": "F99"}, (TypeError, weightsync.SettingError), "F99"),
+    "a timeout": ({"timeout": -1.0}, ValueError, "seconds"),
+    "slots": ({"slots": (1, 1)}, (ValueError, weightsync.WeightsyncError), "slots|2"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_that_cannot_be_are_refused(setting):
+    how, kind, said = SETTINGS[setting]
+    with pytest.raises(kind, match=said):
+        with weightsync.Sender(Net(1.0), **how) as sender:
+            sender.connect(0, timeout=1)
+
+
+def test_arguments_that_cannot_be_are_refused():
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        with pytest.raises(ValueError, match='"applied".*aplied'):
+            sender.send(wait="aplied")
+        with pytest.raises(ValueError, match="seconds"):
+            receiver.receive(-1)
+        with pytest.raises(ValueError, match="seconds"):
+            receiver.receive(float("nan"))
+        with pytest.raises(ValueError, match="safe_points"):
+            receiver.start_background("somewhere")
+        with pytest.raises(weightsync.ModelError, match="no model 'critic'.*policy"):
+            sender.send(model="critic")
+        with pytest.raises(weightsync.ModelError, match="critic"):
+            sender.send(weights_dict={"critic": Net()})
+        with pytest.raises(weightsync.ModelError, match="not both"):
+            sender.send(Net(), weights_dict={"policy": Net()})
+        with pytest.raises(weightsync.SendError, match="v1.*v1|grow"):
+            sender.send(version=1)
+        with pytest.raises(ValueError, match="version or at_least"):
+            receiver.pull(3, at_least=2)
+    with pytest.raises(ValueError, match="mode"):
+        weightsync.Receiver(sender.init_info, model=Net(), mode="bnd")
+    with pytest.raises(TypeError, match="list"):
+        weightsync.Receiver(sender.init_info, model=[1])
+    with pytest.raises((OverflowError, ValueError)):
+        weightsync.Receiver(sender.init_info, -1)
+
+
+def test_every_error_can_be_pickled_and_says_what_to_do():
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, weightsync.WeightsyncError)
+        error = pickle.loads(pickle.dumps(kind("said", "retry")))
+        assert (type(error), str(error), error.remedy) == (kind, "said", "retry")
+
+
+def test_unsupported_calls_name_the_scheme():
+    with pair(Net(1.0), setup={"scheme": "multi-process:every=4"}) as (_, receiver):
+        with pytest.raises(weightsync.UnsupportedError, match="multi-process:every=4"):
+            receiver.pull(timeout=0)
+    with pair(Net(1.0), setup={"scheme": "none"}) as (sender, receiver):
+        for call in (
+            lambda: sender.hold([0]),
+            sender.snapshot,
+            sender.digest,
+            lambda: receiver.pull(timeout=0),
+            lambda: sender.send(worker_ids=[0]),
+            lambda: sender.send_each({0: Net()}),
+        ):
+            with pytest.raises(weightsync.UnsupportedError, match="none") as refused:
+                call()
+            assert refused.value.remedy == "give up"
+            assert isinstance(refused.value, NotImplementedError)
+
+
+def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path):
+    with pair(Net(1.0)) as (sender, _):
+        with pytest.raises((weightsync.OperatingSystemError, OSError), match="no/such"):
+            sender.snapshot().save_safetensors(tmp_path / "no/such/file")
+    with pytest.raises((weightsync.OperatingSystemError, OSError)):
+        weightsync.Sender(Net(1.0), run_dir="/proc/no/such")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_init_info_crosses_to_a_process_of_any_kind(actor, start):
+    trainer = Net(1.0)
+    with weightsync.Sender(trainer) as sender:
+        worker = actor(Worker, sender.init_info, 4, start=start)
+        worker.order("connect")
+        sender.connect([4], timeout=LONG)
+        worker.answer()
+        trainer.fill(2.0)
+        worker.order("receive")
+        report = sender.send(timeout=LONG)
+        assert (report.all_applied, worker.answer()) == (True, (2, 2.0))
+        assert report.worker(4).pid == worker.pid
+        worker.ask("shutdown")
+
+
+class Worker:
+    def __init__(self, info, index):
+        self.model = Net()
+        self.receiver = weightsync.Receiver(info, index, model=self.model)
+
+    def connect(self):
+        self.receiver.connect(timeout=LONG)
+
+    def receive(self):
+        return self.receiver.receive(LONG), self.model.value
+
+    def shutdown(self):
+        self.receiver.shutdown()

@@ -1,0 +1,257 @@
+"""Every wait: it ends by its timeout, by Ctrl-C, by shutdown; other threads run meanwhile."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
+
+import weightsync
+
+# Each is a call that would wait for ever, and one that shows that its end works on.
+BLOCKING = {
+    "receive": (
+        "receiver.receive(None)",
+        "trainer.fill(2.0); sender.send(wait='sent'); assert receiver.receive(30) == 2",
+    ),
+    "send": (
+        "sender.send(timeout=None)",
+        "assert receiver.receive(30) == 2; sender.send(wait='sent'); receiver.receive(30)",
+    ),
+    "pending": (
+        "sender.send_async().wait(None)",
+        "assert receiver.receive(30) == 2; sender.send(wait='sent'); receiver.receive(30)",
+    ),
+    "room": (
+        "held.append(receiver.latest()); sender.send(wait='sent');"
+        "receiver.receive(30); held.append(receiver.latest()); sender.send(timeout=None)",
+        "held.clear(); model = None; sender.send(wait='sent'); receiver.receive(30)",
+    ),
+    "workers": (
+        "sender.wait_for([8], timeout=None)",
+        "sender.send(wait='sent'); assert receiver.receive(30) == 2",
+    ),
+    "connect of a sender": (
+        "other.connect(1, timeout=None)",
+        "other = weightsync.Sender(trainer); other.connect(0); other.send()",
+    ),
+    "connect of a receiver": (
+        "alone.connect(timeout=None)",
+        "alone = weightsync.Receiver(sender.init_info, 1); alone.connect(timeout=30)",
+    ),
+    "pull": (
+        "receiver.pull(at_least=9)",
+        "sender.send(wait='sent', version=9); assert receiver.pull(at_least=9) == 9",
+    ),
+    "background": (
+        "background.append(receiver.start_background()); background[0].wait(9)",
+        "sender.send(timeout=30, version=9); assert background[0].wait(9, timeout=30)",
+    ),
+    "a lock beside": (
+        "threading.Thread(target=sender.send, kwargs={'timeout': 5}).start();"
+        "sender.wait_for([8], timeout=None)",
+        "assert receiver.receive(30) == 2",
+    ),
+}
+
+_PROGRAM = """
+import os, signal, sys, threading, time
+import torch, weightsync
+from ends import Net, meet
+trainer, model, held, background = Net(1.0), Net(), [], []
+sender = weightsync.Sender(trainer, slots=(2, 2))
+receiver = weightsync.Receiver(sender.init_info, 0, model=model)
+other, nowhere = weightsync.Sender(Net(1.0)), weightsync.Sender(Net(1.0))
+alone = weightsync.Receiver(nowhere.init_info, 1)
+meet(sender, receiver)
+main = threading.main_thread().ident
+def interrupt():
+    # Once the main thread sleeps in the call: it is in no Python code then.
+    line = lambda: sys._current_frames()[main].f_lineno, sys._current_frames()[main].f_code.co_name
+    before = None
+    while True:
+        frame = sys._current_frames()[main]
+        now = (frame.f_code.co_name, frame.f_lineno, state())
+        if now == before and now[2] == "S":
+            break
+        before = now
+        time.sleep(0.1)
+    global sent
+    sent = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+def state():
+    with open("/proc/self/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+try:
+    threading.Thread(target=interrupt).start()
+    {call}
+except KeyboardInterrupt:
+    print("interrupted", round(time.monotonic() - sent, 1) <= 1.0, flush=True)
+{after}
+sender.shutdown(); receiver.shutdown()
+print("works on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", BLOCKING)
+def test_ctrl_c_ends_a_wait_and_the_end_works_on(what):
+    call, after = BLOCKING[what]
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM.replace("{call}", call).replace("{after}", after)],
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+    assert done.stdout == "interrupted True\nworks on\n", done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def test_a_timeout_is_nothing_and_no_error():
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        for timeout in (0, 0.0, 0.01):
+            assert receiver.receive(timeout) is None
+        assert receiver.pull(at_least=9, timeout=0.01) is None
+        background = receiver.start_background()
+        assert background.wait(9, timeout=0.01) is False
+        assert background.wait(timeout=0) is False
+        background.shutdown()
+
+
+def test_deadlines_name_who_is_missing():
+    with weightsync.Sender(Net(1.0)) as sender:
+        with pytest.raises(weightsync.DeadlineError) as late:
+            sender.connect([3, 4], timeout=0.05)
+        assert "3" in str(late.value) and "4" in str(late.value)
+        assert (late.value.remedy, isinstance(late.value, TimeoutError)) == ("retry", True)
+    with weightsync.Sender(Net(1.0)) as sender:
+        sender.connect(0)
+        with pytest.raises(weightsync.DeadlineError, match="0 of 2"):
+            sender.wait_for(2, timeout=0.05)
+        with pytest.raises(weightsync.DeadlineError, match="worker 9|9"):
+            sender.wait_for([9], timeout=0.05)
+    nowhere = weightsync.Sender(Net(1.0))
+    with pytest.raises(weightsync.DeadlineError, match="no sender answered"):
+        weightsync.Receiver(nowhere.init_info).connect(timeout=0.05)
+
+
+@pytest.mark.parametrize("scheme", PUSHING)
+def test_a_late_worker_is_a_line_and_no_error(scheme):
+    trainer, workers = Net(1.0), [Net(), Net()]
+    sender = weightsync.Sender(trainer, scheme=scheme)
+    receivers = [
+        weightsync.Receiver(sender.init_info, at, model=one) for at, one in enumerate(workers)
+    ]
+    with all_ended(sender, *receivers):
+        meet(sender, *receivers)
+        with beside(lambda: receivers[1].receive(LONG)):
+            report = sender.send(timeout=0.5)
+        lines = {line.worker: line.outcome for line in report.workers}
+        assert lines[1] == "applied"
+        assert lines[0] in ("late", "staged")
+        assert not report.all_applied
+        # It is told what it missed.
+        assert receivers[0].receive(LONG) == 2
+
+
+WAITS = {
+    "receive": lambda sender, receiver: receiver.receive(None),
+    "send": lambda sender, receiver: sender.send(timeout=None),
+    "wait_for": lambda sender, receiver: sender.wait_for([7], timeout=None),
+    "pull": lambda sender, receiver: receiver.pull(at_least=9),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_other_threads_run_while_one_waits_and_a_shutdown_ends_it(wait):
+    ended = []
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        begun = threading.Event()
+
+        def block():
+            begun.set()
+            try:
+                WAITS[wait](sender, receiver)
+            except weightsync.WeightsyncError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=block)
+        thread.start()
+        begun.wait()
+        # With the interpreter's lock held this would not be reached.
+        counted = sum(range(100_000))
+        assert counted and thread.is_alive()
+        (sender if wait in ("send", "wait_for") else receiver).shutdown()
+        thread.join(LONG)
+        assert not thread.is_alive()
+    # A call that had not begun yet, or one that had.
+    if wait != "send":
+        assert ended and isinstance(ended[0], weightsync.LifecycleError), ended
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copying_lets_other_threads_run(mode):
+    trainer, worker = Net(1.0, numel=8 << 20), Net(0.0, numel=8 << 20)
+    with pair(trainer, worker, mode=mode) as (sender, receiver):
+        turns, stop = 0, threading.Event()
+
+        def turn():
+            nonlocal turns
+            while not stop.is_set():
+                turns += 1
+                # Gives the interpreter's lock away at once.
+                time.sleep(0)
+
+        interval = sys.getswitchinterval()
+        with beside(turn):
+            # The other thread has the lock only while this one is in no Python code.
+            sys.setswitchinterval(100.0)
+            try:
+                most = 0
+                for _ in range(50):
+                    before = turns
+                    pass_on(sender, receiver)
+                    most = max(most, turns - before)
+            finally:
+                sys.setswitchinterval(interval)
+                stop.set()
+        # One for each time that it was let go of for a moment would be some ten.
+        assert most > 100
+
+
+def test_several_threads_may_use_one_end():
+    trainer, worker = Net(1.0), Net()
+    with pair(trainer, worker, mode="copy") as (sender, receiver):
+        got = []
+        with beside(*[lambda: got.append(sender.send(wait="sent").version)] * 8):
+            pass
+        assert sorted(got) == list(range(2, 10))
+        assert receiver.receive(LONG) is not None
+
+
+def test_signals_with_a_handler_do_not_end_a_wait():
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(time.monotonic()))
+    try:
+        with pair(Net(1.0), Net()) as (sender, receiver):
+            main = threading.get_native_id()
+
+            def poke():
+                # In the wait, or just before it.
+                for _ in range(20):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    os.sched_yield()
+                sender.send(wait="sent")
+
+            with beside(poke):
+                assert receiver.receive(LONG) == 2
+            assert seen and main
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert torch is not None
