@@ -85,7 +85,7 @@ class Receiver:
 
         Raises:
             SenderClosedError: the sender has shut down: the usual end of the loop.
-            PeerError: it died.
+            PeerError: it died. With a run directory the next call waits for its successor.
             LoadError: the model could not take it, and has the version it had.
         """
         if self._targets is not None:

@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from actors import Raised
 from ends import LONG, MODES, NEWEST, PUSHING, Net, beside
 
 import weightsync
@@ -225,7 +226,10 @@ def test_a_killed_trainer_is_found_again_by_its_directory(actor, tmp_path, backg
         if background:
             assert worker.ask("watch", 5.0)[0] == "whole"
         else:
-            # The wait is for the successor: it is found by itself.
+            # The death is said once; what is waited for next is the successor's.
+            with pytest.raises(Raised, match="died") as died:
+                worker.ask("receive")
+            assert died.value.kind == "PeerError"
             assert worker.ask("receive")[1] == 5.0
         # One that comes only now finds it by the old init info.
         late = actor(Worker, info, 1)
