@@ -10,8 +10,6 @@ import torch
 
 from actors import STARTS, actors as _actors
 
-pytest_plugins = ()
-
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
