@@ -9,6 +9,7 @@ use weightsync::{Error, ExtraState, Written};
 use crate::plain;
 use crate::raw::{Address, View};
 use crate::source::{Layout, value_error};
+use crate::tensors::Copies;
 use crate::wait::released;
 
 /// One whole version of a model. It does not change while this, or a tensor
@@ -111,6 +112,16 @@ impl Snapshot {
             }
             Ok(())
         })
+    }
+
+    /// Copies tensors to where others lie; False, and nothing is copied, if one of
+    /// these is not what it was.
+    fn copy_into(&self, py: Python<'_>, copies: &Copies) -> PyResult<bool> {
+        let Some(places) = copies.places(py, self.held.layout())? else {
+            return Ok(false);
+        };
+        self.copy_to(py, places)?;
+        Ok(true)
     }
 
     /// The extra state of a module, by the name it travels under.
