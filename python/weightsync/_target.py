@@ -90,6 +90,8 @@ class ModuleTarget(Target):
         self._layout: Layout | None = None
         self._tensors: Tensors | None = None
         self._planned: _Plan | None = None
+        # Whether the module was just looked at: a load is asked for the layout first.
+        self._fresh = False
         self._bound: list[Any] = []
         # The module may be unbound by a thread that forks while another loads.
         self._lock = threading.RLock()
@@ -101,17 +103,20 @@ class ModuleTarget(Target):
             if self._layout is None or not self._holds():
                 self._look()
             assert self._layout is not None
+            self._fresh = True
             return self._layout
 
     def shape(self, layout: Layout) -> bool:
         with self._lock:
             self._sent = {name: (dtype, tuple(shape)) for name, dtype, shape in layout.tensors()}
-            self._layout = None
+            self._layout, self._fresh = None, False
             return self._materialise()
 
     def load(self, snapshot: Snapshot) -> None:
         with loading, self._lock:
-            self.layout()
+            if not self._fresh:
+                self.layout()
+            self._fresh = False
             if not self._bind(snapshot, self._plan(snapshot)):
                 # Something has become of a tensor since it was looked at a moment ago.
                 self._look()
