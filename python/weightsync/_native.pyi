@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypedDict, final
 __all__ = [
     "Background",
     "Cascade",
+    "Copies",
     "InitInfo",
     "Layout",
     "PendingSend",
@@ -17,6 +18,7 @@ __all__ = [
     "SetSnapshot",
     "Snapshot",
     "Source",
+    "Tensors",
     "View",
     "WorkerReport",
     "WorkerStatus",
@@ -110,8 +112,25 @@ class Source:
         strides: dict[int, Sequence[int]] | None = None,
         extra: Sequence[tuple[str, Any]] | None = None,
     ) -> None: ...
+    def place_tensors(self, tensors: Tensors) -> bool: ...
     @property
     def layout(self) -> Layout: ...
+
+@final
+class Tensors:
+    @staticmethod
+    def of(
+        class_: type,
+        places: Sequence[tuple[dict[str, Any], str]],
+        others: Sequence[tuple[dict[str, Any], str]],
+        dicts: Sequence[dict[str, Any]],
+    ) -> Tensors | None: ...
+    def hold(self) -> bool: ...
+    def __len__(self) -> int: ...
+
+@final
+class Copies:
+    def __new__(cls, tensors: Tensors, pairs: Sequence[tuple[int, int]]) -> Copies: ...
 
 @final
 class View:
@@ -138,6 +157,7 @@ class Snapshot:
     def places(self) -> list[tuple[str, str, list[int], int, int]]: ...
     def view(self) -> View: ...
     def copy_to(self, places: Sequence[tuple[int, int]]) -> None: ...
+    def copy_into(self, copies: Copies) -> bool: ...
     def extra_state(self, name: str) -> Any: ...
     @property
     def extra_states(self) -> list[str]: ...

@@ -6,11 +6,16 @@ sent; what was found out about names, dtypes and shapes is kept as long as it ho
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weightsync import _dtypes, _extra
 from weightsync._native import Source as NativeSource
+from weightsync._native import Tensors
+
+# Bytes from which on a tensor's memory is held for the time of a send.
+_LARGE = 1 << 16
 
 # A tensor by its name, and whether it is a buffer.
 Found = tuple[str, Any, bool]
@@ -24,43 +29,34 @@ class Source:
         self._native: NativeSource | None = None
         self._names: list[str] = []
         self._specs: list[tuple[str, str, tuple[int, ...]]] = []
-        self._walk: _ModuleWalk | None = None
-        self._shapes: list[Any] = []
-        self._types: list[Any] = []
-        self._odd = False
+        # What was placed last, and all its tensors as one, if they are of torch's alone.
+        self._of: Any = None
+        self._tensors: Tensors | None = None
         # What must stay as long as the native source: slices, copies from a device.
         self._kept: list[Any] = []
+        # The large tensors, and their memory: another thread may exchange a parameter's while
+        # it is read. What is small is read too soon for that to matter.
+        self._large: list[Any] = []
+        self._memory: list[Any] = []
 
     def place(self, weights: Any) -> NativeSource:
         """The source of a send. It lives as long as this source is not placed again."""
+        native, tensors = self._native, self._tensors
+        if native is not None and tensors is not None and self._of is weights:
+            self._hold_memory()
+            if native.place_tensors(tensors):
+                return native
+        self._of = self._tensors = None
+        places = Places()
         if _dtypes.is_module(weights):
-            walk = self._walk
-            if walk is None or walk.module is not weights:
-                self._walk = walk = _ModuleWalk(weights, self._strategy)
-            elif walk.holds() and self._placed_again(walk.tensors, walk.extras()):
-                assert self._native is not None
-                return self._native
-            found, extras = walk.look(), walk.extras()
+            found, extras = module_weights(weights, self._strategy, places)
         else:
-            self._walk = None
-            found, extras = tree(weights)
-        return self._place_anew(found, extras)
-
-    def _placed_again(self, tensors: list[Any], extras: dict[str, Any]) -> bool:
-        """Places tensors that are the same objects as before, if they still fit."""
-        assert self._native is not None
-        if extras:
-            # Their tensors are new ones each time.
-            return False
-        try:
-            shapes = [tensor.shape for tensor in tensors]
-        except AttributeError:
-            return False
-        if shapes != self._shapes or [tensor.dtype for tensor in tensors] != self._types:
-            return False
-        self._kept = []
-        self._native.place(*_addresses(tensors, self._kept, self._odd))
-        return True
+            found, extras = tree(weights, places)
+        native = self._place_anew(found, extras)
+        if not extras:
+            # Those are made anew by each call.
+            self._of, self._tensors = weights, places.tensors()
+        return native
 
     def _place_anew(self, found: list[Found], extras: dict[str, Any]) -> NativeSource:
         states: list[tuple[str, Any]] = []
@@ -78,53 +74,77 @@ class Source:
             self._native = NativeSource(specs, buffers, format, states)
             self._specs, self._names = specs, names
         self._kept = []
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._types = [tensor.dtype for tensor in tensors]
-        self._odd = any(_may_be_odd(tensor) for tensor in tensors)
-        self._native.place(*_addresses(tensors, self._kept, self._odd), states)
+        self._large = [
+            tensor
+            for tensor in tensors
+            if _dtypes.is_tensor(tensor) and tensor.nbytes >= _LARGE
+        ]
+        self._hold_memory()
+        odd = any(_may_be_odd(tensor) for tensor in tensors)
+        self._native.place(*_addresses(tensors, self._kept, odd), states)
         # Tensors that exist for this send alone, such as slices, must outlive it.
         self._kept.extend(tensors)
         return self._native
 
 
-class _ModuleWalk:
-    """A module's tensors, and where in it they are."""
+    def release(self) -> None:
+        """Lets go of what was held for a send."""
+        self._memory = []
 
-    def __init__(self, module: Any, strategy: str) -> None:
-        self.module = module
-        self._strategy = strategy
-        self.tensors: list[Any] = []
-        self._slots: list[tuple[dict[str, Any], str]] = []
-        self._extras: list[tuple[str, Any]] = []
-        self._counts: list[tuple[dict[str, Any], int]] = []
+    def _hold_memory(self) -> None:
+        self._memory = [tensor.detach() for tensor in self._large]
 
-    def look(self) -> list[Found]:
-        """Walks the whole module."""
-        found: list[Found] = []
-        self.tensors, self._slots, self._counts, self._extras = [], [], [], []
-        for prefix, module, slots, key, tensor, is_buffer in module_tensors(
-            self.module, self._strategy
-        ):
-            found.append((_extra.joined(prefix, key), tensor, is_buffer))
-            self.tensors.append(tensor)
-            self._slots.append((slots, key))
-        for prefix, module in self.module.named_modules(remove_duplicate=False):
-            for part in (module._parameters, module._buffers, module._modules):
-                self._counts.append((part, len(part)))
-            if has_extra_state(module):
-                self._extras.append((prefix, module))
+
+class Places:
+    """Where tensors lie, so that they need not be looked for again while they lie there."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[dict[str, Any], str]] = []
+        self._others: list[tuple[dict[str, Any], str]] = []
+        self._dicts: list[dict[str, Any]] = []
+        self._known = True
+
+    def tensor(self, place: dict[str, Any], key: str) -> None:
+        """One that is wanted."""
+        self._tensors.append((place, key))
+
+    def all_of(self, module: Any) -> None:
+        """A module's dicts: what else is in them must stay as it is."""
+        for part in (module._parameters, module._buffers):
+            self._dicts.append(part)
+            self._others.extend((part, key) for key, value in part.items() if value is None)
+        self._dicts.append(module._modules)
+        self._others.extend((module._modules, key) for key in module._modules)
+
+    def inside(self, part: Any) -> dict[str, Any]:
+        """The dict in which the entries of a dict or a TensorDict are."""
+        found = part
+        if _dtypes.is_tensordict(part):
+            own = getattr(part, "__dict__", {})
+            found = own.get("_tensordict")
+            self._others.append((own, "_tensordict"))
+        if not isinstance(found, dict):
+            # Another kind of mapping, or of TensorDict.
+            self._known = False
+            return {}
+        self._dicts.append(found)
         return found
 
-    def holds(self) -> bool:
-        """Whether the module still has the same tensors in the same places."""
-        if any(len(part) != count for part, count in self._counts):
-            return False
-        slots = zip(self._slots, self.tensors, strict=True)
-        return all(part.get(key) is tensor for (part, key), tensor in slots)
+    def entry(self, inside: dict[str, Any], key: Any, value: Any) -> None:
+        """One of them: a tensor, or what else must stay as it is."""
+        if not isinstance(key, str) or inside.get(key) is not value:
+            self._known = False
+        elif _dtypes.is_tensor(value):
+            self.tensor(inside, key)
+        else:
+            self._others.append((inside, key))
 
-    def extras(self) -> dict[str, Any]:
-        """The extra states as they are now."""
-        return {prefix: module.get_extra_state() for prefix, module in self._extras}
+    def tensors(self) -> Tensors | None:
+        """All of them as one; None if they must be looked for each time."""
+        torch = sys.modules.get("torch")
+        if torch is None or not self._known:
+            return None
+        return Tensors.of(torch.Tensor, self._tensors, self._others, self._dicts)
 
 
 def has_extra_state(module: Any) -> bool:
@@ -132,6 +152,22 @@ def has_extra_state(module: Any) -> bool:
     import torch
 
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def module_weights(
+    module: Any, strategy: str, places: Places
+) -> tuple[list[Found], dict[str, Any]]:
+    """The tensors of a module by dotted names, and its extra states as they are now."""
+    found: list[Found] = []
+    extras: dict[str, Any] = {}
+    for prefix, _, slots, key, tensor, is_buffer in module_tensors(module, strategy):
+        found.append((_extra.joined(prefix, key), tensor, is_buffer))
+        places.tensor(slots, key)
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        places.all_of(part)
+        if has_extra_state(part):
+            extras[prefix] = part.get_extra_state()
+    return found, extras
 
 
 def module_tensors(
@@ -151,13 +187,18 @@ def module_tensors(
                 yield prefix, owner, owner._buffers, key, tensor, True
 
 
-def tree(weights: Any) -> tuple[list[Found], dict[str, Any]]:
+def tree(
+    weights: Any, places: Places | None = None
+) -> tuple[list[Found], dict[str, Any]]:
     """The tensors of a state dict, a nested dict or a TensorDict, by dotted names."""
     found: list[Found] = []
     extras: dict[str, Any] = {}
+    places = places or Places()
 
     def walk(part: Any, prefix: str) -> None:
+        inside = places.inside(part)
         for key, value in part.items():
+            places.entry(inside, key, value)
             key = ".".join(key) if isinstance(key, tuple) else key
             if not isinstance(key, str):
                 raise TypeError(f"{prefix or 'the weights'} have the key {key!r}: names are text")

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync import _dtypes, _extra
-from weightsync._native import Layout, Snapshot, take_written
-from weightsync._source import has_extra_state, module_tensors, tree
+from weightsync._native import Copies, Layout, Snapshot, Tensors, take_written
+from weightsync._source import Places, has_extra_state, module_tensors, tree
 
 logger = logging.getLogger("weightsync")
 
@@ -88,7 +88,10 @@ class ModuleTarget(Target):
         self._sent: dict[str, tuple[str, tuple[int, ...]]] | None = None
         self._entries: list[_Entry] = []
         self._layout: Layout | None = None
-        self._plans: dict[str, _Plan] = {}
+        self._tensors: Tensors | None = None
+        self._planned: _Plan | None = None
+        # Whether the module was just looked at: a load is asked for the layout first.
+        self._fresh = False
         self._bound: list[Any] = []
         # The module may be unbound by a thread that forks while another loads.
         self._lock = threading.RLock()
@@ -100,19 +103,25 @@ class ModuleTarget(Target):
             if self._layout is None or not self._holds():
                 self._look()
             assert self._layout is not None
+            self._fresh = True
             return self._layout
 
     def shape(self, layout: Layout) -> bool:
         with self._lock:
             self._sent = {name: (dtype, tuple(shape)) for name, dtype, shape in layout.tensors()}
-            self._layout = None
+            self._layout, self._fresh = None, False
             return self._materialise()
 
     def load(self, snapshot: Snapshot) -> None:
         with loading, self._lock:
-            self.layout()
-            plan = self._plan(snapshot)
-            self._bind(snapshot, plan)
+            if not self._fresh:
+                self.layout()
+            self._fresh = False
+            if not self._bind(snapshot, self._plan(snapshot)):
+                # Something has become of a tensor since it was looked at a moment ago.
+                self._look()
+                if not self._bind(snapshot, self._plan(snapshot)):
+                    raise RuntimeError("the module's tensors change while they are loaded into")
             states = snapshot.extra_states
             if states:
                 self._load_extra(snapshot, states)
@@ -134,38 +143,37 @@ class ModuleTarget(Target):
                 tensor.data = tensor.data.clone()
             self._bound = []
 
-    def _bind(self, snapshot: Snapshot, plan: _Plan) -> None:
+    def _bind(self, snapshot: Snapshot, plan: _Plan) -> bool:
+        """Brings a version into the module; False if a tensor is not what was planned for."""
         import torch
 
-        copies: list[tuple[int, int]] = []
         staged: list[tuple[Any, Any]] = []
         view = snapshot.view() if plan.bound or plan.others else None
         with torch.no_grad():
-            bound: list[Any] = []
-            for index, tensor, dtype, shape, offset, count in plan.bound:
+            for tensor, dtype, shape, offset, count in plan.bound:
                 over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
-                staged.append((tensor, over.view(shape)))
+                staged.append((tensor, over if shape is None else over.view(shape)))
+            if plan.copies is not None:
+                if not snapshot.copy_into(plan.copies):
+                    return False
+            elif plan.copied:
+                snapshot.copy_to([(at, tensor.data_ptr()) for _, at, tensor in plan.copied])
             for tensor, over in staged:
                 tensor.data = over
-                bound.append(tensor)
-            self._bound = bound
-            for index, tensor in plan.copied:
-                copies.append((index, tensor.data_ptr()))
-            if copies:
-                snapshot.copy_to(copies)
-            for index, tensor, dtype, shape, offset, count in plan.others:
+            self._bound = [tensor for tensor, _ in staged]
+            for tensor, dtype, shape, offset, count in plan.others:
                 over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
-                tensor.copy_(over.view(shape))
+                tensor.copy_(over if shape is None else over.view(shape))
         if plan.changed:
             # What autograd has saved of them is not what they are any more.
             torch.autograd.graph.increment_version(plan.changed)
+        return True
 
     def _plan(self, snapshot: Snapshot) -> _Plan:
         """Which tensor of the snapshot goes where, and how."""
-        key = snapshot.layout.id
-        plan = self._plans.get(key)
-        if plan is None:
-            self._plans = {key: (plan := _Plan(self._entries, snapshot, self._mode))}
+        plan, layout = self._planned, snapshot.layout
+        if plan is None or plan.layout != layout:
+            self._planned = plan = _Plan(self._entries, self._tensors, snapshot, self._mode)
         return plan
 
     def _look(self) -> None:
@@ -199,9 +207,17 @@ class ModuleTarget(Target):
             for part in (owner._parameters, owner._buffers, owner._modules)
         ]
         self._layout = Layout(specs)
-        self._plans = {}
+        self._planned = None
+        places = Places()
+        for entry in self._entries:
+            places.tensor(entry.slots, entry.key)
+        for _, part in module.named_modules(remove_duplicate=False):
+            places.all_of(part)
+        self._tensors = places.tensors()
 
     def _holds(self) -> bool:
+        if self._tensors is not None:
+            return self._tensors.hold()
         if any(len(part) != count for part, count in self._counts):
             return False
         if not all([entry.slots.get(entry.key) is entry.tensor for entry in self._entries]):
@@ -285,36 +301,46 @@ class _Entry:
         self.tensor, self.is_buffer = tensor, is_buffer
 
 
+# A tensor, its dtype, its shape if that is not flat, its offset and elements.
+_Place = tuple[Any, Any, tuple[int, ...] | None, int, int]
+
+
 class _Plan:
     """How the tensors of one layout reach a module's."""
 
-    def __init__(self, entries: list[_Entry], snapshot: Snapshot, mode: str) -> None:
-        # Index, tensor, dtype, shape, offset and elements.
-        self.bound: list[tuple[int, Any, Any, tuple[int, ...], int, int]] = []
-        self.copied: list[tuple[int, Any]] = []
-        self.others: list[tuple[int, Any, Any, tuple[int, ...], int, int]] = []
+    def __init__(
+        self, entries: list[_Entry], tensors: Tensors | None, snapshot: Snapshot, mode: str
+    ) -> None:
+        self.layout = snapshot.layout
+        self.bound: list[_Place] = []
+        self.others: list[_Place] = []
+        # The place among the entries, the place in the snapshot, the tensor.
+        self.copied: list[tuple[int, int, Any]] = []
         places = {name: (at, *rest) for at, (name, *rest) in enumerate(snapshot.places())}
         ties = dict(snapshot.ties)
         seen: set[int] = set()
-        for entry in entries:
+        for own, entry in enumerate(entries):
             tensor = entry.tensor
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             at, name, shape, offset, length = places[ties.get(entry.name, entry.name)]
+            if not length:
+                continue
             dtype = _dtypes.torch_dtype(name)
             shape = _dtypes.torch_shape(name, tuple(shape))
             count = length // dtype.itemsize
-            place = (at, tensor, dtype, shape, offset, count)
-            if not length:
-                continue
+            place = (tensor, dtype, None if len(shape) == 1 else shape, offset, count)
             if not tensor.is_cpu or not tensor.is_contiguous():
                 self.others.append(place)
             elif mode == "bind" and not entry.is_buffer and length >= BIND_FROM:
                 self.bound.append(place)
             else:
-                self.copied.append((at, tensor))
-        self.changed = [tensor for _, tensor in self.copied if tensor.requires_grad]
+                self.copied.append((own, at, tensor))
+        self.copies: Copies | None = None
+        if tensors is not None and self.copied:
+            self.copies = Copies(tensors, [(own, at) for own, at, _ in self.copied])
+        self.changed = [tensor for _, _, tensor in self.copied if tensor.requires_grad]
 
 
 class TreeTarget(Target):

@@ -19,6 +19,7 @@ mod report;
 mod session;
 mod snapshot;
 mod source;
+mod tensors;
 mod wait;
 
 use pyo3::prelude::*;
@@ -40,6 +41,8 @@ mod _native {
     use crate::snapshot::{SetSnapshot, Snapshot, take_written};
     #[pymodule_export]
     use crate::source::{Layout, Source};
+    #[pymodule_export]
+    use crate::tensors::{Copies, Tensors};
 
     use pyo3::prelude::*;
 

@@ -1,11 +1,13 @@
 //! Memory that Python owns, or looks at: the one place of `unsafe` here.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
+use std::mem::MaybeUninit;
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyType};
 use weightsync::PrivateView;
 use weightsync_simd::stream_copy_slice;
 
@@ -93,4 +95,145 @@ impl View {
     ///
     /// Called by Python alone.
     unsafe fn __releasebuffer__(&self, _buffer: *mut ffi::Py_buffer) {}
+}
+
+/// How torch shows its tensors to others without a call through the interpreter: DLPack's
+/// exchange functions, which a class of tensors carries.
+pub struct Exchange {
+    class: Py<PyType>,
+    look: LookAt,
+}
+
+/// Fills in what a tensor is and where, and lends it as long as the tensor is not changed.
+type LookAt = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+
+/// DLPack's table of functions, as far as it is read here; the same in every minor version.
+#[repr(C)]
+struct ExchangeTable {
+    major: u32,
+    minor: u32,
+    previous: *const c_void,
+    allocate: *const c_void,
+    from_object: *const c_void,
+    to_object: *const c_void,
+    look: Option<LookAt>,
+}
+
+/// DLPack's tensor.
+#[repr(C)]
+struct DlTensor {
+    data: *const c_void,
+    device: DlDevice,
+    dimensions: i32,
+    dtype: DlType,
+    shape: *const i64,
+    strides: *const i64,
+    byte_offset: u64,
+}
+
+/// Where memory is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DlDevice {
+    kind: i32,
+    id: i32,
+}
+
+impl DlDevice {
+    /// Whether this process's own instructions can read it.
+    pub fn is_host(self) -> bool {
+        self.kind == 1
+    }
+}
+
+/// A dtype as DLPack says it: a class, its bits, and how many of it an element has.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DlType {
+    pub class: u8,
+    pub bits: u8,
+    pub lanes: u16,
+}
+
+/// What a tensor is and where, a moment ago.
+pub struct Seen<'a> {
+    pub address: Address,
+    pub device: DlDevice,
+    pub dtype: DlType,
+    pub shape: &'a [i64],
+    /// In elements.
+    pub strides: &'a [i64],
+}
+
+/// An object whose type is, or derives from, that of an exchange.
+pub struct Exchanged(Py<PyAny>);
+
+impl Exchanged {
+    pub fn object(&self) -> &Py<PyAny> {
+        &self.0
+    }
+}
+
+impl Exchange {
+    /// The major version of DLPack whose table this is written for.
+    const MAJOR: u32 = 1;
+    const NAME: &CStr = c"dlpack_exchange_api";
+
+    /// The functions of a class, such as `torch.Tensor`; none if it has none, or newer ones.
+    pub fn of(class: &Bound<'_, PyType>) -> PyResult<Option<Self>> {
+        let Some(capsule) = class.getattr_opt("__dlpack_c_exchange_api__")? else {
+            return Ok(None);
+        };
+        let capsule = capsule.cast_into::<PyCapsule>()?;
+        let table = capsule.pointer_checked(Some(Self::NAME))?;
+        // SAFETY: a capsule of this name has a table of DLPack's that lives as long as the
+        // process, by DLPack's words; its first fields say of which version the others are.
+        let table = unsafe { table.cast::<ExchangeTable>().as_ref() };
+        let look = table.look.filter(|_| table.major == Self::MAJOR);
+        Ok(look.map(|look| Self {
+            class: class.clone().unbind(),
+            look,
+        }))
+    }
+
+    /// An object these functions may be given; none if its type is another.
+    pub fn admit(&self, object: &Bound<'_, PyAny>) -> Option<Exchanged> {
+        let (own, class) = (object.get_type(), self.class.as_ptr().cast());
+        // SAFETY: both are types, and alive. It looks at the real type: an object may say that
+        // it is of any class.
+        let derives = unsafe { ffi::PyType_IsSubtype(own.as_type_ptr(), class) };
+        (derives != 0).then(|| Exchanged(object.clone().unbind()))
+    }
+
+    /// Looks at a tensor. An error if it has no memory of its own to look at.
+    pub fn look<T>(
+        &self,
+        py: Python<'_>,
+        tensor: &Exchanged,
+        seen: impl FnOnce(Seen<'_>) -> T,
+    ) -> PyResult<T> {
+        let mut found = MaybeUninit::<DlTensor>::zeroed();
+        // SAFETY: the object is of the functions' class, as it was admitted, and the
+        // interpreter's lock is held.
+        let done = unsafe { (self.look)(tensor.0.as_ptr().cast(), found.as_mut_ptr()) };
+        if done != 0 {
+            return Err(PyErr::fetch(py));
+        }
+        // SAFETY: filled in; all zeros would be a value, too.
+        let found = unsafe { found.assume_init() };
+        let dimensions = usize::try_from(found.dimensions).unwrap_or(0);
+        let list = |list: *const i64| match list.is_null() || dimensions == 0 {
+            true => &[][..],
+            // SAFETY: a list of as many numbers as there are dimensions, which the tensor keeps
+            // for as long as nobody changes it: nobody can before `seen` has returned.
+            false => unsafe { std::slice::from_raw_parts(list, dimensions) },
+        };
+        Ok(seen(Seen {
+            address: Address(found.data as usize + found.byte_offset as usize),
+            device: found.device,
+            dtype: found.dtype,
+            shape: list(found.shape),
+            strides: list(found.strides),
+        }))
+    }
 }

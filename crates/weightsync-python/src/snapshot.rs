@@ -10,6 +10,7 @@ use crate::loader::Target;
 use crate::plain;
 use crate::raw::{Address, View};
 use crate::source::{Layout, value_error};
+use crate::tensors::Copies;
 use crate::wait::released;
 
 /// One whole version of a model. It does not change while this, or a tensor
@@ -119,6 +120,16 @@ impl Snapshot {
     fn load_into(&self, py: Python<'_>, target: Py<PyAny>) -> PyResult<()> {
         let mut target = Target::new(self.model().to_owned(), target);
         released(py, || self.held.load_into(&mut target))
+    }
+
+    /// Copies tensors to where others lie; False, and nothing is copied, if one of
+    /// these is not what it was.
+    fn copy_into(&self, py: Python<'_>, copies: &Copies) -> PyResult<bool> {
+        let Some(places) = copies.places(py, self.held.layout())? else {
+            return Ok(false);
+        };
+        self.copy_to(py, places)?;
+        Ok(true)
     }
 
     /// The extra state of a module, by the name it travels under.

@@ -14,6 +14,7 @@ use weightsync_core::extract::TensorRef;
 use crate::errors::exception;
 use crate::plain;
 use crate::raw::Address;
+use crate::tensors::Tensors;
 
 /// Names, dtypes and shapes of tensors, in order.
 #[pyclass(frozen, module = "weightsync._native")]
@@ -207,6 +208,21 @@ impl Source {
         now.addresses = addresses;
         now.strides = strides;
         Ok(())
+    }
+
+    /// The same of tensors that are looked at all at once, in this order; False if
+    /// they are not what they were, or cannot be read where they lie.
+    fn place_tensors(&self, py: Python<'_>, tensors: &Tensors) -> PyResult<bool> {
+        let Some(laid) = tensors.laid(py)? else {
+            return Ok(false);
+        };
+        if laid.addresses.len() != self.tensors.len() {
+            return Ok(false);
+        }
+        let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
+        now.addresses = laid.addresses;
+        now.strides = laid.strides;
+        Ok(true)
     }
 
     #[getter]

@@ -1,0 +1,71 @@
+"""Rows, as `cargo xtask bench` prints them for every group."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure, what it is compared with, and how far it may go."""
+
+    case: str
+    value: float
+    unit: str
+    baseline: float
+    ratio: float
+    target: float | None
+    met: bool | None
+
+    @classmethod
+    def over(
+        cls, case: str, seconds: float, baseline: float, target: float | None, unit: str = "ms"
+    ) -> Row:
+        """A time as a multiple of another, which may be ``target`` at most."""
+        ratio = seconds / baseline
+        met = None if target is None else ratio <= target
+        factor = _FACTORS[unit]
+        return cls(case, seconds * factor, unit, baseline * factor, ratio, target, met)
+
+    @classmethod
+    def within(
+        cls, case: str, seconds: float, baseline: float, target: float | None, unit: str = "ms"
+    ) -> Row:
+        """A time that may be ``target`` at most, in its own unit, beside another."""
+        value = seconds * _FACTORS[unit]
+        met = None if target is None else value <= target
+        own = baseline * _FACTORS[unit]
+        return cls(case, value, unit, own, seconds / baseline, target, met)
+
+    @classmethod
+    def compared(cls, case: str, ratio: float, other: float, target: float) -> Row:
+        """A multiple of memcpy beside another."""
+        return cls(case, ratio, "×", other, ratio / other, target, ratio / other <= target)
+
+
+_FACTORS = {"µs": 1e6, "ms": 1e3, "s": 1.0}
+
+
+class Printer:
+    """Prints rows as they come: a table, or a line of JSON each."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._json = as_json
+        if not as_json:
+            _line("case", "value", "baseline", "ratio", "target")
+
+    def __call__(self, row: Row) -> None:
+        """Prints one."""
+        if self._json:
+            print(json.dumps(asdict(row), ensure_ascii=False), flush=True)
+            return
+        target = ""
+        if row.target is not None:
+            target = f"≤ {row.target:.3g} {'met' if row.met else 'MISSED'}"
+        value = f"{row.value:.2f} {row.unit}"
+        _line(row.case, value, f"{row.baseline:.2f}", f"{row.ratio:.2f}", target)
+
+
+def _line(case: str, value: str, baseline: str, ratio: str, target: str) -> None:
+    print(f"{case:<70}{value:>12}  {baseline:>10}  {ratio:>7}  {target}".rstrip(), flush=True)

@@ -1,0 +1,335 @@
+//! Torch's tensors, looked at all at once: with ten thousand of them a few calls through the
+//! interpreter for each take longer than the copy.
+
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString, PyType};
+
+use crate::raw::{Address, Exchange, Exchanged, Seen};
+
+/// The tensors that lie in some dicts, as they were when this was made.
+///
+/// It says whether they still are: the same objects in the same places, no others beside them,
+/// with the same dtypes and shapes, in the same order in memory. Where their values lie may
+/// differ, and is looked up anew.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Tensors {
+    exchange: Exchange,
+    places: Vec<Place>,
+    others: Vec<(Py<PyDict>, Py<PyString>, Py<PyAny>)>,
+    sizes: Vec<(Py<PyDict>, usize)>,
+}
+
+/// A dict, and a name in it.
+type Entry<'py> = (Bound<'py, PyDict>, Bound<'py, PyString>);
+
+/// One tensor, where it lies, and what it was.
+struct Place {
+    dict: Py<PyDict>,
+    key: Py<PyString>,
+    tensor: Exchanged,
+    was: Was,
+}
+
+struct Was {
+    dtype: (u8, u8, u16),
+    shape: Vec<i64>,
+    /// Whether it lay in this host's memory.
+    on_host: bool,
+    row_major: bool,
+}
+
+/// Where values lie: addresses, and the strides of those that are not row-major.
+pub struct Laid {
+    pub addresses: Vec<Address>,
+    pub strides: Vec<(usize, Vec<i64>)>,
+}
+
+#[pymethods]
+impl Tensors {
+    /// Tensors of `class`, as `(dict, key)` each. In `others` lies what must stay as well, such
+    /// as modules in modules; `dicts` keep the number of entries they have. None if the tensors
+    /// cannot all be looked at: one is of another class, or has no memory of its own.
+    #[staticmethod]
+    fn of(
+        py: Python<'_>,
+        class: &Bound<'_, PyType>,
+        places: Vec<Entry<'_>>,
+        others: Vec<Entry<'_>>,
+        dicts: Vec<Bound<'_, PyDict>>,
+    ) -> PyResult<Option<Self>> {
+        let Some(exchange) = Exchange::of(class)? else {
+            return Ok(None);
+        };
+        let mut found = Vec::with_capacity(places.len());
+        for (dict, key) in places {
+            let tensor = dict.get_item(&key)?;
+            let Some(tensor) = tensor.and_then(|tensor| exchange.admit(&tensor)) else {
+                return Ok(None);
+            };
+            let Ok(was) = exchange.look(py, &tensor, |seen| Was::of(&seen)) else {
+                return Ok(None);
+            };
+            found.push(Place {
+                dict: dict.unbind(),
+                key: key.unbind(),
+                tensor,
+                was,
+            });
+        }
+        let others = others.into_iter().map(|(dict, key)| {
+            let there = dict.get_item(&key)?;
+            Ok(there.map(|there| (dict.unbind(), key.unbind(), there.unbind())))
+        });
+        let Some(others) = others.collect::<PyResult<Option<Vec<_>>>>()? else {
+            return Ok(None);
+        };
+        let sizes = dicts.into_iter().map(|dict| {
+            let len = dict.len();
+            (dict.unbind(), len)
+        });
+        Ok(Some(Self {
+            exchange,
+            places: found,
+            others,
+            sizes: sizes.collect(),
+        }))
+    }
+
+    /// Whether they are what they were.
+    fn hold(&self, py: Python<'_>) -> PyResult<bool> {
+        self.each(py, |_, _| true)
+    }
+
+    fn __len__(&self) -> usize {
+        self.places.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<Tensors: {}>", self.places.len())
+    }
+
+    /// A module may refer to its receiver, and this refers to the module's dicts.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for place in &self.places {
+            visit.call(&place.dict)?;
+            visit.call(place.tensor.object())?;
+        }
+        for (dict, _, there) in &self.others {
+            visit.call(dict)?;
+            visit.call(there)?;
+        }
+        self.sizes.iter().try_for_each(|(dict, _)| visit.call(dict))
+    }
+}
+
+/// Which tensors of a version are copied into which of [`Tensors`].
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Copies {
+    tensors: Py<Tensors>,
+    /// A place here, and one in the version's layout.
+    pairs: Vec<(usize, usize)>,
+}
+
+#[pymethods]
+impl Copies {
+    /// From pairs: which of `tensors`, and which of the version.
+    #[new]
+    fn new(tensors: Py<Tensors>, pairs: Vec<(usize, usize)>) -> Self {
+        Self { tensors, pairs }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<Copies: {} tensors>", self.pairs.len())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.tensors)
+    }
+}
+
+impl Copies {
+    /// Where each goes, by its place in the version's layout; none if one of the tensors is not
+    /// what it was, or not in this host's memory, row-major. Its bytes are as many as `sent`
+    /// says, or it is none either.
+    pub fn places(
+        &self,
+        py: Python<'_>,
+        sent: &weightsync::Layout,
+    ) -> PyResult<Option<Vec<(usize, Address)>>> {
+        let tensors = self.tensors.get();
+        let fits = |(own, sent_at): &(usize, usize)| {
+            let own = tensors.places.get(*own)?.was.bytes()?;
+            (sent.tensors().get(*sent_at)?.range.len == own).then_some(())
+        };
+        if !self.pairs.iter().all(|pair| fits(pair).is_some()) {
+            return Ok(None);
+        }
+        let own = self.pairs.iter().map(|(own, _)| *own);
+        let Some(addresses) = tensors.row_major(py, own)? else {
+            return Ok(None);
+        };
+        let sent = self.pairs.iter().map(|(_, sent)| *sent);
+        Ok(Some(sent.zip(addresses).collect()))
+    }
+}
+
+impl Tensors {
+    /// Where all values are now; none if the tensors are not what they were, or not in this
+    /// host's memory as they are: on a device, or to be negated or conjugated by who reads them.
+    pub fn laid(&self, py: Python<'_>) -> PyResult<Option<Laid>> {
+        let mut laid = Laid {
+            addresses: Vec::with_capacity(self.places.len()),
+            strides: Vec::new(),
+        };
+        let all = self.each(py, |index, seen| {
+            laid.addresses.push(seen.address);
+            if !is_row_major(&seen) {
+                laid.strides.push((index, seen.strides.to_vec()));
+            }
+            seen.device.is_host()
+        })?;
+        if !all || self.is_lazy(py, &laid)? {
+            return Ok(None);
+        }
+        Ok(Some(laid))
+    }
+
+    /// Where these of them are now; none as of [`laid`](Self::laid), or if one of them is not
+    /// row-major. That they are what they were is for the caller to ask.
+    fn row_major(
+        &self,
+        py: Python<'_>,
+        which: impl Iterator<Item = usize>,
+    ) -> PyResult<Option<Vec<Address>>> {
+        let mut addresses = Vec::with_capacity(which.size_hint().0);
+        for index in which {
+            let Some(place) = self.places.get(index) else {
+                return Ok(None);
+            };
+            let address = self.exchange.look(py, &place.tensor, |seen| {
+                let plain = place.was.on_host && place.was.row_major && place.was == seen;
+                plain.then_some(seen.address)
+            })?;
+            match address {
+                Some(address) => addresses.push(address),
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(addresses))
+    }
+
+    /// Looks at all of them; whether they are what they were and `look` liked each.
+    fn each(
+        &self,
+        py: Python<'_>,
+        mut look: impl FnMut(usize, Seen<'_>) -> bool,
+    ) -> PyResult<bool> {
+        if self.sizes.iter().any(|(dict, len)| dict.bind(py).len() != *len) {
+            return Ok(false);
+        }
+        for (dict, key, there) in &self.others {
+            let now = dict.bind(py).get_item(key.bind(py))?;
+            if now.is_none_or(|now| !now.is(there)) {
+                return Ok(false);
+            }
+        }
+        for (index, place) in self.places.iter().enumerate() {
+            let now = place.dict.bind(py).get_item(place.key.bind(py))?;
+            if now.is_none_or(|now| !now.is(place.tensor.object())) {
+                return Ok(false);
+            }
+            let good = self.exchange.look(py, &place.tensor, |seen| {
+                place.was == seen && look(index, seen)
+            });
+            // One whose memory was taken away is not what it was.
+            if !good.unwrap_or(false) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether values have yet to be negated or conjugated. Only torch can say, and is asked
+    /// where that can be: such a tensor is complex, or a view of every second number of one.
+    fn is_lazy(&self, py: Python<'_>, laid: &Laid) -> PyResult<bool> {
+        let strided = laid.strides.iter().map(|(index, _)| *index);
+        let others = self.places.iter().enumerate();
+        let others = others.filter(|(_, place)| place.was.may_be_lazy());
+        for index in strided.chain(others.map(|(index, _)| index)) {
+            let tensor = self.places[index].tensor.object().bind(py);
+            for question in ["is_neg", "is_conj"] {
+                if tensor.call_method0(question)?.is_truthy()? {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+}
+
+impl Was {
+    fn of(seen: &Seen<'_>) -> Self {
+        Self {
+            dtype: dtype_of(seen),
+            shape: seen.shape.to_vec(),
+            on_host: seen.device.is_host(),
+            row_major: is_row_major(seen),
+        }
+    }
+
+    /// Bytes of its elements; none if they are not whole.
+    fn bytes(&self) -> Option<u64> {
+        let (_, bits, lanes) = self.dtype;
+        let lens = self.shape.iter().map(|len| u64::try_from(*len).ok());
+        let element = u64::from(bits) * u64::from(lanes);
+        let all = lens.fold(Some(element), |all, len| all?.checked_mul(len?))?;
+        all.is_multiple_of(8).then_some(all / 8)
+    }
+
+    /// Whether a row-major tensor like this may be one that is read through torch only.
+    fn may_be_lazy(&self) -> bool {
+        const FLOAT: u8 = 2;
+        const COMPLEX: u8 = 5;
+        match self.dtype.0 {
+            COMPLEX => true,
+            FLOAT => self.shape.is_empty(),
+            _ => false,
+        }
+    }
+}
+
+impl PartialEq<Seen<'_>> for Was {
+    fn eq(&self, seen: &Seen<'_>) -> bool {
+        self.dtype == dtype_of(seen)
+            && self.shape == seen.shape
+            && self.on_host == seen.device.is_host()
+            && self.row_major == is_row_major(seen)
+    }
+}
+
+fn dtype_of(seen: &Seen<'_>) -> (u8, u8, u16) {
+    let dtype = seen.dtype;
+    (dtype.class, dtype.bits, dtype.lanes)
+}
+
+/// Whether the last index moves by one element, and each other one by a whole row. A dimension
+/// of one element counts: a view of one number of a complex tensor has a stride of two.
+fn is_row_major(seen: &Seen<'_>) -> bool {
+    if seen.strides.len() != seen.shape.len() {
+        // DLPack's word for row-major is no strides at all.
+        return seen.strides.is_empty();
+    }
+    if seen.shape.contains(&0) {
+        return true;
+    }
+    let mut step = 1;
+    let dimensions = seen.shape.iter().zip(seen.strides).rev();
+    for (len, stride) in dimensions {
+        if *stride != step {
+            return false;
+        }
+        step *= len;
+    }
+    true
+}
