@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import weakref
 from typing import Any
+
+logger = logging.getLogger("weightsync")
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _pid = os.getpid()
@@ -27,7 +30,10 @@ def _close_all() -> None:
     if os.getpid() != _pid:
         return
     for end in list(_open):
-        end.shutdown()
+        try:
+            end.shutdown()
+        except Exception:
+            logger.exception("%r was not shut down", end)
 
 
 def _in_child() -> None:

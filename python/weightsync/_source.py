@@ -90,6 +90,7 @@ class Source:
     def release(self) -> None:
         """Lets go of what was held for a send."""
         self._memory = []
+        self._kept = []
 
     def _hold_memory(self) -> None:
         self._memory = [tensor.detach() for tensor in self._large]

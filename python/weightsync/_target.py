@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync import _dtypes, _extra
-from weightsync._native import Copies, Layout, Snapshot, Tensors, take_written
+from weightsync._native import Copies, Layout, Snapshot, Tensors
 from weightsync._source import Places, has_extra_state, module_tensors, tree
 
 logger = logging.getLogger("weightsync")
@@ -125,15 +125,6 @@ class ModuleTarget(Target):
             states = snapshot.extra_states
             if states:
                 self._load_extra(snapshot, states)
-        for model, version, names in take_written():
-            logger.warning(
-                "%s of v%d of %s %s written in place; what was written went with the version. "
-                'Receive with mode="copy" to keep it until the next one',
-                ", ".join(names),
-                version,
-                model,
-                "was" if len(names) == 1 else "were",
-            )
 
     def release(self) -> None:
         import torch
@@ -148,6 +139,8 @@ class ModuleTarget(Target):
         import torch
 
         staged: list[tuple[Any, Any]] = []
+        # Another thread may exchange a parameter's memory while it is written.
+        memory = [tensor.detach() for tensor in plan.large]
         view = snapshot.view() if plan.bound or plan.others else None
         with torch.no_grad():
             for tensor, dtype, shape, offset, count in plan.bound:
@@ -157,13 +150,16 @@ class ModuleTarget(Target):
                 if not snapshot.copy_into(plan.copies):
                     return False
             elif plan.copied:
-                snapshot.copy_to([(at, tensor.data_ptr()) for _, at, tensor in plan.copied])
+                snapshot.copy_to(
+                    [(at, tensor.data_ptr(), tensor.nbytes) for _, at, tensor in plan.copied]
+                )
             for tensor, over in staged:
                 tensor.data = over
             self._bound = [tensor for tensor, _ in staged]
             for tensor, dtype, shape, offset, count in plan.others:
                 over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
                 tensor.copy_(over if shape is None else over.view(shape))
+        del memory
         if plan.changed:
             # What autograd has saved of them is not what they are any more.
             torch.autograd.graph.increment_version(plan.changed)
@@ -331,7 +327,8 @@ class _Plan:
             shape = _dtypes.torch_shape(name, tuple(shape))
             count = length // dtype.itemsize
             place = (tensor, dtype, None if len(shape) == 1 else shape, offset, count)
-            if not tensor.is_cpu or not tensor.is_contiguous():
+            odd = tensor.is_conj() or tensor.is_neg()
+            if odd or not tensor.is_cpu or not tensor.is_contiguous():
                 self.others.append(place)
             elif mode == "bind" and not entry.is_buffer and length >= BIND_FROM:
                 self.bound.append(place)
@@ -340,7 +337,10 @@ class _Plan:
         self.copies: Copies | None = None
         if tensors is not None and self.copied:
             self.copies = Copies(tensors, [(own, at) for own, at, _ in self.copied])
-        self.changed = [tensor for _, _, tensor in self.copied if tensor.requires_grad]
+        self.large = [tensor for _, _, tensor in self.copied if tensor.nbytes >= BIND_FROM]
+        written = [tensor for _, _, tensor in self.copied]
+        written += [tensor for tensor, *_ in self.bound]
+        self.changed = [tensor for tensor in written if tensor.requires_grad]
 
 
 class TreeTarget(Target):
@@ -381,20 +381,23 @@ class TreeTarget(Target):
     def load(self, snapshot: Snapshot) -> None:
         places = {name: at for at, (name, *_) in enumerate(snapshot.places())}
         ties = dict(snapshot.ties)
-        copies, others = [], []
+        copies, others, kept = [], [], []
         found, _ = tree(self._weights)
         for name, tensor, _ in found:
             sent = ties.get(name, name)
             if _dtypes.is_array(tensor):
                 if tensor.flags.c_contiguous and tensor.flags.writeable:
-                    copies.append((places[sent], tensor.__array_interface__["data"][0]))
+                    address = tensor.__array_interface__["data"][0]
+                    copies.append((places[sent], address, tensor.nbytes))
                 else:
                     others.append((tensor, sent))
-            elif tensor.is_cpu and tensor.is_contiguous():
-                copies.append((places[sent], tensor.data_ptr()))
+            elif tensor.is_cpu and tensor.is_contiguous() and not _is_odd(tensor):
+                copies.append((places[sent], tensor.data_ptr(), tensor.nbytes))
+                kept.append(tensor.detach())
             else:
                 others.append((tensor, sent))
         snapshot.copy_to(copies)
+        del kept
         if others:
             views = tensors_of(snapshot)
             for tensor, sent in others:
@@ -478,24 +481,30 @@ def _alike(tensor: Any, room: Any) -> Any:
     return room
 
 
+def _is_odd(tensor: Any) -> bool:
+    """Whether its memory is the conjugate, or the negative, of its values."""
+    return tensor.is_conj() or tensor.is_neg()
+
 
 # A forked child does not have the memory that modules are bound to: before a fork they
-# get memory of their own, until the next version.
+# get memory of their own, until the next version. Nobody loads while the fork is made.
 _targets: weakref.WeakSet[ModuleTarget] = weakref.WeakSet()
+_forking = threading.RLock()
 _held: list[ModuleTarget] = []
 
 
 def _before_fork() -> None:
+    _forking.acquire()
     for target in list(_targets):
-        if target._bound:
-            target._lock.acquire()
-            _held.append(target)
-            target.release()
+        target._lock.acquire()
+        _held.append(target)
+        target.release()
 
 
 def _after_fork() -> None:
     while _held:
         _held.pop()._lock.release()
+    _forking.release()
 
 
 os.register_at_fork(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import weakref
 from typing import Any
@@ -22,6 +24,7 @@ class Background:
     """
 
     def __init__(self, native: Native, targets: dict[str, Target], one: bool) -> None:
+        self._pid = os.getpid()
         self._native = native
         self._one = one
         self._targets = targets
@@ -78,14 +81,19 @@ class Background:
 
     def shutdown(self) -> None:
         """Ends the thread and leaves. Any number of times; models keep what they have."""
+        # Modules are guarded until nothing loads any more.
+        self._native.shutdown()
         for guard in self._guards:
             guard.remove()
         self._guards = []
-        self._native.shutdown()
         for target in self._targets.values():
             if isinstance(target, Target):
                 target.release()
         _ends.closed(self)
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:
+            self.shutdown()
 
     def __enter__(self) -> Background:
         """Keeps the models as they are, in this thread, until ``with`` ends."""
@@ -98,21 +106,36 @@ class Background:
     def __repr__(self) -> str:
         return repr(self._native)
 
-    def _enter(self) -> None:
+    def _enter(self, frame: Any = None) -> None:
         seats = self._seats.__dict__.setdefault("taken", [])
+        if frame is not None and seats:
+            # A forward that was ended by Ctrl-C has not told: what it held is let go of.
+            while seats and seats[-1][1] is not None and not _is_running(seats[-1][1]):
+                self._leave()
         # One seat for each thread: a nested forward is inside the outer one. Whoever loads
         # is alone with the models, and may look at them.
-        seats.append(None if seats or loading.depth else self._native.take_seat())
+        taken = None if seats or loading.depth else self._native.take_seat()
+        seats.append((taken, frame))
 
     def _leave(self) -> None:
         seats = self._seats.__dict__.get("taken")
-        if seats and (seat := seats.pop()) is not None:
+        if seats and (seat := seats.pop()[0]) is not None:
             seat.release()
 
     def _versions(self, versions: dict[str, int] | None) -> Any:
         if versions is None:
             return None
         return next(iter(versions.values())) if self._one else versions
+
+
+def _is_running(frame: Any) -> bool:
+    """Whether a call of this thread has not ended."""
+    here = sys._getframe(1)
+    while here is not None:
+        if here is frame:
+            return True
+        here = here.f_back
+    return False
 
 
 class _Guard:
@@ -142,14 +165,21 @@ class _Hook:
         self._background = None
 
     def before(self, module: Any, args: Any) -> None:
-        background = self._background and self._background()
+        background = self._here()
         if background is not None:
-            background._enter()
+            background._enter(sys._getframe(1))
 
     def after(self, module: Any, args: Any, output: Any) -> None:
-        background = self._background and self._background()
+        background = self._here()
         if background is not None:
             background._leave()
+
+    def _here(self) -> Background | None:
+        """The background receiver, if it is this process's: a forked child has none."""
+        background = self._background and self._background()
+        if background is None or background._pid != os.getpid():
+            return None
+        return background
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -52,6 +53,7 @@ class Receiver:
         device: Any = "cpu",
     ) -> None:
         info = InitInfo.from_json(info) if isinstance(info, str) else info
+        self._pid = os.getpid()
         self._worker = worker
         self._targets = _targets(info, model, models, context, mode)
         # What is loaded into must live as long as this.
@@ -126,11 +128,9 @@ class Receiver:
             raise LifecycleError("a background receiver loads into models: give the receiver some")
         if safe_points not in ("implied", "declared"):
             raise ValueError(f'safe_points wants "implied" or "declared", and got {safe_points!r}')
-        modules = [target for target in self._targets.values()]
         native = self._session.start_background(self._given(), safe_points == "declared")
         self._background = Background(native, self._targets, len(self._targets) == 1)
         _ends.opened(self._background)
-        del modules
         return self._background
 
     @property
@@ -170,6 +170,11 @@ class Receiver:
             if isinstance(target, Target):
                 target.release()
         _ends.closed(self)
+
+    def __del__(self) -> None:
+        # A background receiver goes on by itself, and is its own to end.
+        if getattr(self, "_background", self) is None and os.getpid() == self._pid:
+            self.shutdown()
 
     def __enter__(self) -> Receiver:
         return self

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from weightsync import _ends, _paths
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._source import Source
-from weightsync.errors import LifecycleError, ModelError
+from weightsync.errors import LifecycleError, ModelError, SendError
 from weightsync.snapshot import Snapshot
 
 logger = logging.getLogger("weightsync")
@@ -77,6 +77,8 @@ class Sender:
         self._models = _named(model, name, models, context)
         self._strategy = strategy
         self._sources = {name: Source(strategy) for name in self._models}
+        # Sources of partial sends, for the time of one.
+        self._parts: list[Source] = []
         self._lock = threading.RLock()
         self._session = Session(scheme)
         self._setup = {
@@ -134,6 +136,7 @@ class Sender:
             given = self._given(weights, None, weights_dict, whole=True)
             expected = workers if isinstance(workers, int) else list(workers)
             self._session.connect_sender(given, expected, timeout)
+            self._let_go()
             _ends.opened(self)
         logger.debug("connected: %r", self)
 
@@ -182,11 +185,17 @@ class Sender:
         workers = _workers(worker_ids)
         with self._lock:
             if isinstance(weights, Snapshot):
+                if model not in (None, weights.model) or weights_dict is not None:
+                    raise ModelError(f"the snapshot is of {weights.model!r} alone")
+                if partial:
+                    raise SendError("a snapshot is a whole version, and no partial update")
                 options = (weights.model, workers, wait, timeout, False, version)
-                return self._session.send_again(weights._native, options)
-            given = self._given(weights, model, weights_dict, partial=partial)
-            options = (model, workers, wait, timeout, partial, version)
-            report = self._session.send(given, options)
+                report = self._session.send_again(weights._native, options)
+            else:
+                given = self._given(weights, model, weights_dict, partial=partial)
+                options = (model, workers, wait, timeout, partial, version)
+                report = self._session.send(given, options)
+            self._let_go()
         _log(report)
         return report
 
@@ -206,7 +215,9 @@ class Sender:
         with self._lock:
             given = self._given(weights, model, weights_dict, partial=partial)
             options = (model, _workers(worker_ids), wait, timeout, partial, version)
-            return self._session.send_async(given, options)
+            pending = self._session.send_async(given, options)
+            self._let_go()
+            return pending
 
     def send_each(
         self,
@@ -312,6 +323,8 @@ class Sender:
         return [(name, self._place(name, given, partial)) for name, given in named.items()]
 
     def _place(self, name: str, given: Any, partial: bool = False) -> Any:
+        if isinstance(given, Snapshot):
+            raise SendError("a snapshot is sent again by itself: send(snapshot)")
         if given is None:
             given = self._models[name]
             if isinstance(given, _Path):
@@ -321,8 +334,14 @@ class Sender:
         source = Source(self._strategy) if partial else self._sources[name]
         native = source.place(given)
         if partial:
-            self._part = source
+            self._parts.append(source)
         return native
+
+    def _let_go(self) -> None:
+        """Lets go of what was held for a send: slices, copies from a device."""
+        self._parts = []
+        for source in self._sources.values():
+            source.release()
 
     def _only(self, model: str | None) -> str:
         if model is not None:

@@ -208,6 +208,21 @@ impl Background {
     }
 }
 
+/// Ending the thread waits for it, and it may be waiting for the interpreter's lock.
+impl Drop for Background {
+    fn drop(&mut self) {
+        let Some(inner) = self.take() else {
+            return;
+        };
+        self.ending.store(true, Ordering::SeqCst);
+        // Without an interpreter nobody waits for its lock any more, nor for the thread.
+        let inner = std::mem::ManuallyDrop::new(inner);
+        let _ = Python::try_attach(|py| {
+            py.detach(|| drop(std::mem::ManuallyDrop::into_inner(inner)));
+        });
+    }
+}
+
 /// The receiver by itself, once the calls of other threads have returned.
 fn alone(mut inner: Arc<Inner>) -> Inner {
     loop {

@@ -38,24 +38,15 @@ impl Cascade {
     ) -> PyResult<Self> {
         let deadline = deadline_of(timeout)?;
         let receiver = ReceiverSetup::new(info.0.clone(), worker);
-        let joined = released(py, || weightsync::Cascade::join(receiver, deadline))?;
-        // The configuration may raise an exception of Python's.
-        let mut raised = None;
-        let configured = joined.configure(|own| match setup.apply(py, own) {
-            Ok(own) => Ok(own),
-            Err(error) => {
-                raised = Some(error);
-                Err(Error::EmptySet)
-            }
-        });
-        match (configured, raised) {
-            (Ok(joined), _) => Ok(Self {
-                info: InitInfo(joined.init_info()),
-                state: Turns::new(State::Joined(Box::new(joined)), State::close),
-            }),
-            (Err(_), Some(raised)) => Err(raised),
-            (Err(error), None) => Err(crate::errors::exception(py, error)),
-        }
+        let chosen = setup.chosen()?;
+        let joined = released(py, || {
+            let joined = weightsync::Cascade::join(receiver, deadline)?;
+            joined.configure(|own| chosen.apply(own))
+        })?;
+        Ok(Self {
+            info: InitInfo(joined.init_info()),
+            state: Turns::new(State::Joined(Box::new(joined)), State::close),
+        })
     }
 
     /// What sub-workers need to join.

@@ -1,6 +1,7 @@
 //! Errors of the library as exceptions: one class for each category, defined in
 //! `weightsync/errors.py`.
 
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
@@ -70,6 +71,7 @@ fn class_of_memory(error: &MemoryError) -> &'static str {
         | MemoryError::GivenUp { .. }
         | MemoryError::Protocol { .. } => "PeerError",
         MemoryError::Os { .. } | MemoryError::AddressInUse { .. } => "OperatingSystemError",
+        MemoryError::BadOption { .. } => "SettingError",
         _ => "WeightsyncError",
     }
 }
@@ -79,6 +81,12 @@ fn class_of_memory(error: &MemoryError) -> &'static str {
 pub fn exception(py: Python<'_>, error: Error) -> PyErr {
     let made = make(py, &error);
     let cause = cause_of(py, &error);
+    // Ctrl-C in the middle of a load is Ctrl-C.
+    if let Some(cause) = &cause
+        && !cause.is_instance_of::<PyException>(py)
+    {
+        return cause.clone_ref(py);
+    }
     match made {
         Ok(made) => {
             if cause.is_some() {

@@ -12,6 +12,7 @@ mod background;
 mod cascade;
 mod errors;
 mod loader;
+mod log;
 mod options;
 mod plain;
 mod raw;
@@ -38,7 +39,7 @@ mod _native {
     #[pymodule_export]
     use crate::session::{InitInfo, Session};
     #[pymodule_export]
-    use crate::snapshot::{SetSnapshot, Snapshot, take_written};
+    use crate::snapshot::{SetSnapshot, Snapshot};
     #[pymodule_export]
     use crate::source::{Layout, Source};
     #[pymodule_export]
@@ -49,6 +50,7 @@ mod _native {
     /// What is decided once for the whole module.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::log::begin();
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -5,11 +5,9 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use weightsync::{
-    AnyScheme, DigestPolicy, Expect, Pending, Pull, SendOptions, SenderSetup, Version, WaitFor,
+    AnyScheme, DigestPolicy, Dtype, Error, Expect, Pending, Pull, SendOptions, SenderSetup, Version, WaitFor,
     WorkerId,
 };
-
-use crate::errors::exception;
 
 /// The longest timeout there is: more is none.
 const LONGEST: f64 = 1e9;
@@ -66,37 +64,54 @@ pub struct Setup {
 }
 
 impl Setup {
-    pub fn apply(self, py: Python<'_>, setup: SenderSetup) -> PyResult<SenderSetup> {
-        let deadline = deadline_of(self.deadline)?;
-        let cast = self
-            .cast
-            .map(|dtype| crate::source::dtype_of("cast", &dtype));
-        let cast = cast.transpose()?;
-        let done = || {
-            let scheme: AnyScheme = self.scheme.parse()?;
-            let mut setup = setup.scheme(scheme)?;
-            if let Some(dir) = self.run_dir {
-                setup = setup.run_dir(dir)?;
-            }
-            if let Some(dtype) = cast {
-                setup = setup.cast(dtype)?;
-            }
-            if let Some((slots, most)) = self.slots {
-                setup = setup.slots(slots, most);
-            }
-            if self.digest_in_background {
-                setup = setup.digest(DigestPolicy::Background);
-            }
-            if let Some(bound) = self.pending {
-                setup = setup.pending(Pending::Queue(bound));
-            }
-            Ok(setup
-                .history(self.history)
-                .checksums(self.checksums)
-                .copy_threads(self.copy_threads)
-                .deadline(deadline))
-        };
-        done().map_err(|error| exception(py, error))
+    /// What it says, found to be possible; to be [applied](Chosen::apply) without
+    /// the interpreter's lock, because a run directory may be waited for.
+    pub fn chosen(self) -> PyResult<Chosen> {
+        let cast = self.cast.as_deref();
+        Ok(Chosen {
+            deadline: deadline_of(self.deadline)?,
+            cast: cast.map(|dtype| crate::source::dtype_of("cast", dtype)).transpose()?,
+            setup: self,
+        })
+    }
+}
+
+/// A [`Setup`] whose values are possible.
+pub struct Chosen {
+    setup: Setup,
+    deadline: Duration,
+    cast: Option<Dtype>,
+}
+
+impl Chosen {
+    pub fn apply(self, setup: SenderSetup) -> Result<SenderSetup, Error> {
+        let Self {
+            setup: chosen,
+            deadline,
+            cast,
+        } = self;
+        let scheme: AnyScheme = chosen.scheme.parse()?;
+        let mut setup = setup.scheme(scheme)?;
+        if let Some(dir) = chosen.run_dir {
+            setup = setup.run_dir(dir)?;
+        }
+        if let Some(dtype) = cast {
+            setup = setup.cast(dtype)?;
+        }
+        if let Some((slots, most)) = chosen.slots {
+            setup = setup.slots(slots, most);
+        }
+        if chosen.digest_in_background {
+            setup = setup.digest(DigestPolicy::Background);
+        }
+        if let Some(bound) = chosen.pending {
+            setup = setup.pending(Pending::Queue(bound));
+        }
+        Ok(setup
+            .history(chosen.history)
+            .checksums(chosen.checksums)
+            .copy_threads(chosen.copy_threads)
+            .deadline(deadline))
     }
 }
 

@@ -23,26 +23,49 @@ use weightsync_simd::stream_copy_slice;
 pub struct Address(usize);
 
 impl Address {
-    /// The object's bytes: so many, of which `before` lie in front of the
-    /// address. For the time of the call it came with.
-    pub fn lend<'a>(self, before: usize, len: usize) -> &'a [u8] {
+    /// The object's bytes: so many, of which `before` lie in front of the address.
+    /// For the time of the call it came with. None if it has no memory: one whose
+    /// storage was taken away, or a wrapper around others.
+    pub fn lend<'a>(self, before: usize, len: usize) -> Option<&'a [u8]> {
         if len == 0 {
-            return &[];
+            return Some(&[]);
         }
-        // SAFETY: allocated, by what is promised of an address; not null,
-        // because it has a length.
-        unsafe { std::slice::from_raw_parts((self.0 - before) as *const u8, len) }
+        let start = self.0.checked_sub(before).filter(|start| *start != 0)?;
+        // SAFETY: allocated, by what is promised of an address; not null.
+        Some(unsafe { std::slice::from_raw_parts(start as *const u8, len) })
     }
 
     /// Copies bytes into the object, which has room for them, past the caches
-    /// where that is faster.
-    pub fn store(self, bytes: &[u8]) {
+    /// where that is faster; false if it has no memory.
+    pub fn store(self, bytes: &[u8]) -> bool {
         if bytes.is_empty() {
-            return;
+            return true;
         }
-        // SAFETY: allocated and writable, by what is promised of an address.
+        if self.0 == 0 {
+            return false;
+        }
+        // SAFETY: allocated and writable, by what is promised of an address; not null.
         let place = unsafe { std::slice::from_raw_parts_mut(self.0 as *mut u8, bytes.len()) };
         stream_copy_slice(place, bytes);
+        true
+    }
+}
+
+/// Has the main thread make a call as soon as it runs Python. Any thread may ask
+/// for it, with or without the interpreter's lock.
+pub fn soon(call: fn(Python<'_>)) {
+    extern "C" fn made(call: *mut c_void) -> c_int {
+        // SAFETY: it is the pointer below, to a function of this type.
+        let call: fn(Python<'_>) = unsafe { std::mem::transmute(call) };
+        Python::try_attach(call);
+        0
+    }
+    // SAFETY: both may be called by any thread; a full queue is no harm, since
+    // what is in it makes the same call.
+    unsafe {
+        if ffi::Py_IsInitialized() != 0 {
+            ffi::Py_AddPendingCall(Some(made), call as *mut c_void);
+        }
     }
 }
 

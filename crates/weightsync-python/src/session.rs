@@ -16,7 +16,7 @@ use crate::options::{Send, Setup, Workers, deadline_of, pull_of, timeout_of};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
 use crate::source::{Layout, Source};
-use crate::wait::Turns;
+use crate::wait::{Turns, released};
 
 /// What a worker needs to join: a plain value, that can be pickled, or written
 /// as JSON. It carries the secret that lets a worker in.
@@ -92,14 +92,14 @@ impl Session {
         models: Vec<(String, Py<Source>)>,
         setup: Setup,
     ) -> PyResult<InitInfo> {
-        let mut models = models.iter().map(|(name, source)| (name, source.get()));
-        let mut made = || {
+        let chosen = setup.chosen()?;
+        let prepared = released(py, || {
+            let mut models = models.iter().map(|(name, source)| (name, source.get()));
             let (name, source) = models.next().ok_or(Error::EmptySet)?;
             let first = SenderSetup::new(name, source)?;
-            models.try_fold(first, |setup, (name, source)| setup.and(name, source))
-        };
-        let prepared = made().map_err(|error| exception(py, error))?;
-        let prepared = setup.apply(py, prepared)?;
+            let all = models.try_fold(first, |setup, (name, source)| setup.and(name, source))?;
+            chosen.apply(all)
+        })?;
         let info = prepared.init_info();
         self.with(py, |session| session.prepare_sender(prepared))?;
         Ok(InitInfo(info))

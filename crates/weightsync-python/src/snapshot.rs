@@ -1,16 +1,17 @@
 //! What a worker holds, seen from Python.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use weightsync::{Error, ExtraState, Written};
+use weightsync::{Error, ExtraState};
 
 use crate::loader::Target;
 use crate::plain;
 use crate::raw::{Address, View};
 use crate::source::{Layout, value_error};
 use crate::tensors::Copies;
+use crate::errors::forked;
 use crate::wait::released;
 
 /// One whole version of a model. It does not change while this, or a tensor
@@ -18,11 +19,41 @@ use crate::wait::released;
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Snapshot {
     held: Arc<weightsync::Snapshot>,
+    /// A forked child does not have the memory.
+    pid: u32,
 }
 
 impl Snapshot {
     pub fn new(held: Arc<weightsync::Snapshot>) -> Self {
-        Self { held }
+        let pid = std::process::id();
+        Self { held, pid }
+    }
+
+    /// Makes a call that reads the version's bytes, without the interpreter's lock.
+    fn read<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&weightsync::Snapshot) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        match std::process::id() == self.pid {
+            true => released(py, || call(&self.held)),
+            false => Err(forked(py)),
+        }
+    }
+
+    fn copy(&self, py: Python<'_>, places: Vec<(usize, Address)>) -> PyResult<()> {
+        self.read(py, |held| {
+            let views: Vec<_> = held.tensors().collect();
+            for (index, address) in places {
+                if !address.store(views[index].bytes()) {
+                    return Err(Error::Load {
+                        name: views[index].name().to_owned(),
+                        source: "the tensor it goes to has no memory of its own".into(),
+                    });
+                }
+            }
+            Ok(())
+        })
     }
 
     pub fn held(&self) -> &weightsync::Snapshot {
@@ -92,34 +123,31 @@ impl Snapshot {
     /// The version's bytes as a buffer that can be written: what is written is
     /// this process's alone.
     ///
-    /// What is written is dropped with the last view, and is then one of
-    /// `take_written`.
+    /// What is written is dropped with the last view, with a warning.
     fn view(&self, py: Python<'_>) -> PyResult<View> {
-        released(py, || self.held.private_with(note)).map(View::new)
+        released(py, || self.held.private()).map(View::new)
     }
 
-    /// Copies tensors, by their index in the layout, to addresses.
-    fn copy_to(&self, py: Python<'_>, places: Vec<(usize, Address)>) -> PyResult<()> {
-        let tensors = self.held.layout().len();
-        if let Some((index, _)) = places.iter().find(|(index, _)| *index >= tensors) {
-            return Err(PyValueError::new_err(format!(
-                "tensor {index} was asked for, and there are {tensors}"
-            )));
-        }
-        released(py, || {
-            let views: Vec<_> = self.held.tensors().collect();
-            for (index, address) in places {
-                address.store(views[index].bytes());
+    /// Copies tensors, by their index in the layout, to addresses where there is
+    /// room for so many bytes.
+    fn copy_to(&self, py: Python<'_>, places: Vec<(usize, Address, u64)>) -> PyResult<()> {
+        for (index, _, room) in &places {
+            let range = self.held.layout().tensors().get(*index).map(|one| one.range.len);
+            if range != Some(*room) {
+                return Err(PyValueError::new_err(format!(
+                    "tensor {index} was to be copied to {room} bytes, and has {range:?}"
+                )));
             }
-            Ok(())
-        })
+        }
+        let places = places.into_iter().map(|(index, address, _)| (index, address));
+        self.copy(py, places.collect())
     }
 
     /// Loads it into a target: an object with `layout`, `shape` and `load`. What
     /// does not fit is named before the target is touched.
     fn load_into(&self, py: Python<'_>, target: Py<PyAny>) -> PyResult<()> {
         let mut target = Target::new(self.model().to_owned(), target);
-        released(py, || self.held.load_into(&mut target))
+        self.read(py, |held| held.load_into(&mut target))
     }
 
     /// Copies tensors to where others lie; False, and nothing is copied, if one of
@@ -128,15 +156,14 @@ impl Snapshot {
         let Some(places) = copies.places(py, self.held.layout())? else {
             return Ok(false);
         };
-        self.copy_to(py, places)?;
+        self.copy(py, places)?;
         Ok(true)
     }
 
     /// The extra state of a module, by the name it travels under.
     fn extra_state<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
-        let view = self.held.tensor(name);
-        let view = view.map_err(|error| crate::errors::exception(py, error))?;
-        let state = ExtraState::from_bytes(view.bytes()).map_err(value_error)?;
+        let bytes = self.read(py, |held| Ok(held.tensor(name)?.bytes().to_vec()))?;
+        let state = ExtraState::from_bytes(&bytes).map_err(value_error)?;
         plain::to_python(py, state.value())
     }
 
@@ -148,7 +175,7 @@ impl Snapshot {
 
     /// The identity of the version's bytes, as this process sees them: one pass.
     fn digest(&self, py: Python<'_>) -> PyResult<String> {
-        released(py, || Ok(self.held.digest().to_string()))
+        self.read(py, |held| Ok(held.digest().to_string()))
     }
 
     /// The digest that the sender made, if it has.
@@ -160,17 +187,17 @@ impl Snapshot {
 
     /// Compares the bytes with the sender's checksums; False if it made none.
     fn verify_checksums(&self, py: Python<'_>) -> PyResult<bool> {
-        released(py, || self.held.verify_checksums())
+        self.read(py, weightsync::Snapshot::verify_checksums)
     }
 
     /// Writes a safetensors file, whole or not at all; its digest.
     fn save_safetensors(&self, py: Python<'_>, path: std::path::PathBuf) -> PyResult<String> {
-        released(py, || Ok(self.held.save_safetensors(path)?.to_string()))
+        self.read(py, |held| Ok(held.save_safetensors(path)?.to_string()))
     }
 
     /// The same version in this process's own memory: costs the sender nothing.
     fn to_owned_copy(&self, py: Python<'_>) -> PyResult<Self> {
-        let copy = released(py, || Ok::<_, Error>(self.held.to_owned_copy()))?;
+        let copy = self.read(py, |held| Ok(held.to_owned_copy()))?;
         Ok(Self::new(Arc::new(copy)))
     }
 
@@ -179,30 +206,6 @@ impl Snapshot {
         let (tensors, bytes) = (self.held.layout().len(), self.held.layout().payload_bytes());
         format!("<Snapshot {model} {version}: {tensors} tensors, {bytes} bytes>")
     }
-}
-
-/// What was written in place, and not said yet. Whoever finds it must not wait, so
-/// it is put here instead of being said.
-static WRITTEN: Mutex<Vec<Written>> = Mutex::new(Vec::new());
-
-/// The most that is kept.
-const MOST: usize = 64;
-
-fn note(what: Written) {
-    let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
-    if written.len() < MOST {
-        written.push(what);
-    }
-}
-
-/// Tensors that this process has written in versions that are gone by now: model,
-/// version, names. What was written is lost.
-#[pyfunction]
-pub fn take_written() -> Vec<(String, u64, Vec<String>)> {
-    let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
-    let written = written.drain(..);
-    let written = written.map(|what| (what.model.to_string(), what.version.0, what.tensors));
-    written.collect()
 }
 
 /// One whole version of each model of a worker, that belong together.

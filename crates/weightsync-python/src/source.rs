@@ -274,12 +274,12 @@ impl Tensor {
     fn at(&self, address: Address, strides: Option<&[i64]>) -> Result<Extracted<'_>> {
         let data = match strides {
             None => {
-                let bytes = address.lend(0, self.len);
+                let bytes = address.lend(0, self.len).ok_or_else(|| self.hollow())?;
                 TensorRef::new(self.dtype, &self.shape, bytes)
             }
             Some(strides) => {
                 let (before, len) = self.span(strides)?;
-                let bytes = address.lend(before, len);
+                let bytes = address.lend(before, len).ok_or_else(|| self.hollow())?;
                 let offset = (before / self.size()) as u64;
                 TensorRef::strided(self.dtype, &self.shape, strides, offset, bytes)
             }
@@ -288,6 +288,13 @@ impl Tensor {
             name: &self.name,
             data: TensorData::InMemory(data.map_err(|error| failed(&self.name, error))?),
         })
+    }
+
+    fn hollow(&self) -> Error {
+        failed(
+            &self.name,
+            "it has no memory of its own: send the whole tensor, or its local part",
+        )
     }
 
     /// Bytes before the first element, and bytes in all, that strides reach.

@@ -1,0 +1,100 @@
+//! Warnings of the library, said by Python's `logging` as `weightsync`.
+//!
+//! They come from any thread, also from some that must not wait for the
+//! interpreter's lock. So they are put aside, and said by the main thread as soon
+//! as it runs Python.
+
+use std::collections::VecDeque;
+use std::fmt::{self, Write};
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+use crate::raw;
+
+/// The most that is put aside.
+const MOST: usize = 256;
+
+/// What is to be said, and how much had no room any more.
+static ASIDE: Mutex<(VecDeque<(u8, String)>, u64)> = Mutex::new((VecDeque::new(), 0));
+
+/// From here on warnings are heard. Once is enough.
+pub fn begin() {
+    // A second import of the module has nothing to add.
+    let _ = tracing::subscriber::set_global_default(Listener);
+}
+
+struct Listener;
+
+impl Subscriber for Listener {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN && metadata.target().starts_with("weightsync")
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut text = Text::default();
+        event.record(&mut text);
+        let level = if *event.metadata().level() == Level::ERROR { 40 } else { 30 };
+        let mut aside = ASIDE.lock().unwrap_or_else(PoisonError::into_inner);
+        if aside.0.len() < MOST {
+            aside.0.push_back((level, text.message + &text.fields));
+        } else {
+            aside.1 += 1;
+        }
+        drop(aside);
+        raw::soon(say);
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// An event's message, and its other fields behind it.
+#[derive(Default)]
+struct Text {
+    message: String,
+    fields: String,
+}
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        // Writing to text does not fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.fields, " ({name}: {value:?})"),
+        };
+    }
+}
+
+/// Says what was put aside.
+fn say(py: Python<'_>) {
+    let (texts, lost) = {
+        let mut aside = ASIDE.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *aside)
+    };
+    let said = || -> PyResult<()> {
+        let logger = py.import("logging")?.call_method1("getLogger", ("weightsync",))?;
+        for (level, text) in texts {
+            logger.call_method1("log", (level, "%s", text))?;
+        }
+        if lost > 0 {
+            logger.call_method1("warning", ("%d more warnings had no room", lost))?;
+        }
+        Ok(())
+    };
+    if let Err(error) = said() {
+        error.write_unraisable(py, None);
+    }
+}
