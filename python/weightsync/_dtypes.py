@@ -119,7 +119,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise TypeError(
             f"numpy has no {known}: install ml_dtypes, or read the tensor with torch"
         ) from None
-    return np.dtype(getattr(ml_dtypes, known))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, known))
+    return found
 
 
 def is_tensor(value: object) -> bool:

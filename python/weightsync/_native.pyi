@@ -108,7 +108,7 @@ class Source:
     def place(
         self,
         addresses: Sequence[int],
-        strides: dict[int, Sequence[int]] | None = None,
+        strides: Mapping[int, Sequence[int]] | None = None,
         extra: Sequence[tuple[str, Any]] | None = None,
     ) -> None: ...
     def place_tensors(self, tensors: Tensors) -> bool: ...

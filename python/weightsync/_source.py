@@ -62,9 +62,9 @@ class Source:
         states: list[tuple[str, Any]] = []
         found = list(found)
         for prefix, state in extras.items():
-            plain, tensors = _extra.split(prefix, state)
+            plain, within = _extra.split(prefix, state)
             states.append((_extra.joined(prefix, _extra.NAME), plain))
-            found.extend((name, tensor, False) for name, tensor in tensors.items())
+            found.extend((name, tensor, False) for name, tensor in within.items())
         specs = [(name, *_spec(name, tensor)) for name, tensor, _ in found]
         tensors = [tensor for _, tensor, _ in found]
         names = [name for name, _ in states]

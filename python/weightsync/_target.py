@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from weightsync import _dtypes, _extra
 from weightsync._native import Copies, Layout, Snapshot, Tensors
@@ -47,7 +47,7 @@ def target_of(model: Any, mode: str) -> Target:
     if isinstance(model, Mapping) or _dtypes.is_tensordict(model):
         return TreeTarget(model)
     if all(callable(getattr(model, name, None)) for name in ("layout", "shape", "load")):
-        return model
+        return cast("Target", model)
     raise TypeError(
         "a worker's model is a torch module, a TensorDict, a dict of tensors or arrays, or has "
         f"methods layout, shape and load; not a {type(model).__name__}"
@@ -200,7 +200,11 @@ class ModuleTarget(Target):
         self._counts = [
             (part, len(part))
             for _, owner in module.named_modules(remove_duplicate=False)
-            for part in (owner._parameters, owner._buffers, owner._modules)
+            for part in (owner._parameters, owner._buffers)
+        ]
+        self._parts = [
+            (owner._modules, list(owner._modules.values()))
+            for _, owner in module.named_modules(remove_duplicate=False)
         ]
         self._layout = Layout(specs)
         self._planned = None
@@ -215,6 +219,9 @@ class ModuleTarget(Target):
         if self._tensors is not None:
             return self._tensors.hold()
         if any(len(part) != count for part, count in self._counts):
+            return False
+        # A part that was replaced keeps its own tensors where they are.
+        if any(list(part.values()) != parts for part, parts in self._parts):
             return False
         if not all([entry.slots.get(entry.key) is entry.tensor for entry in self._entries]):
             return False
@@ -324,7 +331,7 @@ class _Plan:
             if not length:
                 continue
             dtype = _dtypes.torch_dtype(name)
-            shape = _dtypes.torch_shape(name, tuple(shape))
+            shape = _dtypes.torch_shape(name, tuple(sizes))
             count = length // dtype.itemsize
             place = (tensor, dtype, None if len(shape) == 1 else shape, offset, count)
             odd = tensor.is_conj() or tensor.is_neg()
@@ -355,7 +362,7 @@ class TreeTarget(Target):
 
     def layout(self) -> Layout:
         found, _ = tree(self._weights)
-        specs = []
+        specs: list[tuple[str, str, Sequence[int]]] = []
         for name, tensor, _ in found:
             of = _dtypes.of_tensor if _dtypes.is_tensor(tensor) else _dtypes.of_array
             specs.append((name, *of(name, tensor)))
@@ -432,9 +439,9 @@ def tensors_of(snapshot: Snapshot) -> dict[str, Any]:
 
     view = snapshot.view()
     tensors: dict[str, Any] = {}
-    for name, dtype, shape, offset, length in snapshot.places():
+    for name, dtype, sizes, offset, length in snapshot.places():
         own = _dtypes.torch_dtype(dtype)
-        shape = _dtypes.torch_shape(dtype, tuple(shape))
+        shape = _dtypes.torch_shape(dtype, tuple(sizes))
         if length:
             flat = torch.frombuffer(view, dtype=own, count=length // own.itemsize, offset=offset)
             tensors[name] = flat.view(shape)

@@ -159,7 +159,10 @@ class _Hook:
     """The two ends of a forward. A copy of the module has copies that do nothing."""
 
     def __init__(self, background: Background | None = None) -> None:
-        self._background = None if background is None else weakref.ref(background)
+        # A module may outlive what guards it.
+        self._background: weakref.ref[Background] | None = (
+            None if background is None else weakref.ref(background)
+        )
 
     def end(self) -> None:
         self._background = None

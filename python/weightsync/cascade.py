@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from weightsync import _ends
 from weightsync._native import Cascade as Native
 from weightsync._native import InitInfo, Report
+
+if TYPE_CHECKING:
+    from weightsync._native import _Setup
 
 
 class Cascade:
@@ -28,7 +32,7 @@ class Cascade:
         timeout: float | None = 60.0,
     ) -> None:
         info = InitInfo.from_json(info) if isinstance(info, str) else info
-        setup = {
+        setup: _Setup = {
             "scheme": scheme,
             "run_dir": None if run_dir is None else os.fspath(run_dir),
             "cast": None,

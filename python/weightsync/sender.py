@@ -6,13 +6,16 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _ends, _paths
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._source import Source
 from weightsync.errors import LifecycleError, ModelError, SendError
 from weightsync.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from weightsync._native import _Setup
 
 logger = logging.getLogger("weightsync")
 
@@ -81,7 +84,7 @@ class Sender:
         self._parts: list[Source] = []
         self._lock = threading.RLock()
         self._session = Session(scheme)
-        self._setup = {
+        self._setup: _Setup = {
             "scheme": scheme,
             "run_dir": None if run_dir is None else os.fspath(run_dir),
             "cast": _dtype_name(cast),
@@ -241,7 +244,9 @@ class Sender:
                     kept.append((source, given))
                     sources[id(given)] = source.place(given)
             each = [(worker, sources[id(given)]) for worker, given in weights.items()]
-            return self._session.send_each(each, (name, None, wait, timeout, False, None))
+            report = self._session.send_each(each, (name, None, wait, timeout, False, None))
+        _log(report)
+        return report
 
     def hold(self, worker_ids: int | Iterable[int]) -> None:
         """Holds workers at the versions they have; sends pass them over."""

@@ -171,6 +171,19 @@ def test_a_module_that_changes_its_parts_is_loaded_as_it_is_then():
         assert worker.value == 1.0
 
 
+def test_a_part_that_was_replaced_is_what_counts():
+    trainer, worker = nn.ModuleDict({"net": Net(1.0)}), nn.ModuleDict({"net": Net()})
+    with pair(trainer, worker) as (sender, receiver):
+        pass_on(sender, receiver)
+        trainer["net"] = Net(2.0)
+        pass_on(sender, receiver)
+        assert worker["net"].value == 2.0
+        old, worker["net"] = worker["net"], Net()
+        trainer["net"].fill(3.0)
+        pass_on(sender, receiver)
+        assert (worker["net"].value, old.value) == (3.0, 2.0)
+
+
 def test_a_module_that_is_gone_is_said_to_be():
     sender = weightsync.Sender(Net(1.0))
     receiver = weightsync.Receiver(sender.init_info, model=Net())

@@ -10,6 +10,8 @@ from torch import nn
 import weightsync
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
+# What torch says of kinds that are refused here.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.quantize")
 
 
 def _weights():

@@ -174,6 +174,27 @@ fn a_loader_that_takes_the_version_itself_is_not_loaded() {
 }
 
 #[test]
+fn a_snapshot_is_loaded_by_hand_into_what_fits() {
+    let setup = SenderSetup::new("policy", &numbers(1.0)).unwrap();
+    let (_sender, mut receiver) = pair_by(setup, &numbers(1.0));
+    let snapshot = receiver.latest().unwrap().unwrap();
+    let mut bound = Bound::default();
+    snapshot.load_into(&mut bound).unwrap();
+    assert_eq!((bound.value(), bound.binds), (1.0, 1));
+    let mut copy = numbers(0.0);
+    snapshot.load_into(&mut copy).unwrap();
+    assert_eq!(copy.slice::<f32>("b").unwrap()[..2], [1.0, 1.0]);
+    // What does not fit is named, and not touched.
+    let mut small = Tensors::new();
+    small.insert("a", [3000], vec![0.0_f32; 3000]).unwrap();
+    small.insert("b", [2], vec![0.0_f32; 2]).unwrap();
+    let error = snapshot.load_into(&mut small).unwrap_err();
+    assert!(matches!(error, Error::WrongModel { .. }), "{error}");
+    assert!(error.to_string().contains("[3000]"), "{error}");
+    assert_eq!(small.slice::<f32>("a").unwrap()[0], 0.0);
+}
+
+#[test]
 fn what_lends_or_locks_a_loader_passes_the_version_on() {
     let setup = SenderSetup::new("policy", &numbers(1.0)).unwrap();
     let (mut sender, mut receiver) = pair_by(setup, &numbers(1.0));
