@@ -80,10 +80,10 @@ class Slow(Net):
         self.there, self.go = threading.Event(), threading.Event()
 
     def forward(self):
-        first = float(self.large[0])
+        first = self.large[0].item()
         self.there.set()
         assert self.go.wait(LONG)
-        return first, float(self.large[-1]), float(self.small[0])
+        return first, self.large[-1].item(), self.small[0].item()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -275,7 +275,7 @@ def test_shutdown_while_another_thread_waits_or_is_in_a_forward():
             begun.wait()
             background.shutdown()
         assert len(ended) == 1 and (ended[0] is False or isinstance(ended[0], Exception))
-        assert (float(worker.large[0]), float(worker.small[0])) == (1.0, 1.0)
+        assert (worker.large[0].item(), worker.small[0].item()) == (1.0, 1.0)
 
 
 def _pair_of_models():

@@ -241,6 +241,33 @@ def test_a_killed_trainer_is_found_again_by_its_directory(actor, tmp_path, backg
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("scheme", PUSHING)
+def test_a_sender_killed_while_it_connects(actor, scheme):
+    trainer = actor(Trainer, scheme)
+    with weightsync.Receiver(trainer.ask("info"), model=Net()) as receiver:
+        # It waits for one more than there is.
+        trainer.order("connect", 2)
+        receiver.connect(timeout=LONG)
+        with pytest.raises(weightsync.PeerError), beside(trainer.kill):
+            receiver.receive(None)
+        assert receiver.version == 1
+        with pytest.raises(weightsync.WeightsyncError):
+            receiver.connect(timeout=0.1)
+
+
+def test_a_second_trainer_of_a_directory_is_told_so(tmp_path):
+    with weightsync.Sender(Net(1.0), run_dir=tmp_path) as sender:
+        sender.connect(0)
+        with pytest.raises(weightsync.WeightsyncError) as refused:
+            with weightsync.Sender(Net(1.0), run_dir=tmp_path) as second:
+                second.connect(0, timeout=0.05)
+        assert "a sender already serves" in str(refused.value)
+        # Nobody notices it.
+        sender.send()
+    with weightsync.Sender(Net(1.0), run_dir=tmp_path) as third:
+        third.connect(0)
+
+
 @pytest.mark.parametrize("moment", [0.0, 0.001, 0.01, 0.05])
 def test_a_worker_killed_while_it_connects_is_not_missed_for_good(actor, moment):
     with weightsync.Sender(Net(1.0)) as sender:

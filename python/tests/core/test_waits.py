@@ -8,7 +8,6 @@ import threading
 import time
 
 import pytest
-import torch
 from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
 
 import weightsync
@@ -52,6 +51,13 @@ BLOCKING = {
         "background.append(receiver.start_background()); background[0].wait(9)",
         "sender.send(timeout=30, version=9); assert background[0].wait(9, timeout=30)",
     ),
+    "forward of a cascade": (
+        "cascades.append(weightsync.Cascade(sender.init_info, 3));"
+        "below = weightsync.Receiver(cascades[0].init_info, 0, model=Net());"
+        "meet(cascades[0], below); below.start_background(); cascades[0].forward(None)",
+        "sender.send(wait='sent'); assert cascades[0].forward(30).version == 2;"
+        "below.shutdown(); cascades[0].shutdown()",
+    ),
     "a lock beside": (
         "threading.Thread(target=sender.send, kwargs={'timeout': 5}).start();"
         "sender.wait_for([8], timeout=None)",
@@ -63,7 +69,7 @@ _PROGRAM = """
 import os, signal, sys, threading, time
 import torch, weightsync
 from ends import Net, meet
-trainer, model, held, background = Net(1.0), Net(), [], []
+trainer, model, held, background, cascades = Net(1.0), Net(), [], [], []
 sender = weightsync.Sender(trainer, slots=(2, 2))
 receiver = weightsync.Receiver(sender.init_info, 0, model=model)
 other, nowhere = weightsync.Sender(Net(1.0)), weightsync.Sender(Net(1.0))
@@ -72,7 +78,6 @@ meet(sender, receiver)
 main = threading.main_thread().ident
 def interrupt():
     # Once the main thread sleeps in the call: it is in no Python code then.
-    line = lambda: sys._current_frames()[main].f_lineno, sys._current_frames()[main].f_code.co_name
     before = None
     while True:
         frame = sys._current_frames()[main]
@@ -254,4 +259,79 @@ def test_signals_with_a_handler_do_not_end_a_wait():
             assert seen and main
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert torch is not None
+
+
+@pytest.mark.parametrize("wait", ["receive", "background"])
+def test_a_signals_handler_may_shut_down_what_waits(wait):
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        background = receiver.start_background() if wait == "background" else None
+        end = background or receiver
+        before = signal.signal(signal.SIGUSR1, lambda *_: end.shutdown())
+        try:
+            with beside(lambda: signal.raise_signal(signal.SIGUSR1)):
+                with pytest.raises(weightsync.LifecycleError):
+                    receiver.receive(LONG) if background is None else _wait(background)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        end.shutdown()
+        with pytest.raises(weightsync.LifecycleError):
+            receiver.receive(0)
+
+
+def _wait(background):
+    background.wait(99, timeout=LONG)
+
+
+def test_a_call_from_within_a_call_of_the_same_end_is_refused():
+    class Curious:
+        def layout(self):
+            return self.known
+
+        def shape(self, layout):
+            self.known = layout
+            return True
+
+        def load(self, snapshot):
+            self.said = repr(self.receiver)
+            self.receiver.receive(0)
+
+    curious = Curious()
+    sender = weightsync.Sender(Net(1.0))
+    curious.receiver = weightsync.Receiver(sender.init_info, model=curious)
+    with all_ended(sender, curious.receiver):
+        failed = []
+
+        def connect():
+            with pytest.raises(weightsync.LoadError, match="middle of a call") as refused:
+                curious.receiver.connect(timeout=LONG)
+            failed.append(refused.value.__cause__)
+
+        with beside(connect), pytest.raises(weightsync.WeightsyncError, match="middle of a call"):
+            sender.connect(1, timeout=LONG)
+        assert isinstance(failed[0], weightsync.LifecycleError)
+        assert "in a call" in curious.said
+    del curious.receiver
+
+
+def test_words_do_not_wait():
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        begun = threading.Event()
+
+        def wait():
+            begun.set()
+            with pytest.raises(weightsync.LifecycleError):
+                receiver.receive(None)
+
+        with beside(wait):
+            begun.wait()
+            while "in a call" not in repr(receiver):
+                os.sched_yield()
+            receiver.shutdown()
+
+
+def test_a_background_can_be_shut_down_where_it_is_held():
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        background = receiver.start_background()
+        with background:
+            background.shutdown()
+        background.shutdown()
