@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from weightsync import _dtypes, _extra
@@ -273,16 +273,10 @@ class ModuleTarget(Target):
         return took
 
     def _load_extra(self, snapshot: Snapshot, names: list[str]) -> None:
-        tensors = tensors_of(snapshot)
         own = dict(self._extras)
         for name in names:
             prefix = _prefix(name)
-
-            def tensor_of(name: str, kind: str) -> Any:
-                value = tensors[name].clone()
-                return value.numpy() if kind == "array" else value
-
-            state = _extra.join(prefix, snapshot.extra_state(name), tensor_of)
+            state = _extra.join(prefix, snapshot.extra_state(name), _View(snapshot).copy)
             own[prefix].set_extra_state(state)
 
     def _the_module(self) -> Any:
@@ -406,18 +400,15 @@ class TreeTarget(Target):
         snapshot.copy_to(copies)
         del kept
         if others:
-            views = tensors_of(snapshot)
+            view = _View(snapshot)
             for tensor, sent in others:
                 if _dtypes.is_array(tensor):
-                    tensor[...] = views[sent].numpy()
+                    tensor[...] = view.array(sent)
                 else:
-                    tensor.data.copy_(views[sent])
+                    tensor.data.copy_(view.tensor(sent))
         for name in snapshot.extra_states:
-            views = tensors_of(snapshot)
             prefix = _prefix(name)
-            state = _extra.join(
-                prefix, snapshot.extra_state(name), lambda name, _: views[name].clone()
-            )
+            state = _extra.join(prefix, snapshot.extra_state(name), _View(snapshot).copy)
             self._put(prefix, state)
 
     def _put(self, prefix: str, state: Any) -> None:
@@ -433,41 +424,60 @@ class TreeTarget(Target):
         place[name] = state
 
 
-def tensors_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Torch tensors over a snapshot, by name; tied ones under each of theirs."""
-    import torch
+class _View:
+    """A snapshot's tensors, one by one: what is not asked for may be of any dtype."""
 
-    view = snapshot.view()
-    tensors: dict[str, Any] = {}
-    for name, dtype, sizes, offset, length in snapshot.places():
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._view = snapshot.view()
+        self._places = {place[0]: place[1:] for place in snapshot.places()}
+        self._ties = dict(snapshot.ties)
+
+    def tensor(self, name: str) -> Any:
+        import torch
+
+        dtype, sizes, offset, length = self._places[self._ties.get(name, name)]
         own = _dtypes.torch_dtype(dtype)
         shape = _dtypes.torch_shape(dtype, tuple(sizes))
-        if length:
-            flat = torch.frombuffer(view, dtype=own, count=length // own.itemsize, offset=offset)
-            tensors[name] = flat.view(shape)
-        else:
-            tensors[name] = torch.empty(shape, dtype=own)
-    for alias, of in snapshot.ties:
-        tensors[alias] = tensors[of]
-    return tensors
+        if not length:
+            return torch.empty(shape, dtype=own)
+        count = length // own.itemsize
+        return torch.frombuffer(self._view, dtype=own, count=count, offset=offset).view(shape)
+
+    def array(self, name: str) -> Any:
+        import numpy as np
+
+        dtype, shape, offset, length = self._places[self._ties.get(name, name)]
+        own = _dtypes.numpy_dtype(dtype)
+        if not length:
+            return np.empty(shape, dtype=own)
+        count = length // own.itemsize
+        return np.frombuffer(self._view, dtype=own, count=count, offset=offset).reshape(shape)
+
+    def copy(self, name: str, kind: str) -> Any:
+        # Not by way of torch, whose bfloat16 and float8 cannot become arrays.
+        return self.array(name).copy() if kind == "array" else self.tensor(name).clone()
+
+    def all(self, one: Callable[[str], Any]) -> dict[str, Any]:
+        found = {name: one(name) for name in self._places}
+        return found | {alias: found[of] for alias, of in self._ties.items()}
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether its bytes are its elements, one after the other."""
+    plain = tensor.is_cpu and tensor.is_contiguous()
+    return bool(plain and not tensor.is_conj() and not tensor.is_neg())
+
+
+def tensors_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Torch tensors over a snapshot, by name; tied ones under each of theirs."""
+    view = _View(snapshot)
+    return view.all(view.tensor)
 
 
 def arrays_of(snapshot: Snapshot) -> dict[str, Any]:
     """numpy arrays over a snapshot, by name; tied ones under each of theirs."""
-    import numpy as np
-
-    view = snapshot.view()
-    arrays: dict[str, Any] = {}
-    for name, dtype, shape, offset, length in snapshot.places():
-        own = _dtypes.numpy_dtype(dtype)
-        if length:
-            flat = np.frombuffer(view, dtype=own, count=length // own.itemsize, offset=offset)
-            arrays[name] = flat.reshape(shape)
-        else:
-            arrays[name] = np.empty(shape, dtype=own)
-    for alias, of in snapshot.ties:
-        arrays[alias] = arrays[of]
-    return arrays
+    view = _View(snapshot)
+    return view.all(view.array)
 
 
 def _prefix(name: str) -> str:

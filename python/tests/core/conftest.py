@@ -1,5 +1,6 @@
 """What every test of the plain package is held to: nothing is left behind."""
 
+import contextlib
 import gc
 import os
 import time
@@ -7,8 +8,8 @@ from multiprocessing import resource_tracker
 
 import pytest
 import torch
-
-from actors import STARTS, actors as _actors
+from actors import STARTS
+from actors import actors as _actors
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,15 +71,17 @@ def _more_than(before):
 def _open():
     descriptors = set()
     for number in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
-        except FileNotFoundError:
-            pass
     with open("/proc/self/maps") as file:
         mapped = {line.split()[0] for line in file if "memfd:" in line}
     children = set()
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
+        # It may be on its way out.
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/self/task/{task}/children") as file,
+        ):
             children.update(file.read().split())
     return {
         "descriptors": descriptors,

@@ -4,9 +4,8 @@ import contextlib
 import threading
 
 import torch
-from torch import nn
-
 import weightsync
+from torch import nn
 
 # A message is a version that replaces the one before, or one of a queue.
 PUSHING = ["shared-mem", "multi-process", "multi-process:own-copy", "multi-process:every=4"]

@@ -8,10 +8,9 @@ import threading
 
 import pytest
 import torch
+import weightsync
 from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
 from torch import nn
-
-import weightsync
 
 
 def _applied(sender, value=None, **how):

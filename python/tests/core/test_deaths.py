@@ -5,10 +5,9 @@ import signal
 import time
 
 import pytest
+import weightsync
 from actors import Raised
 from ends import LONG, MODES, NEWEST, PUSHING, Net, beside
-
-import weightsync
 
 
 class Worker:

@@ -11,11 +11,9 @@ import sys
 import threading
 
 import pytest
-import torch
+import weightsync
 from actors import STARTS
 from ends import LONG, PUSHING, Net, all_ended, beside, meet, pair, pass_on
-
-import weightsync
 from weightsync import errors
 
 SCHEMES = [*PUSHING, "none"]
@@ -123,7 +121,8 @@ def test_the_wrong_half_is_refused():
         with pytest.raises(weightsync.LifecycleError):
             sender._session.receive(0)
         with pytest.raises(weightsync.LifecycleError):
-            receiver._session.send([(None, sender._sources["policy"]._native)], (None,) * 4 + (False, None))
+            weights = [(None, sender._sources["policy"]._native)]
+            receiver._session.send(weights, (None, None, None, None, False, None))
 
 
 def test_live_ends_cannot_be_pickled_or_copied():

@@ -2,12 +2,14 @@
 
 import gc
 
+import numpy as np
 import pytest
 import torch
+import weightsync
 from ends import MODES, Net, all_ended, meet, pair, pass_on
 from torch import nn
 
-import weightsync
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 
 def _filled(module, value):
@@ -40,7 +42,7 @@ def test_a_module_without_shapes_takes_the_senders(make, strategy, mode):
         for value in (0.5, 0.25):
             for one, other in zip(trainer.parameters(), worker.parameters(), strict=True):
                 assert torch.equal(one, other)
-            _filled(trainer, 0.25)
+            _filled(trainer, value / 2)
             pass_on(sender, receiver)
         trainer.eval(), worker.eval()
         given = torch.rand(3, 300)
@@ -87,6 +89,7 @@ STATES = {
     "text": "zażółć \N{SNOWMAN} \0 end",
     "a tensor": torch.arange(5),
     "tensors, nested": {"m": [torch.ones(2), {"v": torch.zeros(2, 2).bfloat16()}], "step": 4},
+    "arrays": {"mean": np.arange(4.0), "low": np.arange(3).astype(ml_dtypes.bfloat16)},
     "nothing": None,
     "empty": {},
 }
@@ -95,6 +98,8 @@ STATES = {
 def _same(one, other):
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and (one == other).all()
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -114,6 +119,17 @@ def test_extra_state_travels(state):
         pass_on(sender, receiver)
         assert _same(STATES[state], worker["inner"].state)
         assert worker["inner"].weight.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_extra_state_reaches_a_dict(state):
+    into = {}
+    with pair(nn.ModuleDict({"inner": Stateful(STATES[state])}), into):
+        assert _same(STATES[state], into["inner.__extra_state__"])
+    # And goes on from there.
+    worker = nn.ModuleDict({"inner": Stateful("none yet")})
+    with pair(into, worker):
+        assert _same(STATES[state], worker["inner"].state)
 
 
 def test_extra_state_may_change_and_grow_into_its_room():

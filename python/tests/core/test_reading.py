@@ -7,9 +7,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from ends import LONG, MODES, NEWEST, PUSHING, Net, all_ended, bits, meet, pair, pass_on
-
 import weightsync
+from ends import LONG, MODES, NEWEST, PUSHING, Net, all_ended, bits, meet, pair, pass_on
 
 # Only of these a receiver holds what the sender's slots hold.
 IN_PLACE = ["shared-mem", "multi-process", "multi-process:every=4"]

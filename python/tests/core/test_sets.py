@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
-
 import weightsync
+from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
 
 
 def _crowd(source, workers, **setup):

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
+import weightsync
 from ends import MODES, Net, all_ended, beside, bits, meet, pair, pass_on
 from tensordict import TensorDict
 from torch import nn
-
-import weightsync
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 # What torch says of kinds that are refused here.
@@ -243,16 +242,32 @@ def test_every_memory_layout_arrives_row_major(shape):
     [
         torch.zeros(6, 4).T,
         torch.zeros(8, 12)[::2, ::2],
+        torch.zeros(4, 6, dtype=torch.bfloat16).T.contiguous().T,
+        torch.zeros(4, 6, dtype=torch.complex64).conj(),
+    ],
+    ids=str,
+)
+def test_a_target_may_be_a_strided_tensor(into):
+    sent = torch.arange(24).reshape(4, 6).to(into.dtype)
+    sent = sent * (1 + 2j) if sent.is_complex() else sent
+    with pair({"it": sent}, {"it": into.zero_()}):
+        assert torch.equal(into, sent)
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
         np.zeros((6, 4), dtype=np.float32).T,
         np.zeros((4, 6), dtype=np.float32)[::-1, ::-1],
+        np.zeros((6, 4), dtype=ml_dtypes.bfloat16).T,
     ],
+    ids=str,
 )
-def test_a_target_may_be_strided(into):
+def test_a_target_may_be_a_strided_array(into):
+    sent = np.arange(24).reshape(4, 6).astype(into.dtype)
     into[...] = 0
-    sent = torch.arange(24.0).reshape(4, 6)
     with pair({"it": sent}, {"it": into}):
-        pass
-    assert np.array_equal(np.asarray(into), sent.numpy())
+        assert bits(into) == bits(sent)
 
 
 def test_a_strided_parameter_of_a_module_is_loaded():
@@ -415,6 +430,7 @@ def test_models_by_path():
         sender.send(wait="sent")
         assert receiver.receive(30) == {path: 2 for path in paths}
         assert worker.value_net.value == 5.0
-    for path, word in [("value_nets", "value_net"), ("transforms[4]", "2 items"), (".x", "no path")]:
+    wrong = {"value_nets": "value_net", "transforms[4]": "2 items", ".x": "no path"}
+    for path, word in wrong.items():
         with pytest.raises(weightsync.ModelError, match=word):
             weightsync.Sender(models=[path], context=trainer)

@@ -8,9 +8,8 @@ import threading
 import time
 
 import pytest
-from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
-
 import weightsync
+from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
 
 # Each is a call that would wait for ever, and one that shows that its end works on.
 BLOCKING = {
