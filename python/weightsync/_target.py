@@ -142,23 +142,24 @@ class ModuleTarget(Target):
         # Another thread may exchange a parameter's memory while it is written.
         memory = [tensor.detach() for tensor in plan.large]
         view = snapshot.view() if plan.bound or plan.others else None
-        with torch.no_grad():
-            for tensor, dtype, shape, offset, count in plan.bound:
-                over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
-                staged.append((tensor, over if shape is None else over.view(shape)))
-            if plan.copies is not None:
-                if not snapshot.copy_into(plan.copies):
-                    return False
-            elif plan.copied:
-                snapshot.copy_to(
-                    [(at, tensor.data_ptr(), tensor.nbytes) for _, at, tensor in plan.copied]
-                )
-            for tensor, over in staged:
-                tensor.data = over
-            self._bound = [tensor for tensor, _ in staged]
-            for tensor, dtype, shape, offset, count in plan.others:
-                over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
-                tensor.copy_(over if shape is None else over.view(shape))
+        for tensor, dtype, shape, offset, count in plan.bound:
+            over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
+            staged.append((tensor, over if shape is None else over.view(shape)))
+        if plan.copies is not None:
+            if not snapshot.copy_into(plan.copies):
+                return False
+        elif plan.copied:
+            snapshot.copy_to(
+                [(at, tensor.data_ptr(), tensor.nbytes) for _, at, tensor in plan.copied]
+            )
+        for tensor, over in staged:
+            tensor.data = over
+        self._bound = [tensor for tensor, _ in staged]
+        if plan.others:
+            with torch.no_grad():
+                for tensor, dtype, shape, offset, count in plan.others:
+                    over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
+                    tensor.copy_(over if shape is None else over.view(shape))
         del memory
         if plan.changed:
             # What autograd has saved of them is not what they are any more.

@@ -83,7 +83,7 @@ def test_what_a_worker_writes_is_its_own_and_goes_with_the_version(scheme, caplo
         warned = [record.getMessage() for record in caplog.records]
         assert len(warned) == 1, warned
         assert "large" in warned[0] and "v1" in warned[0] and "policy" in warned[0]
-        assert 'mode="copy"' in warned[0]
+        assert "copied into memory of its own" in warned[0]
 
 
 def test_what_is_not_written_is_not_warned_of(caplog):
