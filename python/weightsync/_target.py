@@ -256,9 +256,11 @@ class ModuleTarget(Target):
                 if not lazy and tensor.device.type != "meta":
                     continue
                 known = sent.get(name)
-                if known is None and not lazy:
-                    # A buffer that a state dict leaves out: it has a shape, and no values.
-                    known = _dtypes.of_tensor(name, tensor) if is_buffer else None
+                if known is None and is_buffer and not lazy:
+                    raise ValueError(
+                        f"buffer {name!r} has no values here, and is not persistent, so a state "
+                        'dict does not have it: send with strategy="tensordict"'
+                    )
                 if known is None:
                     continue
                 dtype = _dtypes.torch_dtype(known[0])
@@ -326,7 +328,7 @@ class _Plan:
             if not length:
                 continue
             dtype = _dtypes.torch_dtype(name)
-            shape = _dtypes.torch_shape(name, tuple(sizes))
+            shape = _dtypes.torch_shape(name, tuple(shape))
             count = length // dtype.itemsize
             place = (tensor, dtype, None if len(shape) == 1 else shape, offset, count)
             odd = tensor.is_conj() or tensor.is_neg()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from functools import cache
 from typing import Any
 
+from tensordict import TensorDict
 from torch import nn
 from torchrl.weight_update import WeightStrategy
 
-from weightsync.errors import ModelError
+from weightsync import _paths
+from weightsync._source import tree
+from weightsync.errors import ModelError, WrongWeightsError
 
 
 def is_single(context: Any) -> bool:
@@ -19,7 +24,7 @@ def is_single(context: Any) -> bool:
 
 
 def apply_here(context: Any, model_id: str | None, weights: Any, strategy: WeightStrategy) -> None:
-    """Gives weights to a model of a collector in this process, inline."""
+    """Gives weights to a model of a collector in this process, inline: all or none."""
     name = model_id or "policy"
     models = [getattr(context, name, None)] if name == "policy" else []
     if name == "policy":
@@ -27,79 +32,115 @@ def apply_here(context: Any, model_id: str | None, weights: Any, strategy: Weigh
         if weights is None:
             weights = getattr(context, "_orig_policy", None)
     else:
-        from weightsync import _paths
-
         models.append(_paths.resolve(context, name))
     for model in {id(one): one for one in models if isinstance(one, nn.Module)}.values():
         if weights is not None and weights is not model:
-            strategy.apply_weights(model, strategy.extract_weights(weights))
+            extracted = strategy.extract_weights(weights)
+            compare(TensorDict.from_module(model), extracted, name)
+            strategy.apply_weights(model, extracted)
+
+
+def compare(own: Any, came: Any, name: str) -> None:
+    """Finds what does not fit, before anything changes.
+
+    Raises:
+        WrongWeightsError: naming the tensors.
+    """
+
+    def specs(weights: Any) -> dict[str, tuple[int, ...]]:
+        found, _ = tree(weights)
+        return {tensor: tuple(value.shape) for tensor, value, _ in found}
+
+    expected, got = specs(own), specs(came)
+    wrong = [f"{one} is missing" for one in expected if one not in got]
+    wrong += [f"{one} is unknown" for one in got if one not in expected]
+    wrong += [
+        f"{one} is {list(got[one])}, and should be {list(shape)}"
+        for one, shape in expected.items()
+        if one in got and got[one] != shape
+    ]
+    if wrong:
+        some = "; ".join(wrong[:5]) + ("; …" if len(wrong) > 5 else "")
+        raise WrongWeightsError(f"these are not the weights of {name}: {some}")
 
 
 def flip_together(collector: Any) -> None:
     """Lets a collector send several models' weights as one update, and check them first.
 
     TorchRL sends them one after the other, so that a worker runs two of them that do not
-    belong together, and an unknown name is found after others were sent. Here this
-    collector's way is replaced by one that sends a set; it returns the report.
+    belong together, and an unknown name is found after others were sent; and it leaves its
+    schemes open when it shuts down. This one collector's class becomes one that does not.
     """
-    if "_weight_update_impl" in vars(collector) or not hasattr(collector, "_weight_update_impl"):
-        return
-    found = weakref.ref(collector)
-    upstream = type(collector)._weight_update_impl
+    collector.__class__ = _together(type(collector))
 
-    def update(
-        policy_or_weights: Any = None,
-        *,
-        worker_ids: Any = None,
-        model_id: str | None = None,
-        weights_dict: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        here = found()
-        assert here is not None
-        schemes = here._weight_sync_schemes or {}
-        plain = not kwargs and (weights_dict is None or policy_or_weights is None)
-        if not plain or (weights_dict is not None and model_id is not None):
-            return upstream(
-                here,
-                policy_or_weights=policy_or_weights,
-                worker_ids=worker_ids,
-                model_id=model_id,
-                weights_dict=weights_dict,
-                **kwargs,
+
+@cache
+def _together(base: type) -> type:
+    """A collector's class, whose models flip together and whose schemes end with it."""
+    if hasattr(base, "_weightsync"):
+        return base
+
+    class Together(base):  # type: ignore[misc, valid-type]
+        _weightsync = True
+
+        def _weight_update_impl(
+            self,
+            policy_or_weights: Any = None,
+            *,
+            worker_ids: Any = None,
+            model_id: str | None = None,
+            weights_dict: dict[str, Any] | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            schemes = self._weight_sync_schemes or {}
+            mixed = weights_dict is not None and (
+                policy_or_weights is not None or model_id is not None
             )
-        wanted = {model_id or "policy": policy_or_weights} if weights_dict is None else weights_dict
-        unknown = [name for name in wanted if name not in schemes]
-        if unknown:
-            raise KeyError(
-                f"Model '{unknown[0]}' not found in registered weight sync schemes. "
-                f"Available models: {list(schemes)}"
-            )
-        return send_set(schemes, wanted, worker_ids)
+            if kwargs or mixed:
+                return super()._weight_update_impl(
+                    policy_or_weights=policy_or_weights,
+                    worker_ids=worker_ids,
+                    model_id=model_id,
+                    weights_dict=weights_dict,
+                    **kwargs,
+                )
+            wanted = {model_id or "policy": policy_or_weights}
+            wanted = wanted if weights_dict is None else weights_dict
+            unknown = [name for name in wanted if name not in schemes]
+            if unknown:
+                raise KeyError(
+                    f"there is no model {unknown[0]!r} among the weight sync schemes; there is "
+                    f"{', '.join(schemes)}"
+                )
+            return send_set(schemes, wanted, worker_ids) if wanted else None
 
-    collector._weight_update_impl = update
-    _shut_down_together(collector)
+        def shutdown(self, *args: Any, **kwargs: Any) -> Any:
+            from weightsync.torchrl._schemes import _LocalScheme
+
+            try:
+                return super().shutdown(*args, **kwargs)
+            finally:
+                for scheme in (getattr(self, "_weight_sync_schemes", None) or {}).values():
+                    if isinstance(scheme, _LocalScheme):
+                        scheme.shutdown()
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Together, name, getattr(base, name))
+    return Together
 
 
-def _shut_down_together(collector: Any) -> None:
-    """Ends this package's schemes with their collector: TorchRL leaves that to the collector of
-    garbage, and what is open stays so until then."""
-    from weightsync.torchrl._schemes import _LocalScheme
-
-    found = weakref.ref(collector)
-    upstream = type(collector).shutdown
-
-    def shutdown(*args: Any, **kwargs: Any) -> Any:
-        here = found()
-        assert here is not None
-        try:
-            return upstream(here, *args, **kwargs)
-        finally:
-            for scheme in (here._weight_sync_schemes or {}).values():
-                if isinstance(scheme, _LocalScheme):
-                    scheme.shutdown()
-
-    collector.shutdown = shutdown
+def that_connects(scheme: Any) -> Any:
+    """The collector that calls the ``connect`` of a scheme it was given already initialised."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        frame = frame.f_back
+        if frame is None:
+            return None
+        caller = frame.f_locals.get("self")
+        schemes = getattr(caller, "_weight_sync_schemes", None)
+        if isinstance(schemes, dict) and any(one is scheme for one in schemes.values()):
+            return caller if hasattr(caller, "_weight_update_impl") else None
+    return None
 
 
 def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -> Any:
@@ -117,6 +158,13 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
             f"these models cannot flip together ({kinds}): use one kind of scheme for them, or "
             "update them one by one"
         )
+    for name, weights in wanted.items():
+        if name in first._group._each or (
+            isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
+        ):
+            raise ModelError(
+                f"each worker has weights of its own of {name!r}: update it by itself"
+            )
     given = {
         name: None if weights is None else schemes[name]._extracted(weights)
         for name, weights in wanted.items()
@@ -125,21 +173,20 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
     return group.send(given, first._workers(worker_ids), first._wait())
 
 
-def bump_at_next_forward(collector: Any, module: Any) -> None:
+def bump_at_next_forward(collector: Any, module: Any, version: int) -> None:
     """Counts the policy's version up before its next forward.
 
-    A step that is under way belongs to the weights before: its frame is stamped so.
+    A step that is under way belongs to the weights before: its frame is stamped so. A
+    version that is gone back from before that does not count.
     """
     if not isinstance(module, nn.Module):
         collector.increment_version()
         return
-    pending = getattr(collector, "_weightsync_bumps", None)
-    if pending is not None:
-        pending.count += 1
-        return
-    collector._weightsync_bumps = pending = _Bumps(collector)
-    pending.count = 1
-    module.register_forward_pre_hook(pending, prepend=True)
+    bumps = getattr(collector, "_weightsync_bumps", None)
+    if bumps is None:
+        collector._weightsync_bumps = bumps = _Bumps(collector)
+        module.register_forward_pre_hook(bumps, prepend=True)
+    bumps.applied(version)
 
 
 class _Bumps:
@@ -147,12 +194,19 @@ class _Bumps:
 
     def __init__(self, collector: Any = None) -> None:
         self._collector = None if collector is None else weakref.ref(collector)
-        self.count = 0
+        self._versions: list[int] = []
+
+    def applied(self, version: int) -> None:
+        """One more; it takes the place of those it goes back from."""
+        if self._versions and version < self._versions[-1]:
+            self._versions = [one for one in self._versions if one < version]
+        else:
+            self._versions.append(version)
 
     def __call__(self, module: Any, args: Any) -> None:
         collector = self._collector and self._collector()
-        while collector is not None and self.count:
-            self.count -= 1
+        while collector is not None and self._versions:
+            self._versions.pop()
             collector.increment_version()
 
     def __deepcopy__(self, memo: Any) -> _Bumps:

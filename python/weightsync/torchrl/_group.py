@@ -49,9 +49,11 @@ class Group:
         self._strategies: dict[str, str] = {}
         self._each: dict[str, Callable[[], dict[int, Any]]] = {}
         self._unconnected: set[str] = set()
+        # What a model had when it was added, and what it is to begin with.
+        self._initial: dict[str, Any] = {}
         self._firsts: dict[str, Any] = {}
         self._left_sender: set[str] = set()
-        self.num_workers = 0
+        self.worker_ids: list[int] = []
         self._connected = False
         self.sender: Sender | None = None
         # What crosses.
@@ -71,7 +73,7 @@ class Group:
         self,
         name: str,
         strategy: str,
-        num_workers: int,
+        worker_ids: list[int],
         weights: Callable[[], Any],
         each: Callable[[], dict[int, Any]] | None = None,
     ) -> None:
@@ -88,7 +90,8 @@ class Group:
             if each is not None:
                 self._each[name] = each
             self._unconnected.add(name)
-            self.num_workers = max(self.num_workers, num_workers)
+            self._initial[name] = next(iter(each().values())) if each is not None else weights()
+            self.worker_ids = sorted({*self.worker_ids, *worker_ids})
             self._prepare()
 
     def _prepare(self) -> None:
@@ -97,7 +100,9 @@ class Group:
         Not when the scheme is pickled: a collector's policy has no values then.
         """
         strategies = set(self._strategies.values())
-        first = {name: self._first(name) for name in self._weights}
+        if self.sender is not None:
+            self.sender.shutdown()
+        first = dict(self._initial)
         self.sender = Sender(
             models=first,
             scheme=self.word,
@@ -114,26 +119,33 @@ class Group:
     def connect(self, name: str, weights: Any, context: Any) -> None:
         """The rendez-vous: the last model's waits until every worker has them all."""
         with self._lock:
-            assert self.sender is not None
+            sender = self.sender
+            assert sender is not None
             self._connected = True
             self._unconnected.discard(name)
             if weights is not None:
                 self._firsts[name] = weights
             if self._unconnected:
                 return
+            each = {one: make() for one, make in self._each.items()}
             first = {
-                one: self._firsts[one] if one in self._firsts else self._first(one)
+                one: self._firsts[one]
+                if one in self._firsts
+                else next(iter(each[one].values()))
+                if one in each
+                else self._weights[one]()
                 for one in self._weights
             }
-            self._firsts = {}
-            self.sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
-            for one, each in self._each.items():
-                # Whoever joins from here on gets its own.
-                self.sender.send_each(each(), model=one, wait="sent")
-            self._wait_for_workers(context)
-            for current in self._weights.values():
-                # What workers begin with was sent: a factory has nothing to send again.
-                getattr(current, "spent", lambda: None)()
+            self._firsts, self._initial = {}, {}
+        # Not under the lock: whoever shuts down ends this.
+        sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
+        for one, own in each.items():
+            # Whoever joins from here on gets its own.
+            sender.send_each(own, model=one, wait="sent")
+        self._wait_for_workers(sender, context)
+        for current in self._weights.values():
+            # What workers begin with was sent: a factory has nothing to send again.
+            getattr(current, "spent", lambda: None)()
 
     def send(
         self,
@@ -161,164 +173,28 @@ class Group:
             raise LifecycleError("there is no sender here: connect first, in the trainer's process")
         return self.sender.send_each(weights, model=name, wait=wait, timeout=timeout)
 
-    def _first(self, name: str) -> Any:
-        if name in self._each:
-            return next(iter(self._each[name]().values()))
-        return self._weights[name]()
-
-    def _wait_for_workers(self, context: Any) -> None:
+    def _wait_for_workers(self, sender: Sender, context: Any) -> None:
         """Waits in parts, so that workers that have ended are not waited for."""
-        assert self.sender is not None
         since = time.monotonic()
         # The processes of a collector are watched: only one that is alive and silent is
         # waited for so long.
         watched = bool(getattr(context, "procs", None))
         limit = max(_ALIVE, WEIGHT_SYNC_TIMEOUT) if watched else WEIGHT_SYNC_TIMEOUT
-        workers = range(self.num_workers)
+        workers = self.worker_ids
         while True:
             try:
-                self.sender.wait_for(workers, timeout=_LOOK)
+                sender.wait_for(workers, timeout=_LOOK)
                 return
             except DeadlineError:
-                there = {one.worker for one in self.sender.workers if any(one.versions)}
+                there = {one.worker for one in sender.workers if any(one.versions)}
             if time.monotonic() - since >= limit:
                 missing = ", ".join(str(one) for one in workers if one not in there)
                 raise DeadlineError(
-                    f"only {len(there)} of {self.num_workers} workers joined within {limit:.0f} s "
+                    f"only {len(there)} of {len(workers)} workers joined within {limit:.0f} s "
                     f"(missing: {missing}): do they call init_on_receiver and connect?",
                     "retry",
                 )
             ended = _ended_workers(context, there)
-            if ended:
-                # The collector knows the worker's own words, and raises them.
-                logger.warning("%s ended before it had its weights", ended)
-                return
-
-    # What crosses.
-        self._info: str | None = None
-        self._names: list[str] = []
-        self._own_weights = False
-        # A worker's half.
-        self._session: Session | None = None
-        self._first_set: Any = None
-        self._left_worker: set[str] = set()
-        self.slots: dict[str, Slot] = {}
-        self.background: Background | None = None
-
-    # The trainer's half.
-
-    def add(
-        self,
-        name: str,
-        strategy: str,
-        num_workers: int,
-        weights: Callable[[], Any],
-        each: Callable[[], dict[int, Any]] | None = None,
-    ) -> None:
-        """One more model: how to get its weights, and those of each worker's own."""
-        with self._lock:
-            if self._connected:
-                raise LifecycleError(
-                    f"{name!r} cannot be added: the models of {', '.join(self._weights)} have "
-                    "their workers already; set all schemes up before the first connects"
-                )
-            self._weights[name] = weights
-            self._each.pop(name, None)
-            self._strategies[name] = strategy
-            if each is not None:
-                self._each[name] = each
-            self._unconnected.add(name)
-            self.num_workers = max(self.num_workers, num_workers)
-            self._prepare()
-
-    def _prepare(self) -> None:
-        """Sets a sender up for the models there are by now, and says how to join it.
-
-        Not when the scheme is pickled: a collector's policy has no values then.
-        """
-        strategies = set(self._strategies.values())
-        first = {name: self._first(name) for name in self._weights}
-        self.sender = Sender(
-            models=first,
-            scheme=self.word,
-            strategy="tensordict" if "tensordict" in strategies else "state_dict",
-            pending=8,
-            timeout=WEIGHT_SYNC_TIMEOUT,
-        )
-        # The weights are looked up at each send.
-        self.sender._models = dict.fromkeys(first)
-        self._info = self.sender.init_info.to_json()
-        self._names = list(first)
-        self._own_weights = bool(self._each)
-
-    def connect(self, name: str, weights: Any, context: Any) -> None:
-        """The rendez-vous: the last model's waits until every worker has them all."""
-        with self._lock:
-            assert self.sender is not None
-            self._connected = True
-            self._unconnected.discard(name)
-            if weights is not None:
-                self._firsts[name] = weights
-            if self._unconnected:
-                return
-            first = {
-                one: self._firsts[one] if one in self._firsts else self._first(one)
-                for one in self._weights
-            }
-            self._firsts = {}
-            self.sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
-            for one, each in self._each.items():
-                # Whoever joins from here on gets its own.
-                self.sender.send_each(each(), model=one, wait="sent")
-            self._wait_for_workers(context)
-            for current in self._weights.values():
-                # What workers begin with was sent: a factory has nothing to send again.
-                getattr(current, "spent", lambda: None)()
-
-    def send(
-        self,
-        weights: dict[str, Any],
-        worker_ids: list[int] | None,
-        wait: str,
-        timeout: float | None = None,
-    ) -> Any:
-        """Sends the weights of some models, or of one for each worker."""
-        if self.sender is None or self._pid != os.getpid():
-            raise LifecycleError("there is no sender here: connect first, in the trainer's process")
-        given = {
-            name: self._weights[name]() if value is None else value
-            for name, value in weights.items()
-        }
-        return self.sender.send(
-            weights_dict=given, worker_ids=worker_ids, wait=wait, timeout=timeout
-        )
-
-    def send_each(
-        self, name: str, weights: dict[int, Any], wait: str, timeout: float | None = None
-    ) -> Any:
-        """Sends one model's weights, other ones to each worker."""
-        if self.sender is None or self._pid != os.getpid():
-            raise LifecycleError("there is no sender here: connect first, in the trainer's process")
-        return self.sender.send_each(weights, model=name, wait=wait, timeout=timeout)
-
-    def _first(self, name: str) -> Any:
-        if name in self._each:
-            return next(iter(self._each[name]().values()))
-        return self._weights[name]()
-
-    def _wait_for_workers(self, context: Any) -> None:
-        """Waits in parts, so that workers that have ended are not waited for."""
-        assert self.sender is not None
-        until = time.monotonic() + WEIGHT_SYNC_TIMEOUT
-        workers = range(self.num_workers)
-        while True:
-            try:
-                self.sender.wait_for(workers, timeout=_LOOK)
-                return
-            except DeadlineError:
-                if time.monotonic() >= until:
-                    raise
-            ended = _ended_workers(context, {one.worker for one in self.sender.workers})
             if ended:
                 # The collector knows the worker's own words, and raises them.
                 logger.warning("%s ended before it had its weights", ended)
@@ -370,30 +246,34 @@ class Group:
                 raise ModelError(
                     f"there is no model {name!r}; the sender feeds {', '.join(self._names)}"
                 )
-            if self._session is None:
+            session, is_first = self._session, self._session is None
+            if session is None:
                 info = InitInfo.from_json(self._info)
-                self._session = Session.prepare_receiver(info, worker, self._names, slot.device)
+                session = Session.prepare_receiver(info, worker, self._names, slot.device)
+                self._session = session
                 _ends.opened(self)
-                self._first_set = self._session.join_receiver(WEIGHT_SYNC_TIMEOUT)
-            slot.group = self
-            self.slots[name] = slot
-            if len(self.slots) < len(self._names):
-                # The worker goes on with these while its other models are made.
-                for snapshot, _ in self._first_set.members():
-                    if snapshot.model == name:
-                        slot.shape(snapshot.layout)
-                        slot.load(snapshot)
-                return
-            self._first_set = None
-            slots = [(one, self.slots[one]) for one in self._names]
-            self._session.load_joined(slots)
-            if self._own_weights:
-                # The first version is the same for all; each worker's own comes next.
-                self._session.receive_into(slots, WEIGHT_SYNC_TIMEOUT)
-            native = self._session.start_background(slots, False)
-            self.background = Background(native, {}, len(slots) == 1)
-            for one in self.slots.values():
-                one.follow(self.background)
+        # Not under the lock: whoever shuts down ends this.
+        if is_first:
+            self._first_set = session.join_receiver(WEIGHT_SYNC_TIMEOUT)
+        slot.group = self
+        self.slots[name] = slot
+        if len(self.slots) < len(self._names):
+            # The worker goes on with these while its other models are made.
+            for snapshot, _ in self._first_set.members():
+                if snapshot.model == name:
+                    slot.shape(snapshot.layout)
+                    slot.load(snapshot)
+            return
+        self._first_set = None
+        slots = [(one, self.slots[one]) for one in self._names]
+        session.load_joined(slots)
+        if self._own_weights:
+            # The first version is the same for all; each worker's own comes next.
+            session.receive_into(slots, WEIGHT_SYNC_TIMEOUT)
+        native = session.start_background(slots, False)
+        self.background = Background(native, {}, len(slots) == 1)
+        for one in self.slots.values():
+            one.follow(self.background)
 
     def leave(self, name: str, *, sender: bool) -> None:
         """One model's scheme shuts down; the last of a half ends that half."""

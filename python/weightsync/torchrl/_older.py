@@ -5,6 +5,7 @@ A worker is registered with a pipe; what passes through it is how to join.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -16,6 +17,8 @@ from weightsync._native import InitInfo, Report, Session
 from weightsync.errors import LifecycleError, SenderClosedError
 from weightsync.sender import Sender
 from weightsync.torchrl._transports import _MODEL, _Applied
+
+logger = logging.getLogger("weightsync")
 
 # What crosses a pipe is a pair: this word, and how to join.
 _WORD = "weightsync"
@@ -35,6 +38,7 @@ class WeightSender:
         self._context: Any = None
         self._pipes: dict[int, Any] = {}
         self._told: set[int] = set()
+        self._joined: set[int] = set()
         self._sender: Sender | None = None
         self._pending: Any = None
 
@@ -78,10 +82,7 @@ class WeightSender:
             self.register_model(weights)
         self._tell()
         assert self._sender is not None
-        wanted = list(self._pipes) if worker_ids is None else worker_ids
-        self._sender.wait_for(
-            [wanted] if isinstance(wanted, int) else list(wanted), timeout=timeout
-        )
+        self._wait_for_first(worker_ids, timeout)
         if first:
             return None
         return self._sender.send(weights, worker_ids=worker_ids, timeout=timeout)
@@ -99,7 +100,7 @@ class WeightSender:
         """Waits for what was sent last; the report."""
         if self._pending is None:
             if self._sender is not None:
-                self._sender.wait_for(list(self._pipes), timeout=timeout)
+                self._wait_for_first(None, timeout)
             return None
         return self._pending.wait(timeout)
 
@@ -117,10 +118,25 @@ class WeightSender:
         return _paths.resolve(self._context, self._model_id)
 
     def _tell(self) -> None:
+        """Says how to join to whoever was not told yet; one that is gone is gone."""
         assert self._sender is not None
         for worker in self._pipes.keys() - self._told:
-            self._pipes[worker].send(((worker, self._sender.init_info.to_json()), _WORD))
             self._told.add(worker)
+            try:
+                self._pipes[worker].send(((worker, self._sender.init_info.to_json()), _WORD))
+            except OSError as error:
+                logger.warning("worker %d is gone: %s", worker, error)
+                self._joined.add(worker)
+
+    def _wait_for_first(self, worker_ids: Any, timeout: float | None) -> None:
+        """Waits for those that have never joined; who has, and died, is a line of a report."""
+        assert self._sender is not None
+        wanted = list(self._pipes) if worker_ids is None else worker_ids
+        wanted = [wanted] if isinstance(wanted, int) else list(wanted)
+        new = [worker for worker in wanted if worker not in self._joined]
+        if new:
+            self._sender.wait_for(new, timeout=timeout)
+            self._joined.update(new)
 
 
 class WeightReceiver:

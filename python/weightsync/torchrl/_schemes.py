@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -120,6 +121,7 @@ class _LocalScheme(WeightSyncScheme):
         self._slot: Slot | None = None
         self._seen = 0
         self._devices: list[Any] | None = None
+        self._map: Callable[[int, Any], Any] | None = None
         # Whether the model is in this process, with a collector that has no workers.
         self._local = False
 
@@ -150,7 +152,7 @@ class _LocalScheme(WeightSyncScheme):
         each: Callable[[], dict[int, Any]] | None = None
         current: Callable[[], Any]
         if params_map is not None:
-            workers = max(params_map, default=-1) + 1
+            workers = sorted(params_map)
             values = list(params_map.values())
             current = _never(name)
             if all(one is values[0] for one in values):
@@ -160,17 +162,18 @@ class _LocalScheme(WeightSyncScheme):
         elif context is not None:
             self.context = context
             self._devices = list(_devices_of(context))
-            workers = len(self._devices)
+            workers = list(range(len(self._devices)))
             current, each = self._of_context(context, name)
         else:
             source = model if model is not None else weights
             current = lambda: source  # noqa: E731
             if device_map_fn is not None:
-                workers = num_workers or 0
-                each = _mapped(device_map_fn, current, workers)
+                workers = list(range(num_workers or 0))
+                self._map = device_map_fn
+                each = lambda: self._mapped(current(), workers)  # noqa: E731
             else:
                 self._devices = list(devices or [])
-                workers = num_workers or len(self._devices)
+                workers = list(range(num_workers or len(self._devices)))
         if each is not None:
             self.per_worker_weights = True
         self._group = self._group_in(context)
@@ -234,6 +237,11 @@ class _LocalScheme(WeightSyncScheme):
             return
         assert self._group is not None
         _ends.opened(self)
+        if self.context is None:
+            # One that was initialised before its collector was made.
+            collector = _collector.that_connects(self)
+            if collector is not None:
+                _collector.flip_together(collector)
         self._group.connect(self._model_id or "policy", weights, self.context)
 
     def send(
@@ -269,8 +277,19 @@ class _LocalScheme(WeightSyncScheme):
             if chosen is not None:
                 each = {worker: one for worker, one in each.items() if worker in chosen}
             return group.send_each(name, each, wait, timeout)
+        if self._map is not None:
+            chosen = self._workers(worker_ids) or group.worker_ids
+            each = self._mapped(self._extracted(weights), chosen)
+            return group.send_each(name, each, wait, timeout)
         given = None if weights is None else self._extracted(weights)
         return group.send({name: given}, self._workers(worker_ids), wait, timeout)
+
+    def _mapped(self, weights: Any, workers: list[int]) -> dict[int, Any]:
+        """Each worker's weights, by the function that was given at init."""
+        assert self._map is not None
+        if isinstance(weights, nn.Module):
+            weights = TensorDict.from_module(weights).data
+        return {worker: self._map(worker, weights) for worker in workers}
 
     def _wait(self) -> str:
         return "applied" if self.sync else "sent"
@@ -278,12 +297,12 @@ class _LocalScheme(WeightSyncScheme):
     def _workers(self, worker_ids: Any) -> list[int] | None:
         if worker_ids is None:
             return None
-        if isinstance(worker_ids, (int, str, torch.device)):
+        if isinstance(worker_ids, (str, torch.device)) or hasattr(worker_ids, "__index__"):
             worker_ids = [worker_ids]
         workers: list[int] = []
         for one in worker_ids:
-            if isinstance(one, int):
-                workers.append(self._known(one))
+            if hasattr(one, "__index__"):
+                workers.append(self._known(operator.index(one)))
                 continue
             device = torch.device(one)
             found = [at for at, own in enumerate(self._devices or []) if _is_on(own, device)]
@@ -297,9 +316,10 @@ class _LocalScheme(WeightSyncScheme):
 
     def _known(self, worker: int) -> int:
         assert self._group is not None
-        if not 0 <= worker < self._group.num_workers:
+        known = self._group.worker_ids
+        if worker not in known:
             raise ValueError(
-                f"there is no worker {worker}: there are {self._group.num_workers}, from 0 on"
+                f"there is no worker {worker}; there is {', '.join(map(str, known)) or 'none'}"
             )
         return worker
 
@@ -386,6 +406,25 @@ class _LocalScheme(WeightSyncScheme):
         _ends.opened(self)
         self._group.join(self._model_id or "policy", worker_idx, self._slot)
         self._seen = self._slot.count
+        self._pass_first_on()
+
+    def _pass_first_on(self) -> None:
+        """Sub-workers that are there already begin with what this worker begins with."""
+        schemes = getattr(self.context, "_weight_sync_schemes", None) or {}
+        own = schemes.get(self._model_id)
+        if isinstance(own, _LocalScheme) and own.synchronized_on_sender:
+            self._pass_on()
+
+    @property
+    def context(self) -> Any:
+        """The collector (or whatever has the models), or None."""
+        return super().context
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        self._context_ref = None if context is None else weakref.ref(context)
+        if self.initialized_on_receiver and self.synchronized_on_receiver:
+            self._pass_first_on()
 
     def receive(self, timeout: float | None = None) -> Any:
         """The weights that were applied since the last call, or None.
@@ -422,20 +461,38 @@ class _LocalScheme(WeightSyncScheme):
 
     def _loaded(self, snapshot: NativeSnapshot) -> None:
         """A version is in the model: sub-workers get it, and frames are stamped by it."""
-        context = self.context
-        if context is None or self._slot is None or self._slot.count <= 1:
+        if self.context is None or self._slot is None or self._slot.count <= 1:
             return
-        if getattr(context, "_weight_sync_schemes", None):
-            context.update_policy_weights_(
-                model_id=self._model_id, policy_or_weights=self._formatted(self._slot.weights())
-            )
-        elif hasattr(context, "increment_version"):
-            if self._model_id == "policy" or "policy" not in self._group.slots:
-                _collector.bump_at_next_forward(context, self.model)
-        elif hasattr(context, "update_policy_weights_"):
-            context.update_policy_weights_(
-                model_id=self._model_id, policy_or_weights=self._formatted(self._slot.weights())
-            )
+        if not self._pass_on():
+            context, group = self.context, self._group
+            if hasattr(context, "increment_version"):
+                if self._model_id == "policy" or "policy" not in group.slots:
+                    _collector.bump_at_next_forward(context, self.model, snapshot.version)
+            elif hasattr(context, "update_policy_weights_"):
+                context.update_policy_weights_(
+                    model_id=self._model_id,
+                    policy_or_weights=self._formatted(self._slot.weights()),
+                )
+
+    def _pass_on(self) -> bool:
+        """Sends what the model has to sub-workers, where the context has some.
+
+        Raises:
+            RuntimeError: with the report, if not all of them have applied it: then the
+                trainer's report says so, too.
+        """
+        context = self.context
+        schemes = getattr(context, "_weight_sync_schemes", None) or {}
+        if not schemes:
+            return False
+        weights = self._formatted(self._slot.weights())
+        if isinstance(schemes.get(self._model_id), _LocalScheme):
+            report = _collector.send_set(schemes, {self._model_id: weights}, None)
+            if report is not None and not report.all_applied:
+                raise RuntimeError(f"not all sub-workers have it: {report}")
+        else:
+            context.update_policy_weights_(model_id=self._model_id, policy_or_weights=weights)
+        return True
 
     def _applied_by_strategy(self, snapshot: NativeSnapshot) -> bool:
         """Leaves the applying to a strategy of one's own, if this is one."""
@@ -452,13 +509,33 @@ class _LocalScheme(WeightSyncScheme):
     # Both.
 
     @property
+    def weights(self) -> Any:
+        """The weights that would be sent, or, on a worker, those it runs; None without any."""
+        if self.initialized_on_sender and self._group is not None:
+            current = self._group._weights.get(self._model_id or "policy")
+            try:
+                return None if current is None else self._strategy.extract_weights(current())
+            except ModelError:
+                return None
+        model = self._model_ref() if self._model_ref is not None else None
+        return None if model is None else self._strategy.extract_weights(model)
+
+    @property
+    def background(self) -> Any:
+        """On a worker, what changes its model: ``with scheme.background:`` keeps it as it is.
+
+        For whoever reads the model in another way than by its forward.
+        """
+        return None if self._group is None else self._group.background
+
+    @property
     def sender_transports(self) -> dict[int, Any] | None:
         """A transport for each worker, by its number; on the sender."""
         if self._group is None or not self.initialized_on_sender:
             return None
         from weightsync.torchrl import _transports
 
-        workers = range(self._group.num_workers)
+        workers = self._group.worker_ids
         return {worker: _transports.of_scheme(self, worker) for worker in workers}
 
     @property
@@ -529,9 +606,9 @@ class _LocalScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_slot", "_devices", "_first", "_weights"):
+        for name in ("_first", "_weights"):
             state.pop(name, None)
-        state["_slot"] = state["_devices"] = None
+        state["_slot"] = state["_devices"] = state["_map"] = None
         return state
 
     def __repr__(self) -> str:
@@ -712,18 +789,6 @@ def _is_on(own: Any, device: torch.device) -> bool:
     own = torch.device("cpu" if own is None else own)
     same = own.type == device.type
     return same and (device.index is None or (own.index or 0) == device.index)
-
-
-def _mapped(
-    device_map_fn: Callable[[int, Any], Any], current: Callable[[], Any], workers: int
-) -> Callable[[], dict[int, Any]]:
-    def each() -> dict[int, Any]:
-        weights = current()
-        if isinstance(weights, nn.Module):
-            weights = TensorDict.from_module(weights).data
-        return {worker: device_map_fn(worker, weights) for worker in range(workers)}
-
-    return each
 
 
 def _never(name: str) -> Callable[[], Any]:

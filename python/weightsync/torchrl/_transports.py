@@ -111,6 +111,7 @@ class _QueueTransport:
         self._session: Session | None = None
         self._pid = os.getpid()
         self._sent: Layout | None = None
+        self._joined = False
 
     # The sender's half.
 
@@ -149,8 +150,9 @@ class _QueueTransport:
         limit = self.timeout if timeout is None else timeout
         if self._pending is not None:
             return self._pending.wait(limit)
-        if self._sender is not None:
+        if self._sender is not None and not self._joined:
             self._sender.wait_for(list(self._queues), timeout=limit)
+            self._joined = True
         return None
 
     def setup_connection_and_weights_on_sender(self) -> None:
