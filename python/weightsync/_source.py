@@ -81,7 +81,8 @@ class Source:
         ]
         self._hold_memory()
         odd = any(_may_be_odd(tensor) for tensor in tensors)
-        self._native.place(*_addresses(tensors, self._kept, odd), states)
+        addresses, strides = _addresses(tensors, self._kept, odd)
+        self._native.place(addresses, strides, states)
         # Tensors that exist for this send alone, such as slices, must outlive it.
         self._kept.extend(tensors)
         return self._native

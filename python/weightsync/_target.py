@@ -316,7 +316,7 @@ class _Plan:
         self.others: list[_Place] = []
         # The place among the entries, the place in the snapshot, the tensor.
         self.copied: list[tuple[int, int, Any]] = []
-        places = {name: (at, *rest) for at, (name, *rest) in enumerate(snapshot.places())}
+        places = {place[0]: (at, *place[1:]) for at, place in enumerate(snapshot.places())}
         ties = dict(snapshot.ties)
         seen: set[int] = set()
         for own, entry in enumerate(entries):
@@ -324,7 +324,7 @@ class _Plan:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            at, name, shape, offset, length = places[ties.get(entry.name, entry.name)]
+            at, name, sizes, offset, length = places[ties.get(entry.name, entry.name)]
             if not length:
                 continue
             dtype = _dtypes.torch_dtype(name)
@@ -427,6 +427,18 @@ class TreeTarget(Target):
         place[name] = state
 
 
+def tensors_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Torch tensors over a snapshot, by name; tied ones under each of theirs."""
+    view = _View(snapshot)
+    return view.all(view.tensor)
+
+
+def arrays_of(snapshot: Snapshot) -> dict[str, Any]:
+    """numpy arrays over a snapshot, by name; tied ones under each of theirs."""
+    view = _View(snapshot)
+    return view.all(view.array)
+
+
 class _View:
     """A snapshot's tensors, one by one: what is not asked for may be of any dtype."""
 
@@ -465,24 +477,6 @@ class _View:
         return found | {alias: found[of] for alias, of in self._ties.items()}
 
 
-def _is_plain(tensor: Any) -> bool:
-    """Whether its bytes are its elements, one after the other."""
-    plain = tensor.is_cpu and tensor.is_contiguous()
-    return bool(plain and not tensor.is_conj() and not tensor.is_neg())
-
-
-def tensors_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Torch tensors over a snapshot, by name; tied ones under each of theirs."""
-    view = _View(snapshot)
-    return view.all(view.tensor)
-
-
-def arrays_of(snapshot: Snapshot) -> dict[str, Any]:
-    """numpy arrays over a snapshot, by name; tied ones under each of theirs."""
-    view = _View(snapshot)
-    return view.all(view.array)
-
-
 def _prefix(name: str) -> str:
     """The module of an extra state's name."""
     parts = name.split(".")
@@ -503,7 +497,7 @@ def _alike(tensor: Any, room: Any) -> Any:
 
 def _is_odd(tensor: Any) -> bool:
     """Whether its memory is the conjugate, or the negative, of its values."""
-    return tensor.is_conj() or tensor.is_neg()
+    return bool(tensor.is_conj() or tensor.is_neg())
 
 
 # A forked child does not have the memory that modules are bound to: before a fork they

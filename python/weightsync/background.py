@@ -130,7 +130,7 @@ class Background:
 
 def _is_running(frame: Any) -> bool:
     """Whether a call of this thread has not ended."""
-    here = sys._getframe(1)
+    here: Any = sys._getframe(1)
     while here is not None:
         if here is frame:
             return True
@@ -179,7 +179,7 @@ class _Hook:
 
     def _here(self) -> Background | None:
         """The background receiver, if it is this process's: a forked child has none."""
-        background = self._background and self._background()
+        background = None if self._background is None else self._background()
         if background is None or background._pid != os.getpid():
             return None
         return background

@@ -192,8 +192,8 @@ class Sender:
                     raise ModelError(f"the snapshot is of {weights.model!r} alone")
                 if partial:
                     raise SendError("a snapshot is a whole version, and no partial update")
-                options = (weights.model, workers, wait, timeout, False, version)
-                report = self._session.send_again(weights._native, options)
+                again = (weights.model, workers, wait, timeout, False, version)
+                report = self._session.send_again(weights._native, again)
             else:
                 given = self._given(weights, model, weights_dict, partial=partial)
                 options = (model, workers, wait, timeout, partial, version)
