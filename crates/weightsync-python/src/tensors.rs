@@ -225,7 +225,11 @@ impl Tensors {
         py: Python<'_>,
         mut look: impl FnMut(usize, Seen<'_>) -> bool,
     ) -> PyResult<bool> {
-        if self.sizes.iter().any(|(dict, len)| dict.bind(py).len() != *len) {
+        if self
+            .sizes
+            .iter()
+            .any(|(dict, len)| dict.bind(py).len() != *len)
+        {
             return Ok(false);
         }
         for (dict, key, there) in &self.others {
