@@ -328,7 +328,7 @@ class _Plan:
             if not length:
                 continue
             dtype = _dtypes.torch_dtype(name)
-            shape = _dtypes.torch_shape(name, tuple(shape))
+            shape = _dtypes.torch_shape(name, tuple(sizes))
             count = length // dtype.itemsize
             place = (tensor, dtype, None if len(shape) == 1 else shape, offset, count)
             odd = tensor.is_conj() or tensor.is_neg()

@@ -92,7 +92,7 @@ class Background:
         _ends.closed(self)
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid:
+        if not sys.is_finalizing() and os.getpid() == self._pid:
             self.shutdown()
 
     def __enter__(self) -> Background:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -173,7 +174,7 @@ class Receiver:
 
     def __del__(self) -> None:
         # A background receiver goes on by itself, and is its own to end.
-        if getattr(self, "_background", self) is None and os.getpid() == self._pid:
+        if not sys.is_finalizing() and getattr(self, "_background", self) is None and os.getpid() == self._pid:
             self.shutdown()
 
     def __enter__(self) -> Receiver:
