@@ -41,6 +41,9 @@ class Ray:
         actor = ray.remote(num_cpus=1)(_Actor)
         self._actors = [actor.remote(payload) for _ in range(workers)]
         self.crew = self
+        self.spent()
+        #: It is not asked how long Ray takes to start.
+        self.starting = 0.0
 
     def connect(self) -> None:
         """Waits until the actors run."""

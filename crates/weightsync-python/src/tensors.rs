@@ -225,7 +225,11 @@ impl Tensors {
         py: Python<'_>,
         mut look: impl FnMut(usize, Seen<'_>) -> bool,
     ) -> PyResult<bool> {
-        if self.sizes.iter().any(|(dict, len)| dict.bind(py).len() != *len) {
+        if self
+            .sizes
+            .iter()
+            .any(|(dict, len)| dict.bind(py).len() != *len)
+        {
             return Ok(false);
         }
         for (dict, key, there) in &self.others {
@@ -281,9 +285,9 @@ impl Was {
     /// Bytes of its elements; none if they are not whole.
     fn bytes(&self) -> Option<u64> {
         let (_, bits, lanes) = self.dtype;
-        let lens = self.shape.iter().map(|len| u64::try_from(*len).ok());
+        let mut lens = self.shape.iter().map(|len| u64::try_from(*len).ok());
         let element = u64::from(bits) * u64::from(lanes);
-        let all = lens.fold(Some(element), |all, len| all?.checked_mul(len?))?;
+        let all = lens.try_fold(element, |all, len| all.checked_mul(len?))?;
         all.is_multiple_of(8).then_some(all / 8)
     }
 
