@@ -322,7 +322,7 @@ class _Plan:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            at, name, shape, offset, length = places[ties.get(entry.name, entry.name)]
+            at, name, sizes, offset, length = places[ties.get(entry.name, entry.name)]
             if not length:
                 continue
             dtype = _dtypes.torch_dtype(name)
