@@ -37,7 +37,11 @@ impl Subscriber for Listener {
     fn event(&self, event: &Event<'_>) {
         let mut text = Text::default();
         event.record(&mut text);
-        let level = if *event.metadata().level() == Level::ERROR { 40 } else { 30 };
+        let level = if *event.metadata().level() == Level::ERROR {
+            40
+        } else {
+            30
+        };
         let mut aside = ASIDE.lock().unwrap_or_else(PoisonError::into_inner);
         if aside.0.len() < MOST {
             aside.0.push_back((level, text.message + &text.fields));
@@ -85,7 +89,9 @@ fn say(py: Python<'_>) {
         std::mem::take(&mut *aside)
     };
     let said = || -> PyResult<()> {
-        let logger = py.import("logging")?.call_method1("getLogger", ("weightsync",))?;
+        let logger = py
+            .import("logging")?
+            .call_method1("getLogger", ("weightsync",))?;
         for (level, text) in texts {
             logger.call_method1("log", (level, "%s", text))?;
         }

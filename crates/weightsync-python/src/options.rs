@@ -5,8 +5,8 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use weightsync::{
-    AnyScheme, DigestPolicy, Dtype, Error, Expect, Pending, Pull, SendOptions, SenderSetup, Version, WaitFor,
-    WorkerId,
+    AnyScheme, DigestPolicy, Dtype, Error, Expect, Pending, Pull, SendOptions, SenderSetup,
+    Version, WaitFor, WorkerId,
 };
 
 /// The longest timeout there is: more is none.
@@ -70,7 +70,9 @@ impl Setup {
         let cast = self.cast.as_deref();
         Ok(Chosen {
             deadline: deadline_of(self.deadline)?,
-            cast: cast.map(|dtype| crate::source::dtype_of("cast", dtype)).transpose()?,
+            cast: cast
+                .map(|dtype| crate::source::dtype_of("cast", dtype))
+                .transpose()?,
             setup: self,
         })
     }

@@ -6,12 +6,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use weightsync::{Error, ExtraState};
 
+use crate::errors::forked;
 use crate::loader::Target;
 use crate::plain;
 use crate::raw::{Address, View};
 use crate::source::{Layout, value_error};
 use crate::tensors::Copies;
-use crate::errors::forked;
 use crate::wait::released;
 
 /// One whole version of a model. It does not change while this, or a tensor
@@ -132,14 +132,21 @@ impl Snapshot {
     /// room for so many bytes.
     fn copy_to(&self, py: Python<'_>, places: Vec<(usize, Address, u64)>) -> PyResult<()> {
         for (index, _, room) in &places {
-            let range = self.held.layout().tensors().get(*index).map(|one| one.range.len);
+            let range = self
+                .held
+                .layout()
+                .tensors()
+                .get(*index)
+                .map(|one| one.range.len);
             if range != Some(*room) {
                 return Err(PyValueError::new_err(format!(
                     "tensor {index} was to be copied to {room} bytes, and has {range:?}"
                 )));
             }
         }
-        let places = places.into_iter().map(|(index, address, _)| (index, address));
+        let places = places
+            .into_iter()
+            .map(|(index, address, _)| (index, address));
         self.copy(py, places.collect())
     }
 

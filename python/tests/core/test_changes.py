@@ -183,7 +183,11 @@ def test_what_does_not_fit_any_more_is_named(change, named):
             sender.send(wait="sent")
 
 
-@pytest.mark.parametrize("change", [_part, _parameter, _memory, _order], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [_part, _parameter, _memory, _order, _negative, _conjugate],
+    ids=lambda one: one.__name__[1:],
+)
 @pytest.mark.parametrize("mode", ["bind", "copy"])
 def test_what_a_workers_module_has_become_is_loaded_into(change, mode):
     trainer, worker = Policy(), Policy()
@@ -193,4 +197,5 @@ def test_what_a_workers_module_has_become_is_loaded_into(change, mode):
             _in_place(trainer)
             pass_on(sender, receiver)
             for name, tensor in trainer.state_dict().items():
-                assert bits(worker.state_dict()[name]) == bits(tensor), name
+                own = worker.state_dict()[name]
+                assert bits(own.resolve_neg().resolve_conj()) == bits(tensor), name
