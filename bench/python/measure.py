@@ -100,13 +100,12 @@ class _Running:
     """A way to send, connected."""
 
     def __init__(self, payload: Payload, way: Any, settings: dict[str, Any], workers: int) -> None:
-        began = time.perf_counter()
         self.way = way(payload, workers, **settings)
         self.way.connect()
         self._value = 1.0
         self._got = Figures()
         self._seconds(False)
-        self._first = time.perf_counter() - began - self.way.crew.starting
+        self._first = time.perf_counter() - self.way.began - self.way.crew.starting
 
     def turn(self, turns: Turns) -> None:
         """Some sends in a row. The source is written before each, outside the timed part."""

@@ -24,6 +24,7 @@ class Ray:
 
     def __init__(self, payload: Payload, workers: int) -> None:
         self.weights = payload.weights(1.0)
+        self.began = time.perf_counter()
         # Of the workers' processor time it only matters that they find some.
         os.environ["RAY_memory_monitor_refresh_ms"] = "0"
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
