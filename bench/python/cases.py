@@ -32,7 +32,8 @@ class Case(Protocol):
 
 def cases(program: Path) -> Iterator[Case]:
     """Every case; ``program`` measures the Rust figures."""
-    shared = Large("shared-mem", ["bind", "copy"], "SharedMemWeightSyncScheme", 0.9)
+    ways = ["bind", "bind, 2 copying threads", "copy"]
+    shared = Large("shared-mem", ways, "SharedMemWeightSyncScheme", 0.9)
     queued = Large("multi-process", ["multi-process"], "MultiProcessWeightSyncScheme", 1.5)
     for kind in (shared, queued):
         for workers in (1, 2, 4):

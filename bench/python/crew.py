@@ -28,8 +28,11 @@ class Crew:
     """The workers of one way to send."""
 
     def __init__(self, join: Join, count: int, payload: Payload, handed: Any) -> None:
+        began = time.perf_counter()
         self._workers = [_Worker(join, index, payload, handed) for index in range(count)]
         self._hear("ready")
+        #: Seconds until the processes ran.
+        self.starting = time.perf_counter() - began
 
     def connect(self, connect: Callable[[], None]) -> None:
         """The rendez-vous: the workers' half, and the trainer's."""

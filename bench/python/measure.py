@@ -25,7 +25,8 @@ LIMIT = 900
 class Figures:
     """What came of one way to send."""
 
-    #: Seconds until the workers had the first version: set-up, rendez-vous and one send.
+    #: Seconds until the workers had a version that was sent: set-up, rendez-vous and one send,
+    #: without the start of their processes.
     first: float = 0.0
     #: Seconds of each send, until the version was live on every worker.
     sends: list[float] = field(default_factory=list)
@@ -99,13 +100,12 @@ class _Running:
     """A way to send, connected."""
 
     def __init__(self, payload: Payload, way: Any, settings: dict[str, Any], workers: int) -> None:
-        began = time.perf_counter()
         self.way = way(payload, workers, **settings)
         self.way.connect()
         self._value = 1.0
         self._got = Figures()
         self._seconds(False)
-        self._first = time.perf_counter() - began
+        self._first = time.perf_counter() - self.way.began - self.way.crew.starting
 
     def turn(self, turns: Turns) -> None:
         """Some sends in a row. The source is written before each, outside the timed part."""

@@ -24,6 +24,7 @@ class Ray:
 
     def __init__(self, payload: Payload, workers: int) -> None:
         self.weights = payload.weights(1.0)
+        self.began = time.perf_counter()
         # Of the workers' processor time it only matters that they find some.
         os.environ["RAY_memory_monitor_refresh_ms"] = "0"
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -41,6 +42,9 @@ class Ray:
         actor = ray.remote(num_cpus=1)(_Actor)
         self._actors = [actor.remote(payload) for _ in range(workers)]
         self.crew = self
+        self.spent()
+        #: It is not asked how long Ray takes to start.
+        self.starting = 0.0
 
     def connect(self) -> None:
         """Waits until the actors run."""

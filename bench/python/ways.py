@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -20,12 +21,22 @@ class Plain:
     """weightsync's own sender and receivers."""
 
     def __init__(
-        self, payload: Payload, workers: int, *, scheme: str, mode: str = "bind", of: str = "model"
+        self,
+        payload: Payload,
+        workers: int,
+        *,
+        scheme: str,
+        mode: str = "bind",
+        of: str = "model",
+        threads: int = 1,
     ) -> None:
         self.weights = payload.weights(1.0)
+        self.began = time.perf_counter()
         self._sent = getattr(self.weights, of)
         self._workers = workers
-        self.sender = weightsync.Sender(self._sent, name=MODEL, scheme=scheme)
+        self.sender = weightsync.Sender(
+            self._sent, name=MODEL, scheme=scheme, copy_threads=threads
+        )
         self.crew = Crew(_Following, workers, payload, (self.sender.init_info, mode))
 
     def connect(self) -> None:
@@ -74,11 +85,12 @@ class Scheme:
 
     def __init__(self, payload: Payload, workers: int, *, of: Any) -> None:
         # TorchRL moves what it sends through queues to shared memory.
-        self.weights = payload.weights(1.0)
+        self.weights, initial = payload.weights(1.0), payload.weights(0.0)
+        self.began = time.perf_counter()
         self._scheme = of()
         self._scheme.init_on_sender(
             model_id=MODEL,
-            weights=payload.weights(0.0).tensordict,
+            weights=initial.tensordict,
             devices=[torch.device("cpu")] * workers,
             num_workers=workers,
             ctx=context,
@@ -116,6 +128,7 @@ class _OfScheme:
 #: Every way there is here, by its name in the rows.
 WAYS = {
     "bind": (Plain, {"scheme": "shared-mem"}),
+    "bind, 2 copying threads": (Plain, {"scheme": "shared-mem", "threads": 2}),
     "copy": (Plain, {"scheme": "shared-mem", "mode": "copy"}),
     "from a state dict": (Plain, {"scheme": "shared-mem", "of": "state_dict"}),
     "multi-process": (Plain, {"scheme": "multi-process"}),

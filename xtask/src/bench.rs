@@ -1,11 +1,12 @@
 //! `cargo xtask bench GROUP`: one group of benchmarks, built for release.
 //!
-//! A group is one or more hidden subcommands of `weightsync bench`, so that it measures through the
-//! same code as a user does. It prints tables, or with `--json` one object a line (`case`, `value`,
+//! A group is one or more hidden subcommands of `weightsync bench`, or a Python program that uses
+//! the installed package, so that it measures through the same code as a user does. It prints tables, or with `--json` one object a line (`case`, `value`,
 //! `unit`, `baseline`, `ratio`, `target`, `met`); with `--plot` it also draws.
 
 use crate::error::Error;
 use crate::places::Places;
+use crate::pytest;
 use crate::python;
 use crate::step;
 
@@ -13,42 +14,64 @@ use crate::step;
 const COMMAND: &str = "run --release --package weightsync-cli --bin weightsync -- bench";
 
 /// Every group; a new one is a line here.
-const GROUPS: &[Group] = &[Group {
-    name: "mem",
-    own: "mem",
-    peers: Some("peers"),
-    about: "publish to applied over shared memory, beside the same run's memcpy, then TorchRL's",
-}];
+const GROUPS: &[Group] = &[
+    Group {
+        name: "mem",
+        about: "publish to applied over shared memory, beside the same run's memcpy, then TorchRL's",
+        measured: Measured::InRust {
+            own: "mem",
+            peers: "peers",
+        },
+    },
+    Group {
+        name: "python",
+        about: "Python to Python, beside memcpy, TorchRL's schemes, Ray and the same send in Rust",
+        measured: Measured::InPython {
+            program: "bench/python",
+        },
+    },
+];
 
 /// A group of benchmarks.
 struct Group {
     name: &'static str,
-    /// The subcommand with the project's own cases. It takes every flag.
-    own: &'static str,
-    /// The subcommand that compares with other implementations. It takes `--json`, and the Python
-    /// of their environment.
-    peers: Option<&'static str>,
     about: &'static str,
+    measured: Measured,
+}
+
+/// By what a group is measured.
+enum Measured {
+    InRust {
+        /// The subcommand with the project's own cases. It takes every flag.
+        own: &'static str,
+        /// The subcommand that compares with other implementations. It takes `--json`, and the
+        /// Python of their environment.
+        peers: &'static str,
+    },
+    InPython {
+        /// What Python runs, in the environment of the tests with the package installed. It takes
+        /// `--json`, and the command line for the figures in Rust.
+        program: &'static str,
+    },
 }
 
 /// Builds and runs the group named by the first argument, passing the flags on.
-///
+pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
+    let (group, flags) = parse(args)?;
+    match group.measured {
+        Measured::InRust { own, peers } => in_rust(places, own, peers, &flags),
+        Measured::InPython { program } => in_python(places, group.name, program, &flags),
+    }
+}
+
 /// The environment of the peers is made before anything is measured, as that keeps the machine
 /// busy. If it cannot be had, the project's own cases run all the same, and the run fails at its
 /// end with the reason and the fix.
-pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
-    let (group, flags) = parse(args)?;
-    let peers = group
-        .peers
-        .map(|peers| (peers, python::TESTS.provide(places)));
-
-    let mut own = places.cargo();
-    own.args(COMMAND.split(' ')).arg(group.own).args(&flags);
-    let name = format!("bench {}", group.own);
-    let Some((peers, environment)) = peers else {
-        return step::run_last(&name, &mut own);
-    };
-    let outcome = step::run(&name, &mut own).map(drop);
+fn in_rust(places: &Places, own: &str, peers: &str, flags: &[&str]) -> Result<(), Error> {
+    let environment = python::TESTS.provide(places);
+    let mut command = places.cargo();
+    command.args(COMMAND.split(' ')).arg(own).args(flags);
+    let outcome = step::run(&format!("bench {own}"), &mut command).map(drop);
 
     let compared = environment.and_then(|python| {
         let mut command = places.cargo();
@@ -59,6 +82,23 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
     });
     // Of two failures the first is the one to look at.
     outcome.and(compared)
+}
+
+fn in_python(places: &Places, name: &str, program: &str, flags: &[&str]) -> Result<(), Error> {
+    if flags.contains(&"--plot") {
+        return Err(usage(&format!("the group `{name}` has no picture")));
+    }
+    let python = pytest::installed(places)?;
+    let mut build = places.cargo();
+    build.args("build --release --package weightsync-cli --bin weightsync".split(' '));
+    step::run("build", &mut build)?;
+
+    let mut command = python::command(places, &python);
+    command.arg(program).arg("--weightsync");
+    command.arg(places.target().join("release/weightsync"));
+    command.args(flags.iter().filter(|flag| **flag == "--json"));
+    command.env("PYTHONDONTWRITEBYTECODE", "1");
+    step::run_last(&format!("bench {name}"), &mut command)
 }
 
 /// The groups, one a line.
@@ -105,6 +145,8 @@ mod tests {
             let (group, flags) = parse(&args).expect("a known group");
             assert_eq!((group.name, flags), ("mem", vec!["--json", "--plot"]));
         }
+        let (group, flags) = parse(&["--json", "python"]).expect("a known group");
+        assert_eq!((group.name, flags), ("python", vec!["--json"]));
     }
 
     #[test]

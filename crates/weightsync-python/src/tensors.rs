@@ -166,6 +166,9 @@ impl Copies {
             return Ok(None);
         }
         let own = self.pairs.iter().map(|(own, _)| *own);
+        if tensors.any_lazy(py, own.clone())? {
+            return Ok(None);
+        }
         let Some(addresses) = tensors.row_major(py, own)? else {
             return Ok(None);
         };
@@ -189,7 +192,7 @@ impl Tensors {
             }
             seen.device.is_host()
         })?;
-        if !all || self.is_lazy(py, &laid)? {
+        if !all || self.any_lazy(py, 0..self.places.len())? {
             return Ok(None);
         }
         Ok(Some(laid))
@@ -254,14 +257,12 @@ impl Tensors {
         Ok(true)
     }
 
-    /// Whether values have yet to be negated or conjugated. Only torch can say, and is asked
-    /// where that can be: such a tensor is complex, or a view of every second number of one.
-    fn is_lazy(&self, py: Python<'_>, laid: &Laid) -> PyResult<bool> {
-        let strided = laid.strides.iter().map(|(index, _)| *index);
-        let others = self.places.iter().enumerate();
-        let others = others.filter(|(_, place)| place.was.may_be_lazy());
-        for index in strided.chain(others.map(|(index, _)| index)) {
-            let tensor = self.places[index].tensor.object().bind(py);
+    /// Whether values of these have yet to be negated or conjugated. Only torch can say, and is
+    /// asked where that can be: such a tensor is complex, or a view of every second number of one.
+    fn any_lazy(&self, py: Python<'_>, which: impl Iterator<Item = usize>) -> PyResult<bool> {
+        let places = which.filter_map(|index| self.places.get(index));
+        for place in places.filter(|place| place.was.may_be_lazy()) {
+            let tensor = place.tensor.object().bind(py);
             for question in ["is_neg", "is_conj"] {
                 if tensor.call_method0(question)?.is_truthy()? {
                     return Ok(true);
@@ -285,19 +286,19 @@ impl Was {
     /// Bytes of its elements; none if they are not whole.
     fn bytes(&self) -> Option<u64> {
         let (_, bits, lanes) = self.dtype;
-        let lens = self.shape.iter().map(|len| u64::try_from(*len).ok());
+        let mut lens = self.shape.iter().map(|len| u64::try_from(*len).ok());
         let element = u64::from(bits) * u64::from(lanes);
-        let all = lens.fold(Some(element), |all, len| all?.checked_mul(len?))?;
+        let all = lens.try_fold(element, |all, len| all.checked_mul(len?))?;
         all.is_multiple_of(8).then_some(all / 8)
     }
 
-    /// Whether a row-major tensor like this may be one that is read through torch only.
+    /// Whether a tensor like this may be one that is read through torch only.
     fn may_be_lazy(&self) -> bool {
         const FLOAT: u8 = 2;
         const COMPLEX: u8 = 5;
         match self.dtype.0 {
             COMPLEX => true,
-            FLOAT => self.shape.is_empty(),
+            FLOAT => self.shape.is_empty() || !self.row_major,
             _ => false,
         }
     }
