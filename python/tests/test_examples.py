@@ -38,3 +38,20 @@ def test_standalone(tmp_path, scheme):
     said = run([program, "--steps", "5", "--scheme", scheme], tmp_path)
     assert said.count("at v6") == 3, said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scheme", ["shared-mem", "multi-process"])
+def test_cartpole(tmp_path, scheme):
+    """Some batches of it: whether it learns is a matter of minutes, and of its own command."""
+    program = ROOT / "examples/torchrl_cartpole.py"
+    done = subprocess.run(
+        [sys.executable, program, "--frames", "2048", "--scheme", scheme],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    # Not after so few frames.
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "after 2048 frames" in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())

@@ -60,10 +60,12 @@ pub fn soon(call: fn(Python<'_>)) {
         Python::try_attach(call);
         0
     }
-    // SAFETY: both may be called by any thread; a full queue is no harm, since
-    // what is in it makes the same call.
-    unsafe {
-        if ffi::Py_IsInitialized() != 0 {
+    // SAFETY: any thread may ask.
+    let alive = unsafe { ffi::Py_IsInitialized() } != 0;
+    if alive {
+        // SAFETY: any thread may, while there is an interpreter. A full queue is no
+        // harm: what is in it makes the same call.
+        unsafe {
             ffi::Py_AddPendingCall(Some(made), call as *mut c_void);
         }
     }

@@ -278,8 +278,8 @@ def applied_twice(module, name):
         acted(batches)
         done[:] = [0, 0, 0]
         collector.update_policy_weights_(policy(2.0))
-        by_scheme, by_cascade, bumps = done[:]
         assert acted(batches) == {2.0}
+        by_scheme, by_cascade, bumps = done[:]
         assert by_scheme + by_cascade <= 1, f"written {by_scheme} + {by_cascade} times"
         assert bumps == 1, f"one update counts as {bumps}"
 
