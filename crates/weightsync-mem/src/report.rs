@@ -243,6 +243,7 @@ impl Waiter {
             pending: publication.fates.clone(),
             lines: Vec::with_capacity(publication.fates.len()),
             told: Vec::new(),
+            answered: Vec::new(),
         };
         let done = shared.wait_until(deadline, || {
             settling.look();
@@ -295,6 +296,7 @@ impl Waiter {
             pending: publication.fates.iter().filter(decided).copied().collect(),
             lines: Vec::new(),
             told: Vec::new(),
+            answered: Vec::new(),
         };
         settling.look();
         settling.tell_absent();
@@ -337,6 +339,8 @@ struct Settling<'a> {
     lines: Vec<ReaderOutcome>,
     /// Of the lines those of readers that went, which are told once.
     told: Vec<Key>,
+    /// Of the lines those of readers that were there; they may go any moment.
+    answered: Vec<Key>,
 }
 
 impl Settling<'_> {
@@ -367,6 +371,7 @@ impl Settling<'_> {
                     self.told.push(*key);
                 }
                 self.line(&state, *key, outcome);
+                self.answered.push(*key);
             } else if let Some(gone) = state.tell_gone(*key) {
                 if !gone.told {
                     self.told.push(*key);
@@ -392,6 +397,7 @@ impl Settling<'_> {
         let state = self.shared.state();
         for (key, _) in std::mem::take(&mut self.pending) {
             self.line(&state, key, Outcome::Late);
+            self.answered.push(key);
         }
     }
 
@@ -422,8 +428,17 @@ impl Settling<'_> {
                 after: publication.at.elapsed(),
             });
         }
+        let mut again = Vec::new();
         for gone in state.tell_untold(|worker| publication.is_for(worker)) {
-            self.gone_line(gone);
+            if !self.answered.contains(&gone.key) {
+                self.gone_line(gone);
+            } else if gone.died {
+                // It has its line, and one is enough: the next report tells of its death.
+                again.push(gone.key);
+            }
+        }
+        for key in again {
+            state.untell(key);
         }
         drop(state);
         self.tell_absent();

@@ -265,3 +265,33 @@ fn every_refusal_is_named() {
         "policy was refused by worker 2: no room; worker 4: no head"
     );
 }
+
+#[test]
+fn a_worker_that_leaves_as_soon_as_it_has_it_has_one_line() {
+    const WORKERS: u32 = 4;
+    for _ in 0..25 {
+        let setup = SenderSetup::new("policy", &weights()).unwrap();
+        let info = setup.init_info();
+        let workers: Vec<_> = (0..WORKERS)
+            .map(|worker| {
+                let info = info.clone();
+                thread::spawn(move || {
+                    let mut receiver = ReceiverSetup::new(info, worker).connect(SOON).unwrap();
+                    let mut version = Version::NONE;
+                    while version < Version(2) {
+                        version = receiver.receive(None).unwrap().unwrap().version();
+                    }
+                })
+            })
+            .collect();
+        let expect = Expect::Count(WORKERS as usize);
+        let mut sender = setup.connect(&weights(), expect, SOON).unwrap();
+        let report = sender.send(&weights()).unwrap();
+        let lines: Vec<_> = report.workers.iter().map(|line| line.worker.0).collect();
+        assert_eq!(lines, [0, 1, 2, 3], "{report}");
+        assert!(report.all_applied(), "{report}");
+        for worker in workers {
+            worker.join().unwrap();
+        }
+    }
+}
