@@ -87,7 +87,6 @@ class Source:
         self._kept.extend(tensors)
         return self._native
 
-
     def release(self) -> None:
         """Lets go of what was held for a send."""
         self._memory = []
@@ -162,9 +161,9 @@ def module_weights(
     """The tensors of a module by dotted names, and its extra states as they are now."""
     found: list[Found] = []
     extras: dict[str, Any] = {}
-    for prefix, _, slots, key, tensor, is_buffer in module_tensors(module, strategy):
+    for prefix, _, inside, key, tensor, is_buffer in module_tensors(module, strategy):
         found.append((_extra.joined(prefix, key), tensor, is_buffer))
-        places.tensor(slots, key)
+        places.tensor(inside, key)
     for prefix, part in module.named_modules(remove_duplicate=False):
         places.all_of(part)
         if has_extra_state(part):

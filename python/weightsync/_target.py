@@ -6,7 +6,6 @@ points only, and again with the version before if a set fails midway.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -16,8 +15,6 @@ from typing import Any, cast
 from weightsync import _dtypes, _extra
 from weightsync._native import Copies, Layout, Snapshot, Tensors
 from weightsync._source import Places, has_extra_state, module_tensors, tree
-
-logger = logging.getLogger("weightsync")
 
 # Smaller tensors are copied where others are bound: the copy is quicker than the binding.
 BIND_FROM = 64 * 1024
@@ -178,14 +175,14 @@ class ModuleTarget(Target):
         self._entries = []
         specs: list[tuple[str, str, tuple[int, ...]]] = []
         sent = self._sent
-        for prefix, _, slots, key, tensor, is_buffer in module_tensors(module, "tensordict"):
+        for prefix, _, inside, key, tensor, is_buffer in module_tensors(module, "tensordict"):
             name = _extra.joined(prefix, key)
             if sent is not None:
                 if is_buffer and name not in sent and self._is_transient(module, prefix, key):
                     continue
             elif is_buffer and self._is_transient(module, prefix, key):
                 continue
-            self._entries.append(_Entry(name, slots, key, tensor, is_buffer))
+            self._entries.append(_Entry(name, inside, key, tensor, is_buffer))
             specs.append((name, *_dtypes.of_tensor(name, tensor)))
         if sent is not None:
             self._extras = [
@@ -211,7 +208,7 @@ class ModuleTarget(Target):
         self._planned = None
         places = Places()
         for entry in self._entries:
-            places.tensor(entry.slots, entry.key)
+            places.tensor(entry.inside, entry.key)
         for _, part in module.named_modules(remove_duplicate=False):
             places.all_of(part)
         self._tensors = places.tensors()
@@ -224,7 +221,7 @@ class ModuleTarget(Target):
         # A part that was replaced keeps its own tensors where they are.
         if any(list(part.values()) != parts for part, parts in self._parts):
             return False
-        if not all([entry.slots.get(entry.key) is entry.tensor for entry in self._entries]):
+        if not all([entry.inside.get(entry.key) is entry.tensor for entry in self._entries]):
             return False
         return self._kinds_now() == self._kinds
 
@@ -248,7 +245,7 @@ class ModuleTarget(Target):
         module, sent, took = self._the_module(), self._sent or {}, False
         made: dict[int, Any] = {}
         with torch.no_grad():
-            for prefix, owner, slots, key, tensor, is_buffer in list(
+            for prefix, owner, inside, key, tensor, is_buffer in list(
                 module_tensors(module, "tensordict")
             ):
                 name = _extra.joined(prefix, key)
@@ -272,7 +269,7 @@ class ModuleTarget(Target):
                 if id(tensor) not in made:
                     room = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
                     made[id(tensor)] = _alike(tensor, room)
-                slots[key] = made[id(tensor)]
+                inside[key] = made[id(tensor)]
         return took
 
     def _load_extra(self, snapshot: Snapshot, names: list[str]) -> None:
@@ -292,12 +289,12 @@ class ModuleTarget(Target):
 class _Entry:
     """One tensor of a module, and where in it it is."""
 
-    __slots__ = ("is_buffer", "key", "name", "slots", "tensor")
+    __slots__ = ("inside", "is_buffer", "key", "name", "tensor")
 
     def __init__(
-        self, name: str, slots: dict[str, Any], key: str, tensor: Any, is_buffer: bool
+        self, name: str, inside: dict[str, Any], key: str, tensor: Any, is_buffer: bool
     ) -> None:
-        self.name, self.slots, self.key = name, slots, key
+        self.name, self.inside, self.key = name, inside, key
         self.tensor, self.is_buffer = tensor, is_buffer
 
 

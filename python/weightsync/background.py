@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -12,8 +11,6 @@ from typing import Any
 from weightsync import _ends
 from weightsync._native import Background as Native
 from weightsync._target import ModuleTarget, Target, loading
-
-logger = logging.getLogger("weightsync")
 
 
 class Background:

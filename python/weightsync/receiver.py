@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,6 @@ from weightsync._target import Target, target_of
 from weightsync.background import Background
 from weightsync.errors import LifecycleError, ModelError
 from weightsync.snapshot import Snapshot
-
-logger = logging.getLogger("weightsync")
 
 #: Whether a module's larger parameters lie in the version itself, or are copied.
 Mode = Literal["bind", "copy"]
@@ -72,7 +69,8 @@ class Receiver:
             DeadlineError: if the sender, or its first version, is not there in time.
             WrongWeightsError: naming each tensor that does not fit; the sender knows.
         """
-        self._session.connect_receiver(self._pairs(), timeout)
+        pairs = None if self._targets is None else self._pairs()
+        self._session.connect_receiver(pairs, timeout)
         _ends.opened(self)
 
     def receive(self, timeout: float | None = None) -> Any:
@@ -92,7 +90,7 @@ class Receiver:
             LoadError: the model could not take it, and has the version it had.
         """
         if self._targets is not None:
-            return self._versions(self._session.receive_into(self._given(), timeout))
+            return self._versions(self._session.receive_into(self._pairs(), timeout))
         return self._snapshots(self._session.receive(timeout))
 
     def pull(
@@ -111,7 +109,7 @@ class Receiver:
         # A scheme that carries nothing has no models, and says so itself.
         name = model or next(iter(self.models), "")
         if self._targets is not None:
-            versions = self._session.pull_into(self._given(), name, version, at_least, timeout)
+            versions = self._session.pull_into(self._pairs(), name, version, at_least, timeout)
             return self._versions(versions)
         return self._snapshots(self._session.pull(name, version, at_least, timeout))
 
@@ -129,7 +127,7 @@ class Receiver:
             raise LifecycleError("a background receiver loads into models: give the receiver some")
         if safe_points not in ("implied", "declared"):
             raise ValueError(f'safe_points wants "implied" or "declared", and got {safe_points!r}')
-        native = self._session.start_background(self._given(), safe_points == "declared")
+        native = self._session.start_background(self._pairs(), safe_points == "declared")
         self._background = Background(native, self._targets, len(self._targets) == 1)
         _ends.opened(self._background)
         return self._background
@@ -174,7 +172,9 @@ class Receiver:
 
     def __del__(self) -> None:
         # A background receiver goes on by itself, and is its own to end.
-        if not sys.is_finalizing() and getattr(self, "_background", self) is None and os.getpid() == self._pid:
+        if getattr(self, "_background", self) is not None or sys.is_finalizing():
+            return
+        if os.getpid() == self._pid:
             self.shutdown()
 
     def __enter__(self) -> Receiver:
@@ -191,10 +191,7 @@ class Receiver:
             "a receiver is a live end and cannot be pickled: make one from the init info there"
         )
 
-    def _pairs(self) -> list[tuple[str, Any]] | None:
-        return None if self._targets is None else list(self._targets.items())
-
-    def _given(self) -> list[tuple[str, Any]]:
+    def _pairs(self) -> list[tuple[str, Any]]:
         assert self._targets is not None
         return list(self._targets.items())
 

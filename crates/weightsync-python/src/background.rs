@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -13,7 +13,7 @@ use crate::errors::exception;
 use crate::loader::{Target, set_of};
 use crate::options::timeout_of;
 use crate::report::versions_of;
-use crate::session::{Session, run_of};
+use crate::session::run_of;
 use crate::wait::{released, released_until};
 
 type Inner = weightsync::Background<Vec<Target>>;
@@ -26,7 +26,7 @@ thread_local! {
 /// A receiver that a thread of its own keeps up to date.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Background {
-    /// None once it was stopped.
+    /// None once it was shut down.
     inner: Mutex<Option<Arc<Inner>>>,
     /// Set by whoever ends it: then no call waits any longer.
     ending: AtomicBool,
@@ -42,23 +42,22 @@ impl Background {
         let seat = inner.try_hold().map_err(|error| exception(py, error))?;
         let seat = match seat {
             Some(seat) => seat,
-            None => self.call(py, || inner.hold())?,
+            None => self.call(py, |inner| inner.hold())?,
         };
+        let_go(py, inner);
         Ok(Seat(Mutex::new(Some(seat))))
     }
 
     /// Lets the models change, here and now; their versions if they did.
     fn safe_point(&self, py: Python<'_>) -> PyResult<Option<BTreeMap<String, u64>>> {
-        let inner = self.running(py)?;
-        let versions = self.call(py, || inner.safe_point())?;
+        let versions = self.call(py, |inner| inner.safe_point())?;
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
     /// What it does (`following`, `searching`, `closed`, `died` or `failed`), in
     /// words, and why the newest version could not be applied.
     fn state(&self, py: Python<'_>) -> PyResult<(&'static str, String, Option<String>)> {
-        let inner = self.running(py)?;
-        let status = self.call(py, || inner.status())?;
+        let status = self.call(py, |inner| inner.status())?;
         Ok((
             word(&status.state),
             status.state.to_string(),
@@ -68,15 +67,13 @@ impl Background {
 
     /// The version of each model that this worker runs.
     fn versions(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
-        let inner = self.running(py)?;
-        let status = self.call(py, || inner.status())?;
+        let status = self.call(py, |inner| inner.status())?;
         Ok(versions_of(&status.versions))
     }
 
     /// The run of these versions.
     fn run(&self, py: Python<'_>) -> PyResult<(u64, String)> {
-        let inner = self.running(py)?;
-        Ok(run_of(self.call(py, || inner.status())?.run))
+        Ok(run_of(self.call(py, |inner| inner.status())?.run))
     }
 
     /// Waits, in seconds, until every model named has at least this version, or,
@@ -89,9 +86,8 @@ impl Background {
         versions: BTreeMap<String, u64>,
         timeout: Option<f64>,
     ) -> PyResult<bool> {
-        let inner = self.running(py)?;
         let until = timeout_of(timeout)?.and_then(|timeout| Instant::now().checked_add(timeout));
-        self.call(py, || {
+        self.call(py, |inner| {
             let before = inner.status()?;
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             inner.wait(left, |status| match versions.is_empty() {
@@ -107,22 +103,6 @@ impl Background {
         })
     }
 
-    /// Ends the thread; the receiver goes on as a session.
-    fn stop(&self, py: Python<'_>) -> PyResult<Option<Session>> {
-        let inner = self.take();
-        let Some(inner) = inner else {
-            return Ok(None);
-        };
-        self.ending.store(true, Ordering::SeqCst);
-        released(py, || {
-            let stopped = alone(inner).stop();
-            let (receiver, _targets) = stopped?;
-            Ok(Some(Session::of(weightsync::Session::of_receiver(
-                receiver,
-            ))))
-        })
-    }
-
     /// Ends the thread and the receiver; any number of times.
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         let Some(inner) = self.take() else {
@@ -131,6 +111,7 @@ impl Background {
         self.ending.store(true, Ordering::SeqCst);
         if INSIDE.get() > 0 {
             // A signal's handler, in the middle of a wait: ended when that returns.
+            let_go(py, inner);
             return Ok(());
         }
         py.detach(|| drop(alone(inner)));
@@ -138,12 +119,10 @@ impl Background {
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let status = match &*inner {
-            None => return Ok("<Background: stopped>".into()),
-            Some(inner) => inner.status(),
-        };
-        let status = status.map_err(|error| exception(py, error))?;
+        if self.lock().is_none() {
+            return Ok("<Background: shut down>".into());
+        }
+        let status = self.call(py, |inner| inner.status())?;
         let versions = status.versions.iter();
         let versions: Vec<_> = versions
             .map(|(model, one)| format!("{model} {one}"))
@@ -177,13 +156,12 @@ impl Background {
     }
 
     fn running(&self, py: Python<'_>) -> PyResult<Arc<Inner>> {
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.clone().ok_or_else(|| {
+        self.lock().clone().ok_or_else(|| {
             exception(
                 py,
                 Error::WrongOrder {
                     call: "this",
-                    state: "after stop",
+                    state: "after shutdown",
                     fix: "start a background receiver anew",
                 },
             )
@@ -194,17 +172,22 @@ impl Background {
     fn call<T: Send>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce() -> Result<T, Error> + Send,
+        call: impl FnOnce(&Inner) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
+        let inner = self.running(py)?;
         INSIDE.set(INSIDE.get() + 1);
-        let done = released_until(py, &self.ending, call);
+        let done = released_until(py, &self.ending, || call(&inner));
         INSIDE.set(INSIDE.get() - 1);
+        let_go(py, inner);
         done
     }
 
     fn take(&self) -> Option<Arc<Inner>> {
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.take()
+        self.lock().take()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Inner>>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -220,6 +203,14 @@ impl Drop for Background {
         let _ = Python::try_attach(|py| {
             py.detach(|| drop(std::mem::ManuallyDrop::into_inner(inner)));
         });
+    }
+}
+
+/// Lets go of what a call used: the last one ends the thread, if it was shut down
+/// meanwhile, and that thread may be waiting for the interpreter's lock.
+fn let_go(py: Python<'_>, inner: Arc<Inner>) {
+    if let Some(inner) = Arc::into_inner(inner) {
+        py.detach(|| drop(inner));
     }
 }
 

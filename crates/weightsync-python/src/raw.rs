@@ -78,11 +78,14 @@ pub fn soon(call: fn(Python<'_>)) {
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct View {
     held: PrivateView,
+    /// A forked child does not have the memory.
+    pid: u32,
 }
 
 impl View {
     pub fn new(held: PrivateView) -> Self {
-        Self { held }
+        let pid = std::process::id();
+        Self { held, pid }
     }
 }
 
@@ -101,6 +104,12 @@ impl View {
     ) -> PyResult<()> {
         if buffer.is_null() {
             return Err(PyBufferError::new_err("no place for the buffer"));
+        }
+        if slf.get().pid != std::process::id() {
+            return Err(PyBufferError::new_err(
+                "the version's memory is its process's own, and this is a forked child: receive \
+                 it here, or copy it before the fork",
+            ));
         }
         let held = &slf.get().held;
         let (start, len) = (held.as_ptr().cast::<c_void>(), held.len() as isize);

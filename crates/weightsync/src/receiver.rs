@@ -319,10 +319,6 @@ impl Receiver {
         self.whole
     }
 
-    pub(crate) fn info(&self) -> &InitInfo {
-        &self.setup.info
-    }
-
     /// This worker's number.
     pub fn worker(&self) -> WorkerId {
         self.setup.worker

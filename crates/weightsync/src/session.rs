@@ -288,16 +288,6 @@ impl Session {
         }
     }
 
-    /// A session of a receiver that is connected, such as a background receiver
-    /// gives back.
-    pub fn of_receiver(receiver: Receiver) -> Self {
-        let info = receiver.info().clone();
-        Self {
-            state: State::Receiving(Box::new(receiver)),
-            ..Self::of(info)
-        }
-    }
-
     /// The connected receiver by itself: to be handed to a thread, say. The
     /// session is closed then.
     ///

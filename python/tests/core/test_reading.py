@@ -249,6 +249,35 @@ def _use_in_child(sender, receiver, pipe):
     pipe.send(said)
 
 
+def test_a_forked_child_is_told_that_a_versions_memory_is_its_parents():
+    with pair(Net(1.0)) as (_, receiver):
+        snapshot = receiver.latest()
+        view = snapshot._native.view()
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        args = (snapshot, view, there)
+        child = context.Process(target=_look_in_child, args=args, daemon=True)
+        child.start()
+        there.close()
+        assert here.poll(LONG)
+        assert here.recv() == ["LifecycleError", "BufferError"]
+        child.join()
+        child.close()
+        here.close()
+        assert memoryview(view).nbytes
+
+
+def _look_in_child(snapshot, view, pipe):
+    said = []
+    for call in (snapshot.tensors, lambda: memoryview(view)):
+        try:
+            call()
+            said.append("nothing")
+        except Exception as error:
+            said.append(type(error).__name__)
+    pipe.send(said)
+
+
 def test_nothing_is_seen_before_it_is_sent():
     trainer, worker = Net(1.0), Net()
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.5)

@@ -5,9 +5,10 @@ import os
 import pickle
 import signal
 import threading
+import time
 
 import torch
-from crew import SOON, Probe, Worker, hurry, line, standing
+from crew import SOON, Crew, Probe, Worker, hurry, line, standing
 from scenarios import scheme_of
 from tiny import One, acted, collecting, policy, weights_of
 from torch import multiprocessing as mp
@@ -233,6 +234,40 @@ def older_worker(module, name, pipe, tell):
             tell.send(model()[0])
 
 
+def older_without_a_sender(module, name):
+    """A sender that ended before it had said how to join sends nothing more."""
+    here, there = mp.Pipe()
+    receiver = scheme_of(module, name).create_receiver()
+    receiver.register_model(Probe())
+    receiver.register_worker_transport(there)
+    assert receiver.receive(timeout=0.0) is False
+    here.close()
+    assert receiver.receive(timeout=SOON) is False
+
+
+def own_weights_at_once(module, name):
+    """Workers with weights of their own wait for these alone, whenever they come."""
+    from weightsync.torchrl import _group
+
+    # A wait for anything else has no end.
+    _group.WEIGHT_SYNC_TIMEOUT = 1e6
+    for worker in (Worker, Late):
+        scheme = scheme_of(module, name)
+        first = {0: weights_of(Probe(1.0)), 1: weights_of(Probe(2.0))}
+        scheme.init_on_sender(params_map=first, model_id="policy")
+        with Crew(scheme, [Probe(), Probe()], worker) as crew:
+            assert crew.values() == [(1.0, 1.0), (2.0, 2.0)]
+            scheme.send({1: weights_of(Probe(3.0))})
+            assert crew.values() == [(1.0, 1.0), (3.0, 3.0)]
+        scheme.shutdown()
+
+
+class Late(Worker):
+    def prepare(self):
+        # The sender has long sent what each begins with.
+        time.sleep(1.0)
+
+
 def shut_down_while_connecting(module, name):
     """A shutdown ends a connect that waits."""
     scheme = scheme_of(module, name)
@@ -279,4 +314,6 @@ def words_of_errors(module, name):
         scheme.send(weights_of(Probe()))
     except LifecycleError as error:
         assert "connect" in str(error)
+    else:
+        raise AssertionError("a send before connect is no error")
     assert pickle.loads(pickle.dumps(scheme)).model_id == "policy"

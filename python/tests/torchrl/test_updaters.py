@@ -25,8 +25,11 @@ def test_vanilla_pulls_maps_pushes_and_calls_hooks():
     policy = Probe(0.0)
     done = []
 
+    mapped = []
+
     class Doubled(ours.VanillaWeightUpdater):
         def _maybe_map_weights(self, server_weights):
+            mapped.append(server_weights)
             return super()._maybe_map_weights(server_weights).apply(lambda value: value * 2)
 
     updater = Doubled(
@@ -41,6 +44,7 @@ def test_vanilla_pulls_maps_pushes_and_calls_hooks():
     updater()
     updater(weights(5.0))
     assert done == [(2.0, 2.0), (6.0, 6.0), (10.0, 10.0)]
+    assert len(mapped) == 3, "the hook is called once for each push"
 
 
 def test_from_policy_updates_the_policy_it_was_made_from():

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torchrl.weight_update import TransportBackend, WeightStrategy
 
+from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._older import WeightReceiver, WeightSender
 from weightsync.torchrl._schemes import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
-    WeightSyncScheme,
 )
 from weightsync.torchrl._transports import MPTransport, SharedMemTransport
 from weightsync.torchrl._updaters import MultiProcessedWeightUpdater, VanillaWeightUpdater

@@ -30,6 +30,9 @@ logger = logging.getLogger("weightsync")
 # How long a sender waits for its workers before it looks whether they are still alive.
 _LOOK = 0.2
 
+# The version that `connect` publishes, for all workers alike.
+_FIRST = 1
+
 # How long workers that are alive may take to start, in seconds.
 _ALIVE = 300.0
 
@@ -59,12 +62,13 @@ class Group:
         # What crosses.
         self._info: str | None = None
         self._names: list[str] = []
-        self._own_weights = False
+        # The workers with weights of their own of a model.
+        self._own_weights: dict[str, list[int]] = {}
         # A worker's half.
         self._session: Session | None = None
         self._first_set: Any = None
         self._left_worker: set[str] = set()
-        self.slots: dict[str, Slot] = {}
+        self.models: dict[str, WorkerModel] = {}
         self.background: Background | None = None
 
     # The trainer's half.
@@ -85,12 +89,16 @@ class Group:
                     "their workers already; set all schemes up before the first connects"
                 )
             self._weights[name] = weights
-            self._each.pop(name, None)
             self._strategies[name] = strategy
-            if each is not None:
-                self._each[name] = each
             self._unconnected.add(name)
-            self._initial[name] = next(iter(each().values())) if each is not None else weights()
+            if each is None:
+                self._each.pop(name, None)
+                self._own_weights.pop(name, None)
+                self._initial[name] = weights()
+            else:
+                own = each()
+                self._each[name], self._own_weights[name] = each, list(own)
+                self._initial[name] = next(iter(own.values()))
             self.worker_ids = sorted({*self.worker_ids, *worker_ids})
             self._prepare()
 
@@ -114,7 +122,6 @@ class Group:
         self.sender._models = dict.fromkeys(first)
         self._info = self.sender.init_info.to_json()
         self._names = list(first)
-        self._own_weights = bool(self._each)
 
     def connect(self, name: str, weights: Any, context: Any) -> None:
         """The rendez-vous: the last model's waits until every worker has them all."""
@@ -234,7 +241,7 @@ class Group:
 
     # A worker's half.
 
-    def join(self, name: str, worker: int, slot: Slot) -> None:
+    def join(self, name: str, worker: int, own: WorkerModel) -> None:
         """The rendez-vous of one model of a worker's: its initial weights are loaded."""
         with self._join_lock:
             if self._info is None:
@@ -249,31 +256,45 @@ class Group:
             session, is_first = self._session, self._session is None
             if session is None:
                 info = InitInfo.from_json(self._info)
-                session = Session.prepare_receiver(info, worker, self._names, slot.device)
+                session = Session.prepare_receiver(info, worker, self._names, "cpu")
                 self._session = session
                 _ends.opened(self)
         # Not under the lock: whoever shuts down ends this.
         if is_first:
             self._first_set = session.join_receiver(WEIGHT_SYNC_TIMEOUT)
-        slot.group = self
-        self.slots[name] = slot
-        if len(self.slots) < len(self._names):
+        own.group = self
+        self.models[name] = own
+        if len(self.models) < len(self._names):
             # The worker goes on with these while its other models are made.
             for snapshot, _ in self._first_set.members():
                 if snapshot.model == name:
-                    slot.shape(snapshot.layout)
-                    slot.load(snapshot)
+                    own.shape(snapshot.layout)
+                    own.load(snapshot)
             return
         self._first_set = None
-        slots = [(one, self.slots[one]) for one in self._names]
-        session.load_joined(slots)
-        if self._own_weights:
-            # The first version is the same for all; each worker's own comes next.
-            session.receive_into(slots, WEIGHT_SYNC_TIMEOUT)
-        native = session.start_background(slots, False)
-        self.background = Background(native, {}, len(slots) == 1)
-        for one in self.slots.values():
+        models = [(one, self.models[one]) for one in self._names]
+        session.load_joined(models)
+        self._receive_own(session, worker, models)
+        native = session.start_background(models, False)
+        self.background = Background(native, {}, len(models) == 1)
+        for one in self.models.values():
             one.follow(self.background)
+
+    def _receive_own(self, session: Session, worker: int, models: list[Any]) -> None:
+        """The first version is the same for all: a worker's own comes next, if it has any.
+
+        It is there already for a worker that joins after it was sent.
+        """
+        until = time.monotonic() + WEIGHT_SYNC_TIMEOUT
+        own = [name for name, workers in self._own_weights.items() if worker in workers]
+        while missing := [name for name in own if session.versions()[name] <= _FIRST]:
+            left = until - time.monotonic()
+            if left <= 0 or session.receive_into(models, left) is None:
+                raise DeadlineError(
+                    f"worker {worker} did not get its own weights of {', '.join(missing)} within "
+                    f"{WEIGHT_SYNC_TIMEOUT:.0f} s",
+                    "retry",
+                )
 
     def leave(self, name: str, *, sender: bool) -> None:
         """One model's scheme shuts down; the last of a half ends that half."""
@@ -287,7 +308,7 @@ class Group:
             return
         with self._join_lock:
             self._left_worker.add(name)
-            if self._left_worker >= set(self.slots):
+            if self._left_worker >= set(self.models):
                 self._leave_sender()
 
     def shutdown(self) -> None:
@@ -307,23 +328,21 @@ class Group:
             self.background.shutdown()
         if self._session is not None:
             self._session.shutdown()
-        for slot in self.slots.values():
-            slot.release()
+        for own in self.models.values():
+            own.release()
 
 
-class Slot(Target):
-    """A place for a model of a worker's, which may be exchanged for another."""
+class WorkerModel(Target):
+    """A worker's model, which may be exchanged for another."""
 
-    def __init__(self, name: str, mode: str, device: str = "cpu") -> None:
+    def __init__(self, name: str, mode: str) -> None:
         self.name = name
-        self.device = device
         self.group: Group | None = None
         self._mode = mode
         self._target: Target | None = None
         self._sent: Layout | None = None
         self._last: NativeSnapshot | None = None
         self._background: Background | None = None
-        self._guarded: list[Any] = []
         # What else happens when weights were loaded: a cascade, say.
         self.loaded: Callable[[NativeSnapshot], None] | None = None
         # Another way to load: True if it took the snapshot.

@@ -199,9 +199,13 @@ class WeightReceiver:
     _fresh = False
 
     def _join(self, timeout: float | None) -> bool:
-        if not self._pipe.poll(timeout):
+        try:
+            if not self._pipe.poll(timeout):
+                return False
+            message, word = self._pipe.recv()
+        except (EOFError, OSError):
+            # The sender is gone, as one that has closed.
             return False
-        message, word = self._pipe.recv()
         if word != _WORD:
             raise LifecycleError(
                 f"the pipe said {word!r}: it is for weights alone until the worker has joined"

@@ -79,7 +79,7 @@ class SchemeTransport:
         """The rendez-vous of a worker; its initial weights."""
         if not self._scheme.synchronized_on_receiver:
             self._scheme.connect(worker_idx=worker_idx)
-        return self._scheme._formatted(self._scheme._slot.weights())
+        return self._scheme._formatted(self._scheme._worker_model.weights())
 
     def send_ack(self, message: str = "updated") -> None:
         """Nothing: that weights are applied is told when they are."""
@@ -101,7 +101,6 @@ class _QueueTransport:
     """What transports that stand alone share: queues that say how to join."""
 
     _word = "shared-mem"
-    _strategy = "tensordict"
 
     def __init__(self, queues: dict[int, Any], timeout: float | None) -> None:
         self.timeout = timeout
@@ -255,13 +254,15 @@ class SharedMemTransport(_QueueTransport):
     def __init__(self) -> None:
         super().__init__({}, 60.0)
         self._params_map: dict[int, Any] = {}
-        self._per_worker = False
 
     def register_weights(
         self, params_map: dict[int, Any], init_queues: dict[int, Any], per_worker: bool = False
     ) -> None:
-        """Says which worker begins with which weights, and the queue each learns from."""
-        self._params_map, self._queues, self._per_worker = params_map, dict(init_queues), per_worker
+        """Says which worker begins with which weights, and the queue each learns from.
+
+        ``per_worker`` is accepted as TorchRL has it: the map says it already.
+        """
+        self._params_map, self._queues = params_map, dict(init_queues)
 
     @property
     def unique_weights(self) -> list[Any]:
@@ -325,8 +326,3 @@ class _Applied(Target):
         target = target_of(self._model, "copy")
         target.shape(snapshot.layout)
         target.load(snapshot)
-
-
-def of_scheme(scheme: Any, worker_idx: int | None = None) -> SchemeTransport:
-    """A transport of a scheme's."""
-    return SchemeTransport(scheme, worker_idx)

@@ -20,47 +20,48 @@ class _Checked:
         """The hook between the server's weights and the workers'; as they are by default."""
         return _as_tensordict(server_weights)
 
-    def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> Any:
-        """Pushes weights to the workers, or to some of them, and calls the post-hooks.
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        """Pushes weights to the workers, or to some of them.
 
         Without weights they are pulled from the server. Workers and tensors are checked
         before anything changes.
         """
-        known = self.all_worker_ids()
-        if worker_ids is not None and known is not None:
-            worker_ids = worker_ids if isinstance(worker_ids, (list, tuple)) else [worker_ids]
-            unknown = [one for one in worker_ids if one not in known]
+        wanted = known = self.all_worker_ids()
+        if worker_ids is not None:
+            wanted = worker_ids if isinstance(worker_ids, (list, tuple)) else [worker_ids]
+            unknown = [one for one in wanted if known is not None and one not in known]
             if unknown:
                 raise ModelError(f"there is no worker {unknown[0]}; there are {known}")
         weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
-        if weights is not None:
-            mapped = _as_tensordict(self._maybe_map_weights(weights))
-            for place in self._places(worker_ids):
-                compare(place, mapped, "the policy")
-        return super().push_weights(weights, worker_ids)
+        mapped = _as_tensordict(self._maybe_map_weights(weights))
+        if mapped is None:
+            return
+        # Vanilla has no workers: its policy is here.
+        wanted = [None] if wanted is None else [one for one in wanted if not self._skip_update(one)]
+        for worker in wanted:
+            compare(self._place(worker), mapped, "the policy")
+        for worker in wanted:
+            self._sync_weights_with_worker(worker_id=worker, server_weights=mapped)
 
 
 class VanillaWeightUpdater(_Checked, _Vanilla):
     """Updates a policy in this process; TorchRL's, with checks."""
 
-    def _places(self, worker_ids: Any) -> list[Any]:
-        return [self.policy_weights]
+    def _place(self, worker: Any) -> Any:
+        return self.policy_weights
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        if server_weights is not None:
-            self.policy_weights.data.update_(_as_tensordict(server_weights).data)
+        self.policy_weights.data.update_(server_weights.data)
 
 
 class MultiProcessedWeightUpdater(_Checked, _MultiProcessed):
     """Updates the weights of each device's workers; TorchRL's, with checks."""
 
-    def _places(self, worker_ids: Any) -> list[Any]:
-        wanted = self._policy_weights if worker_ids is None else worker_ids
-        return [self._policy_weights[worker] for worker in wanted]
+    def _place(self, worker: Any) -> Any:
+        return self._policy_weights[worker]
 
     def _sync_weights_with_worker(self, worker_id: Any, server_weights: Any) -> None:
-        if server_weights is not None:
-            self._policy_weights[worker_id].data.update_(_as_tensordict(server_weights).data)
+        self._policy_weights[worker_id].data.update_(server_weights.data)
 
 
 def _as_tensordict(weights: Any) -> Any:

@@ -1,0 +1,85 @@
+"""What all schemes share: TorchRL's own base, with states that are this process's alone."""
+
+from __future__ import annotations
+
+import os
+import queue
+from typing import Any
+
+from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
+
+
+class WeightSyncScheme(_TorchRLScheme):
+    """TorchRL's scheme, as a base for schemes over transports of one's own.
+
+    ``from_backend`` makes the schemes of this package.
+    """
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
+        """The scheme of a backend: ``none``, ``shared`` or ``process``, and TorchRL's aliases."""
+        from weightsync.torchrl import _schemes
+
+        kinds: dict[str, type[WeightSyncScheme]] = {
+            "none": _schemes.NoWeightSyncScheme,
+            "direct": _schemes.NoWeightSyncScheme,
+            "shared": _schemes.SharedMemWeightSyncScheme,
+            "thread": _schemes.SharedMemWeightSyncScheme,
+            "process": _schemes.MultiProcessWeightSyncScheme,
+            "multiprocessing": _schemes.MultiProcessWeightSyncScheme,
+        }
+        if backend not in kinds:
+            raise ValueError(
+                f"there is no backend {backend!r} here; there are {', '.join(sorted(kinds))}"
+            )
+        return kinds[backend](**kwargs)
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        # A forked child is not the sender its parent is.
+        return self._is_own() and getattr(self, "_initialized_on_sender", False)
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        return self._is_own() and getattr(self, "_initialized_on_receiver", False)
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        return self._is_own() and getattr(self, "_synchronized_on_sender", False)
+
+    @synchronized_on_sender.setter
+    def synchronized_on_sender(self, value: bool) -> None:
+        self._synchronized_on_sender = value
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        return self._is_own() and getattr(self, "_synchronized_on_receiver", False)
+
+    @synchronized_on_receiver.setter
+    def synchronized_on_receiver(self, value: bool) -> None:
+        self._synchronized_on_receiver = value
+
+    def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
+        self._pid = os.getpid()
+        super().init_on_sender(*args, **kwargs)
+
+    def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        if not self._is_own():
+            self.__setstate__(self.__getstate__())
+        self._pid = os.getpid()
+        super().init_on_receiver(model_id=model_id, context=context, **kwargs)
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """As TorchRL's; nothing within the timeout is None, never an exception."""
+        try:
+            return super().receive(timeout)
+        except (queue.Empty, TimeoutError):
+            return None
+
+    def _is_own(self) -> bool:
+        return getattr(self, "_pid", None) == os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_pid"] = None
+        return state

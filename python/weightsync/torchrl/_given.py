@@ -1,0 +1,118 @@
+"""What a scheme is given to send: TorchRL's forms of saying so, and what a collector has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync import _paths
+from weightsync.errors import ModelError
+
+
+def check(
+    scheme: str,
+    sources: dict[str, Any],
+    *,
+    model_id: str | None,
+    devices: Any,
+    device_map_fn: Any,
+    num_workers: int | None,
+) -> None:
+    """What ``init_on_sender`` was given: one of TorchRL's forms, and no mixture of them.
+
+    Args:
+        scheme: what the scheme is called, for errors.
+        sources: ``params_map``, ``context``, ``model`` and ``weights``: one of them is given.
+
+    Raises:
+        ValueError: what is missing, or too much.
+        TypeError: what is sent is no torch module.
+    """
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"init_on_sender wants one of {', '.join(sources)}, and got "
+            f"{' and '.join(given) or 'none'}"
+        )
+    beside = {"devices": devices, "device_map_fn": device_map_fn}
+    too_much = [name for name, value in beside.items() if value is not None]
+    source = sources[given[0]]
+    if given[0] == "params_map":
+        by_number = isinstance(source, dict) and all(isinstance(key, int) for key in source)
+        if not by_number or not source:
+            raise ValueError("params_map is a dict of weights by worker number, of some worker")
+        if too_much or num_workers is not None:
+            raise ValueError("params_map says all: no devices, device_map_fn or num_workers")
+    elif given[0] == "context":
+        if model_id is None:
+            raise ValueError("a context wants the model_id to look up in it")
+        if too_much:
+            raise ValueError(f"the context has the devices: {' and '.join(too_much)} is too much")
+    elif given[0] == "model" and not isinstance(source, nn.Module):
+        raise TypeError(f"{scheme} sends torch modules, not {type(source).__name__}")
+    elif len(too_much) == 2:
+        raise ValueError("give devices or device_map_fn, not both")
+    elif device_map_fn is not None and num_workers is None:
+        raise ValueError("device_map_fn wants num_workers")
+    elif not too_much and num_workers is None:
+        raise ValueError("say how many workers there are: devices or num_workers")
+
+
+def model_of(context: Any, name: str) -> Any:
+    """A model of a collector's (or of any context), or None for a policy there is not."""
+    if name == "policy" and not hasattr(context, "policy") and hasattr(context, "get_model"):
+        return context.get_model(name)
+    if name == "policy":
+        fallback = getattr(context, "_fallback_policy", None)
+        return fallback if fallback is not None else getattr(context, "policy", None)
+    return _paths.resolve(context, name)
+
+
+def devices_of(context: Any) -> list[Any]:
+    """The device of each of a collector's workers."""
+    devices = getattr(context, "policy_device", None)
+    if isinstance(devices, (list, tuple)):
+        return list(devices)
+    workers = getattr(context, "num_workers", None)
+    if isinstance(workers, int):
+        return [devices] * workers
+    raise ValueError(
+        f"a {type(context).__name__} has no workers that this scheme could tell: its context wants "
+        "policy_device (a list) or num_workers"
+    )
+
+
+def is_on(own: Any, device: torch.device) -> bool:
+    """Whether a worker of a device is meant by another: a type without an index is any of it."""
+    own = torch.device("cpu" if own is None else own)
+    same = own.type == device.type
+    return same and (device.index is None or (own.index or 0) == device.index)
+
+
+def never(name: str) -> Callable[[], Any]:
+    """The weights of a model that this process does not have."""
+    def current() -> Any:
+        raise ModelError(
+            f"each worker has weights of its own of {name!r}: pass the weights, or a dict by worker"
+        )
+
+    return current
+
+
+def once(first: Any, name: str) -> Callable[[], Any]:
+    """The weights that a factory's policies begin with; there is nothing to send later."""
+    held = [first]
+
+    def current() -> Any:
+        if not held:
+            raise ModelError(
+                f"{name!r} is made by a factory in each worker, and this process has none: pass "
+                "the weights"
+            )
+        return held[0]
+
+    current.spent = held.clear  # type: ignore[attr-defined]
+    return current

@@ -1,0 +1,542 @@
+"""What TorchRL's schemes on one host share: the trainer's half, and a worker's."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.weight_update import WeightStrategy
+
+from weightsync import _ends, _paths
+from weightsync._native import Snapshot as NativeSnapshot
+from weightsync._target import tensors_of
+from weightsync.errors import LifecycleError, ModelError
+from weightsync.torchrl import _collector, _given
+from weightsync.torchrl._base import WeightSyncScheme
+from weightsync.torchrl._group import Group, WorkerModel
+
+# A strategy of one's own extracts by itself.
+_UPSTREAM_EXTRACT = WeightStrategy.extract_weights
+_UPSTREAM_APPLY = WeightStrategy.apply_weights
+
+
+class LocalScheme(WeightSyncScheme):
+    """A scheme on one host. Workers follow it in a thread of their own.
+
+    The weights of a worker's model change while its forward is not running. A send
+    reports on every worker; one that has died or refuses is a line of it, and a
+    warning of the logger ``weightsync``.
+    """
+
+    _word = "shared-mem"
+    _mode = "bind"
+
+    def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
+        super().__init__(strategy)
+        self.sync = sync
+        self.per_worker_weights = False
+        self.auto_register = True
+        self._group: Group | None = None
+        self._worker_model: WorkerModel | None = None
+        self._seen = 0
+        self._devices: list[Any] | None = None
+        self._map: Callable[[int, Any], Any] | None = None
+        # Whether the model is in this process, with a collector that has no workers.
+        self._local = False
+
+    # The trainer's half.
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        params_map: dict[int, Any] | None = None,
+        devices: list[Any] | None = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        ctx: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        _given.check(
+            type(self).__name__,
+            {"params_map": params_map, "context": context, "model": model, "weights": weights},
+            model_id=model_id,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+        )
+        self._local = context is not None and _collector.is_single(context)
+        if self._local:
+            self._model_id, self.context, self._group = model_id, context, None
+            return
+        self._model_id = name = model_id or "policy"
+        self._devices = None
+        each: Callable[[], dict[int, Any]] | None = None
+        current: Callable[[], Any]
+        if params_map is not None:
+            workers = sorted(params_map)
+            values = list(params_map.values())
+            current = _given.never(name)
+            if all(one is values[0] for one in values):
+                current = lambda: values[0]  # noqa: E731
+            else:
+                each = lambda: params_map  # noqa: E731
+        elif context is not None:
+            self.context = context
+            self._devices = list(_given.devices_of(context))
+            workers = list(range(len(self._devices)))
+            current, each = self._of_context(context, name)
+        else:
+            source = model if model is not None else weights
+            current = lambda: source  # noqa: E731
+            if device_map_fn is not None:
+                workers = list(range(num_workers or 0))
+                self._map = device_map_fn
+                each = lambda: self._mapped(current(), workers)  # noqa: E731
+            else:
+                self._devices = list(devices or [])
+                workers = list(range(num_workers or len(self._devices)))
+        if each is not None:
+            self.per_worker_weights = True
+        self._group = self._group_in(context)
+        self._group.add(name, self.strategy_str, workers, current, each)
+        self._worker_model = None
+        if context is not None:
+            _collector.flip_together(context)
+
+    def _group_in(self, context: Any) -> Group:
+        """The group of a collector's schemes that travel as this one does."""
+        if context is None:
+            return Group(self._word, self._mode)
+        schemes = getattr(context, "_weight_sync_schemes", None) or {}
+        for other in schemes.values():
+            group = getattr(other, "_group", None)
+            alike = isinstance(other, LocalScheme) and other is not self
+            if alike and group is not None and group.word == self._word:
+                if not group.is_connected:
+                    return group
+        return Group(self._word, self._mode)
+
+    def _of_context(
+        self, context: Any, name: str
+    ) -> tuple[Callable[[], Any], Callable[[], dict[int, Any]] | None]:
+        """The weights of a collector's model, looked up at each send."""
+        model = _given.model_of(context, name)
+        if model is None and name == "policy":
+            factories = list(getattr(context, "policy_factory", None) or [])
+            if factories and all(one is factories[0] for one in factories):
+                first = factories[0]()
+                self._first = first
+                return _given.once(first, name), None
+            if any(factories):
+                policies = {at: make() for at, make in enumerate(factories) if make is not None}
+                self._first = policies
+                return _given.never(name), lambda: policies
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} sends torch modules, and the collector's {name!r} is "
+                f"{type(model).__name__}: a policy without weights needs no scheme"
+            )
+        # Neither is kept: what nobody uses any more is to go at once.
+        found, own = weakref.ref(context), weakref.ref(self)
+
+        def current() -> Any:
+            here, scheme = found(), own()
+            if here is None or scheme is None:
+                raise ModelError(f"the collector of {name!r} is gone: pass the weights")
+            return scheme._extracted(_given.model_of(here, name))
+
+        return current, None
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any = None
+    ) -> None:
+        if self._local:
+            return
+        assert self._group is not None
+        _ends.opened(self)
+        if self.context is None:
+            # One that was initialised before its collector was made.
+            collector = _collector.that_connects(self)
+            if collector is not None:
+                _collector.flip_together(collector)
+        self._group.connect(self._model_id or "policy", weights, self.context)
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Sends weights, and returns a :class:`weightsync.Report`.
+
+        Args:
+            timeout: how long it waits at most, in seconds; TorchRL's own limit without.
+            weights: None for the registered model; a module, TensorDict, state dict or
+                nested dict; a path of a model; or such by worker, ``{0: …, 1: …}``.
+            worker_ids: these workers alone, by number or by device; no other changes.
+        """
+        if self._local and self.initialized_on_sender:
+            given = None if weights is None else self._extracted(weights)
+            return _collector.apply_here(self.context, self._model_id, given, self._strategy)
+        group = self._connected("send")
+        name, wait = self._model_id or "policy", self._wait()
+        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+            chosen = self._workers(worker_ids)
+            each = {
+                self._known(worker): self._extracted(one)
+                for worker, one in weights.items()
+                if chosen is None or worker in chosen
+            }
+            return group.send_each(name, each, wait, timeout)
+        if weights is None and name in group._each:
+            each = group._each[name]()
+            chosen = self._workers(worker_ids)
+            if chosen is not None:
+                each = {worker: one for worker, one in each.items() if worker in chosen}
+            return group.send_each(name, each, wait, timeout)
+        if self._map is not None:
+            chosen = self._workers(worker_ids) or group.worker_ids
+            each = self._mapped(self._extracted(weights), chosen)
+            return group.send_each(name, each, wait, timeout)
+        given = None if weights is None else self._extracted(weights)
+        return group.send({name: given}, self._workers(worker_ids), wait, timeout)
+
+    def _mapped(self, weights: Any, workers: list[int]) -> dict[int, Any]:
+        """Each worker's weights, by the function that was given at init."""
+        assert self._map is not None
+        if isinstance(weights, nn.Module):
+            weights = TensorDict.from_module(weights).data
+        return {worker: self._map(worker, weights) for worker in workers}
+
+    def _wait(self) -> str:
+        return "applied" if self.sync else "sent"
+
+    def _workers(self, worker_ids: Any) -> list[int] | None:
+        if worker_ids is None:
+            return None
+        if isinstance(worker_ids, (str, torch.device)) or hasattr(worker_ids, "__index__"):
+            worker_ids = [worker_ids]
+        workers: list[int] = []
+        for one in worker_ids:
+            if hasattr(one, "__index__"):
+                workers.append(self._known(operator.index(one)))
+                continue
+            device = torch.device(one)
+            found = [at for at, own in enumerate(self._devices or []) if _given.is_on(own, device)]
+            if not found:
+                raise ValueError(
+                    f"no worker is on {device}; they are on "
+                    f"{', '.join(str(own or 'cpu') for own in self._devices or []) or 'none'}"
+                )
+            workers.extend(found)
+        return workers
+
+    def _known(self, worker: int) -> int:
+        assert self._group is not None
+        known = self._group.worker_ids
+        if worker not in known:
+            raise ValueError(
+                f"there is no worker {worker}; there is {', '.join(map(str, known)) or 'none'}"
+            )
+        return worker
+
+    def _extracted(self, source: Any) -> Any:
+        """What is sent of a source. A module is read in place, by its strategy."""
+        if isinstance(source, str):
+            if self.context is None:
+                raise ModelError(f"the path {source!r} wants a context to begin at")
+            source = _paths.resolve(self.context, source)
+        if source is None:
+            raise ModelError(
+                f"there are no weights of {self._model_id!r} in this process: pass them to send"
+            )
+        own = type(self._strategy).extract_weights is not _UPSTREAM_EXTRACT
+        merges = self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload")
+        if own or merges:
+            return self._strategy.extract_weights(source)
+        return source
+
+    def prepare_weights(
+        self, weights: Any, model_id: str, strategy: Any, context: Any = None
+    ) -> Any:
+        """What would be sent: the weights themselves, or the registered model's."""
+        if weights is None and self._group is not None and model_id in self._group._weights:
+            return strategy.extract_weights(self._group._weights[model_id]())
+        return super().prepare_weights(weights, model_id, strategy, context)
+
+    # A worker's half.
+
+    def _init_on_receiver_impl(
+        self,
+        *,
+        model_id: str,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._group is None or not self._group.here().knows_sender:
+            raise LifecycleError(
+                "this scheme knows no sender: call init_on_sender in the trainer, and hand the "
+                "scheme to the worker after that"
+            )
+        if context is not None:
+            worker_idx = getattr(context, "worker_idx", worker_idx)
+            model = _given.model_of(context, model_id)
+        self._model_id = model_id
+        self._worker_model = WorkerModel(model_id, self._mode)
+        self._worker_model.loaded = self._loaded
+        # Looked up at each load: a strategy may be exchanged.
+        self._worker_model.apply = self._applied_by_strategy
+        if context is not None:
+            self.context = context
+        if model is not None:
+            self.model = model
+        self._worker_idx = worker_idx
+
+    @property
+    def model(self) -> Any:
+        """The worker's model. Another one in its place gets the weights it has."""
+        return super().model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        if model is None:
+            self._model_ref = None
+            return
+        before = self._model_ref() if self._model_ref is not None else None
+        try:
+            self._model_ref = weakref.ref(model)
+        except TypeError:
+            return
+        if self._worker_model is not None and model is not before:
+            self._worker_model.put(model)
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        assert self._group is not None and self._worker_model is not None
+        worker_idx = self._worker_idx if worker_idx is None else worker_idx
+        if worker_idx is None:
+            raise LifecycleError("a worker wants its number: connect(worker_idx=…)")
+        self._worker_idx = worker_idx
+        _ends.opened(self)
+        self._group.join(self._model_id or "policy", worker_idx, self._worker_model)
+        self._seen = self._worker_model.count
+        self._pass_first_on()
+
+    def _pass_first_on(self) -> None:
+        """Sub-workers that are there already begin with what this worker begins with."""
+        schemes = getattr(self.context, "_weight_sync_schemes", None) or {}
+        own = schemes.get(self._model_id)
+        if isinstance(own, LocalScheme) and own.synchronized_on_sender:
+            self._pass_on()
+
+    @property
+    def context(self) -> Any:
+        """The collector (or whatever has the models), or None."""
+        return super().context
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        self._context_ref = None if context is None else weakref.ref(context)
+        if self.initialized_on_receiver and self.synchronized_on_receiver:
+            self._pass_first_on()
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """The weights that were applied since the last call, or None.
+
+        Weights are applied without it; it only waits. With ``timeout=None`` it waits
+        for the next, until the sender ends; with shared memory it looks once.
+        """
+        if not self.initialized_on_receiver or not self.synchronized_on_receiver:
+            raise LifecycleError("receive wants init_on_receiver and connect before it")
+        assert self._worker_model is not None and self._group is not None
+        background = self._group.background
+        if self._worker_model.count == self._seen and timeout != 0 and background is not None:
+            if timeout is not None or self._word != "shared-mem":
+                background.wait(timeout=timeout)
+        if self._worker_model.count == self._seen:
+            return None
+        self._seen = self._worker_model.count
+        return self._formatted(self._worker_model.weights())
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Applies weights of one's own to the worker's model, until the next version."""
+        if not self.initialized_on_receiver:
+            raise LifecycleError(
+                "apply_weights is the worker's: call init_on_receiver there"
+            )
+        if self.model is None:
+            raise LifecycleError("there is no model to apply weights to")
+        background = self._group.background if self._group is not None else None
+        if background is None:
+            self._strategy.apply_weights(self.model, weights, inplace=inplace)
+            return
+        with background:
+            self._strategy.apply_weights(self.model, weights, inplace=inplace)
+
+    def _loaded(self, snapshot: NativeSnapshot) -> None:
+        """A version is in the model: sub-workers get it, and frames are stamped by it."""
+        if self.context is None or self._worker_model is None or self._worker_model.count <= 1:
+            return
+        if not self._pass_on():
+            context, group = self.context, self._group
+            if hasattr(context, "increment_version"):
+                if self._model_id == "policy" or "policy" not in group.models:
+                    _collector.bump_at_next_forward(context, self.model, snapshot.version)
+            elif hasattr(context, "update_policy_weights_"):
+                context.update_policy_weights_(
+                    model_id=self._model_id,
+                    policy_or_weights=self._formatted(self._worker_model.weights()),
+                )
+
+    def _pass_on(self) -> bool:
+        """Sends what the model has to sub-workers, where the context has some.
+
+        Raises:
+            RuntimeError: with the report, if not all of them have applied it: then the
+                trainer's report says so, too.
+        """
+        context = self.context
+        schemes = getattr(context, "_weight_sync_schemes", None) or {}
+        if not schemes:
+            return False
+        weights = self._formatted(self._worker_model.weights())
+        if isinstance(schemes.get(self._model_id), LocalScheme):
+            report = _collector.send_set(schemes, {self._model_id: weights}, None)
+            if report is not None and not report.all_applied:
+                raise RuntimeError(f"not all sub-workers have it: {report}")
+        else:
+            context.update_policy_weights_(model_id=self._model_id, policy_or_weights=weights)
+        return True
+
+    def _applied_by_strategy(self, snapshot: NativeSnapshot) -> bool:
+        """Leaves the applying to a strategy of one's own, if this is one."""
+        if type(self._strategy).apply_weights is _UPSTREAM_APPLY or self.model is None:
+            return False
+        self._strategy.apply_weights(self.model, self._formatted(tensors_of(snapshot)))
+        return True
+
+    def _formatted(self, weights: dict[str, Any] | None) -> Any:
+        if weights is None or self.strategy_str == "state_dict":
+            return weights
+        return TensorDict(weights, batch_size=[]).unflatten_keys(".")
+
+    # Both.
+
+    @property
+    def weights(self) -> Any:
+        """The weights that would be sent, or, on a worker, those it runs; None without any."""
+        if self.initialized_on_sender and self._group is not None:
+            current = self._group._weights.get(self._model_id or "policy")
+            try:
+                return None if current is None else self._strategy.extract_weights(current())
+            except ModelError:
+                return None
+        model = self._model_ref() if self._model_ref is not None else None
+        return None if model is None else self._strategy.extract_weights(model)
+
+    @property
+    def background(self) -> Any:
+        """On a worker, what changes its model: ``with scheme.background:`` keeps it as it is.
+
+        For whoever reads the model in another way than by its forward.
+        """
+        return None if self._group is None else self._group.background
+
+    @property
+    def sender_transports(self) -> dict[int, Any] | None:
+        """A transport for each worker, by its number; on the sender."""
+        if self._group is None or not self.initialized_on_sender:
+            return None
+        from weightsync.torchrl._transports import SchemeTransport
+
+        return {worker: SchemeTransport(self, worker) for worker in self._group.worker_ids}
+
+    @property
+    def receiver_transport(self) -> Any:
+        """The worker's own transport."""
+        if self._group is None or not self.initialized_on_receiver:
+            return None
+        from weightsync.torchrl._transports import SchemeTransport
+
+        return SchemeTransport(self)
+
+    def create_transport(self, **kwargs: Any) -> Any:
+        """A transport of this scheme's, by TorchRL's protocol."""
+        from weightsync.torchrl._transports import SchemeTransport
+
+        return SchemeTransport(self)
+
+    def create_sender(self) -> Any:
+        """The sending half of the older calls; see :class:`weightsync.torchrl.WeightSender`."""
+        from weightsync.torchrl import _older
+
+        return _older.WeightSender(self, self.auto_register)
+
+    def create_receiver(self) -> Any:
+        """The receiving half of the older calls."""
+        from weightsync.torchrl import _older
+
+        return _older.WeightReceiver(self)
+
+    @property
+    def version(self) -> int:
+        """The version sent last, or, on a worker, the one it runs."""
+        group = self._group
+        if group is None:
+            return 0
+        if group.background is not None:
+            return group.background.versions.get(self._model_id or "policy", 0)
+        if group.sender is not None and self.synchronized_on_sender:
+            return group.sender.versions.get(self._model_id or "policy", 0)
+        return 0
+
+    @property
+    def workers(self) -> Any:
+        """Every connected worker with the versions it has loaded; on the sender."""
+        return self._connected("workers").sender.workers
+
+    def shutdown(self) -> None:
+        """Ends this process's end of it. Any number of times."""
+        group = getattr(self, "_group", None)
+        if group is not None and self._is_own():
+            name = self._model_id or "policy"
+            if self.initialized_on_sender:
+                group.leave(name, sender=True)
+            elif self.initialized_on_receiver:
+                group.leave(name, sender=False)
+        _ends.closed(self)
+        super().shutdown()
+        # It can be initialised anew.
+        self._initialized_on_sender = self._initialized_on_receiver = False
+        self._synchronized_on_sender = self._synchronized_on_receiver = False
+
+    def _connected(self, call: str) -> Group:
+        if not self.initialized_on_sender:
+            raise LifecycleError(f"{call} wants init_on_sender before it, in the trainer")
+        if not self.synchronized_on_sender or self._group is None:
+            raise LifecycleError(f"{call} wants connect before it")
+        return self._group
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_first", "_weights"):
+            state.pop(name, None)
+        state["_worker_model"] = state["_devices"] = state["_map"] = None
+        return state
+
+    def __repr__(self) -> str:
+        half = "sender" if self.initialized_on_sender else None
+        half = "receiver" if self.initialized_on_receiver else half
+        return f"<{type(self).__name__} of {self._model_id}: {half or 'not initialised'}>"
