@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use weightsync::{Error, Result, SetLoader, TensorView, WeightLoader};
 
 use crate::errors::Raised;
+use crate::raw::attached;
 use crate::snapshot::Snapshot;
 use crate::source::Layout;
 
@@ -23,7 +24,7 @@ impl Target {
     }
 
     fn call<T>(&self, call: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<T>) -> Result<T> {
-        let done = Python::try_attach(|py| call(self.object.bind(py)));
+        let done = attached(|py| call(self.object.bind(py)));
         let failed = |source| Error::Load {
             name: format!("every tensor of {}", self.id),
             source,

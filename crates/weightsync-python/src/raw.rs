@@ -1,6 +1,7 @@
 //! Memory that Python owns, or looks at: the one place of `unsafe` here.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
 
@@ -68,6 +69,46 @@ pub fn soon(call: fn(Python<'_>)) {
         unsafe {
             ffi::Py_AddPendingCall(Some(made), call as *mut c_void);
         }
+    }
+}
+
+/// Makes a call with the interpreter's lock; None if the interpreter has ended. A thread
+/// that is not Python's keeps what Python knows of it from call to call: to make that anew
+/// takes longer than most calls.
+pub fn attached<T>(call: impl FnOnce(Python<'_>) -> T) -> Option<T> {
+    thread_local! {
+        static KEPT: Cell<Option<Kept>> = const { Cell::new(None) };
+    }
+    // SAFETY: any thread may ask, with or without the lock.
+    let is_known = !unsafe { ffi::PyGILState_GetThisThreadState() }.is_null();
+    Python::try_attach(|py| {
+        if !is_known {
+            KEPT.set(Some(Kept::new(py)));
+        }
+        call(py)
+    })
+}
+
+/// One more of what `PyGILState_Ensure` counts in this thread: its state stays.
+struct Kept;
+
+impl Kept {
+    fn new(_: Python<'_>) -> Self {
+        // SAFETY: any thread may, and this one has the lock. What it returns says so.
+        let _ = unsafe { ffi::PyGILState_Ensure() };
+        Self
+    }
+}
+
+/// When the thread ends.
+impl Drop for Kept {
+    fn drop(&mut self) {
+        // Without an interpreter there is no state any more.
+        Python::try_attach(|_| {
+            // SAFETY: it undoes the one above, in the thread that made it, which had the lock
+            // then and has it now; the attaching around it counts one more.
+            unsafe { ffi::PyGILState_Release(ffi::PyGILState_STATE::PyGILState_LOCKED) };
+        });
     }
 }
 

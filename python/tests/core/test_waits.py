@@ -92,6 +92,8 @@ def interrupt():
 def state():
     with open("/proc/self/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
+# What runs in the background of a shell is begun with it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     threading.Thread(target=interrupt).start()
     {call}
