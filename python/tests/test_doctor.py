@@ -33,6 +33,7 @@ FINE = _probe.Facts(
     memory_total=32 << 30,
     memory_available=20 << 30,
     memory_limit=None,
+    memory_left=None,
     huge_pages="never",
     cpu_features=("aes", "avx2", "pclmulqdq"),
     cores=2,
@@ -167,6 +168,7 @@ def test_every_attempt_is_judged():
         ({}, "memory", "a model of 10.0 GiB"),
         ({"memory_limit": 64 << 30}, "memory", "a model of 10.0 GiB"),
         ({"memory_limit": 8 << 30}, "memory", "a model of 4.0 GiB"),
+        ({"memory_limit": 8 << 30, "memory_left": 6 << 30}, "memory", "a model of 3.0 GiB"),
         ({"huge_pages": "within_size"}, "huge pages", "used for memory files"),
         ({}, "processor", "copies with AVX2, checksums with carry-less"),
         ({"cpu_features": ("avx2", "avx512f")}, "processor", "copies with AVX-512, casts with"),
@@ -270,18 +272,21 @@ def test_gpus_are_those_that_the_drivers_own_tool_lists(tmp_path, monkeypatch, s
 
 
 @pytest.mark.parametrize(
-    ("files", "memory", "cores"),
+    ("files", "memory", "left", "cores"),
     [
         # The newer interface: the least of a group's own limit and those above it holds.
         (
             {
                 "proc/self/cgroup": "0::/a/b\n",
                 "sys/fs/cgroup/a/memory.max": "1073741824\n",
+                "sys/fs/cgroup/a/memory.current": "805306368\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 1\ninactive_file 268435456\n",
                 "sys/fs/cgroup/a/b/memory.max": "max\n",
                 "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n",
                 "sys/fs/cgroup/cpu.max": "max 100000\n",
             },
             1 << 30,
+            1 << 29,
             1.5,
         ),
         # The older one.
@@ -289,22 +294,25 @@ def test_gpus_are_those_that_the_drivers_own_tool_lists(tmp_path, monkeypatch, s
             {
                 "proc/self/cgroup": "4:memory:/a\n1:cpu,cpuacct:/\n0::/\n",
                 "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "2147483648\n",
+                "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "1073741824\n",
                 "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
                 "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
             },
             2 << 30,
+            1 << 30,
             None,
         ),
-        ({}, None, None),
+        ({}, None, None, None),
     ],
 )
-def test_limits_of_control_groups_are_read(tmp_path, monkeypatch, files, memory, cores):
+def test_limits_of_control_groups_are_read(tmp_path, monkeypatch, files, memory, left, cores):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     read = _probe._read
     monkeypatch.setattr(_probe, "_read", lambda path: read(tmp_path / str(path).lstrip("/")))
-    assert (_probe._memory_limit(), _probe._core_quota()) == (memory, cores)
+    assert (_probe._memory_limit(), _probe._memory_left()) == (memory, left)
+    assert _probe._core_quota() == cores
 
 
 def run(*arguments, **options):

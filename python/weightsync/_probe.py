@@ -57,6 +57,8 @@ class Facts:
     memory_total: int | None
     memory_available: int | None
     memory_limit: int | None
+    #: What is left of that limit.
+    memory_left: int | None
     #: The kernel's choice for memory files, such as ``never``.
     huge_pages: str | None
     cpu_features: tuple[str, ...]
@@ -96,6 +98,7 @@ def probe() -> Facts:
         memory_total=memory.get("MemTotal"),
         memory_available=memory.get("MemAvailable"),
         memory_limit=_memory_limit(),
+        memory_left=_memory_left(),
         huge_pages=_huge_pages(),
         cpu_features=_cpu_features(),
         cores=_cores(),
@@ -292,6 +295,20 @@ def _memory_limit() -> int | None:
     # The older interface says "none" by a number near the largest.
     limits = [int(text) for text in texts if text.isdigit() and int(text) < 1 << 60]
     return min(limits, default=None)
+
+
+def _memory_left() -> int | None:
+    """The least that a group and those above it have left; cached files can be dropped."""
+    limits = _group_files("memory.max", "memory", "memory.limit_in_bytes")
+    used = _group_files("memory.current", "memory", "memory.usage_in_bytes")
+    statistics = _group_files("memory.stat", "memory", "memory.stat")
+    left = []
+    for limit, use, lines in zip(limits, used, statistics, strict=True):
+        if limit.isdigit() and int(limit) < 1 << 60 and use.isdigit():
+            pairs = dict(line.split(maxsplit=1) for line in lines.splitlines() if " " in line)
+            cached = int(pairs.get("total_inactive_file", pairs.get("inactive_file", "0")))
+            left.append(max(int(limit) - max(int(use) - cached, 0), 0))
+    return min(left, default=None)
 
 
 def _core_quota() -> float | None:

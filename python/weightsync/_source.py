@@ -7,6 +7,7 @@ sent; what was found out about names, dtypes and shapes is kept as long as it ho
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from weightsync import _dtypes, _extra
 from weightsync._native import Source as NativeSource
 from weightsync._native import Tensors
 
-# Bytes from which on a tensor's memory is held for the time of a send.
+# Bytes of a tensor from which on a send takes so long that the memory of all is held.
 _LARGE = 1 << 16
 
 # A tensor by its name, and whether it is a buffer.
@@ -29,14 +30,17 @@ class Source:
         self._native: NativeSource | None = None
         self._names: list[str] = []
         self._specs: list[tuple[str, str, tuple[int, ...]]] = []
-        # What was placed last, and all its tensors as one, if they are of torch's alone.
+        # What was placed twice in a row, and all its tensors as one, if they are of torch's
+        # alone. What comes once, such as weights gathered for one send, is not kept.
         self._of: Any = None
         self._tensors: Tensors | None = None
+        # What came last, without keeping it: its id, and the first of its tensors.
+        self._last: tuple[int, weakref.ref[Any]] | None = None
         # What must stay as long as the native source: slices, copies from a device.
         self._kept: list[Any] = []
-        # The large tensors, and their memory: another thread may exchange a parameter's while
-        # it is read. What is small is read too soon for that to matter.
-        self._large: list[Any] = []
+        # The tensors whose memory is held, and that: another thread may exchange a parameter's
+        # while others are read. Small ones alone are read too soon for that to matter.
+        self._held: list[Any] = []
         self._memory: list[Any] = []
 
     def place(self, weights: Any) -> NativeSource:
@@ -53,10 +57,15 @@ class Source:
         else:
             found, extras = tree(weights, places)
         native = self._place_anew(found, extras)
-        if not extras:
-            # Those are made anew by each call.
+        # Extra states are made anew by each call.
+        if self._is_again(weights, found) and not extras:
             self._of, self._tensors = weights, places.tensors()
         return native
+
+    def _is_again(self, weights: Any, found: list[Found]) -> bool:
+        first = found[0][1] if found else None
+        last, self._last = self._last, (id(weights), weakref.ref(first)) if found else None
+        return last is not None and last[0] == id(weights) and last[1]() is first
 
     def _place_anew(self, found: list[Found], extras: dict[str, Any]) -> NativeSource:
         states: list[tuple[str, Any]] = []
@@ -74,11 +83,8 @@ class Source:
             self._native = NativeSource(specs, buffers, format, states)
             self._specs, self._names = specs, names
         self._kept = []
-        self._large = [
-            tensor
-            for tensor in tensors
-            if _dtypes.is_tensor(tensor) and tensor.nbytes >= _LARGE
-        ]
+        of_torch = [tensor for tensor in tensors if _dtypes.is_tensor(tensor)]
+        self._held = of_torch if any(one.nbytes >= _LARGE for one in of_torch) else []
         self._hold_memory()
         odd = any(_may_be_odd(tensor) for tensor in tensors)
         addresses, strides = _addresses(tensors, self._kept, odd)
@@ -91,9 +97,11 @@ class Source:
         """Lets go of what was held for a send."""
         self._memory = []
         self._kept = []
+        if self._tensors is None:
+            self._held = []
 
     def _hold_memory(self) -> None:
-        self._memory = [tensor.detach() for tensor in self._large]
+        self._memory = [tensor.detach() for tensor in self._held]
 
 
 class Places:

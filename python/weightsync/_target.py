@@ -137,7 +137,7 @@ class ModuleTarget(Target):
 
         staged: list[tuple[Any, Any]] = []
         # Another thread may exchange a parameter's memory while it is written.
-        memory = [tensor.detach() for tensor in plan.large]
+        memory = [tensor.detach() for tensor in plan.held]
         view = snapshot.view() if plan.bound or plan.others else None
         for tensor, dtype, shape, offset, count in plan.bound:
             over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
@@ -338,7 +338,9 @@ class _Plan:
         self.copies: Copies | None = None
         if tensors is not None and self.copied:
             self.copies = Copies(tensors, [(own, at) for own, at, _ in self.copied])
-        self.large = [tensor for _, _, tensor in self.copied if tensor.nbytes >= BIND_FROM]
+        # One that is large takes so long that another thread could exchange what comes after.
+        of_all = [tensor for _, _, tensor in self.copied]
+        self.held = of_all if any(tensor.nbytes >= BIND_FROM for tensor in of_all) else []
         written = [tensor for _, _, tensor in self.copied]
         written += [tensor for tensor, *_ in self.bound]
         self.changed = [tensor for tensor in written if tensor.requires_grad]
@@ -430,6 +432,15 @@ def tensors_of(snapshot: Snapshot) -> dict[str, Any]:
     return view.all(view.tensor)
 
 
+def weights_of(snapshot: Snapshot) -> dict[str, Any]:
+    """As :func:`tensors_of`, and each extra state as what it was, under its name."""
+    view = _View(snapshot)
+    found = view.all(view.tensor, lambda name: not _extra.is_extra(name))
+    for name in snapshot.extra_states:
+        found[name] = _extra.join(_prefix(name), snapshot.extra_state(name), view.copy)
+    return found
+
+
 def arrays_of(snapshot: Snapshot) -> dict[str, Any]:
     """numpy arrays over a snapshot, by name; tied ones under each of theirs."""
     view = _View(snapshot)
@@ -469,8 +480,10 @@ class _View:
         # Not by way of torch, whose bfloat16 and float8 cannot become arrays.
         return self.array(name).copy() if kind == "array" else self.tensor(name).clone()
 
-    def all(self, one: Callable[[str], Any]) -> dict[str, Any]:
-        found = {name: one(name) for name in self._places}
+    def all(
+        self, one: Callable[[str], Any], wanted: Callable[[str], bool] = lambda _: True
+    ) -> dict[str, Any]:
+        found = {name: one(name) for name in self._places if wanted(name)}
         return found | {alias: found[of] for alias, of in self._ties.items()}
 
 

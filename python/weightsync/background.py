@@ -48,13 +48,15 @@ class Background:
             False if the timeout came first, or nothing will arrive any more.
         """
         if isinstance(version, int):
-            version = dict.fromkeys(self._targets, version)
+            version = dict.fromkeys(self.versions, version)
         return self._native.wait(version or {}, timeout)
 
     @property
     def version(self) -> int:
         """The version this worker runs, of its first model."""
-        return next(iter(self.versions.values()), 0)
+        versions = self.versions
+        # By name, they are in another order.
+        return versions.get(next(iter(self._targets), ""), next(iter(versions.values()), 0))
 
     @property
     def versions(self) -> dict[str, int]:

@@ -233,7 +233,8 @@ def _workers(facts: Facts, limit: int | None) -> int:
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     total, limit = facts.memory_total, facts.memory_limit
-    known = [size for size in (facts.memory_available, limit) if size is not None]
+    sizes = (facts.memory_available, limit, facts.memory_left)
+    known = [size for size in sizes if size is not None]
     if total is None or not known:
         yield Finding("note", "memory", "the system does not say how much there is")
         return

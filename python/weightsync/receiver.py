@@ -140,7 +140,7 @@ class Receiver:
     @property
     def version(self) -> int:
         """The version this worker runs, of its first model; 0 before the first."""
-        return next(iter(self.versions.values()), 0)
+        return self.versions.get(next(iter(self.models), ""), 0)
 
     @property
     def versions(self) -> dict[str, int]:

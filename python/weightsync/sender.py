@@ -80,9 +80,7 @@ class Sender:
         self._models = _named(model, name, models, context)
         self._strategy = strategy
         self._sources = {name: Source(strategy) for name in self._models}
-        # Sources of partial sends, for the time of one.
-        self._parts: list[Source] = []
-        self._lock = threading.RLock()
+        self._sending = _Sending(list(self._sources.values()))
         self._session = Session(scheme)
         self._setup: _Setup = {
             "scheme": scheme,
@@ -135,11 +133,10 @@ class Sender:
             DeadlineError: naming the workers that were not there in time.
             WrongWeightsError: if a worker's model is another.
         """
-        with self._lock:
+        with self._sending:
             given = self._given(weights, None, weights_dict, whole=True)
             expected = workers if isinstance(workers, int) else list(workers)
             self._session.connect_sender(given, expected, timeout)
-            self._let_go()
             _ends.opened(self)
         logger.debug("connected: %r", self)
 
@@ -186,7 +183,7 @@ class Sender:
             DeadlineError: if workers hold all the room there is; it names them.
         """
         workers = _workers(worker_ids)
-        with self._lock:
+        with self._sending:
             if isinstance(weights, Snapshot):
                 if model not in (None, weights.model) or weights_dict is not None:
                     raise ModelError(f"the snapshot is of {weights.model!r} alone")
@@ -198,7 +195,6 @@ class Sender:
                 given = self._given(weights, model, weights_dict, partial=partial)
                 options = (model, workers, wait, timeout, partial, version)
                 report = self._session.send(given, options)
-            self._let_go()
         _log(report)
         return report
 
@@ -215,12 +211,10 @@ class Sender:
         version: int | None = None,
     ) -> PendingSend:
         """As :meth:`send`, but returns once the weights were read: they may change."""
-        with self._lock:
+        with self._sending:
             given = self._given(weights, model, weights_dict, partial=partial)
             options = (model, _workers(worker_ids), wait, timeout, partial, version)
-            pending = self._session.send_async(given, options)
-            self._let_go()
-            return pending
+            return self._session.send_async(given, options)
 
     def send_each(
         self,
@@ -234,8 +228,10 @@ class Sender:
 
         Workers that are given the same object share one version.
         """
-        with self._lock:
+        with self._sending:
             name = self._only(model)
+            if not weights:
+                raise ValueError("send_each wants the weights of at least one worker: {0: …}")
             sources: dict[int, Any] = {}
             kept = []
             for given in weights.values():
@@ -339,14 +335,8 @@ class Sender:
         source = Source(self._strategy) if partial else self._sources[name]
         native = source.place(given)
         if partial:
-            self._parts.append(source)
+            self._sending.parts.append(source)
         return native
-
-    def _let_go(self) -> None:
-        """Lets go of what was held for a send: slices, copies from a device."""
-        self._parts = []
-        for source in self._sources.values():
-            source.release()
 
     def _only(self, model: str | None) -> str:
         if model is not None:
@@ -358,6 +348,30 @@ class Sender:
                 f"there are several models ({', '.join(self._models)}): say which, or send them all"
             )
         return next(iter(self._models))
+
+
+class _Sending:
+    """One send at a time. What it held is let go of after it: slices, copies from a device."""
+
+    def __init__(self, sources: list[Source]) -> None:
+        self._sources = sources
+        # Sources of a partial send.
+        self.parts: list[Source] = []
+        self._lock = threading.RLock()
+        # A signal's handler may try to send, too.
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.parts.clear()
+            for source in self._sources:
+                source.release()
+        self._lock.release()
 
 
 class _Path(str):

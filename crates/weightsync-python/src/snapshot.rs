@@ -19,7 +19,7 @@ use crate::wait::released;
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Snapshot {
     held: Arc<weightsync::Snapshot>,
-    /// A forked child does not have the memory.
+    /// A forked child does not have the memory, but for a copy's.
     pid: u32,
 }
 
@@ -35,7 +35,7 @@ impl Snapshot {
         py: Python<'_>,
         call: impl FnOnce(&weightsync::Snapshot) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        match std::process::id() == self.pid {
+        match self.held.is_owned() || std::process::id() == self.pid {
             true => released(py, || call(&self.held)),
             false => Err(forked(py)),
         }

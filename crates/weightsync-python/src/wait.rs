@@ -78,10 +78,13 @@ impl<T: Send> Turns<T> {
         call: impl FnOnce(&mut T) -> Result<R, Error> + Send,
     ) -> PyResult<R> {
         let mut turn = self.turn(py)?;
-        released_until(py, &self.ending, || match &mut turn.value {
+        let done = released_until(py, &self.ending, || match &mut turn.value {
             Some(value) => call(value),
             None => Err(Error::Interrupted),
-        })
+        });
+        // It may be what ends the value: threads are joined then, and memory is given back.
+        py.detach(|| drop(turn));
+        done
     }
 
     /// Looks at it, if no call has it.

@@ -119,6 +119,12 @@ impl Snapshot {
         copy.with_digest_of(self)
     }
 
+    /// Whether it lies in memory of this process alone: a [copy](Self::to_owned_copy),
+    /// which a forked child has, too.
+    pub fn is_owned(&self) -> bool {
+        matches!(self.held, Held::Own(_))
+    }
+
     /// A copy of another version of the same model: in the memory of this one, if
     /// it is a copy that nobody else holds.
     pub(crate) fn replaced_by(mut self, lent: &Self) -> Self {

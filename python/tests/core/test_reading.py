@@ -278,6 +278,30 @@ def _look_in_child(snapshot, view, pipe):
     pipe.send(said)
 
 
+def test_a_forked_child_has_its_parents_copies():
+    with pair(Net(1.0)) as (_, receiver):
+        copy = receiver.latest().copy()
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        child = context.Process(target=_use_copy_in_child, args=(copy, there), daemon=True)
+        child.start()
+        there.close()
+        assert here.poll(LONG)
+        assert here.recv() == (copy.digest(), 1.0)
+        child.join()
+        child.close()
+        here.close()
+
+
+def _use_copy_in_child(copy, pipe):
+    model = Net()
+    try:
+        copy.load_into(model)
+        pipe.send((copy.digest(), model.value))
+    except Exception as error:
+        pipe.send(error)
+
+
 def test_nothing_is_seen_before_it_is_sent():
     trainer, worker = Net(1.0), Net()
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.5)

@@ -292,3 +292,25 @@ def test_a_cascade_of_two_levels_passes_on(in_background):
                 assert "0x" not in repr(upper)
                 following.shutdown()
 
+
+
+def test_the_version_is_that_of_the_first_model():
+    own = {"policy": Net(), "critic": Net()}
+    sender = weightsync.Sender(models={"policy": Net(1.0), "critic": Net(1.0)})
+    receiver = weightsync.Receiver(sender.init_info, 0, models=own)
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        for _ in range(2):
+            sender.send(model="policy", wait="sent")
+            receiver.receive(LONG)
+        assert (sender.version, receiver.version) == (3, 3)
+        assert receiver.versions == {"policy": 3, "critic": 1}
+        background = receiver.start_background()
+        assert background.version == 3
+        background.shutdown()
+
+
+def test_weights_of_no_worker_are_refused():
+    with pair(Net(1.0), Net()) as (sender, _):
+        with pytest.raises(ValueError, match="at least one worker"):
+            sender.send_each({})

@@ -1,5 +1,8 @@
 """What a trainer can send, and that a worker has the same, bit by bit."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -434,3 +437,16 @@ def test_models_by_path():
     for path, word in wrong.items():
         with pytest.raises(weightsync.ModelError, match=word):
             weightsync.Sender(models=[path], context=trainer)
+
+
+def test_a_send_that_fails_keeps_nothing():
+    kept = torch.full((1 << 20,), 1.0)
+    held = weakref.ref(kept)
+    with pair({"a": torch.zeros(1 << 20)}) as (sender, _):
+        with pytest.raises(weightsync.ModelError):
+            sender.send(weights_dict={"policy": {"a": kept}, "other": {}})
+        with pytest.raises(weightsync.WrongWeightsError):
+            sender.send({"a": kept, "more": kept[:1]})
+        del kept
+        gc.collect()
+        assert held() is None

@@ -10,7 +10,7 @@ import time
 import torch
 from crew import SOON, Crew, Probe, Worker, hurry, line, standing
 from scenarios import scheme_of
-from tiny import One, acted, collecting, policy, weights_of
+from tiny import Counting, One, acted, collecting, policy, weights_of
 from torch import multiprocessing as mp
 from torch import nn
 from torchrl.collectors import Collector
@@ -57,6 +57,28 @@ def initialised_first(module, name):
             raise AssertionError("an unknown model raises nothing")
         assert acted(batches) == {1.0}, "nothing was to change"
     assert not scheme.initialized_on_sender, "it ends with its collector"
+
+
+def initialised_with_failing_workers(module, name):
+    """A worker that fails before it joins is raised in its own words, and not waited for."""
+    from weightsync.torchrl import _group
+
+    _group.WEIGHT_SYNC_TIMEOUT = 1e6
+    trainer = os.getpid()
+
+    def env():
+        if os.getpid() != trainer:
+            raise RuntimeError("there is no such world")
+        return Counting()
+
+    scheme = scheme_of(module, name)
+    scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=[CPU] * 2)
+    how = {"env": env, "policy_factory": lambda: policy(0.0)}
+    try:
+        with collecting(module, {"policy": scheme}, **how):
+            raise AssertionError("a collector without environments was made")
+    except RuntimeError as error:
+        assert "there is no such world" in str(error), error
 
 
 class Large(nn.Module):

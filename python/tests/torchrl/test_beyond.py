@@ -7,6 +7,7 @@ from crew import SCHEMES, bounded
 PLAIN = [
     beyond.forgotten,
     beyond.initialised_first,
+    beyond.initialised_with_failing_workers,
     beyond.large_policy,
     beyond.in_this_process,
     beyond.real_cascade,

@@ -7,7 +7,6 @@ import weakref
 from functools import cache
 from typing import Any
 
-from tensordict import TensorDict
 from torch import nn
 from torchrl.weight_update import WeightStrategy
 
@@ -36,7 +35,7 @@ def apply_here(context: Any, model_id: str | None, weights: Any, strategy: Weigh
     for model in {id(one): one for one in models if isinstance(one, nn.Module)}.values():
         if weights is not None and weights is not model:
             extracted = strategy.extract_weights(weights)
-            compare(TensorDict.from_module(model), extracted, name)
+            compare(strategy.extract_weights(model), extracted, name)
             strategy.apply_weights(model, extracted)
 
 
@@ -185,7 +184,7 @@ def bump_at_next_forward(collector: Any, module: Any, version: int) -> None:
     bumps = getattr(collector, "_weightsync_bumps", None)
     if bumps is None:
         collector._weightsync_bumps = bumps = _Bumps(collector)
-        module.register_forward_pre_hook(bumps, prepend=True)
+    bumps.follow(module)
     bumps.applied(version)
 
 
@@ -195,11 +194,23 @@ class _Bumps:
     def __init__(self, collector: Any = None) -> None:
         self._collector = None if collector is None else weakref.ref(collector)
         self._versions: list[int] = []
+        self._module: weakref.ref[Any] | None = None
+        self._handle: Any = None
+
+    def follow(self, module: Any) -> None:
+        """The policy is this module from here on."""
+        if self._module is not None and self._module() is module:
+            return
+        if self._handle is not None:
+            self._handle.remove()
+        self._module = weakref.ref(module)
+        # After the hook that keeps the weights as they are: what was applied until then counts.
+        self._handle = module.register_forward_pre_hook(self)
 
     def applied(self, version: int) -> None:
         """One more; it takes the place of those it goes back from."""
         if self._versions and version < self._versions[-1]:
-            self._versions = [one for one in self._versions if one < version]
+            self._versions = [one for one in self._versions if one <= version]
         else:
             self._versions.append(version)
 

@@ -20,7 +20,7 @@ from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from weightsync import _ends
 from weightsync._native import InitInfo, Layout, Session
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, loading, target_of, tensors_of
+from weightsync._target import Target, loading, target_of, weights_of
 from weightsync.background import Background
 from weightsync.errors import DeadlineError, LifecycleError, ModelError
 from weightsync.sender import Sender
@@ -58,6 +58,7 @@ class Group:
         self._left_sender: set[str] = set()
         self.worker_ids: list[int] = []
         self._connected = False
+        self._published = False
         self.sender: Sender | None = None
         # What crosses.
         self._info: str | None = None
@@ -134,23 +135,29 @@ class Group:
                 self._firsts[name] = weights
             if self._unconnected:
                 return
-            each = {one: make() for one, make in self._each.items()}
-            first = {
-                one: self._firsts[one]
-                if one in self._firsts
-                else next(iter(each[one].values()))
-                if one in each
-                else self._weights[one]()
-                for one in self._weights
-            }
-            self._firsts, self._initial = {}, {}
         # Not under the lock: whoever shuts down ends this.
+        if not self._published:
+            self._publish(sender)
+        self._wait_for_workers(sender, context)
+
+    def _publish(self, sender: Sender) -> None:
+        """The first version, and what each worker begins with instead, if it has its own."""
+        each = {one: make() for one, make in self._each.items()}
+        first = {
+            one: self._firsts[one]
+            if one in self._firsts
+            else next(iter(each[one].values()))
+            if one in each
+            else self._weights[one]()
+            for one in self._weights
+        }
         sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
         for one, own in each.items():
             # Whoever joins from here on gets its own.
             sender.send_each(own, model=one, wait="sent")
-        self._wait_for_workers(sender, context)
-        for current in self._weights.values():
+        self._published = True
+        self._firsts, self._initial = {}, {}
+        for current in (*self._weights.values(), *self._each.values()):
             # What workers begin with was sent: a factory has nothing to send again.
             getattr(current, "spent", lambda: None)()
 
@@ -202,10 +209,14 @@ class Group:
                     "retry",
                 )
             ended = _ended_workers(context, there)
-            if ended:
+            if ended and not self._is_there(sender, workers):
                 # The collector knows the worker's own words, and raises them.
                 logger.warning("%s ended before it had its weights", ended)
                 return
+
+    def _is_there(self, sender: Sender, workers: list[int]) -> bool:
+        """Whether all are there by now: a worker that has joined tells its collector so, too."""
+        return set(workers) <= {one.worker for one in sender.workers if any(one.versions)}
 
     # What crosses.
 
@@ -260,16 +271,23 @@ class Group:
                 self._session = session
                 _ends.opened(self)
         # Not under the lock: whoever shuts down ends this.
-        if is_first:
-            self._first_set = session.join_receiver(WEIGHT_SYNC_TIMEOUT)
-        own.group = self
+        try:
+            if is_first:
+                self._first_set = session.join_receiver(WEIGHT_SYNC_TIMEOUT)
+            self._load_first(session, name, worker, own)
+        except BaseException:
+            # The next call joins anew.
+            with self._join_lock:
+                self._leave_sender()
+            raise
+
+    def _load_first(self, session: Session, name: str, worker: int, own: WorkerModel) -> None:
         self.models[name] = own
         if len(self.models) < len(self._names):
             # The worker goes on with these while its other models are made.
             for snapshot, _ in self._first_set.members():
                 if snapshot.model == name:
-                    own.shape(snapshot.layout)
-                    own.load(snapshot)
+                    snapshot.load_into(own)
             return
         self._first_set = None
         models = [(one, self.models[one]) for one in self._names]
@@ -330,6 +348,9 @@ class Group:
             self._session.shutdown()
         for own in self.models.values():
             own.release()
+        # It can be joined anew.
+        self._session = self.background = None
+        self.models, self._left_worker = {}, set()
 
 
 class WorkerModel(Target):
@@ -337,7 +358,6 @@ class WorkerModel(Target):
 
     def __init__(self, name: str, mode: str) -> None:
         self.name = name
-        self.group: Group | None = None
         self._mode = mode
         self._target: Target | None = None
         self._sent: Layout | None = None
@@ -363,10 +383,14 @@ class WorkerModel(Target):
 
     def _exchange(self, model: nn.Module) -> None:
         before, self._target = self._target, target_of(model, self._mode)
-        if self._sent is not None:
-            self._target.shape(self._sent)
-        if self._last is not None:
-            self._load(self._last)
+        try:
+            if self._last is not None:
+                self._last.load_into(self)
+            elif self._sent is not None:
+                self._target.shape(self._sent)
+        except BaseException:
+            self._target = before
+            raise
         if before is not None:
             before.release()
 
@@ -393,11 +417,14 @@ class WorkerModel(Target):
 
     def _load_and_tell(self, snapshot: NativeSnapshot) -> None:
         self._load(snapshot)
-        last, self._last = self._last, snapshot
+        last = self._last
+        if last is None or (last.run, last.version) != (snapshot.run, snapshot.version):
+            # Before the version: whoever has seen that has seen this.
+            self.count += 1
+        self._last = snapshot
         same_run = last is not None and last.run == snapshot.run
         if same_run and last.version == snapshot.version:
             return
-        self.count += 1
         if self.loaded is None:
             return
         try:
@@ -418,10 +445,16 @@ class WorkerModel(Target):
         if self._target is not None:
             self._target.release()
 
+    @property
+    def version(self) -> int:
+        """The version that was loaded last; 0 before the first."""
+        last = self._last
+        return 0 if last is None else last.version
+
     def weights(self) -> dict[str, Any] | None:
         """The weights that were loaded last, by dotted names; they do not change."""
         last = self._last
-        return None if last is None else tensors_of(last)
+        return None if last is None else weights_of(last)
 
 
 def _ended_workers(context: Any, there: set[int]) -> str:

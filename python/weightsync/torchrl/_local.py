@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -14,10 +14,11 @@ from torchrl.weight_update import WeightStrategy
 
 from weightsync import _ends, _paths
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import tensors_of
+from weightsync._target import weights_of
 from weightsync.errors import LifecycleError, ModelError
 from weightsync.torchrl import _collector, _given
 from weightsync.torchrl._base import WeightSyncScheme
+from weightsync.torchrl._formats import formatted
 from weightsync.torchrl._group import Group, WorkerModel
 
 # A strategy of one's own extracts by itself.
@@ -34,16 +35,26 @@ class LocalScheme(WeightSyncScheme):
     """
 
     _word = "shared-mem"
-    _mode = "bind"
 
-    def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
+    def __init__(
+        self,
+        strategy: str = "tensordict",
+        sync: bool = True,
+        *,
+        mode: Literal["bind", "copy"] = "bind",
+    ) -> None:
         super().__init__(strategy)
+        if mode not in ("bind", "copy"):
+            raise ValueError(f'mode wants "bind" or "copy", and got {mode!r}')
         self.sync = sync
+        self._mode = mode
         self.per_worker_weights = False
         self.auto_register = True
         self._group: Group | None = None
         self._worker_model: WorkerModel | None = None
         self._seen = 0
+        # What its transports have sent and not waited for, by worker.
+        self._pending: dict[int | None, Any] = {}
         self._devices: list[Any] | None = None
         self._map: Callable[[int, Any], Any] | None = None
         # Whether the model is in this process, with a collector that has no workers.
@@ -120,10 +131,13 @@ class LocalScheme(WeightSyncScheme):
         for other in schemes.values():
             group = getattr(other, "_group", None)
             alike = isinstance(other, LocalScheme) and other is not self
-            if alike and group is not None and group.word == self._word:
+            if alike and group is not None and (group.word, group.mode) == self._kind():
                 if not group.is_connected:
                     return group
         return Group(self._word, self._mode)
+
+    def _kind(self) -> tuple[str, str]:
+        return self._word, self._mode
 
     def _of_context(
         self, context: Any, name: str
@@ -133,13 +147,10 @@ class LocalScheme(WeightSyncScheme):
         if model is None and name == "policy":
             factories = list(getattr(context, "policy_factory", None) or [])
             if factories and all(one is factories[0] for one in factories):
-                first = factories[0]()
-                self._first = first
-                return _given.once(first, name), None
+                return _given.once(factories[0](), name), None
             if any(factories):
                 policies = {at: make() for at, make in enumerate(factories) if make is not None}
-                self._first = policies
-                return _given.never(name), lambda: policies
+                return _given.never(name), _given.once(policies, name)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} sends torch modules, and the collector's {name!r} is "
@@ -163,12 +174,13 @@ class LocalScheme(WeightSyncScheme):
             return
         assert self._group is not None
         _ends.opened(self)
-        if self.context is None:
+        context = self.context
+        if context is None:
             # One that was initialised before its collector was made.
-            collector = _collector.that_connects(self)
-            if collector is not None:
-                _collector.flip_together(collector)
-        self._group.connect(self._model_id or "policy", weights, self.context)
+            context = _collector.that_connects(self)
+            if context is not None:
+                _collector.flip_together(context)
+        self._group.connect(self._model_id or "policy", weights, context)
 
     def send(
         self,
@@ -196,17 +208,18 @@ class LocalScheme(WeightSyncScheme):
                 for worker, one in weights.items()
                 if chosen is None or worker in chosen
             }
-            return group.send_each(name, each, wait, timeout)
+            return group.send_each(name, each, wait, timeout) if each else None
         if weights is None and name in group._each:
             each = group._each[name]()
             chosen = self._workers(worker_ids)
             if chosen is not None:
                 each = {worker: one for worker, one in each.items() if worker in chosen}
-            return group.send_each(name, each, wait, timeout)
+            return group.send_each(name, each, wait, timeout) if each else None
         if self._map is not None:
-            chosen = self._workers(worker_ids) or group.worker_ids
+            chosen = self._workers(worker_ids)
+            chosen = group.worker_ids if chosen is None else chosen
             each = self._mapped(self._extracted(weights), chosen)
-            return group.send_each(name, each, wait, timeout)
+            return group.send_each(name, each, wait, timeout) if each else None
         given = None if weights is None else self._extracted(weights)
         return group.send({name: given}, self._workers(worker_ids), wait, timeout)
 
@@ -292,7 +305,8 @@ class LocalScheme(WeightSyncScheme):
         if context is not None:
             worker_idx = getattr(context, "worker_idx", worker_idx)
             model = _given.model_of(context, model_id)
-        self._model_id = model_id
+        model = self.model if model is None else model
+        self._model_id, self._model_ref = model_id, None
         self._worker_model = WorkerModel(model_id, self._mode)
         self._worker_model.loaded = self._loaded
         # Looked up at each load: a strategy may be exchanged.
@@ -361,14 +375,16 @@ class LocalScheme(WeightSyncScheme):
         if not self.initialized_on_receiver or not self.synchronized_on_receiver:
             raise LifecycleError("receive wants init_on_receiver and connect before it")
         assert self._worker_model is not None and self._group is not None
-        background = self._group.background
-        if self._worker_model.count == self._seen and timeout != 0 and background is not None:
+        model, background = self._worker_model, self._group.background
+        # One that comes meanwhile is a newer one.
+        version = model.version
+        if model.count == self._seen and timeout != 0 and background is not None:
             if timeout is not None or self._word != "shared-mem":
-                background.wait(timeout=timeout)
-        if self._worker_model.count == self._seen:
+                background.wait({self._model_id or "policy": version + 1}, timeout=timeout)
+        if model.count == self._seen:
             return None
-        self._seen = self._worker_model.count
-        return self._formatted(self._worker_model.weights())
+        self._seen = model.count
+        return self._formatted(model.weights())
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Applies weights of one's own to the worker's model, until the next version."""
@@ -411,26 +427,34 @@ class LocalScheme(WeightSyncScheme):
         schemes = getattr(context, "_weight_sync_schemes", None) or {}
         if not schemes:
             return False
-        weights = self._formatted(self._worker_model.weights())
-        if isinstance(schemes.get(self._model_id), LocalScheme):
+        weights = self._worker_model.weights()
+        scheme = schemes.get(self._model_id)
+        if isinstance(scheme, LocalScheme):
+            if scheme._takes_formats():
+                weights = scheme._formatted(weights)
+            # Otherwise by dotted names: extra state of any module has a name there.
             report = _collector.send_set(schemes, {self._model_id: weights}, None)
             if report is not None and not report.all_applied:
                 raise RuntimeError(f"not all sub-workers have it: {report}")
         else:
+            weights = self._formatted(weights)
             context.update_policy_weights_(model_id=self._model_id, policy_or_weights=weights)
         return True
+
+    def _takes_formats(self) -> bool:
+        """Whether what it sends passes through functions of one's own first."""
+        own = type(self._strategy).extract_weights is not _UPSTREAM_EXTRACT
+        return own or self._map is not None
 
     def _applied_by_strategy(self, snapshot: NativeSnapshot) -> bool:
         """Leaves the applying to a strategy of one's own, if this is one."""
         if type(self._strategy).apply_weights is _UPSTREAM_APPLY or self.model is None:
             return False
-        self._strategy.apply_weights(self.model, self._formatted(tensors_of(snapshot)))
+        self._strategy.apply_weights(self.model, self._formatted(weights_of(snapshot)))
         return True
 
     def _formatted(self, weights: dict[str, Any] | None) -> Any:
-        if weights is None or self.strategy_str == "state_dict":
-            return weights
-        return TensorDict(weights, batch_size=[]).unflatten_keys(".")
+        return None if weights is None else formatted(weights, self.strategy_str)
 
     # Both.
 
@@ -531,9 +555,9 @@ class LocalScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_first", "_weights"):
-            state.pop(name, None)
+        state.pop("_weights", None)
         state["_worker_model"] = state["_devices"] = state["_map"] = None
+        state["_pending"] = {}
         return state
 
     def __repr__(self) -> str:

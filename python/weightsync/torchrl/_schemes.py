@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -24,6 +24,9 @@ class SharedMemWeightSyncScheme(LocalScheme):
         per_worker_weights: accepted as TorchRL has it; any worker can have its own.
         auto_register: of the older calls: whether the first ``update_weights`` of
             ``create_sender()`` says what the model is.
+        mode: "bind": a worker's parameters from 64 KiB on lie in the version itself, at
+            another address each time; "copy": everything is copied, and they stay where
+            they are.
     """
 
     def __init__(
@@ -33,20 +36,26 @@ class SharedMemWeightSyncScheme(LocalScheme):
         per_worker_weights: bool = False,
         *,
         auto_register: bool = True,
+        mode: Literal["bind", "copy"] = "bind",
     ) -> None:
-        super().__init__(strategy, sync)
+        super().__init__(strategy, sync, mode=mode)
         self.per_worker_weights = per_worker_weights
         self.auto_register = auto_register
 
 
 class MultiProcessWeightSyncScheme(LocalScheme):
-    """Weights through a queue to each worker, which copies them into its own model.
+    """Weights through a queue to each worker.
 
-    A drop-in for TorchRL's; the arguments are its own.
+    A drop-in for TorchRL's; the arguments are its own. What passes through a queue says which
+    version is meant: the weights themselves are read where they lie.
+
+    Args:
+        strategy: "tensordict" or "state_dict".
+        sync: whether ``send`` waits until every worker has applied the version.
+        mode: as of :class:`SharedMemWeightSyncScheme`.
     """
 
     _word = "multi-process"
-    _mode = "copy"
 
 
 class NoWeightSyncScheme(LocalScheme):

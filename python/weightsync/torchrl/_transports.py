@@ -12,16 +12,20 @@ import queue
 import time
 from typing import Any
 
-from tensordict import TensorDict
+from torchrl.weight_update import WeightStrategy
 
 from weightsync import _ends
 from weightsync._native import InitInfo, Layout, PendingSend, Session
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, target_of, tensors_of
-from weightsync.errors import LifecycleError
+from weightsync._target import Target, target_of, weights_of
+from weightsync.errors import DeadlineError, LifecycleError
 from weightsync.sender import Sender
+from weightsync.torchrl._formats import formatted
 
 _MODEL = "policy"
+
+# A strategy of one's own applies by itself.
+_UPSTREAM_APPLY = WeightStrategy.apply_weights
 
 
 class SchemeTransport:
@@ -30,7 +34,6 @@ class SchemeTransport:
     def __init__(self, scheme: Any, worker_idx: int | None = None) -> None:
         self._scheme = scheme
         self._worker_idx = worker_idx
-        self._pending: PendingSend | None = None
 
     def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
         """Sends weights, and waits until they are applied; the report."""
@@ -39,7 +42,7 @@ class SchemeTransport:
     def send_weights_async(self, weights: Any, model_id: str | None = None) -> None:
         """Sends weights, and returns once they were read; :meth:`wait_ack` waits."""
         group = self._scheme._connected("send_weights_async")
-        self._pending = group.sender.send_async(
+        self._scheme._pending[self._worker_idx] = group.sender.send_async(
             self._scheme._extracted(weights),
             model=self._scheme.model_id,
             worker_ids=self._chosen(None),
@@ -47,7 +50,8 @@ class SchemeTransport:
 
     def wait_ack(self, timeout: float | None = None) -> Any:
         """Waits until what was sent last is applied; the report."""
-        return None if self._pending is None else self._pending.wait(timeout)
+        pending = self._scheme._pending.get(self._worker_idx)
+        return None if pending is None else pending.wait(timeout)
 
     def receive_weights(
         self,
@@ -111,6 +115,9 @@ class _QueueTransport:
         self._pid = os.getpid()
         self._sent: Layout | None = None
         self._joined = False
+        # A worker's number, and how to join, once its queue has said so.
+        self._worker: int | None = None
+        self._told: str | None = None
 
     # The sender's half.
 
@@ -167,12 +174,24 @@ class _QueueTransport:
         model: Any = None,
         strategy: Any = None,
     ) -> Any:
-        """Joins, and takes the initial weights."""
+        """Joins, and takes the initial weights.
+
+        Raises:
+            DeadlineError: if they are not there within the transport's timeout.
+        """
         worker = 0 if worker_idx is None else worker_idx
         if worker not in self._queues:
             known = ", ".join(map(str, self._queues))
             raise LifecycleError(f"there is no worker {worker} here; there is {known or 'none'}")
-        return self._join(worker, self.timeout, model, strategy)
+        self._worker = worker
+        received = self._join(worker, self.timeout, model, strategy)
+        if received is None:
+            raise DeadlineError(
+                f"worker {worker} got no initial weights within {self.timeout} s: has the trainer "
+                "sent any? The next call goes on waiting",
+                "retry",
+            )
+        return received
 
     def receive_weights(
         self,
@@ -185,7 +204,7 @@ class _QueueTransport:
         """Receives weights, and applies them to the model; None if there are none in time."""
         timeout = self.timeout if timeout is None else timeout
         if self._session is None or self._pid != os.getpid():
-            return self._join(min(self._queues, default=0), timeout, model, strategy)
+            return self._join(self._own_number(), timeout, model, strategy)
         target = self._target(model, strategy)
         versions = self._session.receive_into([(_MODEL, target)], timeout)
         return None if versions is None else target.received
@@ -194,19 +213,36 @@ class _QueueTransport:
         """Nothing: that weights are applied is told when they are."""
 
     def _join(self, worker: int, timeout: float | None, model: Any, strategy: Any) -> Any:
-        since = time.monotonic()
-        try:
-            text = self._queues[worker].get(timeout=timeout)
-        except queue.Empty:
-            return None
+        until = None if timeout is None else time.monotonic() + timeout
+        if self._told is None:
+            try:
+                self._told = self._queues[worker].get(timeout=timeout)
+            except queue.Empty:
+                return None
         self._pid = os.getpid()
-        session = Session.prepare_receiver(InitInfo.from_json(text), worker, None, "cpu")
+        session = Session.prepare_receiver(InitInfo.from_json(self._told), worker, None, "cpu")
         target = self._target(model, strategy)
-        left = None if timeout is None else max(timeout - (time.monotonic() - since), 0.1)
-        session.connect_receiver([(_MODEL, target)], left)
+        left = None if until is None else max(until - time.monotonic(), 0.0)
+        try:
+            session.connect_receiver([(_MODEL, target)], left)
+        except DeadlineError:
+            # The next call joins by what this one was told.
+            session.shutdown()
+            return None
         self._session, self._sent = session, target.sent
         _ends.opened(self)
         return target.received
+
+    def _own_number(self) -> int:
+        """The worker this process is."""
+        if self._worker is not None:
+            return self._worker
+        if len(self._queues) == 1:
+            return next(iter(self._queues))
+        raise LifecycleError(
+            "there are several workers: setup_connection_and_weights_on_receiver(worker_idx=…) "
+            "says which this is"
+        )
 
     def _target(self, model: Any, strategy: Any) -> _Applied:
         return _Applied(model, strategy, self._sent)
@@ -316,13 +352,11 @@ class _Applied(Target):
         return False
 
     def load(self, snapshot: NativeSnapshot) -> None:
-        tensors = tensors_of(snapshot)
-        self.received = TensorDict(tensors, batch_size=[]).unflatten_keys(".")
+        strategy = self._strategy
+        self.received = formatted(weights_of(snapshot), "tensordict")
         if self._model is None:
             return
-        if self._strategy is not None:
-            self._strategy.apply_weights(self._model, self.received)
-            return
-        target = target_of(self._model, "copy")
-        target.shape(snapshot.layout)
-        target.load(snapshot)
+        if strategy is not None and type(strategy).apply_weights is not _UPSTREAM_APPLY:
+            strategy.apply_weights(self._model, self.received)
+        else:
+            snapshot.load_into(target_of(self._model, "copy"))

@@ -203,6 +203,10 @@ impl<B: Send + 'static> Follower<B> {
             return;
         }
         self.desk.tell(|book| book.stop = true);
+        if thread.thread().id() == std::thread::current().id() {
+            // Ended by what it loads into: it stops once that has returned.
+            return;
+        }
         // What panicked in it was caught, and is in the status.
         let _ = thread.join();
     }

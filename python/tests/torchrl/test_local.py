@@ -1,0 +1,488 @@
+"""What schemes on one host promise that needs no process of its own: a trainer's half and a worker's
+in one process, as two copies of a scheme."""
+
+import contextlib
+import pickle
+import queue
+import threading
+
+import pytest
+import torch
+from crew import Probe
+from tensordict import TensorDict
+from torch import nn
+from torchrl.weight_update import WeightStrategy
+
+import weightsync.torchrl as ours
+from weightsync import DeadlineError, LifecycleError, ModelError, WrongWeightsError
+from weightsync.torchrl import _collector, _group
+
+KINDS = [ours.SharedMemWeightSyncScheme, ours.MultiProcessWeightSyncScheme]
+LONG = 30.0
+
+
+@contextlib.contextmanager
+def ended(*ends):
+    try:
+        yield
+    finally:
+        for end in ends:
+            end.shutdown()
+
+
+def meet(sender, *receivers):
+    """Both halves of `connect`, each in a thread of its own; what one raised is raised."""
+    raised = []
+
+    def run(call):
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(one.connect,)) for one in (*receivers, sender)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+def copied(scheme):
+    return pickle.loads(pickle.dumps(scheme))
+
+
+def weights(module):
+    return TensorDict.from_module(module).data.clone()
+
+
+@contextlib.contextmanager
+def connected(kind, source, model, strategy="tensordict", of=None, **how):
+    """A scheme in the trainer, and its copy in a worker."""
+    sender = kind(strategy=strategy, **how)
+    if of is not None:
+        sender.strategy = of
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = copied(sender)
+    with ended(receiver, sender):
+        receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        meet(sender, receiver)
+        yield sender, receiver
+
+
+class Stateful(nn.Module):
+    """A module with extra state, in which there is another one with some."""
+
+    def __init__(self, step=0, inner=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), float(step)))
+        self.step = step
+        self.inner = Stateful(step * 10, inner=False) if inner else None
+
+    def get_extra_state(self):
+        return {"step": self.step, "mean": torch.full((2,), float(self.step))}
+
+    def set_extra_state(self, state):
+        self.step = int(state["step"])
+        assert state["mean"].tolist() == [float(self.step)] * 2
+
+
+class Own(WeightStrategy):
+    """A strategy of one's own, that only looks on."""
+
+    applied = 0
+
+    def apply_weights(self, destination, weights, inplace=True):
+        Own.applied += 1
+        super().apply_weights(destination, weights, inplace)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_extra_state_travels(kind, strategy):
+    source, model = Stateful(1), Stateful()
+    with connected(kind, source, model, strategy) as (sender, receiver):
+        assert (model.step, model.inner.step) == (1, 10)
+        source.step, source.inner.step = 2, 20
+        sender.send()
+        assert (model.step, model.inner.step) == (2, 20)
+        received = receiver.receive(0)
+        if strategy == "state_dict":
+            assert received["_extra_state"]["step"] == 2
+            assert received["inner._extra_state"]["step"] == 20
+        else:
+            assert received["__extra_state__"]["step"] == 2
+
+
+def test_a_strategy_of_ones_own_gets_extra_state_as_torchrl_hands_it():
+    source, model = Stateful(1, inner=False), Stateful(inner=False)
+    Own.applied = 0
+    with connected(KINDS[0], source, model, of=Own()) as (sender, _):
+        source.step = 2
+        sender.send()
+        assert model.step == 2 and Own.applied >= 2
+
+
+def test_extra_state_passes_through_transports_and_the_older_calls():
+    waiting = queue.Queue()
+    sender, receiver = ours.MPTransport(waiting), ours.MPTransport(waiting)
+    source, model = Stateful(1), Stateful()
+    with ended(receiver, sender):
+        sender.send_weights(source)
+        receiver.setup_connection_and_weights_on_receiver(model=model, strategy=WeightStrategy())
+        assert (model.step, model.inner.step) == (1, 10)
+
+
+def test_a_cascade_passes_extra_state_on():
+    class Context:
+        pass
+
+    context = Context()
+    source, model, last = Stateful(1), Stateful(), Stateful()
+    below = KINDS[0]()
+    below.init_on_sender(model_id="policy", model=model, num_workers=1)
+    under = copied(below)
+    context.policy, context.worker_idx = model, 0
+    context._weight_sync_schemes = {"policy": below}
+    sender = KINDS[0]()
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = copied(sender)
+    with ended(receiver, under, sender, below):
+        under.init_on_receiver(model_id="policy", model=last, worker_idx=0)
+        meet(below, under)
+        receiver.init_on_receiver(model_id="policy", context=context)
+        meet(sender, receiver)
+        source.step, source.inner.step = 2, 20
+        assert sender.send().all_applied
+        assert (last.step, last.inner.step) == (2, 20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scheme_says_which_version_who_has(kind):
+    source, model = Probe(1.0), Probe()
+    with connected(kind, source, model) as (sender, receiver):
+        assert (sender.version, receiver.version) == (1, 1)
+        sender.send()
+        assert (sender.version, receiver.version) == (2, 2)
+        assert [(one.worker, one.versions) for one in sender.workers] == [(0, [2])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_waits_for_a_version_by_its_number(kind):
+    source = Probe(1.0)
+    with connected(kind, source, Probe()) as (sender, receiver):
+        sender.send()
+        assert receiver.background.wait(2, timeout=LONG)
+        assert not receiver.background.wait(9, timeout=0.05)
+
+
+class All:
+    """The schemes of one end, connected one after the other."""
+
+    def __init__(self, schemes):
+        self.schemes = schemes
+
+    def connect(self):
+        for scheme in self.schemes.values():
+            scheme.connect()
+
+
+def failing(call):
+    """A call that a shutdown ends."""
+
+    def run():
+        with pytest.raises(LifecycleError):
+            call()
+
+    return run
+
+
+def group_of_two():
+    class Context:
+        num_workers = 1
+
+    context = Context()
+    context.policy, context.critic = Probe(1.0), Probe(2.0)
+    schemes = {name: KINDS[0]() for name in ("policy", "critic")}
+    context._weight_sync_schemes = schemes
+    for name, scheme in schemes.items():
+        scheme.init_on_sender(model_id=name, context=context)
+    return context, schemes
+
+
+def test_a_receive_waits_for_its_own_model():
+    context, schemes = group_of_two()
+    other = pickle.loads(pickle.dumps(schemes))
+    models = {name: Probe() for name in schemes}
+    with ended(*other.values(), *schemes.values()):
+        for name, scheme in other.items():
+            scheme.init_on_receiver(model_id=name, model=models[name], worker_idx=0)
+        meet(All(schemes), All(other))
+        assert (models["policy"](), models["critic"]()) == ((1.0, 1.0), (2.0, 2.0))
+        later = threading.Timer(0.2, lambda: schemes["critic"].send(weights(Probe(5.0))))
+        schemes["policy"].send(weights(Probe(4.0)))
+        assert other["policy"].receive(LONG) is not None
+        later.start()
+        # The policy's update alone would not end it.
+        assert other["critic"].receive(LONG) is not None
+        assert models["critic"]() == (5.0, 5.0)
+        later.join()
+
+
+def test_each_model_of_a_group_is_checked():
+    _, schemes = group_of_two()
+    other = pickle.loads(pickle.dumps(schemes))
+    with ended(*other.values(), *schemes.values()):
+        wrong = Probe(numel=5)
+        other["policy"].init_on_receiver(model_id="policy", model=wrong, worker_idx=0)
+        schemes["policy"].connect()
+        waiting = threading.Thread(target=failing(schemes["critic"].connect))
+        waiting.start()
+        with pytest.raises(WrongWeightsError, match="layers"):
+            other["policy"].connect()
+        assert wrong() == (0.0, 0.0)
+    waiting.join()
+
+
+def test_another_model_in_a_workers_place_is_checked():
+    with connected(KINDS[0], Probe(1.0), Probe()) as (sender, receiver):
+        wrong = Probe(numel=5)
+        with pytest.raises(WrongWeightsError):
+            receiver.model = wrong
+        right = Probe()
+        receiver.model = right
+        assert right() == (1.0, 1.0)
+        sender.send(weights(Probe(2.0)))
+        assert right() == (2.0, 2.0)
+
+
+def test_kinds_are_not_mixed_in_a_group():
+    class Context:
+        num_workers = 1
+
+    context = Context()
+    context.policy, context.critic = Probe(1.0), Probe(2.0)
+    schemes = {"policy": ours.NoWeightSyncScheme(), "critic": KINDS[0]()}
+    context._weight_sync_schemes = schemes
+    with ended(*schemes.values()):
+        for name, scheme in schemes.items():
+            scheme.init_on_sender(model_id=name, context=context)
+        assert schemes["policy"]._group is not schemes["critic"]._group
+
+
+@pytest.mark.parametrize("half", ["sender", "receiver"])
+def test_a_rendezvous_that_was_late_is_made_up_for(half, monkeypatch):
+    source, model = Probe(1.0), Probe()
+    sender = KINDS[0]()
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = copied(sender)
+    with ended(receiver, sender):
+        receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        monkeypatch.setattr(_group, "WEIGHT_SYNC_TIMEOUT", 0.3)
+        with pytest.raises(DeadlineError):
+            (sender if half == "sender" else receiver).connect()
+        monkeypatch.setattr(_group, "WEIGHT_SYNC_TIMEOUT", LONG)
+        meet(sender, receiver)
+        assert model() == (1.0, 1.0)
+        sender.send(weights(Probe(2.0)))
+        assert model() == (2.0, 2.0)
+
+
+def test_a_worker_that_has_left_can_join_again():
+    source, model = Probe(1.0), Probe()
+    with connected(KINDS[0], source, model) as (sender, receiver):
+        receiver.shutdown()
+        sender.send(weights(Probe(2.0)))
+        assert model() == (1.0, 1.0)
+        receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        receiver.connect()
+        assert model() == (2.0, 2.0)
+        sender.send(weights(Probe(3.0)))
+        assert model() == (3.0, 3.0)
+
+
+def test_a_shutdown_from_within_a_load_ends_after_it():
+    class Context:
+        """What is told of each version."""
+
+    context = Context()
+    context.policy, context.worker_idx = Probe(), 0
+    sender = KINDS[0]()
+    sender.init_on_sender(model_id="policy", model=Probe(1.0), num_workers=1)
+    receiver = copied(sender)
+    told = threading.Event()
+
+    def update_policy_weights_(**_):
+        receiver.shutdown()
+        told.set()
+
+    context.update_policy_weights_ = update_policy_weights_
+    with ended(sender):
+        receiver.init_on_receiver(model_id="policy", context=context)
+        meet(sender, receiver)
+        sender.send(weights(Probe(2.0)), timeout=LONG)
+        assert told.wait(LONG)
+        receiver.shutdown()
+
+
+def test_no_worker_is_meant_by_an_empty_list():
+    sender = KINDS[0]()
+    sender.init_on_sender(
+        model_id="policy",
+        weights=weights(Probe(1.0)),
+        device_map_fn=lambda worker, weights: weights,
+        num_workers=1,
+    )
+    receiver = copied(sender)
+    model = Probe()
+    with ended(receiver, sender):
+        receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        meet(sender, receiver)
+        sender.send(weights(Probe(2.0)), worker_ids=[])
+        assert model() == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("chosen", ["cpu", torch.device("cpu"), [torch.device("cpu")]])
+def test_workers_are_named_by_their_device(chosen):
+    sender = KINDS[0]()
+    sender.init_on_sender(model_id="policy", model=Probe(1.0), devices=[torch.device("cpu")])
+    receiver = copied(sender)
+    model = Probe()
+    with ended(receiver, sender):
+        receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        meet(sender, receiver)
+        sender.send(weights(Probe(2.0)), worker_ids=chosen)
+        assert model() == (2.0, 2.0)
+        with pytest.raises(ValueError, match="no worker is on cuda:1; they are on cpu"):
+            sender.send(weights(Probe(3.0)), worker_ids="cuda:1")
+        assert model() == (2.0, 2.0)
+
+
+def test_what_a_transport_has_sent_is_waited_for_by_any_of_that_worker():
+    source, model = Probe(1.0), Probe()
+    with connected(KINDS[1], source, model) as (sender, _):
+        sender.sender_transports[0].send_weights_async(weights(Probe(2.0)))
+        assert sender.sender_transports[0].wait_ack(LONG).all_applied
+        assert model() == (2.0, 2.0)
+
+
+def test_a_transport_that_is_told_nothing_in_time_says_so_and_can_go_on():
+    waiting = {0: queue.Queue(), 1: queue.Queue()}
+    sender, receiver = ours.SharedMemTransport(), ours.SharedMemTransport()
+    for one in (sender, receiver):
+        one.register_weights({0: weights(Probe(1.0)), 1: weights(Probe(1.0))}, waiting)
+    receiver.timeout = 0.1
+    model = Probe()
+    with ended(receiver, sender):
+        with pytest.raises(LifecycleError, match="several workers"):
+            receiver.receive_weights(0.0, model=model)
+        with pytest.raises(DeadlineError, match="worker 1"):
+            receiver.setup_connection_and_weights_on_receiver(worker_idx=1, model=model)
+        sender.setup_connection_and_weights_on_sender()
+        assert receiver.receive_weights(LONG, model=model) is not None
+        assert model() == (1.0, 1.0)
+        assert waiting[1].empty() and not waiting[0].empty()
+
+
+def test_the_older_calls_register_by_hand_and_again():
+    import multiprocessing
+
+    sender = ours.SharedMemWeightSyncScheme(auto_register=False).create_sender()
+    scheme = ours.SharedMemWeightSyncScheme()
+    with ended(sender):
+        here, there = multiprocessing.Pipe()
+        sender.register_worker(0, here)
+        with pytest.raises(LifecycleError, match="register_model"):
+            sender.update_weights(weights(Probe(1.0)))
+        sender.register_model(weights(Probe(1.0)))
+        for value in (2.0, 3.0):
+            # The second is in the place of the first, which has left.
+            model, receiver = Probe(), scheme.create_receiver()
+            receiver.register_model(model)
+            receiver.register_worker_transport(there)
+            assert receiver.receive(LONG)
+            sender.update_weights(weights(Probe(value)), timeout=0.1)
+            assert receiver.receive(LONG)
+            assert model() == (value, value)
+            receiver.shutdown()
+            here, there = multiprocessing.Pipe()
+            sender.register_worker(0, here)
+
+
+def test_a_single_collectors_state_dict_has_no_transient_buffers():
+    class Transient(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3,), value))
+            self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    class Context:
+        policy = Transient(0.0)
+
+    source = Transient(2.0)
+    with pytest.warns(UserWarning):
+        strategy = WeightStrategy(extract_as="state_dict")
+    _collector.apply_here(Context, "policy", source.state_dict(), strategy)
+    assert Context.policy.weight.tolist() == [2.0] * 3
+
+
+class Counting:
+    versions = 0
+
+    def increment_version(self):
+        self.versions += 1
+
+
+def test_a_version_that_came_while_a_forward_waited_is_on_its_frame():
+    collector, module, waiting = Counting(), Probe(), []
+    # The hook that keeps the weights as they are is there first, and waits for a load.
+    module.register_forward_pre_hook(
+        lambda *_: waiting and _collector.bump_at_next_forward(collector, module, waiting.pop()),
+        prepend=True,
+    )
+    _collector.bump_at_next_forward(collector, module, 2)
+    waiting.append(3)
+    module()
+    assert collector.versions == 2
+
+
+def test_versions_are_counted_on_the_policy_there_is():
+    collector, before, module = Counting(), Probe(), Probe()
+    _collector.bump_at_next_forward(collector, before, 2)
+    before()
+    _collector.bump_at_next_forward(collector, module, 3)
+    before()
+    assert collector.versions == 1
+    module()
+    assert collector.versions == 2
+
+
+def test_a_version_gone_back_to_counts_once():
+    collector, module = Counting(), Probe()
+    for version in (2, 3, 2):
+        _collector.bump_at_next_forward(collector, module, version)
+    module()
+    assert collector.versions == 1
+
+
+def test_one_factory_for_each_worker_has_nothing_to_send_again():
+    class Context:
+        policy_factory = [lambda: Probe(1.0), lambda: Probe(2.0)]
+        policy = None
+        num_workers = 2
+
+    context = Context()
+    sender = KINDS[0]()
+    sender.init_on_sender(model_id="policy", context=context)
+    models = [Probe(), Probe()]
+    receivers = [copied(sender) for _ in models]
+    with ended(*receivers, sender):
+        for worker, (receiver, model) in enumerate(zip(receivers, models, strict=True)):
+            receiver.init_on_receiver(model_id="policy", model=model, worker_idx=worker)
+        meet(sender, *receivers)
+        assert [model() for model in models] == [(1.0, 1.0), (2.0, 2.0)]
+        sender.send({0: weights(Probe(3.0)), 1: weights(Probe(4.0))})
+        with pytest.raises(ModelError, match="factory"):
+            sender.send()
+        assert [model() for model in models] == [(3.0, 3.0), (4.0, 4.0)]

@@ -1,0 +1,32 @@
+"""Weights in the forms that TorchRL's strategies have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDict
+
+from weightsync import _extra
+
+
+def formatted(weights: dict[str, Any], strategy: str) -> Any:
+    """Weights by dotted names, as a strategy of TorchRL's would have extracted them.
+
+    A state dict has extra states under torch's names. A TensorDict has that of the model itself,
+    and of no module in it.
+    """
+    tensors, states = {}, {}
+    for name, value in weights.items():
+        prefix, _, last = name.rpartition(".")
+        if last == _extra.NAME:
+            states[prefix] = value
+        else:
+            tensors[name] = value
+    if strategy == "state_dict":
+        named = {_extra.joined(prefix, _extra.TORCH_NAME): one for prefix, one in states.items()}
+        return tensors | named
+    found = TensorDict(tensors, batch_size=[]).unflatten_keys(".")
+    if isinstance(states.get(""), Mapping):
+        found[_extra.NAME] = TensorDict(states[""])
+    return found
