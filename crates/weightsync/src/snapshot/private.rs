@@ -61,7 +61,7 @@ impl Snapshot {
     /// # weights.insert("bias", [2], [0.0_f32, 1.0])?;
     /// # let setup = SenderSetup::new("policy", &weights)?;
     /// # let info = setup.init_info();
-    /// # let worker = std::thread::spawn(move || -> weightsync::Result<()> {
+    /// # let worker = std::thread::spawn(move || -> weightsync::Result<weightsync::Receiver> {
     /// # let mut receiver = ReceiverSetup::new(info, 0).connect(Duration::from_secs(10))?;
     /// let snapshot = receiver.receive(None)?.expect("the first version");
     /// let view = snapshot.private()?;
@@ -69,7 +69,9 @@ impl Snapshot {
     /// let place = view.as_ptr().wrapping_add(bias.offset as usize);
     /// // ... which is for a tensor that keeps the view as long as it lives.
     /// # assert!(!place.is_null());
-    /// # Ok(()) });
+    /// # drop(view);
+    /// # // Who has left is not counted.
+    /// # Ok(receiver) });
     /// # let sender = setup.connect(&weights, Expect::Count(1), Duration::from_secs(10))?;
     /// # worker.join().unwrap()?;
     /// # drop(sender);
