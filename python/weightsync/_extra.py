@@ -29,39 +29,42 @@ def joined(prefix: str, name: str) -> str:
 def split(prefix: str, state: Any) -> tuple[Any, dict[str, Any]]:
     """The plain part of a state, and its tensors by the names they travel under."""
     tensors: dict[str, Any] = {}
+    return _plain(state, joined(prefix, TENSORS), tensors), tensors
 
-    def walk(value: Any, path: str) -> Any:
-        if _dtypes.is_tensor(value) or _dtypes.is_array(value):
-            name = f"{joined(prefix, TENSORS)}.{len(tensors)}"
-            tensors[name] = value
-            kind = "array" if _dtypes.is_array(value) else "tensor"
-            return {_MARK: [kind, name.rpartition(".")[2]]}
-        if _dtypes.is_tensordict(value):
-            return walk(value.to_dict(), path)
-        if isinstance(value, Mapping):
-            return {key: walk(item, f"{path}[{key!r}]") for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [walk(item, f"{path}[{at}]") for at, item in enumerate(value)]
-        return value
 
-    return walk(state, prefix), tensors
+# Not functions within functions: one that calls itself is a circle, and holds what it saw
+# (a version, a model's tensors) until the garbage collector comes by.
+
+
+def _plain(value: Any, within: str, tensors: dict[str, Any]) -> Any:
+    if _dtypes.is_tensor(value) or _dtypes.is_array(value):
+        at = str(len(tensors))
+        tensors[f"{within}.{at}"] = value
+        return {_MARK: ["array" if _dtypes.is_array(value) else "tensor", at]}
+    if _dtypes.is_tensordict(value):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: _plain(item, within, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, within, tensors) for item in value]
+    return value
 
 
 def join(prefix: str, state: Any, tensor_of: Any) -> Any:
     """The state again; ``tensor_of(name, kind)`` gives each tensor of its own."""
+    return _whole(state, joined(prefix, TENSORS), tensor_of)
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            mark = value.get(_MARK)
-            if isinstance(mark, list) and len(value) == 1:
-                kind, at = mark
-                return tensor_of(f"{joined(prefix, TENSORS)}.{at}", kind)
-            return {key: walk(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [walk(item) for item in value]
-        return value
 
-    return walk(state)
+def _whole(value: Any, within: str, tensor_of: Any) -> Any:
+    if isinstance(value, dict):
+        mark = value.get(_MARK)
+        if isinstance(mark, list) and len(value) == 1:
+            kind, at = mark
+            return tensor_of(f"{within}.{at}", kind)
+        return {key: _whole(item, within, tensor_of) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item, within, tensor_of) for item in value]
+    return value
 
 
 def is_extra(name: str) -> bool:

@@ -202,36 +202,38 @@ def tree(
     """The tensors of a state dict, a nested dict or a TensorDict, by dotted names."""
     found: list[Found] = []
     extras: dict[str, Any] = {}
-    places = places or Places()
-
-    def walk(part: Any, prefix: str) -> None:
-        inside = places.inside(part)
-        for key, value in part.items():
-            places.entry(inside, key, value)
-            key = ".".join(key) if isinstance(key, tuple) else key
-            if not isinstance(key, str):
-                raise TypeError(f"{prefix or 'the weights'} have the key {key!r}: names are text")
-            name = _extra.joined(prefix, key)
-            last = key.rpartition(".")[2]
-            if last in (_extra.NAME, _extra.TORCH_NAME):
-                extras[name.rpartition(".")[0]] = value
-            elif _dtypes.is_tensor(value) or _dtypes.is_array(value):
-                found.append((name, value, _is_buffer(value)))
-            elif isinstance(value, Mapping) or _dtypes.is_tensordict(value):
-                walk(value, name)
-            elif value is not None:
-                raise TypeError(
-                    f"{name!r} is a {type(value).__name__}: weights are tensors and arrays, "
-                    f"and plain data under {_extra.NAME!r}"
-                )
-
     if not isinstance(weights, Mapping) and not _dtypes.is_tensordict(weights):
         raise TypeError(
             f"weights are a torch module, a state dict, a nested dict of tensors or arrays, or a "
             f"TensorDict, not a {type(weights).__name__}"
         )
-    walk(weights, "")
+    # Not a function within this one: see `_extra`.
+    _walk(weights, "", places or Places(), found, extras)
     return found, extras
+
+
+def _walk(
+    part: Any, prefix: str, places: Places, found: list[Found], extras: dict[str, Any]
+) -> None:
+    inside = places.inside(part)
+    for key, value in part.items():
+        places.entry(inside, key, value)
+        key = ".".join(key) if isinstance(key, tuple) else key
+        if not isinstance(key, str):
+            raise TypeError(f"{prefix or 'the weights'} have the key {key!r}: names are text")
+        name = _extra.joined(prefix, key)
+        last = key.rpartition(".")[2]
+        if last in (_extra.NAME, _extra.TORCH_NAME):
+            extras[name.rpartition(".")[0]] = value
+        elif _dtypes.is_tensor(value) or _dtypes.is_array(value):
+            found.append((name, value, _is_buffer(value)))
+        elif isinstance(value, Mapping) or _dtypes.is_tensordict(value):
+            _walk(value, name, places, found, extras)
+        elif value is not None:
+            raise TypeError(
+                f"{name!r} is a {type(value).__name__}: weights are tensors and arrays, "
+                f"and plain data under {_extra.NAME!r}"
+            )
 
 
 def _is_buffer(value: Any) -> bool:

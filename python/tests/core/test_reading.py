@@ -1,5 +1,6 @@
 """Reading without a copy: what is bound, what is held, and what it costs whom."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -371,3 +372,27 @@ def test_a_snapshot_is_a_mapping_and_can_be_saved(tmp_path):
         assert small["small"].tolist() == [0.0] * 3
         assert (tmp_path / "it.safetensors").stat().st_size > 128 * 1024
         del snapshot
+
+
+class Stateful(Net):
+    """Parameters large enough to be bound, and extra state with a tensor in it."""
+
+    def get_extra_state(self):
+        return {"step": self.value, "seen": [torch.full((3,), self.value)]}
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_lets_versions_go_before_the_garbage_collector_comes(mode):
+    trainer, worker = Stateful(1.0), Stateful()
+    with pair(trainer, worker, mode=mode, setup={"slots": (3, 3), "timeout": 5.0}) as ends:
+        gc.disable()
+        try:
+            for value in range(2, 12):
+                trainer.fill(float(value))
+                pass_on(*ends)
+                assert worker.state["seen"][0].tolist() == [float(value)] * 3
+        finally:
+            gc.enable()

@@ -439,14 +439,22 @@ def test_models_by_path():
             weightsync.Sender(models=[path], context=trainer)
 
 
-def test_a_send_that_fails_keeps_nothing():
-    kept = torch.full((1 << 20,), 1.0)
-    held = weakref.ref(kept)
+def test_what_was_sent_is_not_kept():
     with pair({"a": torch.zeros(1 << 20)}) as (sender, _):
-        with pytest.raises(weightsync.ModelError):
-            sender.send(weights_dict={"policy": {"a": kept}, "other": {}})
-        with pytest.raises(weightsync.WrongWeightsError):
-            sender.send({"a": kept, "more": kept[:1]})
-        del kept
-        gc.collect()
-        assert held() is None
+        for failing in (False, True):
+            kept = torch.full((1 << 20,), 1.0)
+            held = weakref.ref(kept)
+            gc.disable()
+            try:
+                sender.send({"a": kept}, wait="sent")
+                if failing:
+                    with pytest.raises(weightsync.ModelError):
+                        sender.send(weights_dict={"policy": {"a": kept}, "other": {}})
+                    with pytest.raises(weightsync.WrongWeightsError):
+                        sender.send({"a": kept, "more": kept[:1]})
+                    # What was raised has been where the weights were.
+                    gc.collect()
+                del kept
+                assert held() is None
+            finally:
+                gc.enable()
