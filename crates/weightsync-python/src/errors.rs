@@ -128,8 +128,29 @@ fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         Remedy::Reconnect => "reconnect",
         Remedy::GiveUp => "give up",
     };
-    let made = class.call1((error.to_string(), remedy))?;
+    let text = match error {
+        Error::WrongOrder { .. } => in_python(error.to_string()),
+        _ => error.to_string(),
+    };
+    let made = class.call1((text, remedy))?;
     Ok(PyErr::from_value(made))
+}
+
+/// A session's calls by the names that they have in Python.
+fn in_python(text: String) -> String {
+    const NAMES: &[(&str, &str)] = &[
+        ("connect_sender", "connect"),
+        ("connect_receiver_into", "connect"),
+        ("connect_receiver", "connect"),
+        ("join_receiver", "connect"),
+        ("load_joined", "connect"),
+        ("receive_set_into", "receive"),
+        ("receive_set", "receive"),
+        ("init_on_sender", "Sender(…)"),
+        ("init_on_receiver", "Receiver(…)"),
+    ];
+    let names = NAMES.iter();
+    names.fold(text, |text, (in_rust, here)| text.replace(in_rust, here))
 }
 
 /// A class of `weightsync.errors` by its name.

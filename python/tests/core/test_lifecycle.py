@@ -111,6 +111,7 @@ def _all_refused(calls, fix):
         with pytest.raises(weightsync.LifecycleError, match=fix) as refused:
             call()
         assert refused.value.remedy == "give up", name
+        assert "_" not in str(refused.value), "a name that is not Python's"
 
 
 def test_the_wrong_half_is_refused():
