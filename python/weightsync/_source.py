@@ -34,8 +34,8 @@ class Source:
         # alone. What comes once, such as weights gathered for one send, is not kept.
         self._of: Any = None
         self._tensors: Tensors | None = None
-        # What came last, without keeping it: its id, and the first of its tensors.
-        self._last: tuple[int, weakref.ref[Any]] | None = None
+        # What came last, without keeping it: its id, and its tensors.
+        self._last: tuple[int, list[weakref.ref[Any]]] | None = None
         # What must stay as long as the native source: slices, copies from a device.
         self._kept: list[Any] = []
         # The tensors whose memory is held, and that: another thread may exchange a parameter's
@@ -63,9 +63,10 @@ class Source:
         return native
 
     def _is_again(self, weights: Any, found: list[Found]) -> bool:
-        first = found[0][1] if found else None
-        last, self._last = self._last, (id(weights), weakref.ref(first)) if found else None
-        return last is not None and last[0] == id(weights) and last[1]() is first
+        last, self._last = self._last, (id(weights), [weakref.ref(one) for _, one, _ in found])
+        if last is None or last[0] != id(weights) or len(last[1]) != len(found):
+            return False
+        return all(before() is one for before, (_, one, _) in zip(last[1], found, strict=True))
 
     def _place_anew(self, found: list[Found], extras: dict[str, Any]) -> NativeSource:
         states: list[tuple[str, Any]] = []

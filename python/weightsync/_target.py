@@ -484,7 +484,7 @@ class _View:
         self, one: Callable[[str], Any], wanted: Callable[[str], bool] = lambda _: True
     ) -> dict[str, Any]:
         found = {name: one(name) for name in self._places if wanted(name)}
-        return found | {alias: found[of] for alias, of in self._ties.items()}
+        return found | {alias: found[of] for alias, of in self._ties.items() if wanted(alias)}
 
 
 def _prefix(name: str) -> str:

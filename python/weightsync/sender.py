@@ -81,6 +81,7 @@ class Sender:
         self._strategy = strategy
         self._sources = {name: Source(strategy) for name in self._models}
         self._sending = _Sending(list(self._sources.values()))
+        self._connected = False
         self._session = Session(scheme)
         self._setup: _Setup = {
             "scheme": scheme,
@@ -102,6 +103,11 @@ class Sender:
     def init_info(self) -> InitInfo:
         """What a worker needs to join: it can be pickled, or written as JSON."""
         return self._info
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the first version was published: ``connect`` has returned once."""
+        return self._connected
 
     @property
     def models(self) -> list[str]:
@@ -137,6 +143,7 @@ class Sender:
             given = self._given(weights, None, weights_dict, whole=True)
             expected = workers if isinstance(workers, int) else list(workers)
             self._session.connect_sender(given, expected, timeout)
+            self._connected = True
             _ends.opened(self)
         logger.debug("connected: %r", self)
 
@@ -366,12 +373,14 @@ class _Sending:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.parts.clear()
-            for source in self._sources:
-                source.release()
-        self._lock.release()
+        try:
+            self._depth -= 1
+            if self._depth == 0:
+                self.parts.clear()
+                for source in self._sources:
+                    source.release()
+        finally:
+            self._lock.release()
 
 
 class _Path(str):

@@ -39,12 +39,12 @@ impl Background {
     fn take_seat(&self, py: Python<'_>) -> PyResult<Seat> {
         let inner = self.running(py)?;
         // The usual case takes no lock, and need not let go of the interpreter's.
-        let seat = inner.try_hold().map_err(|error| exception(py, error))?;
-        let seat = match seat {
+        let seat = inner.try_hold();
+        let_go(py, inner);
+        let seat = match seat.map_err(|error| exception(py, error))? {
             Some(seat) => seat,
             None => self.call(py, |inner| inner.hold())?,
         };
-        let_go(py, inner);
         Ok(Seat(Mutex::new(Some(seat))))
     }
 

@@ -245,6 +245,71 @@ def test_each_model_of_a_group_is_checked():
     waiting.join()
 
 
+def test_a_group_whose_last_model_was_wrong_can_be_mended():
+    context, schemes = group_of_two()
+    other = pickle.loads(pickle.dumps(schemes))
+    models = {"policy": Probe(), "critic": Probe(numel=5)}
+    with ended(*other.values(), *schemes.values()):
+        for name, scheme in other.items():
+            scheme.init_on_receiver(model_id=name, model=models[name], worker_idx=0)
+        schemes["policy"].connect()
+
+        def connect():
+            # The trainer is told, too.
+            with contextlib.suppress(WrongWeightsError):
+                schemes["critic"].connect()
+                return
+            schemes["critic"].connect()
+
+        waiting = threading.Thread(target=connect)
+        waiting.start()
+        other["policy"].connect()
+        with pytest.raises(WrongWeightsError):
+            other["critic"].connect()
+        right = Probe()
+        other["critic"].model = right
+        other["critic"].connect()
+        waiting.join(LONG)
+        assert not waiting.is_alive()
+        schemes["policy"].send(weights(Probe(4.0)))
+        schemes["critic"].send(weights(Probe(5.0)))
+        assert (models["policy"](), right()) == ((4.0, 4.0), (5.0, 5.0))
+        assert [other[name].receive(0) is not None for name in other] == [True, True]
+
+
+def test_a_worker_may_have_no_model_at_first():
+    sender = KINDS[0]()
+    sender.init_on_sender(model_id="policy", model=Probe(1.0), num_workers=1)
+    receiver = copied(sender)
+    with ended(receiver, sender):
+        receiver.init_on_receiver(model_id="policy", worker_idx=0)
+        meet(sender, receiver)
+        sender.send(weights(Probe(2.0)))
+        assert receiver.receive(LONG) is not None
+        model = Probe()
+        receiver.model = model
+        assert model() == (2.0, 2.0)
+
+
+class Shared(Stateful):
+    """Extra state that has a tensor twice, and a parameter."""
+
+    def get_extra_state(self):
+        mean = torch.ones(2)
+        return {"step": self.step, "both": [mean, mean], "own": self.weight.detach()}
+
+    def set_extra_state(self, state):
+        self.step = state["step"]
+
+
+def test_extra_state_that_shares_its_tensors_travels():
+    with connected(KINDS[0], Shared(1, inner=False), Shared(inner=False)) as (sender, receiver):
+        sender.send()
+        received = receiver.receive(LONG)
+        assert received["__extra_state__"]["step"] == 1
+        assert sorted(received.keys()) == ["__extra_state__", "weight"]
+
+
 def test_another_model_in_a_workers_place_is_checked():
     with connected(KINDS[0], Probe(1.0), Probe()) as (sender, receiver):
         wrong = Probe(numel=5)

@@ -151,7 +151,8 @@ class Group:
             else self._weights[one]()
             for one in self._weights
         }
-        sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
+        if not sender.is_connected:
+            sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
         for one, own in each.items():
             # Whoever joins from here on gets its own.
             sender.send_each(own, model=one, wait="sent")
@@ -276,9 +277,11 @@ class Group:
                 self._first_set = session.join_receiver(WEIGHT_SYNC_TIMEOUT)
             self._load_first(session, name, worker, own)
         except BaseException:
-            # The next call joins anew.
+            # The next call joins anew; models that were here before it still are.
             with self._join_lock:
+                others = {one: self.models[one] for one in self.models if one != name}
                 self._leave_sender()
+                self.models = others
             raise
 
     def _load_first(self, session: Session, name: str, worker: int, own: WorkerModel) -> None:
@@ -349,7 +352,7 @@ class Group:
         for own in self.models.values():
             own.release()
         # It can be joined anew.
-        self._session = self.background = None
+        self._session = self.background = self._first_set = None
         self.models, self._left_worker = {}, set()
 
 
@@ -442,6 +445,7 @@ class WorkerModel(Target):
 
     def release(self) -> None:
         self._last = None
+        self.count = 0
         if self._target is not None:
             self._target.release()
 

@@ -305,7 +305,8 @@ class LocalScheme(WeightSyncScheme):
         if context is not None:
             worker_idx = getattr(context, "worker_idx", worker_idx)
             model = _given.model_of(context, model_id)
-        model = self.model if model is None else model
+        if model is None and self._model_ref is not None:
+            model = self._model_ref()
         self._model_id, self._model_ref = model_id, None
         self._worker_model = WorkerModel(model_id, self._mode)
         self._worker_model.loaded = self._loaded

@@ -63,10 +63,12 @@ class WeightSender:
     def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
         """Takes a worker in, by its end of a pipe, or by a collector that has the pipes."""
         pipes = getattr(pipe_or_context, "pipes", None)
-        self._pipes[worker_idx] = pipe_or_context if pipes is None else pipes[worker_idx]
-        # One in the place of another joins anew.
-        self._told.discard(worker_idx)
-        self._joined.discard(worker_idx)
+        pipe = pipe_or_context if pipes is None else pipes[worker_idx]
+        if pipe is not self._pipes.get(worker_idx):
+            # One in the place of another joins anew.
+            self._told.discard(worker_idx)
+            self._joined.discard(worker_idx)
+        self._pipes[worker_idx] = pipe
         if self._sender is not None:
             self._tell()
 

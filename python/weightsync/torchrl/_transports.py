@@ -214,10 +214,12 @@ class _QueueTransport:
 
     def _join(self, worker: int, timeout: float | None, model: Any, strategy: Any) -> Any:
         until = None if timeout is None else time.monotonic() + timeout
-        if self._told is None:
-            try:
-                self._told = self._queues[worker].get(timeout=timeout)
-            except queue.Empty:
+        try:
+            # What was told before holds, unless another sender is there by now.
+            known = self._told is not None
+            self._told = self._queues[worker].get(not known, None if known else timeout)
+        except queue.Empty:
+            if self._told is None:
                 return None
         self._pid = os.getpid()
         session = Session.prepare_receiver(InitInfo.from_json(self._told), worker, None, "cpu")
