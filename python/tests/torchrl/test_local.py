@@ -188,12 +188,14 @@ class All:
             scheme.connect()
 
 
-def failing(call):
-    """A call that a shutdown ends."""
+def failing(call, raised):
+    """A call that a shutdown ends; what it raised is put into a list."""
 
     def run():
-        with pytest.raises(LifecycleError):
+        try:
             call()
+        except LifecycleError as error:
+            raised.append(error)
 
     return run
 
@@ -237,12 +239,14 @@ def test_each_model_of_a_group_is_checked():
         wrong = Probe(numel=5)
         other["policy"].init_on_receiver(model_id="policy", model=wrong, worker_idx=0)
         schemes["policy"].connect()
-        waiting = threading.Thread(target=failing(schemes["critic"].connect))
+        raised = []
+        waiting = threading.Thread(target=failing(schemes["critic"].connect, raised))
         waiting.start()
         with pytest.raises(WrongWeightsError, match="layers"):
             other["policy"].connect()
         assert wrong() == (0.0, 0.0)
     waiting.join()
+    assert raised, "a connect without its worker returned"
 
 
 def test_a_group_whose_last_model_was_wrong_can_be_mended():

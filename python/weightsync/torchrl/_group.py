@@ -201,7 +201,7 @@ class Group:
                 sender.wait_for(workers, timeout=_LOOK)
                 return
             except DeadlineError:
-                there = {one.worker for one in sender.workers if any(one.versions)}
+                there = _there(sender)
             if time.monotonic() - since >= limit:
                 missing = ", ".join(str(one) for one in workers if one not in there)
                 raise DeadlineError(
@@ -210,14 +210,11 @@ class Group:
                     "retry",
                 )
             ended = _ended_workers(context, there)
-            if ended and not self._is_there(sender, workers):
+            # One that has joined meanwhile tells its collector so, too.
+            if ended and not _there(sender).issuperset(workers):
                 # The collector knows the worker's own words, and raises them.
                 logger.warning("%s ended before it had its weights", ended)
                 return
-
-    def _is_there(self, sender: Sender, workers: list[int]) -> bool:
-        """Whether all are there by now: a worker that has joined tells its collector so, too."""
-        return set(workers) <= {one.worker for one in sender.workers if any(one.versions)}
 
     # What crosses.
 
@@ -421,14 +418,13 @@ class WorkerModel(Target):
     def _load_and_tell(self, snapshot: NativeSnapshot) -> None:
         self._load(snapshot)
         last = self._last
-        if last is None or (last.run, last.version) != (snapshot.run, snapshot.version):
+        same_run = last is not None and last.run == snapshot.run
+        is_new = not same_run or last.version != snapshot.version
+        if is_new:
             # Before the version: whoever has seen that has seen this.
             self.count += 1
         self._last = snapshot
-        same_run = last is not None and last.run == snapshot.run
-        if same_run and last.version == snapshot.version:
-            return
-        if self.loaded is None:
+        if not is_new or self.loaded is None:
             return
         try:
             self.loaded(snapshot)
@@ -459,6 +455,11 @@ class WorkerModel(Target):
         """The weights that were loaded last, by dotted names; they do not change."""
         last = self._last
         return None if last is None else weights_of(last)
+
+
+def _there(sender: Sender) -> set[int]:
+    """The workers that have loaded something."""
+    return {one.worker for one in sender.workers if any(one.versions)}
 
 
 def _ended_workers(context: Any, there: set[int]) -> str:

@@ -208,7 +208,7 @@ class WeightReceiver:
             if not self._pipe.poll(timeout):
                 return False
             message, word = self._pipe.recv()
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             # The sender is gone, as one that has closed.
             return False
         if word != _WORD:
