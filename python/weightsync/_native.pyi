@@ -35,6 +35,7 @@ _Outcome = Literal[
     "refused",
     "died",
     "left",
+    "lost",
     "late",
     "held",
     "full",

@@ -119,6 +119,9 @@ pub enum Error {
     /// The sender shut down in order.
     #[error("the sender shut down")]
     SenderClosed,
+    /// The relay whose segment this was is gone; the sender may be there.
+    #[error("the relay of this host is gone; the last whole version stays readable; connect again")]
+    RelayGone,
     /// This thread's [check](crate::interrupt::with) ended the wait.
     #[error("the call was interrupted while it waited")]
     Interrupted,

@@ -32,7 +32,11 @@ impl Shared {
     /// The slots of a model that some end holds, given the records that
     /// [`observe`](Self::observe) found pinned before.
     pub(crate) fn pinned(&self, state: &State, model: usize, records: SlotSet) -> SlotSet {
-        let readers = state.readers.values();
+        // A guest pins nothing: whoever acts for it holds what the sender does.
+        let readers = state
+            .readers
+            .values()
+            .filter(|reader| reader.socket().is_some());
         let pins = readers.map(|reader| reader.control().holds.0.pins[model].held());
         let held = pins.fold(self.own.held(model), SlotSet::union);
         held.union(state.plan.slots_of(records, model))
@@ -132,12 +136,12 @@ impl Shared {
             match step {
                 Step::Flip { key, .. } | Step::Push { key, .. } => {
                     if let Some(reader) = state.readers.get(key) {
-                        reader.wake();
+                        reader.wake(*key);
                     }
                 }
                 Step::Answer { key, .. } => {
                     if let Some(reader) = state.readers.get(key) {
-                        reader.wake_for_answer();
+                        reader.wake_for_answer(*key);
                     }
                 }
                 Step::Write { .. } | Step::Clear { .. } => {}

@@ -36,6 +36,8 @@ mod fork;
 #[cfg(not(loom))]
 mod futex;
 #[cfg(not(loom))]
+mod guest;
+#[cfg(not(loom))]
 pub mod interrupt;
 #[cfg(not(loom))]
 mod lanes;
@@ -54,7 +56,11 @@ mod private;
 #[cfg(not(loom))]
 mod reader;
 #[cfg(not(loom))]
+mod relay;
+#[cfg(not(loom))]
 mod report;
+#[cfg(not(loom))]
+mod room;
 #[cfg(not(loom))]
 mod roster;
 #[cfg(not(loom))]
@@ -90,17 +96,21 @@ pub use crate::{
     copy::{BoxedError, CopyOptions, Fill, Source},
     error::{Error, Holder},
     fork::process_id,
+    guest::{Guest, GuestOptions, Guests, Told},
     model::{MAX_NOTE_BYTES, ModelSpec},
     plan::Targets,
     private::PrivateView,
-    reader::{AttachOptions, Member, Reader, Taken},
+    reader::{AttachOptions, Member, Reader, Resume, Taken},
+    relay::{Event, Progress, Relay, Seated},
     report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
-    roster::ReaderStatus,
+    room::{Piece, Room},
+    roster::{Going, ReaderStatus},
+    shared::Ending,
     snapshot::Snapshot,
     socket::{Listener, is_served},
     staging::Staging,
     wait::{Deadline, WaitStyle},
     watch::Interrupter,
-    wire::{Delivery, Want},
+    wire::{Delivery, Models, Want},
     writer::{SegmentOptions, Writer},
 };

@@ -205,6 +205,15 @@ impl Plan {
         slot
     }
 
+    /// A lent slot has a version that was numbered elsewhere, and is lent no more.
+    /// Only pins hold it until somebody is told.
+    pub(crate) fn keep(&mut self, model: usize, slot: u8, version: Version) {
+        let model = &mut self.models[model];
+        model.lent = model.lent.without(slot);
+        model.versions[usize::from(slot)] = version;
+        model.version = model.version.max(version);
+    }
+
     /// Takes a lent slot back unused.
     pub(crate) fn give_back(&mut self, model: usize, slot: u8) {
         let lent = &mut self.models[model].lent;
@@ -379,6 +388,49 @@ impl Plan {
         if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
             self.point(worker, &set, &mut teller);
         }
+    }
+
+    /// Puts a lane on a set that was decided elsewhere, under the sequence number
+    /// that it has there. False if there is no such lane, or it is shut.
+    pub(crate) fn tell_one(
+        &mut self,
+        key: Key,
+        sequence: u64,
+        set: &ModelSet,
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) -> bool {
+        let mut teller = self.teller(record_pins, steps);
+        let Some(lane) = self.lanes.get_mut(&key.0) else {
+            return false;
+        };
+        if lane.joined != key.1 || lane.shut {
+            return false;
+        }
+        lane.tell(key.0, sequence, set, &mut self.records, &mut teller);
+        true
+    }
+
+    /// Answers a question with a set that was decided elsewhere, as
+    /// [`tell_one`](Self::tell_one).
+    pub(crate) fn answer_one(
+        &mut self,
+        key: Key,
+        (question, sequence): (u64, u64),
+        set: &ModelSet,
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) -> bool {
+        let mut teller = self.teller(record_pins, steps);
+        let Some(lane) = self.lanes.get_mut(&key.0) else {
+            return false;
+        };
+        if lane.joined != key.1 || lane.shut {
+            return false;
+        }
+        let question = (question, sequence);
+        lane.answer(key.0, question, set, &mut self.records, &mut teller);
+        true
     }
 
     /// A reader has left or died: its lane holds nothing any more.

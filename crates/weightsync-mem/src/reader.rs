@@ -19,7 +19,7 @@ use crate::model::{Description, Model, ModelSpec};
 use crate::pins::{Hold, Home, PinBook};
 use crate::protocol::{MAX_BOUND, MAX_MODELS};
 use crate::set::Models;
-use crate::shared::{CONTROL_BYTES, Control, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES};
+use crate::shared::{CONTROL_BYTES, Control, Ending, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES};
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
@@ -30,6 +30,9 @@ use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Want};
 /// How long a sender that listens has to answer: far more than it needs on a
 /// busy machine, and little for a worker whose sender stands still.
 const ANSWER_TIME: Duration = Duration::from_millis(100);
+
+/// How long a relay has for its sender's answer, at the least.
+const RELAY_TIME: Duration = Duration::from_secs(1);
 
 /// Who joins, and on what terms.
 #[derive(Clone)]
@@ -50,6 +53,19 @@ pub struct AttachOptions {
     pub delivery: Delivery,
     /// Where its weights live, for people to read; at most [`MAX_DEVICE`] bytes.
     pub device: String,
+    /// Chosen by the worker when it first joined; see [`Seated`](crate::Seated).
+    pub instance: u64,
+    /// Where it goes on, if it was at another segment of the same run before.
+    pub resume: Resume,
+}
+
+/// What a reader had of a run when it leaves one segment for another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resume {
+    /// The newest sequence number it was handed: nothing up to it comes again.
+    pub sequence: u64,
+    /// The number of its last question.
+    pub question: u64,
 }
 
 impl fmt::Debug for AttachOptions {
@@ -63,6 +79,8 @@ impl fmt::Debug for AttachOptions {
             .field("models", &self.models)
             .field("delivery", &self.delivery)
             .field("device", &self.device)
+            .field("instance", &self.instance)
+            .field("resume", &self.resume)
             .finish_non_exhaustive()
     }
 }
@@ -115,6 +133,8 @@ pub struct Reader {
     asks: bool,
     /// The next of its queue, taken from it before its slots had come.
     unmapped: Option<Hold>,
+    /// The sender's process, if the segment is a relay's.
+    relayed: u32,
 }
 
 impl Reader {
@@ -138,9 +158,26 @@ impl Reader {
         self.watch.interrupter()
     }
 
-    /// The sender's process.
+    /// The sender's process; of a segment of a relay, that whose versions it
+    /// carries.
     pub fn sender_pid(&self) -> u32 {
-        self.book.socket().map_or(0, Socket::peer_pid)
+        match self.relayed {
+            0 => self.book.socket().map_or(0, Socket::peer_pid),
+            sender => sender,
+        }
+    }
+
+    /// Whether the segment is a relay's.
+    pub fn is_relayed(&self) -> bool {
+        self.relayed != 0
+    }
+
+    /// Where it goes on at another segment of the same run.
+    pub fn resume(&self) -> Resume {
+        Resume {
+            sequence: self.sequence,
+            question: self.question,
+        }
     }
 
     /// The newest set meant for this reader, without waiting; `None` before the
@@ -471,9 +508,19 @@ impl Reader {
             Delivery::Every { .. } => {
                 let hold = self.book.take_queued(self.head);
                 self.head += 1;
-                // Taken back between the look and here if there is none any more.
-                self.unmapped = hold?;
-                self.take_unmapped(deadline)
+                // Taken back between the look and here if there is none any more;
+                // or it was handed out at another segment, and only its news was
+                // lost.
+                let had = |hold: &Hold| hold.sequence <= self.sequence;
+                if let Some(hold) = hold?.filter(|hold| !had(hold)) {
+                    self.unmapped = Some(hold);
+                    return self.take_unmapped(deadline);
+                }
+                self.book.say_taken(self.sequence)?;
+                match sequence <= self.sequence {
+                    true => self.next(deadline),
+                    false => Ok(None),
+                }
             }
             Delivery::Newest | Delivery::Asked => {
                 // One that turns out to be corrupt is passed over as well.
@@ -561,7 +608,11 @@ impl Reader {
     }
 
     fn is_closed(&self) -> bool {
-        self.book.header().closed.0.load(Ordering::Acquire) != 0
+        self.ending().is_some()
+    }
+
+    fn ending(&self) -> Option<Ending> {
+        Ending::of(self.book.header().closed.0.load(Ordering::Acquire))
     }
 
     fn is_hung_up(&self) -> Result<bool, Error> {
@@ -575,11 +626,16 @@ impl Reader {
     }
 
     fn why_over(&self) -> Error {
-        if self.is_closed() {
-            return Error::SenderClosed;
+        let pid = self.sender_pid();
+        match self.ending() {
+            Some(Ending::Closed) => return Error::SenderClosed,
+            Some(Ending::Died) => return Error::SenderDied { pid },
+            Some(Ending::Moved) => return Error::RelayGone,
+            None => {}
         }
-        let died = Error::SenderDied {
-            pid: self.sender_pid(),
+        let died = match self.is_relayed() {
+            true => Error::RelayGone,
+            false => Error::SenderDied { pid },
         };
         match self.watch.fault() {
             // Whatever was wrong before, there is no sender now.

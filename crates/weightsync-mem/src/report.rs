@@ -8,7 +8,7 @@ use weightsync_core::{Version, WorkerId};
 
 use crate::error::Error;
 use crate::plan::{Fate, Key, Plan, Published, Targets};
-use crate::roster::{Gone, Reader, Shared, State};
+use crate::roster::{Going, Gone, Reader, Shared, State};
 use crate::set::Models;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
@@ -60,6 +60,8 @@ pub enum Outcome {
     Died,
     /// The worker closed its end in order.
     Left,
+    /// Nothing has been heard of the worker for too long; it may come back.
+    Lost,
     /// The deadline came first.
     Late,
     /// The worker is held at what it has; it gets the newest when it is
@@ -432,7 +434,7 @@ impl Settling<'_> {
         for gone in state.tell_untold(|worker| publication.is_for(worker)) {
             if !self.answered.contains(&gone.key) {
                 self.gone_line(gone);
-            } else if gone.died {
+            } else if gone.going != Going::Left {
                 // It has its line, and one is enough: the next report tells of its death.
                 again.push(gone.key);
             }
@@ -471,7 +473,7 @@ impl Settling<'_> {
         let applied = |model: &usize| versions[*model];
         self.lines.push(ReaderOutcome {
             worker: key.0,
-            pid: reader.socket.peer_pid(),
+            pid: reader.pid(),
             outcome,
             current: self.publication.is_current(reader.models, applied),
             versions,
@@ -490,11 +492,12 @@ impl Settling<'_> {
         let did_its_part = self
             .publication
             .is_applied(gone.models, gone.applied, loaded);
-        let outcome = match gone.died {
+        let outcome = match gone.going {
             // It did its part before it went.
-            false if did_its_part => Outcome::Applied,
-            false => Outcome::Left,
-            true => Outcome::Died,
+            Going::Left if did_its_part => Outcome::Applied,
+            Going::Left => Outcome::Left,
+            Going::Died => Outcome::Died,
+            Going::Lost => Outcome::Lost,
         };
         let after = self.after();
         self.lines.push(ReaderOutcome {

@@ -16,9 +16,10 @@ use crate::model::{Description, Model, ModelSpec};
 use crate::pins::{Home, PinBook};
 use crate::plan::{Key, Plan, Step};
 use crate::protocol::{PinWord, SlotSet};
+use crate::relay::Relayed;
 use crate::service::is_gone;
 use crate::set::{ModelSet, Models};
-use crate::shared::{Control, HEADER_BYTES, Header, Lane, MODEL_PAGE_BYTES};
+use crate::shared::{Control, Ending, HEADER_BYTES, Header, Lane, MODEL_PAGE_BYTES, Seat};
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
@@ -28,6 +29,12 @@ use crate::writer::SegmentOptions;
 
 /// The most readers of one segment. Each costs the sender two descriptors.
 pub(crate) const MAX_READERS: usize = 4096;
+
+/// The most readers that somebody in the sender's process acts for.
+pub(crate) const MAX_GUESTS: usize = 1 << 16;
+
+/// How many of those that went are remembered.
+const MAX_GONE: usize = 1 << 16;
 
 /// What the sender, its service thread and those who wait for readers share.
 pub(crate) struct Shared {
@@ -43,6 +50,8 @@ pub(crate) struct Shared {
     pub(crate) wait: WaitStyle,
     pub(crate) watchers: Watchers,
     state: Mutex<State>,
+    /// What a relay is to be told of its own readers; `None` of a sender.
+    pub(crate) relayed: Option<Relayed>,
 }
 
 /// A model as the sender has it.
@@ -86,9 +95,9 @@ pub(crate) struct State {
 
 #[derive(Debug)]
 pub(crate) struct Reader {
-    pub(crate) socket: Arc<Socket>,
-    pub(crate) control: Mapping,
-    pub(crate) lane: Arc<Mapping>,
+    pub(crate) end: End,
+    /// Chosen by the worker when it first joined.
+    pub(crate) instance: u64,
     pub(crate) models: Models,
     pub(crate) delivery: Delivery,
     pub(crate) device: String,
@@ -110,16 +119,56 @@ pub(crate) struct Reader {
     pub(crate) asks: bool,
 }
 
+/// Where a reader's pages are, and how it is spoken to.
+#[derive(Debug)]
+pub(crate) enum End {
+    /// It is a process of this host, which maps its pages.
+    Process {
+        socket: Arc<Socket>,
+        control: Mapping,
+        lane: Arc<Mapping>,
+    },
+    /// It is elsewhere, and somebody in this process acts for it.
+    Guest {
+        seat: Box<Seat>,
+        pid: u32,
+        call: Call,
+    },
+}
+
+/// Tells whoever acts for a guest that its lane has moved. Called under the lock:
+/// it neither waits nor calls back.
+#[derive(Clone)]
+pub(crate) struct Call(pub(crate) Arc<dyn Fn(Key) + Send + Sync>);
+
+impl fmt::Debug for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Call")
+    }
+}
+
 /// What is known of a reader that is not there any more.
 #[derive(Clone, Debug)]
 pub(crate) struct Gone {
     pub(crate) key: Key,
     pub(crate) pid: u32,
-    pub(crate) died: bool,
+    pub(crate) going: Going,
     pub(crate) applied: u64,
     pub(crate) models: Models,
     pub(crate) versions: Vec<Version>,
     pub(crate) told: bool,
+}
+
+/// How a reader went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Going {
+    /// It closed its end in order.
+    Left,
+    /// Its process died.
+    Died,
+    /// It has not been heard of for too long: a link, or whoever acted for it, is
+    /// gone. It may come back.
+    Lost,
 }
 
 /// A reader that cannot use the models, whatever the version.
@@ -150,17 +199,15 @@ pub struct ReaderStatus {
 
 impl Reader {
     pub(crate) fn new(
-        socket: Arc<Socket>,
-        control: Mapping,
-        lane: Arc<Mapping>,
+        end: End,
+        instance: u64,
         models: Models,
         delivery: Delivery,
         device: String,
     ) -> Self {
         Self {
-            socket,
-            control,
-            lane,
+            end,
+            instance,
             models,
             delivery,
             device,
@@ -175,11 +222,33 @@ impl Reader {
     }
 
     pub(crate) fn control(&self) -> &Control {
-        self.control.table()
+        match &self.end {
+            End::Process { control, .. } => control.table(),
+            End::Guest { seat, .. } => &seat.control,
+        }
     }
 
     pub(crate) fn lane(&self) -> &Lane {
-        self.lane.table()
+        match &self.end {
+            End::Process { lane, .. } => lane.table(),
+            End::Guest { seat, .. } => &seat.lane,
+        }
+    }
+
+    /// Its process, wherever that is.
+    pub(crate) fn pid(&self) -> u32 {
+        match &self.end {
+            End::Process { socket, .. } => socket.peer_pid(),
+            End::Guest { pid, .. } => *pid,
+        }
+    }
+
+    /// Its connection, if it is a process of this host.
+    pub(crate) fn socket(&self) -> Option<&Arc<Socket>> {
+        match &self.end {
+            End::Process { socket, .. } => Some(socket),
+            End::Guest { .. } => None,
+        }
     }
 
     pub(crate) fn applied(&self) -> u64 {
@@ -223,15 +292,19 @@ impl Reader {
     }
 
     /// Wakes this reader, if it sleeps until it is answered.
-    pub(crate) fn wake_for_answer(&self) {
-        if self.control().sleep.0.sleeping() {
+    pub(crate) fn wake_for_answer(&self, key: Key) {
+        if let End::Guest { call, .. } = &self.end {
+            (call.0)(key);
+        } else if self.control().sleep.0.sleeping() {
             futex::wake(&self.lane().answer.0.question);
         }
     }
 
     /// Wakes this reader, if it sleeps until it is told something.
-    pub(crate) fn wake(&self) {
-        if self.control().sleep.0.sleeping() {
+    pub(crate) fn wake(&self, key: Key) {
+        if let End::Guest { call, .. } = &self.end {
+            (call.0)(key);
+        } else if self.control().sleep.0.sleeping() {
             futex::wake(match self.delivery {
                 Delivery::Every { .. } => self.lane().queue.0.tail_word(),
                 Delivery::Newest | Delivery::Asked => self.lane().live.0.word(),
@@ -246,6 +319,7 @@ impl Shared {
         specs: &[ModelSpec],
         secret: [u8; 16],
         options: &SegmentOptions,
+        relayed: Option<Relayed>,
     ) -> Result<Arc<Self>, Error> {
         let header = OwnedFile::new("weightsync-header", HEADER_BYTES)?;
         let mut models = Vec::with_capacity(specs.len());
@@ -292,6 +366,7 @@ impl Shared {
             wait: options.wait,
             watchers: Watchers::default(),
             state: Mutex::new(state),
+            relayed,
         }))
     }
 
@@ -336,7 +411,8 @@ impl Shared {
         let index = state.plan.grown(model);
         state.slots[model].push(file);
         for reader in state.readers.values_mut() {
-            if reader.models.contains(model) && !reader.has_left() && reader.unusable.is_none() {
+            let takes_slots = reader.socket().is_some() && reader.unusable.is_none();
+            if takes_slots && reader.models.contains(model) && !reader.has_left() {
                 reader.owed.push_back((model as u8, index));
             }
         }
@@ -357,15 +433,18 @@ impl Shared {
             if !reader.owed.is_empty() && reader.has_left() {
                 reader.owed.clear();
             }
+            let Some(socket) = reader.socket().cloned() else {
+                continue;
+            };
             while let Some(&(model, index)) = reader.owed.front() {
                 let packet = FromSender::Slot { model, index }.encode();
                 let file = &state.slots[usize::from(model)][usize::from(index)];
-                match reader.socket.send(&packet, &[file.fd.as_fd()]) {
+                match socket.send(&packet, &[file.fd.as_fd()]) {
                     Ok(true) => {
                         reader.owed.pop_front();
                     }
                     // It is buried when its hang-up is heard.
-                    Ok(false) if is_gone(&reader.socket) => reader.owed.clear(),
+                    Ok(false) if is_gone(&socket) => reader.owed.clear(),
                     Err(error) if !error.is_crowded_out() => {
                         let why = format!(
                             "it could not be handed slot {index} of model {model}: {error}"
@@ -440,7 +519,7 @@ impl Shared {
             let pinned = pinned.union(control.holds.0.pins[model].held());
             Holder {
                 worker: Some(key.0),
-                pid: reader.socket.peer_pid(),
+                pid: reader.pid(),
                 versions: versions(pinned.union(queued)),
             }
         });
@@ -468,7 +547,7 @@ impl Shared {
             .filter(|(_, reader)| !reader.has_left());
         let lines = present.map(|((worker, _), reader)| ReaderStatus {
             worker: *worker,
-            pid: reader.socket.peer_pid(),
+            pid: reader.pid(),
             device: reader.device.clone(),
             held: state.plan.is_held(*worker),
             taken: reader.taken(),
@@ -494,11 +573,16 @@ impl Shared {
     ///
     /// The connections are shut down rather than left to be closed: a forked
     /// child of this process may keep its copies of them open.
-    pub(crate) fn close(&self) {
-        self.header().closed.0.store(1, Ordering::Release);
+    pub(crate) fn close(&self, ending: Ending) {
+        self.header()
+            .closed
+            .0
+            .store(ending.word(), Ordering::Release);
         let mut state = self.state();
         for reader in state.readers.values_mut() {
-            reader.socket.shut_down();
+            if let Some(socket) = reader.socket() {
+                socket.shut_down();
+            }
             reader.owed.clear();
         }
         // A waiter may outlive the sender; the memory of the weights need not.
@@ -513,7 +597,7 @@ impl Shared {
         let state = self.state();
         let readers = state.readers.iter();
         readers
-            .map(|(key, reader)| (*key, reader.socket.clone(), reader.deaf))
+            .filter_map(|(key, reader)| Some((*key, reader.socket()?.clone(), reader.deaf)))
             .collect()
     }
 
@@ -527,12 +611,12 @@ impl State {
     /// Rejects a reader that has not said itself that it can go no further, and
     /// tells it so: it would wait for ever.
     pub(crate) fn turn_away(&mut self, key: Key, reason: String) {
-        if let Some(reader) = self.readers.get(&key) {
+        if let Some(socket) = self.readers.get(&key).and_then(Reader::socket) {
             let denied = FromSender::Denied {
                 reason: reason.clone(),
             };
             // One that does not read is not helped.
-            let _ = reader.socket.send(&denied.encode(), &[]);
+            let _ = socket.send(&denied.encode(), &[]);
         }
         self.reject(key, reason);
     }
@@ -556,11 +640,11 @@ impl State {
         }
         let one = Rejected {
             key,
-            pid: reader.socket.peer_pid(),
+            pid: reader.pid(),
             reason,
         };
         // A sender that never asks forgets the oldest.
-        if self.rejected.len() >= MAX_READERS {
+        if self.rejected.len() >= MAX_GONE {
             self.rejected.remove(0);
         }
         self.rejected.push(one);
@@ -579,7 +663,7 @@ impl State {
 
     /// Removes a reader, and with it its pins. Called only once its process is
     /// known to be dead, or once it has closed its end with every snapshot gone.
-    pub(crate) fn bury(&mut self, key: Key) {
+    pub(crate) fn bury(&mut self, key: Key, unless_left: Going) {
         let Some(reader) = self.readers.remove(&key) else {
             return;
         };
@@ -587,10 +671,13 @@ impl State {
         let versions = reader.versions(self.models);
         let applied = reader.applied();
         // Who leaves in order says so first, also one that gives up joining.
-        let died = !reader.has_left();
-        let never_joined = !died && applied == 0;
+        let going = match reader.has_left() {
+            true => Going::Left,
+            false => unless_left,
+        };
+        let never_joined = going == Going::Left && applied == 0;
         let told = reader.told || never_joined;
-        if self.gone.len() >= MAX_READERS
+        if self.gone.len() >= MAX_GONE
             && let Some(forgotten) = self.gone.pop_front()
         {
             self.untold -= usize::from(!forgotten.told);
@@ -598,8 +685,8 @@ impl State {
         self.untold += usize::from(!told);
         self.gone.push_back(Gone {
             key,
-            pid: reader.socket.peer_pid(),
-            died,
+            pid: reader.pid(),
+            going,
             applied,
             models: reader.models,
             versions,

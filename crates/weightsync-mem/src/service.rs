@@ -13,9 +13,11 @@ use rustix::event::{PollFd, PollFlags};
 use weightsync_core::{Epoch, Version, WorkerId};
 
 use crate::error::{Error, unexpected};
+use crate::guest::already;
 use crate::map::{Mapping, OwnedFile};
 use crate::plan::{Answer, Key};
-use crate::roster::{MAX_READERS, Reader, Shared, State};
+use crate::relay::Ticket;
+use crate::roster::{End, Going, MAX_READERS, Reader, Shared, State};
 use crate::set::Models;
 use crate::shared::{CONTROL_BYTES, LANE_BYTES};
 use crate::socket::{Listener, Packet, Socket};
@@ -189,7 +191,7 @@ impl Service {
 impl Shared {
     /// Reads what a reader has said, or buries it once its end is gone.
     fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
-        let socket = |state: &State| Some(state.readers.get(&key)?.socket.clone());
+        let socket = |state: &State| state.readers.get(&key)?.socket().cloned();
         let Some(socket) = socket(&self.state()) else {
             return Ok(());
         };
@@ -223,11 +225,20 @@ impl Shared {
                         continue;
                     }
                     Ok(FromReader::Withdraw) => {
-                        state.plan.withdraw(key);
+                        match (&self.relayed, state.readers.get(&key)) {
+                            (Some(relayed), Some(reader)) => {
+                                relayed.note_withdrawal((key, reader));
+                            }
+                            _ => state.plan.withdraw(key),
+                        }
                         continue;
                     }
                     Ok(FromReader::Ask { question, want }) => {
                         reader.asks = true;
+                        if let Some(relayed) = &self.relayed {
+                            relayed.note_question((key, reader), question, want);
+                            continue;
+                        }
                         match self.answer(&mut state, key, question, want) {
                             None => continue,
                             Some(fault) => fault,
@@ -253,10 +264,18 @@ impl Shared {
         // One that goes now is heard next. A sender that closes has ended the
         // connections itself: that tells of nobody's death.
         if gone && !self.is_closed() {
-            state.bury(key);
+            self.bury(&mut state, key);
         }
         self.pass_on(&mut state);
         result
+    }
+
+    /// Removes a reader whose process is gone; a relay is told of it.
+    fn bury(&self, state: &mut State, key: Key) {
+        if let Some(relayed) = &self.relayed {
+            relayed.note_gone(state, key, Going::Died);
+        }
+        state.bury(key, Going::Died);
     }
 
     /// Gives what one held that is gone, or can use nothing, to those that wait
@@ -290,6 +309,7 @@ impl Shared {
                 models,
                 delivery,
                 device,
+                instance,
             }) => {
                 if !same_secret(&secret, &self.secret) {
                     // Nothing is told to one without the init info.
@@ -300,16 +320,20 @@ impl Shared {
                     models,
                     delivery,
                     device,
+                    instance,
                 };
-                match self.admit(&newcomer, seen, fds) {
-                    Ok(control) => match self.welcome(newcomer, Arc::new(socket), control) {
-                        Ok(()) => return None,
-                        Err((socket, reason)) => {
+                let admitted = self.admit(&newcomer, seen);
+                match admitted.and_then(|()| take_control(fds)) {
+                    Ok(control) => {
+                        let socket = Arc::new(socket);
+                        if let Err((socket, reason)) =
+                            self.let_join(newcomer, seen, socket, control)
+                        {
                             let denied = FromSender::Denied { reason };
                             let _ = socket.send(&denied.encode(), &[]);
-                            return None;
                         }
-                    },
+                        return None;
+                    }
                     Err(reason) => reason,
                 }
             }
@@ -340,9 +364,9 @@ impl Shared {
                     asked,
                     known,
                 };
-                let reader = state.readers.get(&key)?;
-                match reader.socket.send(&packet.encode(), &[]) {
-                    Ok(false) if !is_gone(&reader.socket) => {
+                let socket = state.readers.get(&key)?.socket()?;
+                match socket.send(&packet.encode(), &[]) {
+                    Ok(false) if !is_gone(socket) => {
                         Some("it asks but does not read the answers".into())
                     }
                     Ok(_) => None,
@@ -355,13 +379,32 @@ impl Shared {
         }
     }
 
-    /// Decides whether a reader may join; its control page if so.
-    fn admit(
+    /// Lets a reader in that may join, at once, or once the sender whose versions
+    /// these are has agreed.
+    fn let_join(
         &self,
-        newcomer: &Newcomer,
+        newcomer: Newcomer,
         seen: Epoch,
-        fds: Vec<OwnedFd>,
-    ) -> Result<Mapping, String> {
+        socket: Arc<Socket>,
+        control: Mapping,
+    ) -> Result<(), (Arc<Socket>, String)> {
+        let Some(relayed) = &self.relayed else {
+            return self.welcome(newcomer, socket, control);
+        };
+        // It is told to wait before anybody can answer it.
+        let _ = socket.send(&FromSender::Wait.encode(), &[]);
+        let ticket = Ticket {
+            newcomer,
+            socket,
+            control,
+        };
+        let asked = relayed.ask_in(ticket, seen);
+        self.doorbell.ring();
+        asked.map_err(|ticket| (ticket.socket, "too many workers wait to be let in".into()))
+    }
+
+    /// Decides whether a reader may join.
+    pub(crate) fn admit(&self, newcomer: &Newcomer, seen: Epoch) -> Result<(), String> {
         let worker = newcomer.worker;
         if seen > self.run.epoch {
             return Err(format!(
@@ -386,30 +429,26 @@ impl Shared {
             let Some(old) = state.readers.get(&key) else {
                 continue;
             };
-            if is_gone(&old.socket) {
-                state.bury(key);
+            if old.socket().is_some_and(|socket| is_gone(socket)) {
+                self.bury(&mut state, key);
                 self.pass_on(&mut state);
             } else if !old.has_left() {
-                let pid = old.socket.peer_pid();
-                return Err(format!(
-                    "{worker} is already connected (pid {pid}); give this one another number"
-                ));
+                let pid = old.pid();
+                return Err(already(worker, pid));
             }
         }
-        if state.readers.len() >= MAX_READERS {
+        let own = state.readers.values().filter(|one| one.socket().is_some());
+        if own.count() >= MAX_READERS {
             return Err(format!(
-                "{MAX_READERS} workers are connected, which is the most"
+                "{MAX_READERS} workers of this host are connected, which is the most"
             ));
         }
-        drop(state);
-        let [control] = <[OwnedFd; 1]>::try_from(fds)
-            .map_err(|fds| format!("one control page was expected, {} came", fds.len()))?;
-        Mapping::of_peer(control.as_fd(), CONTROL_BYTES).map_err(|error| error.to_string())
+        Ok(())
     }
 
     /// Lets a reader in: from here on its pins are looked at, and its lane says
     /// what it is to run.
-    fn welcome(
+    pub(crate) fn welcome(
         &self,
         newcomer: Newcomer,
         socket: Arc<Socket>,
@@ -427,10 +466,14 @@ impl Shared {
         let models = newcomer.models.and(Models::first(self.models.len()));
         state.joined += 1;
         let key = (newcomer.worker, state.joined);
-        let reader = Reader::new(
-            socket.clone(),
+        let end = End::Process {
+            socket: socket.clone(),
             control,
-            lane.map.clone(),
+            lane: lane.map.clone(),
+        };
+        let reader = Reader::new(
+            end,
+            newcomer.instance,
             models,
             newcomer.delivery,
             newcomer.device,
@@ -476,6 +519,7 @@ impl Shared {
             run: self.run,
             count: self.models.len() as u8,
             models,
+            relayed: self.relayed.as_ref().map_or(0, |relayed| relayed.sender),
         };
         let fds = [
             self.header.fd.as_fd(),
@@ -502,11 +546,20 @@ impl Shared {
 }
 
 /// Who wants to join, and on what terms.
-struct Newcomer {
-    worker: WorkerId,
-    models: Models,
-    delivery: Delivery,
-    device: String,
+#[derive(Debug)]
+pub(crate) struct Newcomer {
+    pub(crate) worker: WorkerId,
+    pub(crate) models: Models,
+    pub(crate) delivery: Delivery,
+    pub(crate) device: String,
+    pub(crate) instance: u64,
+}
+
+/// A reader's control page, of the descriptors that came with its hello.
+fn take_control(fds: Vec<OwnedFd>) -> Result<Mapping, String> {
+    let [control] = <[OwnedFd; 1]>::try_from(fds)
+        .map_err(|fds| format!("one control page was expected, {} came", fds.len()))?;
+    Mapping::of_peer(control.as_fd(), CONTROL_BYTES).map_err(|error| error.to_string())
 }
 
 /// Whether the process or the end behind a socket is gone.

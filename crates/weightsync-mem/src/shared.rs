@@ -26,9 +26,40 @@ pub(crate) struct Line<T>(pub(crate) T);
 pub(crate) struct Header {
     /// The sender waits for readers and wants its doorbell rung.
     pub(crate) sender: Line<SleepWord>,
-    /// 1 once the sender has shut down in order.
+    /// How the segment has ended, once it has: an [`Ending`]; 0 before.
     pub(crate) closed: Line<AtomicU64>,
     sets: [Line<[AtomicU64; SET_WORDS]>; MAX_RECORDS],
+}
+
+/// How a segment ended that did not end with its process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// The sender shut down in order.
+    Closed,
+    /// The sender died, says the relay whose segment this is.
+    Died,
+    /// The relay whose segment this is has left; the sender may be there.
+    Moved,
+}
+
+impl Ending {
+    pub(crate) fn word(self) -> u64 {
+        match self {
+            Self::Closed => 1,
+            Self::Died => 2,
+            Self::Moved => 3,
+        }
+    }
+
+    /// An ending of a word that is not 0; the usual one of any that is unknown.
+    pub(crate) fn of(word: u64) -> Option<Self> {
+        match word {
+            0 => None,
+            2 => Some(Self::Died),
+            3 => Some(Self::Moved),
+            _ => Some(Self::Closed),
+        }
+    }
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.
@@ -213,6 +244,24 @@ pub(crate) struct Loaded {
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.
 unsafe impl Table for Control {}
+
+/// The pages of a reader that somebody in the sender's own process acts for: the
+/// same tables, in its private memory.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct Seat {
+    pub(crate) lane: Lane,
+    pub(crate) control: Control,
+}
+
+impl Seat {
+    pub(crate) fn new() -> Box<Self> {
+        let seat = Box::<Self>::new_zeroed();
+        // SAFETY: tables of atomics (`Table`), for which zero is a value: it is
+        // what a fresh page of a memory file has.
+        unsafe { seat.assume_init() }
+    }
+}
 
 /// Lengths of the shared pages, in whole pages of 4 KiB.
 pub(crate) const HEADER_BYTES: usize = size_of::<Header>().next_multiple_of(4096);

@@ -11,7 +11,7 @@ use weightsync_core::{Digest, Layout, Run, Version};
 
 use crate::error::Error;
 use crate::model::Model;
-use crate::pins::{Home, Pin};
+use crate::pins::{Home, Pin, PinBook};
 use crate::private::{PrivateView, SweepsOf};
 use crate::slot::{Slot, Written};
 use crate::spans::CHECKSUM_BLOCK;
@@ -215,6 +215,11 @@ impl Snapshot {
             }
         }
         Ok(true)
+    }
+
+    /// Whose segment it is of, and the number of its slot.
+    pub(crate) fn place(&self) -> (&Arc<PinBook>, u8) {
+        (&self.pin.book, self.pin.slot)
     }
 
     pub(crate) fn slot(&self) -> &Slot {

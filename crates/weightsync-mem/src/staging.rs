@@ -59,6 +59,11 @@ impl Part {
             number: None,
         }
     }
+
+    /// The slot, still lent.
+    pub(crate) fn into_place(self) -> (u8, Arc<Slot>) {
+        (self.slot, self.file)
+    }
 }
 
 impl<'a> Staging<'a> {

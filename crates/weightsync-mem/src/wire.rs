@@ -24,7 +24,7 @@ pub const MAX_DEVICE: usize = 64;
 pub const MAX_KNOWN: usize = 16;
 
 /// Bumped on every change of a message or of a shared page.
-pub const PROTOCOL: u16 = 2;
+pub const PROTOCOL: u16 = 3;
 
 const MAGIC: [u8; 4] = *b"wsMM";
 
@@ -82,6 +82,9 @@ pub enum FromReader {
         delivery: Delivery,
         /// Where its weights live, for people to read.
         device: String,
+        /// Chosen by the worker when it first joined: with it a segment that
+        /// carries another sender's versions knows it again.
+        instance: u64,
     },
     /// It cannot use a set (0: any set) and says why.
     Refused {
@@ -116,7 +119,12 @@ pub enum FromSender {
         /// The models the reader is given: one [`FromSender::Model`] follows
         /// for each, lowest first.
         models: Models,
+        /// The sender's process, if it is another one than that of the segment,
+        /// which carries its versions; else 0.
+        relayed: u32,
     },
+    /// Whether the reader may join is asked elsewhere: the answer comes later.
+    Wait,
     /// One of the models; its description (layout, then note), its page and its
     /// slots ride along, in this order.
     Model {
@@ -168,6 +176,7 @@ impl FromReader {
                 models,
                 delivery,
                 device,
+                instance,
             } => {
                 let mut packet = begin(1);
                 packet.extend_from_slice(secret);
@@ -179,6 +188,7 @@ impl FromReader {
                     Delivery::Every { bound } => [1, *bound],
                     Delivery::Asked => [2, 0],
                 });
+                packet.extend_from_slice(&instance.to_le_bytes());
                 push_text(&mut packet, cut(device, MAX_DEVICE));
                 packet
             }
@@ -224,6 +234,7 @@ impl FromReader {
                 seen: Epoch(u64::from_le_bytes(rest.take()?)),
                 models: rest.models()?,
                 delivery: rest.delivery()?,
+                instance: u64::from_le_bytes(rest.take()?),
                 device: rest.device()?,
             },
             2 => Self::Refused {
@@ -247,14 +258,21 @@ impl FromSender {
     /// The message as one packet.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Self::Welcome { run, count, models } => {
+            Self::Welcome {
+                run,
+                count,
+                models,
+                relayed,
+            } => {
                 let mut packet = begin(65);
                 packet.extend_from_slice(&run.epoch.0.to_le_bytes());
                 packet.extend_from_slice(&run.id);
                 packet.push(*count);
                 packet.extend_from_slice(&models.0.to_le_bytes());
+                packet.extend_from_slice(&relayed.to_le_bytes());
                 packet
             }
+            Self::Wait => begin(70),
             Self::Denied { reason } => {
                 let mut packet = begin(66);
                 push_text(&mut packet, reason);
@@ -322,8 +340,10 @@ impl FromSender {
                     run: Run { epoch, id },
                     count,
                     models,
+                    relayed: u32::from_le_bytes(rest.take()?),
                 }
             }
+            70 => Self::Wait,
             66 => Self::Denied {
                 reason: rest.text()?,
             },
@@ -380,7 +400,7 @@ fn open(packet: &[u8]) -> Result<(u8, Rest<'_>), Error> {
     let protocol = u16::from_le_bytes(rest.take()?);
     if protocol != PROTOCOL {
         return Err(Error::Protocol {
-            expected: "protocol version 2 (install the same weightsync on both ends)",
+            expected: "protocol version 3 (install the same weightsync on both ends)",
             got: format!("version {protocol}"),
         });
     }

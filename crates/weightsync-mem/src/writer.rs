@@ -14,6 +14,7 @@ use crate::report::Waiter;
 use crate::roster::{ReaderStatus, Shared};
 use crate::service;
 use crate::set::ModelSet;
+use crate::shared::Ending;
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Listener;
@@ -101,7 +102,7 @@ impl Writer {
         options: SegmentOptions,
     ) -> Result<Self, Error> {
         check(models, &options)?;
-        let shared = Shared::new(run, models, secret, &options)?;
+        let shared = Shared::new(run, models, secret, &options, None)?;
         let service = service::start(shared.clone(), listener)?;
         Ok(Self {
             shared,
@@ -351,7 +352,7 @@ impl Drop for Writer {
             }
             return;
         }
-        self.shared.close();
+        self.shared.close(Ending::Closed);
         if let Some(service) = self.service.take() {
             // A panic there has been reported by the panic hook already.
             let _ = service.join();
@@ -360,7 +361,7 @@ impl Drop for Writer {
 }
 
 /// Lends slots for the models that have none yet, in order, as far as it goes.
-fn lend(
+pub(crate) fn lend(
     shared: &Shared,
     models: &[usize],
     parts: &mut Vec<Part>,
@@ -406,7 +407,7 @@ fn lend(
     Ok(())
 }
 
-fn check(models: &[ModelSpec], options: &SegmentOptions) -> Result<(), Error> {
+pub(crate) fn check(models: &[ModelSpec], options: &SegmentOptions) -> Result<(), Error> {
     if !(1..=MAX_MODELS).contains(&models.len()) {
         let got = models.len().to_string();
         return Err(bad("models", "between 1 and 64 of them", got));

@@ -120,7 +120,7 @@ impl WorkerReport {
     }
 
     /// What became of the version there: "applied", "staged", "refused", "died",
-    /// "left", "late", "held", "full", "asks" or "absent".
+    /// "left", "lost", "late", "held", "full", "asks" or "absent".
     #[getter]
     fn outcome(&self) -> &'static str {
         outcome_word(&self.0.outcome)
@@ -267,6 +267,7 @@ fn outcome_word(outcome: &Outcome) -> &'static str {
         Outcome::Refused { .. } => "refused",
         Outcome::Died => "died",
         Outcome::Left => "left",
+        Outcome::Lost => "lost",
         Outcome::Late => "late",
         Outcome::Held => "held",
         Outcome::Full => "full",

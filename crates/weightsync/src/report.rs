@@ -83,6 +83,9 @@ pub enum Outcome {
     Died,
     /// The worker closed its end in order.
     Left,
+    /// Nothing has been heard of the worker for too long: its link is silent, or the
+    /// relay of its host is gone. It gets the newest version when it is back.
+    Lost,
     /// The deadline came first.
     Late,
     /// The worker is held at the version it has.
@@ -204,7 +207,7 @@ impl Outcome {
 
     /// Whether the worker's process is no longer connected.
     pub(crate) fn is_gone(&self) -> bool {
-        matches!(self, Self::Died | Self::Left)
+        matches!(self, Self::Died | Self::Left | Self::Lost)
     }
 
     /// Whether waiting longer can change it.
@@ -226,6 +229,7 @@ impl From<weightsync_mem::Outcome> for Outcome {
             Memory::Refused { reason } => Self::Refused { reason },
             Memory::Died => Self::Died,
             Memory::Left => Self::Left,
+            Memory::Lost => Self::Lost,
             Memory::Late => Self::Late,
             Memory::Held => Self::Held,
             Memory::Full => Self::Full,
@@ -339,6 +343,13 @@ impl WorkerReport {
             Outcome::Died if none_yet => write!(f, " died; it had no version yet"),
             Outcome::Died => write!(f, " died; its last version was {version}"),
             Outcome::Left => write!(f, " left in order"),
+            Outcome::Lost => {
+                write!(
+                    f,
+                    " cannot be reached; it gets the newest version when it is back"
+                )?;
+                still(f)
+            }
             Outcome::Late => {
                 let done = match level {
                     WaitFor::Staged => "staged",

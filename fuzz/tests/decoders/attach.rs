@@ -15,6 +15,7 @@ fn from_reader() {
         models,
         delivery,
         device: "cuda:0".into(),
+        instance: 77,
     };
     let (model, version) = (1, Version(42));
     let seeds = [
@@ -66,6 +67,7 @@ fn from_sender() {
             run,
             count: 3,
             models: Models(0b101),
+            relayed: 0,
         },
         FromSender::Model {
             index: 2,

@@ -72,6 +72,7 @@ impl Reader {
             models: options.models.as_deref().map_or(Models::ALL, Models::of),
             delivery: options.delivery,
             device: options.device.clone(),
+            instance: options.instance,
         };
         match socket.send(&hello.encode(), &[control.fd.as_fd()]) {
             Ok(true) => {}
@@ -82,7 +83,13 @@ impl Reader {
         let Some((packet, fds)) = answer(&socket, deadline)? else {
             return Ok(None);
         };
-        let FromSender::Welcome { run, count, models } = packet else {
+        let FromSender::Welcome {
+            run,
+            count,
+            models,
+            relayed,
+        } = packet
+        else {
             return Err(unexpected("a welcome", format!("{packet:?}")));
         };
         if run.epoch < options.seen {
@@ -140,10 +147,11 @@ impl Reader {
             run,
             wait: options.wait,
             delivery: options.delivery,
-            sequence: 0,
+            relayed,
+            sequence: options.resume.sequence,
             head: 0,
             versions: [Version::NONE; MAX_MODELS],
-            question: 0,
+            question: options.resume.question,
             asks: false,
             unmapped: None,
         }))
@@ -202,11 +210,15 @@ fn answer(
     socket: &Socket,
     deadline: Deadline,
 ) -> Result<Option<(FromSender, Vec<OwnedFd>)>, Error> {
-    let deadline = deadline.map(|at| at.max(Instant::now() + ANSWER_TIME));
+    let mut deadline = deadline.map(|at| at.max(Instant::now() + ANSWER_TIME));
     loop {
         match socket.receive()? {
             Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
                 FromSender::Denied { reason } => return Err(Error::Denied { reason }),
+                // A relay asks its sender, which has that time too.
+                FromSender::Wait => {
+                    deadline = deadline.map(|at| at.max(Instant::now() + RELAY_TIME));
+                }
                 packet => return Ok(Some((packet, fds))),
             },
             Packet::HungUp => return Ok(None),

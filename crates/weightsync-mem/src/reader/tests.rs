@@ -41,6 +41,8 @@ fn pair(delivery: Delivery) -> (Writer, Reader) {
         models: None,
         delivery,
         device: String::new(),
+        instance: 0,
+        resume: crate::Resume::default(),
     };
     (writer, Reader::attach(&options, soon()).unwrap())
 }

@@ -34,7 +34,7 @@ fn model() -> ModelSpec {
 }
 
 fn shared() -> Arc<Shared> {
-    Shared::new(RUN, &[model()], SECRET, &SegmentOptions::default()).unwrap()
+    Shared::new(RUN, &[model()], SECRET, &SegmentOptions::default(), None).unwrap()
 }
 
 fn hello() -> FromReader {
@@ -45,6 +45,7 @@ fn hello() -> FromReader {
         models: Models::ALL,
         delivery: Delivery::Newest,
         device: String::new(),
+        instance: 77,
     }
 }
 
@@ -74,6 +75,8 @@ fn options(address: &str) -> AttachOptions {
         models: None,
         delivery: Delivery::Newest,
         device: String::new(),
+        instance: 0,
+        resume: crate::Resume::default(),
     }
 }
 
@@ -162,7 +165,7 @@ fn a_refusal_that_nobody_hears_is_an_error() {
     let worker = joined(&shared, "refusal");
     let error = (0..100_000).find_map(|_| worker.refuse(Some(1), "no").err());
     assert!(matches!(error, Some(Error::Protocol { .. })), "{error:?}");
-    shared.close();
+    shared.close(crate::Ending::Closed);
     worker.refuse(Some(1), "no").unwrap();
 }
 
@@ -231,7 +234,7 @@ fn a_sender_that_closes_takes_nobody_in_again() {
         socket.receive().unwrap()
     };
     assert!(matches!(knock(), Packet::Data(..)));
-    shared.close();
+    shared.close(crate::Ending::Closed);
     assert!(matches!(knock(), Packet::HungUp));
     assert_eq!(shared.watched().len(), 1);
 }

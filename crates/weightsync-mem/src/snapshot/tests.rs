@@ -57,6 +57,8 @@ fn pair(slots: u8) -> (Writer, Reader) {
         models: None,
         delivery: Delivery::Newest,
         device: String::new(),
+        instance: 0,
+        resume: crate::Resume::default(),
     };
     (writer, Reader::attach(&options, soon()).unwrap())
 }

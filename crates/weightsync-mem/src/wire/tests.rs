@@ -10,6 +10,7 @@ fn readers() -> Vec<FromReader> {
         models,
         delivery,
         device: device.into(),
+        instance: 77,
     };
     let (model, version) = (63, Version(1 << 40));
     let asks = [
@@ -51,11 +52,13 @@ fn senders() -> Vec<FromSender> {
             run,
             count: 64,
             models: Models::ALL,
+            relayed: 0,
         },
         FromSender::Welcome {
             run,
             count: 3,
             models: Models(0b101),
+            relayed: 0,
         },
         FromSender::Model {
             index: 63,
@@ -131,6 +134,7 @@ fn numbers_out_of_range_are_refused() {
             models,
             delivery,
             device: String::new(),
+            instance: 77,
         }
         .encode()
     };
@@ -163,6 +167,7 @@ fn numbers_out_of_range_are_refused() {
             },
             count,
             models,
+            relayed: 0,
         }
         .encode()
     };
@@ -214,6 +219,7 @@ fn long_lists_and_labels_are_cut() {
         models: Models::ALL,
         delivery: Delivery::Newest,
         device: "x".repeat(100),
+        instance: 77,
     }
     .encode();
     // Bytes that are no characters grow when they are mended.

@@ -62,6 +62,7 @@ fn a_hello_without_a_control_page_is_refused() {
         models: Models::ALL,
         delivery: Delivery::Newest,
         device: String::new(),
+        instance: 77,
     };
     send(&fd, &hello.encode(), SendFlags::NOSIGNAL).unwrap();
     let mut answer = [0; 1024];
@@ -90,6 +91,7 @@ fn a_sender_that_talks_nonsense_is_an_error() {
         run: crate::RUN,
         count: 64,
         models: Models::ALL,
+        relayed: 0,
     };
     for nonsense in [
         b"nonsense".to_vec(),
@@ -176,6 +178,7 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
             run: crate::RUN,
             count: 1,
             models: Models::first(1),
+            relayed: 0,
         };
         send_fds(&peer, &welcome.encode(), &[&page, &page, &doorbell]);
         send_fds(&peer, &packet, &[&description, &page, &slot]);

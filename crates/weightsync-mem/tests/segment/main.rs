@@ -61,6 +61,8 @@ fn attach(address: &str, worker: u32) -> AttachOptions {
         models: None,
         delivery: Delivery::Newest,
         device: String::new(),
+        instance: 0,
+        resume: weightsync_mem::Resume::default(),
     }
 }
 

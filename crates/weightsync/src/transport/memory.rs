@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use weightsync_core::{ModelId, Run, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Deadline, Delivery, Listener, Publication, Reader, SegmentOptions,
-    Source, Taken, Waiter, Want, Writer,
+    AttachOptions, CopyOptions, Deadline, Delivery, Guests, Listener, Publication, Reader, Resume,
+    SegmentOptions, Source, Taken, Waiter, Want, Writer,
 };
 
 use crate::attributes::Attributes;
@@ -45,20 +45,7 @@ impl Memory {
     }
 
     pub(crate) fn open(opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
-        let specs = opening.models.iter().map(|model| {
-            Ok(weightsync_mem::ModelSpec {
-                layout: model.layout.clone(),
-                note: model.attributes.encode()?,
-            })
-        });
-        let options = SegmentOptions {
-            slots: opening.options.slots,
-            max_slots: opening.options.max_slots,
-            history: opening.options.history,
-            wait: opening.options.wait,
-        };
         let at = opening.at;
-        let specs = specs.collect::<Result<Vec<_>>>()?;
         let listener = match at.lookup() {
             None => Listener::at(at.address())?,
             Some(file) => {
@@ -66,20 +53,7 @@ impl Memory {
                 run_dir::listen(file, &ids.collect::<Vec<_>>())?
             }
         };
-        let writer = Writer::create_on(listener, *at.secret(), opening.run, &specs, options)?;
-        let models = opening
-            .models
-            .iter()
-            .map(|model| (model.id.clone(), Arc::new(model.attributes.clone())));
-        let digest = match opening.options.digest {
-            DigestPolicy::OnRequest => None,
-            DigestPolicy::Background => Some(DigestThread::start()?),
-        };
-        Ok(Box::new(Segment {
-            writer,
-            digest,
-            models: models.collect(),
-        }))
+        Ok(Box::new(Segment::open(opening, listener)?))
     }
 
     pub(crate) fn join(
@@ -100,58 +74,81 @@ impl Memory {
             delivery,
             device: joining.device.clone(),
             wait: joining.wait,
+            instance: 0,
+            resume: Resume::default(),
         };
         let reader = match at.lookup() {
             None => Reader::attach(&options, deadline)?,
             Some(file) => Reader::attach_by(&options, deadline, || run_dir::look_up(file))?,
         };
-        // The reader has them in the sender's order.
-        let mut models: Vec<_> = reader.models().iter().collect();
-        models.sort_by_key(|(index, _)| joining.wanted.iter().position(|wanted| wanted == index));
-        let indices = models.iter().map(|(index, _)| *index).collect();
-        let specs = models.into_iter().map(|(index, model)| {
-            let id = joining.models.get(*index).ok_or_else(|| {
-                Error::BadInitInfo(format!(
-                    "it names {} models, and the sender has more",
-                    joining.models.len()
-                ))
-            })?;
-            Ok(ModelSpec {
-                id: id.clone(),
-                layout: model.layout.clone(),
-                attributes: Attributes::decode(&model.note)?,
-            })
-        });
-        let specs = specs.collect::<Result<Vec<_>>>();
-        let specs = match specs {
-            Ok(specs) => specs,
-            Err(error) => {
-                reader.refuse(None, &error.to_string())?;
-                return Err(error);
-            }
-        };
-        let attributes = specs.iter().map(|spec| Arc::new(spec.attributes.clone()));
-        let copies = || specs.iter().map(|_| Copies::default()).collect();
-        Ok(Box::new(Attached {
-            attributes: attributes.collect(),
-            indices,
-            copies: own_copy.then(copies),
-            specs,
-            reader,
-            last: None,
-        }))
+        Ok(Box::new(Attached::new(reader, joining, own_copy)?))
     }
 }
 
-/// The trainer's end.
+/// The trainer's end of models in shared memory.
+///
+/// It is what the local schemes have, and what a transport has that carries
+/// versions on to other hosts: their workers join as [guests](Self::guests), and
+/// are then told, held, waited for and reported like those of this host.
 #[derive(Debug)]
-struct Segment {
+pub struct Segment {
     writer: Writer,
     digest: Option<DigestThread>,
     models: Vec<(ModelId, Arc<Attributes>)>,
 }
 
 impl Segment {
+    /// Makes it, for the workers of this host that come to `listener` with the
+    /// endpoint's secret.
+    ///
+    /// # Errors
+    ///
+    /// If memory, sockets or threads are refused.
+    pub fn open(opening: &Opening<'_>, listener: Listener) -> Result<Self> {
+        let specs = Self::specs(opening.models)?;
+        let options = SegmentOptions {
+            slots: opening.options.slots,
+            max_slots: opening.options.max_slots,
+            history: opening.options.history,
+            wait: opening.options.wait,
+        };
+        let secret = *opening.at.secret();
+        let writer = Writer::create_on(listener, secret, opening.run, &specs, options)?;
+        let models = opening
+            .models
+            .iter()
+            .map(|model| (model.id.clone(), Arc::new(model.attributes.clone())));
+        let digest = match opening.options.digest {
+            DigestPolicy::OnRequest => None,
+            DigestPolicy::Background => Some(DigestThread::start()?),
+        };
+        Ok(Self {
+            writer,
+            digest,
+            models: models.collect(),
+        })
+    }
+
+    /// The models as segments know them: attributes are notes there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Attributes`] if attributes cannot be encoded.
+    pub fn specs(models: &[ModelSpec]) -> Result<Vec<weightsync_mem::ModelSpec>> {
+        let specs = models.iter().map(|model| {
+            Ok(weightsync_mem::ModelSpec {
+                layout: model.layout.clone(),
+                note: model.attributes.encode()?,
+            })
+        });
+        specs.collect()
+    }
+
+    /// Where workers of other hosts join.
+    pub fn guests(&self) -> Guests {
+        Guests::of(&self.writer)
+    }
+
     fn lent(&self, model: usize, held: weightsync_mem::Snapshot) -> Snapshot {
         let (id, attributes) = &self.models[model];
         Snapshot::of_slot(id.clone(), attributes.clone(), held)
@@ -322,9 +319,9 @@ impl From<Level> for weightsync_mem::Level {
     }
 }
 
-/// A worker's end.
+/// A worker's end of models in shared memory.
 #[derive(Debug)]
-struct Attached {
+pub struct Attached {
     reader: Reader,
     specs: Vec<ModelSpec>,
     attributes: Vec<Arc<Attributes>>,
@@ -335,9 +332,105 @@ struct Attached {
     /// What came last by a queue, which gives nothing twice. It costs a slot,
     /// unless it is a copy.
     last: Option<SetSnapshot>,
+    /// What the worker said it runs, as the sender was told.
+    applied: Option<Applied>,
+}
+
+/// A sequence number, and the versions by the sender's numbers of models.
+type Applied = (u64, Vec<(usize, Version)>);
+
+/// What a worker takes from one segment to another of the same run.
+#[derive(Clone, Debug, Default)]
+pub struct Handoff {
+    resume: Resume,
+    applied: Option<Applied>,
+    last: Option<SetSnapshot>,
+}
+
+impl Handoff {
+    /// Where its next reader goes on.
+    pub fn resume(&self) -> Resume {
+        self.resume
+    }
 }
 
 impl Attached {
+    /// A worker's end over a reader that has joined. A model that it cannot make
+    /// anything of is refused there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadInitInfo`] if the sender has other models than the init info,
+    /// [`Error::Attributes`].
+    pub fn new(reader: Reader, joining: &Joining, own_copy: bool) -> Result<Self> {
+        // The reader has them in the sender's order.
+        let mut models: Vec<_> = reader.models().iter().collect();
+        models.sort_by_key(|(index, _)| joining.wanted.iter().position(|wanted| wanted == index));
+        let indices = models.iter().map(|(index, _)| *index).collect();
+        let specs = models.into_iter().map(|(index, model)| {
+            let id = joining.models.get(*index).ok_or_else(|| {
+                Error::BadInitInfo(format!(
+                    "it names {} models, and the sender has more",
+                    joining.models.len()
+                ))
+            })?;
+            Ok(ModelSpec {
+                id: id.clone(),
+                layout: model.layout.clone(),
+                attributes: Attributes::decode(&model.note)?,
+            })
+        });
+        let specs = specs.collect::<Result<Vec<_>>>();
+        let specs = match specs {
+            Ok(specs) => specs,
+            Err(error) => {
+                reader.refuse(None, &error.to_string())?;
+                return Err(error);
+            }
+        };
+        let attributes = specs.iter().map(|spec| Arc::new(spec.attributes.clone()));
+        let copies = || specs.iter().map(|_| Copies::default()).collect();
+        Ok(Self {
+            attributes: attributes.collect(),
+            indices,
+            copies: own_copy.then(copies),
+            specs,
+            reader,
+            last: None,
+            applied: None,
+        })
+    }
+
+    /// The reader below.
+    pub fn reader(&self) -> &Reader {
+        &self.reader
+    }
+
+    /// What the worker takes with it to another segment of the same run.
+    pub fn handoff(&self) -> Handoff {
+        Handoff {
+            resume: self.reader.resume(),
+            applied: self.applied.clone(),
+            last: self.last.clone(),
+        }
+    }
+
+    /// Goes on where the worker was at another segment, whose reader was given
+    /// the [resume](Handoff::resume): says again what it runs.
+    ///
+    /// # Errors
+    ///
+    /// Only of the operating system.
+    pub fn take_over(&mut self, handoff: Handoff) -> Result<()> {
+        if let Some((sequence, versions)) = &handoff.applied {
+            let versions = versions.iter().copied();
+            self.reader.applied_versions(*sequence, versions)?;
+        }
+        self.applied = handoff.applied;
+        self.last = handoff.last;
+        Ok(())
+    }
+
     /// An error with the model's name instead of its number.
     fn named(&self, error: weightsync_mem::Error) -> Error {
         Error::of_memory(error, |model| {
@@ -433,7 +526,12 @@ impl ReceiverTransport for Attached {
             let place = self.specs.iter().position(of)?;
             Some((self.indices[place], member.snapshot.version()))
         });
-        Ok(self.reader.applied_versions(set.sequence(), versions)?)
+        let versions: Vec<_> = versions.collect();
+        self.reader
+            .applied_versions(set.sequence(), versions.iter().copied())?;
+        let before = self.applied.as_ref().map_or(0, |(sequence, _)| *sequence);
+        self.applied = Some((set.sequence().max(before), versions));
+        Ok(())
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {

@@ -33,6 +33,7 @@ pub use self::endpoint::Endpoint;
 pub use self::image::Image;
 pub use self::interrupter::Interrupter;
 pub(crate) use self::memory::Memory;
+pub use self::memory::{Attached, Handoff, Segment};
 pub use self::none::NoSync;
 use crate::attributes::Attributes;
 use crate::error::{Error, Result, UNNAMED};

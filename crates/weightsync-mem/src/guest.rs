@@ -1,0 +1,434 @@
+//! Readers that are elsewhere, and somebody in the sender's own process acts for
+//! them.
+//!
+//! **Guarantee.** To the sender a guest is a reader like any other: it has a lane,
+//! it is waited for, held, named in reports. What it is told is handed out here,
+//! pinned by the sender itself for as long as that is held; what has become of it
+//! there is said here. It costs the sender no descriptor, no mapping and no
+//! thread.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use weightsync_core::{Epoch, Run, Version, WorkerId};
+
+use crate::error::Error;
+use crate::plan::{Answer, Key};
+use crate::protocol::order;
+use crate::roster::{Call, End, Going, MAX_GUESTS, Reader, Shared, State};
+use crate::service::Newcomer;
+use crate::set::{ModelSet, Models};
+use crate::shared::Seat;
+use crate::snapshot::Snapshot;
+use crate::wire::{Delivery, MAX_DEVICE, Want};
+use crate::writer::Writer;
+
+/// Where guests join a sender. It may outlive the sender, and then nobody can.
+#[derive(Clone, Debug)]
+pub struct Guests {
+    shared: Arc<Shared>,
+}
+
+/// Who joins as a guest, and on what terms.
+#[derive(Clone, Debug)]
+pub struct GuestOptions {
+    /// The worker's number, unique among the sender's readers.
+    pub worker: WorkerId,
+    /// Its process, where it is.
+    pub pid: u32,
+    /// The highest epoch it has seen; a sender below it is refused.
+    pub seen: Epoch,
+    /// The models it wants; [`Models::ALL`] for every one there is.
+    pub models: Models,
+    /// Which versions it is given.
+    pub delivery: Delivery,
+    /// Where its weights live, for people to read.
+    pub device: String,
+}
+
+/// A set as a guest is told it.
+#[derive(Clone, Debug)]
+pub struct Told {
+    /// Grows from one to the next.
+    pub sequence: u64,
+    /// One whole version for each model of it.
+    pub members: Vec<Snapshot>,
+}
+
+/// One reader that is elsewhere. Dropped, it is [lost](Going::Lost).
+pub struct Guest {
+    shared: Arc<Shared>,
+    key: Key,
+    models: Models,
+    delivery: Delivery,
+    /// How many entries of its queue were handed out.
+    handed: AtomicU64,
+}
+
+impl Guests {
+    /// Of this sender.
+    pub fn of(writer: &Writer) -> Self {
+        Self {
+            shared: writer.shared.clone(),
+        }
+    }
+
+    /// The sender's run.
+    pub fn run(&self) -> Run {
+        self.shared.run
+    }
+
+    /// Lets a guest in; `call` is called, with the worker's number, whenever there
+    /// may be something new for it. It is called under a lock: it must not wait,
+    /// nor call anything here.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Denied`] with the reason, [`Error::SenderClosed`] after the end,
+    /// [`Error::Forked`] in a forked child.
+    pub fn join(
+        &self,
+        options: GuestOptions,
+        call: impl Fn(WorkerId) + Send + Sync + 'static,
+    ) -> Result<Guest, Error> {
+        let shared = &self.shared;
+        shared.open()?;
+        let GuestOptions {
+            worker,
+            pid,
+            seen,
+            models,
+            delivery,
+            mut device,
+        } = options;
+        device.truncate(device.floor_char_boundary(MAX_DEVICE));
+        let newcomer = Newcomer {
+            worker,
+            models,
+            delivery,
+            device,
+            instance: 0,
+        };
+        let denied = |reason| Err(Error::Denied { reason });
+        if let Err(reason) = shared.admit(&newcomer, seen) {
+            return denied(reason);
+        }
+        let mut state = shared.state();
+        shared.open()?;
+        // Looked at again under the lock: two may come with one number.
+        let mut others = state.readers.range((worker, 0)..=(worker, u64::MAX));
+        if let Some((_, other)) = others.find(|(_, other)| !other.has_left()) {
+            let pid = other.pid();
+            return denied(already(worker, pid));
+        }
+        let guests = state.readers.values();
+        if guests.filter(|reader| reader.socket().is_none()).count() >= MAX_GUESTS {
+            return denied(format!(
+                "{MAX_GUESTS} workers are connected from other hosts, which is the most"
+            ));
+        }
+        let models = models.and(Models::first(shared.models.len()));
+        state.joined += 1;
+        let key = (worker, state.joined);
+        let end = End::Guest {
+            seat: Seat::new(),
+            pid,
+            call: Call(Arc::new(move |(worker, _)| call(worker))),
+        };
+        let reader = Reader::new(end, 0, models, delivery, newcomer.device);
+        state.readers.insert(key, reader);
+        let records = shared.observe(&mut state);
+        shared.decide(&mut state, |plan, steps| {
+            plan.join(key, models, delivery, records, steps);
+        });
+        drop(state);
+        shared.doorbell.ring();
+        Ok(Guest {
+            shared: shared.clone(),
+            key,
+            models,
+            delivery,
+            handed: AtomicU64::new(0),
+        })
+    }
+}
+
+impl Guest {
+    /// Its number.
+    pub fn worker(&self) -> WorkerId {
+        self.key.0
+    }
+
+    /// The models it is given.
+    pub fn models(&self) -> Models {
+        self.models
+    }
+
+    /// Which versions it is given.
+    pub fn delivery(&self) -> Delivery {
+        self.delivery
+    }
+
+    /// What it is told that was not handed out here before: of one that takes
+    /// every version what is new in its queue, in order; else the newest, also if
+    /// it was handed out before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child,
+    /// and what is wrong with a record.
+    pub fn told(&self) -> Result<Vec<Told>, Error> {
+        let state = self.shared.state();
+        self.shared.open()?;
+        let Some(reader) = self.reader(&state) else {
+            return Ok(Vec::new());
+        };
+        let lane = reader.lane();
+        let mut all = Vec::new();
+        match self.delivery {
+            Delivery::Every { .. } => {
+                let mut at = self.handed.load(Ordering::Relaxed);
+                while let Some(live) = lane.queue.0.get(at) {
+                    let set = state.plan.record(live.record).set;
+                    all.push(self.hold(&state, live.sequence, &set)?);
+                    at += 1;
+                }
+                self.handed.store(at, Ordering::Relaxed);
+            }
+            Delivery::Newest | Delivery::Asked => {
+                if let Some(live) = lane.live.0.load() {
+                    let set = state.plan.record(live.record).set;
+                    all.push(self.hold(&state, live.sequence, &set)?);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// Hands out its queue from the beginning again: to somebody else who acts for
+    /// it from here on.
+    pub fn start_over(&self) {
+        let state = self.shared.state();
+        if let Some(reader) = self.reader(&state) {
+            let head = reader.control().head.0.load();
+            self.handed.store(head, Ordering::Relaxed);
+        }
+    }
+
+    /// The answer to its last question, if it is there and not taken, with the
+    /// question's number.
+    ///
+    /// # Errors
+    ///
+    /// As [`told`](Self::told).
+    pub fn answered(&self) -> Result<Option<(u64, Told)>, Error> {
+        let state = self.shared.state();
+        self.shared.open()?;
+        let Some(reader) = self.reader(&state) else {
+            return Ok(None);
+        };
+        let place = &reader.lane().answer.0;
+        let question = place.question.load(Ordering::Acquire);
+        let Some(live) = place.live.load().filter(|_| question > reader.through()) else {
+            return Ok(None);
+        };
+        let set = state.plan.record(live.record).set;
+        Ok(Some((question, self.hold(&state, live.sequence, &set)?)))
+    }
+
+    /// It asks for a version: see [`answered`](Self::answered).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchVersion`], [`Error::Protocol`] if it may not ask for that,
+    /// and as [`told`](Self::told).
+    pub fn ask(&self, question: u64, want: Want) -> Result<(), Error> {
+        let mut state = self.shared.state();
+        self.shared.open()?;
+        let Some(reader) = state.readers.get_mut(&self.key) else {
+            return Ok(());
+        };
+        reader.asks = true;
+        let records = self.shared.observe(&mut state);
+        let answer = self.shared.decide(&mut state, |plan, steps| {
+            plan.ask(self.key, question, want, records, steps)
+        });
+        match (answer, want) {
+            (Answer::Told | Answer::Later | Answer::Gone, _) => Ok(()),
+            (
+                Answer::Unknown { known },
+                Want::AtLeast { model, version } | Want::Exactly { model, version },
+            ) => Err(Error::NoSuchVersion {
+                model,
+                asked: version,
+                known,
+            }),
+            (Answer::Unknown { .. } | Answer::NotAllowed, want) => Err(Error::Protocol {
+                expected: "a question its models and its kind of delivery allow",
+                got: format!("{want:?}"),
+            }),
+        }
+    }
+
+    /// It does not wait for an answer any more.
+    pub fn withdraw(&self) {
+        if self.shared.header.map.usable().is_ok() {
+            self.shared.state().plan.withdraw(self.key);
+        }
+    }
+
+    /// How far it is: the newest set it has taken, and the last question whose
+    /// answer it needs no more. What lies before that in its queue is taken too.
+    /// Numbers that go back are not believed.
+    pub fn progress(&self, taken: u64, through: u64) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
+        let mut state = self.shared.state();
+        let Some(reader) = self.reader(&state) else {
+            return;
+        };
+        let control = reader.control();
+        control.holds.0.taken.fetch_max(taken, Ordering::AcqRel);
+        control.through.0.fetch_max(through, Ordering::AcqRel);
+        self.advance(reader, taken);
+        order();
+        if state.plan.anything_waits() {
+            self.shared.deliver(&mut state);
+        }
+        drop(state);
+        self.tell_sender();
+    }
+
+    /// It has loaded these versions, with the set of this sequence number, or (0)
+    /// with one that it asked for.
+    pub fn applied(&self, sequence: u64, versions: impl IntoIterator<Item = (usize, Version)>) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
+        let state = self.shared.state();
+        let Some(reader) = self.reader(&state) else {
+            return;
+        };
+        let loaded = &reader.control().loaded.0;
+        let before = loaded.sequence.load(Ordering::Relaxed);
+        if sequence == 0 || sequence >= before {
+            for (model, version) in versions {
+                if self.models.contains(model) {
+                    loaded.versions[model].store(version.0, Ordering::Relaxed);
+                }
+            }
+            loaded
+                .sequence
+                .store(sequence.max(before), Ordering::Release);
+        }
+        drop(state);
+        self.tell_sender();
+    }
+
+    /// It cannot use a set, by its sequence number, or, without one, anything that
+    /// comes.
+    pub fn refuse(&self, sequence: Option<u64>, reason: String) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
+        let mut state = self.shared.state();
+        match sequence {
+            None => state.reject(self.key, reason),
+            Some(sequence) => {
+                if let Some(reader) = state.readers.get_mut(&self.key) {
+                    reader.refused = Some((sequence, reason));
+                    self.advance(reader, sequence);
+                }
+            }
+        }
+        if state.plan.anything_waits() {
+            self.shared.deliver(&mut state);
+        }
+        drop(state);
+        self.shared.doorbell.ring();
+    }
+
+    /// Gives the entries of its queue back up to this sequence number.
+    fn advance(&self, reader: &Reader, sequence: u64) {
+        let Delivery::Every { .. } = self.delivery else {
+            return;
+        };
+        let (queue, head) = (&reader.lane().queue.0, &reader.control().head.0);
+        let mut at = head.load();
+        let handed = self.handed.load(Ordering::Relaxed);
+        while at < handed && queue.get(at).is_some_and(|live| live.sequence <= sequence) {
+            at += 1;
+        }
+        head.advance(at);
+    }
+
+    /// It has gone.
+    pub fn leave(self, going: Going) {
+        self.go(going);
+    }
+
+    fn go(&self, going: Going) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
+        let mut state = self.shared.state();
+        if let Some(reader) = self.reader(&state) {
+            if going == Going::Left {
+                reader.control().left.0.store(1, Ordering::Release);
+            }
+            state.bury(self.key, going);
+            if state.plan.anything_waits() {
+                self.shared.deliver(&mut state);
+            }
+            drop(state);
+            self.shared.doorbell.ring();
+        }
+    }
+
+    fn reader<'a>(&self, state: &'a State) -> Option<&'a Reader> {
+        state.readers.get(&self.key)
+    }
+
+    fn hold(&self, state: &State, sequence: u64, set: &ModelSet) -> Result<Told, Error> {
+        let set = set.only(self.models);
+        let models = set.models();
+        let held = models.iter().map(|model| {
+            let held = self.shared.hold(state, model, &set)?;
+            held.ok_or(Error::SenderClosed)
+        });
+        Ok(Told {
+            sequence,
+            members: held.collect::<Result<_, _>>()?,
+        })
+    }
+
+    fn tell_sender(&self) {
+        order();
+        if self.shared.header().sender.0.sleeping() {
+            self.shared.doorbell.ring();
+        }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.go(Going::Lost);
+    }
+}
+
+impl fmt::Debug for Guest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guest")
+            .field("worker", &self.key.0)
+            .field("models", &self.models)
+            .field("delivery", &self.delivery)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Why a worker whose number is taken is refused.
+pub(crate) fn already(worker: WorkerId, pid: u32) -> String {
+    format!("{worker} is already connected (pid {pid}); give this one another number")
+}
