@@ -47,6 +47,8 @@ const TABLE: &[Row] = &[
     Row {
         name: "weightsync-net",
         may_use: &[
+            ("weightsync-simd", Always),
+            ("weightsync-core", Always),
             ("weightsync", Always),
             ("tokio", Always),
             ("rustls", Always),

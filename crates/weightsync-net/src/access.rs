@@ -1,0 +1,427 @@
+//! Who may connect, and where one may listen.
+//!
+//! A [`Token`] is text that a person shares between machines. Of it comes a *secret* of 16 bytes,
+//! which is what an init info carries, and of that the [`Key`] with which both ends of a link prove
+//! that they have it. So an init info lets a worker in without the token, and a relay that has the
+//! token needs no init info.
+//!
+//! Links are not encrypted yet. An address that is not loopback is therefore used only by who has
+//! said that this is known: [`Access::insecure_plaintext`].
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::SocketAddr;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
+
+/// The environment variable that holds a token.
+pub const TOKEN_VARIABLE: &str = "WEIGHTSYNC_TOKEN";
+
+/// The environment variable that names a file with a token.
+pub const TOKEN_FILE_VARIABLE: &str = "WEIGHTSYNC_TOKEN_FILE";
+
+/// The environment variable that, set to 1, allows links off this machine that are not encrypted.
+pub const PLAINTEXT_VARIABLE: &str = "WEIGHTSYNC_INSECURE_PLAINTEXT";
+
+/// How a token is made, for the errors that miss one.
+const MAKE_ONE: &str = "make one with `head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE` \
+                        and give every machine the same";
+
+/// Whose secret a token's is.
+const SECRET_CONTEXT: &str = "weightsync-net 2026-11 secret of a token";
+
+/// What a key is for.
+const KEY_CONTEXT: &str = "weightsync-net 2026-11 key of a link";
+
+/// What a person gives to every machine that may connect: [`Token::MIN_BYTES`] to
+/// [`Token::MAX_BYTES`] bytes, without the white space around them. It is not shown in `Debug`.
+///
+/// ```
+/// use weightsync_net::Token;
+///
+/// let token = Token::new("kq0UfKOLPCkF2Q==ZmFzZQ\n")?;
+/// assert_eq!(token, Token::new("  kq0UfKOLPCkF2Q==ZmFzZQ")?);
+/// assert!(Token::new("too short").is_err());
+/// assert_eq!(format!("{token:?}"), "Token(..)");
+/// # Ok::<(), weightsync_net::AccessError>(())
+/// ```
+#[derive(Clone)]
+pub struct Token(Vec<u8>);
+
+impl Token {
+    /// The shortest token, in bytes.
+    pub const MIN_BYTES: usize = 16;
+
+    /// The longest token, in bytes.
+    pub const MAX_BYTES: usize = 4096;
+
+    /// A token of these bytes, any bytes, without the white space around them.
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::TokenLength`].
+    pub fn new(bytes: impl AsRef<[u8]>) -> Result<Self, AccessError> {
+        Self::from_bytes(bytes.as_ref(), Place::Given)
+    }
+
+    /// The token of the environment: that in [`TOKEN_VARIABLE`], or in the file that
+    /// [`TOKEN_FILE_VARIABLE`] names; `None` if neither is set. One that is set to nothing is a
+    /// token that is too short, and not the lack of one.
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::TwoTokens`] if both are set, those of [`from_file`](Self::from_file), and
+    /// [`AccessError::TokenLength`].
+    pub fn from_env() -> Result<Option<Self>, AccessError> {
+        let variable = std::env::var_os;
+        Self::from_variables(variable(TOKEN_VARIABLE), variable(TOKEN_FILE_VARIABLE))
+    }
+
+    /// The token in a file. A symbolic link is followed.
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::TokenFile`] if it cannot be read or is not a regular file,
+    /// [`AccessError::TokenFileOpen`] if anybody but its owner may do anything with it, and
+    /// [`AccessError::TokenLength`].
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, AccessError> {
+        let path = path.as_ref();
+        let failed = |source: io::Error| AccessError::TokenFile {
+            path: path.into(),
+            source,
+        };
+        // NONBLOCK: were it a FIFO, nothing is waited for before it is refused.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let opened = openat(CWD, path, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
+        let stat = fstat(&opened).map_err(|errno| failed(errno.into()))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(failed(io::Error::other("it is not a regular file")));
+        }
+        let mode = u32::from(stat.st_mode) & 0o777;
+        if mode & 0o077 != 0 {
+            return Err(AccessError::TokenFileOpen {
+                path: path.into(),
+                mode,
+            });
+        }
+        // White space around the token counts too here; no more than this is ever read.
+        const MOST: u64 = 2 * Token::MAX_BYTES as u64;
+        let mut bytes = Vec::new();
+        let mut bounded = File::from(opened).take(MOST);
+        bounded.read_to_end(&mut bytes).map_err(failed)?;
+        Self::from_bytes(&bytes, Place::File(path.into()))
+    }
+
+    /// The secret that comes of this token: what an init info carries in its place.
+    pub fn secret(&self) -> [u8; 16] {
+        let [first, _] = *blake3::derive_key(SECRET_CONTEXT, &self.0)
+            .as_chunks::<16>()
+            .0
+        else {
+            unreachable!("32 bytes are two times 16")
+        };
+        first
+    }
+
+    fn from_variables(
+        token: Option<OsString>,
+        file: Option<OsString>,
+    ) -> Result<Option<Self>, AccessError> {
+        match (token, file) {
+            (None, None) => Ok(None),
+            (Some(_), Some(_)) => Err(AccessError::TwoTokens),
+            (Some(token), None) => Self::from_bytes(&token.into_vec(), Place::Variable).map(Some),
+            (None, Some(file)) => Self::from_file(PathBuf::from(file)).map(Some),
+        }
+    }
+
+    fn from_bytes(bytes: &[u8], place: Place) -> Result<Self, AccessError> {
+        let bytes = bytes.trim_ascii();
+        if !(Self::MIN_BYTES..=Self::MAX_BYTES).contains(&bytes.len()) {
+            return Err(AccessError::TokenLength {
+                place,
+                got: bytes.len(),
+            });
+        }
+        Ok(Self(bytes.into()))
+    }
+}
+
+// In a time that does not tell where the first difference is.
+impl PartialEq for Token {
+    fn eq(&self, other: &Self) -> bool {
+        blake3::hash(&self.0) == blake3::hash(&other.0)
+    }
+}
+
+impl Eq for Token {}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// With what both ends of a link prove that they have the same secret. It is not shown in `Debug`.
+#[derive(Clone)]
+pub struct Key([u8; 32]);
+
+impl Key {
+    /// The key that comes of a secret: that of an init info's endpoint, or of a [`Token`].
+    pub fn new(secret: &[u8; 16]) -> Self {
+        Self(blake3::derive_key(KEY_CONTEXT, secret))
+    }
+
+    /// The proof that belongs to these parts, joined. Of two proofs that are told apart, one has a
+    /// part of a fixed length that the other has not.
+    pub(crate) fn proof(&self, parts: &[&[u8]]) -> Proof {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        for part in parts {
+            hasher.update(part);
+        }
+        Proof(hasher.finalize())
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+/// What only who has the key can make. `==` takes the same time wherever the first difference is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Proof(blake3::Hash);
+
+impl Proof {
+    /// How it travels.
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
+        self.0.as_bytes()
+    }
+
+    /// One that came.
+    pub(crate) fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes.into())
+    }
+}
+
+/// Who is let in, and which addresses may be used.
+///
+/// **Guarantee.** Without a token nothing listens where another machine could reach it, and without
+/// [`insecure_plaintext`](Self::insecure_plaintext) nothing travels to or from another machine.
+///
+/// ```
+/// use weightsync_net::{Access, Token};
+///
+/// let mut access = Access::default();
+/// assert!(access.may_listen("127.0.0.1:7007".parse()?).is_ok());
+/// assert!(access.may_listen("0.0.0.0:7007".parse()?).is_err());
+///
+/// access.token = Some(Token::new("kq0UfKOLPCkF2Q==ZmFzZQ")?);
+/// access.insecure_plaintext = true;
+/// assert!(access.may_listen("0.0.0.0:7007".parse()?).is_ok());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    /// What is shared with every machine that may connect.
+    pub token: Option<Token>,
+    /// Whether links to other machines may be made although they are not encrypted: whoever can
+    /// listen in on the network reads the weights, and whoever can change what passes there changes
+    /// them.
+    pub insecure_plaintext: bool,
+}
+
+impl Access {
+    /// What the environment says: [`Token::from_env`], and [`PLAINTEXT_VARIABLE`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Token::from_env`]; [`AccessError::PlaintextVariable`] if that variable is neither
+    /// 0 nor 1, nor empty.
+    pub fn from_env() -> Result<Self, AccessError> {
+        Ok(Self {
+            token: Token::from_env()?,
+            insecure_plaintext: is_set(std::env::var_os(PLAINTEXT_VARIABLE))?,
+        })
+    }
+
+    /// Whether one may listen there. Loopback is always fine; any other address, the unspecified
+    /// ones (`0.0.0.0`, `::`) too, wants the token and
+    /// [`insecure_plaintext`](Self::insecure_plaintext).
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::NoToken`], else [`AccessError::Plaintext`].
+    pub fn may_listen(&self, addr: SocketAddr) -> Result<(), AccessError> {
+        self.may(Use::Listen, addr, self.token.is_some())
+    }
+
+    /// Whether one may connect there, who has at most the token; as
+    /// [`may_listen`](Self::may_listen).
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::NoToken`], else [`AccessError::Plaintext`].
+    pub fn may_dial(&self, addr: SocketAddr) -> Result<(), AccessError> {
+        self.may(Use::Dial, addr, self.token.is_some())
+    }
+
+    /// Whether one may connect there, who has an init info: its secret is as good as the token.
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::Plaintext`].
+    pub fn may_dial_with_secret(&self, addr: SocketAddr) -> Result<(), AccessError> {
+        self.may(Use::Dial, addr, true)
+    }
+
+    fn may(&self, to: Use, addr: SocketAddr, has_secret: bool) -> Result<(), AccessError> {
+        // An IPv4 address within IPv6 is the IPv4 address.
+        if addr.ip().to_canonical().is_loopback() {
+            return Ok(());
+        }
+        let plaintext = self.insecure_plaintext;
+        match (has_secret, plaintext) {
+            (true, true) => Ok(()),
+            (true, false) => Err(AccessError::Plaintext { to, addr }),
+            (false, plaintext) => Err(AccessError::NoToken {
+                to,
+                addr,
+                plaintext,
+            }),
+        }
+    }
+}
+
+fn is_set(variable: Option<OsString>) -> Result<bool, AccessError> {
+    let Some(value) = variable else {
+        return Ok(false);
+    };
+    match value.as_encoded_bytes() {
+        b"" | b"0" => Ok(false),
+        b"1" => Ok(true),
+        _ => Err(AccessError::PlaintextVariable { value }),
+    }
+}
+
+/// Where a token came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The caller.
+    Given,
+    /// [`TOKEN_VARIABLE`].
+    Variable,
+    /// This file.
+    File(PathBuf),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Given => f.write_str("the token"),
+            Self::Variable => write!(f, "the token in {TOKEN_VARIABLE}"),
+            Self::File(path) => write!(f, "the token in {}", path.display()),
+        }
+    }
+}
+
+/// What an address was to be used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// To listen there.
+    Listen,
+    /// To connect there.
+    Dial,
+}
+
+impl fmt::Display for Use {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Listen => "listen at",
+            Self::Dial => "connect to",
+        })
+    }
+}
+
+/// Why there is no token, or an address may not be used. None of these is mended by trying again:
+/// the caller has to change something.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AccessError {
+    /// A token that is too short to keep anybody out, or too long.
+    #[error(
+        "{place} has {got} bytes where {} to {} are possible; {MAKE_ONE}",
+        Token::MIN_BYTES,
+        Token::MAX_BYTES
+    )]
+    TokenLength {
+        /// Where it came from.
+        place: Place,
+        /// Its length, in bytes, without the white space around it.
+        got: usize,
+    },
+    /// The file with the token cannot be read.
+    #[error("reading the token in {} failed: {source}; {MAKE_ONE}", path.display())]
+    TokenFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file with the token is not its owner's alone.
+    #[error(
+        "the token in {path} can be used by others than its owner, as its mode is {mode:03o}; \
+         `chmod 600 {path}`",
+        path = path.display()
+    )]
+    TokenFileOpen {
+        /// The file.
+        path: PathBuf,
+        /// Its mode's nine bits.
+        mode: u32,
+    },
+    /// Both variables are set, and nothing says which one is meant.
+    #[error("both {TOKEN_VARIABLE} and {TOKEN_FILE_VARIABLE} are set; unset one of them")]
+    TwoTokens,
+    /// The variable that allows plain links is set to what means neither yes nor no.
+    #[error("{PLAINTEXT_VARIABLE} is {value:?}; set it to 1 or to 0")]
+    PlaintextVariable {
+        /// Its value.
+        value: OsString,
+    },
+    /// Another machine could be reached without a token.
+    #[error(
+        "without a token this process does not {to} {addr}, which is not loopback: anybody there \
+         could take part; {MAKE_ONE} ({TOKEN_FILE_VARIABLE}=FILE, or {TOKEN_VARIABLE}){}",
+        if *plaintext { "" } else { "; links are not encrypted yet, so this takes \
+         --insecure-plaintext (or WEIGHTSYNC_INSECURE_PLAINTEXT=1) too" }
+    )]
+    NoToken {
+        /// What was to be done.
+        to: Use,
+        /// The address.
+        addr: SocketAddr,
+        /// Whether plain links were allowed.
+        plaintext: bool,
+    },
+    /// What travels to another machine is not encrypted, and nobody has said that this is known.
+    #[error(
+        "this process does not {to} {addr}, which is not loopback: links are not encrypted yet, \
+         so whoever is on that network can read the weights and change them on their way; where \
+         that network is trusted, allow it with --insecure-plaintext or {PLAINTEXT_VARIABLE}=1"
+    )]
+    Plaintext {
+        /// What was to be done.
+        to: Use,
+        /// The address.
+        addr: SocketAddr,
+    },
+}
+
+#[cfg(test)]
+mod tests;

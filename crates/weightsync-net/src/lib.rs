@@ -1,0 +1,12 @@
+//! Links between machines: who may connect, and every byte that travels.
+//!
+//! | to | see |
+//! |---|---|
+//! | know who may connect, and where one may listen | [`access`] |
+//!
+//! `docs/protocol.md` specifies what is on the wire.
+#![forbid(unsafe_code)]
+
+pub mod access;
+
+pub use access::{Access, AccessError, Token};
