@@ -45,6 +45,9 @@ pub struct GuestOptions {
     pub delivery: Delivery,
     /// Where its weights live, for people to read.
     pub device: String,
+    /// The newest sequence number of this run that it was handed before: what it
+    /// is told now comes after that. 0 if there was none.
+    pub had: u64,
 }
 
 /// A set as a guest is told it.
@@ -101,6 +104,7 @@ impl Guests {
             models,
             delivery,
             mut device,
+            had,
         } = options;
         device.truncate(device.floor_char_boundary(MAX_DEVICE));
         let newcomer = Newcomer {
@@ -109,6 +113,7 @@ impl Guests {
             delivery,
             device,
             instance: 0,
+            had,
         };
         let denied = |reason| Err(Error::Denied { reason });
         if let Err(reason) = shared.admit(&newcomer, seen) {
@@ -140,7 +145,7 @@ impl Guests {
         state.readers.insert(key, reader);
         let records = shared.observe(&mut state);
         shared.decide(&mut state, |plan, steps| {
-            plan.join(key, models, delivery, records, steps);
+            plan.join((key, had), models, delivery, records, steps);
         });
         drop(state);
         shared.doorbell.ring();

@@ -362,9 +362,12 @@ impl Plan {
 impl Plan {
     /// A reader joins, in place of an earlier one of its worker; the steps put
     /// its lane where it is meant to be.
+    ///
+    /// `had` is the newest sequence number it was handed before, in another lane of
+    /// this run: what it is told comes after that.
     pub(crate) fn join(
         &mut self,
-        (worker, joined): Key,
+        ((worker, joined), had): (Key, u64),
         models: Models,
         delivery: Delivery,
         record_pins: SlotSet,
@@ -379,7 +382,7 @@ impl Plan {
             queue: VecDeque::new(),
             head: 0,
             waiting: VecDeque::new(),
-            told: 0,
+            told: had.min(self.sequence),
             asks: Asks::default(),
             shut: false,
         };

@@ -63,6 +63,8 @@ pub enum Event {
         device: String,
         /// The highest epoch it has seen.
         seen: Epoch,
+        /// The newest sequence number it was handed before.
+        had: u64,
     },
     /// How far a worker is, because that has changed.
     Progress(Progress),
@@ -433,6 +435,7 @@ impl Relayed {
             delivery: newcomer.delivery,
             device: newcomer.device.clone(),
             seen,
+            had: newcomer.had,
         };
         news.events.push_back(event);
         news.tickets.insert(number, ticket);

@@ -16,6 +16,7 @@ fn from_reader() {
         delivery,
         device: "cuda:0".into(),
         instance: 77,
+        had: 5,
     };
     let (model, version) = (1, Version(42));
     let seeds = [

@@ -12,7 +12,7 @@ const ALL: Models = Models::ALL;
 fn join(plan: &mut Plan, worker: u32, models: Models, delivery: Delivery) -> (Key, Vec<Step>) {
     let mut steps = Vec::new();
     let key = (WorkerId(worker), 1);
-    plan.join(key, models, delivery, SlotSet::default(), &mut steps);
+    plan.join((key, 0), models, delivery, SlotSet::default(), &mut steps);
     (key, steps)
 }
 

@@ -46,6 +46,7 @@ fn hello() -> FromReader {
         delivery: Delivery::Newest,
         device: String::new(),
         instance: 77,
+        had: 5,
     }
 }
 

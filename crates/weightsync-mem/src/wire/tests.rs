@@ -11,6 +11,7 @@ fn readers() -> Vec<FromReader> {
         delivery,
         device: device.into(),
         instance: 77,
+        had: 5,
     };
     let (model, version) = (63, Version(1 << 40));
     let asks = [
@@ -135,6 +136,7 @@ fn numbers_out_of_range_are_refused() {
             delivery,
             device: String::new(),
             instance: 77,
+            had: 5,
         }
         .encode()
     };
@@ -220,6 +222,7 @@ fn long_lists_and_labels_are_cut() {
         delivery: Delivery::Newest,
         device: "x".repeat(100),
         instance: 77,
+        had: 5,
     }
     .encode();
     // Bytes that are no characters grow when they are mended.

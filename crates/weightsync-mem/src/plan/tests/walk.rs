@@ -186,7 +186,7 @@ impl World {
                 self.readers
                     .insert(key, Reader::new(Models(models), delivery));
                 self.plan
-                    .join(key, Models(models), delivery, pins, &mut steps);
+                    .join((key, 0), Models(models), delivery, pins, &mut steps);
                 let set = self.meant(worker);
                 if delivery != Delivery::Asked {
                     self.expect(key, &set);

@@ -1,0 +1,389 @@
+//! The child's end of bulk links: fetching one version over one or more
+//! connections.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use weightsync_core::Run;
+use weightsync_mem::Room;
+use weightsync_simd::Crc64;
+
+use super::serve::invalid;
+use super::stop::Threads;
+use super::store::{Held, Store};
+use super::SUSPECT;
+use crate::access::Key;
+use crate::link::blocking;
+use crate::relay::Item;
+use crate::wire::frame::{
+    self, CHUNK_HEAD_BYTES, ChunkHead, FrameError, HEADER_BYTES, Header, Kind,
+};
+use crate::wire::hello::Role;
+use crate::wire::message::{ChunkRange, MAX_RANGES, Message, ToChild, ToParent};
+
+/// How much is read before its checksum is made, so that it is still in the cache.
+const GULP: usize = 256 << 10;
+
+/// A process to fetch from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Parent {
+    /// Its number; 0 is the sender.
+    pub(crate) agent: u64,
+    /// Where it listens.
+    pub(crate) address: SocketAddr,
+}
+
+/// How a fetch ended.
+#[derive(Debug)]
+pub(crate) enum FetchEnd {
+    /// Everything has come.
+    Whole {
+        /// What came by this fetch.
+        bytes: u64,
+        took: Duration,
+    },
+    /// The parent does not have it.
+    NotThere,
+    /// A connection broke, was silent for too long, or said what cannot be.
+    Broken(io::Error),
+    /// It was stopped.
+    Stopped,
+}
+
+/// Connections to parents that wait for the next fetch.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    pub(crate) key: Key,
+    pub(crate) run: Run,
+    /// This process, as the sender numbers it.
+    pub(crate) agent: u64,
+    /// Most connections of one fetch.
+    pub(crate) most: usize,
+    idle: Mutex<VecDeque<(Parent, TcpStream)>>,
+}
+
+impl Connections {
+    pub(crate) fn new(key: Key, run: Run, agent: u64, most: usize) -> Self {
+        Self {
+            key,
+            run,
+            agent,
+            most,
+            idle: Mutex::default(),
+        }
+    }
+
+    fn take(&self, parent: Parent) -> Option<TcpStream> {
+        let mut idle = self.idle();
+        // Connections to others are not needed any more.
+        idle.retain(|(to, _)| *to == parent);
+        idle.pop_front().map(|(_, socket)| socket)
+    }
+
+    fn give_back(&self, parent: Parent, socket: TcpStream) {
+        let mut idle = self.idle();
+        if idle.len() < self.most {
+            idle.push_back((parent, socket));
+        }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, VecDeque<(Parent, TcpStream)>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A fetch under way. Dropped, it is stopped; its threads end by themselves.
+pub(crate) struct Fetch {
+    shared: Arc<Shared>,
+}
+
+impl fmt::Debug for Fetch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fetch")
+            .field("item", &self.shared.item)
+            .field("parent", &self.shared.parent)
+            .finish_non_exhaustive()
+    }
+}
+
+struct Shared {
+    item: Item,
+    parent: Parent,
+    connections: Arc<Connections>,
+    room: Arc<Room>,
+    held: Arc<Held>,
+    store: Arc<Store>,
+    threads: Arc<Threads>,
+    stopped: AtomicBool,
+    /// Connections that have not ended.
+    left: AtomicUsize,
+    first_end: Mutex<Option<FetchEnd>>,
+    /// The connections in use, to be ended when it is stopped.
+    sockets: Mutex<Vec<TcpStream>>,
+    bytes: Mutex<u64>,
+    since: Instant,
+    done: Box<dyn Fn(FetchEnd) + Send + Sync>,
+}
+
+impl Fetch {
+    /// Begins to fetch what is missing in `room`; `done` is called once, from
+    /// another thread.
+    pub(crate) fn start(
+        (item, parent): (Item, Parent),
+        connections: &Arc<Connections>,
+        (room, held): (Arc<Room>, Arc<Held>),
+        store: &Arc<Store>,
+        threads: &Arc<Threads>,
+        done: impl Fn(FetchEnd) + Send + Sync + 'static,
+    ) -> Self {
+        let missing: Vec<usize> = room.missing().collect();
+        // A connection each for what is worth one.
+        let count = connections.most.min(missing.len().div_ceil(4)).max(1);
+        let shared = Arc::new(Shared {
+            item,
+            parent,
+            connections: connections.clone(),
+            room,
+            held,
+            store: store.clone(),
+            threads: threads.clone(),
+            stopped: AtomicBool::new(false),
+            left: AtomicUsize::new(count),
+            first_end: Mutex::default(),
+            sockets: Mutex::default(),
+            bytes: Mutex::default(),
+            since: Instant::now(),
+            done: Box::new(done),
+        });
+        for part in 0..count {
+            let mine: Vec<usize> = missing.iter().copied().skip(part).step_by(count).collect();
+            let own = shared.clone();
+            let work = move || {
+                let end = own.fetch(&mine);
+                own.end(end);
+            };
+            if let Err(error) = threads.spawn("weightsync-fetch", work) {
+                shared.end(Err(error));
+            }
+        }
+        Self { shared }
+    }
+}
+
+impl Drop for Fetch {
+    fn drop(&mut self) {
+        self.shared.stop();
+    }
+}
+
+impl Shared {
+    /// One connection's part.
+    fn fetch(&self, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
+        let mut waiting = indices;
+        // One that waited may have been closed meanwhile: then a new one.
+        let idle = self.connections.take(self.parent);
+        if let Some(socket) = idle {
+            match self.fetch_by(socket, waiting) {
+                Err(error) if is_stale(&error) && !self.is_stopped() => {
+                    let missing = |index: &usize| self.room.read(*index).is_none();
+                    let first = waiting.iter().position(missing).unwrap_or(waiting.len());
+                    waiting = &waiting[first..];
+                }
+                end => return end,
+            }
+        }
+        let address = self.parent.address;
+        let socket = blocking::dial(address, &self.connections.key, Role::Bulk, SUSPECT)?;
+        self.fetch_by(socket, waiting)
+    }
+
+    fn fetch_by(&self, mut socket: TcpStream, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
+        let Some(_watched) = self.threads.watch(&socket)? else {
+            return Ok(Some(FetchEnd::Stopped));
+        };
+        socket.set_read_timeout(Some(SUSPECT))?;
+        self.sockets().push(socket.try_clone()?);
+        if self.is_stopped() {
+            return Ok(Some(FetchEnd::Stopped));
+        }
+        for ranges in ranges(indices).chunks(MAX_RANGES) {
+            let fetch = ToParent::Fetch {
+                run: self.connections.run,
+                agent: self.connections.agent,
+                model: self.item.model as u8,
+                version: self.item.version,
+                ranges: ranges.to_vec(),
+            };
+            let mut bytes = Vec::new();
+            let payload = fetch.encode().map_err(invalid)?;
+            frame::encode(Kind::Bulk, &payload, &mut bytes).map_err(invalid)?;
+            socket.write_all(&bytes)?;
+            if let Some(end) = self.receive(&mut socket)? {
+                return Ok(Some(end));
+            }
+        }
+        self.connections.give_back(self.parent, socket);
+        Ok(None)
+    }
+
+    /// Takes chunks until the parent has sent all that was asked for.
+    fn receive(&self, socket: &mut TcpStream) -> io::Result<Option<FetchEnd>> {
+        loop {
+            if self.is_stopped() {
+                return Ok(Some(FetchEnd::Stopped));
+            }
+            let mut header = [0; HEADER_BYTES];
+            read_exact(socket, &mut header)?;
+            let header = Header::decode(&header, &[Kind::Bulk, Kind::Chunk]).map_err(invalid)?;
+            if header.kind == Kind::Chunk {
+                let mut head = [0; CHUNK_HEAD_BYTES];
+                read_exact(socket, &mut head)?;
+                header.check(&head).map_err(invalid)?;
+                self.take(socket, &ChunkHead::decode(&head).map_err(invalid)?)?;
+                continue;
+            }
+            let mut payload = vec![0; header.len];
+            read_exact(socket, &mut payload)?;
+            header.check(&payload).map_err(invalid)?;
+            match ToChild::decode(&payload).map_err(invalid)? {
+                ToChild::Idle => {}
+                ToChild::End => return Ok(None),
+                ToChild::Gone { .. } => return Ok(Some(FetchEnd::NotThere)),
+            }
+        }
+    }
+
+    /// Reads one chunk into its place.
+    fn take(&self, socket: &mut TcpStream, head: &ChunkHead) -> io::Result<()> {
+        let index = head.index as usize;
+        let of_this = usize::from(head.model) == self.item.model
+            && head.version == self.item.version
+            && head.image_bytes == self.room.layout().bytes();
+        let piece = self.room.take(index).filter(|_| of_this);
+        let mut piece = piece.ok_or_else(|| {
+            invalid(FrameError::Chunk { head: *head })
+        })?;
+        let mut crc = Crc64::new();
+        for part in piece.chunks_mut(GULP) {
+            read_exact(socket, part)?;
+            crc.update(part);
+        }
+        let crc = crc.value();
+        head.check_crc(crc).map_err(invalid)?;
+        self.held.note_sum(index, crc);
+        *self.bytes.lock().unwrap_or_else(PoisonError::into_inner) += piece.len() as u64;
+        piece.keep();
+        self.store.notify();
+        Ok(())
+    }
+
+    fn end(&self, end: io::Result<Option<FetchEnd>>) {
+        let end = match end {
+            Ok(end) => end,
+            Err(_) if self.is_stopped() => Some(FetchEnd::Stopped),
+            Err(error) => Some(FetchEnd::Broken(error)),
+        };
+        let mut first = self
+            .first_end
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if end.is_some() && first.is_none() {
+            *first = end;
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
+            return;
+        }
+        let end = first.take();
+        drop(first);
+        let whole = self.room.is_whole();
+        (self.done)(match end {
+            _ if whole => FetchEnd::Whole {
+                bytes: *self.bytes.lock().unwrap_or_else(PoisonError::into_inner),
+                took: self.since.elapsed(),
+            },
+            Some(end) => end,
+            // A stopped fetch of the same version may still have had a piece.
+            None => FetchEnd::Broken(io::Error::other("some of it is still missing")),
+        });
+    }
+
+    /// Ends the connections: what is on its way is not wanted any more.
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        if self.left.load(Ordering::Acquire) > 0 {
+            for socket in self.sockets().iter() {
+                let _ = socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
+    }
+
+    fn sockets(&self) -> MutexGuard<'_, Vec<TcpStream>> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire) || self.threads.is_stopped()
+    }
+}
+
+/// Reads all of it; silence is an error of its own.
+fn read_exact(socket: &mut TcpStream, bytes: &mut [u8]) -> io::Result<()> {
+    socket.read_exact(bytes).map_err(|error| {
+        let silent = matches!(
+            error.kind(),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+        );
+        match silent {
+            true => io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("nothing came for {SUSPECT:?}"),
+            ),
+            false => error,
+        }
+    })
+}
+
+/// Whether a connection that waited has turned out to be closed.
+fn is_stale(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    matches!(
+        error.kind(),
+        BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof
+    )
+}
+
+/// Ascending indices as ranges.
+fn ranges(indices: &[usize]) -> Vec<ChunkRange> {
+    let mut ranges: Vec<ChunkRange> = Vec::new();
+    for &index in indices {
+        match ranges.last_mut() {
+            Some(last) if last.end() == Some(index as u32) => last.count += 1,
+            _ => ranges.push(ChunkRange {
+                first: index as u32,
+                count: 1,
+            }),
+        }
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn indices_become_ranges() {
+        let range = |first, count| ChunkRange { first, count };
+        assert_eq!(ranges(&[]), []);
+        assert_eq!(ranges(&[3]), [range(3, 1)]);
+        assert_eq!(
+            ranges(&[0, 1, 2, 5, 7, 8]),
+            [range(0, 3), range(5, 1), range(7, 2)]
+        );
+    }
+}

@@ -1,0 +1,25 @@
+//! Moving versions: what is served to relays below, and what is fetched from above.
+//!
+//! Plain threads that read and write sockets, a few per host: each chunk goes from a
+//! slot to the socket and from the socket into a slot, and nowhere else.
+
+mod fetch;
+mod serve;
+mod stop;
+mod store;
+
+pub(crate) use self::fetch::{Connections, Fetch, FetchEnd, Parent};
+pub(crate) use self::serve::{Served, serve};
+pub(crate) use self::stop::Threads;
+pub(crate) use self::store::{Find, Held, Store};
+
+use std::time::Duration;
+
+/// How often a parent that has nothing to send says so.
+const IDLE: Duration = Duration::from_millis(200);
+
+/// A link that has been silent for so long is given up.
+pub(crate) const SUSPECT: Duration = Duration::from_millis(800);
+
+/// A relay below that takes nothing for so long is given up.
+const STUCK: Duration = Duration::from_secs(5);

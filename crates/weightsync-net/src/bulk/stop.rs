@@ -1,0 +1,99 @@
+//! Ending threads that wait in sockets.
+
+use std::collections::HashMap;
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// Threads that serve or fetch, and the connections they wait in: ended and joined
+/// together.
+#[derive(Debug, Default)]
+pub(crate) struct Threads {
+    sockets: Mutex<HashMap<u64, TcpStream>>,
+    handles: Mutex<Vec<JoinHandle<()>>>,
+    last: AtomicU64,
+    stopped: std::sync::atomic::AtomicBool,
+}
+
+/// A connection that [`Threads::stop`] ends.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    threads: Arc<Threads>,
+    number: u64,
+}
+
+impl Threads {
+    /// Ends this connection too when everything is stopped; `None` if that is so.
+    pub(crate) fn watch(self: &Arc<Self>, socket: &TcpStream) -> std::io::Result<Option<Watched>> {
+        let socket = socket.try_clone()?;
+        let number = self.last.fetch_add(1, Ordering::Relaxed);
+        let mut sockets = self.sockets();
+        if self.stopped.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        sockets.insert(number, socket);
+        let threads = self.clone();
+        Ok(Some(Watched { threads, number }))
+    }
+
+    /// Starts a thread that is joined with the others.
+    pub(crate) fn spawn(
+        &self,
+        name: &str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> std::io::Result<()> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(work)?;
+        let mut handles = self.handles();
+        handles.retain(|handle| !handle.is_finished());
+        handles.push(thread);
+        Ok(())
+    }
+
+    /// How many threads there are.
+    pub(crate) fn count(&self) -> usize {
+        let mut handles = self.handles();
+        handles.retain(|handle| !handle.is_finished());
+        handles.len()
+    }
+
+    /// Whether everything is to end.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+
+    /// Ends every connection, without waiting for the threads.
+    pub(crate) fn stop(&self) {
+        let sockets = self.sockets();
+        self.stopped.store(true, Ordering::Release);
+        for socket in sockets.values() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Waits for the threads; not for the one that calls.
+    pub(crate) fn join(&self) {
+        let handles = std::mem::take(&mut *self.handles());
+        let own = std::thread::current().id();
+        for handle in handles {
+            if handle.thread().id() != own {
+                // A panic there has been reported by the panic hook already.
+                let _ = handle.join();
+            }
+        }
+    }
+
+    fn sockets(&self) -> MutexGuard<'_, HashMap<u64, TcpStream>> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn handles(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.handles.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.threads.sockets().remove(&self.number);
+    }
+}

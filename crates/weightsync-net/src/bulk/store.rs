@@ -1,0 +1,281 @@
+//! What can be served: versions that are whole, and those that are still coming.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use weightsync_mem::{Room, Snapshot};
+
+use crate::relay::Item;
+use crate::wire::frame::CHUNK;
+
+/// A version that can be served, as far as it is there.
+#[derive(Debug)]
+pub(crate) struct Held {
+    source: Source,
+    /// Of each chunk, once it is known.
+    sums: Box<[OnceLock<u64>]>,
+    /// It is not to be served any more.
+    revoked: AtomicBool,
+}
+
+#[derive(Debug)]
+enum Source {
+    Whole(Snapshot),
+    Coming(Arc<Room>),
+}
+
+/// What a look for a chunk finds.
+pub(crate) enum Look<'a> {
+    /// The chunk, and its checksum.
+    Ready(&'a [u8], u64),
+    NotYet,
+    /// It will not come.
+    Gone,
+}
+
+impl Held {
+    /// A whole version.
+    pub(crate) fn whole(snapshot: Snapshot) -> Self {
+        let chunks = snapshot.layout().bytes().div_ceil(CHUNK.into()) as usize;
+        Self::with(Source::Whole(snapshot), chunks)
+    }
+
+    /// One that is coming.
+    pub(crate) fn coming(room: Arc<Room>) -> Self {
+        let chunks = room.pieces();
+        Self::with(Source::Coming(room), chunks)
+    }
+
+    fn with(source: Source, chunks: usize) -> Self {
+        Self {
+            source,
+            sums: (0..chunks).map(|_| OnceLock::new()).collect(),
+            revoked: AtomicBool::new(false),
+        }
+    }
+
+    /// How many chunks there are.
+    pub(crate) fn chunks(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// Bytes of the whole image.
+    pub(crate) fn image_bytes(&self) -> u64 {
+        match &self.source {
+            Source::Whole(snapshot) => snapshot.layout().bytes(),
+            Source::Coming(room) => room.layout().bytes(),
+        }
+    }
+
+    /// Notes the checksum of a chunk that came with it.
+    pub(crate) fn note_sum(&self, index: usize, crc: u64) {
+        if let Some(sum) = self.sums.get(index) {
+            let _ = sum.set(crc);
+        }
+    }
+
+    fn look(&self, index: usize) -> Look<'_> {
+        if self.revoked.load(Ordering::Acquire) {
+            return Look::Gone;
+        }
+        let bytes = match &self.source {
+            Source::Whole(snapshot) => {
+                let start = index * CHUNK as usize;
+                let end = (start + CHUNK as usize).min(snapshot.bytes().len());
+                snapshot.bytes().get(start..end)
+            }
+            Source::Coming(room) => room.read(index),
+        };
+        match (bytes, self.sums.get(index)) {
+            (Some(bytes), Some(sum)) => {
+                Look::Ready(bytes, *sum.get_or_init(|| weightsync_simd::crc64(bytes)))
+            }
+            _ => Look::NotYet,
+        }
+    }
+}
+
+/// What one process can serve to relays below it.
+pub(crate) struct Store {
+    /// Those of a relay, kept until they are removed.
+    held: Mutex<Kept>,
+    changed: Condvar,
+    /// Finds whole versions of a sender.
+    find: Option<Find>,
+}
+
+/// Finds a version, and pins it.
+pub(crate) type Find = Box<dyn Fn(Item) -> Option<Snapshot> + Send + Sync>;
+
+#[derive(Debug, Default)]
+struct Kept {
+    held: BTreeMap<Item, Arc<Held>>,
+    /// Those that somebody is being served, to find their checksums again.
+    served: HashMap<Item, Weak<Held>>,
+    refused: Vec<(Item, Instant)>,
+    closed: bool,
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store")
+            .field("held", &self.kept().held.keys())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Store {
+    /// A relay's: empty.
+    pub(crate) fn of_relay() -> Self {
+        Self::with(None)
+    }
+
+    /// A sender's.
+    pub(crate) fn of_sender(find: Find) -> Self {
+        Self::with(Some(find))
+    }
+
+    fn with(find: Option<Find>) -> Self {
+        Self {
+            held: Mutex::default(),
+            changed: Condvar::new(),
+            find,
+        }
+    }
+
+    /// What there is of a version.
+    pub(crate) fn get(&self, item: Item) -> Option<Arc<Held>> {
+        let mut kept = self.kept();
+        if kept.closed {
+            return None;
+        }
+        let known = kept.held.get(&item).cloned();
+        let known = known.or_else(|| kept.served.get(&item)?.upgrade());
+        let usable = known.filter(|held| !held.revoked.load(Ordering::Acquire));
+        if usable.is_some() {
+            return usable;
+        }
+        let held = Arc::new(Held::whole(self.find.as_ref()?(item)?));
+        kept.served.retain(|_, held| held.strong_count() > 0);
+        kept.served.insert(item, Arc::downgrade(&held));
+        Some(held)
+    }
+
+    /// Whether it is known what becomes of this version here.
+    pub(crate) fn is_sender(&self) -> bool {
+        self.find.is_some()
+    }
+
+    /// From here on this is what there is of a version.
+    pub(crate) fn put(&self, item: Item, held: Arc<Held>) {
+        self.kept().held.insert(item, held);
+        self.changed.notify_all();
+    }
+
+    /// Serves a version no more; who is served it now is told so.
+    pub(crate) fn remove(&self, item: Item) {
+        if let Some(held) = self.kept().held.remove(&item) {
+            held.revoked.store(true, Ordering::Release);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Of the versions of a model below `newest` that are being served, serves
+    /// only the oldest on: a slow relay below finishes what it has begun, and no
+    /// more slots than one wait for it.
+    pub(crate) fn keep_oldest(&self, model: usize, newest: weightsync_core::Version) {
+        let kept = self.kept();
+        let mut old: Vec<_> = kept
+            .served
+            .iter()
+            .filter(|(item, _)| item.model == model && item.version < newest)
+            .filter_map(|(item, held)| Some((item.version, held.upgrade()?)))
+            .collect();
+        old.sort_by_key(|(version, _)| *version);
+        for (_, held) in old.iter().skip(1) {
+            held.revoked.store(true, Ordering::Release);
+        }
+        drop(kept);
+        if old.len() > 1 {
+            self.changed.notify_all();
+        }
+    }
+
+    /// A version that was waited for will not come.
+    pub(crate) fn refuse(&self, item: Item) {
+        let mut kept = self.kept();
+        let now = Instant::now();
+        kept.refused
+            .retain(|(_, at)| now.duration_since(*at) < Duration::from_secs(2));
+        kept.refused.push((item, now));
+        drop(kept);
+        self.changed.notify_all();
+    }
+
+    /// Whether it was refused since.
+    pub(crate) fn is_refused(&self, item: Item, since: Instant) -> bool {
+        let kept = self.kept();
+        kept.closed
+            || kept
+                .refused
+                .iter()
+                .any(|(refused, at)| *refused == item && *at >= since)
+    }
+
+    /// Something of some version has come.
+    pub(crate) fn notify(&self) {
+        // Under the lock: who has just looked waits by now.
+        drop(self.kept());
+        self.changed.notify_all();
+    }
+
+    /// Waits a moment for a version to be known here.
+    pub(crate) fn wait_for(&self, item: Item, pause: Duration) {
+        let kept = self.kept();
+        if kept.closed || kept.held.contains_key(&item) {
+            return;
+        }
+        let waited = self.changed.wait_timeout(kept, pause);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Looks for a chunk, and waits a moment for it if it is not there yet.
+    pub(crate) fn chunk<'a>(&self, held: &'a Held, index: usize, pause: Duration) -> Look<'a> {
+        if let look @ (Look::Ready(..) | Look::Gone) = held.look(index) {
+            return look;
+        }
+        let kept = self.kept();
+        if kept.closed {
+            return Look::Gone;
+        }
+        if let look @ (Look::Ready(..) | Look::Gone) = held.look(index) {
+            return look;
+        }
+        let waited = self.changed.wait_timeout(kept, pause);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        held.look(index)
+    }
+
+    /// Serves nothing any more; every wait here ends.
+    pub(crate) fn close(&self) {
+        let mut kept = self.kept();
+        kept.closed = true;
+        for held in kept.held.values() {
+            held.revoked.store(true, Ordering::Release);
+        }
+        for held in kept.served.values().filter_map(Weak::upgrade) {
+            held.revoked.store(true, Ordering::Release);
+        }
+        kept.held.clear();
+        drop(kept);
+        self.changed.notify_all();
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        // Single insertions and removals: it holds after a panic.
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

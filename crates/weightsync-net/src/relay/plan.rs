@@ -1,0 +1,394 @@
+//! A relay's decisions: which version to fetch next, which to give up, which
+//! worker is told what.
+//!
+//! **Guarantee.** Plain values in, plain values out. [`Plan`] is told what has
+//! happened ([`Input`]) and answers with what is to be done ([`Effect`]), in order.
+//!
+//! * A worker is told a set only when every version of it is whole here.
+//! * A worker that wants the newest is not told what was replaced meanwhile, but
+//!   never misses two in a row: then the transfer that is under way is finished
+//!   first, so that a slow link does not starve its workers.
+//! * What is neither told, nor on its way, nor wanted by a relay below is released.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use weightsync_core::Version;
+use weightsync_mem::{Delivery, Seated};
+
+/// One version of one model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Item {
+    /// The model's index in the sender's set.
+    pub model: usize,
+    /// The version.
+    pub version: Version,
+}
+
+/// What has happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// A worker was let in.
+    Joined { who: Seated, delivery: Delivery },
+    /// A worker is gone.
+    Left { who: Seated },
+    /// The sender says what a worker is to run.
+    Told {
+        who: Seated,
+        sequence: u64,
+        set: Vec<Item>,
+    },
+    /// The sender answers a worker's question.
+    Answered {
+        who: Seated,
+        question: u64,
+        sequence: u64,
+        set: Vec<Item>,
+    },
+    /// There is somebody to fetch from (again).
+    Parent,
+    /// The parent is gone, or has gone silent.
+    NoParent,
+    /// What was fetched is whole.
+    Whole { item: Item },
+    /// A fetch has broken off.
+    Broken { item: Item },
+    /// The parent does not have it, or (`sender`) the sender itself does not.
+    NotThere { item: Item, sender: bool },
+    /// There may be room for a version by now.
+    MayHaveRoom,
+    /// There was no room to fetch into.
+    NoRoom { item: Item },
+    /// A relay below wants it.
+    Wanted { item: Item },
+    /// A relay below wants it no more.
+    Unwanted { item: Item },
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Put a worker's lane on a set; every version of it is whole.
+    Tell {
+        who: Seated,
+        sequence: u64,
+        set: Vec<Item>,
+    },
+    /// Answer a worker's question.
+    Answer {
+        who: Seated,
+        question: u64,
+        sequence: u64,
+        set: Vec<Item>,
+    },
+    /// Fetch a version, from the parent or (`sender`) from the sender itself. What
+    /// was fetched of it before is kept.
+    Fetch { item: Item, sender: bool },
+    /// Break a fetch off; what came of it is kept until it is released.
+    Stop { item: Item },
+    /// Nothing needs a version any more, whole or not.
+    Release { item: Item },
+    /// Nobody has a version that a relay below wants.
+    Refuse { item: Item },
+}
+
+/// What a relay has, and what it is to do.
+#[derive(Debug, Default)]
+pub struct Plan {
+    workers: BTreeMap<Seated, Worker>,
+    items: BTreeMap<Item, State>,
+    /// What relays below want, and how many of them.
+    wanted: BTreeMap<Item, u32>,
+    fetching: Option<Item>,
+    has_parent: bool,
+    /// No room was found; nothing is fetched until there may be some.
+    full: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Some of it is here, perhaps.
+    Begun,
+    Whole,
+    /// The parent does not have it: it is fetched from the sender.
+    FromSender,
+}
+
+#[derive(Debug)]
+struct Worker {
+    delivery: Delivery,
+    /// What it is to be told once it is whole, oldest first.
+    pending: VecDeque<Tell>,
+    answer: Option<(u64, Tell)>,
+    /// What its lane is on.
+    told: Vec<Item>,
+    /// What its last answer was.
+    answered: Vec<Item>,
+    /// A set was passed over since it was told one.
+    missed: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Tell {
+    sequence: u64,
+    set: Vec<Item>,
+}
+
+impl Plan {
+    /// Before anything has happened.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Notes what has happened; says what is to be done.
+    pub fn step(&mut self, input: Input) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        match input {
+            Input::Joined { who, delivery } => {
+                self.workers.insert(who, Worker::new(delivery));
+            }
+            Input::Left { who } => {
+                self.workers.remove(&who);
+            }
+            Input::Told { who, sequence, set } => {
+                if let Some(worker) = self.workers.get_mut(&who) {
+                    worker.tell(Tell { sequence, set });
+                }
+            }
+            Input::Answered {
+                who,
+                question,
+                sequence,
+                set,
+            } => {
+                if let Some(worker) = self.workers.get_mut(&who) {
+                    worker.answer = Some((question, Tell { sequence, set }));
+                }
+            }
+            Input::Parent => {
+                self.has_parent = true;
+            }
+            Input::NoParent => {
+                self.has_parent = false;
+                self.fetching = None;
+            }
+            Input::Whole { item } => {
+                self.items.insert(item, State::Whole);
+                self.fetching.take_if(|fetching| *fetching == item);
+            }
+            Input::Broken { item } => {
+                self.fetching.take_if(|fetching| *fetching == item);
+            }
+            Input::NotThere {
+                item,
+                sender: false,
+            } => {
+                self.fetching.take_if(|fetching| *fetching == item);
+                self.items.insert(item, State::FromSender);
+            }
+            Input::NotThere { item, sender: true } => {
+                self.fetching.take_if(|fetching| *fetching == item);
+                self.give_up(item, &mut effects);
+            }
+            Input::MayHaveRoom => self.full = false,
+            Input::NoRoom { item } => {
+                self.fetching.take_if(|fetching| *fetching == item);
+                self.full = true;
+            }
+            Input::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
+            Input::Unwanted { item } => {
+                if let Some(count) = self.wanted.get_mut(&item) {
+                    *count -= 1;
+                    if *count == 0 {
+                        self.wanted.remove(&item);
+                    }
+                }
+            }
+        }
+        self.deliver(&mut effects);
+        self.release(&mut effects);
+        self.fetch(&mut effects);
+        effects
+    }
+
+    /// What is whole here.
+    pub fn whole(&self) -> impl Iterator<Item = Item> {
+        let whole = self.items.iter();
+        whole
+            .filter(|(_, state)| **state == State::Whole)
+            .map(|(item, _)| *item)
+    }
+
+    /// What is being fetched.
+    pub fn fetching(&self) -> Option<Item> {
+        self.fetching
+    }
+
+    /// Whether something is to be fetched and there is no room for it.
+    pub fn waits_for_room(&self) -> bool {
+        self.full
+    }
+
+    fn is_whole(&self, item: &Item) -> bool {
+        self.items.get(item) == Some(&State::Whole)
+    }
+
+    /// Tells workers what is whole by now.
+    fn deliver(&mut self, effects: &mut Vec<Effect>) {
+        let items = &self.items;
+        let whole = |tell: &Tell| {
+            let mut set = tell.set.iter();
+            set.all(|item| items.get(item) == Some(&State::Whole))
+        };
+        for (who, worker) in &mut self.workers {
+            // The newest that is whole stands for those before it, unless every
+            // one is to come.
+            let newest = !matches!(worker.delivery, Delivery::Every { .. });
+            if newest && let Some(at) = worker.pending.iter().rposition(whole) {
+                worker.pending.drain(..at);
+            }
+            while let Some(tell) = worker.pending.pop_front_if(|tell| whole(tell)) {
+                worker.missed = false;
+                worker.told.clone_from(&tell.set);
+                effects.push(Effect::Tell {
+                    who: *who,
+                    sequence: tell.sequence,
+                    set: tell.set,
+                });
+            }
+            let answer = worker.answer.take_if(|(_, tell)| whole(tell));
+            if let Some((question, tell)) = answer {
+                worker.answered.clone_from(&tell.set);
+                effects.push(Effect::Answer {
+                    who: *who,
+                    question,
+                    sequence: tell.sequence,
+                    set: tell.set,
+                });
+            }
+        }
+    }
+
+    /// Lets go of what nothing needs.
+    fn release(&mut self, effects: &mut Vec<Effect>) {
+        let needed = self.needed();
+        let mut newest: BTreeMap<usize, Version> = BTreeMap::new();
+        for item in self.whole() {
+            let newest = newest.entry(item.model).or_insert(item.version);
+            *newest = item.version.max(*newest);
+        }
+        if let Some(item) = self.fetching
+            && !needed.contains(&item)
+        {
+            self.fetching = None;
+            effects.push(Effect::Stop { item });
+        }
+        self.items.retain(|item, state| {
+            // For relays below, and for workers to come.
+            let kept = *state == State::Whole && newest.get(&item.model) == Some(&item.version);
+            let keep = kept || needed.contains(item);
+            if !keep {
+                effects.push(Effect::Release { item: *item });
+            }
+            keep
+        });
+    }
+
+    /// Begins the next fetch, if none is under way.
+    fn fetch(&mut self, effects: &mut Vec<Effect>) {
+        if self.fetching.is_some() || self.full {
+            return;
+        }
+        let Some(item) = self.next() else {
+            return;
+        };
+        let state = *self.items.entry(item).or_insert(State::Begun);
+        let sender = state == State::FromSender;
+        if !sender && !self.has_parent {
+            return;
+        }
+        self.fetching = Some(item);
+        effects.push(Effect::Fetch { item, sender });
+    }
+
+    /// What to fetch next: what a worker has waited for longest, then what relays
+    /// below want, newest first.
+    fn next(&self) -> Option<Item> {
+        let pending = self.workers.values().flat_map(|worker| {
+            let answer = worker.answer.iter().map(|(_, tell)| tell);
+            answer.chain(&worker.pending)
+        });
+        let missing = |tell: &Tell| {
+            let mut set = tell.set.iter();
+            set.find(|item| !self.is_whole(item)).copied()
+        };
+        let first = pending
+            .filter_map(|tell| Some((tell.sequence, missing(tell)?)))
+            .min();
+        let below = || {
+            let mut wanted = self.wanted.keys().rev();
+            wanted.find(|item| !self.is_whole(item)).copied()
+        };
+        first.map(|(_, item)| item).or_else(below)
+    }
+
+    /// What must not be let go of.
+    fn needed(&self) -> BTreeSet<Item> {
+        let workers = self.workers.values();
+        let items = workers.flat_map(|worker| {
+            let answer = worker.answer.iter().map(|(_, tell)| tell);
+            let tells = answer.chain(&worker.pending);
+            let coming = tells.flat_map(|tell| &tell.set);
+            coming.chain(&worker.told).chain(&worker.answered)
+        });
+        items.chain(self.wanted.keys()).copied().collect()
+    }
+
+    /// Nobody has this version any more: who waits for it waits for what comes
+    /// after it.
+    fn give_up(&mut self, item: Item, effects: &mut Vec<Effect>) {
+        for worker in self.workers.values_mut() {
+            worker.pending.retain(|tell| !tell.set.contains(&item));
+            worker
+                .answer
+                .take_if(|(_, tell)| tell.set.contains(&item));
+        }
+        if self.wanted.remove(&item).is_some() {
+            effects.push(Effect::Refuse { item });
+        }
+    }
+}
+
+impl Worker {
+    fn new(delivery: Delivery) -> Self {
+        Self {
+            delivery,
+            pending: VecDeque::new(),
+            answer: None,
+            told: Vec::new(),
+            answered: Vec::new(),
+            missed: false,
+        }
+    }
+
+    fn tell(&mut self, tell: Tell) {
+        if let Delivery::Every { .. } = self.delivery {
+            self.pending.push_back(tell);
+            return;
+        }
+        if self.pending.is_empty() {
+            self.pending.push_back(tell);
+            return;
+        }
+        if self.missed {
+            // What is on its way is finished; what would come after it is replaced.
+            self.pending.truncate(1);
+        } else {
+            self.pending.clear();
+            self.missed = true;
+        }
+        self.pending.push_back(tell);
+    }
+}
+
+#[cfg(test)]
+mod tests;
