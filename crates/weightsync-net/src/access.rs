@@ -18,6 +18,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
+use weightsync_core::Remedy;
 
 /// The environment variable that holds a token.
 pub const TOKEN_VARIABLE: &str = "WEIGHTSYNC_TOKEN";
@@ -355,8 +356,7 @@ impl fmt::Display for Use {
     }
 }
 
-/// Why there is no token, or an address may not be used. None of these is mended by trying again:
-/// the caller has to change something.
+/// Why there is no token, or an address may not be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AccessError {
@@ -428,6 +428,13 @@ pub enum AccessError {
         /// The address.
         addr: SocketAddr,
     },
+}
+
+impl AccessError {
+    /// What to do: the caller has to change something.
+    pub fn remedy(&self) -> Remedy {
+        Remedy::GiveUp
+    }
 }
 
 #[cfg(test)]

@@ -11,4 +11,4 @@
 pub mod access;
 pub mod wire;
 
-pub use access::{Access, AccessError, Token};
+pub use access::{Access, AccessError, Key, Token};

@@ -13,6 +13,7 @@
 mod chunk;
 mod decoder;
 
+use weightsync_core::Remedy;
 use weightsync_simd::Crc64;
 
 pub use self::chunk::{ChunkHead, chunks};
@@ -252,4 +253,14 @@ pub enum FrameError {
         /// Its length.
         bytes: u64,
     },
+}
+
+impl FrameError {
+    /// What to do: connect again, and go on with what is still missing.
+    pub fn remedy(&self) -> Remedy {
+        match self {
+            Self::Image { .. } => Remedy::GiveUp,
+            _ => Remedy::Retry,
+        }
+    }
 }

@@ -218,12 +218,10 @@ pub enum MessageError {
 }
 
 impl MessageError {
-    /// What to do: a peer that sent it is to be connected to anew, if it is of the same version.
+    /// What to do: nothing by itself. Damage on the way shows in a frame's checksum, so one of the
+    /// two ends is wrong, or of another version.
     pub fn remedy(&self) -> Remedy {
-        match self {
-            Self::Format { .. } => Remedy::GiveUp,
-            _ => Remedy::Resync,
-        }
+        Remedy::GiveUp
     }
 }
 

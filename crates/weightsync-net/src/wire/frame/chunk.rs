@@ -96,9 +96,10 @@ impl ChunkHead {
     ///
     /// [`FrameError::Checksum`].
     pub fn check(&self, chunk: &[u8]) -> Result<(), FrameError> {
-        let is_whole = chunk.len() as u64 == u64::from(self.bytes);
-        self.check_crc(weightsync_simd::crc64(chunk))
-            .and(is_whole.then_some(()).ok_or(self.damaged()))
+        match chunk.len() as u64 == u64::from(self.bytes) {
+            true => self.check_crc(weightsync_simd::crc64(chunk)),
+            false => Err(self.damaged()),
+        }
     }
 
     /// The same, of a checksum that was made while the bytes were copied.
