@@ -16,9 +16,9 @@ use weightsync_core::{Epoch, Run, Version, WorkerId};
 use crate::error::Error;
 use crate::plan::{Answer, Key};
 use crate::protocol::order;
-use crate::roster::{Call, End, Going, MAX_GUESTS, Reader, Shared, State};
+use crate::roster::{Call, End, Going, MAX_GUESTS, Reader, ReaderStatus, Shared, State};
 use crate::service::Newcomer;
-use crate::set::{ModelSet, Models};
+use crate::set::{ModelSet, Models, Placed};
 use crate::shared::Seat;
 use crate::snapshot::Snapshot;
 use crate::wire::{Delivery, MAX_DEVICE, Want};
@@ -45,9 +45,6 @@ pub struct GuestOptions {
     pub delivery: Delivery,
     /// Where its weights live, for people to read.
     pub device: String,
-    /// The newest sequence number of this run that it was handed before: what it
-    /// is told now comes after that. 0 if there was none.
-    pub had: u64,
 }
 
 /// A set as a guest is told it.
@@ -82,6 +79,51 @@ impl Guests {
         self.shared.run
     }
 
+    /// The newest version of a model that was published, to whomever.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such model, and in a forked child.
+    pub fn version(&self, model: usize) -> Version {
+        if let Err(error) = self.shared.header.map.usable() {
+            panic!("{error}");
+        }
+        self.shared.state().plan.version(model)
+    }
+
+    /// A version of a model, as long as anybody is to run it or it is kept;
+    /// otherwise `None`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child,
+    /// and [`Error::BadOption`] if there is no such model.
+    pub fn snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>, Error> {
+        self.shared.check_model(model)?;
+        let state = self.shared.state();
+        self.shared.open()?;
+        let Some(slot) = state.plan.find(model, version) else {
+            return Ok(None);
+        };
+        let mut set = ModelSet::EMPTY;
+        set.put(model, Placed { slot, version });
+        self.shared.hold(&state, model, &set)
+    }
+
+    /// The readers of the sender's own host, by worker.
+    pub fn local(&self) -> Vec<ReaderStatus> {
+        let mut readers = self.shared.readers();
+        if self.shared.header.map.usable().is_ok() {
+            let state = self.shared.state();
+            readers.retain(|reader| {
+                let all = (reader.worker, 0)..=(reader.worker, u64::MAX);
+                let mut of_it = state.readers.range(all);
+                of_it.any(|(_, one)| one.socket().is_some() && !one.has_left())
+            });
+        }
+        readers
+    }
+
     /// Lets a guest in; `call` is called, with the worker's number, whenever there
     /// may be something new for it. It is called under a lock: it must not wait,
     /// nor call anything here.
@@ -104,7 +146,6 @@ impl Guests {
             models,
             delivery,
             mut device,
-            had,
         } = options;
         device.truncate(device.floor_char_boundary(MAX_DEVICE));
         let newcomer = Newcomer {
@@ -113,7 +154,6 @@ impl Guests {
             delivery,
             device,
             instance: 0,
-            had,
         };
         let denied = |reason| Err(Error::Denied { reason });
         if let Err(reason) = shared.admit(&newcomer, seen) {
@@ -145,7 +185,8 @@ impl Guests {
         state.readers.insert(key, reader);
         let records = shared.observe(&mut state);
         shared.decide(&mut state, |plan, steps| {
-            plan.join((key, had), models, delivery, records, steps);
+            // It may have been told something before, by another who acted for it.
+            plan.join((key, u64::MAX), models, delivery, records, steps);
         });
         drop(state);
         shared.doorbell.ring();

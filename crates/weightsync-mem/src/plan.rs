@@ -363,8 +363,8 @@ impl Plan {
     /// A reader joins, in place of an earlier one of its worker; the steps put
     /// its lane where it is meant to be.
     ///
-    /// `had` is the newest sequence number it was handed before, in another lane of
-    /// this run: what it is told comes after that.
+    /// `had` is no less than the newest sequence number it was handed before, in
+    /// another lane of this run, if there was one: what it is told comes after that.
     pub(crate) fn join(
         &mut self,
         ((worker, joined), had): (Key, u64),

@@ -63,8 +63,6 @@ pub enum Event {
         device: String,
         /// The highest epoch it has seen.
         seen: Epoch,
-        /// The newest sequence number it was handed before.
-        had: u64,
     },
     /// How far a worker is, because that has changed.
     Progress(Progress),
@@ -155,7 +153,7 @@ pub(crate) struct Ticket {
 #[derive(Debug)]
 pub struct Relay {
     shared: Arc<Shared>,
-    service: Option<JoinHandle<()>>,
+    service: Mutex<Option<JoinHandle<()>>>,
     options: SegmentOptions,
     /// Who lends slots does so alone.
     lending: Mutex<()>,
@@ -185,7 +183,7 @@ impl Relay {
         let service = service::start(shared.clone(), listener)?;
         Ok(Self {
             shared,
-            service: Some(service),
+            service: Mutex::new(Some(service)),
             options,
             lending: Mutex::default(),
         })
@@ -361,20 +359,17 @@ impl Relay {
         self.shared.readers()
     }
 
-    /// Ends the segment, and tells the workers how.
-    pub fn close(mut self, ending: Ending) {
-        self.end(ending);
-    }
-
-    fn end(&mut self, ending: Ending) {
+    /// Ends the segment, and tells the workers how. Only the first call counts.
+    pub fn close(&self, ending: Ending) {
+        let mut service = self.service.lock().unwrap_or_else(PoisonError::into_inner);
         if self.shared.header.map.usable().is_err() {
             // A forked child's copy: the thread and the memory are the parent's.
-            if let Some(service) = self.service.take() {
+            if let Some(service) = service.take() {
                 std::mem::forget(service);
             }
             return;
         }
-        let Some(service) = self.service.take() else {
+        let Some(service) = service.take() else {
             return;
         };
         self.shared.close(ending);
@@ -407,7 +402,7 @@ impl Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        self.end(Ending::Moved);
+        self.close(Ending::Moved);
     }
 }
 
@@ -435,7 +430,6 @@ impl Relayed {
             delivery: newcomer.delivery,
             device: newcomer.device.clone(),
             seen,
-            had: newcomer.had,
         };
         news.events.push_back(event);
         news.tickets.insert(number, ticket);

@@ -310,7 +310,6 @@ impl Shared {
                 delivery,
                 device,
                 instance,
-                had,
             }) => {
                 if !same_secret(&secret, &self.secret) {
                     // Nothing is told to one without the init info.
@@ -322,7 +321,6 @@ impl Shared {
                     delivery,
                     device,
                     instance,
-                    had,
                 };
                 let admitted = self.admit(&newcomer, seen);
                 match admitted.and_then(|()| take_control(fds)) {
@@ -486,13 +484,7 @@ impl Shared {
         state.readers.insert(key, reader);
         let records = self.observe(&mut state);
         self.decide(&mut state, |plan, steps| {
-            plan.join(
-                (key, newcomer.had),
-                models,
-                newcomer.delivery,
-                records,
-                steps,
-            );
+            plan.join((key, 0), models, newcomer.delivery, records, steps);
         });
         if let Err(error) = self.hand_out(&state, &socket, models, &lane) {
             state.plan.leave(key);
@@ -561,7 +553,6 @@ pub(crate) struct Newcomer {
     pub(crate) delivery: Delivery,
     pub(crate) device: String,
     pub(crate) instance: u64,
-    pub(crate) had: u64,
 }
 
 /// A reader's control page, of the descriptors that came with its hello.

@@ -85,9 +85,6 @@ pub enum FromReader {
         /// Chosen by the worker when it first joined: with it a segment that
         /// carries another sender's versions knows it again.
         instance: u64,
-        /// The newest sequence number it was handed, at another segment of the
-        /// run; 0 if it comes for the first time.
-        had: u64,
     },
     /// It cannot use a set (0: any set) and says why.
     Refused {
@@ -180,7 +177,6 @@ impl FromReader {
                 delivery,
                 device,
                 instance,
-                had,
             } => {
                 let mut packet = begin(1);
                 packet.extend_from_slice(secret);
@@ -193,7 +189,6 @@ impl FromReader {
                     Delivery::Asked => [2, 0],
                 });
                 packet.extend_from_slice(&instance.to_le_bytes());
-                packet.extend_from_slice(&had.to_le_bytes());
                 push_text(&mut packet, cut(device, MAX_DEVICE));
                 packet
             }
@@ -240,7 +235,6 @@ impl FromReader {
                 models: rest.models()?,
                 delivery: rest.delivery()?,
                 instance: u64::from_le_bytes(rest.take()?),
-                had: u64::from_le_bytes(rest.take()?),
                 device: rest.device()?,
             },
             2 => Self::Refused {

@@ -1,14 +1,33 @@
-//! Links between machines: who may connect, and every byte that travels.
+//! Weights across machines: links, the [`Distributed`] scheme and relays.
+//!
+//! The trainer listens; workers dial in, whoever starts the transfer. On each host
+//! one process, a relay or the first worker that comes, fetches each version once,
+//! checks it chunk by chunk, passes it on to the next host at once, and shares it
+//! with the workers of its host through a segment of shared memory.
 //!
 //! | to | see |
 //! |---|---|
+//! | send to workers of other hosts | [`Distributed`] |
 //! | know who may connect, and where one may listen | [`access`] |
+//! | see how things are | [`status`] |
 //! | say hello, frame, and speak | [`wire`] |
 //!
 //! `docs/protocol.md` specifies what is on the wire.
+//!
+//! Absent here: HTTP, policy about when to send.
 #![forbid(unsafe_code)]
 
 pub mod access;
+mod bulk;
+mod error;
+mod link;
+mod receiver;
+mod relay;
+mod root;
+mod scheme;
+pub mod status;
 pub mod wire;
 
-pub use access::{Access, AccessError, Key, Token};
+pub use self::access::{Access, AccessError, Key, Token};
+pub use self::error::NetError;
+pub use self::scheme::{Distributed, Share};

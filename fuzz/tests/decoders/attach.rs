@@ -16,7 +16,6 @@ fn from_reader() {
         delivery,
         device: "cuda:0".into(),
         instance: 77,
-        had: 5,
     };
     let (model, version) = (1, Version(42));
     let seeds = [

@@ -73,7 +73,6 @@ impl Reader {
             delivery: options.delivery,
             device: options.device.clone(),
             instance: options.instance,
-            had: options.resume.sequence,
         };
         match socket.send(&hello.encode(), &[control.fd.as_fd()]) {
             Ok(true) => {}

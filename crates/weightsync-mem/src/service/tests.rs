@@ -46,7 +46,6 @@ fn hello() -> FromReader {
         delivery: Delivery::Newest,
         device: String::new(),
         instance: 77,
-        had: 5,
     }
 }
 

@@ -11,7 +11,6 @@ fn readers() -> Vec<FromReader> {
         delivery,
         device: device.into(),
         instance: 77,
-        had: 5,
     };
     let (model, version) = (63, Version(1 << 40));
     let asks = [
@@ -136,7 +135,6 @@ fn numbers_out_of_range_are_refused() {
             delivery,
             device: String::new(),
             instance: 77,
-            had: 5,
         }
         .encode()
     };
@@ -222,7 +220,6 @@ fn long_lists_and_labels_are_cut() {
         delivery: Delivery::Newest,
         device: "x".repeat(100),
         instance: 77,
-        had: 5,
     }
     .encode();
     // Bytes that are no characters grow when they are mended.

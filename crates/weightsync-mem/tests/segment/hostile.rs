@@ -63,7 +63,6 @@ fn a_hello_without_a_control_page_is_refused() {
         delivery: Delivery::Newest,
         device: String::new(),
         instance: 77,
-        had: 5,
     };
     send(&fd, &hello.encode(), SendFlags::NOSIGNAL).unwrap();
     let mut answer = [0; 1024];

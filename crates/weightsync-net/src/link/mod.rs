@@ -7,7 +7,8 @@
 //! without bound in one: messages for a peer that does not read end it too.
 
 pub(crate) mod blocking;
-pub(crate) mod gate;
+mod gate;
+pub(crate) mod listen;
 
 use std::io;
 use std::marker::PhantomData;
@@ -116,25 +117,26 @@ pub(crate) struct Link<Out> {
 }
 
 impl<Out: Word> Link<Out> {
-    /// Takes over a connection whose handshake is done. `hear` is called with each
-    /// message, and with the end, which comes once and last.
-    pub(crate) fn start<In: Word>(
+    /// Takes over a connection whose handshake is done. Each message goes to
+    /// `events`, as `event` makes one of it, and so does the end, after which
+    /// nothing more comes but perhaps another end.
+    pub(crate) fn start<In: Word, E: Send + 'static>(
         socket: TcpStream,
-        hear: impl Fn(Result<In, LinkEnd>) -> bool + Send + Sync + 'static,
+        events: &mpsc::Sender<E>,
+        event: impl Fn(Result<In, LinkEnd>) -> E + Send + Sync + Clone + 'static,
     ) -> Self {
         let (reader, writer) = socket.into_split();
         let (sender, receiver) = mpsc::channel(QUEUE);
-        let hear = Arc::new(hear);
-        let heard = hear.clone();
+        let (heard, make) = (events.clone(), event.clone());
         let read = tokio::spawn(async move {
-            let end = read_all(reader, &*heard).await;
-            if let Some(end) = end {
-                heard(Err(end));
+            if let Some(end) = read_all(reader, &heard, &make).await {
+                let _ = heard.send(make(Err(end))).await;
             }
         });
+        let heard = events.clone();
         let write = tokio::spawn(async move {
             if let Err(end) = write_all::<Out>(writer, receiver).await {
-                hear(Err(end));
+                let _ = heard.send(event(Err(end))).await;
             }
         });
         Self {
@@ -197,9 +199,10 @@ pub(crate) fn frames<M: Message>(messages: &[M]) -> Result<Arc<[u8]>, MessageErr
     Ok(bytes.into())
 }
 
-async fn read_all<In: Word>(
+async fn read_all<In: Word, E>(
     mut reader: OwnedReadHalf,
-    hear: &(impl Fn(Result<In, LinkEnd>) -> bool + Send + Sync),
+    events: &mpsc::Sender<E>,
+    event: &(impl Fn(Result<In, LinkEnd>) -> E + Sync),
 ) -> Option<LinkEnd> {
     let mut decoder = Decoder::new(&[Kind::Control]);
     let mut buffer = vec![0; 64 << 10];
@@ -220,9 +223,8 @@ async fn read_all<In: Word>(
             match In::decode(frame.payload) {
                 Ok(message) if message.is_ping() => {}
                 Ok(message) => {
-                    if !hear(Ok(message)) {
-                        return None;
-                    }
+                    // Nobody listens any more.
+                    events.send(event(Ok(message))).await.ok()?;
                 }
                 Err(error) => return Some(LinkEnd::Message(error)),
             }
@@ -284,15 +286,17 @@ pub(crate) async fn dial(address: SocketAddr, key: &Key, role: Role) -> Result<T
     };
     timeout(HANDSHAKE, shake)
         .await
-        .map_err(|_| DialError::Silent)??;
+        .map_err(|_| DialError::Unanswered)??;
     Ok(socket)
 }
 
 /// Why a connection was not made.
 #[derive(Debug)]
 pub(crate) enum DialError {
-    /// Nobody answered in time.
+    /// No connection came about in time.
     Silent,
+    /// A connection came about, and nobody answered on it in time.
+    Unanswered,
     /// The connection failed.
     Failed(io::Error),
     /// The other end is not one to talk to.
@@ -308,7 +312,8 @@ impl From<io::Error> for DialError {
 impl std::fmt::Display for DialError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Silent => write!(f, "it did not answer within {HANDSHAKE:?}"),
+            Self::Silent => write!(f, "no connection within {HANDSHAKE:?}"),
+            Self::Unanswered => write!(f, "it did not answer within {HANDSHAKE:?}"),
             Self::Failed(error) => write!(f, "{error}"),
             Self::Hello(error) => write!(f, "{error}"),
         }

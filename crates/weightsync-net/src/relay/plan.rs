@@ -125,6 +125,8 @@ struct Worker {
     answered: Vec<Item>,
     /// A set was passed over since it was told one.
     missed: bool,
+    /// The newest sequence number that came for it.
+    newest: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -140,8 +142,18 @@ impl Plan {
     }
 
     /// Notes what has happened; says what is to be done.
-    pub fn step(&mut self, input: Input) -> Vec<Effect> {
+    pub fn step(&mut self, inputs: impl IntoIterator<Item = Input>) -> Vec<Effect> {
         let mut effects = Vec::new();
+        for input in inputs {
+            self.note(input, &mut effects);
+        }
+        self.deliver(&mut effects);
+        self.release(&mut effects);
+        self.fetch(&mut effects);
+        effects
+    }
+
+    fn note(&mut self, input: Input, effects: &mut Vec<Effect>) {
         match input {
             Input::Joined { who, delivery } => {
                 self.workers.insert(who, Worker::new(delivery));
@@ -169,7 +181,10 @@ impl Plan {
             }
             Input::NoParent => {
                 self.has_parent = false;
-                self.fetching = None;
+                let from_parent = |item: &mut Item| {
+                    self.items.get(item) != Some(&State::FromSender)
+                };
+                self.fetching.take_if(from_parent);
             }
             Input::Whole { item } => {
                 self.items.insert(item, State::Whole);
@@ -187,7 +202,7 @@ impl Plan {
             }
             Input::NotThere { item, sender: true } => {
                 self.fetching.take_if(|fetching| *fetching == item);
-                self.give_up(item, &mut effects);
+                self.give_up(item, effects);
             }
             Input::MayHaveRoom => self.full = false,
             Input::NoRoom { item } => {
@@ -204,10 +219,6 @@ impl Plan {
                 }
             }
         }
-        self.deliver(&mut effects);
-        self.release(&mut effects);
-        self.fetch(&mut effects);
-        effects
     }
 
     /// What is whole here.
@@ -221,6 +232,12 @@ impl Plan {
     /// What is being fetched.
     pub fn fetching(&self) -> Option<Item> {
         self.fetching
+    }
+
+    /// Whether some worker is still to be told something.
+    pub fn is_pending(&self) -> bool {
+        let mut workers = self.workers.values();
+        workers.any(|worker| !worker.pending.is_empty() || worker.answer.is_some())
     }
 
     /// Whether something is to be fetched and there is no room for it.
@@ -367,10 +384,16 @@ impl Worker {
             told: Vec::new(),
             answered: Vec::new(),
             missed: false,
+            newest: 0,
         }
     }
 
     fn tell(&mut self, tell: Tell) {
+        // It may be said again after a link broke.
+        if tell.sequence <= self.newest {
+            return;
+        }
+        self.newest = tell.sequence;
         if let Delivery::Every { .. } = self.delivery {
             self.pending.push_back(tell);
             return;

@@ -1,0 +1,90 @@
+//! Errors of this crate as the session above it knows them.
+
+use weightsync::{Error, Remedy};
+
+/// What goes wrong in this crate and is nobody else's error.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NetError {
+    /// A listening address cannot be had.
+    #[error("{address} cannot be listened on: {source}; choose another port, or stop what has it")]
+    Listen {
+        /// The address asked for.
+        address: String,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// An address that workers of other hosts could use is not known.
+    #[error(
+        "{address} is no address that another host can connect to: say which one is, \
+         by `advertise=HOST:PORT`"
+    )]
+    Advertise {
+        /// What is listened on.
+        address: String,
+    },
+    /// The sender, or what answers there, is not one to talk to.
+    #[error("{address}: {source}")]
+    Hello {
+        /// Where.
+        address: String,
+        /// What is wrong.
+        source: crate::wire::hello::HelloError,
+    },
+    /// The sender turned this host away.
+    #[error("the sender at {address} turned this host away: {reason}")]
+    Denied {
+        /// Where.
+        address: String,
+        /// Its words.
+        reason: String,
+    },
+    /// What came cannot be.
+    #[error("what the sender at {address} says cannot be: {reason}")]
+    Broken {
+        /// Where.
+        address: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// Nobody answers.
+    #[error("nobody answers at {address}: {reason}")]
+    Unreachable {
+        /// Where.
+        address: String,
+        /// What the last attempt came to.
+        reason: String,
+    },
+}
+
+impl NetError {
+    /// What to do about it.
+    pub fn remedy(&self) -> Remedy {
+        match self {
+            Self::Hello { source, .. } => match source.remedy() {
+                weightsync_core::Remedy::Retry => Remedy::Retry,
+                _ => Remedy::GiveUp,
+            },
+            Self::Unreachable { .. } => Remedy::Retry,
+            Self::Broken { .. } => Remedy::Reconnect,
+            _ => Remedy::GiveUp,
+        }
+    }
+}
+
+impl From<NetError> for Error {
+    fn from(error: NetError) -> Self {
+        Self::Transport {
+            remedy: error.remedy(),
+            source: error.into(),
+        }
+    }
+}
+
+/// An error that is the caller's to mend.
+pub(crate) fn transport(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    Error::Transport {
+        source: error.into(),
+        remedy: Remedy::GiveUp,
+    }
+}

@@ -1,0 +1,264 @@
+//! An agent's way in: it finds the sender, says who it is, and is told what models
+//! there are.
+
+use std::io;
+use std::net::SocketAddr;
+
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use weightsync_core::{Layout, Run};
+use weightsync_mem::ModelSpec;
+
+use super::engine::Event;
+use super::{AgentOptions, Item, Reach, StartError};
+use crate::access::Key;
+use crate::link::{self, DialError, Link, LinkEnd};
+use crate::wire::hello::{HelloError, Role};
+use crate::wire::message::{FromRoot, Held, ModelAssembler, RefusalRemedy, ToRoot};
+
+/// What an agent knows once it is in.
+pub(crate) struct Joined {
+    pub(crate) link: Link<ToRoot>,
+    pub(crate) root: SocketAddr,
+    pub(crate) run: Run,
+    /// Its number.
+    pub(crate) agent: u64,
+    /// What the sender calls itself.
+    pub(crate) address: String,
+    pub(crate) slots: (u8, u8),
+    /// The sender's process.
+    pub(crate) pid: u32,
+    pub(crate) models: Vec<ModelSpec>,
+    /// Where this agent serves others, if it does.
+    pub(crate) bulk: Option<tokio::net::TcpListener>,
+}
+
+/// What an agent says of itself when it comes back.
+#[derive(Debug, Default)]
+pub(crate) struct Before {
+    pub(crate) run: Option<Run>,
+    pub(crate) holds: Vec<Item>,
+}
+
+/// Joins the sender.
+pub(crate) async fn join(
+    options: &AgentOptions,
+    key: &Key,
+    events: &mpsc::Sender<Event>,
+) -> Result<Joined, StartError> {
+    let (socket, root) = dial(&options.root, key).await?;
+    // Reached by the way the sender is.
+    let own = socket.local_addr().map_err(|source| StartError::Os {
+        action: "asking a socket for its address",
+        source,
+    })?;
+    let any = SocketAddr::new(own.ip(), 0);
+    let bulk = tokio::net::TcpListener::bind(any).await.ok();
+    let port = bulk.as_ref().and_then(|bulk| Some(bulk.local_addr().ok()?.port()));
+    let (link, welcome) =
+        greet(socket, options, (port, Before::default()), 0, events).await?;
+    let Welcome {
+        run,
+        agent,
+        address,
+        slots,
+        pid,
+        models,
+    } = welcome;
+    Ok(Joined {
+        link,
+        root,
+        run,
+        agent,
+        address,
+        slots,
+        pid,
+        models,
+        bulk,
+    })
+}
+
+/// What a sender says to an agent that comes.
+pub(crate) struct Welcome {
+    pub(crate) run: Run,
+    pub(crate) agent: u64,
+    pub(crate) address: String,
+    pub(crate) slots: (u8, u8),
+    pub(crate) pid: u32,
+    pub(crate) models: Vec<ModelSpec>,
+}
+
+/// Says who this is, and hears the welcome. `number` tells this link's events from
+/// those of earlier ones.
+pub(crate) async fn greet(
+    socket: TcpStream,
+    options: &AgentOptions,
+    (bulk, before): (Option<u16>, Before),
+    number: u64,
+    events: &mpsc::Sender<Event>,
+) -> Result<(Link<ToRoot>, Welcome), StartError> {
+    // A channel of its own, until the welcome is there: nothing else is mixed in.
+    let (own, mut words) = mpsc::channel(64);
+    let forward = events.clone();
+    let link = Link::<ToRoot>::start::<FromRoot, _>(socket, &own, move |what| (number, what));
+    drop(own);
+    link.say(&ToRoot::Agent {
+        name: host_name(),
+        host: host_id(),
+        pid: std::process::id(),
+        bulk,
+        seen: options.seen,
+        holds: before
+            .holds
+            .iter()
+            .map(|item| Held {
+                model: item.model as u8,
+                version: item.version,
+            })
+            .collect(),
+        run: before.run,
+    });
+    let welcome = hear_welcome(&mut words).await?;
+    // What comes from here on goes to the engine.
+    tokio::spawn(async move {
+        while let Some((number, what)) = words.recv().await {
+            if forward.send(Event::Root { number, what }).await.is_err() {
+                return;
+            }
+        }
+    });
+    Ok((link, welcome))
+}
+
+async fn hear_welcome(
+    words: &mut mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>,
+) -> Result<Welcome, StartError> {
+    let broken = |what: &str| StartError::Broken(what.into());
+    let FromRoot::Welcome {
+        run,
+        agent,
+        address,
+        models: count,
+        slots,
+        max_slots,
+        pid,
+    } = next(words).await?
+    else {
+        return Err(broken("a welcome was expected first"));
+    };
+    let mut models = Vec::with_capacity(count.into());
+    for expected in 0..count {
+        let FromRoot::Model {
+            index,
+            layout_bytes,
+            note_bytes,
+        } = next(words).await?
+        else {
+            return Err(broken("a model was expected"));
+        };
+        if index != expected {
+            return Err(broken("the models did not come in order"));
+        }
+        let unusable = |error: crate::wire::message::MessageError| broken(&error.to_string());
+        let mut assembler =
+            ModelAssembler::new(index, layout_bytes, note_bytes).map_err(unusable)?;
+        let model = loop {
+            assembler = match assembler.finish() {
+                Ok(model) => break model,
+                Err(assembler) => assembler,
+            };
+            let FromRoot::Part { bytes } = next(words).await? else {
+                return Err(broken("a part of a model was expected"));
+            };
+            assembler.push(&bytes).map_err(unusable)?;
+        };
+        let layout =
+            Layout::decode(&model.layout).map_err(|error| broken(&error.to_string()))?;
+        models.push(ModelSpec {
+            layout,
+            note: model.note,
+        });
+    }
+    Ok(Welcome {
+        run,
+        agent,
+        address,
+        slots: (slots, max_slots),
+        pid,
+        models,
+    })
+}
+
+async fn next(
+    words: &mut mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>,
+) -> Result<FromRoot, StartError> {
+    match words.recv().await {
+        Some((_, Ok(FromRoot::Refused { reason, remedy }))) => Err(match remedy {
+            RefusalRemedy::Fenced { seen, got } => StartError::Fenced { seen, got },
+            RefusalRemedy::Gone => StartError::Unreachable(Reach::Unknown, reason),
+            RefusalRemedy::Other => StartError::Denied(reason),
+        }),
+        Some((_, Ok(FromRoot::Goodbye))) => {
+            Err(StartError::Unreachable(Reach::Unknown, "it is shutting down".into()))
+        }
+        Some((_, Ok(message))) => Ok(message),
+        Some((_, Err(end @ (LinkEnd::Frame(_) | LinkEnd::Message(_))))) => {
+            Err(StartError::Broken(end.to_string()))
+        }
+        Some((_, Err(end))) => Err(StartError::Unreachable(Reach::Unknown, end.to_string())),
+        None => Err(StartError::Unreachable(Reach::Unknown, "the link ended".into())),
+    }
+}
+
+/// Connects to the first address of a name that answers.
+pub(crate) async fn dial(name: &str, key: &Key) -> Result<(TcpStream, SocketAddr), StartError> {
+    let unreachable = |text| StartError::Unreachable(Reach::Unknown, text);
+    let addresses = tokio::net::lookup_host(name)
+        .await
+        .map_err(|error| unreachable(format!("{name} is not found: {error}")))?;
+    let mut last = unreachable(format!("{name} has no address"));
+    for address in addresses {
+        let error = match link::dial(address, key, Role::Control).await {
+            Ok(socket) => return Ok((socket, address)),
+            Err(DialError::Hello(error)) if is_final(&error) => {
+                return Err(StartError::Refused(error));
+            }
+            Err(error) => error,
+        };
+        let reach = match &error {
+            DialError::Failed(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                Reach::Refused
+            }
+            DialError::Unanswered => Reach::Unanswered,
+            _ => Reach::Unknown,
+        };
+        last = StartError::Unreachable(reach, format!("{address}: {error}"));
+    }
+    Err(last)
+}
+
+/// Whether what answers there will not become the sender by waiting.
+fn is_final(error: &HelloError) -> bool {
+    !matches!(error, HelloError::Busy | HelloError::HungUp { .. })
+}
+
+/// This machine's name, for people to read.
+fn host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// The same for every process of this host, and of no other: the machine's boot and
+/// the network namespace, to which local names belong.
+pub(crate) fn host_id() -> [u8; 16] {
+    let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let space = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    let mut hasher = blake3::Hasher::new_derive_key("weightsync-net 2026-11 host");
+    hasher.update(&boot);
+    hasher.update(space.as_os_str().as_encoded_bytes());
+    let mut id = [0; 16];
+    id.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+    id
+}

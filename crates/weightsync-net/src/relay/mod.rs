@@ -1,0 +1,321 @@
+//! The agent of a host: it fetches each version once, shares it with the workers of
+//! the host, and passes it on to the next.
+//!
+//! It is a process of its own (`weightsync relay`), or a few threads of the first
+//! worker of a host that joins.
+
+mod engine;
+mod join;
+mod plan;
+
+use std::net::SocketAddr;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+use weightsync_core::{Epoch, Run};
+use weightsync_mem::{Ending, Listener};
+
+pub use self::plan::{Effect, Input, Item, Plan};
+use self::engine::{Engine, Event};
+use self::join::{Joined, join};
+use crate::access::Key;
+use crate::wire::hello::HelloError;
+
+/// How many events may wait for the engine.
+const EVENTS: usize = 1024;
+
+/// How an agent joins, and what it is.
+#[derive(Clone, Debug)]
+pub(crate) struct AgentOptions {
+    /// Where the sender listens, as `host:port`.
+    pub(crate) root: String,
+    pub(crate) secret: [u8; 16],
+    /// The highest epoch that was seen.
+    pub(crate) seen: Epoch,
+    /// Connections of one fetch.
+    pub(crate) connections: usize,
+    /// Where its workers find it.
+    pub(crate) place: Place,
+    /// Slots of each model, to begin with and at most; what the sender has, unless
+    /// that is said.
+    pub(crate) slots: Option<(u8, u8)>,
+}
+
+/// Where the workers of an agent find it.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// The agent of this host, at the first of its names that is free; fails if
+    /// another serves there already, unless `beside` it is fine.
+    Host { beside: bool },
+    /// Nobody else does.
+    Own(String),
+}
+
+/// Why an agent did not start.
+#[derive(Debug)]
+pub(crate) enum StartError {
+    /// The sender cannot be reached, at least not now.
+    Unreachable(Reach, String),
+    /// The sender, or what answers there, is not the one to talk to: trying again
+    /// does not help.
+    Refused(HelloError),
+    /// The sender turned this host away.
+    Denied(String),
+    /// A newer sender has been seen.
+    Fenced { seen: Epoch, got: Epoch },
+    /// Another agent serves this host by now.
+    Taken,
+    /// What the sender says cannot be.
+    Broken(String),
+    /// The system refused something.
+    Os {
+        action: &'static str,
+        source: std::io::Error,
+    },
+    Memory(weightsync_mem::Error),
+}
+
+/// How it is that a sender cannot be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// Nobody listens there.
+    Refused,
+    /// Somebody listens, and does not answer.
+    Unanswered,
+    /// It is told nothing more.
+    Unknown,
+}
+
+/// A running agent. Dropped, it leaves: its workers look for another way.
+#[derive(Debug)]
+pub(crate) struct Agent {
+    events: mpsc::Sender<Event>,
+    thread: Option<JoinHandle<Ending>>,
+    /// Where its workers find it.
+    pub(crate) address: String,
+    pub(crate) run: Run,
+    /// Where it serves others.
+    pub(crate) serves: Option<SocketAddr>,
+    owner: u32,
+}
+
+impl Agent {
+    /// Joins the sender, within `patience`, and starts.
+    pub(crate) fn start(options: AgentOptions, patience: Duration) -> Result<Self, StartError> {
+        let (events, heard) = mpsc::channel(EVENTS);
+        let (started, start) = std::sync::mpsc::sync_channel(1);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|source| StartError::Os {
+                action: "starting the relay's thread",
+                source,
+            })?;
+        let own = events.clone();
+        let work = move || {
+            let ending = runtime.block_on(run(options, patience, (own, heard), started));
+            runtime.shutdown_background();
+            ending
+        };
+        let thread = std::thread::Builder::new()
+            .name("weightsync-relay".into())
+            .spawn(work)
+            .map_err(|source| StartError::Os {
+                action: "starting the relay's thread",
+                source,
+            })?;
+        match start.recv() {
+            Ok(Ok(Started {
+                address,
+                run,
+                serves,
+            })) => Ok(Self {
+                events,
+                thread: Some(thread),
+                address,
+                run,
+                serves,
+                owner: std::process::id(),
+            }),
+            Ok(Err(error)) => {
+                let _ = thread.join();
+                Err(error)
+            }
+            Err(_) => {
+                let _ = thread.join();
+                Err(StartError::Broken("its thread ended".into()))
+            }
+        }
+    }
+
+    /// Whether it has ended by itself, because the sender did.
+    pub(crate) fn is_over(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Waits until it ends by itself; how.
+    pub(crate) fn wait(mut self) -> Ending {
+        let thread = self.thread.take();
+        thread.map_or(Ending::Moved, |thread| {
+            thread.join().unwrap_or(Ending::Moved)
+        })
+    }
+
+    /// What ends it from another thread.
+    pub(crate) fn stopper(&self) -> Stopper {
+        Stopper {
+            events: self.events.clone(),
+        }
+    }
+}
+
+/// Ends an agent from another thread.
+#[derive(Clone, Debug)]
+pub(crate) struct Stopper {
+    events: mpsc::Sender<Event>,
+}
+
+impl Stopper {
+    pub(crate) fn stop(&self) {
+        // One that has ended hears nothing.
+        let _ = self.events.blocking_send(Event::Stop);
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        if self.owner != std::process::id() {
+            // The threads are the parent's and do not exist in a forked child.
+            if let Some(thread) = self.thread.take() {
+                std::mem::forget(thread);
+            }
+            return;
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = self.events.blocking_send(Event::Stop);
+            // A panic there has been reported by the panic hook already.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What an agent says once it runs.
+struct Started {
+    address: String,
+    run: Run,
+    serves: Option<SocketAddr>,
+}
+
+type Events = (mpsc::Sender<Event>, mpsc::Receiver<Event>);
+
+async fn run(
+    options: AgentOptions,
+    patience: Duration,
+    (events, heard): Events,
+    started: std::sync::mpsc::SyncSender<Result<Started, StartError>>,
+) -> Ending {
+    let key = Key::new(&options.secret);
+    let joined = tokio::time::timeout(patience, join(&options, &key, &events)).await;
+    let joined = joined.unwrap_or_else(|_| {
+        Err(StartError::Unreachable(Reach::Unknown, format!(
+            "{} did not answer within {patience:?}",
+            options.root
+        )))
+    });
+    let made = joined.and_then(|joined| {
+        let (listener, address) = listen(&options, &joined)?;
+        let run = joined.run;
+        let engine = Engine::start(&options, key, joined, listener, events)?;
+        let serves = engine.serves();
+        let begun = Started {
+            address,
+            run,
+            serves,
+        };
+        Ok((engine, begun))
+    });
+    match made {
+        Ok((engine, begun)) => {
+            let _ = started.send(Ok(begun));
+            engine.run(heard).await
+        }
+        Err(error) => {
+            let _ = started.send(Err(error));
+            Ending::Moved
+        }
+    }
+}
+
+/// A name for the workers of this host.
+fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String), StartError> {
+    let taken = |error: &weightsync_mem::Error| {
+        matches!(error, weightsync_mem::Error::AddressInUse { .. })
+    };
+    match &options.place {
+        Place::Own(name) => {
+            let listener = Listener::at(name).map_err(StartError::Memory)?;
+            Ok((listener, name.clone()))
+        }
+        Place::Host { beside } => {
+            for name in local::names(&options.secret, &joined.address, local::Whose::Host) {
+                match Listener::at(&name) {
+                    Ok(listener) => return Ok((listener, name)),
+                    Err(error) if taken(&error) && *beside => {}
+                    // One that nobody serves any more is no reason to give up.
+                    Err(error) if taken(&error) => {
+                        if weightsync_mem::is_served(&name).unwrap_or(true) {
+                            return Err(StartError::Taken);
+                        }
+                    }
+                    Err(error) => return Err(StartError::Memory(error)),
+                }
+            }
+            Err(StartError::Taken)
+        }
+    }
+}
+
+/// The names at which processes of one host find each other.
+pub(crate) mod local {
+    /// How many names there are. One that a forked child of a dead process keeps is
+    /// passed over.
+    const NAMES: usize = 8;
+
+    /// Whose they are.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum Whose {
+        /// The trainer's.
+        Sender,
+        /// A relay's.
+        Host,
+    }
+
+    /// The names, in the order in which they are looked at: abstract socket names,
+    /// which belong to the network namespace. Only who has the secret can make them.
+    pub(crate) fn names(secret: &[u8; 16], address: &str, whose: Whose) -> Vec<String> {
+        let mut hasher = blake3::Hasher::new_derive_key("weightsync-net 2026-11 local names");
+        hasher.update(secret);
+        hasher.update(address.as_bytes());
+        let hex = hasher.finalize().to_hex();
+        let word = match whose {
+            Whose::Sender => "sender",
+            Whose::Host => "host",
+        };
+        let names = 0..NAMES;
+        names
+            .map(|number| format!("weightsync/net/{}/{word}/{number}", &hex[..32]))
+            .collect()
+    }
+}
+
+/// When something that failed so often is tried again.
+fn backoff(failures: u32) -> Duration {
+    Duration::from_millis(20).saturating_mul(1 << failures.min(6))
+}
+
+/// The time left, at the least a moment.
+pub(crate) fn left(until: Option<Instant>, most: Duration) -> Duration {
+    let left = until.map_or(most, |at| at.saturating_duration_since(Instant::now()));
+    left.clamp(Duration::from_millis(1), most)
+}

@@ -1,0 +1,720 @@
+//! What a sender knows of the agents of other hosts and of their workers, and what
+//! it tells them.
+//!
+//! One task has all of it: it takes one event after the other and never waits for
+//! any agent.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::time::Instant;
+use weightsync_core::{Version, WorkerId};
+use weightsync_mem::{self as mem, Error as Memory, Going, Guest, GuestOptions, Guests, Models};
+
+use super::topology::{AgentId, Assigned, Topology};
+use crate::bulk::Served;
+use crate::link::{self, Link, LinkEnd};
+use crate::status;
+use crate::wire::message::{Delivery, FromRoot, Held, RefusalRemedy, ToRoot, Want, WorkerProgress};
+
+/// How long workers whose agent hung up may take to come back by another way
+/// before they count as lost.
+const GRACE: Duration = Duration::from_millis(900);
+
+/// How long a sender that shuts down goes on serving what it has announced.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// What a hub hears.
+pub(crate) enum Event {
+    /// An agent has connected.
+    Connected {
+        socket: TcpStream,
+        from: SocketAddr,
+    },
+    /// An agent has said something, or its link has ended.
+    Heard {
+        agent: AgentId,
+        what: Result<ToRoot, LinkEnd>,
+    },
+    /// Something was served from here.
+    Served(Served),
+    /// Somebody asks how things are.
+    Status(oneshot::Sender<String>),
+    /// The sender shuts down.
+    Stop,
+}
+
+/// Which workers there may be something new for.
+#[derive(Debug, Default)]
+pub(crate) struct News {
+    workers: Mutex<BTreeSet<WorkerId>>,
+    bell: Notify,
+}
+
+impl News {
+    /// There may be something new for this worker.
+    pub(crate) fn ring(&self, worker: WorkerId) {
+        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        workers.insert(worker);
+        drop(workers);
+        self.bell.notify_one();
+    }
+
+    fn take(&self) -> BTreeSet<WorkerId> {
+        std::mem::take(&mut *self.workers.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// What the hub is of: the same for its whole life.
+pub(crate) struct Settings {
+    /// What the sender calls itself.
+    pub(crate) address: String,
+    pub(crate) models: Vec<String>,
+    pub(crate) slots: u8,
+    pub(crate) max_slots: u8,
+    pub(crate) arity: usize,
+    /// What every agent is told of the models, as frames.
+    pub(crate) descriptions: Arc<[u8]>,
+}
+
+pub(crate) struct Hub {
+    settings: Settings,
+    guests: Guests,
+    news: Arc<News>,
+    events: mpsc::Sender<Event>,
+    topology: Topology,
+    agents: BTreeMap<AgentId, Agent>,
+    last_agent: AgentId,
+    seats: BTreeMap<WorkerId, Seat>,
+    /// What went out from here, in bytes.
+    served: u64,
+    since: Instant,
+}
+
+/// One host's agent.
+struct Agent {
+    link: Link<FromRoot>,
+    from: SocketAddr,
+    /// Its first words, once they have come.
+    known: Option<Known>,
+    /// It leaves in order.
+    leaves: bool,
+    received: u64,
+}
+
+struct Known {
+    name: String,
+    host: [u8; 16],
+    pid: u32,
+    bulk: Option<SocketAddr>,
+    holds: BTreeSet<Held>,
+}
+
+/// One worker elsewhere.
+struct Seat {
+    guest: Guest,
+    instance: u64,
+    pid: u32,
+    host: [u8; 16],
+    device: String,
+    /// By whom it is reached; `None` while it is not.
+    agent: Option<AgentId>,
+    /// When it is given up, if it is not reached.
+    until: Option<Instant>,
+    /// The last sequence and the last question's answer it was told.
+    told: u64,
+    answered: u64,
+    versions: BTreeMap<usize, Version>,
+}
+
+impl Hub {
+    pub(crate) fn new(
+        settings: Settings,
+        guests: Guests,
+        news: Arc<News>,
+        events: mpsc::Sender<Event>,
+    ) -> Self {
+        Self {
+            topology: Topology::new(settings.arity),
+            settings,
+            guests,
+            news,
+            events,
+            agents: BTreeMap::new(),
+            last_agent: 0,
+            seats: BTreeMap::new(),
+            served: 0,
+            since: Instant::now(),
+        }
+    }
+
+    /// Takes events until the sender shuts down, and then until every agent has
+    /// what it was told of, but not for long.
+    pub(crate) async fn run(mut self, mut events: mpsc::Receiver<Event>) {
+        let mut stops: Option<Instant> = None;
+        let news = self.news.clone();
+        loop {
+            if stops.is_some() && self.agents.is_empty() {
+                return;
+            }
+            let due = self.seats.values().filter_map(|seat| seat.until);
+            let due = due.chain(stops).min();
+            tokio::select! {
+                event = events.recv() => match event {
+                    Some(Event::Stop) => {
+                        stops = Some(Instant::now() + LINGER);
+                        // What was published before is told before.
+                        self.tell(news.take());
+                        for agent in self.agents.values() {
+                            agent.link.say(&FromRoot::Goodbye);
+                        }
+                    }
+                    Some(event) => self.handle(event),
+                    None => return,
+                },
+                () = news.bell.notified() => self.tell(news.take()),
+                () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                    let now = Instant::now();
+                    if stops.is_some_and(|at| now >= at) {
+                        return;
+                    }
+                    self.give_up(now);
+                }
+            }
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Connected { socket, from } => {
+                self.last_agent += 1;
+                let agent = self.last_agent;
+                let heard = move |what| Event::Heard { agent, what };
+                let link = Link::start(socket, &self.events, heard);
+                let known = Agent {
+                    link,
+                    from,
+                    known: None,
+                    leaves: false,
+                    received: 0,
+                };
+                self.agents.insert(agent, known);
+            }
+            Event::Heard { agent, what } => match what {
+                Ok(message) => self.hear(agent, message),
+                Err(end) => self.part(agent, &end),
+            },
+            Event::Served(Served::Speed { child, bytes, busy }) => {
+                self.served += bytes;
+                let assigned = self.topology.measured(child, bytes, busy);
+                self.assign(&assigned);
+            }
+            Event::Served(Served::Wanted { .. } | Served::Unwanted { .. }) => {}
+            Event::Status(answer) => {
+                // Who asked may have gone.
+                let _ = answer.send(self.status());
+            }
+            Event::Stop => {}
+        }
+    }
+
+    fn hear(&mut self, agent: AgentId, message: ToRoot) {
+        let Some(known) = self.agents.get_mut(&agent) else {
+            return;
+        };
+        if known.known.is_none() != matches!(message, ToRoot::Agent { .. }) {
+            self.drop_agent(agent, "its first words are not what they must be");
+            return;
+        }
+        match message {
+            ToRoot::Agent {
+                name,
+                host,
+                pid,
+                bulk,
+                seen,
+                holds,
+                run,
+            } => {
+                let own = self.guests.run();
+                if seen > own.epoch {
+                    let (seen, got) = (seen, own.epoch);
+                    let refused = FromRoot::Refused {
+                        reason: format!("this sender has {got}, and {seen} has been seen"),
+                        remedy: RefusalRemedy::Fenced { seen, got },
+                    };
+                    known.link.say(&refused);
+                    known.leaves = true;
+                    return;
+                }
+                let bulk = bulk.map(|port| SocketAddr::new(known.from.ip(), port));
+                let holds = match run == Some(own) {
+                    true => holds.into_iter().collect(),
+                    false => BTreeSet::new(),
+                };
+                known.known = Some(Known {
+                    name,
+                    host,
+                    pid,
+                    bulk,
+                    holds,
+                });
+                let welcome = FromRoot::Welcome {
+                    run: own,
+                    agent,
+                    address: self.settings.address.clone(),
+                    models: self.settings.models.len() as u8,
+                    slots: self.settings.slots,
+                    max_slots: self.settings.max_slots,
+                    pid: std::process::id(),
+                };
+                known.link.say(&welcome);
+                known.link.say_frames(self.settings.descriptions.clone());
+                let assigned = self.topology.join(agent, bulk);
+                self.assign(&assigned);
+            }
+            ToRoot::Join {
+                ticket,
+                worker,
+                instance,
+                pid,
+                models,
+                delivery,
+                device,
+                seen,
+            } => {
+                let options = GuestOptions {
+                    worker,
+                    pid,
+                    seen,
+                    models: Models(models),
+                    delivery: delivery.into(),
+                    device,
+                };
+                match self.seat(agent, instance, options) {
+                    Ok(()) => {
+                        self.say(agent, &FromRoot::Joined { ticket });
+                        self.tell(BTreeSet::from([worker]));
+                    }
+                    Err(reason) => self.say(agent, &FromRoot::Denied { ticket, reason }),
+                }
+            }
+            ToRoot::Progress { workers } => {
+                for progress in workers {
+                    self.progress(agent, progress);
+                }
+            }
+            ToRoot::Gone {
+                worker,
+                instance,
+                died,
+            } => {
+                if self.seat_of(agent, worker, instance).is_some()
+                    && let Some(seat) = self.seats.remove(&worker)
+                {
+                    seat.guest.leave(match died {
+                        true => Going::Died,
+                        false => Going::Left,
+                    });
+                }
+            }
+            ToRoot::Unusable {
+                worker,
+                instance,
+                reason,
+            } => {
+                if let Some(seat) = self.seat_of(agent, worker, instance) {
+                    seat.guest.refuse(None, reason);
+                }
+            }
+            ToRoot::Ask {
+                worker,
+                instance,
+                question,
+                want,
+            } => self.ask(agent, (worker, instance), question, want),
+            ToRoot::Withdraw { worker, instance } => {
+                if let Some(seat) = self.seat_of(agent, worker, instance) {
+                    seat.guest.withdraw();
+                }
+            }
+            ToRoot::Holds { have, dropped } => {
+                if let Some(known) = &mut known.known {
+                    known.holds.extend(have);
+                    for held in dropped {
+                        known.holds.remove(&held);
+                    }
+                }
+            }
+            ToRoot::Received { bytes, .. } => known.received += bytes,
+            ToRoot::ParentLost { parent, .. } => {
+                let assigned = self.topology.lost(agent, parent);
+                self.assign(&assigned);
+            }
+            ToRoot::ChildSpeed {
+                child,
+                bytes,
+                micros,
+            } => {
+                let busy = Duration::from_micros(micros);
+                let assigned = self.topology.measured(child, bytes, busy);
+                self.assign(&assigned);
+            }
+            // It asks the sender itself next.
+            ToRoot::Missing { .. } | ToRoot::Ping => {}
+            ToRoot::Goodbye => known.leaves = true,
+        }
+    }
+
+    /// Gives a worker its seat: the one it had, if it only comes by another way.
+    fn seat(
+        &mut self,
+        agent: AgentId,
+        instance: u64,
+        options: GuestOptions,
+    ) -> Result<(), String> {
+        let worker = options.worker;
+        let host = self.agents.get(&agent).and_then(|one| one.known.as_ref());
+        let host = host.map_or([0; 16], |known| known.host);
+        if let Some(seat) = self.seats.get_mut(&worker) {
+            if seat.instance == instance {
+                seat.agent = Some(agent);
+                seat.until = None;
+                seat.told = 0;
+                seat.answered = 0;
+                seat.guest.start_over();
+                return Ok(());
+            }
+            if seat.agent.is_none()
+                && let Some(seat) = self.seats.remove(&worker)
+            {
+                // It was not heard of any more, and another has its number now.
+                seat.guest.leave(Going::Died);
+            }
+        }
+        let news = self.news.clone();
+        let (pid, device) = (options.pid, options.device.clone());
+        let joined = self.guests.join(options, move |worker| news.ring(worker));
+        let guest = joined.map_err(|error| match error {
+            Memory::Denied { reason } => reason,
+            error => error.to_string(),
+        })?;
+        let seat = Seat {
+            guest,
+            instance,
+            pid,
+            host,
+            device,
+            agent: Some(agent),
+            until: None,
+            told: 0,
+            answered: 0,
+            versions: BTreeMap::new(),
+        };
+        self.seats.insert(worker, seat);
+        Ok(())
+    }
+
+    fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
+        let Some(seat) = self.seat_of(agent, progress.worker, progress.instance) else {
+            return;
+        };
+        let WorkerProgress {
+            taken,
+            through,
+            loaded,
+            versions,
+            refused,
+            ..
+        } = progress;
+        seat.guest.progress(taken, through);
+        if !versions.is_empty() {
+            let versions = versions
+                .into_iter()
+                .map(|held| (usize::from(held.model), held.version));
+            let versions: Vec<_> = versions.collect();
+            seat.versions.extend(versions.iter().copied());
+            seat.guest.applied(loaded, versions);
+        }
+        if let Some((sequence, reason)) = refused {
+            seat.guest.refuse(Some(sequence), reason);
+        }
+    }
+
+    fn ask(&mut self, agent: AgentId, who: (WorkerId, u64), question: u64, want: Want) {
+        let (worker, instance) = who;
+        let Some(seat) = self.seat_of(agent, worker, instance) else {
+            return;
+        };
+        match seat.guest.ask(question, want.into()) {
+            Ok(()) => self.tell(BTreeSet::from([worker])),
+            Err(Memory::NoSuchVersion {
+                model,
+                asked,
+                known,
+            }) => {
+                let answer = FromRoot::NoSuchVersion {
+                    worker,
+                    question,
+                    model: model as u8,
+                    asked,
+                    known,
+                };
+                self.say(agent, &answer);
+            }
+            Err(Memory::SenderClosed) => {}
+            Err(error) => {
+                let reason = error.to_string();
+                seat.guest.refuse(None, reason.clone());
+                let away = FromRoot::TurnAway {
+                    worker,
+                    instance,
+                    reason,
+                };
+                self.say(agent, &away);
+            }
+        }
+    }
+
+    /// Tells workers what is new for them; those of one agent that are told the
+    /// same by one message.
+    fn tell(&mut self, workers: BTreeSet<WorkerId>) {
+        // By sequence number first: of one worker the older comes before the newer.
+        let mut tells: BTreeMap<(AgentId, u64, Vec<Held>), Vec<WorkerId>> = BTreeMap::new();
+        let mut answers = Vec::new();
+        for worker in workers {
+            let Some(seat) = self.seats.get_mut(&worker) else {
+                continue;
+            };
+            let Some(agent) = seat.agent else {
+                continue;
+            };
+            // An error is the sender's own end.
+            for told in seat.guest.told().unwrap_or_default() {
+                if told.sequence > seat.told {
+                    seat.told = told.sequence;
+                    let key = (agent, told.sequence, held(&told));
+                    tells.entry(key).or_default().push(worker);
+                }
+            }
+            if let Ok(Some((question, told))) = seat.guest.answered()
+                && question > seat.answered
+            {
+                seat.answered = question;
+                let answer = FromRoot::Answer {
+                    worker,
+                    question,
+                    sequence: told.sequence,
+                    set: held(&told),
+                };
+                answers.push((agent, answer));
+            }
+        }
+        for ((agent, sequence, set), workers) in tells {
+            let tell = FromRoot::Tell {
+                sequence,
+                set,
+                workers,
+            };
+            self.say(agent, &tell);
+        }
+        for (agent, answer) in answers {
+            self.say(agent, &answer);
+        }
+    }
+
+    fn assign(&mut self, assigned: &[Assigned]) {
+        for one in assigned {
+            let parent = FromRoot::Parent {
+                agent: one.parent,
+                address: one.address.map(|address| address.to_string()),
+            };
+            self.say(one.agent, &parent);
+        }
+    }
+
+    /// Says something to an agent; one that does not keep up is given up.
+    fn say(&mut self, agent: AgentId, message: &FromRoot) {
+        let heard = self
+            .agents
+            .get(&agent)
+            .is_none_or(|known| known.link.say(message));
+        if !heard {
+            self.drop_agent(agent, "it does not keep up");
+        }
+    }
+
+    fn drop_agent(&mut self, agent: AgentId, why: &str) {
+        tracing::warn!("agent {agent} is given up: {why}");
+        self.part(agent, &LinkEnd::Stuck);
+    }
+
+    /// An agent's link has ended.
+    fn part(&mut self, agent: AgentId, end: &LinkEnd) {
+        let Some(gone) = self.agents.remove(&agent) else {
+            return;
+        };
+        let hung_up = matches!(end, LinkEnd::HungUp | LinkEnd::Failed(_));
+        let now = Instant::now();
+        let (host, pid) = gone
+            .known
+            .as_ref()
+            .map_or(([0; 16], 0), |known| (known.host, known.pid));
+        let mut over = Vec::new();
+        for (worker, seat) in &mut self.seats {
+            if seat.agent != Some(agent) {
+                continue;
+            }
+            seat.agent = None;
+            if hung_up && !gone.leaves && seat.pid == pid && seat.host == host {
+                // It was its own agent.
+                over.push((*worker, Going::Died));
+            } else if hung_up || gone.leaves {
+                seat.until = Some(now + GRACE);
+            } else {
+                over.push((*worker, Going::Lost));
+            }
+        }
+        for (worker, going) in over {
+            if let Some(seat) = self.seats.remove(&worker) {
+                seat.guest.leave(going);
+            }
+        }
+        if gone.known.is_some() {
+            let name = gone.known.as_ref().map_or("", |known| &known.name);
+            tracing::info!("agent {agent} ({name}, {}) is gone: {end}", gone.from);
+            let assigned = self.topology.leave(agent);
+            self.assign(&assigned);
+        }
+    }
+
+    /// Gives up the workers that nobody has reached in time.
+    fn give_up(&mut self, now: Instant) {
+        let over = |seat: &Seat| seat.until.is_some_and(|until| now >= until);
+        let late: Vec<_> = self
+            .seats
+            .iter()
+            .filter(|(_, seat)| over(seat))
+            .map(|(worker, _)| *worker)
+            .collect();
+        for worker in late {
+            if let Some(seat) = self.seats.remove(&worker) {
+                seat.guest.leave(Going::Lost);
+            }
+        }
+    }
+
+    /// A worker's seat, if it is reached by this agent.
+    fn seat_of(&mut self, agent: AgentId, worker: WorkerId, instance: u64) -> Option<&mut Seat> {
+        let seat = self.seats.get_mut(&worker)?;
+        (seat.instance == instance && seat.agent == Some(agent)).then_some(seat)
+    }
+
+    fn status(&self) -> String {
+        let models = self.settings.models.iter().enumerate();
+        let models = models.map(|(index, name)| status::Model {
+            name: name.clone(),
+            version: self.guests.version(index).0,
+        });
+        let workers = |agent: AgentId| {
+            let mine = self.seats.iter().filter(|(_, seat)| seat.agent == Some(agent));
+            let workers = mine.map(|(worker, seat)| status::Worker {
+                worker: worker.0,
+                pid: seat.pid,
+                device: seat.device.clone(),
+                versions: self.versions(seat),
+            });
+            workers.collect::<Vec<_>>()
+        };
+        let relays = self.topology.parents().filter_map(|(agent, parent)| {
+            let one = self.agents.get(&agent)?;
+            let known = one.known.as_ref()?;
+            Some(status::Relay {
+                agent,
+                parent: parent.unwrap_or(0),
+                name: known.name.clone(),
+                address: one.from.ip().to_string(),
+                pid: known.pid,
+                received: one.received,
+                bytes_per_second: self.topology.speed(agent),
+                holds: known
+                    .holds
+                    .iter()
+                    .map(|held| (held.model, held.version.0))
+                    .collect(),
+                workers: workers(agent),
+            })
+        });
+        let local = self.guests.local().into_iter().map(|reader| status::Worker {
+            worker: reader.worker.0,
+            pid: reader.pid,
+            device: reader.device,
+            versions: reader.applied.iter().map(|version| version.0).collect(),
+        });
+        let run = self.guests.run();
+        status::Status {
+            address: self.settings.address.clone(),
+            pid: std::process::id(),
+            run: run.to_string(),
+            up_seconds: self.since.elapsed().as_secs_f64(),
+            models: models.collect(),
+            served: self.served,
+            local: local.collect(),
+            relays: relays.collect(),
+            lost: self
+                .seats
+                .iter()
+                .filter(|(_, seat)| seat.agent.is_none())
+                .map(|(worker, _)| worker.0)
+                .collect(),
+        }
+        .to_json()
+    }
+
+    fn versions(&self, seat: &Seat) -> Vec<u64> {
+        let models = 0..self.settings.models.len();
+        models
+            .map(|model| seat.versions.get(&model).map_or(0, |version| version.0))
+            .collect()
+    }
+}
+
+fn held(told: &mem::Told) -> Vec<Held> {
+    let members = told.members.iter();
+    members
+        .map(|snapshot| Held {
+            model: snapshot.model() as u8,
+            version: snapshot.version(),
+        })
+        .collect()
+}
+
+impl From<Delivery> for mem::Delivery {
+    fn from(delivery: Delivery) -> Self {
+        match delivery {
+            Delivery::Newest => Self::Newest,
+            Delivery::Every { bound } => Self::Every { bound },
+            Delivery::Asked => Self::Asked,
+        }
+    }
+}
+
+impl From<Want> for mem::Want {
+    fn from(want: Want) -> Self {
+        match want {
+            Want::Newest => Self::Newest,
+            Want::AtLeast { model, version } => Self::AtLeast {
+                model: model.into(),
+                version,
+            },
+            Want::Exactly { model, version } => Self::Exactly {
+                model: model.into(),
+                version,
+            },
+        }
+    }
+}

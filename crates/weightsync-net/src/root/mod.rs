@@ -1,0 +1,304 @@
+//! The sender's end of the network: it listens, tells agents what their workers are
+//! to run, and serves the first of them.
+
+mod hub;
+mod topology;
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+
+use tokio::sync::{mpsc, oneshot};
+use weightsync::transport::{
+    Deadline, Level, ModelSpec, Opening, Outstanding, Segment, SenderTransport, Staging, Targets,
+};
+use weightsync::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_mem::{Guests, Listener};
+
+use self::hub::{Event, Hub, News, Settings};
+use crate::access::Key;
+use crate::bulk::{Find, Store, Threads, serve};
+use crate::link::listen::accept_all;
+use crate::link::{self, Link};
+use crate::relay::Item;
+use crate::scheme::Distributed;
+use crate::wire::hello::Role;
+use crate::wire::message::{FromRoot, Message, Status, model_messages};
+
+/// The most agents, and the most relays that are served at once.
+const MAX_AGENTS: usize = 16_384;
+const MAX_CHILDREN: usize = 256;
+
+/// How many events may wait for the hub.
+const EVENTS: usize = 1024;
+
+/// The trainer's end.
+#[derive(Debug)]
+pub(crate) struct NetSender {
+    // Before the segment: what was published goes out before that ends.
+    server: Server,
+    segment: Segment,
+}
+
+impl NetSender {
+    pub(crate) fn open(
+        scheme: &Distributed,
+        opening: &Opening<'_>,
+        (local, remote): (Listener, TcpListener),
+    ) -> Result<Self> {
+        let segment = Segment::open(opening, local)?;
+        let server = Server::start(scheme, opening, &segment, remote)?;
+        Ok(Self { server, segment })
+    }
+}
+
+impl SenderTransport for NetSender {
+    fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
+        for model in models {
+            let newest = self.segment.version(*model);
+            self.server.store.keep_oldest(*model, newest);
+        }
+        self.segment.stage(models, deadline)
+    }
+
+    fn version(&self, model: usize) -> Version {
+        self.segment.version(model)
+    }
+
+    fn workers(&self) -> Vec<WorkerStatus> {
+        self.segment.workers()
+    }
+
+    fn wait_workers(
+        &mut self,
+        deadline: Deadline,
+        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+    ) -> Result<bool> {
+        self.segment.wait_workers(deadline, enough)
+    }
+
+    fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
+        self.segment.take_rejected()
+    }
+
+    fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
+        self.segment.snapshot(model)
+    }
+
+    fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
+        self.segment.snapshot_for(model, targets)
+    }
+
+    fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
+        self.segment.old_snapshot(model, version)
+    }
+
+    fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
+        self.segment.hold(workers, hold)
+    }
+}
+
+/// The thread that listens, and those that serve.
+#[derive(Debug)]
+struct Server {
+    events: mpsc::Sender<Event>,
+    thread: Option<JoinHandle<()>>,
+    store: Arc<Store>,
+    children: Arc<Threads>,
+    owner: u32,
+}
+
+impl Server {
+    fn start(
+        scheme: &Distributed,
+        opening: &Opening<'_>,
+        segment: &Segment,
+        listener: TcpListener,
+    ) -> Result<Self> {
+        let guests = segment.guests();
+        let found = guests.clone();
+        let find: Find = Box::new(move |Item { model, version }| {
+            found.snapshot(model, version).ok().flatten()
+        });
+        let store = Arc::new(Store::of_sender(find));
+        let children = Arc::new(Threads::default());
+        let settings = Settings {
+            address: opening.at.address().into(),
+            models: opening.models.iter().map(|spec| spec.id.to_string()).collect(),
+            slots: opening.options.slots,
+            max_slots: opening.options.max_slots,
+            arity: scheme.arity,
+            descriptions: descriptions(opening.models)?,
+        };
+        let (events, heard) = mpsc::channel(EVENTS);
+        let listening = Listening {
+            key: Key::new(opening.at.secret()),
+            events: events.clone(),
+            store: store.clone(),
+            children: children.clone(),
+            guests,
+        };
+        let news = Arc::new(News::default());
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(os("starting the sender's network thread"))?;
+        listener
+            .set_nonblocking(true)
+            .map_err(os("preparing the listening socket"))?;
+        let own = events.clone();
+        let work = move || {
+            runtime.block_on(async move {
+                let Ok(listener) = tokio::net::TcpListener::from_std(listener) else {
+                    return;
+                };
+                let guests = listening.guests.clone();
+                let accepting = tokio::spawn(listening.accept(listener));
+                Hub::new(settings, guests, news, own).run(heard).await;
+                accepting.abort();
+            });
+            // Tasks end with it; nothing of them waits.
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new()
+            .name("weightsync-net".into())
+            .spawn(work)
+            .map_err(os("starting the sender's network thread"))?;
+        Ok(Self {
+            events,
+            thread: Some(thread),
+            store,
+            children,
+            owner: std::process::id(),
+        })
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.owner != std::process::id() {
+            // The threads are the parent's and do not exist in a forked child.
+            if let Some(thread) = self.thread.take() {
+                std::mem::forget(thread);
+            }
+            return;
+        }
+        // A hub that has ended hears nothing.
+        let _ = self.events.blocking_send(Event::Stop);
+        if let Some(thread) = self.thread.take() {
+            // A panic there has been reported by the panic hook already.
+            let _ = thread.join();
+        }
+        self.store.close();
+        self.children.stop();
+        self.children.join();
+    }
+}
+
+/// What takes connections in.
+struct Listening {
+    key: Key,
+    events: mpsc::Sender<Event>,
+    store: Arc<Store>,
+    children: Arc<Threads>,
+    guests: Guests,
+}
+
+impl Listening {
+    async fn accept(self, listener: tokio::net::TcpListener) {
+        let agents = Arc::new(AtomicUsize::new(0));
+        let Self {
+            key,
+            events,
+            store,
+            children,
+            guests,
+        } = self;
+        let count = agents.clone();
+        let busy = move || count.load(Ordering::Relaxed) >= MAX_AGENTS;
+        let take = move |socket: tokio::net::TcpStream, from: SocketAddr, role| match role {
+            Role::Control => {
+                let (events, agents) = (events.clone(), agents.clone());
+                tokio::spawn(async move {
+                    agents.fetch_add(1, Ordering::Relaxed);
+                    let _ = events.send(Event::Connected { socket, from }).await;
+                });
+            }
+            Role::Bulk => {
+                let (events, store, run) = (events.clone(), store.clone(), guests.run());
+                spawn_child(&children, socket, move |socket| {
+                    let tell = |served| {
+                        let _ = events.blocking_send(Event::Served(served));
+                    };
+                    serve(socket, run, &store, &tell)
+                });
+            }
+            Role::Status => {
+                let events = events.clone();
+                tokio::spawn(answer_status(socket, events));
+            }
+        };
+        accept_all(listener, key, busy, take).await;
+    }
+}
+
+/// Serves a relay below on a thread of its own.
+pub(crate) fn spawn_child(
+    children: &Arc<Threads>,
+    socket: tokio::net::TcpStream,
+    work: impl FnOnce(std::net::TcpStream) -> std::io::Result<()> + Send + 'static,
+) {
+    let Ok(socket) = socket.into_std() else {
+        return;
+    };
+    if children.count() >= MAX_CHILDREN || socket.set_nonblocking(false).is_err() {
+        return;
+    }
+    let Ok(Some(watched)) = children.watch(&socket) else {
+        return;
+    };
+    let work = move || {
+        let _watched = watched;
+        if let Err(error) = work(socket) {
+            tracing::debug!("a relay below is served no more: {error}");
+        }
+    };
+    // Without a thread it hangs up, and the child asks again.
+    let _ = children.spawn("weightsync-serve", work);
+}
+
+/// Says how things are, and hangs up.
+async fn answer_status(socket: tokio::net::TcpStream, events: mpsc::Sender<Event>) {
+    use tokio::io::AsyncWriteExt;
+    let (answer, answered) = oneshot::channel();
+    if events.send(Event::Status(answer)).await.is_err() {
+        return;
+    }
+    let Ok(json) = answered.await else {
+        return;
+    };
+    if let Ok(frame) = (Status { json }).frame() {
+        let mut socket = socket;
+        let write = async {
+            socket.write_all(&frame).await?;
+            socket.shutdown().await
+        };
+        let _ = tokio::time::timeout(link::HANDSHAKE, write).await;
+    }
+}
+
+/// What every agent is told of the models, as frames.
+fn descriptions(models: &[ModelSpec]) -> Result<Arc<[u8]>> {
+    let mut messages = Vec::new();
+    for (index, spec) in Segment::specs(models)?.iter().enumerate() {
+        let layout = spec.layout.encode();
+        let all = model_messages(index as u8, &layout, &spec.note).map_err(crate::error::transport)?;
+        messages.extend(all);
+    }
+    link::frames::<FromRoot>(&messages).map_err(crate::error::transport)
+}
+
+pub(crate) fn os(action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
+    move |source| Error::Os { action, source }
+}

@@ -1,0 +1,211 @@
+//! Who fetches from whom.
+//!
+//! **Guarantee.** Plain values in, plain values out. Agents stand in an order; the
+//! first `arity` of them fetch from the sender, the others from agents before them:
+//! by arity 1 a chain. There is never a circle, an agent that cannot serve has
+//! nobody below it, and one whose parent is gone is given another at once.
+//!
+//! A slow link slows down everybody behind it, so agents whose link has been
+//! measured as much slower than that of others go to the end, where nobody is
+//! behind them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+/// An agent's number; 0 is the sender.
+pub(crate) type AgentId = u64;
+
+/// A link is slow if another is more than so many times as fast.
+const SLOW: f64 = 4.0;
+
+/// A measurement of fewer bytes says little of a link.
+const MEASURABLE: u64 = 1 << 20;
+
+/// How fast a link looks after a measurement: so much of it is the newest.
+const FRESH: f64 = 0.5;
+
+/// The agents, in order.
+#[derive(Debug)]
+pub(crate) struct Topology {
+    /// How many fetch from each.
+    arity: usize,
+    order: Vec<AgentId>,
+    agents: BTreeMap<AgentId, Agent>,
+}
+
+#[derive(Debug)]
+struct Agent {
+    /// Where it serves, if it does.
+    address: Option<SocketAddr>,
+    /// Bytes a second by which it could take what was there for it.
+    speed: Option<f64>,
+    /// Whom it was last told to fetch from.
+    parent: Option<AgentId>,
+    /// Whom it could not fetch from.
+    avoids: BTreeSet<AgentId>,
+}
+
+/// An agent is to fetch from another from now on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Assigned {
+    pub(crate) agent: AgentId,
+    pub(crate) parent: AgentId,
+    /// Where; `None` for the sender.
+    pub(crate) address: Option<SocketAddr>,
+}
+
+impl Topology {
+    /// Without agents.
+    pub(crate) fn new(arity: usize) -> Self {
+        Self {
+            arity: arity.max(1),
+            order: Vec::new(),
+            agents: BTreeMap::new(),
+        }
+    }
+
+    /// An agent has come; it goes to the end.
+    pub(crate) fn join(&mut self, agent: AgentId, address: Option<SocketAddr>) -> Vec<Assigned> {
+        let fresh = Agent {
+            address,
+            speed: None,
+            parent: None,
+            avoids: BTreeSet::new(),
+        };
+        self.agents.insert(agent, fresh);
+        self.order.push(agent);
+        self.assign()
+    }
+
+    /// An agent is gone.
+    pub(crate) fn leave(&mut self, agent: AgentId) -> Vec<Assigned> {
+        self.agents.remove(&agent);
+        for other in self.agents.values_mut() {
+            other.avoids.remove(&agent);
+        }
+        if let Some(at) = self.order.iter().position(|one| *one == agent) {
+            match self.arity {
+                // Everybody but the next keeps its parent.
+                1 => drop(self.order.remove(at)),
+                // Else that is so if the last takes the place.
+                _ => drop(self.order.swap_remove(at)),
+            }
+        }
+        self.assign()
+    }
+
+    /// An agent could not fetch from its parent, which is there: it is given
+    /// another, and that one not again.
+    pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId) -> Vec<Assigned> {
+        if let Some(one) = self.agents.get_mut(&agent)
+            && one.parent == Some(parent)
+        {
+            // Asked for again, even if it is the same.
+            one.parent = None;
+            if parent != 0 {
+                one.avoids.insert(parent);
+            }
+        }
+        self.assign()
+    }
+
+    /// So much went to an agent, while there was something for it.
+    pub(crate) fn measured(
+        &mut self,
+        agent: AgentId,
+        bytes: u64,
+        busy: Duration,
+    ) -> Vec<Assigned> {
+        let seconds = busy.as_secs_f64();
+        if bytes < MEASURABLE || seconds <= 0.0 {
+            return Vec::new();
+        }
+        let Some(one) = self.agents.get_mut(&agent) else {
+            return Vec::new();
+        };
+        let measured = bytes as f64 / seconds;
+        one.speed = Some(match one.speed {
+            None => measured,
+            Some(before) => before * (1.0 - FRESH) + measured * FRESH,
+        });
+        self.sort();
+        self.assign()
+    }
+
+    /// The agents in order, each with its parent.
+    pub(crate) fn parents(&self) -> impl Iterator<Item = (AgentId, Option<AgentId>)> {
+        let order = self.order.iter();
+        order.map(|agent| (*agent, self.agents.get(agent).and_then(|one| one.parent)))
+    }
+
+    /// How fast the link to an agent was measured to be, in bytes a second.
+    pub(crate) fn speed(&self, agent: AgentId) -> Option<f64> {
+        self.agents.get(&agent)?.speed
+    }
+
+    /// Puts the slow ones at the end, slowest last; the others stay as they are.
+    fn sort(&mut self) {
+        let fastest = self.agents.values().filter_map(|one| one.speed);
+        let Some(fastest) = fastest.reduce(f64::max) else {
+            return;
+        };
+        let slow = |agent: &AgentId| {
+            let speed = self.agents.get(agent).and_then(|one| one.speed);
+            speed.filter(|speed| speed * SLOW < fastest)
+        };
+        let mut slowest: Vec<(AgentId, f64)> = Vec::new();
+        let mut order = Vec::with_capacity(self.order.len());
+        for agent in &self.order {
+            match slow(agent) {
+                Some(speed) => slowest.push((*agent, speed)),
+                None => order.push(*agent),
+            }
+        }
+        slowest.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+        order.extend(slowest.into_iter().map(|(agent, _)| agent));
+        self.order = order;
+    }
+
+    /// Gives everybody the parent of its place; tells of those that change.
+    fn assign(&mut self) -> Vec<Assigned> {
+        let mut assigned = Vec::new();
+        // Who serves, in order, with how many it has below it.
+        let mut serving: Vec<(AgentId, usize)> = vec![(0, 0)];
+        for agent in self.order.clone() {
+            let Some(one) = self.agents.get(&agent) else {
+                continue;
+            };
+            // The first with room: by arity 1 the one before.
+            let fits = |(parent, below): &&mut (AgentId, usize)| {
+                *below < self.arity && !one.avoids.contains(parent)
+            };
+            let parent = match serving.iter_mut().find(fits) {
+                Some((parent, below)) => {
+                    *below += 1;
+                    *parent
+                }
+                // Nobody else is left.
+                None => 0,
+            };
+            if one.address.is_some() {
+                serving.push((agent, 0));
+            }
+            let address = self.agents.get(&parent).and_then(|parent| parent.address);
+            if let Some(one) = self.agents.get_mut(&agent)
+                && one.parent != Some(parent)
+            {
+                one.parent = Some(parent);
+                assigned.push(Assigned {
+                    agent,
+                    parent,
+                    address,
+                });
+            }
+        }
+        assigned
+    }
+}
+
+#[cfg(test)]
+mod tests;

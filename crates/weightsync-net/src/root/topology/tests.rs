@@ -1,0 +1,131 @@
+use super::*;
+
+fn address(agent: AgentId) -> Option<SocketAddr> {
+    Some(SocketAddr::from(([10, 0, 0, agent as u8], 7)))
+}
+
+fn with(arity: usize, agents: std::ops::RangeInclusive<AgentId>) -> Topology {
+    let mut topology = Topology::new(arity);
+    for agent in agents {
+        topology.join(agent, address(agent));
+    }
+    topology
+}
+
+fn parents(topology: &Topology) -> Vec<(AgentId, AgentId)> {
+    let parents = topology.parents();
+    parents
+        .map(|(agent, parent)| (agent, parent.unwrap()))
+        .collect()
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+#[test]
+fn agents_stand_in_a_chain_and_close_up() {
+    let mut chain = with(1, 1..=4);
+    assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 2), (4, 3)]);
+    let changed = chain.leave(2);
+    let [Assigned { agent, parent, .. }] = changed[..] else {
+        panic!("{changed:?}");
+    };
+    assert_eq!((agent, parent), (3, 1));
+    assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3)]);
+    assert_eq!(chain.leave(4), []);
+}
+
+#[test]
+fn by_a_higher_arity_they_stand_in_a_tree() {
+    let mut tree = with(2, 1..=6);
+    assert_eq!(
+        parents(&tree),
+        [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
+    );
+    // The last takes the place.
+    let changed: Vec<_> = tree.leave(1).iter().map(|one| one.agent).collect();
+    assert_eq!(changed, [6, 3, 4]);
+}
+
+#[test]
+fn a_slow_agent_goes_to_the_end_and_slows_nobody_down() {
+    let mut chain = with(1, 1..=4);
+    for agent in 1..=4 {
+        let bytes = if agent == 2 { 2 << 20 } else { 100 << 20 };
+        chain.measured(agent, bytes, SECOND);
+    }
+    assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3), (2, 4)]);
+    // What is measured anew counts more and more.
+    for _ in 0..8 {
+        chain.measured(2, 100 << 20, SECOND);
+    }
+    assert_eq!(chain.measured(2, 100 << 20, SECOND), []);
+    assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3), (2, 4)]);
+    // Little says nothing.
+    chain.measured(1, 100, SECOND);
+    assert_eq!(parents(&chain)[0], (1, 0));
+}
+
+#[test]
+fn who_does_not_serve_has_nobody_below() {
+    let mut chain = Topology::new(1);
+    chain.join(1, None);
+    chain.join(2, address(2));
+    chain.join(3, address(3));
+    assert_eq!(parents(&chain), [(1, 0), (2, 0), (3, 2)]);
+}
+
+#[test]
+fn a_parent_that_cannot_be_reached_is_not_given_again() {
+    let mut chain = with(1, 1..=3);
+    let changed = chain.lost(3, 2);
+    assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
+    assert_eq!(changed[0].parent, 0);
+    // The sender itself is told again.
+    assert_eq!(chain.lost(3, 0).len(), 1);
+    // What is said of an earlier parent changes nothing.
+    assert_eq!(chain.lost(3, 2), []);
+}
+
+/// Whatever happens, everybody who serves is reached from the sender.
+#[test]
+fn there_is_never_a_circle() {
+    let mut state = 0x5eed_u64;
+    let mut random = |below: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) % below
+    };
+    for arity in 1..=3 {
+        let mut topology = Topology::new(arity);
+        let mut there: Vec<AgentId> = Vec::new();
+        for next in 1..3000 {
+            match random(6) {
+                0 | 1 => {
+                    topology.join(next, (random(4) > 0).then(|| address(next % 250).unwrap()));
+                    there.push(next);
+                }
+                2 if !there.is_empty() => {
+                    let at = random(there.len() as u64) as usize;
+                    topology.leave(there.swap_remove(at));
+                }
+                3 if !there.is_empty() => {
+                    let agent = there[random(there.len() as u64) as usize];
+                    let parent = topology.agents[&agent].parent.unwrap();
+                    topology.lost(agent, parent);
+                }
+                _ if !there.is_empty() => {
+                    let agent = there[random(there.len() as u64) as usize];
+                    topology.measured(agent, (1 + random(100)) << 20, SECOND);
+                }
+                _ => {}
+            }
+            for agent in &there {
+                let (mut at, mut steps) = (*agent, 0);
+                while at != 0 {
+                    at = topology.agents[&at].parent.unwrap();
+                    steps += 1;
+                    assert!(steps <= there.len(), "a circle at {agent}");
+                }
+            }
+        }
+    }
+}
