@@ -211,6 +211,15 @@ impl Relay {
         Ok(events.unwrap_or_default())
     }
 
+    /// What there is to tell of the workers that was not told before, without
+    /// waiting; also after the end.
+    pub fn last_events(&self) -> Vec<Event> {
+        match self.shared.header.map.usable() {
+            Ok(()) => self.relayed().look(&self.shared.state()),
+            Err(_) => Vec::new(),
+        }
+    }
+
     /// Tells everything again from here on, as if it had changed: for a sender
     /// that knows nothing of it. Workers that left are not told of again.
     pub fn tell_again(&self) {
@@ -238,6 +247,8 @@ impl Relay {
             return Err(gave_up());
         }
         let welcomed = self.shared.welcome(newcomer, socket, control);
+        // The service thread listens to it from now on.
+        self.shared.owes.ring();
         welcomed.map_err(|(socket, reason)| {
             let denied = FromSender::Denied {
                 reason: reason.clone(),
@@ -372,6 +383,11 @@ impl Relay {
         let Some(service) = service.take() else {
             return;
         };
+        // What was said before the end is heard: why a worker refused, say.
+        for (key, ..) in self.shared.watched() {
+            // A lack of memory here is no reason not to end.
+            let _ = self.shared.listen_to(key, false);
+        }
         self.shared.close(ending);
         for ticket in std::mem::take(&mut self.relayed().news().tickets).into_values() {
             ticket.socket.shut_down();

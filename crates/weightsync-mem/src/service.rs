@@ -190,7 +190,7 @@ impl Service {
 
 impl Shared {
     /// Reads what a reader has said, or buries it once its end is gone.
-    fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
+    pub(crate) fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
         let socket = |state: &State| state.readers.get(&key)?.socket().cloned();
         let Some(socket) = socket(&self.state()) else {
             return Ok(());

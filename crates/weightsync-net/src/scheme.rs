@@ -229,7 +229,9 @@ impl Distributed {
     }
 
     fn listeners(&self) -> MutexGuard<'_, HashMap<String, TcpListener>> {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
+        self.listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Listens where it is said; at `port` if the system may choose.
@@ -348,7 +350,10 @@ impl Scheme for Distributed {
         {
             write_port(file, bound.port())?;
         }
-        let fixed = self.listen.as_ref().is_some_and(|listen| !listen.ends_with(":0"));
+        let fixed = self
+            .listen
+            .as_ref()
+            .is_some_and(|listen| !listen.ends_with(":0"));
         let mut listeners = self.listeners();
         listeners.clear();
         listeners.insert(address.clone(), listener);

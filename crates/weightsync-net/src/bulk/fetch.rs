@@ -13,10 +13,10 @@ use weightsync_core::Run;
 use weightsync_mem::Room;
 use weightsync_simd::Crc64;
 
+use super::SUSPECT;
 use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{Held, Store};
-use super::SUSPECT;
 use crate::access::Key;
 use crate::link::blocking;
 use crate::relay::Item;
@@ -265,9 +265,7 @@ impl Shared {
             && head.version == self.item.version
             && head.image_bytes == self.room.layout().bytes();
         let piece = self.room.take(index).filter(|_| of_this);
-        let mut piece = piece.ok_or_else(|| {
-            invalid(FrameError::Chunk { head: *head })
-        })?;
+        let mut piece = piece.ok_or_else(|| invalid(FrameError::Chunk { head: *head }))?;
         let mut crc = Crc64::new();
         for part in piece.chunks_mut(GULP) {
             read_exact(socket, part)?;

@@ -40,7 +40,9 @@ pub(crate) async fn accept_all(
         let (mut socket, from) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                log(&gate, "accept", || format!("no connection can be accepted: {error}"));
+                log(&gate, "accept", || {
+                    format!("no connection can be accepted: {error}")
+                });
                 tokio::time::sleep(BREATHE).await;
                 continue;
             }
@@ -56,7 +58,9 @@ pub(crate) async fn accept_all(
             // Silent connections must not keep honest ones out.
             oldest.abort();
             log(&gate, "strangers", || {
-                format!("more than {STRANGERS} connections had not proved themselves: the oldest was dropped")
+                format!(
+                    "more than {STRANGERS} connections had not proved themselves: the oldest was dropped"
+                )
             });
         }
         let (key, busy, take, gate) = (key.clone(), busy(), take.clone(), gate.clone());
@@ -69,7 +73,9 @@ pub(crate) async fn accept_all(
                         locked(&gate).failed(from.ip(), Instant::now());
                     }
                     let cause = cause(&error);
-                    log(&gate, cause, || format!("a connection from {from} was not let in: {error}"));
+                    log(&gate, cause, || {
+                        format!("a connection from {from} was not let in: {error}")
+                    });
                 }
             }
         }));

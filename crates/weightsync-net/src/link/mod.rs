@@ -259,7 +259,11 @@ async fn write_all<Out: Word>(
 }
 
 /// Connects, and proves both ends to each other.
-pub(crate) async fn dial(address: SocketAddr, key: &Key, role: Role) -> Result<TcpStream, DialError> {
+pub(crate) async fn dial(
+    address: SocketAddr,
+    key: &Key,
+    role: Role,
+) -> Result<TcpStream, DialError> {
     let connected = timeout(HANDSHAKE, TcpStream::connect(address)).await;
     let mut socket = connected.map_err(|_| DialError::Silent)??;
     socket.set_nodelay(true)?;
@@ -321,7 +325,11 @@ impl std::fmt::Display for DialError {
 }
 
 /// Lets a client prove itself; each client has [`HANDSHAKE`] for all of it.
-pub(crate) async fn greet(socket: &mut TcpStream, key: &Key, busy: bool) -> Result<Agreed, GreetError> {
+pub(crate) async fn greet(
+    socket: &mut TcpStream,
+    key: &Key,
+    busy: bool,
+) -> Result<Agreed, GreetError> {
     let shake = async {
         let mut server = Server::new(key.clone(), Protocols::OURS, busy, nonce()?);
         let mut wanted = HELLO_BYTES;

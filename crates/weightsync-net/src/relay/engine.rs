@@ -17,6 +17,8 @@ use super::join::{Before, Joined, dial, greet};
 use super::plan::{Effect, Input, Item, Plan};
 use super::{AgentOptions, Reach, StartError, backoff};
 use crate::access::Key;
+use weightsync_mem::protocol::MAX_SLOTS;
+
 use crate::bulk::{Connections, Fetch, FetchEnd, Held, Parent, Served, Store, Threads, serve};
 use crate::link::listen::accept_all;
 use crate::link::{Link, LinkEnd};
@@ -127,11 +129,13 @@ impl Engine {
             models,
             bulk,
         } = joined;
-        let (slots, max_slots) = options.slots.unwrap_or(slots);
+        let (slots, _) = options.slots.unwrap_or(slots);
         let segment = SegmentOptions {
             // One that is live, one that comes, one that a slow relay below takes.
             slots: slots.max(3),
-            max_slots: max_slots.max(3),
+            // A worker that holds on to versions holds up nobody on other hosts; here
+            // it costs memory.
+            max_slots: MAX_SLOTS as u8,
             history: 0,
             wait: WaitStyle::Sleep,
         };
@@ -223,7 +227,11 @@ impl Engine {
             match event {
                 Event::Stop => break Ending::Moved,
                 Event::Root { number, what } => {
-                    if self.link.as_ref().is_none_or(|(current, _)| *current != number) {
+                    if self
+                        .link
+                        .as_ref()
+                        .is_none_or(|(current, _)| *current != number)
+                    {
                         continue;
                     }
                     match what {
@@ -241,33 +249,46 @@ impl Engine {
                 Event::Served(served) => self.served(served),
             }
         };
-        // Its threads may have something to say, which nobody hears any more.
-        drop(heard);
-        self.end(ending).await
+        self.end(ending, heard).await
     }
 
-    async fn end(mut self, ending: Ending) -> Ending {
-        // What has happened last is told, if anybody listens.
-        if let Ok(events) = self.relay.wait(Some(std::time::Instant::now())) {
-            self.near(events);
-        }
+    async fn end(mut self, ending: Ending, mut heard: mpsc::Receiver<Event>) -> Ending {
         self.relay.close(ending);
         self.store.close();
         self.fetch = None;
         self.threads.stop();
+        let (near, threads) = (self.near.take(), self.threads.clone());
+        let mut joined = tokio::task::spawn_blocking(move || {
+            if let Some(near) = near {
+                // A panic there has been reported by the panic hook already.
+                let _ = near.join();
+            }
+            threads.join();
+        });
+        // What has happened last is told, if anybody listens; and nobody waits to
+        // say something that is not heard.
+        loop {
+            tokio::select! {
+                biased;
+                Some(event) = heard.recv() => {
+                    if let Event::Near(events) = event {
+                        self.near(events);
+                    }
+                }
+                _ = &mut joined => break,
+            }
+        }
+        while let Ok(event) = heard.try_recv() {
+            if let Event::Near(events) = event {
+                self.near(events);
+            }
+        }
+        let last = self.relay.last_events();
+        self.near(last);
         if let Some((_, link)) = self.link.take() {
             link.say(&ToRoot::Goodbye);
             link.finish().await;
         }
-        let (near, threads) = (self.near.take(), self.threads.clone());
-        drop(self);
-        let _ = tokio::task::spawn_blocking(move || {
-            if let Some(near) = near {
-                let _ = near.join();
-            }
-            threads.join();
-        })
-        .await;
         ending
     }
 
@@ -452,7 +473,11 @@ impl Engine {
                 mem::Event::Gone { who, died } => {
                     // How far it came is told before that.
                     self.say_progress(std::mem::take(&mut progress));
-                    if self.workers.get(&who.worker).is_some_and(|one| one.who == who) {
+                    if self
+                        .workers
+                        .get(&who.worker)
+                        .is_some_and(|one| one.who == who)
+                    {
                         self.workers.remove(&who.worker);
                     }
                     self.say(&ToRoot::Gone {
@@ -489,7 +514,11 @@ impl Engine {
             head: 0,
             through: one.through,
             loaded: one.loaded,
-            versions: one.versions.into_iter().map(|(model, version)| held(Item { model, version })).collect(),
+            versions: one
+                .versions
+                .into_iter()
+                .map(|(model, version)| held(Item { model, version }))
+                .collect(),
             refused: one.refused,
         });
         for message in ToRoot::progress(all.collect()) {
@@ -545,9 +574,16 @@ impl Engine {
                 // Also where it was the sender: it says so once more, which is when
                 // this goes on.
                 let pause = backoff(self.failures);
-                let pause = if self.failures == 0 { Duration::ZERO } else { pause };
+                let pause = if self.failures == 0 {
+                    Duration::ZERO
+                } else {
+                    pause
+                };
                 self.failures += 1;
-                tracing::info!("fetching {item:?} from {} broke off: {error}", parent.address);
+                tracing::info!(
+                    "fetching {item:?} from {} broke off: {error}",
+                    parent.address
+                );
                 self.complain = Some((Instant::now() + pause, parent.agent, error.to_string()));
                 self.parent = None;
                 self.step([Input::Broken { item }, Input::NoParent]);
@@ -666,7 +702,9 @@ impl Engine {
     }
 
     fn snapshots(&self, set: &[Item]) -> Option<Vec<Snapshot>> {
-        set.iter().map(|item| self.whole.get(item).cloned()).collect()
+        set.iter()
+            .map(|item| self.whole.get(item).cloned())
+            .collect()
     }
 
     fn say(&mut self, message: &ToRoot) {
@@ -754,8 +792,12 @@ impl Engine {
         self.link = Some((number, link));
         self.root = root;
         self.agent = welcome.agent;
-        let connections =
-            Connections::new(self.key.clone(), self.run, self.agent, self.options.connections);
+        let connections = Connections::new(
+            self.key.clone(),
+            self.run,
+            self.agent,
+            self.options.connections,
+        );
         self.connections = Arc::new(connections);
         self.come_back();
         Ok(())

@@ -54,9 +54,10 @@ pub(crate) async fn join(
     })?;
     let any = SocketAddr::new(own.ip(), 0);
     let bulk = tokio::net::TcpListener::bind(any).await.ok();
-    let port = bulk.as_ref().and_then(|bulk| Some(bulk.local_addr().ok()?.port()));
-    let (link, welcome) =
-        greet(socket, options, (port, Before::default()), 0, events).await?;
+    let port = bulk
+        .as_ref()
+        .and_then(|bulk| Some(bulk.local_addr().ok()?.port()));
+    let (link, welcome) = greet(socket, options, (port, Before::default()), 0, events).await?;
     let Welcome {
         run,
         agent,
@@ -172,8 +173,7 @@ async fn hear_welcome(
             };
             assembler.push(&bytes).map_err(unusable)?;
         };
-        let layout =
-            Layout::decode(&model.layout).map_err(|error| broken(&error.to_string()))?;
+        let layout = Layout::decode(&model.layout).map_err(|error| broken(&error.to_string()))?;
         models.push(ModelSpec {
             layout,
             note: model.note,
@@ -198,15 +198,19 @@ async fn next(
             RefusalRemedy::Gone => StartError::Unreachable(Reach::Unknown, reason),
             RefusalRemedy::Other => StartError::Denied(reason),
         }),
-        Some((_, Ok(FromRoot::Goodbye))) => {
-            Err(StartError::Unreachable(Reach::Unknown, "it is shutting down".into()))
-        }
+        Some((_, Ok(FromRoot::Goodbye))) => Err(StartError::Unreachable(
+            Reach::Unknown,
+            "it is shutting down".into(),
+        )),
         Some((_, Ok(message))) => Ok(message),
         Some((_, Err(end @ (LinkEnd::Frame(_) | LinkEnd::Message(_))))) => {
             Err(StartError::Broken(end.to_string()))
         }
         Some((_, Err(end))) => Err(StartError::Unreachable(Reach::Unknown, end.to_string())),
-        None => Err(StartError::Unreachable(Reach::Unknown, "the link ended".into())),
+        None => Err(StartError::Unreachable(
+            Reach::Unknown,
+            "the link ended".into(),
+        )),
     }
 }
 

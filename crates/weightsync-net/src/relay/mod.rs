@@ -16,9 +16,9 @@ use tokio::sync::mpsc;
 use weightsync_core::{Epoch, Run};
 use weightsync_mem::{Ending, Listener};
 
-pub use self::plan::{Effect, Input, Item, Plan};
 use self::engine::{Engine, Event};
 use self::join::{Joined, join};
+pub use self::plan::{Effect, Input, Item, Plan};
 use crate::access::Key;
 use crate::wire::hello::HelloError;
 
@@ -63,7 +63,10 @@ pub(crate) enum StartError {
     /// The sender turned this host away.
     Denied(String),
     /// A newer sender has been seen.
-    Fenced { seen: Epoch, got: Epoch },
+    Fenced {
+        seen: Epoch,
+        got: Epoch,
+    },
     /// Another agent serves this host by now.
     Taken,
     /// What the sender says cannot be.
@@ -218,10 +221,10 @@ async fn run(
     let key = Key::new(&options.secret);
     let joined = tokio::time::timeout(patience, join(&options, &key, &events)).await;
     let joined = joined.unwrap_or_else(|_| {
-        Err(StartError::Unreachable(Reach::Unknown, format!(
-            "{} did not answer within {patience:?}",
-            options.root
-        )))
+        Err(StartError::Unreachable(
+            Reach::Unknown,
+            format!("{} did not answer within {patience:?}", options.root),
+        ))
     });
     let made = joined.and_then(|joined| {
         let (listener, address) = listen(&options, &joined)?;
@@ -249,9 +252,8 @@ async fn run(
 
 /// A name for the workers of this host.
 fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String), StartError> {
-    let taken = |error: &weightsync_mem::Error| {
-        matches!(error, weightsync_mem::Error::AddressInUse { .. })
-    };
+    let taken =
+        |error: &weightsync_mem::Error| matches!(error, weightsync_mem::Error::AddressInUse { .. });
     match &options.place {
         Place::Own(name) => {
             let listener = Listener::at(name).map_err(StartError::Memory)?;

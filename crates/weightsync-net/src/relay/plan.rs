@@ -181,9 +181,8 @@ impl Plan {
             }
             Input::NoParent => {
                 self.has_parent = false;
-                let from_parent = |item: &mut Item| {
-                    self.items.get(item) != Some(&State::FromSender)
-                };
+                let from_parent =
+                    |item: &mut Item| self.items.get(item) != Some(&State::FromSender);
                 self.fetching.take_if(from_parent);
             }
             Input::Whole { item } => {
@@ -365,9 +364,7 @@ impl Plan {
     fn give_up(&mut self, item: Item, effects: &mut Vec<Effect>) {
         for worker in self.workers.values_mut() {
             worker.pending.retain(|tell| !tell.set.contains(&item));
-            worker
-                .answer
-                .take_if(|(_, tell)| tell.set.contains(&item));
+            worker.answer.take_if(|(_, tell)| tell.set.contains(&item));
         }
         if self.wanted.remove(&item).is_some() {
             effects.push(Effect::Refuse { item });

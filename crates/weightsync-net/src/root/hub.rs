@@ -31,10 +31,7 @@ const LINGER: Duration = Duration::from_secs(5);
 /// What a hub hears.
 pub(crate) enum Event {
     /// An agent has connected.
-    Connected {
-        socket: TcpStream,
-        from: SocketAddr,
-    },
+    Connected { socket: TcpStream, from: SocketAddr },
     /// An agent has said something, or its link has ended.
     Heard {
         agent: AgentId,
@@ -371,12 +368,7 @@ impl Hub {
     }
 
     /// Gives a worker its seat: the one it had, if it only comes by another way.
-    fn seat(
-        &mut self,
-        agent: AgentId,
-        instance: u64,
-        options: GuestOptions,
-    ) -> Result<(), String> {
+    fn seat(&mut self, agent: AgentId, instance: u64, options: GuestOptions) -> Result<(), String> {
         let worker = options.worker;
         let host = self.agents.get(&agent).and_then(|one| one.known.as_ref());
         let host = host.map_or([0; 16], |known| known.host);
@@ -621,7 +613,10 @@ impl Hub {
             version: self.guests.version(index).0,
         });
         let workers = |agent: AgentId| {
-            let mine = self.seats.iter().filter(|(_, seat)| seat.agent == Some(agent));
+            let mine = self
+                .seats
+                .iter()
+                .filter(|(_, seat)| seat.agent == Some(agent));
             let workers = mine.map(|(worker, seat)| status::Worker {
                 worker: worker.0,
                 pid: seat.pid,
@@ -649,12 +644,16 @@ impl Hub {
                 workers: workers(agent),
             })
         });
-        let local = self.guests.local().into_iter().map(|reader| status::Worker {
-            worker: reader.worker.0,
-            pid: reader.pid,
-            device: reader.device,
-            versions: reader.applied.iter().map(|version| version.0).collect(),
-        });
+        let local = self
+            .guests
+            .local()
+            .into_iter()
+            .map(|reader| status::Worker {
+                worker: reader.worker.0,
+                pid: reader.pid,
+                device: reader.device,
+                versions: reader.applied.iter().map(|version| version.0).collect(),
+            });
         let run = self.guests.run();
         status::Status {
             address: self.settings.address.clone(),

@@ -118,14 +118,17 @@ impl Server {
     ) -> Result<Self> {
         let guests = segment.guests();
         let found = guests.clone();
-        let find: Find = Box::new(move |Item { model, version }| {
-            found.snapshot(model, version).ok().flatten()
-        });
+        let find: Find =
+            Box::new(move |Item { model, version }| found.snapshot(model, version).ok().flatten());
         let store = Arc::new(Store::of_sender(find));
         let children = Arc::new(Threads::default());
         let settings = Settings {
             address: opening.at.address().into(),
-            models: opening.models.iter().map(|spec| spec.id.to_string()).collect(),
+            models: opening
+                .models
+                .iter()
+                .map(|spec| spec.id.to_string())
+                .collect(),
             slots: opening.options.slots,
             max_slots: opening.options.max_slots,
             arity: scheme.arity,
@@ -293,7 +296,8 @@ fn descriptions(models: &[ModelSpec]) -> Result<Arc<[u8]>> {
     let mut messages = Vec::new();
     for (index, spec) in Segment::specs(models)?.iter().enumerate() {
         let layout = spec.layout.encode();
-        let all = model_messages(index as u8, &layout, &spec.note).map_err(crate::error::transport)?;
+        let all =
+            model_messages(index as u8, &layout, &spec.note).map_err(crate::error::transport)?;
         messages.extend(all);
     }
     link::frames::<FromRoot>(&messages).map_err(crate::error::transport)

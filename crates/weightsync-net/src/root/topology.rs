@@ -111,12 +111,7 @@ impl Topology {
     }
 
     /// So much went to an agent, while there was something for it.
-    pub(crate) fn measured(
-        &mut self,
-        agent: AgentId,
-        bytes: u64,
-        busy: Duration,
-    ) -> Vec<Assigned> {
+    pub(crate) fn measured(&mut self, agent: AgentId, bytes: u64, busy: Duration) -> Vec<Assigned> {
         let seconds = busy.as_secs_f64();
         if bytes < MEASURABLE || seconds <= 0.0 {
             return Vec::new();

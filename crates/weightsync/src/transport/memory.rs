@@ -38,6 +38,7 @@ impl Memory {
         loan: true,
         restarts: true,
         death: true,
+        outlives: true,
     };
 
     pub(crate) fn place(models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {

@@ -119,6 +119,9 @@ pub struct Capabilities {
     pub restarts: bool,
     /// The death of an end is told at once, and not by a timeout.
     pub death: bool,
+    /// What was published reaches its workers also if the sender is killed right
+    /// after.
+    pub outlives: bool,
 }
 
 impl Capabilities {
@@ -134,6 +137,7 @@ impl Capabilities {
         loan: false,
         restarts: false,
         death: false,
+        outlives: false,
     };
 }
 

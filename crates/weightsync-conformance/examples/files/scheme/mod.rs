@@ -107,6 +107,7 @@ impl Scheme for Files {
         can.loan = true;
         can.restarts = true;
         can.death = true;
+        can.outlives = true;
         can
     }
 

@@ -91,7 +91,9 @@ fn a_parent_that_cannot_be_reached_is_not_given_again() {
 fn there_is_never_a_circle() {
     let mut state = 0x5eed_u64;
     let mut random = |below: u64| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
         (state >> 33) % below
     };
     for arity in 1..=3 {
