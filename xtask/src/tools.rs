@@ -39,10 +39,20 @@ pub const IPERF: Package = Package {
 };
 
 /// Libraries that Mooncake's transfer engine is linked to, also where there is no hardware for them.
-pub const IBVERBS: Package = Package {
-    name: "libibverbs1",
-    brings: &["libibverbs.so.1", "libnl-3.so.200"],
-};
+pub const MOONCAKE: [Package; 3] = [
+    Package {
+        name: "libibverbs1",
+        brings: &["libibverbs.so.1", "libnl-3.so.200"],
+    },
+    Package {
+        name: "libnuma1",
+        brings: &["libnuma.so.1"],
+    },
+    Package {
+        name: "libcurl4",
+        brings: &["libcurl.so.4"],
+    },
+];
 
 /// A program from the registry, with the versions that will do.
 #[derive(Debug, Clone, Copy)]
@@ -321,11 +331,11 @@ mod tests {
         assert_eq!(IPROUTE.lacks_among(&folders, libraries), None);
 
         assert_eq!(
-            IBVERBS.lacks_among(&folders, libraries),
+            MOONCAKE[0].lacks_among(&folders, libraries),
             Some("libibverbs.so.1")
         );
         let both = || format!("{}\tlibibverbs.so.1 (libc6)\n", libraries());
-        assert_eq!(IBVERBS.lacks_among(&folders, both), None);
+        assert_eq!(MOONCAKE[0].lacks_among(&folders, both), None);
     }
 
     #[test]
