@@ -170,7 +170,9 @@ class Crew:
 class Worker:
     """A worker process, as the sender sees it."""
 
-    def __init__(self, module: str, name: str, index: int, shape: tuple[int, int], handed: Any) -> None:
+    def __init__(
+        self, module: str, name: str, index: int, shape: tuple[int, int], handed: Any
+    ) -> None:
         self.index = index
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
@@ -194,7 +196,9 @@ class Worker:
             raise RuntimeError(f"worker {self.index} did not end")
 
 
-def work(module: str, name: str, index: int, shape: tuple[int, int], handed: Any, pipe: Any) -> None:
+def work(
+    module: str, name: str, index: int, shape: tuple[int, int], handed: Any, pipe: Any
+) -> None:
     """What a worker process does."""
     die_with_parent()
     # Standard output belongs to the sender's answers.

@@ -3,8 +3,8 @@
 A transfer for each worker, prepared once, with a write for each tensor, all under way at once,
 from the source into the worker's tensors, which both have registered. The sender knows when they
 are done and tells the workers, who answer. It asks every half millisecond: NIXL's own threads
-never rest, and asking without end would take the cores from them. Set: `UCX_TLS=tcp`, as UCX would take shared memory on
-one host, and `UCX_NET_DEVICES=lo`.
+never rest, and asking without end would take the cores from them. Set: `UCX_TLS=tcp`, as UCX would
+take shared memory on one host, and `UCX_NET_DEVICES=lo`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ class _End(Receiver):
         self.parts = self.socket.recv_multipart(copy=False)
         # The buffers are read-only, which torch warns of.
         with warnings.catch_warnings(action="ignore"):
-            self.tensors = [torch.frombuffer(part.buffer, dtype=torch.bfloat16) for part in self.parts]
+            self.tensors = [
+                torch.frombuffer(part.buffer, dtype=torch.bfloat16) for part in self.parts
+            ]
 
 
 class Pulled(_End):

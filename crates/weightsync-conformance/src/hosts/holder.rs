@@ -5,6 +5,11 @@
 //! it notices when we are gone, also when we were killed; then it kills every
 //! process of its user namespace, and ends. Each host is kept by a process that does
 //! nothing. With the last process the kernel removes a namespace, and what is in it.
+//!
+//! Two designs were left aside. Named namespaces (`ip netns`) are root's alone, and
+//! those of a killed run stay. A process namespace would have the kernel do all the
+//! killing, but what `nsenter` starts in one is a child of its own: a test that kills
+//! its [`Child`] would kill `nsenter`.
 
 use std::ffi::OsStr;
 use std::io::{self, Read, Write};
