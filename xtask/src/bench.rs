@@ -9,6 +9,7 @@ use crate::places::Places;
 use crate::pytest;
 use crate::python;
 use crate::step;
+use crate::tools;
 
 /// How every part of a group is run.
 const COMMAND: &str = "run --release --package weightsync-cli --bin weightsync -- bench";
@@ -29,6 +30,11 @@ const GROUPS: &[Group] = &[
         measured: Measured::InPython {
             program: "bench/python",
         },
+    },
+    Group {
+        name: "net",
+        about: "what others bring weights over loopback with, beside iperf3",
+        measured: Measured::OverNetwork { peers: "net-peers" },
     },
 ];
 
@@ -53,6 +59,10 @@ enum Measured {
         /// `--json`, and the command line for the figures in Rust.
         program: &'static str,
     },
+    OverNetwork {
+        /// As with the groups in Rust, in an environment of their own.
+        peers: &'static str,
+    },
 }
 
 /// Builds and runs the group named by the first argument, passing the flags on.
@@ -61,6 +71,7 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
     match group.measured {
         Measured::InRust { own, peers } => in_rust(places, own, peers, &flags),
         Measured::InPython { program } => in_python(places, group.name, program, &flags),
+        Measured::OverNetwork { peers } => over_network(places, group.name, peers, &flags),
     }
 }
 
@@ -85,9 +96,7 @@ fn in_rust(places: &Places, own: &str, peers: &str, flags: &[&str]) -> Result<()
 }
 
 fn in_python(places: &Places, name: &str, program: &str, flags: &[&str]) -> Result<(), Error> {
-    if flags.contains(&"--plot") {
-        return Err(usage(&format!("the group `{name}` has no picture")));
-    }
+    no_picture(name, flags)?;
     let python = pytest::installed(places)?;
     let mut build = places.cargo();
     build.args("build --release --package weightsync-cli --bin weightsync".split(' '));
@@ -99,6 +108,31 @@ fn in_python(places: &Places, name: &str, program: &str, flags: &[&str]) -> Resu
     command.args(flags.iter().filter(|flag| **flag == "--json"));
     command.env("PYTHONDONTWRITEBYTECODE", "1");
     step::run_last(&format!("bench {name}"), &mut command)
+}
+
+/// One that cannot be measured is named, with the reason, and fails the run at its end.
+fn over_network(places: &Places, name: &str, peers: &str, flags: &[&str]) -> Result<(), Error> {
+    no_picture(name, flags)?;
+    tools::IPERF.provide()?;
+    for library in tools::MOONCAKE {
+        if let Err(error) = library.provide() {
+            eprintln!("for Mooncake's engine: {error}");
+        }
+    }
+    let python = python::NET.provide(places)?;
+    let mut command = places.cargo();
+    command.args(COMMAND.split(' ')).arg(peers);
+    command.arg("--python").arg(python);
+    command.args(flags.iter().filter(|flag| **flag == "--json"));
+    command.env("PYTHONDONTWRITEBYTECODE", "1");
+    step::run_last(&format!("bench {name}"), &mut command)
+}
+
+fn no_picture(name: &str, flags: &[&str]) -> Result<(), Error> {
+    match flags.contains(&"--plot") {
+        true => Err(usage(&format!("the group `{name}` has no picture"))),
+        false => Ok(()),
+    }
 }
 
 /// The groups, one a line.

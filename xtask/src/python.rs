@@ -1,4 +1,4 @@
-//! The Python environment of the tests, and of the implementations ours is compared with.
+//! The Python environments of the tests, and of the implementations ours is compared with.
 //!
 //! An environment lies in the cache, outside every clone, under a name that says what it depends
 //! on: the Python it was made with and the pinned lines of its requirements. It is made beside its
@@ -14,12 +14,20 @@ use crate::error::Error;
 use crate::places::{self, Places};
 use crate::step;
 
-/// What the Python tests and the scripts in `bench/peers` run in. One for both: torch alone is
+/// What the Python tests and `bench/peers/torchrl_local.py` run in. One for both: torch alone is
 /// some 5 GB.
 pub const TESTS: Environment = Environment {
     name: "tests",
     requirements: "python/requirements-test.txt",
     imports: "torch, torchrl, ray, sentence_transformers, maturin, mypy, pytest",
+};
+
+/// What the scripts in `bench/peers/net` run in: made for `cargo xtask bench net` alone. What loads
+/// only where more is installed says so itself when it is measured.
+pub const NET: Environment = Environment {
+    name: "net",
+    requirements: "python/requirements-net.txt",
+    imports: "torch, numpy, ray, zmq",
 };
 
 /// What is looked for on `PATH`, in this order: the first that is new enough is taken.
@@ -393,12 +401,14 @@ mod tests {
 
     #[test]
     fn every_requirement_is_pinned() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("..")
-            .join(TESTS.requirements);
-        let text = fs::read_to_string(path).expect("requirements");
-        let lines = text.lines().filter(|line| !line.starts_with('#'));
-        let loose: Vec<&str> = lines.filter(|line| !line.contains("==")).collect();
-        assert!(loose.is_empty(), "{loose:?}");
+        for environment in [TESTS, NET] {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join("..")
+                .join(environment.requirements);
+            let text = fs::read_to_string(path).expect("requirements");
+            let lines = text.lines().filter(|line| !line.starts_with('#'));
+            let loose: Vec<&str> = lines.filter(|line| !line.contains("==")).collect();
+            assert!(loose.is_empty(), "{}: {loose:?}", environment.name);
+        }
     }
 }

@@ -33,6 +33,9 @@ pub fn run(places: &Places) -> Result<(), Error> {
     eprintln!("rustc {}, {SOAK}: {soak}", places.rustc().release);
     eprintln!("build output: {}", places.target().display());
     let nextest = tools::NEXTEST.provide(places)?;
+    if cfg!(target_os = "linux") {
+        tools::IPROUTE.provide()?;
+    }
     let python = python::TESTS.provide(places)?;
 
     let (level, value) = OPT_LEVEL;

@@ -1,8 +1,9 @@
 //! The tools a run needs that cargo does not bring: found where they are new enough, else
-//! installed into the cache.
+//! installed into the cache, or by the distribution.
 
 use std::fmt;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -24,6 +25,34 @@ pub const DENY: Tool = Tool {
     at_least: Version(0, 20, 0),
     install: Version(0, 20, 2),
 };
+
+/// Namespaces and links: the hosts of the tests.
+pub const IPROUTE: Package = Package {
+    name: "iproute2",
+    brings: &["ip", "tc"],
+};
+
+/// What a single stream over TCP can do.
+pub const IPERF: Package = Package {
+    name: "iperf3",
+    brings: &["iperf3"],
+};
+
+/// Libraries that Mooncake's transfer engine is linked to, also where there is no hardware for them.
+pub const MOONCAKE: [Package; 3] = [
+    Package {
+        name: "libibverbs1",
+        brings: &["libibverbs.so.1", "libnl-3.so.200"],
+    },
+    Package {
+        name: "libnuma1",
+        brings: &["libnuma.so.1"],
+    },
+    Package {
+        name: "libcurl4",
+        brings: &["libcurl.so.4"],
+    },
+];
 
 /// A program from the registry, with the versions that will do.
 #[derive(Debug, Clone, Copy)]
@@ -98,6 +127,90 @@ impl Tool {
     }
 }
 
+/// What the distribution brings: programs, or libraries.
+#[derive(Debug, Clone, Copy)]
+pub struct Package {
+    /// Debian's name of it.
+    name: &'static str,
+    /// What has to be there. What has `.so` in its name is a library.
+    brings: &'static [&'static str],
+}
+
+impl Package {
+    /// Returns when all of it is there: before, or after an installation by `apt-get` where this
+    /// user may do that.
+    pub fn provide(&self) -> Result<(), Error> {
+        let Some(what) = self.lacks() else {
+            return Ok(());
+        };
+        let missing = |why: &str| Error::Missing {
+            what: format!("{what}{why}"),
+            fix: format!("apt install {} (that is Debian's name of it)", self.name),
+        };
+        if !is_root() || !runs("apt-get") {
+            return Err(missing(""));
+        }
+        let name = self.name;
+        let mut update = apt();
+        let mut install = apt();
+        install.args(["--yes", "--no-install-recommends", "install", name]);
+        step::run(&format!("lists for {name}"), update.arg("update"))
+            .and_then(|_| step::run(&format!("install {name}"), &mut install))
+            .map_err(|error| missing(&format!(" ({error})")))?;
+        match self.lacks() {
+            None => Ok(()),
+            Some(_) => Err(missing(" (it was installed and is not there)")),
+        }
+    }
+
+    /// The first that is not there.
+    fn lacks(&self) -> Option<&'static str> {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let mut folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
+        // Not on everybody's PATH.
+        folders.extend(["/usr/sbin", "/sbin"].map(PathBuf::from));
+        self.lacks_among(&folders, known_libraries)
+    }
+
+    fn lacks_among(
+        &self,
+        folders: &[PathBuf],
+        libraries: impl Fn() -> String,
+    ) -> Option<&'static str> {
+        self.brings
+            .iter()
+            .copied()
+            .find(|what| match what.contains(".so") {
+                true => !libraries().split_whitespace().any(|word| word == *what),
+                false => !folders.iter().any(|folder| folder.join(what).is_file()),
+            })
+    }
+}
+
+fn apt() -> Command {
+    let mut apt = Command::new("apt-get");
+    apt.arg("-qq").env("DEBIAN_FRONTEND", "noninteractive");
+    apt
+}
+
+fn is_root() -> bool {
+    fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0)
+}
+
+/// What the dynamic linker finds, each with where it is.
+fn known_libraries() -> String {
+    let ask = |program: &str| {
+        Command::new(program)
+            .arg("-p")
+            .stdin(Stdio::null())
+            .output()
+    };
+    ask("ldconfig")
+        .or_else(|_| ask("/sbin/ldconfig"))
+        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+        .unwrap_or_default()
+}
+
 /// Fails with the command that brings it when a component of the toolchain is not installed.
 pub fn component(places: &Places, subcommand: &str, component: &str) -> Result<(), Error> {
     let found = places
@@ -137,6 +250,16 @@ impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}.{}", self.0, self.1, self.2)
     }
+}
+
+fn runs(program: &str) -> bool {
+    Command::new(program)
+        .arg("--version")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
 }
 
 fn installed(program: &Path) -> Option<Version> {
@@ -190,6 +313,29 @@ mod tests {
         for tool in [NEXTEST, DENY] {
             assert!(tool.accepts(tool.install), "{tool:?}");
         }
+    }
+
+    #[test]
+    fn a_package_is_there_when_all_it_brings_is() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let folders = [folder.path().to_path_buf()];
+        let libraries = || {
+            "\tlibnl-3.so.200 (libc6,x86-64) => /lib/x86_64-linux-gnu/libnl-3.so.200\n\
+             \tlibibverbs.so.10 (libc6,x86-64) => /lib/libibverbs.so.10\n"
+                .to_owned()
+        };
+        assert_eq!(IPROUTE.lacks_among(&folders, libraries), Some("ip"));
+        fs::write(folder.path().join("ip"), "").expect("ip");
+        assert_eq!(IPROUTE.lacks_among(&folders, libraries), Some("tc"));
+        fs::write(folder.path().join("tc"), "").expect("tc");
+        assert_eq!(IPROUTE.lacks_among(&folders, libraries), None);
+
+        assert_eq!(
+            MOONCAKE[0].lacks_among(&folders, libraries),
+            Some("libibverbs.so.1")
+        );
+        let both = || format!("{}\tlibibverbs.so.1 (libc6)\n", libraries());
+        assert_eq!(MOONCAKE[0].lacks_among(&folders, both), None);
     }
 
     #[test]

@@ -56,11 +56,18 @@
 //! scenario that makes some prints its seed and its counts. A wait without end in
 //! any process fails the scenario with what hung.
 //!
+//! # Several machines on one
+//!
+//! [`hosts`] makes network namespaces with links between them that can be slow, cut
+//! or silent, for whatever goes over a network.
+//!
 //! Absent here: anything that looks inside a scheme (what is damaged in it is
 //! damaged by a hook of yours), and timings, but for waits that nothing ended.
 #![forbid(unsafe_code)]
 
 mod harness;
+#[cfg(target_os = "linux")]
+pub mod hosts;
 mod scenarios;
 
 use std::collections::BTreeSet;

@@ -5,7 +5,9 @@
 //! same bytes in the same round.
 
 mod group;
+mod iperf;
 mod local;
+mod net_peers;
 mod numbers;
 mod overhead;
 mod peer;
@@ -38,6 +40,9 @@ enum Scheme {
     /// TorchRL's schemes beside ours, in the same run (`cargo xtask bench mem`)
     #[command(hide = true)]
     Peers(peers::Args),
+    /// What others bring weights over loopback with (`cargo xtask bench net`)
+    #[command(hide = true)]
+    NetPeers(net_peers::Args),
     /// A worker process of a benchmark
     #[command(hide = true)]
     Reader,
@@ -50,6 +55,7 @@ pub fn run(args: Args) -> Result<ExitCode, Box<dyn Error>> {
         Scheme::MultiProcess(args) => local::run(&args.scheme()?, &args.case)?,
         Scheme::Mem(args) => group::run(&args)?,
         Scheme::Peers(args) => peers::run(&args)?,
+        Scheme::NetPeers(args) => net_peers::run(&args)?,
         Scheme::Reader => reader::run()?,
     }
     Ok(ExitCode::SUCCESS)

@@ -186,14 +186,14 @@ fn duration(seconds: f64) -> Result<Duration, Box<dyn Error>> {
 }
 
 /// The lines of a pipe, each waited for until a deadline.
-struct Lines {
+pub struct Lines {
     pipe: ChildStdout,
     /// What came after the last line that was handed out.
     rest: Vec<u8>,
 }
 
 impl Lines {
-    fn new(pipe: ChildStdout) -> Self {
+    pub fn new(pipe: ChildStdout) -> Self {
         Self {
             pipe,
             rest: Vec::new(),
@@ -201,7 +201,7 @@ impl Lines {
     }
 
     /// The next line, or `None` when every holder of the other end has closed it.
-    fn next(&mut self, until: Instant) -> Result<Option<String>, Box<dyn Error>> {
+    pub fn next(&mut self, until: Instant) -> Result<Option<String>, Box<dyn Error>> {
         loop {
             if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.rest.drain(..=end).collect();
