@@ -110,7 +110,7 @@ pub use crate::{
     socket::{Listener, is_served},
     staging::Staging,
     wait::{Deadline, WaitStyle},
-    watch::Interrupter,
+    watch::{End, Interrupter},
     wire::{Delivery, Models, Want},
     writer::{SegmentOptions, Writer},
 };

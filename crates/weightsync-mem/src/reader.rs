@@ -24,7 +24,7 @@ use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
-use crate::watch::{Interrupter, Mapped, Place, Slots, Watch};
+use crate::watch::{End, Interrupter, Mapped, Place, Slots, Watch};
 use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Want};
 
 /// How long a sender that listens has to answer: far more than it needs on a
@@ -156,6 +156,17 @@ impl Reader {
     /// What ends a wait in [`next`](Self::next) from another thread.
     pub fn interrupter(&self) -> Interrupter {
         self.watch.interrupter()
+    }
+
+    /// What has something done once nothing more will come from this segment.
+    pub fn end(&self) -> End {
+        self.watch.end()
+    }
+
+    /// Whether nothing more will come from this segment because its relay is gone.
+    pub fn is_gone(&self) -> bool {
+        let over = self.watch.is_over() || self.is_closed();
+        over && matches!(self.why_over(), Error::RelayGone)
     }
 
     /// The sender's process; of a segment of a relay, that whose versions it

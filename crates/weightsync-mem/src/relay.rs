@@ -204,6 +204,10 @@ impl Relay {
     pub fn wait(&self, deadline: Deadline) -> Result<Vec<Event>, Error> {
         let relayed = self.relayed();
         let events = self.shared.wait_until(deadline, || {
+            // Who has left may have said why just before.
+            for key in relayed.leaving(&self.shared.state()) {
+                self.shared.listen_to(key, false)?;
+            }
             let state = self.shared.state();
             let events = relayed.look(&state);
             Ok((!events.is_empty()).then_some(events))
@@ -485,6 +489,16 @@ impl Relayed {
             });
         }
         news.events = events;
+    }
+
+    /// Readers that have left and of whom that has not been told.
+    fn leaving(&self, state: &State) -> Vec<Key> {
+        let news = self.news();
+        let is_news = |(key, reader): &(&Key, &Reader)| {
+            reader.has_left() && news.told.get(*key).is_none_or(|told| !told.gone)
+        };
+        let leaving = state.readers.iter().filter(is_news);
+        leaving.map(|(key, _)| *key).collect()
     }
 
     fn look(&self, state: &State) -> Vec<Event> {

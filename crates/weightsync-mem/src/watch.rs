@@ -6,6 +6,7 @@
 //! privately. Everything else, and every
 //! decision, stays with the reader.
 
+use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -69,6 +70,40 @@ pub(crate) struct Seen {
     /// Slots that it is to sweep.
     sweeps: Arc<Sweeps>,
     stop: Doorbell,
+    /// What is called once nothing more will come.
+    end: Mutex<Option<OnEnd>>,
+}
+
+/// Called once.
+struct OnEnd(Box<dyn FnOnce() + Send>);
+
+impl fmt::Debug for OnEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnEnd")
+    }
+}
+
+/// Has something done once nothing more will come from a segment.
+#[derive(Clone, Debug)]
+pub struct End {
+    seen: Weak<Seen>,
+}
+
+impl End {
+    /// Has `call` called at the end, by the thread that watches the segment, which
+    /// must not be kept; at once if it has ended. What was asked for before is not
+    /// called. If the reader is dropped before the end, nothing is.
+    pub fn then(&self, call: impl FnOnce() + Send + 'static) {
+        let Some(seen) = self.seen.upgrade() else {
+            return;
+        };
+        let mut end = seen.end.lock().unwrap_or_else(PoisonError::into_inner);
+        *end = Some(OnEnd(Box::new(call)));
+        drop(end);
+        if seen.over.load(Ordering::SeqCst) {
+            seen.tell_end();
+        }
+    }
 }
 
 /// Ends a reader's wait from another thread.
@@ -149,6 +184,7 @@ impl Watch {
             call,
             sweeps,
             stop: Doorbell::new()?,
+            end: Mutex::new(None),
         });
         let thread = std::thread::Builder::new()
             .name("weightsync-watch".into())
@@ -224,6 +260,13 @@ impl Watch {
         let mut known = self.seen.known();
         let (_, answer) = known.answer.take_if(|(to, _)| *to == question)?;
         Some(answer)
+    }
+
+    /// What has something done at the end.
+    pub(crate) fn end(&self) -> End {
+        End {
+            seen: Arc::downgrade(&self.seen),
+        }
     }
 
     /// What ends the reader's waits.
@@ -318,6 +361,18 @@ impl Seen {
         drop(self.known());
         self.changed.notify_all();
         self.rouse(|| true);
+        self.tell_end();
+    }
+
+    fn tell_end(&self) {
+        let end = self
+            .end
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(OnEnd(call)) = end {
+            call();
+        }
     }
 
     /// Wakes the reader. One that looked before there was anything to see may

@@ -1,57 +1,59 @@
-//! A worker's end: it attaches to whatever there is on its host, or becomes the
-//! host's agent itself; and when that goes, it looks again.
+//! A worker's end: it attaches to what there is on its host, or fetches for itself;
+//! and when a relay goes, it looks again.
+
+mod way;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
 
 use weightsync::transport::{
     Attached, Deadline, Endpoint, Handoff, Interrupter, Joining, ModelSpec, Pull,
     ReceiverTransport, interrupt,
 };
 use weightsync::{Error, MemoryError, Result, Run, SetSnapshot};
-use weightsync_mem::{AttachOptions, Reader};
 
-use crate::error::NetError;
-use crate::relay::local::{self, Whose};
-use crate::relay::{Agent, AgentOptions, Place, StartError, left};
-use crate::scheme::{Distributed, Share};
-
-/// How long one attempt to reach the sender may take.
-const ATTEMPT: Duration = Duration::from_secs(3);
-
-/// How long what lives at a name of this host has to answer before a worker looks
-/// elsewhere.
-const ANSWER: Duration = Duration::from_millis(1000);
+use self::way::{Found, Way};
+use crate::scheme::Distributed;
 
 /// A worker's end.
+///
+/// A relay that goes takes the worker's segment with it. Then a thread looks for
+/// another way, also while the worker is in no call here: to its sender it is
+/// there all the time.
 #[derive(Debug)]
 pub(crate) struct NetReceiver {
-    way: Way,
-    inner: Option<Attached>,
-    /// What it was handed, when it is between two segments.
-    handoff: Handoff,
+    shared: Arc<Shared>,
     models: Vec<ModelSpec>,
-    run: Run,
-    /// The agent that this worker is for its host.
-    agent: Option<Agent>,
-    call: Arc<Call>,
 }
 
-/// How a worker finds its sender.
 #[derive(Debug)]
-struct Way {
-    scheme: Distributed,
-    at: Endpoint,
-    joining: Joining,
-    instance: u64,
+struct Shared {
+    way: Way,
+    run: Run,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Ends waits from another thread, whichever segment they are in.
+    interrupted: AtomicBool,
+    closed: AtomicBool,
 }
 
-/// Ends waits from another thread, whichever segment they are in.
-#[derive(Debug, Default)]
-struct Call {
-    due: AtomicBool,
-    inner: Mutex<Option<Interrupter>>,
+#[derive(Debug)]
+struct State {
+    /// The segment, unless a call has it or there is none.
+    found: Option<Found>,
+    interrupter: Option<Interrupter>,
+    /// What the worker was handed, while there is no segment.
+    handoff: Handoff,
+    /// What was to be told meanwhile.
+    applied: Option<SetSnapshot>,
+    refused: Option<(Option<SetSnapshot>, String)>,
+    /// Looks for another way.
+    search: Option<JoinHandle<()>>,
+    searching: bool,
+    /// The sender is gone, as the search has found.
+    died: bool,
 }
 
 impl NetReceiver {
@@ -61,225 +63,201 @@ impl NetReceiver {
         joining: &Joining,
         deadline: Deadline,
     ) -> Result<Self> {
-        let way = Way {
-            scheme: scheme.clone(),
-            at: at.clone(),
-            joining: joining.clone(),
-            instance: random()?,
-        };
-        let call = Arc::new(Call::default());
-        let found = way.find(&Handoff::default(), deadline, &|| false)?;
-        let Some((inner, agent)) = found else {
-            return Err(Error::Interrupted);
-        };
-        call.follow(&inner);
-        Ok(Self {
+        let way = Way::new(scheme, at, joining)?;
+        let found = way.find(&Handoff::default(), deadline)?;
+        let models = found.attached.models().to_vec();
+        let shared = Arc::new(Shared {
+            run: found.attached.run(),
             way,
-            handoff: Handoff::default(),
-            models: weightsync::transport::ReceiverTransport::models(&inner).to_vec(),
-            run: weightsync::transport::ReceiverTransport::run(&inner),
-            inner: Some(inner),
-            agent,
-            call,
-        })
+            state: Mutex::new(State {
+                found: None,
+                interrupter: None,
+                handoff: Handoff::default(),
+                applied: None,
+                refused: None,
+                search: None,
+                searching: false,
+                died: false,
+            }),
+            changed: Condvar::new(),
+            interrupted: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+        });
+        Shared::take_in(&shared, found);
+        Ok(Self { shared, models })
     }
 
     /// Calls the segment there is; if that was a relay's and the relay is gone,
-    /// another, until the deadline. `None` if that or an interrupt comes first.
+    /// the next one, until the deadline. `None` if that or an interrupt comes first.
     fn with<T>(
-        &mut self,
+        &self,
         deadline: Deadline,
         mut call: impl FnMut(&mut Attached) -> Result<Option<T>>,
     ) -> Result<Option<T>> {
+        let shared = &self.shared;
         loop {
-            let Some(inner) = &mut self.inner else {
-                if !self.find_again(deadline)? {
+            let mut state = shared.state();
+            if state.died {
+                return Err(Error::SenderDied { pid: None });
+            }
+            let Some(mut found) = state.found.take() else {
+                if shared.interrupted.swap(false, Ordering::SeqCst) || over(deadline) {
                     return Ok(None);
+                }
+                drop(state);
+                let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+                // Asked without the lock.
+                let pause = interrupt::at_most(left)?;
+                let state = shared.state();
+                if state.found.is_none() && !state.died {
+                    shared.wait(state, pause);
                 }
                 continue;
             };
-            match call(inner) {
-                Err(Error::Memory(MemoryError::RelayGone)) => self.let_go(),
-                other => return other,
+            drop(state);
+            let result = call(&mut found.attached);
+            let gone = matches!(result, Err(Error::Memory(MemoryError::RelayGone)));
+            // It may have gone while it was in use here.
+            if gone || (result.is_ok() && found.has_lost_its_relay()) {
+                Shared::look_again(shared, found);
+            } else {
+                shared.state().found = Some(found);
+            }
+            if !gone {
+                return result;
             }
         }
     }
 
-    fn let_go(&mut self) {
-        if let Some(inner) = self.inner.take() {
-            self.handoff = inner.handoff();
-        }
-        // It has ended, or serves nobody any more.
-        self.agent = None;
-    }
-
-    /// Looks for another way to the sender. False if there was none in time.
-    fn find_again(&mut self, deadline: Deadline) -> Result<bool> {
-        let call = self.call.clone();
-        let found = self
-            .way
-            .find(&self.handoff, deadline, &|| call.due.load(Ordering::SeqCst));
-        let (mut inner, agent) = match found {
-            Ok(Some(found)) => found,
-            Ok(None) => {
-                self.call.due.store(false, Ordering::SeqCst);
-                return Ok(false);
+    /// Tells the sender something; what cannot be told now is told by another way.
+    fn tell(
+        &self,
+        tell: impl FnOnce(&mut Attached) -> Result<()>,
+        later: impl FnOnce(&mut State),
+    ) -> Result<()> {
+        let mut state = self.shared.state();
+        match &mut state.found {
+            Some(found) => tell(&mut found.attached),
+            None => {
+                later(&mut state);
+                Ok(())
             }
-            // Nobody was there in time: that may be for a moment.
-            Err(Error::NoSender { .. }) => return Ok(false),
-            Err(Error::Memory(MemoryError::Fenced { .. })) => {
-                return Err(Error::SenderDied { pid: None });
-            }
-            Err(error) => return Err(error),
-        };
-        if weightsync::transport::ReceiverTransport::run(&inner) != self.run {
-            // Its sender's successor: the one above joins that anew.
-            return Err(Error::SenderDied { pid: None });
         }
-        inner.take_over(std::mem::take(&mut self.handoff))?;
-        self.call.follow(&inner);
-        self.inner = Some(inner);
-        self.agent = agent;
-        Ok(true)
     }
 }
 
-impl Way {
-    /// Attaches to the trainer's segment if it is on this host, to that of the
-    /// host's relay if there is one, or else becomes that. `None` if `over` says so.
-    fn find(
-        &self,
-        handoff: &Handoff,
-        deadline: Deadline,
-        over: &dyn Fn() -> bool,
-    ) -> Result<Option<(Attached, Option<Agent>)>> {
-        let since = Instant::now();
-        let mut failures = 0;
-        loop {
-            let mut silent = false;
-            for name in self.names() {
-                if !weightsync_mem::is_served(&name).unwrap_or(false) {
-                    continue;
-                }
-                let patience = left(deadline, ANSWER);
-                match self.attach(&name, handoff, Instant::now() + patience) {
-                    Ok(attached) => return Ok(Some((attached, None))),
-                    Err(Error::NoSender { .. }) => silent = true,
-                    Err(error) => return Err(error),
+impl Shared {
+    /// From here on this is the segment.
+    fn take_in(shared: &Arc<Self>, mut found: Found) {
+        let mut state = shared.state();
+        if let Some(set) = state.applied.take() {
+            // One that is gone needs no telling.
+            let _ = found.attached.applied(&set);
+        }
+        if let Some((set, reason)) = state.refused.take() {
+            let _ = found.attached.refuse(set.as_ref(), &reason);
+        }
+        state.interrupter = found.attached.interrupter().ok();
+        let watched = found.is_a_relays().then(|| {
+            let weak = Arc::downgrade(shared);
+            move || {
+                if let Some(shared) = weak.upgrade() {
+                    Self::notice(&shared);
                 }
             }
-            if let Some(agent) = self.become_agent(silent, deadline)? {
-                let patience = deadline.map(|at| at.max(Instant::now() + ANSWER));
-                let until = patience.unwrap_or(Instant::now() + ATTEMPT);
-                match self.attach(&agent.address.clone(), handoff, until) {
-                    Ok(attached) => return Ok(Some((attached, Some(agent)))),
-                    // The sender went in between.
-                    Err(Error::NoSender { .. }) => {}
-                    Err(error) => return Err(error),
+        });
+        state.searching = false;
+        let end = found.attached.end();
+        state.found = Some(found);
+        drop(state);
+        shared.changed.notify_all();
+        if let Some(watched) = watched {
+            end.then(watched);
+        }
+    }
+
+    /// The segment has ended, while nobody calls it perhaps.
+    fn notice(shared: &Arc<Self>) {
+        let found = {
+            let mut state = shared.state();
+            // Whoever has it notices by itself.
+            state.found.take_if(|found| found.has_lost_its_relay())
+        };
+        if let Some(found) = found {
+            Self::look_again(shared, found);
+        }
+    }
+
+    /// Looks for another way, on a thread of its own.
+    fn look_again(shared: &Arc<Self>, found: Found) {
+        let mut state = shared.state();
+        state.handoff = found.attached.handoff();
+        state.interrupter = None;
+        if state.searching || shared.closed.load(Ordering::SeqCst) {
+            return;
+        }
+        let own = shared.clone();
+        let search = std::thread::Builder::new()
+            .name("weightsync-way".into())
+            .spawn(move || {
+                // Not where it ended: its own watch may be the one that noticed.
+                drop(found);
+                own.search();
+            });
+        match search {
+            Ok(search) => {
+                state.searching = true;
+                state.search = Some(search);
+            }
+            Err(error) => {
+                tracing::error!("no thread to look for another relay: {error}");
+                state.died = true;
+            }
+        }
+    }
+
+    fn search(self: Arc<Self>) {
+        let handoff = self.state().handoff.clone();
+        let found = self.way.find_again(&handoff, &self.closed);
+        match found {
+            Ok(Some(mut found)) if found.attached.run() == self.run => {
+                if let Err(error) = found.attached.take_over(handoff) {
+                    tracing::error!("going on at another relay: {error}");
                 }
+                Self::take_in(&self, found);
             }
-            if over() {
-                return Ok(None);
+            Ok(None) => {}
+            // Its sender's successor, or nobody: the one above looks anew.
+            other => {
+                if let Err(error) = other {
+                    tracing::warn!("there is no other way to the sender: {error}");
+                }
+                let mut state = self.state();
+                state.died = true;
+                state.searching = false;
+                drop(state);
+                self.changed.notify_all();
             }
-            if deadline.is_some_and(|at| Instant::now() >= at) {
-                return Err(Error::NoSender {
-                    address: self.at.address().into(),
-                    waited: since.elapsed(),
-                });
-            }
-            let pause = Duration::from_millis(5 << failures.min(4));
-            failures += 1;
-            interrupt::sleep(pause.min(left(deadline, pause)))?;
         }
     }
 
-    /// The names at which this worker looks for others, in order.
-    fn names(&self) -> Vec<String> {
-        let names = |whose| local::names(self.at.secret(), self.at.address(), whose);
-        match self.scheme.share {
-            Share::All => {
-                let mut all = names(Whose::Sender);
-                all.extend(names(Whose::Host));
-                all
+    fn wait(&self, state: MutexGuard<'_, State>, pause: Option<std::time::Duration>) {
+        match pause {
+            Some(pause) => {
+                let waited = self.changed.wait_timeout(state, pause);
+                drop(waited.unwrap_or_else(PoisonError::into_inner));
             }
-            Share::Workers => names(Whose::Host),
-            Share::Nothing => Vec::new(),
+            None => drop(
+                self.changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner),
+            ),
         }
     }
 
-    fn attach(&self, name: &str, handoff: &Handoff, until: Instant) -> Result<Attached> {
-        let options = AttachOptions {
-            address: name.into(),
-            secret: *self.at.secret(),
-            worker: self.joining.worker,
-            seen: self.joining.seen,
-            models: Some(self.joining.wanted.clone()),
-            delivery: self.scheme.delivery(),
-            device: self.joining.device.clone(),
-            wait: self.joining.wait,
-            instance: self.instance,
-            resume: handoff.resume(),
-        };
-        let reader = Reader::attach(&options, Some(until))?;
-        Attached::new(reader, &self.joining, self.scheme.own_copy)
-    }
-
-    /// Reaches the sender; `None` if it cannot be reached now, or another process
-    /// of this host was quicker.
-    fn become_agent(&self, beside: bool, deadline: Deadline) -> Result<Option<Agent>> {
-        let place = match self.scheme.share {
-            Share::Nothing => Place::Own(format!("weightsync/net/own/{:032x}", {
-                let halves: [u64; 2] = [random()?, random()?];
-                u128::from(halves[0]) << 64 | u128::from(halves[1])
-            })),
-            Share::All | Share::Workers => Place::Host { beside },
-        };
-        let address = || self.at.address().to_owned();
-        let options = AgentOptions {
-            root: address(),
-            secret: *self.at.secret(),
-            seen: self.joining.seen,
-            connections: self.scheme.connections,
-            place,
-            slots: None,
-        };
-        self.may_dial()?;
-        match Agent::start(options, left(deadline, ATTEMPT)) {
-            Ok(agent) => Ok(Some(agent)),
-            Err(StartError::Unreachable(..) | StartError::Taken) => Ok(None),
-            Err(StartError::Fenced { seen, got }) => Err(MemoryError::Fenced { seen, got }.into()),
-            Err(StartError::Memory(error)) => Err(error.into()),
-            Err(StartError::Os { action, source }) => Err(Error::Os { action, source }),
-            Err(StartError::Refused(source)) => Err(NetError::Hello {
-                address: address(),
-                source,
-            }
-            .into()),
-            Err(StartError::Denied(reason)) => Err(NetError::Denied {
-                address: address(),
-                reason,
-            }
-            .into()),
-            Err(StartError::Broken(reason)) => Err(NetError::Broken {
-                address: address(),
-                reason,
-            }
-            .into()),
-        }
-    }
-
-    /// Whether a link to the sender is one that is wanted as it is.
-    fn may_dial(&self) -> Result<()> {
-        use std::net::ToSocketAddrs;
-        let access = self.scheme.access()?;
-        // A name that is not found is for the attempt to say.
-        let addresses = self.at.address().to_socket_addrs();
-        for address in addresses.into_iter().flatten() {
-            access
-                .may_dial_with_secret(address)
-                .map_err(crate::error::transport)?;
-        }
-        Ok(())
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Changed in single steps, so it holds after a panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -289,17 +267,15 @@ impl ReceiverTransport for NetReceiver {
     }
 
     fn run(&self) -> Run {
-        self.run
+        self.shared.run
     }
 
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
-        let next = self.with(deadline, |inner| inner.next(deadline));
-        self.call.due.store(false, Ordering::SeqCst);
-        next
+        self.with(deadline, |attached| attached.next(deadline))
     }
 
     fn latest(&mut self) -> Result<Option<SetSnapshot>> {
-        self.with(Some(Instant::now()), |inner| inner.latest())
+        self.with(Some(Instant::now()), Attached::latest)
     }
 
     fn pull(
@@ -308,63 +284,64 @@ impl ReceiverTransport for NetReceiver {
         pull: Pull,
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
-        self.with(deadline, |inner| inner.pull(model, pull, deadline))
+        self.with(deadline, |attached| attached.pull(model, pull, deadline))
     }
 
     fn interrupter(&self) -> Result<Interrupter> {
-        let call = Arc::downgrade(&self.call);
+        let weak = Arc::downgrade(&self.shared);
         Ok(Interrupter::new(move || {
-            if let Some(call) = call.upgrade() {
-                call.due.store(true, Ordering::SeqCst);
-                if let Some(inner) = &*call.inner() {
-                    inner.interrupt();
+            let Some(shared) = weak.upgrade() else {
+                return;
+            };
+            let state = shared.state();
+            match &state.interrupter {
+                Some(interrupter) => interrupter.interrupt(),
+                None => {
+                    shared.interrupted.store(true, Ordering::SeqCst);
+                    shared.changed.notify_all();
                 }
             }
         }))
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
-        self.told(|inner| inner.applied(set))
+        self.tell(
+            |attached| attached.applied(set),
+            |state| state.applied = Some(set.clone()),
+        )
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
-        self.told(|inner| inner.refuse(set, reason))
-    }
-}
-
-impl NetReceiver {
-    /// Tells the sender something; one that is gone needs no telling.
-    fn told(&mut self, tell: impl FnOnce(&mut Attached) -> Result<()>) -> Result<()> {
-        match &mut self.inner {
-            Some(inner) => tell(inner),
-            None => Ok(()),
-        }
+        self.tell(
+            |attached| attached.refuse(set, reason),
+            |state| state.refused = Some((set.cloned(), reason.into())),
+        )
     }
 }
 
 impl Drop for NetReceiver {
     fn drop(&mut self) {
+        let shared = &self.shared;
+        shared.closed.store(true, Ordering::SeqCst);
+        let (found, search) = {
+            let mut state = shared.state();
+            (state.found.take(), state.search.take())
+        };
+        if let Some(search) = search {
+            if shared.way.is_forked() {
+                // The thread is the parent's and does not exist in a forked child.
+                std::mem::forget(search);
+            } else {
+                // A panic there has been reported by the panic hook already.
+                let _ = search.join();
+            }
+        }
+        let late = shared.state().found.take();
         // The worker leaves its segment before its agent leaves the sender.
-        self.inner = None;
-        self.agent = None;
+        drop((found, late));
     }
 }
 
-impl Call {
-    fn follow(&self, inner: &Attached) {
-        *self.inner() = inner.interrupter().ok();
-    }
-
-    fn inner(&self) -> MutexGuard<'_, Option<Interrupter>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn random() -> Result<u64> {
-    let nonce = crate::link::nonce().map_err(|source| Error::Os {
-        action: "getting random bytes",
-        source,
-    })?;
-    let (first, _) = nonce.split_first_chunk().unwrap_or((&[0; 8], &[]));
-    Ok(u64::from_le_bytes(*first))
+fn over(deadline: Deadline) -> bool {
+    deadline.is_some_and(|at| Instant::now() >= at)
 }

@@ -18,8 +18,9 @@ use crate::receiver::NetReceiver;
 use crate::relay::local::{self, Whose};
 use crate::root::NetSender;
 
-/// Many hosts: workers dial in, each host fetches a version once and passes it on
-/// to the next, and all workers of a host share one copy.
+/// Many hosts: workers dial in. With a relay on each host, each version goes to a
+/// host once, from one to the next, and all workers of the host share that copy;
+/// without one, a worker is its own relay.
 ///
 /// `distributed`, with these settings:
 ///
@@ -31,7 +32,7 @@ use crate::root::NetSender;
 /// | `every=N` | every version in order, with at most N in a worker's queue (1 to 32) |
 /// | `pull` | workers ask; nothing is pushed |
 /// | `own-copy` | each version is copied into the worker's own memory |
-/// | `share=all`, `workers`, `none` | whose memory workers of one host share: also the trainer's (unless it is said), only each other's, nobody's |
+/// | `share=all`, `relay`, `none` | whose memory workers read: that of the trainer if it is on their host, or of their host's relay (unless it is said); only of the relay; nobody's |
 /// | `arity=N` | how many hosts fetch from each: 1, a chain, unless it is said |
 /// | `connections=N` | connections by which a host fetches, 1 to 8 |
 ///
@@ -64,17 +65,17 @@ pub struct Distributed {
     listeners: Arc<Mutex<HashMap<String, TcpListener>>>,
 }
 
-/// Whose memory workers of one host share.
+/// Whose memory a worker reads. Where there is nobody's, it fetches a copy of its
+/// own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Share {
-    /// Everybody's: workers on the trainer's host read its memory, others that of
-    /// their host's relay.
+    /// The trainer's, on its host; elsewhere that of the host's relay.
     #[default]
     All,
-    /// Each other's, but never the trainer's.
-    Workers,
-    /// Nobody's: each worker fetches a copy of its own.
+    /// That of the host's relay.
+    Relay,
+    /// Nobody's.
     Nothing,
 }
 
@@ -83,7 +84,7 @@ const WORD: &str = "distributed";
 
 /// What the settings are, for who gets one wrong.
 const SETTINGS: &str = "listen=HOST:PORT, advertise=HOST:PORT, insecure-plaintext, every=1 to 32, \
-                        pull, own-copy, share=all, workers or none, arity=1 to 64, connections=1 to 8";
+                        pull, own-copy, share=all, relay or none, arity=1 to 64, connections=1 to 8";
 
 impl Default for Distributed {
     fn default() -> Self {
@@ -194,9 +195,9 @@ impl Distributed {
                 "share" => {
                     scheme.share = match value.as_str() {
                         "all" => Share::All,
-                        "workers" => Share::Workers,
+                        "relay" => Share::Relay,
                         "none" => Share::Nothing,
-                        _ => return Err(bad(key, "all, workers or none", value)),
+                        _ => return Err(bad(key, "all, relay or none", value)),
                     }
                 }
                 "arity" => scheme.arity = number(key, value, 1, 64)?,
@@ -294,7 +295,7 @@ impl Scheme for Distributed {
         }
         match self.share {
             Share::All => {}
-            Share::Workers => set("share", "workers".into()),
+            Share::Relay => set("share", "relay".into()),
             Share::Nothing => set("share", "none".into()),
         }
         if self.arity != 1 {

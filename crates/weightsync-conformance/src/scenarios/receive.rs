@@ -248,11 +248,8 @@ pub(crate) fn a_worker_asks_for_the_newest_or_one_it_names(subject: &Subject) {
         matches!(&runs, Answer::Runs { versions, .. } if versions[0].1 == 1),
         "{runs:?}"
     );
-    assert_eq!(
-        script.status()[0].versions,
-        [1],
-        "the sender knows what it runs"
-    );
+    // The sender comes to know what it runs.
+    script.until_status(|status| status[0].versions == [1]);
     script.close();
 }
 
@@ -353,8 +350,14 @@ pub(crate) fn an_answer_takes_nothing_from_what_is_sent(subject: &Subject) {
         script.send(What::Word(word), How::wait(Wait::Sent));
     }
     assert_eq!(script.answer_of(0), Answer::Nothing);
-    let seen = script.deed(0, Deed::Receive(Some(PATIENCE))).seen();
-    assert_eq!(seen.one(), (word, word));
+    // Older ones may be on their way to a worker that is far from its sender.
+    let mut last = 6;
+    while last < word {
+        let seen = script.deed(0, Deed::Receive(Some(PATIENCE))).seen();
+        assert!(seen.word() > last, "{seen:?} after {last}");
+        last = seen.word();
+    }
+    assert_eq!(last, word);
     let gone = script.deed(0, pull(Want::Exactly(2))).fault();
     assert_eq!(gone.kind, Kind::NoSuchVersion, "{}", gone.text);
     let before = script.deed(0, pull(Want::Exactly(word - 2))).seen();

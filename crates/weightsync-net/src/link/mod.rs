@@ -21,7 +21,7 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use crate::access::Key;
 use crate::wire::frame::{self, Decoder, FrameError, Kind};
@@ -391,9 +391,4 @@ pub(crate) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
         filled += rustix::rand::getrandom(&mut nonce[filled..], flags)?;
     }
     Ok(nonce)
-}
-
-/// The next moment at which something is due.
-pub(crate) fn after(pause: Duration) -> Instant {
-    Instant::now() + pause
 }

@@ -129,7 +129,7 @@ impl Engine {
             models,
             bulk,
         } = joined;
-        let (slots, _) = options.slots.unwrap_or(slots);
+        let (slots, _) = slots;
         let segment = SegmentOptions {
             // One that is live, one that comes, one that a slow relay below takes.
             slots: slots.max(3),

@@ -18,7 +18,7 @@ use weightsync_mem::{Ending, Listener};
 
 use self::engine::{Engine, Event};
 use self::join::{Joined, join};
-pub use self::plan::{Effect, Input, Item, Plan};
+pub use self::plan::Item;
 use crate::access::Key;
 use crate::wire::hello::HelloError;
 
@@ -37,18 +37,14 @@ pub(crate) struct AgentOptions {
     pub(crate) connections: usize,
     /// Where its workers find it.
     pub(crate) place: Place,
-    /// Slots of each model, to begin with and at most; what the sender has, unless
-    /// that is said.
-    pub(crate) slots: Option<(u8, u8)>,
 }
 
 /// Where the workers of an agent find it.
 #[derive(Clone, Debug)]
 pub(crate) enum Place {
-    /// The agent of this host, at the first of its names that is free; fails if
-    /// another serves there already, unless `beside` it is fine.
-    Host { beside: bool },
-    /// Nobody else does.
+    /// All of this host, at the first of its names that is free.
+    Host,
+    /// Only who knows the name.
     Own(String),
 }
 
@@ -252,30 +248,19 @@ async fn run(
 
 /// A name for the workers of this host.
 fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String), StartError> {
-    let taken =
-        |error: &weightsync_mem::Error| matches!(error, weightsync_mem::Error::AddressInUse { .. });
-    match &options.place {
-        Place::Own(name) => {
-            let listener = Listener::at(name).map_err(StartError::Memory)?;
-            Ok((listener, name.clone()))
-        }
-        Place::Host { beside } => {
-            for name in local::names(&options.secret, &joined.address, local::Whose::Host) {
-                match Listener::at(&name) {
-                    Ok(listener) => return Ok((listener, name)),
-                    Err(error) if taken(&error) && *beside => {}
-                    // One that nobody serves any more is no reason to give up.
-                    Err(error) if taken(&error) => {
-                        if weightsync_mem::is_served(&name).unwrap_or(true) {
-                            return Err(StartError::Taken);
-                        }
-                    }
-                    Err(error) => return Err(StartError::Memory(error)),
-                }
-            }
-            Err(StartError::Taken)
+    let names = match &options.place {
+        Place::Own(name) => vec![name.clone()],
+        Place::Host => local::names(&options.secret, &joined.address, local::Whose::Host),
+    };
+    for name in names {
+        match Listener::at(&name) {
+            Ok(listener) => return Ok((listener, name)),
+            // It is another relay's, or a forked child of one that died keeps it.
+            Err(weightsync_mem::Error::AddressInUse { .. }) => {}
+            Err(error) => return Err(StartError::Memory(error)),
         }
     }
+    Err(StartError::Taken)
 }
 
 /// The names at which processes of one host find each other.

@@ -17,7 +17,7 @@ use weightsync_mem::{self as mem, Error as Memory, Going, Guest, GuestOptions, G
 
 use super::topology::{AgentId, Assigned, Topology};
 use crate::bulk::Served;
-use crate::link::{self, Link, LinkEnd};
+use crate::link::{Link, LinkEnd};
 use crate::status;
 use crate::wire::message::{Delivery, FromRoot, Held, RefusalRemedy, ToRoot, Want, WorkerProgress};
 

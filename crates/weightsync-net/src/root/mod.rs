@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 
 use tokio::sync::{mpsc, oneshot};
 use weightsync::transport::{
-    Deadline, Level, ModelSpec, Opening, Outstanding, Segment, SenderTransport, Staging, Targets,
+    Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
 use weightsync::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::{Guests, Listener};
@@ -19,8 +19,8 @@ use weightsync_mem::{Guests, Listener};
 use self::hub::{Event, Hub, News, Settings};
 use crate::access::Key;
 use crate::bulk::{Find, Store, Threads, serve};
+use crate::link;
 use crate::link::listen::accept_all;
-use crate::link::{self, Link};
 use crate::relay::Item;
 use crate::scheme::Distributed;
 use crate::wire::hello::Role;

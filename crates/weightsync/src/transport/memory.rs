@@ -407,6 +407,11 @@ impl Attached {
         &self.reader
     }
 
+    /// What has something done once nothing more will come from this segment.
+    pub fn end(&self) -> weightsync_mem::End {
+        self.reader.end()
+    }
+
     /// What the worker takes with it to another segment of the same run.
     pub fn handoff(&self) -> Handoff {
         Handoff {

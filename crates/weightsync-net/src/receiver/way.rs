@@ -1,0 +1,250 @@
+//! How a worker finds its sender.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use weightsync::transport::{Attached, Deadline, Endpoint, Handoff, Joining, interrupt};
+use weightsync::{Error, MemoryError, Result};
+use weightsync_mem::{AttachOptions, Reader};
+
+use crate::error::NetError;
+use crate::relay::local::{self, Whose};
+use crate::relay::{Agent, AgentOptions, Place, Reach, StartError, left};
+use crate::scheme::{Distributed, Share};
+
+/// How long one attempt to reach the sender may take.
+const ATTEMPT: Duration = Duration::from_secs(3);
+
+/// The same where the worker may be asked to end meanwhile.
+const SHORT_ATTEMPT: Duration = Duration::from_secs(1);
+
+/// How long what lives at a name of this host has to answer before a worker looks
+/// elsewhere.
+const ANSWER: Duration = Duration::from_secs(1);
+
+/// After so many refusals in a row nobody listens where the sender did.
+const REFUSALS: u32 = 5;
+
+/// The way of one worker.
+#[derive(Debug)]
+pub(super) struct Way {
+    scheme: Distributed,
+    at: Endpoint,
+    joining: Joining,
+    instance: u64,
+    owner: u32,
+}
+
+/// Where it has led.
+#[derive(Debug)]
+pub(super) struct Found {
+    // The worker leaves its segment before its agent leaves the sender.
+    pub(super) attached: Attached,
+    /// The agent that this worker is itself.
+    agent: Option<Agent>,
+}
+
+impl Found {
+    /// Whether the segment is that of a relay of this host.
+    pub(super) fn is_a_relays(&self) -> bool {
+        self.agent.is_none() && self.attached.reader().is_relayed()
+    }
+
+    /// Whether it was, and that has gone.
+    pub(super) fn has_lost_its_relay(&self) -> bool {
+        self.is_a_relays() && self.attached.reader().is_gone()
+    }
+}
+
+/// What came of one look.
+enum Look {
+    Found(Box<Found>),
+    Nothing(Reach),
+}
+
+impl Way {
+    pub(super) fn new(scheme: &Distributed, at: &Endpoint, joining: &Joining) -> Result<Self> {
+        Ok(Self {
+            scheme: scheme.clone(),
+            at: at.clone(),
+            joining: joining.clone(),
+            instance: random()?,
+            owner: std::process::id(),
+        })
+    }
+
+    pub(super) fn is_forked(&self) -> bool {
+        self.owner != std::process::id()
+    }
+
+    /// Attaches to the trainer's segment if that is on this host, to that of the
+    /// host's relay if there is one, or fetches for itself.
+    pub(super) fn find(&self, handoff: &Handoff, deadline: Deadline) -> Result<Found> {
+        let since = Instant::now();
+        let mut looks = 0;
+        loop {
+            if let Look::Found(found) = self.look(handoff, deadline, ATTEMPT)? {
+                return Ok(*found);
+            }
+            if deadline.is_some_and(|at| Instant::now() >= at) {
+                return Err(Error::NoSender {
+                    address: self.at.address().into(),
+                    waited: since.elapsed(),
+                });
+            }
+            let pause = pause(looks);
+            looks += 1;
+            interrupt::sleep(pause.min(left(deadline, pause)))?;
+        }
+    }
+
+    /// The same after a relay has gone: until it is `closed`, or the sender is gone
+    /// as well.
+    pub(super) fn find_again(
+        &self,
+        handoff: &Handoff,
+        closed: &AtomicBool,
+    ) -> Result<Option<Found>> {
+        let (mut looks, mut refusals) = (0, 0);
+        while !closed.load(Ordering::SeqCst) {
+            match self.look(handoff, None, SHORT_ATTEMPT)? {
+                Look::Found(found) => return Ok(Some(*found)),
+                Look::Nothing(Reach::Refused) => refusals += 1,
+                Look::Nothing(_) => refusals = 0,
+            }
+            if refusals >= REFUSALS {
+                return Err(Error::SenderDied { pid: None });
+            }
+            std::thread::sleep(pause(looks));
+            looks += 1;
+        }
+        Ok(None)
+    }
+
+    fn look(&self, handoff: &Handoff, deadline: Deadline, attempt: Duration) -> Result<Look> {
+        for name in self.names() {
+            if !weightsync_mem::is_served(&name).unwrap_or(false) {
+                continue;
+            }
+            match self.attach(&name, handoff, Instant::now() + left(deadline, ANSWER)) {
+                Ok(attached) => return Ok(found(attached, None)),
+                // It does not answer, or is about to go.
+                Err(Error::NoSender { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let agent = match self.become_agent(left(deadline, attempt))? {
+            Ok(agent) => agent,
+            Err(reach) => return Ok(Look::Nothing(reach)),
+        };
+        let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
+        match self.attach(&agent.address, handoff, until) {
+            Ok(attached) => Ok(found(attached, Some(agent))),
+            // The sender went in between.
+            Err(Error::NoSender { .. }) => Ok(Look::Nothing(Reach::Unknown)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The names at which this worker looks for others, in order.
+    fn names(&self) -> Vec<String> {
+        let names = |whose| local::names(self.at.secret(), self.at.address(), whose);
+        match self.scheme.share {
+            Share::All => {
+                let mut all = names(Whose::Sender);
+                all.extend(names(Whose::Host));
+                all
+            }
+            Share::Relay => names(Whose::Host),
+            Share::Nothing => Vec::new(),
+        }
+    }
+
+    fn attach(&self, name: &str, handoff: &Handoff, until: Instant) -> Result<Attached> {
+        let options = AttachOptions {
+            address: name.into(),
+            secret: *self.at.secret(),
+            worker: self.joining.worker,
+            seen: self.joining.seen,
+            models: Some(self.joining.wanted.clone()),
+            delivery: self.scheme.delivery(),
+            device: self.joining.device.clone(),
+            wait: self.joining.wait,
+            instance: self.instance,
+            resume: handoff.resume(),
+        };
+        let reader = Reader::attach(&options, Some(until))?;
+        Attached::new(reader, &self.joining, self.scheme.own_copy)
+    }
+
+    /// Reaches the sender itself; how it is that that is not possible now.
+    fn become_agent(&self, patience: Duration) -> Result<std::result::Result<Agent, Reach>> {
+        let [high, low] = [random()?, random()?];
+        let address = || self.at.address().to_owned();
+        let options = AgentOptions {
+            root: address(),
+            secret: *self.at.secret(),
+            seen: self.joining.seen,
+            connections: self.scheme.connections,
+            place: Place::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
+        };
+        self.may_dial()?;
+        match Agent::start(options, patience) {
+            Ok(agent) => Ok(Ok(agent)),
+            Err(StartError::Unreachable(reach, _)) => Ok(Err(reach)),
+            Err(error) => Err(error.into_error(address())),
+        }
+    }
+
+    /// Whether a link to the sender is one that is wanted as it is.
+    fn may_dial(&self) -> Result<()> {
+        use std::net::ToSocketAddrs;
+        let access = self.scheme.access()?;
+        // A name that is not found is for the attempt to say.
+        let addresses = self.at.address().to_socket_addrs();
+        for address in addresses.into_iter().flatten() {
+            access
+                .may_dial_with_secret(address)
+                .map_err(crate::error::transport)?;
+        }
+        Ok(())
+    }
+}
+
+impl StartError {
+    /// As the session above knows it.
+    pub(crate) fn into_error(self, address: String) -> Error {
+        match self {
+            Self::Unreachable(_, reason) => NetError::Unreachable { address, reason }.into(),
+            Self::Taken => NetError::Unreachable {
+                address,
+                reason: "another relay serves this host".into(),
+            }
+            .into(),
+            Self::Fenced { seen, got } => MemoryError::Fenced { seen, got }.into(),
+            Self::Memory(error) => error.into(),
+            Self::Os { action, source } => Error::Os { action, source },
+            Self::Refused(source) => NetError::Hello { address, source }.into(),
+            Self::Denied(reason) => NetError::Denied { address, reason }.into(),
+            Self::Broken(reason) => NetError::Broken { address, reason }.into(),
+        }
+    }
+}
+
+fn found(attached: Attached, agent: Option<Agent>) -> Look {
+    Look::Found(Box::new(Found { attached, agent }))
+}
+
+/// The pause after so many looks.
+fn pause(looks: u32) -> Duration {
+    Duration::from_millis(5 << looks.min(4))
+}
+
+fn random() -> Result<u64> {
+    let nonce = crate::link::nonce().map_err(|source| Error::Os {
+        action: "getting random bytes",
+        source,
+    })?;
+    let (first, _) = nonce.split_first_chunk().unwrap_or((&[0; 8], &[]));
+    Ok(u64::from_le_bytes(*first))
+}
