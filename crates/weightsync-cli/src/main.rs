@@ -3,7 +3,10 @@
 
 mod bench;
 mod demo;
+#[cfg(feature = "net")]
+mod net;
 mod plot;
+mod signals;
 
 use std::process::ExitCode;
 
@@ -23,12 +26,22 @@ enum What {
     Demo(demo::Args),
     /// Measure a scheme on this machine, beside a plain memcpy of the same run
     Bench(bench::Args),
+    /// Carry a sender's versions to the workers of this host, and on to the next host
+    #[cfg(feature = "net")]
+    Relay(net::RelayArgs),
+    /// Show a sender, every relay and every worker, with their versions
+    #[cfg(feature = "net")]
+    Status(net::StatusArgs),
 }
 
 fn main() -> ExitCode {
     let done = match Command::parse().what {
         What::Demo(args) => demo::run(&args),
         What::Bench(args) => bench::run(args),
+        #[cfg(feature = "net")]
+        What::Relay(args) => net::relay(&args),
+        #[cfg(feature = "net")]
+        What::Status(args) => net::status(&args),
     };
     match done {
         Ok(code) => code,

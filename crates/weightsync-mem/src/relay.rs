@@ -205,7 +205,8 @@ impl Relay {
         let relayed = self.relayed();
         let events = self.shared.wait_until(deadline, || {
             // Who has left may have said why just before.
-            for key in relayed.leaving(&self.shared.state()) {
+            let leaving = relayed.leaving(&self.shared.state());
+            for key in leaving {
                 self.shared.listen_to(key, false)?;
             }
             let state = self.shared.state();

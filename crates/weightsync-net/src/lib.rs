@@ -30,4 +30,5 @@ pub mod wire;
 
 pub use self::access::{Access, AccessError, Key, Token};
 pub use self::error::NetError;
+pub use self::relay::{Relay, RelayNews, RelayStop};
 pub use self::scheme::{Distributed, Share};

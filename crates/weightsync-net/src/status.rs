@@ -1,8 +1,18 @@
 //! How things are: what `weightsync status` shows.
 
-use serde::{Deserialize, Serialize};
+use std::io::{self, Read};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::Duration;
 
-use crate::wire::message::MAX_JSON;
+use serde::{Deserialize, Serialize};
+use weightsync::Result;
+
+use crate::access::Key;
+use crate::link::blocking;
+use crate::relay::unreachable;
+use crate::wire::frame::{HEADER_BYTES, Header, Kind};
+use crate::wire::hello::Role;
+use crate::wire::message::{self, MAX_JSON, Message};
 
 /// A sender and everybody it reaches, at one moment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -73,6 +83,40 @@ pub struct Worker {
 }
 
 impl Status {
+    /// Asks the sender at `address` (`host:port`), for who has its secret: that of its
+    /// [`Token`](crate::Token), or of the endpoint of an init info. Each step of it
+    /// takes at most `patience`.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError`](crate::NetError), as an
+    /// [`Error::Transport`](weightsync::Error::Transport).
+    pub fn ask(address: &str, secret: &[u8; 16], patience: Duration) -> Result<Self> {
+        let mut last = unreachable(address, &io::ErrorKind::NotFound.into());
+        let failed = |error: io::Error| unreachable(address, &error);
+        for one in address.to_socket_addrs().map_err(failed)? {
+            match Self::ask_at(one, secret, patience) {
+                Ok(status) => return Ok(status),
+                Err(error) => last = unreachable(address, &error),
+            }
+        }
+        Err(last)
+    }
+
+    fn ask_at(address: SocketAddr, secret: &[u8; 16], patience: Duration) -> io::Result<Self> {
+        let key = Key::new(secret);
+        let mut socket = blocking::dial(address, &key, Role::Status, patience)?;
+        let mut header = [0; HEADER_BYTES];
+        socket.read_exact(&mut header)?;
+        let header = Header::decode(&header, &[Kind::Control]).map_err(io::Error::other)?;
+        let mut payload = vec![0; header.len];
+        socket.read_exact(&mut payload)?;
+        header.check(&payload).map_err(io::Error::other)?;
+        let message::Status { json } =
+            message::Status::decode(&payload).map_err(io::Error::other)?;
+        serde_json::from_str(&json).map_err(io::Error::other)
+    }
+
     /// As JSON, without workers if it would be too long with them.
     pub(crate) fn to_json(&self) -> String {
         let whole = serde_json::to_string(self).unwrap_or_default();

@@ -50,6 +50,12 @@ impl InitInfo {
         &self.scheme
     }
 
+    /// Where its sender is found, and what lets a worker in: for programs that join
+    /// by other means than a [`ReceiverSetup`](crate::ReceiverSetup).
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.at
+    }
+
     /// The scheme, if it is one of these.
     pub(crate) fn known(&self, schemes: &Schemes) -> Result<AnyScheme> {
         schemes.parse(&self.scheme)

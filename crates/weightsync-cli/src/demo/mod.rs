@@ -4,7 +4,6 @@
 mod curve;
 mod folder;
 mod progress;
-mod signals;
 
 use std::{
     error::Error,
@@ -21,10 +20,10 @@ use weightsync_rl::{
     ppo::{self, ActorCritic, Ppo, PpoConfig},
 };
 
+use crate::signals::Signals;
 use curve::Curve;
 use folder::Place;
 use progress::{Progress, Status};
-use signals::Signals;
 
 const TASK: Task = Task::CartPole;
 /// The mean return of the last episodes that ends the demo.

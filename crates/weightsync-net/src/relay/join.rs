@@ -57,7 +57,14 @@ pub(crate) async fn join(
     let port = bulk
         .as_ref()
         .and_then(|bulk| Some(bulk.local_addr().ok()?.port()));
-    let (link, welcome) = greet(socket, options, (port, Before::default()), 0, events).await?;
+    let before = (port, Before::default());
+    let (link, welcome) = greet(socket, options, before, 0, events).await?;
+    if welcome.run.epoch < options.seen {
+        return Err(StartError::Fenced {
+            seen: options.seen,
+            got: welcome.run.epoch,
+        });
+    }
     let Welcome {
         run,
         agent,

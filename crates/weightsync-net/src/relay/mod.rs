@@ -7,6 +7,7 @@
 mod engine;
 mod join;
 mod plan;
+mod service;
 
 use std::net::SocketAddr;
 use std::thread::JoinHandle;
@@ -19,6 +20,8 @@ use weightsync_mem::{Ending, Listener};
 use self::engine::{Engine, Event};
 use self::join::{Joined, join};
 pub use self::plan::Item;
+pub(crate) use self::service::unreachable;
+pub use self::service::{Relay, RelayNews, RelayStop};
 use crate::access::Key;
 use crate::wire::hello::HelloError;
 
@@ -146,11 +149,6 @@ impl Agent {
                 Err(StartError::Broken("its thread ended".into()))
             }
         }
-    }
-
-    /// Whether it has ended by itself, because the sender did.
-    pub(crate) fn is_over(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     /// Waits until it ends by itself; how.

@@ -228,11 +228,6 @@ impl Plan {
             .map(|(item, _)| *item)
     }
 
-    /// What is being fetched.
-    pub fn fetching(&self) -> Option<Item> {
-        self.fetching
-    }
-
     /// Whether some worker is still to be told something.
     pub fn is_pending(&self) -> bool {
         let mut workers = self.workers.values();

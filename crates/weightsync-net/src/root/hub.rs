@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -84,6 +85,8 @@ pub(crate) struct Hub {
     news: Arc<News>,
     events: mpsc::Sender<Event>,
     topology: Topology,
+    /// How many agents there are, for who lets them in.
+    count: Arc<AtomicUsize>,
     agents: BTreeMap<AgentId, Agent>,
     last_agent: AgentId,
     seats: BTreeMap<WorkerId, Seat>,
@@ -107,7 +110,6 @@ struct Known {
     name: String,
     host: [u8; 16],
     pid: u32,
-    bulk: Option<SocketAddr>,
     holds: BTreeSet<Held>,
 }
 
@@ -134,6 +136,7 @@ impl Hub {
         guests: Guests,
         news: Arc<News>,
         events: mpsc::Sender<Event>,
+        count: Arc<AtomicUsize>,
     ) -> Self {
         Self {
             topology: Topology::new(settings.arity),
@@ -141,6 +144,7 @@ impl Hub {
             guests,
             news,
             events,
+            count,
             agents: BTreeMap::new(),
             last_agent: 0,
             seats: BTreeMap::new(),
@@ -200,6 +204,7 @@ impl Hub {
                     received: 0,
                 };
                 self.agents.insert(agent, known);
+                self.count.store(self.agents.len(), Ordering::Relaxed);
             }
             Event::Heard { agent, what } => match what {
                 Ok(message) => self.hear(agent, message),
@@ -257,7 +262,6 @@ impl Hub {
                     name,
                     host,
                     pid,
-                    bulk,
                     holds,
                 });
                 let welcome = FromRoot::Welcome {
@@ -550,6 +554,7 @@ impl Hub {
         let Some(gone) = self.agents.remove(&agent) else {
             return;
         };
+        self.count.store(self.agents.len(), Ordering::Relaxed);
         let hung_up = matches!(end, LinkEnd::HungUp | LinkEnd::Failed(_));
         let now = Instant::now();
         let (host, pid) = gone

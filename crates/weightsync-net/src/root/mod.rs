@@ -141,6 +141,7 @@ impl Server {
             store: store.clone(),
             children: children.clone(),
             guests,
+            agents: Arc::default(),
         };
         let news = Arc::new(News::default());
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -156,9 +157,11 @@ impl Server {
                 let Ok(listener) = tokio::net::TcpListener::from_std(listener) else {
                     return;
                 };
-                let guests = listening.guests.clone();
+                let (guests, agents) = (listening.guests.clone(), listening.agents.clone());
                 let accepting = tokio::spawn(listening.accept(listener));
-                Hub::new(settings, guests, news, own).run(heard).await;
+                Hub::new(settings, guests, news, own, agents)
+                    .run(heard)
+                    .await;
                 accepting.abort();
             });
             // Tasks end with it; nothing of them waits.
@@ -206,25 +209,25 @@ struct Listening {
     store: Arc<Store>,
     children: Arc<Threads>,
     guests: Guests,
+    /// How many agents there are.
+    agents: Arc<AtomicUsize>,
 }
 
 impl Listening {
     async fn accept(self, listener: tokio::net::TcpListener) {
-        let agents = Arc::new(AtomicUsize::new(0));
         let Self {
             key,
             events,
             store,
             children,
             guests,
+            agents,
         } = self;
-        let count = agents.clone();
-        let busy = move || count.load(Ordering::Relaxed) >= MAX_AGENTS;
+        let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
         let take = move |socket: tokio::net::TcpStream, from: SocketAddr, role| match role {
             Role::Control => {
-                let (events, agents) = (events.clone(), agents.clone());
+                let events = events.clone();
                 tokio::spawn(async move {
-                    agents.fetch_add(1, Ordering::Relaxed);
                     let _ = events.send(Event::Connected { socket, from }).await;
                 });
             }

@@ -1,4 +1,4 @@
-//! Ctrl-C and its like, noticed between two batches, which are bounded in time.
+//! Ctrl-C and its like, noticed between two steps, which are bounded in time.
 
 use std::{
     io,
@@ -13,8 +13,8 @@ use signal_hook::{
     flag,
 };
 
-/// The signals that end the demo. A second one ends it at once: workers end by
-/// their lifelines, whatever the trainer does.
+/// The signals that end a command. A second one ends it at once: the demo's workers
+/// end by their lifelines, whatever the trainer does.
 pub struct Signals {
     caught: Arc<AtomicUsize>,
 }

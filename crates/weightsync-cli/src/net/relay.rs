@@ -1,0 +1,56 @@
+//! `weightsync relay`: one per host, beside the workers.
+
+use std::{error::Error, process::ExitCode, thread, time::Duration};
+
+use weightsync_net::Relay;
+
+use super::{Key, Way, address};
+use crate::signals::Signals;
+
+/// How often a signal is looked for.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What `relay` is asked for.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The sender, as HOST:PORT
+    #[arg(long, value_name = "HOST:PORT", required_unless_present = "info")]
+    join: Option<String>,
+    #[command(flatten)]
+    key: Key,
+    /// Use links that leave this machine, although they are not encrypted
+    #[arg(long)]
+    insecure_plaintext: bool,
+    /// Connections by which versions are fetched
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=8))]
+    connections: u8,
+}
+
+/// Runs a relay until a signal ends it.
+pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
+    let mut relay = match args.key.way()? {
+        Way::Token(token) => Relay::with_token(address(args.join.as_deref())?, &token),
+        Way::Info(info) => Relay::of(&info),
+    };
+    relay = relay.connections(args.connections.into());
+    if args.insecure_plaintext {
+        relay = relay.insecure_plaintext();
+    }
+    let signals = Signals::watch()?;
+    let stop = relay.stopper();
+    thread::scope(|scope| {
+        let running = scope.spawn(|| relay.run(|news| println!("{news}")));
+        while !running.is_finished() && signals.caught().is_none() {
+            thread::sleep(LOOK);
+        }
+        stop.stop();
+        match running.join() {
+            Ok(done) => done,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })?;
+    Ok(match signals.caught() {
+        Some(signal) => ExitCode::from(128 + signal),
+        None => ExitCode::SUCCESS,
+    })
+}

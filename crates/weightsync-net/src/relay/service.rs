@@ -1,0 +1,261 @@
+//! A relay as a program runs it: it joins, serves, and joins again.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use weightsync::{InitInfo, Result};
+use weightsync_core::{Epoch, Run};
+use weightsync_mem::Ending;
+
+use super::{Agent, AgentOptions, Place, StartError, Stopper};
+use crate::access::{Access, Token};
+use crate::error::{NetError, transport};
+
+/// How long one attempt to reach the sender may take.
+const ATTEMPT: Duration = Duration::from_secs(3);
+
+/// The longest pause between two attempts.
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
+/// A relay: it fetches each version of a sender once for its host, shares it with
+/// all workers there, and passes it on to the next host.
+///
+/// **Guarantee.** It needs nobody's help to come back: it looks for its sender until
+/// it is stopped, whether that was not there yet, restarted, or was out of reach. Its
+/// workers find it by themselves, and look for another way when it goes.
+///
+/// ```no_run
+/// use weightsync_net::{Relay, Token};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let token = Token::from_file("/etc/weightsync/token")?;
+/// let relay = Relay::with_token("trainer:7070", &token).insecure_plaintext();
+/// relay.run(|news| println!("{news}"))?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Relay {
+    address: String,
+    secret: [u8; 16],
+    insecure_plaintext: bool,
+    connections: usize,
+    stop: Arc<Stop>,
+}
+
+/// Ends [`Relay::run`], from another thread.
+#[derive(Clone, Debug)]
+pub struct RelayStop(Arc<Stop>);
+
+#[derive(Debug, Default)]
+struct Stop {
+    state: Mutex<StopState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct StopState {
+    stopped: bool,
+    agent: Option<Stopper>,
+}
+
+/// What a relay has to say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RelayNews {
+    /// The sender cannot be reached, and why; said once until it is.
+    Looking {
+        /// Where it is looked for.
+        address: String,
+        /// What the attempt came to.
+        reason: String,
+    },
+    /// It has joined the sender.
+    Joined {
+        /// The sender's run.
+        run: Run,
+        /// Where it serves the next host.
+        serves: Option<SocketAddr>,
+    },
+    /// The sender has shut down.
+    Closed,
+    /// The sender has died.
+    Died,
+}
+
+impl fmt::Display for RelayNews {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Looking { address, reason } => {
+                write!(f, "looking for a sender at {address}: {reason}")
+            }
+            Self::Joined { run, serves } => {
+                write!(f, "joined {run}")?;
+                match serves {
+                    Some(serves) => write!(f, ", serving the next host at {serves}"),
+                    None => Ok(()),
+                }
+            }
+            Self::Closed => f.write_str("the sender has shut down"),
+            Self::Died => f.write_str("the sender has died"),
+        }
+    }
+}
+
+impl Relay {
+    /// One for the sender at `address` (`host:port`), for who has its token.
+    pub fn with_token(address: impl Into<String>, token: &Token) -> Self {
+        Self::new(address.into(), token.secret())
+    }
+
+    /// One for the sender of an init info.
+    pub fn of(info: &InitInfo) -> Self {
+        let at = info.endpoint();
+        Self::new(at.address().into(), *at.secret())
+    }
+
+    fn new(address: String, secret: [u8; 16]) -> Self {
+        Self {
+            address,
+            secret,
+            insecure_plaintext: false,
+            connections: 2,
+            stop: Arc::default(),
+        }
+    }
+
+    /// Uses links that leave this machine, although they are not encrypted.
+    #[must_use]
+    pub fn insecure_plaintext(mut self) -> Self {
+        self.insecure_plaintext = true;
+        self
+    }
+
+    /// Fetches by so many connections, 1 to 8.
+    #[must_use]
+    pub fn connections(mut self, connections: usize) -> Self {
+        self.connections = connections.clamp(1, 8);
+        self
+    }
+
+    /// What ends [`run`](Self::run).
+    pub fn stopper(&self) -> RelayStop {
+        RelayStop(self.stop.clone())
+    }
+
+    /// Runs until it is stopped; `tell` hears what happens.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError`] as an [`Error::Transport`](weightsync::Error::Transport) if trying
+    /// again would not help: a wrong token, another program at the address, an
+    /// address that is not to be used as links are; and of the operating system.
+    pub fn run(&self, mut tell: impl FnMut(RelayNews)) -> Result<()> {
+        let mut seen = Epoch::default();
+        let mut failures = 0;
+        while !self.stop.state().stopped {
+            self.may_dial()?;
+            let options = AgentOptions {
+                root: self.address.clone(),
+                secret: self.secret,
+                seen,
+                connections: self.connections,
+                place: Place::Host,
+            };
+            let looking = |reason| RelayNews::Looking {
+                address: self.address.clone(),
+                reason,
+            };
+            let reason = match Agent::start(options, ATTEMPT) {
+                Ok(agent) => {
+                    failures = 0;
+                    seen = agent.run.epoch;
+                    let (run, serves) = (agent.run, agent.serves);
+                    tell(RelayNews::Joined { run, serves });
+                    match self.serve(agent) {
+                        Ending::Closed => tell(RelayNews::Closed),
+                        Ending::Died => tell(RelayNews::Died),
+                        Ending::Moved => {}
+                    }
+                    continue;
+                }
+                Err(StartError::Unreachable(_, reason)) => reason,
+                Err(StartError::Fenced { seen, got }) => {
+                    format!("the sender there has {got}, and {seen} has been seen")
+                }
+                Err(error) => return Err(error.into_error(self.address.clone())),
+            };
+            if failures == 0 {
+                tell(looking(reason));
+            }
+            self.stop
+                .wait((super::backoff(failures) * 2).min(LONGEST_PAUSE));
+            failures += 1;
+        }
+        Ok(())
+    }
+
+    fn serve(&self, agent: Agent) -> Ending {
+        let stopper = agent.stopper();
+        let mut state = self.stop.state();
+        if state.stopped {
+            drop(state);
+            stopper.stop();
+        } else {
+            state.agent = Some(stopper);
+            drop(state);
+        }
+        let ending = agent.wait();
+        self.stop.state().agent = None;
+        ending
+    }
+
+    fn may_dial(&self) -> Result<()> {
+        use std::net::ToSocketAddrs;
+        let mut access = Access::from_env().map_err(transport)?;
+        access.insecure_plaintext |= self.insecure_plaintext;
+        // A name that is not found is for the attempt to say.
+        for address in self.address.to_socket_addrs().into_iter().flatten() {
+            access.may_dial_with_secret(address).map_err(transport)?;
+        }
+        Ok(())
+    }
+}
+
+impl RelayStop {
+    /// Ends it: its workers look for another way. It may be called more than once.
+    pub fn stop(&self) {
+        let mut state = self.0.state();
+        state.stopped = true;
+        let agent = state.agent.take();
+        drop(state);
+        self.0.changed.notify_all();
+        if let Some(agent) = agent {
+            agent.stop();
+        }
+    }
+}
+
+impl Stop {
+    fn wait(&self, pause: Duration) {
+        let state = self.state();
+        if !state.stopped {
+            let waited = self.changed.wait_timeout(state, pause);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, StopState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The sender as [`crate::status`] asks it.
+pub(crate) fn unreachable(address: &str, error: &std::io::Error) -> weightsync::Error {
+    NetError::Unreachable {
+        address: address.into(),
+        reason: error.to_string(),
+    }
+    .into()
+}
