@@ -49,6 +49,7 @@ const TABLE: &[Row] = &[
         may_use: &[
             ("weightsync-simd", Always),
             ("weightsync-core", Always),
+            ("weightsync-mem", Always),
             ("weightsync", Always),
             ("tokio", Always),
             ("rustls", Always),
