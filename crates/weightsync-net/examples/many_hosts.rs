@@ -37,7 +37,9 @@ fn train(listen: &str, info: &str, versions: u64) -> Result<(), Box<dyn Error>> 
     let mut sender = setup.connect(&weights, Expect::Count(0), SOON)?;
     for version in 1..versions {
         std::thread::sleep(Duration::from_secs(1));
-        weights.slice_mut::<f32>("layer.weight")?.fill(version as f32);
+        weights
+            .slice_mut::<f32>("layer.weight")?
+            .fill(version as f32);
         println!("{}", sender.send(&weights)?);
     }
     Ok(())
