@@ -100,10 +100,7 @@ mod tests {
         ] {
             assert!(!right.is_in(&headers(wrong)), "{wrong:?}");
         }
-        let others = [
-            Bearer::to_worker(&[7; 16]),
-            Bearer::to_sender(&[8; 16]),
-        ];
+        let others = [Bearer::to_worker(&[7; 16]), Bearer::to_sender(&[8; 16])];
         for other in others {
             assert!(!right.is_in(&headers(&[other.header().to_str().unwrap()])));
         }

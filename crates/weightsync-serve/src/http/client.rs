@@ -26,9 +26,11 @@ const CONNECT: Duration = Duration::from_secs(2);
 const KEEP: Duration = Duration::from_secs(5);
 const KEPT: usize = 4;
 
-/// How long what was sent may stay unacknowledged: a host that is off or out of reach,
-/// and not one that is slow or stopped, whose system acknowledges all the same.
-const UNACKNOWLEDGED: Duration = Duration::from_secs(5);
+/// How long what was sent may stay unacknowledged. A host that is off or out of reach
+/// is noticed by it within a second, as something is said five times a second; one that
+/// is slow or stopped is not, as its system acknowledges all the same. (What it does not
+/// read for so long, a version that it fetches, is broken off, and fetched further.)
+const UNACKNOWLEDGED: Duration = Duration::from_millis(800);
 
 /// The longest line that is read, in bytes.
 const MAX_LINE: usize = 64 << 10;
@@ -117,7 +119,11 @@ impl Client {
     /// Asks, and waits so long for the head of the answer. What is asked has to be
     /// the same when it is asked twice: a kept connection may be closed by the peer
     /// just then.
-    pub(crate) async fn ask(self: &Arc<Self>, ask: Ask, patience: Duration) -> Result<Reply, Fault> {
+    pub(crate) async fn ask(
+        self: &Arc<Self>,
+        ask: Ask,
+        patience: Duration,
+    ) -> Result<Reply, Fault> {
         let answer = async {
             if let Some(kept) = self.kept()
                 && let Ok(reply) = self.ask_by(kept, &ask).await

@@ -268,7 +268,9 @@ impl fmt::Display for Places {
 }
 
 fn host_and_port(key: &str, at: &str) -> Result<String> {
-    let port = at.rsplit_once(':').map(|(host, port)| (host, port.parse::<u16>()));
+    let port = at
+        .rsplit_once(':')
+        .map(|(host, port)| (host, port.parse::<u16>()));
     match port {
         Some((host, Ok(_))) if !host.is_empty() => Ok(at.into()),
         _ => Err(bad(key, "HOST:PORT", at)),
@@ -307,7 +309,9 @@ fn wait_on<'a, T>(
     }
     let left = deadline.map(|at| at.saturating_duration_since(std::time::Instant::now()));
     let guard = match interrupt::slice(left) {
-        None => condition.wait(guard).unwrap_or_else(PoisonError::into_inner),
+        None => condition
+            .wait(guard)
+            .unwrap_or_else(PoisonError::into_inner),
         Some(pause) => {
             let waited = condition.wait_timeout(guard, pause);
             waited.unwrap_or_else(PoisonError::into_inner).0

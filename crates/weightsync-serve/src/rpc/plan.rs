@@ -106,7 +106,8 @@ pub(crate) struct Publication {
 struct Lane<V> {
     about: About,
     life: Life,
-    /// Nothing was heard of it for so long that nobody waits for it.
+    /// Nothing was heard of it for so long that no send waits for it to take what is
+    /// published. It may be stopped: it is late, and not dead.
     silent: bool,
     /// It was not quick to take the publication before: nobody waits for it to take
     /// the next, until it was quick once more.
@@ -292,12 +293,6 @@ impl<V: Clone + Numbered> Plan<V> {
         // It waits for one to come and takes nothing meanwhile, and that one may
         // come only after this send.
         (!lane.asking.is_empty()).then_some(Outcome::Asks)
-    }
-
-    /// Whether to go on waiting for a connection that has no outcome yet: not if
-    /// nothing is heard of it.
-    pub(crate) fn is_waited_for(&self, id: LaneId) -> bool {
-        self.lanes.get(&id).is_some_and(|lane| !lane.silent)
     }
 
     /// Whether a send that is to return is not to wait for this one to take it: it
@@ -625,7 +620,11 @@ impl<V: Clone + Numbered> Plan<V> {
 
     /// The one version of a model that all the targets are meant to have once they
     /// are not held; all of them, oldest first, if they differ.
-    pub(crate) fn common(&self, model: usize, targets: &Targets) -> Result<Option<V>, Vec<Version>> {
+    pub(crate) fn common(
+        &self,
+        model: usize,
+        targets: &Targets,
+    ) -> Result<Option<V>, Vec<Version>> {
         let mut sets: Vec<Set<V>> = match targets {
             Targets::Workers(workers) => {
                 let workers = workers.iter();

@@ -52,6 +52,10 @@ pub(crate) struct Register {
     pub(crate) url: String,
     /// The highest epoch it has seen: an older sender refuses it.
     pub(crate) seen: Epoch,
+    /// For a worker that was let in before and whose connection broke: the run it goes
+    /// on with. Another sender refuses it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) run: Option<Run>,
 }
 
 /// A line of the answer to [`Register`], which lasts as long as both ends.
@@ -84,10 +88,7 @@ pub(crate) struct Welcome {
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FromWorker {
     /// The first line.
-    Here {
-        worker: u32,
-        pid: u32,
-    },
+    Here { worker: u32, pid: u32 },
     /// Counts; five a second.
     Beat(u64),
     /// The worker leaves in order.
@@ -126,20 +127,13 @@ pub(crate) struct Call {
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Told {
     /// It has all of it, and has checked it.
-    Staged {
-        sequence: u64,
-    },
+    Staged { sequence: u64 },
     /// The last line: it runs it.
     Applied(Applied),
     /// The last line: it cannot use it.
-    Refused {
-        sequence: u64,
-        reason: String,
-    },
+    Refused { sequence: u64, reason: String },
     /// The last line: a newer one has taken its place.
-    PassedOver {
-        sequence: u64,
-    },
+    PassedOver { sequence: u64 },
 }
 
 /// What a worker runs from here on.
@@ -263,7 +257,10 @@ pub(crate) fn url(addr: SocketAddr) -> String {
 
 /// The address in such a URL.
 pub(crate) fn addr_of(url: &str) -> Option<SocketAddr> {
-    url.strip_prefix("http://")?.trim_end_matches('/').parse().ok()
+    url.strip_prefix("http://")?
+        .trim_end_matches('/')
+        .parse()
+        .ok()
 }
 
 /// As much of a reason as travels.

@@ -52,9 +52,10 @@ struct State {
     handed: u64,
     /// The versions that were handed over last, by model.
     had: BTreeMap<usize, Version>,
-    /// The newest that the worker runs.
+    /// The sequence of the newest that the worker has run.
     applied: u64,
-    refused: u64,
+    /// What it runs.
+    runs: Option<Applied>,
     /// How many calls are being fetched for.
     fetching: usize,
     /// Calls that wait for their last word.
@@ -119,6 +120,7 @@ impl Desk {
     pub(super) fn applied(&self, applied: &Applied) {
         let mut state = self.state();
         state.applied = state.applied.max(applied.sequence);
+        state.runs = Some(applied.clone());
         state.answer(|sequence| match sequence {
             _ if sequence > applied.sequence => None,
             _ if sequence == applied.sequence => Some(Told::Applied(applied.clone())),
@@ -128,9 +130,7 @@ impl Desk {
 
     /// The worker cannot use this.
     pub(super) fn refused(&self, refused: u64, reason: &str) {
-        let mut state = self.state();
-        state.refused = state.refused.max(refused);
-        state.answer(|sequence| {
+        self.state().answer(|sequence| {
             let reason = reason.to_owned();
             (sequence <= refused).then_some(Told::Refused { sequence, reason })
         });
@@ -215,7 +215,11 @@ impl Desk {
         let mut state = self.state();
         let sequence = fetched.sequence;
         if state.applied >= sequence {
-            let _ = told.send(Told::PassedOver { sequence });
+            // Called again after a connection broke: it may not know what runs here.
+            let runs = state.runs.clone();
+            let again = runs.map(|runs| Applied { sequence, ..runs });
+            let told_again = again.map_or(Told::PassedOver { sequence }, Told::Applied);
+            let _ = told.send(told_again);
             return answer;
         }
         state.keep(&fetched);

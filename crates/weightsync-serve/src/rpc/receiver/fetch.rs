@@ -155,7 +155,8 @@ impl Filling<'_> {
         let Part { model, version, .. } = self.part;
         let path = format!(
             "/v1/models/{model}/versions/{}/image?id={}",
-            version.0, session.id
+            version.0,
+            session.id()
         );
         let ask = Ask {
             from: self.at as u64,
@@ -241,7 +242,10 @@ pub(super) async fn ask(
             Err(Some(no_answer)) => return Err(no_answer),
             Err(None) => {}
         }
-        if desk.end_by(Some(Instant::now())).is_ok_and(|end| end.is_some()) {
+        if desk
+            .end_by(Some(Instant::now()))
+            .is_ok_and(|end| end.is_some())
+        {
             return Err(NoAnswer::Gone);
         }
         if crate::rpc::passed(deadline) {

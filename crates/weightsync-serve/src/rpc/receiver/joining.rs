@@ -1,11 +1,13 @@
 //! Joining a sender: until it is there, or the deadline comes.
 
+use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
-use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
+use tokio::time::sleep;
 use weightsync::transport::{Deadline, Endpoint, Joining, ModelSpec, interrupt};
 use weightsync::{Epoch, Error, MemoryError, ModelId, Result, Run};
 use weightsync_net::Access;
@@ -16,7 +18,8 @@ use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, Server}
 use crate::rpc::Places;
 use crate::rpc::error::Trouble;
 use crate::rpc::wire::{
-    FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Words, of_sender, url,
+    FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
+    of_sender, url,
 };
 use crate::rpc::{PATIENCE, SILENCE, passed};
 
@@ -30,8 +33,8 @@ const ATTEMPT: Duration = Duration::from_millis(500);
 /// A sender that was joined.
 #[derive(Debug)]
 pub(super) struct Session {
-    /// Of this worker's connection.
-    pub(super) id: String,
+    /// Of this worker's connection; another one after a connection broke.
+    id: Mutex<String>,
     pub(super) run: Run,
     pub(super) pid: u32,
     /// The models this worker takes, in the order it named them, and their places at
@@ -44,19 +47,28 @@ pub(super) struct Session {
 }
 
 impl Session {
+    pub(super) fn id(&self) -> String {
+        let id = self.id.lock().unwrap_or_else(PoisonError::into_inner);
+        id.clone()
+    }
+
+    fn renew(&self, new: String) {
+        *self.id.lock().unwrap_or_else(PoisonError::into_inner) = new;
+    }
+
     pub(super) fn place_of(&self, model: &ModelId) -> Option<usize> {
         let place = self.models.iter().position(|spec| spec.id == *model)?;
         Some(self.wanted[place])
     }
 
     pub(super) fn words(&self, words: &Words) -> Ask {
-        Ask::post(of_sender::WORDS.replace("{id}", &self.id), words)
+        Ask::post(of_sender::WORDS.replace("{id}", &self.id()), words)
     }
 
     pub(super) fn question(&self, question: &Question) -> Ask {
         let want = serde_json::to_value(question.want).unwrap_or_default();
         let want = want.as_str().unwrap_or_default();
-        let mut path = of_sender::SET.replace("{id}", &self.id) + "?want=" + want;
+        let mut path = of_sender::SET.replace("{id}", &self.id()) + "?want=" + want;
         let numbers = [
             ("model", question.model.map(|model| model as u64)),
             ("version", question.version),
@@ -71,15 +83,33 @@ impl Session {
     }
 }
 
+/// How long a sender that cannot be reached is looked for before it counts as dead.
+const OUT_OF_REACH: Duration = Duration::from_secs(10);
+
 /// Why an attempt has failed.
 enum NotIn {
-    /// Nobody answers, or not as a sender does.
+    /// Nobody is there, or it does not answer as a sender does.
     Absent(String),
+    /// It cannot be reached, or does not answer: whether it is there is not known.
+    Silent(String),
     /// It has no right to be let in, or there is something else that waiting does not
     /// mend; but another sender may take the place of this one.
     Denied(String),
     /// It was replaced by one that this worker has seen.
     Fenced(Epoch),
+}
+
+impl From<Fault> for NotIn {
+    fn from(fault: Fault) -> Self {
+        let words = fault.to_string();
+        match fault {
+            Fault::Silent { .. } => Self::Silent(words),
+            Fault::Connect { source, .. } if source.kind() != ErrorKind::ConnectionRefused => {
+                Self::Silent(words)
+            }
+            _ => Self::Absent(words),
+        }
+    }
 }
 
 /// Joins the sender of an endpoint, and starts the thread that serves its calls.
@@ -123,6 +153,7 @@ pub(super) fn join(
             .collect(),
         url: url(own),
         seen: joining.seen,
+        run: None,
     };
     let client = Client::new(sender, Bearer::to_sender(at.secret()));
     loop {
@@ -147,7 +178,7 @@ pub(super) fn join(
         };
         if passed(deadline) {
             return Err(match not_in {
-                NotIn::Absent(why) => {
+                NotIn::Absent(why) | NotIn::Silent(why) => {
                     tracing::debug!(%sender, %why, "no sender");
                     Error::NoSender {
                         address: at.address().into(),
@@ -166,15 +197,13 @@ pub(super) fn join(
     }
 }
 
-/// Registers, and reads what the sender has to say of its models.
-async fn enter(
-    client: Arc<Client>,
-    register: Register,
-    desk: Arc<Desk>,
-) -> std::result::Result<Arc<Session>, NotIn> {
-    let absent = |fault: Fault| NotIn::Absent(fault.to_string());
-    let ask = Ask::post(of_sender::WORKERS, &register);
-    let reply = client.ask(ask, PATIENCE).await.map_err(absent)?;
+/// Registers; the sender's first line, and those that follow.
+async fn register_at(
+    client: &Arc<Client>,
+    register: &Register,
+) -> std::result::Result<(Welcome, Lines), NotIn> {
+    let ask = Ask::post(of_sender::WORKERS, register);
+    let reply = client.ask(ask, PATIENCE).await?;
     match reply.status {
         StatusCode::OK => {}
         StatusCode::UNAUTHORIZED => {
@@ -189,34 +218,44 @@ async fn enter(
             };
             return Err(match (problem.epoch, status) {
                 (Some(epoch), _) => NotIn::Fenced(epoch),
-                (None, StatusCode::FAILED_DEPENDENCY) => NotIn::Absent(problem.error),
+                (None, StatusCode::FAILED_DEPENDENCY) => NotIn::Silent(problem.error),
                 (None, _) => NotIn::Denied(problem.error),
             });
         }
     }
     let mut lines = reply.lines();
-    let first = lines.next::<FromSender>(PATIENCE).await.map_err(absent)?;
+    let first = lines.next::<FromSender>(PATIENCE).await?;
     let Some(FromSender::Welcome(welcome)) = first else {
         return Err(NotIn::Absent("it did not welcome this worker".into()));
     };
-    // It is known by its name in paths from here on.
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     if welcome.run.epoch < register.seen {
         return Err(NotIn::Fenced(welcome.run.epoch));
     }
+    // It is part of paths from here on.
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     if welcome.protocol != PROTOCOL || !welcome.id.bytes().all(plain) {
         return Err(NotIn::Denied("it speaks another protocol".into()));
     }
+    Ok((welcome, lines))
+}
+
+/// Registers, and reads what the sender has to say of its models.
+async fn enter(
+    client: Arc<Client>,
+    mut register: Register,
+    desk: Arc<Desk>,
+) -> std::result::Result<Arc<Session>, NotIn> {
+    let (welcome, lines) = register_at(&client, &register).await?;
     let (mut models, mut wanted) = (Vec::new(), Vec::new());
     for id in &register.models {
         let place = welcome.models.iter().position(|model| model == id);
         let place = place.ok_or_else(|| NotIn::Denied(format!("it has no model {id}")))?;
         let path = of_sender::MODEL.replace("{model}", &place.to_string());
-        let reply = client.ask(Ask::get(path), PATIENCE).await.map_err(absent)?;
+        let reply = client.ask(Ask::get(path), PATIENCE).await?;
         if reply.status != StatusCode::OK {
             return Err(NotIn::Absent(format!("it answered {}", reply.status)));
         }
-        let spec: ModelSpec = reply.json(MAX_SPEC, PATIENCE).await.map_err(absent)?;
+        let spec: ModelSpec = reply.json(MAX_SPEC, PATIENCE).await?;
         if spec.id != *id {
             return Err(NotIn::Denied(format!("it describes {} as {id}", spec.id)));
         }
@@ -224,7 +263,7 @@ async fn enter(
         wanted.push(place);
     }
     let session = Arc::new(Session {
-        id: welcome.id,
+        id: Mutex::new(welcome.id),
         run: welcome.run,
         pid: welcome.pid,
         models,
@@ -233,25 +272,49 @@ async fn enter(
         sequence: welcome.sequence,
     });
     desk.welcome(session.clone());
-    tokio::spawn(follow(desk, session.clone(), lines));
+    register.run = Some(session.run);
+    tokio::spawn(follow(desk, session.clone(), register, lines));
     Ok(session)
 }
 
-/// Hears the sender to its end.
-async fn follow(desk: Arc<Desk>, session: Arc<Session>, mut lines: Lines) {
+/// Hears the sender to its end. A connection that broke is made again where the
+/// sender is still there: it is the network that was not.
+async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut lines: Lines) {
     let end = loop {
         match lines.next::<FromSender>(SILENCE).await {
             Ok(Some(FromSender::Closed {})) => break End::Closed,
             Ok(Some(_)) => {}
-            // It may be stopped, or out of reach: the system tells which by ending a
-            // connection.
+            // It may be stopped: the system tells which by ending a connection.
             Err(Fault::Silent { .. }) => {
                 tracing::debug!(sender = %session.client.addr(), "nothing is heard of it");
             }
-            Ok(None) | Err(_) => break End::Died { pid: session.pid },
+            Ok(None) | Err(_) => match again(&session, &register).await {
+                Some(new) => lines = new,
+                None => break End::Died { pid: session.pid },
+            },
         }
     };
     desk.ended(end);
+}
+
+/// Registers anew with the same sender, if that is there.
+async fn again(session: &Session, register: &Register) -> Option<Lines> {
+    let since = Instant::now();
+    loop {
+        let why = match register_at(&session.client, register).await {
+            Ok((welcome, lines)) => {
+                session.renew(welcome.id);
+                return Some(lines);
+            }
+            Err(NotIn::Silent(why)) => why,
+            Err(_) => return None,
+        };
+        if since.elapsed() > OUT_OF_REACH {
+            tracing::warn!(sender = %session.client.addr(), %why, "given up");
+            return None;
+        }
+        sleep(PAUSE).await;
+    }
 }
 
 /// This machine's address on the way to another.

@@ -142,7 +142,13 @@ impl ReceiverTransport for RpcReceiver {
     ) -> Result<Option<SetSnapshot>> {
         self.owner.check()?;
         let until = deadline.and_then(|at| at.checked_add(LATE));
-        let asked = fetch::ask(self.session.clone(), self.desk.clone(), model, pull, deadline);
+        let asked = fetch::ask(
+            self.session.clone(),
+            self.desk.clone(),
+            model,
+            pull,
+            deadline,
+        );
         let answer = match self.wait_for(asked, until)? {
             Some(answer) => answer,
             None => Ok(None),

@@ -15,9 +15,7 @@ use super::desk::Desk;
 use super::fetch::{self, Failure};
 use super::joining::Session;
 use crate::http::{LinesBody, Stopping, problem, read};
-use crate::rpc::wire::{
-    Call, FromWorker, Problem, Told, cut, line, max_set, of_worker,
-};
+use crate::rpc::wire::{Call, FromWorker, Problem, Told, cut, line, max_set, of_worker};
 use crate::rpc::{BEAT, PATIENCE};
 
 #[derive(Clone)]
@@ -87,7 +85,7 @@ async fn weights(State(app): State<App>, request: Request) -> Response {
         Ok(call) => call,
         Err((status, error)) => return wrong(status, error),
     };
-    if call.id != session.id || call.run != session.run {
+    if call.id != session.id() || call.run != session.run {
         let words = "this worker has joined another sender".into();
         return wrong(StatusCode::CONFLICT, words);
     }

@@ -38,7 +38,7 @@ pub(super) async fn call(
             continue;
         };
         let sequence = order.sequence;
-        match stage(&shared, lane, &client, order).await {
+        match stage(&shared, lane, (&client, &bell), order).await {
             Ok(Some(lines)) => {
                 tokio::spawn(finish(shared.clone(), lane, lines));
             }
@@ -57,7 +57,7 @@ pub(super) async fn call(
 async fn stage(
     shared: &Shared,
     lane: LaneId,
-    client: &Arc<Client>,
+    (client, bell): (&Arc<Client>, &Notify),
     order: Order<Arc<Kept>>,
 ) -> Result<Option<Lines>, String> {
     // Held as long as the worker may fetch them.
@@ -70,12 +70,32 @@ async fn stage(
         url: shared.url.clone(),
         models: kept.iter().map(|kept| kept.part()).collect(),
     };
-    let done = told(shared, lane, client, &call).await;
-    drop(kept);
+    let told = told(shared, lane, client, &call);
+    let done = tokio::select! {
+        told = told => told,
+        // It is called anew with what is newer.
+        () = overtaken(shared, lane, bell, order.sequence) => Ok(None),
+    };
+    drop((kept, order));
     shared.fetches(lane, &[]);
     // A send may wait for the room.
     shared.note(|_| ());
     done
+}
+
+/// Waits until there is something newer for a worker that has not begun to fetch what
+/// it was called with: it may be stopped.
+async fn overtaken(shared: &Shared, lane: LaneId, bell: &Notify, sequence: u64) {
+    loop {
+        bell.notified().await;
+        let newer = shared.lock().sequence_for(lane) > sequence;
+        if newer && !shared.has_begun(lane) {
+            return;
+        }
+        if !shared.lock().is_here(lane) {
+            return;
+        }
+    }
 }
 
 async fn told(

@@ -10,9 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use weightsync::transport::{Deadline, Image, Opening, SenderTransport, Staging, Targets};
-use weightsync::{
-    DigestPolicy, Error, Holder, Result, Snapshot, Version, WorkerId, WorkerStatus,
-};
+use weightsync::{DigestPolicy, Error, Holder, Result, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_net::Access;
 
 use self::staging::Rooms;
@@ -80,7 +78,7 @@ impl RpcSender {
                     model: self.shared.models[model].id.clone(),
                     slots,
                     waited: since.elapsed(),
-                    holders: self.holders(model, &stray),
+                    holders: self.holders(&state, model, &stray),
                 });
             }
             state = self.shared.wait(state, deadline)?;
@@ -88,8 +86,8 @@ impl RpcSender {
     }
 
     /// Who fetches these versions.
-    fn holders(&self, model: usize, versions: &[Version]) -> Vec<Holder> {
-        let fetching = self.shared.fetching(model);
+    fn holders(&self, plan: &state::Kepts, model: usize, versions: &[Version]) -> Vec<Holder> {
+        let fetching = self.shared.fetching(plan, model);
         let holders = fetching.into_iter().filter_map(|(worker, pid, version)| {
             versions.contains(&version).then(|| Holder {
                 worker: Some(worker),

@@ -79,10 +79,9 @@ impl Outstanding for Published {
         let mut state = self.shared.lock();
         loop {
             self.check()?;
-            // Nobody waits for one that nothing is heard of: it is late.
             open.retain(|fate| {
                 let outcome = state.outcome(&self.publication, *fate, level);
-                outcome.is_none() && state.is_waited_for(fate.0)
+                outcome.is_none()
             });
             if open.is_empty() || passed(deadline) {
                 break;

@@ -15,10 +15,8 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
-use hyper::header::{
-    ACCEPT_RANGES, CONTENT_RANGE, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE,
-};
 use hyper::StatusCode;
+use hyper::header::{ACCEPT_RANGES, CONTENT_RANGE, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE};
 use serde::Deserialize;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 use weightsync::{Version, WorkerId};
@@ -136,6 +134,10 @@ fn check(shared: &Shared, register: &Register) -> Result<(About, SocketAddr), Bo
         };
         return Err(Box::new(problem(StatusCode::CONFLICT, problem_body)));
     }
+    if register.run.is_some_and(|run| run != shared.run) {
+        let words = format!("this sender's is another run: {}", shared.run);
+        return refuse(StatusCode::CONFLICT, words);
+    }
     if register.device.len() > MAX_DEVICE {
         let words = format!("a device is named in at most {MAX_DEVICE} bytes");
         return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
@@ -214,7 +216,7 @@ fn hear(shared: &Shared, lane: LaneId, silent: bool) {
             if let Some(about) = lock.about(lane) {
                 let (worker, pid) = (about.worker, about.pid);
                 drop(lock);
-                tracing::warn!(%worker, pid, "nothing is heard of it; sends do not wait for it");
+                tracing::warn!(%worker, pid, "nothing is heard of it; it may be stopped");
             }
         }
     }
@@ -397,13 +399,14 @@ async fn image(
     let shared = &app.shared;
     // A successor of the sender that was meant may have its address, and a version of
     // this number.
-    if shared.named(&of.id).is_none() {
+    let Some(lane) = shared.named(&of.id) else {
         return gone();
-    }
+    };
     let Some(kept) = shared.find(model, Version(version)) else {
         let words = "this version is not kept any more";
         return wrong(StatusCode::NOT_FOUND, words);
     };
+    shared.begins(lane);
     let all = kept.snapshot.bytes().len();
     let asked = headers.get(RANGE).map(|range| part_of(range, all));
     let (status, part) = match asked {
@@ -437,7 +440,11 @@ fn content_range(headers: &mut HeaderMap, text: String) {
 
 /// The one range that a request asks for of so many bytes.
 fn part_of(range: &HeaderValue, all: usize) -> Option<Range<usize>> {
-    let (first, last) = range.to_str().ok()?.strip_prefix("bytes=")?.split_once('-')?;
+    let (first, last) = range
+        .to_str()
+        .ok()?
+        .strip_prefix("bytes=")?
+        .split_once('-')?;
     let number = |text: &str| {
         let digits = text.bytes().all(|byte| byte.is_ascii_digit());
         digits.then(|| text.parse::<usize>().ok()).flatten()

@@ -3,15 +3,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use weightsync::transport::{
-    CopyOptions, Deadline, Image, Outstanding, Source, Staging, Targets,
-};
+use weightsync::transport::{CopyOptions, Deadline, Image, Outstanding, Source, Staging, Targets};
 use weightsync::{DigestPolicy, Error, Result, Snapshot, Version};
 
 use super::published::Published;
 use super::{Kept, RpcSender};
-use crate::rpc::plan::{LaneId, Set};
 use crate::rpc::passed;
+use crate::rpc::plan::{LaneId, Set};
 
 /// How long a send waits for its workers to take what was published, before it counts
 /// as live. What they have taken by then outlives the trainer; those that were not so

@@ -1,6 +1,6 @@
 //! What the trainer's thread and the one that serves share.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -57,6 +57,14 @@ impl Numbered for Arc<Kept> {
     }
 }
 
+/// What workers were called with and do not have yet.
+#[derive(Debug, Default)]
+struct Fetching {
+    versions: BTreeMap<(LaneId, usize), Version>,
+    /// Those that have begun.
+    begun: BTreeSet<LaneId>,
+}
+
 /// The plan of versions as they are kept here.
 pub(super) type Kepts = Plan<Arc<Kept>>;
 
@@ -71,7 +79,7 @@ pub(super) struct Shared {
     callers: Mutex<BTreeMap<LaneId, Arc<Notify>>>,
     /// Every version that somebody holds, by model.
     alive: Mutex<Vec<Vec<Weak<Kept>>>>,
-    fetching: Mutex<BTreeMap<(LaneId, usize), Version>>,
+    fetching: Mutex<Fetching>,
     closed: AtomicBool,
     pub(super) models: Vec<ModelSpec>,
     /// Each as JSON, made when it is asked for first.
@@ -145,8 +153,11 @@ impl Shared {
 
     pub(super) fn leave(&self, lane: LaneId) {
         self.callers().remove(&lane);
-        let mut fetching = self.fetching.lock().unwrap_or_else(PoisonError::into_inner);
-        fetching.retain(|(of, _), _| *of != lane);
+        self.fetches(lane, &[]);
+    }
+
+    fn fetching_now(&self) -> MutexGuard<'_, Fetching> {
+        self.fetching.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn callers(&self) -> MutexGuard<'_, BTreeMap<LaneId, Arc<Notify>>> {
@@ -178,30 +189,39 @@ impl Shared {
 
     /// Notes what a worker was called with, until it has it.
     pub(super) fn fetches(&self, lane: LaneId, kepts: &[Arc<Kept>]) {
-        let mut fetching = self.fetching.lock().unwrap_or_else(PoisonError::into_inner);
-        fetching.retain(|(of, _), _| *of != lane);
-        fetching.extend(kepts.iter().map(|kept| ((lane, kept.model), kept.number())));
+        let mut fetching = self.fetching_now();
+        fetching.begun.remove(&lane);
+        fetching.versions.retain(|(of, _), _| *of != lane);
+        let new = kepts.iter();
+        let new = new.map(|kept| ((lane, kept.model), kept.number()));
+        fetching.versions.extend(new);
+    }
+
+    /// A worker has begun to fetch.
+    pub(super) fn begins(&self, lane: LaneId) {
+        self.fetching_now().begun.insert(lane);
+    }
+
+    /// Whether a worker has begun to fetch what it was called with.
+    pub(super) fn has_begun(&self, lane: LaneId) -> bool {
+        self.fetching_now().begun.contains(&lane)
     }
 
     /// Who was called with which version of a model and has not got it yet.
-    pub(super) fn fetching(&self, model: usize) -> Vec<(WorkerId, u32, Version)> {
-        let fetching = self.fetching.lock().unwrap_or_else(PoisonError::into_inner);
-        let fetching: Vec<_> = fetching
+    pub(super) fn fetching(&self, plan: &Kepts, model: usize) -> Vec<(WorkerId, u32, Version)> {
+        let fetching = self.fetching_now();
+        let versions: Vec<_> = fetching
+            .versions
             .iter()
             .filter(|((_, of), _)| *of == model)
             .map(|((lane, _), version)| (*lane, *version))
             .collect();
-        let plan = self.lock_if_free();
-        let who = fetching.into_iter().filter_map(|(lane, version)| {
-            let about = plan.as_ref()?.about(lane)?;
+        drop(fetching);
+        let who = versions.into_iter().filter_map(|(lane, version)| {
+            let about = plan.about(lane)?;
             Some((about.worker, about.pid, version))
         });
         who.collect()
-    }
-
-    /// For one who may hold it.
-    fn lock_if_free(&self) -> Option<MutexGuard<'_, Kepts>> {
-        self.plan.try_lock().ok()
     }
 
     /// A model as workers are told of it.
