@@ -38,8 +38,6 @@ pub(super) enum Trouble {
     },
     #[error("starting the thread that serves failed: {0}")]
     Thread(std::io::Error),
-    #[error("the sender at {addr} cannot be used: {reason}")]
-    Sender { addr: SocketAddr, reason: String },
 }
 
 impl From<Trouble> for Error {

@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
-/// What it does to what the sender sends by one connection.
+/// What it does to an answer of the sender.
 #[derive(Clone, Copy, Debug)]
 pub enum Harm {
-    /// Hangs up after so many bytes.
+    /// Hangs up after so many bytes of it.
     Cut(u64),
-    /// Changes a bit of this byte.
+    /// Changes a bit of this byte of it.
     Flip(u64),
 }
 
@@ -25,7 +25,7 @@ pub struct Proxy {
 
 struct State {
     to: Mutex<Option<SocketAddr>>,
-    /// For the next connections that have so much to pass on, each once.
+    /// For the next answers that have so many bytes, each once.
     harms: Mutex<Vec<Harm>>,
     open: Mutex<Vec<TcpStream>>,
     harmed: AtomicU64,
@@ -124,6 +124,9 @@ fn copy(mut from: TcpStream, mut to: TcpStream, mut through: impl FnMut(u64, &mu
     let mut buffer = vec![0; 64 << 10];
     let mut passed = 0;
     while let Ok(len @ 1..) = from.read(&mut buffer) {
+        if buffer.starts_with(b"HTTP/1.1 ") {
+            passed = 0;
+        }
         let go_on = through(passed, &mut buffer[..len]);
         if !go_on || to.write_all(&buffer[..len]).is_err() {
             break;

@@ -118,7 +118,7 @@ async fn told(
             }
             Ok(Some(told)) => {
                 hear(shared, lane, told);
-                return Ok(None);
+                return Ok(Some(lines));
             }
             Ok(None) => return Err("its answer ended".into()),
             // What it fetches may be large.
@@ -128,12 +128,11 @@ async fn told(
     }
 }
 
-/// Waits for the last line.
+/// Waits for the last line, and for the end after it.
 async fn finish(shared: Arc<Shared>, lane: LaneId, mut lines: Lines) {
     loop {
         match lines.next::<Told>(LOOK).await {
-            Ok(Some(Told::Staged { .. })) => {}
-            Ok(Some(told)) => return hear(&shared, lane, told),
+            Ok(Some(told)) => hear(&shared, lane, told),
             Err(Fault::Silent { .. }) if shared.lock().is_here(lane) => {}
             Ok(None) | Err(_) => return,
         }

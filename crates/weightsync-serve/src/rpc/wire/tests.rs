@@ -93,7 +93,7 @@ fn faults(root: &Value, schema: &Value, value: &Value, at: &str) -> Vec<String> 
             match properties.get(name) {
                 Some(schema) => wrong.extend(faults(root, schema, inner, &format!("{at}/{name}"))),
                 // A field that is sent and that nobody is told of.
-                None if schema["oneOf"].is_null() && schema["type"] == "object" => {
+                None if schema["type"] == "object" && schema["additionalProperties"] != true => {
                     wrong.push(format!("{at}/{name} is not described"));
                 }
                 None => {}
