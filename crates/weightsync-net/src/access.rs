@@ -14,9 +14,11 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::net::SocketAddr;
 use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use weightsync_core::Remedy;
 
 /// The environment variable that holds a token.
 pub const TOKEN_VARIABLE: &str = "WEIGHTSYNC_TOKEN";
@@ -97,11 +99,12 @@ impl Token {
         // NONBLOCK: were it a FIFO, nothing is waited for before it is refused.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let opened = openat(CWD, path, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
-        let stat = fstat(&opened).map_err(|errno| failed(errno.into()))?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        let file = File::from(opened);
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file() {
             return Err(failed(io::Error::other("it is not a regular file")));
         }
-        let mode = u32::from(stat.st_mode) & 0o777;
+        let mode = metadata.permissions().mode() & 0o777;
         if mode & 0o077 != 0 {
             return Err(AccessError::TokenFileOpen {
                 path: path.into(),
@@ -111,8 +114,7 @@ impl Token {
         // White space around the token counts too here; no more than this is ever read.
         const MOST: u64 = 2 * Token::MAX_BYTES as u64;
         let mut bytes = Vec::new();
-        let mut bounded = File::from(opened).take(MOST);
-        bounded.read_to_end(&mut bytes).map_err(failed)?;
+        file.take(MOST).read_to_end(&mut bytes).map_err(failed)?;
         Self::from_bytes(&bytes, Place::File(path.into()))
     }
 
@@ -196,6 +198,12 @@ impl fmt::Debug for Key {
 /// What only who has the key can make. `==` takes the same time wherever the first difference is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Proof(blake3::Hash);
+
+impl fmt::Debug for Proof {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Proof(..)")
+    }
+}
 
 impl Proof {
     /// How it travels.
@@ -348,8 +356,7 @@ impl fmt::Display for Use {
     }
 }
 
-/// Why there is no token, or an address may not be used. None of these is mended by trying again:
-/// the caller has to change something.
+/// Why there is no token, or an address may not be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AccessError {
@@ -421,6 +428,13 @@ pub enum AccessError {
         /// The address.
         addr: SocketAddr,
     },
+}
+
+impl AccessError {
+    /// What to do: the caller has to change something.
+    pub fn remedy(&self) -> Remedy {
+        Remedy::GiveUp
+    }
 }
 
 #[cfg(test)]

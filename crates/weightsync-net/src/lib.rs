@@ -3,10 +3,12 @@
 //! | to | see |
 //! |---|---|
 //! | know who may connect, and where one may listen | [`access`] |
+//! | say hello, frame, and speak | [`wire`] |
 //!
 //! `docs/protocol.md` specifies what is on the wire.
 #![forbid(unsafe_code)]
 
 pub mod access;
+pub mod wire;
 
-pub use access::{Access, AccessError, Token};
+pub use access::{Access, AccessError, Key, Token};

@@ -5,6 +5,7 @@ mod checkpoint;
 mod init;
 mod layout;
 mod manifest;
+mod net;
 mod pipe;
 mod plain;
 mod record;

@@ -1,7 +1,6 @@
 //! Tokens from everywhere, and which addresses may be used.
 
 use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt;
 
 use super::*;
 
@@ -78,10 +77,21 @@ fn a_file_open_to_others_is_refused_with_the_chmod_that_mends_it() {
 #[test]
 fn what_is_no_file_is_refused_without_waiting() {
     let dir = tempfile::tempdir().unwrap();
-    let fifo = dir.path().join("fifo");
-    let mode = Mode::RUSR | Mode::WUSR;
-    rustix::fs::mknodat(CWD, &fifo, FileType::Fifo, mode, 0).unwrap();
-    for path in [fifo, dir.path().into(), dir.path().join("absent")] {
+    let mut paths: Vec<PathBuf> = vec![
+        "/dev/null".into(),
+        dir.path().into(),
+        dir.path().join("absent"),
+    ];
+    // Opening one waits for a writer, unless asked not to.
+    #[cfg(not(target_vendor = "apple"))]
+    {
+        use rustix::fs::{FileType, mknodat};
+
+        let fifo = dir.path().join("fifo");
+        mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        paths.push(fifo);
+    }
+    for path in paths {
         let error = Token::from_file(&path).unwrap_err();
         assert!(matches!(error, AccessError::TokenFile { .. }), "{error}");
     }

@@ -1,0 +1,136 @@
+//! Frames out of a stream.
+
+use super::*;
+
+/// Room a [`Decoder`] keeps between frames, in bytes: there is one for each of thousands of links.
+const KEPT: usize = 4 << 10;
+
+/// A frame that came whole, and as it was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Frame<'a> {
+    /// What it is for.
+    pub kind: Kind,
+    /// What it says.
+    pub payload: &'a [u8],
+}
+
+/// Frames out of bytes that come in pieces of any size.
+///
+/// **Guarantee.** It never holds more than one frame, and never more than twice what has come of
+/// it: a peer that states a length and sends nothing costs nothing.
+///
+/// ```
+/// use weightsync_net::wire::frame::{Decoder, Kind, encode};
+///
+/// let mut bytes = Vec::new();
+/// encode(Kind::Control, b"first", &mut bytes)?;
+/// encode(Kind::Control, b"second", &mut bytes)?;
+///
+/// let mut decoder = Decoder::new(&[Kind::Control]);
+/// let mut payloads = Vec::new();
+/// for mut piece in bytes.chunks(7) {
+///     while let Some(frame) = decoder.next(&mut piece)? {
+///         payloads.push(frame.payload.to_vec());
+///     }
+/// }
+/// assert_eq!(payloads, [&b"first"[..], b"second"]);
+/// # Ok::<(), weightsync_net::wire::frame::FrameError>(())
+/// ```
+#[derive(Debug)]
+pub struct Decoder {
+    allowed: &'static [Kind],
+    head: [u8; HEADER_BYTES],
+    /// How much of the head is there.
+    filled: usize,
+    header: Option<Header>,
+    payload: Vec<u8>,
+    failed: Option<FrameError>,
+}
+
+impl Decoder {
+    /// One for a direction of a link on which these kinds make sense.
+    pub fn new(allowed: &'static [Kind]) -> Self {
+        Self {
+            allowed,
+            head: [0; HEADER_BYTES],
+            filled: 0,
+            header: None,
+            payload: Vec::new(),
+            failed: None,
+        }
+    }
+
+    /// Takes from the front of `input` up to the end of one frame, and gives that frame if all of
+    /// it is there. `None` means that all of `input` was taken, and more is needed.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Header::decode`] and [`Header::check`]; the same at every later call, as nobody
+    /// knows where the next frame would begin.
+    pub fn next(&mut self, input: &mut &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
+        if let Some(failed) = &self.failed {
+            return Err(failed.clone());
+        }
+        match self.advance(input) {
+            Ok(None) => Ok(None),
+            Ok(Some(kind)) => Ok(Some(Frame {
+                kind,
+                payload: &self.payload,
+            })),
+            Err(error) => {
+                self.payload = Vec::new();
+                self.failed = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    /// Whether every frame that has begun has ended: a peer that hangs up now has broken nothing off.
+    pub fn is_between_frames(&self) -> bool {
+        self.filled == 0
+    }
+
+    fn advance(&mut self, input: &mut &[u8]) -> Result<Option<Kind>, FrameError> {
+        if self.filled < HEADER_BYTES {
+            let now = take(input, HEADER_BYTES - self.filled);
+            self.head[self.filled..][..now.len()].copy_from_slice(now);
+            self.filled += now.len();
+        }
+        if self.filled < HEADER_BYTES {
+            return Ok(None);
+        }
+        let header = match self.header {
+            Some(header) => header,
+            None => {
+                // The frame before has been looked at by now.
+                self.payload.clear();
+                self.payload.shrink_to(KEPT);
+                *self
+                    .header
+                    .insert(Header::decode(&self.head, self.allowed)?)
+            }
+        };
+        let missing = header.len - self.payload.len();
+        let now = take(input, missing);
+        let room = self.payload.capacity() - self.payload.len();
+        if room < now.len() {
+            // Twice what has come, within what is to come.
+            let more = now.len().max(self.payload.len()).min(missing);
+            self.payload.reserve_exact(more);
+        }
+        self.payload.extend_from_slice(now);
+        if now.len() < missing {
+            return Ok(None);
+        }
+        self.filled = 0;
+        self.header = None;
+        header.check(&self.payload)?;
+        Ok(Some(header.kind))
+    }
+}
+
+fn take<'a>(input: &mut &'a [u8], most: usize) -> &'a [u8] {
+    let (now, rest) = input.split_at(most.min(input.len()));
+    *input = rest;
+    now
+}

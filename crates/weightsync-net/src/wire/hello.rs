@@ -1,0 +1,363 @@
+//! The handshake: which protocol both ends speak, and that both have the same key.
+//!
+//! ```text
+//! client                                   server
+//! ClientHello (64)   ───────────────────▶
+//!                    ◀───────────────────  ServerHello (64)
+//! ClientProof (32)   ───────────────────▶
+//!                    ◀───────────────────  ServerProof (33)
+//! ```
+//!
+//! [`Client`] and [`Server`] are fed what comes, in pieces of any size, and say what to send. They
+//! take no byte beyond the handshake, allocate next to nothing, and have neither a clock nor random
+//! numbers: the caller ends a handshake that takes too long, and brings the nonces.
+//!
+//! A server proves nothing to a client that has not proved itself first, and a proof is worth
+//! nothing in another handshake: it covers both nonces.
+
+mod handshake;
+
+use std::fmt;
+
+use weightsync_core::Remedy;
+
+pub use self::handshake::{Agreed, Client, Next, Server, Step};
+
+/// The newest protocol of this version.
+pub const PROTOCOL: u16 = 1;
+
+/// The oldest protocol this version still speaks: that before the newest.
+pub const OLDEST: u16 = if PROTOCOL > 1 { PROTOCOL - 1 } else { 1 };
+
+/// Bytes of a [`ClientHello`] and of a [`ServerHello`].
+pub const HELLO_BYTES: usize = 64;
+
+/// Bytes of a client's proof.
+pub const CLIENT_PROOF_BYTES: usize = 32;
+
+/// Bytes of a server's proof: its verdict comes first.
+pub const SERVER_PROOF_BYTES: usize = 33;
+
+/// Bytes of a nonce.
+pub const NONCE_BYTES: usize = 32;
+
+/// What both hellos begin with. The line break at its end tells a link that changes them.
+const MAGIC: [u8; 8] = *b"wsLINK\r\n";
+
+/// How much is shown of what a stranger says, in bytes.
+const SHOWN: usize = 16;
+
+/// The protocols one end speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Protocols {
+    /// The first of them, from 1.
+    pub oldest: u16,
+    /// The last of them, not below `oldest`.
+    pub newest: u16,
+}
+
+impl Protocols {
+    /// Those of this version.
+    pub const OURS: Self = Self {
+        oldest: OLDEST,
+        newest: PROTOCOL,
+    };
+
+    /// The newest protocol that both ends speak, if there is one; the same from either side.
+    ///
+    /// ```
+    /// use weightsync_net::wire::hello::Protocols;
+    ///
+    /// let (old, new) = (Protocols { oldest: 1, newest: 2 }, Protocols { oldest: 2, newest: 3 });
+    /// assert_eq!(old.common(new), Some(2));
+    /// let newer = Protocols { oldest: 3, newest: 4 };
+    /// assert_eq!(old.common(newer), None);
+    /// ```
+    pub fn common(self, other: Self) -> Option<u16> {
+        let newest = self.newest.min(other.newest);
+        (newest >= self.oldest.max(other.oldest)).then_some(newest)
+    }
+
+    fn decode(oldest: [u8; 2], newest: [u8; 2]) -> Result<Self, HelloError> {
+        let (oldest, newest) = (u16::from_le_bytes(oldest), u16::from_le_bytes(newest));
+        if oldest == 0 || newest < oldest {
+            return Err(malformed(
+                "protocols from 1, oldest to newest",
+                format!("{oldest} to {newest}"),
+            ));
+        }
+        Ok(Self { oldest, newest })
+    }
+}
+
+impl fmt::Display for Protocols {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.oldest == self.newest {
+            true => write!(f, "protocol {}", self.newest),
+            false => write!(f, "protocols {} to {}", self.oldest, self.newest),
+        }
+    }
+}
+
+/// What a link is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// An agent and its sender say who has what.
+    Control,
+    /// A child fetches versions from its parent.
+    Bulk,
+    /// Somebody asks how things are.
+    Status,
+}
+
+impl Role {
+    /// The byte it is on the wire.
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Control => 1,
+            Self::Bulk => 2,
+            Self::Status => 3,
+        }
+    }
+
+    /// The role of a byte on the wire.
+    pub fn from_code(code: u8) -> Option<Self> {
+        [Self::Control, Self::Bulk, Self::Status]
+            .into_iter()
+            .find(|role| role.code() == code)
+    }
+}
+
+/// The first words of a link.
+///
+/// | bytes | |
+/// |---|---|
+/// | 0..8 | `wsLINK\r\n` |
+/// | 8..10 | newest protocol |
+/// | 10..12 | oldest protocol |
+/// | 12 | role |
+/// | 13..32 | zeros, not looked at |
+/// | 32..64 | nonce |
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClientHello {
+    /// What the client speaks.
+    pub protocols: Protocols,
+    /// The [`Role`]'s byte; one that this version does not know may belong to a newer protocol.
+    pub role: u8,
+    /// Random bytes, for this handshake alone.
+    pub nonce: [u8; NONCE_BYTES],
+}
+
+impl ClientHello {
+    /// As it travels.
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&self.protocols.newest.to_le_bytes());
+        bytes[10..12].copy_from_slice(&self.protocols.oldest.to_le_bytes());
+        bytes[12] = self.role;
+        bytes[32..].copy_from_slice(&self.nonce);
+        bytes
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    ///
+    /// [`HelloError::NotWeightsync`], and [`HelloError::Malformed`] for protocols that cannot be.
+    pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, HelloError> {
+        check_magic(bytes)?;
+        Ok(Self {
+            protocols: Protocols::decode([bytes[10], bytes[11]], [bytes[8], bytes[9]])?,
+            role: bytes[12],
+            nonce: nonce(bytes),
+        })
+    }
+}
+
+/// What a server says to a [`ClientHello`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Go on, in this protocol.
+    GoOn {
+        /// The newest that both ends speak.
+        protocol: u16,
+    },
+    /// There is no protocol that both ends speak.
+    NoCommonProtocol,
+    /// There are as many links as it takes.
+    Busy,
+}
+
+/// The answer to a [`ClientHello`].
+///
+/// | bytes | |
+/// |---|---|
+/// | 0..8 | `wsLINK\r\n` |
+/// | 8..10 | the protocol chosen; 0 if none is |
+/// | 10 | verdict: 0 go on, 1 no common protocol, 2 busy |
+/// | 11..28 | zeros, not looked at |
+/// | 28..30 | the server's oldest protocol |
+/// | 30..32 | the server's newest protocol |
+/// | 32..64 | nonce |
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServerHello {
+    /// Whether the client may go on.
+    pub verdict: Verdict,
+    /// What the server speaks.
+    pub protocols: Protocols,
+    /// Random bytes, for this handshake alone.
+    pub nonce: [u8; NONCE_BYTES],
+}
+
+impl ServerHello {
+    /// As it travels.
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        let (protocol, verdict) = match self.verdict {
+            Verdict::GoOn { protocol } => (protocol, 0),
+            Verdict::NoCommonProtocol => (0, 1),
+            Verdict::Busy => (0, 2),
+        };
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&protocol.to_le_bytes());
+        bytes[10] = verdict;
+        bytes[28..30].copy_from_slice(&self.protocols.oldest.to_le_bytes());
+        bytes[30..32].copy_from_slice(&self.protocols.newest.to_le_bytes());
+        bytes[32..].copy_from_slice(&self.nonce);
+        bytes
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    ///
+    /// [`HelloError::NotWeightsync`], and [`HelloError::Malformed`] for a verdict or protocols that
+    /// cannot be.
+    pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, HelloError> {
+        check_magic(bytes)?;
+        let protocol = u16::from_le_bytes([bytes[8], bytes[9]]);
+        let verdict = match (bytes[10], protocol) {
+            (0, 1..) => Verdict::GoOn { protocol },
+            (1, 0) => Verdict::NoCommonProtocol,
+            (2, 0) => Verdict::Busy,
+            (verdict, protocol) => {
+                return Err(malformed(
+                    "a verdict of 0 with a protocol, or of 1 or 2 without",
+                    format!("verdict {verdict} with protocol {protocol}"),
+                ));
+            }
+        };
+        Ok(Self {
+            verdict,
+            protocols: Protocols::decode([bytes[28], bytes[29]], [bytes[30], bytes[31]])?,
+            nonce: nonce(bytes),
+        })
+    }
+}
+
+fn nonce(hello: &[u8; HELLO_BYTES]) -> [u8; NONCE_BYTES] {
+    let mut nonce = [0; NONCE_BYTES];
+    nonce.copy_from_slice(&hello[32..]);
+    nonce
+}
+
+fn check_magic(came: &[u8]) -> Result<(), HelloError> {
+    match came.starts_with(&MAGIC) {
+        true => Ok(()),
+        false => Err(not_weightsync(came)),
+    }
+}
+
+fn not_weightsync(came: &[u8]) -> HelloError {
+    let first = &came[..came.len().min(SHOWN)];
+    HelloError::NotWeightsync {
+        first: first.escape_ascii().to_string(),
+    }
+}
+
+fn malformed(expected: &'static str, got: String) -> HelloError {
+    HelloError::Malformed { expected, got }
+}
+
+/// Why a handshake came to nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HelloError {
+    /// The other end speaks something else altogether.
+    #[error(
+        "the other end is not weightsync: it began with \"{first}\"; check the address and the port"
+    )]
+    NotWeightsync {
+        /// What it said first, as printable text, at most 16 bytes of it.
+        first: String,
+    },
+    /// The versions of the two ends are too far apart.
+    #[error("the other end speaks {theirs}, this one {ours}: {}", who_is_older(*ours, *theirs))]
+    NoCommonProtocol {
+        /// What this end speaks.
+        ours: Protocols,
+        /// What the other end speaks.
+        theirs: Protocols,
+    },
+    /// The other end has as many links as it takes.
+    #[error("the other end has as many links as it takes; try again later")]
+    Busy,
+    /// This end has as many links as it takes, and said so.
+    #[error("there are as many links as this end takes; the other end was told to try again later")]
+    TurnedAway,
+    /// The other end did not believe this one.
+    #[error(
+        "the other end refused the token: give both the same (WEIGHTSYNC_TOKEN_FILE, or \
+         WEIGHTSYNC_TOKEN), or the init info of the sender that runs there now"
+    )]
+    TokenRefused,
+    /// The client has another token.
+    #[error("the other end came with another token, or with the init info of another sender")]
+    WrongToken,
+    /// The server let this end in without being able to prove that it has the token.
+    #[error(
+        "what answers there has not the token, but claims to: another program has taken the \
+         address; nothing was sent to it"
+    )]
+    WrongServer,
+    /// A field that cannot be.
+    #[error("the handshake is damaged: {expected} belongs there, and {got} came")]
+    Malformed {
+        /// What belongs there.
+        expected: &'static str,
+        /// What came.
+        got: String,
+    },
+    /// The other end hung up in the middle.
+    #[error(
+        "the other end hung up during the handshake, {got} bytes into its next words; is it \
+         shutting down, or does it refuse this machine?"
+    )]
+    HungUp {
+        /// How many bytes of its next words had come.
+        got: usize,
+    },
+    /// The handshake had ended before, well or not.
+    #[error("the handshake was over already")]
+    Over,
+}
+
+impl HelloError {
+    /// What to do: connect again, later, or change something first.
+    pub fn remedy(&self) -> Remedy {
+        match self {
+            Self::Busy | Self::TurnedAway | Self::HungUp { .. } | Self::Malformed { .. } => {
+                Remedy::Retry
+            }
+            _ => Remedy::GiveUp,
+        }
+    }
+}
+
+fn who_is_older(ours: Protocols, theirs: Protocols) -> &'static str {
+    match ours.newest < theirs.oldest {
+        true => "install a newer weightsync here, or an older one there",
+        false => "install a newer weightsync there, or an older one here",
+    }
+}

@@ -1,0 +1,303 @@
+//! The two ends of a handshake: fed what comes, they say what to send.
+
+use super::*;
+use crate::access::{Key, Proof};
+
+/// What both ends know once the handshake is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Agreed {
+    /// The protocol they speak from here on.
+    pub protocol: u16,
+    /// What the link is for.
+    pub role: Role,
+}
+
+/// What to do next in a handshake.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Step {
+    /// What to send first; nothing, if it is empty.
+    pub send: Vec<u8>,
+    /// And then.
+    pub next: Next,
+}
+
+/// How a handshake goes on.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Next {
+    /// With what the other end says: this many bytes more before it is this end's turn.
+    Read(usize),
+    /// It is done; what comes now is frames.
+    Done(Agreed),
+    /// Not at all: the link is to be closed.
+    Close(HelloError),
+}
+
+impl Step {
+    fn close(error: HelloError) -> Self {
+        Self::new(Vec::new(), Next::Close(error))
+    }
+
+    fn new(send: impl Into<Vec<u8>>, next: Next) -> Self {
+        let send = send.into();
+        Self { send, next }
+    }
+}
+
+/// The end that connects.
+#[derive(Debug)]
+pub struct Client {
+    key: Key,
+    role: Role,
+    ours: Protocols,
+    hello: [u8; HELLO_BYTES],
+    came: Vec<u8>,
+    state: ClientState,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum ClientState {
+    Hello,
+    Proof { expected: Proof, protocol: u16 },
+    Over,
+}
+
+impl Client {
+    /// A client, and the hello it begins with. The nonce must be new, and random.
+    pub fn new(
+        key: Key,
+        role: Role,
+        ours: Protocols,
+        nonce: [u8; NONCE_BYTES],
+    ) -> (Self, [u8; HELLO_BYTES]) {
+        let hello = ClientHello {
+            protocols: ours,
+            role: role.code(),
+            nonce,
+        }
+        .encode();
+        let client = Self {
+            key,
+            role,
+            ours,
+            hello,
+            came: Vec::new(),
+            state: ClientState::Hello,
+        };
+        (client, hello)
+    }
+
+    /// Takes from the front of `input` what belongs to the handshake; what is left behind it are
+    /// frames.
+    pub fn feed(&mut self, input: &mut &[u8]) -> Step {
+        match self.state {
+            ClientState::Hello => match gather_hello(&mut self.came, input) {
+                Ok(hello) => self.hello(hello),
+                Err(step) => step,
+            },
+            ClientState::Proof { expected, protocol } => {
+                match gather::<SERVER_PROOF_BYTES>(&mut self.came, input) {
+                    Ok(proof) => self.proof(proof, expected, protocol),
+                    Err(missing) => Step::new([], Next::Read(missing)),
+                }
+            }
+            ClientState::Over => Step::close(HelloError::Over),
+        }
+    }
+
+    /// What it means that the other end hung up here.
+    pub fn hung_up(&self) -> HelloError {
+        hung_up(&self.came, matches!(self.state, ClientState::Hello))
+    }
+
+    fn hello(&mut self, bytes: [u8; HELLO_BYTES]) -> Step {
+        self.state = ClientState::Over;
+        let server = match ServerHello::decode(&bytes) {
+            Ok(server) => server,
+            Err(error) => return Step::close(error),
+        };
+        let (ours, theirs) = (self.ours, server.protocols);
+        let protocol = match server.verdict {
+            Verdict::Busy => return Step::close(HelloError::Busy),
+            Verdict::NoCommonProtocol => {
+                return Step::close(HelloError::NoCommonProtocol { ours, theirs });
+            }
+            Verdict::GoOn { protocol } => protocol,
+        };
+        if ours.common(theirs) != Some(protocol) {
+            return Step::close(malformed(
+                "the newest protocol that both ends speak",
+                format!("protocol {protocol} of {ours} here and {theirs} there"),
+            ));
+        }
+        let proof = client_proof(&self.key, &self.hello, &bytes);
+        let expected = server_proof(&self.key, &self.hello, &bytes, proof);
+        self.state = ClientState::Proof { expected, protocol };
+        Step::new(proof.bytes().as_slice(), Next::Read(SERVER_PROOF_BYTES))
+    }
+
+    fn proof(&mut self, bytes: [u8; SERVER_PROOF_BYTES], expected: Proof, protocol: u16) -> Step {
+        self.state = ClientState::Over;
+        let [verdict, proof @ ..] = bytes;
+        let role = self.role;
+        match verdict {
+            0 if Proof::from_bytes(proof) == expected => {
+                Step::new([], Next::Done(Agreed { protocol, role }))
+            }
+            0 => Step::close(HelloError::WrongServer),
+            1 => Step::close(HelloError::TokenRefused),
+            other => Step::close(malformed("a verdict of 0 or 1", other.to_string())),
+        }
+    }
+}
+
+/// The end that listens.
+#[derive(Debug)]
+pub struct Server {
+    key: Key,
+    ours: Protocols,
+    busy: bool,
+    nonce: [u8; NONCE_BYTES],
+    came: Vec<u8>,
+    state: ServerState,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum ServerState {
+    Hello,
+    Proof {
+        expected: Proof,
+        answer: Proof,
+        agreed: Agreed,
+    },
+    Over,
+}
+
+impl Server {
+    /// A server for one client. The nonce must be new, and random. One that is `busy` says so to a
+    /// client that speaks its protocol, and no more.
+    pub fn new(key: Key, ours: Protocols, busy: bool, nonce: [u8; NONCE_BYTES]) -> Self {
+        Self {
+            key,
+            ours,
+            busy,
+            nonce,
+            came: Vec::new(),
+            state: ServerState::Hello,
+        }
+    }
+
+    /// Takes from the front of `input` what belongs to the handshake; what is left behind it are
+    /// frames.
+    pub fn feed(&mut self, input: &mut &[u8]) -> Step {
+        match self.state {
+            ServerState::Hello => match gather_hello(&mut self.came, input) {
+                Ok(hello) => self.hello(hello),
+                Err(step) => step,
+            },
+            ServerState::Proof {
+                expected,
+                answer,
+                agreed,
+            } => match gather::<CLIENT_PROOF_BYTES>(&mut self.came, input) {
+                Ok(proof) => {
+                    self.state = ServerState::Over;
+                    judge(Proof::from_bytes(proof) == expected, answer, agreed)
+                }
+                Err(missing) => Step::new([], Next::Read(missing)),
+            },
+            ServerState::Over => Step::close(HelloError::Over),
+        }
+    }
+
+    /// What it means that the other end hung up here.
+    pub fn hung_up(&self) -> HelloError {
+        hung_up(&self.came, matches!(self.state, ServerState::Hello))
+    }
+
+    fn hello(&mut self, bytes: [u8; HELLO_BYTES]) -> Step {
+        self.state = ServerState::Over;
+        let client = match ClientHello::decode(&bytes) {
+            Ok(client) => client,
+            Err(error) => return Step::close(error),
+        };
+        let (ours, theirs) = (self.ours, client.protocols);
+        let answer = |verdict| {
+            let hello = ServerHello {
+                verdict,
+                protocols: ours,
+                nonce: self.nonce,
+            };
+            hello.encode()
+        };
+        let Some(protocol) = ours.common(theirs) else {
+            let error = HelloError::NoCommonProtocol { ours, theirs };
+            return Step::new(answer(Verdict::NoCommonProtocol), Next::Close(error));
+        };
+        // Only now: a newer protocol may have roles of its own.
+        let Some(role) = Role::from_code(client.role) else {
+            return Step::close(malformed("a role of 1 to 3", client.role.to_string()));
+        };
+        if self.busy {
+            return Step::new(answer(Verdict::Busy), Next::Close(HelloError::TurnedAway));
+        }
+        let hello = answer(Verdict::GoOn { protocol });
+        let expected = client_proof(&self.key, &bytes, &hello);
+        self.state = ServerState::Proof {
+            expected,
+            answer: server_proof(&self.key, &bytes, &hello, expected),
+            agreed: Agreed { protocol, role },
+        };
+        Step::new(hello, Next::Read(CLIENT_PROOF_BYTES))
+    }
+}
+
+fn judge(is_proved: bool, answer: Proof, agreed: Agreed) -> Step {
+    let mut said = [0; SERVER_PROOF_BYTES];
+    if !is_proved {
+        said[0] = 1;
+        return Step::new(said, Next::Close(HelloError::WrongToken));
+    }
+    said[1..].copy_from_slice(answer.bytes());
+    Step::new(said, Next::Done(agreed))
+}
+
+fn client_proof(key: &Key, client: &[u8; HELLO_BYTES], server: &[u8; HELLO_BYTES]) -> Proof {
+    key.proof(&[b"client", client, server])
+}
+
+fn server_proof(
+    key: &Key,
+    client: &[u8; HELLO_BYTES],
+    server: &[u8; HELLO_BYTES],
+    proof: Proof,
+) -> Proof {
+    key.proof(&[b"server", client, server, proof.bytes()])
+}
+
+/// Collects `N` bytes; says how many are still missing if `input` has not all of them.
+fn gather<const N: usize>(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; N], usize> {
+    let missing = N.saturating_sub(came.len());
+    let (now, rest) = input.split_at(missing.min(input.len()));
+    came.extend_from_slice(now);
+    *input = rest;
+    let whole = <[u8; N]>::try_from(came.as_slice()).map_err(|_| N - came.len())?;
+    came.clear();
+    Ok(whole)
+}
+
+/// Collects a hello; a stranger is told as soon as it has said enough.
+fn gather_hello(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; HELLO_BYTES], Step> {
+    gather(came, input).map_err(|missing| match check_magic(came) {
+        Err(error) if came.len() >= MAGIC.len() => Step::close(error),
+        _ => Step::new([], Next::Read(missing)),
+    })
+}
+
+fn hung_up(came: &[u8], in_hello: bool) -> HelloError {
+    let is_ours = MAGIC.starts_with(came) || came.starts_with(&MAGIC);
+    match in_hello && !is_ours {
+        true => not_weightsync(came),
+        false => HelloError::HungUp { got: came.len() },
+    }
+}

@@ -1,0 +1,436 @@
+//! What is said on a link, once it is one.
+//!
+//! | who | to whom | |
+//! |---|---|---|
+//! | an agent: the one process of a host that talks to the sender | the sender | [`ToRoot`] |
+//! | the sender | an agent | [`FromRoot`] |
+//! | a child | its parent, which has the version it wants | [`ToParent`] |
+//! | a parent | its child | [`ToChild`], and chunks |
+//! | a sender or a relay | who asks how things are | [`Status`] |
+//!
+//! On the wire a message is a byte with the format's number, then postcard of types that belong to
+//! this module alone. What is decoded is checked: every number is one that can be, and every list
+//! and text is within the bound stated at its field. The same checks hold what is encoded, but for
+//! words meant for people, which are cut.
+
+mod bulk;
+mod from_root;
+mod model;
+mod to_root;
+
+use serde::{Deserialize, Serialize};
+use weightsync_core::{Epoch, Remedy, Run, Version};
+
+pub use self::bulk::{ChunkRange, ToChild, ToParent};
+pub use self::from_root::{FromRoot, RefusalRemedy};
+pub use self::model::{AssembledModel, ModelAssembler, model_messages};
+pub use self::to_root::{ToRoot, WorkerProgress};
+use super::frame::{self, Kind, MAX_FRAME, MAX_MODELS};
+
+/// The number of the messages' format, their first byte.
+pub const FORMAT: u8 = 1;
+
+/// The longest text, in bytes.
+pub const MAX_TEXT: usize = 1 << 10;
+
+/// The longest label of a device, in bytes.
+pub const MAX_DEVICE: usize = 64;
+
+/// The longest address, in bytes.
+pub const MAX_ADDRESS: usize = 1024;
+
+/// The most versions an agent says it has, or has no more, in one message.
+pub const MAX_HELD: usize = 4096;
+
+/// The most workers in one [`ToRoot::Progress`].
+pub const MAX_PROGRESS: usize = 4096;
+
+/// The most workers one [`FromRoot::Tell`] is for.
+pub const MAX_TOLD: usize = 65_536;
+
+/// The most versions that are named in place of one that there is not.
+pub const MAX_KNOWN: usize = 16;
+
+/// The most versions that may wait for a worker that gets every one.
+pub const MAX_BOUND: u8 = 32;
+
+/// The most slots of a model.
+pub const MAX_SLOTS: u8 = 64;
+
+/// The most ranges of one [`ToParent::Fetch`].
+pub const MAX_RANGES: usize = 4096;
+
+/// The most bytes of one [`FromRoot::Part`].
+pub const MAX_PART: usize = 512 << 10;
+
+/// The longest encoded layout, in bytes.
+pub const MAX_LAYOUT: u64 = 64 << 20;
+
+/// The longest note of a model, in bytes.
+pub const MAX_NOTE: u64 = 16 << 20;
+
+/// The longest text of a [`Status`], in bytes: what fits a frame.
+pub const MAX_JSON: usize = MAX_FRAME - 64;
+
+/// One kind of messages: those of one direction of a link.
+pub trait Message: Sized {
+    /// The kind of frame they travel in.
+    const KIND: Kind;
+
+    /// The message as the payload of a frame.
+    ///
+    /// # Errors
+    ///
+    /// [`MessageError`] for one that the other end would refuse.
+    fn encode(&self) -> Result<Vec<u8>, MessageError>;
+
+    /// Reads the payload of a frame.
+    ///
+    /// # Errors
+    ///
+    /// [`MessageError`] for another format, and for anything out of its bounds.
+    fn decode(payload: &[u8]) -> Result<Self, MessageError>;
+
+    /// The message as a whole frame.
+    ///
+    /// # Errors
+    ///
+    /// As [`encode`](Self::encode).
+    fn frame(&self) -> Result<Vec<u8>, MessageError> {
+        let mut bytes = Vec::new();
+        let payload = self.encode()?;
+        frame::encode(Self::KIND, &payload, &mut bytes).map_err(|_| MessageError::TooLong {
+            what: "bytes of a message",
+            got: payload.len() as u64,
+            limit: Self::KIND.max_payload() as u64,
+        })?;
+        Ok(bytes)
+    }
+}
+
+/// A version of one of the models.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Held {
+    /// The model's index, below [`MAX_MODELS`].
+    pub model: u8,
+    /// The version, from 1.
+    pub version: Version,
+}
+
+/// Which versions a worker is to be given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivery {
+    /// The newest; what a newer one replaced before it was taken is skipped.
+    Newest,
+    /// Every one, in order.
+    Every {
+        /// How many may wait before the sender waits for this worker; 1 to [`MAX_BOUND`].
+        bound: u8,
+    },
+    /// None but what it asks for.
+    Asked,
+}
+
+/// What a worker asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    /// The newest set meant for it.
+    Newest,
+    /// The newest set meant for it, once its version of this model is no older.
+    AtLeast {
+        /// The model's index.
+        model: u8,
+        /// The oldest version that will do, from 1.
+        version: Version,
+    },
+    /// The set with exactly this version of this model.
+    Exactly {
+        /// The model's index.
+        model: u8,
+        /// The version, from 1.
+        version: Version,
+    },
+}
+
+/// How things are, as JSON. A client of the role [`Status`](super::hello::Role::Status) gets it
+/// once the handshake is done, and says nothing itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// At most [`MAX_JSON`] bytes.
+    pub json: String,
+}
+
+impl Message for Status {
+    const KIND: Kind = Kind::Control;
+
+    fn encode(&self) -> Result<Vec<u8>, MessageError> {
+        within("bytes of a status", self.json.len(), MAX_JSON)?;
+        to_payload(&self.json.as_str())
+    }
+
+    fn decode(payload: &[u8]) -> Result<Self, MessageError> {
+        let json: &str = from_payload(payload)?;
+        within("bytes of a status", json.len(), MAX_JSON)?;
+        Ok(Self { json: json.into() })
+    }
+}
+
+/// Why bytes are no message, or a message cannot be sent. From a peer it is its misbehaviour: the
+/// link is of no use any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MessageError {
+    /// A format that this version does not read.
+    #[error(
+        "a message of format {got} came where {FORMAT} belongs; install the same weightsync on \
+         both ends"
+    )]
+    Format {
+        /// The first byte.
+        got: u8,
+    },
+    /// Bytes that are no message of this link.
+    #[error("{bytes} bytes are no message of this link: {reason}")]
+    Malformed {
+        /// How many they are.
+        bytes: usize,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A text or list that is too long.
+    #[error("{what}: {got} is over the limit of {limit}")]
+    TooLong {
+        /// What was counted.
+        what: &'static str,
+        /// How much of it there was.
+        got: u64,
+        /// The most that is accepted.
+        limit: u64,
+    },
+    /// A number that cannot be.
+    #[error("{expected} belongs there, and {got} came")]
+    OutOfRange {
+        /// What belongs there.
+        expected: &'static str,
+        /// What came.
+        got: String,
+    },
+}
+
+impl MessageError {
+    /// What to do: nothing by itself. Damage on the way shows in a frame's checksum, so one of the
+    /// two ends is wrong, or of another version.
+    pub fn remedy(&self) -> Remedy {
+        Remedy::GiveUp
+    }
+}
+
+/// A [`Held`] on the wire.
+type WireHeld = (u8, u64);
+
+/// A [`Run`] on the wire.
+type WireRun = (u64, [u8; 16]);
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+enum WireDelivery {
+    Newest,
+    Every { bound: u8 },
+    Asked,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+enum WireWant {
+    Newest,
+    AtLeast { model: u8, version: u64 },
+    Exactly { model: u8, version: u64 },
+}
+
+fn to_payload(wire: &impl Serialize) -> Result<Vec<u8>, MessageError> {
+    postcard::to_extend(wire, vec![FORMAT]).map_err(|error| MessageError::Malformed {
+        bytes: 0,
+        reason: error.to_string(),
+    })
+}
+
+/// Reads what the types demand; bounds are checked after it. What is allocated here is bounded by
+/// the payload's length, as no element takes less than a byte of it.
+fn from_payload<'a, T: Deserialize<'a>>(payload: &'a [u8]) -> Result<T, MessageError> {
+    let malformed = |reason| MessageError::Malformed {
+        bytes: payload.len(),
+        reason,
+    };
+    match payload.split_first() {
+        None => Err(malformed("they are none".into())),
+        Some((&FORMAT, body)) => match postcard::take_from_bytes(body) {
+            Ok((wire, [])) => Ok(wire),
+            Ok((_, rest)) => Err(malformed(format!("{} are too many", rest.len()))),
+            Err(error) => Err(malformed(error.to_string())),
+        },
+        Some((&got, _)) => Err(MessageError::Format { got }),
+    }
+}
+
+/// At most `len` bytes of words meant for people, cut between characters.
+fn cut(words: &str, len: usize) -> &str {
+    &words[..words.floor_char_boundary(len)]
+}
+
+fn text(words: &str, limit: usize) -> Result<String, MessageError> {
+    within("bytes of a text", words.len(), limit)?;
+    Ok(words.into())
+}
+
+fn within(what: &'static str, got: usize, limit: usize) -> Result<(), MessageError> {
+    match got <= limit {
+        true => Ok(()),
+        false => Err(MessageError::TooLong {
+            what,
+            got: got as u64,
+            limit: limit as u64,
+        }),
+    }
+}
+
+fn require(
+    holds: bool,
+    expected: &'static str,
+    got: impl FnOnce() -> String,
+) -> Result<(), MessageError> {
+    match holds {
+        true => Ok(()),
+        false => Err(MessageError::OutOfRange {
+            expected,
+            got: got(),
+        }),
+    }
+}
+
+fn check_model(model: u8) -> Result<(), MessageError> {
+    require(model < MAX_MODELS, "a model below 64", || model.to_string())
+}
+
+fn check_version(version: Version) -> Result<(), MessageError> {
+    require(!version.is_none(), "a version from 1", || "0".into())
+}
+
+fn check_held(held: Held) -> Result<(), MessageError> {
+    check_model(held.model)?;
+    check_version(held.version)
+}
+
+fn check_all_held(what: &'static str, held: &[Held], limit: usize) -> Result<(), MessageError> {
+    within(what, held.len(), limit)?;
+    held.iter().try_for_each(|held| check_held(*held))
+}
+
+/// A set: no model has two versions in it.
+fn check_set(set: &[Held]) -> Result<(), MessageError> {
+    check_all_held("models of a set", set, MAX_MODELS.into())?;
+    let mut models = 0_u64;
+    set.iter().try_for_each(|held| {
+        let bit = 1 << held.model;
+        let is_new = models & bit == 0;
+        models |= bit;
+        require(is_new, "each model once in a set", || {
+            format!("model {} twice", held.model)
+        })
+    })
+}
+
+fn check_want(want: Want) -> Result<(), MessageError> {
+    match want {
+        Want::Newest => Ok(()),
+        Want::AtLeast { model, version } | Want::Exactly { model, version } => {
+            check_held(Held { model, version })
+        }
+    }
+}
+
+fn check_delivery(delivery: Delivery) -> Result<(), MessageError> {
+    match delivery {
+        Delivery::Newest | Delivery::Asked => Ok(()),
+        Delivery::Every { bound } => require(
+            (1..=MAX_BOUND).contains(&bound),
+            "a bound of 1 to 32",
+            || bound.to_string(),
+        ),
+    }
+}
+
+fn held_to_wire(held: &[Held]) -> Vec<WireHeld> {
+    held.iter()
+        .map(|held| (held.model, held.version.0))
+        .collect()
+}
+
+fn held_from_wire(held: Vec<WireHeld>) -> Vec<Held> {
+    let held = held.into_iter();
+    held.map(|(model, version)| Held {
+        model,
+        version: Version(version),
+    })
+    .collect()
+}
+
+fn run_to_wire(run: Run) -> WireRun {
+    (run.epoch.0, run.id)
+}
+
+fn run_from_wire((epoch, id): WireRun) -> Run {
+    Run {
+        epoch: Epoch(epoch),
+        id,
+    }
+}
+
+impl From<Delivery> for WireDelivery {
+    fn from(delivery: Delivery) -> Self {
+        match delivery {
+            Delivery::Newest => Self::Newest,
+            Delivery::Every { bound } => Self::Every { bound },
+            Delivery::Asked => Self::Asked,
+        }
+    }
+}
+
+impl From<WireDelivery> for Delivery {
+    fn from(delivery: WireDelivery) -> Self {
+        match delivery {
+            WireDelivery::Newest => Self::Newest,
+            WireDelivery::Every { bound } => Self::Every { bound },
+            WireDelivery::Asked => Self::Asked,
+        }
+    }
+}
+
+impl From<Want> for WireWant {
+    fn from(want: Want) -> Self {
+        match want {
+            Want::Newest => Self::Newest,
+            Want::AtLeast { model, version } => Self::AtLeast {
+                model,
+                version: version.0,
+            },
+            Want::Exactly { model, version } => Self::Exactly {
+                model,
+                version: version.0,
+            },
+        }
+    }
+}
+
+impl From<WireWant> for Want {
+    fn from(want: WireWant) -> Self {
+        match want {
+            WireWant::Newest => Self::Newest,
+            WireWant::AtLeast { model, version } => Self::AtLeast {
+                model,
+                version: Version(version),
+            },
+            WireWant::Exactly { model, version } => Self::Exactly {
+                model,
+                version: Version(version),
+            },
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! What a child and its parent say to each other on a bulk link.
+
+use serde::{Deserialize, Serialize};
+use weightsync_core::{Run, Version};
+
+use super::*;
+
+/// What a child says to its parent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToParent {
+    /// It wants chunks of a version. The parent sends each as soon as it has it, then
+    /// [`ToChild::End`].
+    Fetch {
+        /// The run the version belongs to.
+        run: Run,
+        /// Which agent asks.
+        agent: u64,
+        /// Of which model.
+        model: u8,
+        /// The version.
+        version: Version,
+        /// Which chunks: ascending, none twice, at most [`MAX_RANGES`] ranges.
+        ranges: Vec<ChunkRange>,
+    },
+}
+
+/// What a parent says to its child, besides chunks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToChild {
+    /// It is there, and has no chunk to send right now.
+    Idle,
+    /// Every chunk that was asked for has been sent.
+    End,
+    /// It cannot send what was asked for, or the rest of it.
+    Gone {
+        /// Why; cut to [`MAX_TEXT`].
+        reason: String,
+    },
+}
+
+/// Chunks that follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkRange {
+    /// The index of the first.
+    pub first: u32,
+    /// How many they are, from 1.
+    pub count: u32,
+}
+
+impl ChunkRange {
+    /// The index behind the last, if it fits.
+    pub fn end(self) -> Option<u32> {
+        self.first.checked_add(self.count)
+    }
+}
+
+impl ToParent {
+    fn check(&self) -> Result<(), MessageError> {
+        let &Self::Fetch {
+            model,
+            version,
+            ref ranges,
+            ..
+        } = self;
+        check_held(Held { model, version })?;
+        within("ranges of one fetch", ranges.len(), MAX_RANGES)?;
+        let mut behind = 0;
+        ranges.iter().try_for_each(|range| {
+            let end = range
+                .end()
+                .filter(|_| range.count > 0 && range.first >= behind);
+            require(
+                end.is_some(),
+                "ranges that ascend and do not overlap",
+                || {
+                    format!(
+                        "{} chunks from {} behind {behind}",
+                        range.count, range.first
+                    )
+                },
+            )?;
+            behind = end.unwrap_or(behind);
+            Ok(())
+        })
+    }
+}
+
+/// How it travels. The order of the variants is part of the format.
+#[derive(Serialize, Deserialize)]
+enum WireToParent {
+    Fetch {
+        run: WireRun,
+        agent: u64,
+        model: u8,
+        version: u64,
+        ranges: Vec<(u32, u32)>,
+    },
+}
+
+/// How it travels. The order of the variants is part of the format.
+#[derive(Serialize, Deserialize)]
+enum WireToChild<'a> {
+    Idle,
+    End,
+    Gone { reason: &'a str },
+}
+
+impl Message for ToParent {
+    const KIND: Kind = Kind::Bulk;
+
+    fn encode(&self) -> Result<Vec<u8>, MessageError> {
+        self.check()?;
+        let &Self::Fetch {
+            run,
+            agent,
+            model,
+            version,
+            ref ranges,
+        } = self;
+        let ranges = ranges.iter().map(|range| (range.first, range.count));
+        to_payload(&WireToParent::Fetch {
+            run: run_to_wire(run),
+            agent,
+            model,
+            version: version.0,
+            ranges: ranges.collect(),
+        })
+    }
+
+    fn decode(payload: &[u8]) -> Result<Self, MessageError> {
+        let WireToParent::Fetch {
+            run,
+            agent,
+            model,
+            version,
+            ranges,
+        } = from_payload(payload)?;
+        let ranges = ranges
+            .into_iter()
+            .map(|(first, count)| ChunkRange { first, count });
+        let message = Self::Fetch {
+            run: run_from_wire(run),
+            agent,
+            model,
+            version: Version(version),
+            ranges: ranges.collect(),
+        };
+        message.check()?;
+        Ok(message)
+    }
+}
+
+impl Message for ToChild {
+    const KIND: Kind = Kind::Bulk;
+
+    fn encode(&self) -> Result<Vec<u8>, MessageError> {
+        to_payload(&match self {
+            Self::Idle => WireToChild::Idle,
+            Self::End => WireToChild::End,
+            Self::Gone { reason } => WireToChild::Gone {
+                reason: cut(reason, MAX_TEXT),
+            },
+        })
+    }
+
+    fn decode(payload: &[u8]) -> Result<Self, MessageError> {
+        Ok(match from_payload(payload)? {
+            WireToChild::Idle => Self::Idle,
+            WireToChild::End => Self::End,
+            WireToChild::Gone { reason } => Self::Gone {
+                reason: text(reason, MAX_TEXT)?,
+            },
+        })
+    }
+}

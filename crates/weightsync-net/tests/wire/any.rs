@@ -1,0 +1,282 @@
+//! Any message within its bounds, for proptest.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use weightsync_core::{Digest, Epoch, Run, Version, WorkerId};
+use weightsync_net::wire::message::{
+    ChunkRange, Delivery, FromRoot, Held, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
+    ToRoot, Want, WorkerProgress,
+};
+
+/// What the fields of a message are made of.
+#[derive(Clone, Debug)]
+struct Raw {
+    worker: WorkerId,
+    pid: u32,
+    n: [u64; 5],
+    bytes: [u8; 16],
+    held: Held,
+    list: Vec<Held>,
+    set: Vec<Held>,
+    text: String,
+    flag: bool,
+    choice: u8,
+}
+
+fn version() -> impl Strategy<Value = Version> {
+    prop_oneof![1_u64..300, 1..=u64::MAX].prop_map(Version)
+}
+
+fn held() -> impl Strategy<Value = Held> {
+    (0_u8..64, version()).prop_map(|(model, version)| Held { model, version })
+}
+
+fn set() -> impl Strategy<Value = Vec<Held>> {
+    vec(held(), 0..64).prop_map(|mut set| {
+        let mut models = 0_u64;
+        set.retain(|held| {
+            let bit = 1 << held.model;
+            let is_new = models & bit == 0;
+            models |= bit;
+            is_new
+        });
+        set
+    })
+}
+
+fn raw() -> impl Strategy<Value = Raw> {
+    (
+        (any::<u32>(), any::<u32>(), any::<[u64; 5]>()),
+        (any::<[u8; 16]>(), held(), vec(held(), 0..20), set()),
+        ("\\PC{0,16}", any::<bool>(), any::<u8>()),
+    )
+        .prop_map(|((worker, pid, n), (bytes, held, list, set), rest)| {
+            let worker = WorkerId(worker);
+            let (text, flag, choice) = rest;
+            Raw {
+                worker,
+                pid,
+                n,
+                bytes,
+                held,
+                list,
+                set,
+                text,
+                flag,
+                choice,
+            }
+        })
+}
+
+impl Raw {
+    fn run(&self) -> Run {
+        Run {
+            epoch: Epoch(self.n[4]),
+            id: self.bytes,
+        }
+    }
+
+    fn progress(&self) -> WorkerProgress {
+        WorkerProgress {
+            worker: self.worker,
+            instance: self.n[0],
+            taken: self.n[1],
+            head: self.n[2],
+            through: self.n[3],
+            loaded: self.n[4],
+            versions: self.set.clone(),
+            refused: self.flag.then(|| (self.n[1], self.text.clone())),
+        }
+    }
+}
+
+pub fn to_root() -> impl Strategy<Value = ToRoot> {
+    (0..14_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
+        let Held { model, version } = raw.held;
+        let [instance, question, ..] = raw.n;
+        let worker = raw.worker;
+        match variant {
+            0 => ToRoot::Agent {
+                host: raw.bytes,
+                pid: raw.pid,
+                bulk: raw.flag.then_some(u16::from(raw.choice) + 1),
+                seen: Epoch(raw.n[0]),
+                run: raw.flag.then(|| raw.run()),
+                holds: raw.list,
+                name: raw.text,
+            },
+            1 => ToRoot::Join {
+                ticket: raw.n[2],
+                worker,
+                instance,
+                pid: raw.pid,
+                models: raw.n[3].max(1),
+                delivery: match raw.choice % 34 {
+                    0 => Delivery::Newest,
+                    33 => Delivery::Asked,
+                    bound => Delivery::Every { bound },
+                },
+                device: raw.text,
+                seen: Epoch(raw.n[4]),
+            },
+            2 => ToRoot::Progress {
+                workers: more.iter().map(Raw::progress).collect(),
+            },
+            3 => ToRoot::Gone {
+                worker,
+                instance,
+                died: raw.flag,
+            },
+            4 => ToRoot::Unusable {
+                worker,
+                instance,
+                reason: raw.text,
+            },
+            5 => ToRoot::Ask {
+                worker,
+                instance,
+                question,
+                want: match raw.choice % 3 {
+                    0 => Want::Newest,
+                    1 => Want::AtLeast { model, version },
+                    _ => Want::Exactly { model, version },
+                },
+            },
+            6 => ToRoot::Withdraw { worker, instance },
+            7 => ToRoot::Holds {
+                have: raw.list,
+                dropped: raw.set,
+            },
+            8 => ToRoot::Received {
+                model,
+                version,
+                bytes: raw.n[0],
+                micros: raw.n[1],
+            },
+            9 => ToRoot::ParentLost {
+                parent: raw.n[0],
+                reason: raw.text,
+            },
+            10 => ToRoot::ChildSpeed {
+                child: raw.n[0],
+                bytes: raw.n[1],
+                micros: raw.n[2],
+            },
+            11 => ToRoot::Missing { model, version },
+            12 => ToRoot::Ping,
+            _ => ToRoot::Goodbye,
+        }
+    })
+}
+
+pub fn from_root() -> impl Strategy<Value = FromRoot> {
+    (0..14_u8, raw(), vec(any::<u8>(), 1..300)).prop_map(|(variant, raw, bytes)| {
+        let Held { model, version } = raw.held;
+        let [instance, sequence, ..] = raw.n;
+        let (worker, question) = (raw.worker, raw.n[2]);
+        match variant {
+            0 => FromRoot::Welcome {
+                run: raw.run(),
+                agent: raw.n[0].max(1),
+                address: format!("x{}", raw.text),
+                models: raw.choice % 64 + 1,
+                slots: raw.choice % 32 + 1,
+                max_slots: raw.choice % 32 + 33,
+                pid: raw.pid,
+            },
+            1 => FromRoot::Model {
+                index: model,
+                layout_bytes: raw.n[0] % ((64 << 20) + 1),
+                note_bytes: raw.n[1] % ((16 << 20) + 1),
+            },
+            2 => FromRoot::Part { bytes },
+            3 => FromRoot::Refused {
+                reason: raw.text,
+                remedy: match raw.choice % 3 {
+                    0 => RefusalRemedy::Gone,
+                    1 => RefusalRemedy::Fenced {
+                        seen: Epoch(raw.n[0]),
+                        got: Epoch(raw.n[1]),
+                    },
+                    _ => RefusalRemedy::Other,
+                },
+            },
+            4 => FromRoot::Joined { ticket: raw.n[0] },
+            5 => FromRoot::Denied {
+                ticket: raw.n[0],
+                reason: raw.text,
+            },
+            6 => FromRoot::Tell {
+                sequence,
+                set: raw.set,
+                workers: bytes.iter().map(|byte| WorkerId((*byte).into())).collect(),
+            },
+            7 => FromRoot::Answer {
+                worker,
+                question,
+                sequence,
+                set: raw.set,
+            },
+            8 => FromRoot::NoSuchVersion {
+                worker,
+                question,
+                model,
+                asked: Version(raw.n[0]),
+                known: raw.list.iter().take(16).map(|held| held.version).collect(),
+            },
+            9 => FromRoot::TurnAway {
+                worker,
+                instance,
+                reason: raw.text,
+            },
+            10 => FromRoot::Parent {
+                agent: raw.n[0],
+                address: raw.flag.then(|| format!("x{}", raw.text)),
+            },
+            11 => FromRoot::Digest {
+                model,
+                version,
+                digest: Digest(raw.bytes),
+            },
+            12 => FromRoot::Ping,
+            _ => FromRoot::Goodbye,
+        }
+    })
+}
+
+pub fn to_parent() -> impl Strategy<Value = ToParent> {
+    (raw(), vec((0_u32..70_000, 1_u32..70_000), 0..40)).prop_map(|(raw, gaps)| {
+        let mut behind = 0;
+        let ranges = gaps.iter().map(|(gap, count)| {
+            let first = behind + gap;
+            behind = first + count;
+            let count = *count;
+            ChunkRange { first, count }
+        });
+        ToParent::Fetch {
+            run: raw.run(),
+            agent: raw.n[0],
+            model: raw.held.model,
+            version: raw.held.version,
+            ranges: ranges.collect(),
+        }
+    })
+}
+
+pub fn to_child() -> impl Strategy<Value = ToChild> {
+    (0..3_u8, raw()).prop_map(|(variant, raw)| match variant {
+        0 => ToChild::Idle,
+        1 => ToChild::End,
+        _ => ToChild::Gone { reason: raw.text },
+    })
+}
+
+pub fn status() -> impl Strategy<Value = Status> {
+    "\\PC{0,200}".prop_map(|json| Status { json })
+}
+
+/// Lengths of a layout and a note around the length of a part.
+pub fn model_lengths() -> impl Strategy<Value = (usize, usize)> {
+    let len = || prop_oneof![0..4_usize, MAX_PART - 2..MAX_PART + 3, 0..2 * MAX_PART];
+    (len(), len())
+}

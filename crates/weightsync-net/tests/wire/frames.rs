@@ -1,0 +1,227 @@
+//! Frames and chunks, out of pieces of any size.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use weightsync_core::Version;
+use weightsync_net::wire::frame::*;
+
+use crate::samples;
+
+const BULK: &[Kind] = &[Kind::Bulk, Kind::Chunk];
+
+proptest! {
+    #[test]
+    fn any_frames_come_back_whatever_the_pieces(
+        payloads in vec(vec(any::<u8>(), 1..300), 1..10),
+        piece in 1_usize..400,
+    ) {
+        let mut stream = Vec::new();
+        for payload in &payloads {
+            encode(Kind::Bulk, payload, &mut stream).unwrap();
+        }
+        let mut decoder = Decoder::new(BULK);
+        let mut came = Vec::new();
+        for mut input in stream.chunks(piece) {
+            while let Some(frame) = decoder.next(&mut input).unwrap() {
+                came.push(frame.payload.to_vec());
+            }
+            prop_assert!(input.is_empty());
+        }
+        prop_assert!(came == payloads && decoder.is_between_frames());
+    }
+
+    #[test]
+    fn any_chunk_head_comes_back(
+        (model, version, crc) in (0_u8..64, 1..=u64::MAX, any::<u64>()),
+        (index, image_bytes) in (any::<u32>(), any::<u64>()),
+    ) {
+        let version = Version(version);
+        let mut head = ChunkHead { model, version, index, bytes: 1, crc, image_bytes };
+        // Of any image that has this chunk.
+        let least = head.offset() + 1;
+        head.image_bytes = least + image_bytes % (u64::MAX - least);
+        let left = head.image_bytes - head.offset();
+        head.bytes = left.min(CHUNK.into()) as u32;
+        let frame = head.frame();
+        prop_assert_eq!(ChunkHead::decode(&frame[HEADER_BYTES..]), Ok(head));
+    }
+
+    #[test]
+    fn an_image_has_the_chunks_that_its_heads_may_name(image_bytes in 1_u64..(40 << 20)) {
+        let count = chunks(image_bytes).unwrap();
+        let mut sum = 0;
+        for index in 0..=count {
+            let left = image_bytes.saturating_sub(u64::from(index) * u64::from(CHUNK));
+            let bytes = left.min(CHUNK.into()) as u32;
+            let head = ChunkHead { index, bytes, image_bytes, ..samples::chunk() };
+            let decoded = ChunkHead::decode(&head.frame()[HEADER_BYTES..]);
+            prop_assert_eq!(decoded.is_ok(), index < count);
+            sum += u64::from(bytes);
+        }
+        prop_assert_eq!(sum, image_bytes);
+    }
+}
+
+#[test]
+fn the_bytes_behind_a_chunk_are_left_to_the_caller() {
+    let head = samples::chunk();
+    let mut stream = head.frame().to_vec();
+    stream.extend_from_slice(samples::CHUNK_DATA);
+    encode(Kind::Bulk, b"next", &mut stream).unwrap();
+
+    let mut decoder = Decoder::new(BULK);
+    let mut input = &stream[..];
+    let frame = decoder.next(&mut input).unwrap().unwrap();
+    assert_eq!(frame.kind, Kind::Chunk);
+    let head = ChunkHead::decode(frame.payload).unwrap();
+    let data = input.split_off(..head.bytes as usize).unwrap();
+    head.check(data).unwrap();
+    let next = decoder.next(&mut input).unwrap().unwrap();
+    assert_eq!((next.kind, next.payload), (Kind::Bulk, &b"next"[..]));
+}
+
+#[test]
+fn a_damaged_chunk_is_noticed() {
+    let head = samples::chunk();
+    let data = samples::CHUNK_DATA;
+    head.check(data).unwrap();
+    head.check_crc(weightsync_simd::crc64(data)).unwrap();
+    for bit in 0..8 * data.len() {
+        let mut wrong = data.to_vec();
+        wrong[bit / 8] ^= 1 << (bit % 8);
+        let error = head.check(&wrong).unwrap_err();
+        assert!(matches!(error, FrameError::Checksum { bytes: 7, .. }));
+    }
+    assert!(head.check(&data[1..]).is_err());
+    assert!(head.check(&[data, b"x"].concat()).is_err());
+}
+
+#[test]
+fn chunks_that_cannot_be_are_refused() {
+    let head = samples::chunk();
+    let version = Version::NONE;
+    for wrong in [
+        ChunkHead { model: 64, ..head },
+        ChunkHead { version, ..head },
+        ChunkHead { bytes: 0, ..head },
+        ChunkHead { bytes: 8, ..head },
+        ChunkHead { index: 2, ..head },
+        ChunkHead { index: 0, ..head },
+        ChunkHead {
+            image_bytes: 0,
+            ..head
+        },
+        ChunkHead {
+            index: u32::MAX,
+            bytes: CHUNK,
+            ..head
+        },
+        ChunkHead {
+            index: 0,
+            bytes: CHUNK + 1,
+            image_bytes: u64::MAX,
+            ..head
+        },
+    ] {
+        let decoded = ChunkHead::decode(&wrong.frame()[HEADER_BYTES..]);
+        assert_eq!(decoded, Err(FrameError::Chunk { head: wrong }));
+    }
+    let frame = head.frame();
+    for at in 1..8 {
+        let mut payload = frame[HEADER_BYTES..].to_vec();
+        payload[at] = 1;
+        assert_eq!(ChunkHead::decode(&payload), Err(FrameError::Zeros));
+    }
+    assert!(ChunkHead::decode(&frame[HEADER_BYTES..][1..]).is_err());
+    assert_eq!(chunks(0), Ok(0));
+    assert_eq!(chunks(u64::from(u32::MAX) << 20), Ok(u32::MAX));
+    assert!(chunks((u64::from(u32::MAX) << 20) + 1).is_err());
+}
+
+#[test]
+fn lengths_are_within_the_bounds_of_the_kind() {
+    let header = |kind: Kind, len: u32| {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..4].copy_from_slice(&len.to_le_bytes());
+        bytes[4] = kind.code();
+        Header::decode(&bytes, &[Kind::Control, Kind::Bulk, Kind::Chunk])
+    };
+    for (kind, least, most) in [
+        (Kind::Control, 1, 1 << 20),
+        (Kind::Bulk, 1, 64 << 10),
+        (Kind::Chunk, 40, 40),
+    ] {
+        for len in [least, most] {
+            assert_eq!(header(kind, len).unwrap().len, len as usize);
+        }
+        for got in [least - 1, most + 1, u32::MAX] {
+            let expected = FrameError::Length {
+                kind,
+                got,
+                least: least as usize,
+                most: most as usize,
+            };
+            assert_eq!(header(kind, got), Err(expected));
+        }
+        let too_long = vec![0; most as usize + 1];
+        let mut out = Vec::new();
+        assert!(encode(kind, &too_long, &mut out).is_err() && out.is_empty());
+        assert!(encode(kind, &[], &mut out).is_err() && out.is_empty());
+    }
+}
+
+#[test]
+fn only_what_makes_sense_on_a_link_is_taken() {
+    let mut frame = Vec::new();
+    encode(Kind::Control, b"hello", &mut frame).unwrap();
+    let mut decoder = Decoder::new(BULK);
+    for _ in 0..3 {
+        let error = decoder.next(&mut &frame[..]).unwrap_err();
+        assert_eq!(error, FrameError::Kind { got: 1 }, "and it stays so");
+    }
+    for got in [0, 4, 255] {
+        let mut unknown = frame.clone();
+        unknown[4] = got;
+        let mut decoder = Decoder::new(&[Kind::Control]);
+        let error = decoder.next(&mut &unknown[..]).unwrap_err();
+        assert_eq!(error, FrameError::Kind { got });
+    }
+}
+
+#[test]
+fn a_decoder_holds_what_came_and_no_more() {
+    let mut header = [0; HEADER_BYTES];
+    header[..4].copy_from_slice(&(1_u32 << 20).to_le_bytes());
+    header[4] = Kind::Control.code();
+    // A length that is stated, and then hardly anything.
+    let claimed = allocation_counter::measure(|| {
+        let mut decoder = Decoder::new(&[Kind::Control]);
+        assert!(decoder.next(&mut &header[..]).unwrap().is_none());
+        for _ in 0..100 {
+            assert!(decoder.next(&mut &[7_u8; 10][..]).unwrap().is_none());
+        }
+        assert!(!decoder.is_between_frames());
+    });
+    assert!(claimed.bytes_max < 4000, "{claimed:?}");
+
+    // One that is too long.
+    header[2] = 0x10;
+    header[0] = 1;
+    let refused = allocation_counter::measure(|| {
+        let mut decoder = Decoder::new(&[Kind::Control]);
+        assert!(decoder.next(&mut &header[..]).is_err());
+    });
+    assert!(refused.bytes_max < 1000, "{refused:?}");
+
+    // After a long one the room is given back.
+    let mut stream = Vec::new();
+    encode(Kind::Control, &vec![1; MAX_FRAME], &mut stream).unwrap();
+    encode(Kind::Control, b"short", &mut stream).unwrap();
+    let mut decoder = Decoder::new(&[Kind::Control]);
+    let kept = allocation_counter::measure(|| {
+        let mut input = &stream[..];
+        while decoder.next(&mut input).unwrap().is_some() {}
+    });
+    assert!(kept.bytes_current < 8 << 10, "{kept:?}");
+    assert!(kept.bytes_max <= (1 << 20) + (8 << 10), "{kept:?}");
+}

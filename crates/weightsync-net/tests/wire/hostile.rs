@@ -1,0 +1,161 @@
+//! What was cut, damaged or made up is refused, without harm and without memory.
+
+use std::fmt::Debug;
+
+use proptest::prelude::*;
+use weightsync_net::wire::frame::*;
+use weightsync_net::wire::message::*;
+
+use crate::golden::{all, frames};
+use crate::samples;
+
+const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Chunk];
+
+/// Every golden file that begins with a whole frame.
+fn golden_frames() -> impl Iterator<Item = (String, Vec<u8>)> {
+    let framed = |name: &String| !name.starts_with("hello/") && name != "frame/header";
+    all().into_iter().filter(move |(name, _)| framed(name))
+}
+
+#[test]
+fn every_cut_and_every_flipped_bit_of_a_frame_is_noticed() {
+    for (name, mut bytes) in golden_frames() {
+        if name == "frame/chunk" {
+            bytes.truncate(HEADER_BYTES + CHUNK_HEAD_BYTES);
+        }
+        for len in 0..bytes.len() {
+            let mut decoder = Decoder::new(ALL);
+            let frame = decoder.next(&mut &bytes[..len]);
+            assert_eq!(frame, Ok(None), "{name} cut after {len}");
+            assert_eq!(decoder.is_between_frames(), len == 0, "{name}");
+        }
+        for bit in 0..8 * bytes.len() {
+            let mut wrong = bytes.clone();
+            wrong[bit / 8] ^= 1 << (bit % 8);
+            let mut decoder = Decoder::new(ALL);
+            let frame = decoder.next(&mut &wrong[..]);
+            // A length that grew leaves it waiting for the rest.
+            let grew = bit < 32 && wrong[bit / 8] > bytes[bit / 8];
+            assert!(
+                frame.is_err() || grew && frame == Ok(None),
+                "{name}, bit {bit}: {frame:?}"
+            );
+        }
+    }
+}
+
+/// As if the checksum had been mended by who did the damage.
+fn bears_damage<M: Message + PartialEq + Debug>(samples: &[(&'static str, M)]) {
+    for (name, frame) in frames(samples) {
+        let payload = &frame[HEADER_BYTES..];
+        for len in 0..payload.len() {
+            let cut = M::decode(&payload[..len]);
+            assert!(cut.is_err(), "{name} cut after {len}: {cut:?}");
+        }
+        for bit in 0..8 * payload.len() {
+            let mut wrong = payload.to_vec();
+            wrong[bit / 8] ^= 1 << (bit % 8);
+            if let Ok(message) = M::decode(&wrong) {
+                let again = message.encode().expect("what was accepted can be sent");
+                assert_eq!(M::decode(&again), Ok(message), "{name}, bit {bit}");
+            }
+        }
+    }
+}
+
+#[test]
+fn payloads_bear_damage_that_the_checksum_does_not_show() {
+    bears_damage(&samples::to_root());
+    bears_damage(&samples::from_root());
+    bears_damage(&samples::to_parent());
+    bears_damage(&samples::to_child());
+    bears_damage(&[("status", samples::status())]);
+    let frame = samples::chunk().frame();
+    for bit in 0..8 * CHUNK_HEAD_BYTES {
+        let mut payload = frame[HEADER_BYTES..].to_vec();
+        payload[bit / 8] ^= 1 << (bit % 8);
+        if let Ok(head) = ChunkHead::decode(&payload) {
+            assert_eq!(head.frame()[HEADER_BYTES..], payload);
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_read_or_refused(bytes: Vec<u8>) {
+        let mut decoder = Decoder::new(ALL);
+        let mut input = &bytes[..];
+        while let Ok(Some(_)) = decoder.next(&mut input) {}
+        let payload = [&[FORMAT], &bytes[..]].concat();
+        let _ = ToRoot::decode(&payload);
+        let _ = FromRoot::decode(&payload);
+        let _ = ToParent::decode(&payload);
+        let _ = ToChild::decode(&payload);
+        let _ = Status::decode(&payload);
+        let _ = ChunkHead::decode(&bytes);
+    }
+}
+
+/// Lengths of the most that a varint can say, in front of nothing.
+#[test]
+fn huge_lengths_are_refused_before_anything_is_allocated() {
+    const HUGE: [u8; 9] = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
+    let huge = |before: &[u8]| [&[FORMAT], before, &HUGE].concat();
+    let host = [0; 16];
+    // What comes before the length: the variant, and the fields in front of it.
+    let to_root = [
+        huge(&[0]),
+        huge(&[&[0, 0][..], &host, &[0, 0, 0]].concat()),
+        huge(&[1, 0, 0, 0, 0, 1, 0]),
+        huge(&[2]),
+        huge(&[2, 1, 0, 0, 0, 0, 0, 0]),
+        huge(&[4, 0, 0]),
+        huge(&[7]),
+        huge(&[7, 0]),
+        huge(&[9, 0]),
+    ];
+    let from_root = [
+        huge(&[&[0, 0][..], &host, &[1]].concat()),
+        huge(&[2]),
+        huge(&[3]),
+        huge(&[5, 0]),
+        huge(&[6, 0]),
+        huge(&[6, 0, 0]),
+        huge(&[7, 0, 0, 0]),
+        huge(&[8, 0, 0, 0, 0]),
+        huge(&[9, 0, 0]),
+        huge(&[10, 0, 1]),
+    ];
+    let used = allocation_counter::measure(|| {
+        for payload in &to_root {
+            assert!(ToRoot::decode(payload).is_err());
+        }
+        for payload in &from_root {
+            assert!(FromRoot::decode(payload).is_err());
+        }
+        let fetch = huge(&[&[0, 0][..], &host, &[0, 0, 1]].concat());
+        assert!(ToParent::decode(&fetch).is_err());
+        assert!(ToChild::decode(&huge(&[2])).is_err());
+        assert!(Status::decode(&huge(&[])).is_err());
+    });
+    assert!(used.bytes_max < 4 << 10, "{used:?}");
+}
+
+/// The most that a frame's worth of bytes makes of itself.
+#[test]
+fn a_full_frame_of_the_smallest_elements_takes_a_bounded_multiple() {
+    // Format, `Tell`, sequence, an empty set, then as many workers as a frame has bytes.
+    let mut payload = vec![FORMAT, 6, 1, 0, 0xf0, 0xff, 0x3f];
+    payload.resize(MAX_FRAME, 0);
+    let used = allocation_counter::measure(|| {
+        assert!(FromRoot::decode(&payload).is_err());
+    });
+    assert!(used.bytes_max <= 16 * MAX_FRAME as u64, "{used:?}");
+    // Format, `Progress`, as many workers as fit, nine bytes each.
+    let mut payload = vec![FORMAT, 2, 0xff, 0xff, 0x06];
+    payload.resize(MAX_FRAME, 0);
+    let used = allocation_counter::measure(|| {
+        assert!(ToRoot::decode(&payload).is_err());
+    });
+    assert!(used.bytes_max <= 32 * MAX_FRAME as u64, "{used:?}");
+}

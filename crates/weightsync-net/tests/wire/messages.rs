@@ -1,0 +1,411 @@
+//! Messages there and back, and what is refused in either direction.
+
+use std::fmt::Debug;
+
+use proptest::prelude::*;
+use weightsync_core::{Epoch, Version, WorkerId};
+use weightsync_net::wire::frame::{MAX_FRAME, MAX_MODELS};
+use weightsync_net::wire::message::*;
+
+use crate::any;
+use crate::samples::{self, RUN, held};
+
+fn comes_back<M: Message + PartialEq + Debug>(message: &M) {
+    let payload = message.encode().expect("it is within its bounds");
+    assert_eq!(M::decode(&payload).as_ref(), Ok(message));
+}
+
+proptest! {
+    #[test]
+    fn any_message_comes_back(
+        to_root in any::to_root(),
+        from_root in any::from_root(),
+        to_parent in any::to_parent(),
+        to_child in any::to_child(),
+        status in any::status(),
+    ) {
+        comes_back(&to_root);
+        comes_back(&from_root);
+        comes_back(&to_parent);
+        comes_back(&to_child);
+        comes_back(&status);
+    }
+}
+
+/// Refused when it is sent. What comes is held to the same: `what_comes_is_checked_as_well`.
+fn refused<M: Message>(message: &M) -> String {
+    message
+        .encode()
+        .expect_err("it is out of its bounds")
+        .to_string()
+}
+
+fn agent(bulk: Option<u16>, holds: Vec<Held>) -> ToRoot {
+    ToRoot::Agent {
+        name: "a".into(),
+        host: [0; 16],
+        pid: 1,
+        bulk,
+        seen: Epoch(0),
+        holds,
+        run: Some(RUN),
+    }
+}
+
+fn join(models: u64, delivery: Delivery) -> ToRoot {
+    ToRoot::Join {
+        ticket: 1,
+        worker: WorkerId(0),
+        instance: 1,
+        pid: 1,
+        models,
+        delivery,
+        device: String::new(),
+        seen: Epoch(0),
+    }
+}
+
+fn fetch(ranges: &[(u32, u32)]) -> ToParent {
+    let ranges = ranges.iter();
+    ToParent::Fetch {
+        run: RUN,
+        agent: 1,
+        model: 0,
+        version: Version(1),
+        ranges: ranges
+            .map(|&(first, count)| ChunkRange { first, count })
+            .collect(),
+    }
+}
+
+fn welcome(agent: u64, address: &str, models: u8, slots: u8, max_slots: u8) -> FromRoot {
+    FromRoot::Welcome {
+        run: RUN,
+        agent,
+        address: address.into(),
+        models,
+        slots,
+        max_slots,
+        pid: 1,
+    }
+}
+
+#[test]
+fn what_the_other_end_would_refuse_is_not_sent() {
+    let many = |count| vec![held(0, 1); count];
+    let progress = |workers| ToRoot::Progress { workers };
+    let worker = |versions| WorkerProgress {
+        worker: WorkerId(0),
+        instance: 0,
+        taken: 0,
+        head: 0,
+        through: 0,
+        loaded: 0,
+        versions,
+        refused: None,
+    };
+    let ask = |want| ToRoot::Ask {
+        worker: WorkerId(0),
+        instance: 0,
+        question: 0,
+        want,
+    };
+    for (message, part) in [
+        (agent(Some(0), vec![]), "a port from 1"),
+        (agent(None, vec![held(64, 1)]), "a model below 64"),
+        (agent(None, vec![held(0, 0)]), "a version from 1"),
+        (agent(None, many(4097)), "4097 is over the limit of 4096"),
+        (join(0, Delivery::Newest), "at least one model"),
+        (join(1, Delivery::Every { bound: 0 }), "a bound of 1 to 32"),
+        (join(1, Delivery::Every { bound: 33 }), "33 came"),
+        (
+            progress(vec![worker(many(65))]),
+            "65 is over the limit of 64",
+        ),
+        (progress(vec![worker(many(2))]), "model 0 twice"),
+        (progress(vec![worker(vec![]); 4097]), "limit of 4096"),
+        (
+            ask(Want::AtLeast {
+                model: 64,
+                version: Version(1),
+            }),
+            "a model below 64",
+        ),
+        (
+            ask(Want::Exactly {
+                model: 0,
+                version: Version::NONE,
+            }),
+            "a version from 1",
+        ),
+        (
+            ToRoot::Holds {
+                have: vec![],
+                dropped: many(4097),
+            },
+            "limit of 4096",
+        ),
+        (
+            ToRoot::Missing {
+                model: 0,
+                version: Version::NONE,
+            },
+            "a version from 1",
+        ),
+    ] {
+        let words = refused(&message);
+        assert!(words.contains(part), "{part} in {words}");
+    }
+
+    let tell = |set, workers| FromRoot::Tell {
+        sequence: 1,
+        set,
+        workers,
+    };
+    let model = |index, layout_bytes, note_bytes| FromRoot::Model {
+        index,
+        layout_bytes,
+        note_bytes,
+    };
+    let part = |len| FromRoot::Part {
+        bytes: vec![0; len],
+    };
+    let no_such = |known| FromRoot::NoSuchVersion {
+        worker: WorkerId(0),
+        question: 1,
+        model: 0,
+        asked: Version::NONE,
+        known,
+    };
+    let long = "x".repeat(1025);
+    for (message, part) in [
+        (welcome(0, "a", 1, 1, 1), "an agent from 1"),
+        (welcome(1, "", 1, 1, 1), "an address"),
+        (welcome(1, &long, 1, 1, 1), "1025 is over the limit of 1024"),
+        (welcome(1, "a", 0, 1, 1), "1 to 64 models"),
+        (welcome(1, "a", 65, 1, 1), "65 came"),
+        (welcome(1, "a", 1, 0, 1), "0 slots"),
+        (welcome(1, "a", 1, 3, 2), "3 slots, at most 2"),
+        (welcome(1, "a", 1, 3, 65), "at most 65"),
+        (model(64, 1, 1), "a model below 64"),
+        (model(0, (64 << 20) + 1, 0), "bytes of a layout"),
+        (model(0, 1, (16 << 20) + 1), "bytes of a note"),
+        (part(0), "at least one byte"),
+        (part((512 << 10) + 1), "limit of 524288"),
+        (tell(many(2), vec![]), "model 0 twice"),
+        (tell(vec![], vec![WorkerId(0); 65_537]), "limit of 65536"),
+        (no_such(vec![Version(1); 17]), "17 is over the limit of 16"),
+        (no_such(vec![Version::NONE]), "a version from 1"),
+        (
+            FromRoot::Parent {
+                agent: 0,
+                address: Some(String::new()),
+            },
+            "an address",
+        ),
+    ] {
+        let words = refused(&message);
+        assert!(words.contains(part), "{part} in {words}");
+    }
+
+    for ranges in [
+        &[(0, 0)][..],
+        &[(0, 2), (1, 1)],
+        &[(5, 1), (0, 1)],
+        &[(5, 1), (5, 1)],
+        &[(u32::MAX, 1)],
+        &[(1, u32::MAX)],
+    ] {
+        let words = refused(&fetch(ranges));
+        assert!(words.contains("do not overlap"), "{words}");
+    }
+    comes_back(&fetch(&[(0, u32::MAX)]));
+    let too_many: Vec<(u32, u32)> = (0..4097).map(|first| (2 * first, 1)).collect();
+    assert!(refused(&fetch(&too_many)).contains("limit of 4096"));
+    comes_back(&fetch(&too_many[..4096]));
+    let json = "x".repeat(MAX_JSON + 1);
+    assert!(refused(&Status { json }).contains("bytes of a status"));
+}
+
+/// Numbers of a sample that cannot be, put into its encoding: the decoder checks by itself.
+#[test]
+fn what_comes_is_checked_as_well() {
+    // (a message, where in its payload, what is put there)
+    let to_root: [(ToRoot, usize, u8); 5] = [
+        // Format, variant, model.
+        (
+            ToRoot::Missing {
+                model: 1,
+                version: Version(1),
+            },
+            2,
+            64,
+        ),
+        (
+            ToRoot::Missing {
+                model: 1,
+                version: Version(1),
+            },
+            3,
+            0,
+        ),
+        // Format, variant, ticket, worker, instance, pid, models, delivery, bound.
+        (join(1, Delivery::Newest), 6, 0),
+        (join(1, Delivery::Every { bound: 1 }), 8, 33),
+        (join(1, Delivery::Every { bound: 1 }), 8, 0),
+    ];
+    for (message, at, byte) in to_root {
+        let mut payload = message.encode().unwrap();
+        payload[at] = byte;
+        let error = ToRoot::decode(&payload).unwrap_err();
+        let is_out = matches!(error, MessageError::OutOfRange { .. });
+        assert!(is_out, "{message:?} at {at}: {error}");
+    }
+    let tell = FromRoot::Tell {
+        sequence: 1,
+        set: vec![held(0, 1), held(1, 1)],
+        workers: vec![],
+    };
+    let mut payload = tell.encode().unwrap();
+    // Format, variant, sequence, length, model, version, model.
+    payload[6] = 0;
+    let words = FromRoot::decode(&payload).unwrap_err().to_string();
+    assert!(words.contains("model 0 twice"), "{words}");
+
+    // Format, variant, epoch, id, agent, model, version, length, first, count.
+    let mut payload = fetch(&[(0, 1), (1, 1)]).encode().unwrap();
+    payload[25] = 0;
+    let words = ToParent::decode(&payload).unwrap_err().to_string();
+    assert!(words.contains("do not overlap"), "{words}");
+}
+
+/// Texts and lists that no sender of this crate would make.
+#[test]
+fn what_is_too_long_is_refused_when_it_comes() {
+    // Format, variant `Denied`, ticket, a text of 1025 bytes.
+    let denied = [&[FORMAT, 5, 0, 0x81, 0x08][..], &[b'x'; 1025]].concat();
+    // Format, variant `Tell`, sequence, an empty set, 65,537 workers of number 0.
+    let tell = [&[FORMAT, 6, 1, 0, 0x81, 0x80, 0x04][..], &[0; 65_537]].concat();
+    // Format, variant `Part`, 524,289 bytes.
+    let part = [&[FORMAT, 2, 0x81, 0x80, 0x20][..], &[0; 524_289]].concat();
+    for payload in [denied, tell, part] {
+        let error = FromRoot::decode(&payload).unwrap_err();
+        let is_too_long = matches!(error, MessageError::TooLong { .. });
+        assert!(is_too_long, "{error}");
+    }
+    // Format, variant `Progress`, 4,097 workers.
+    let progress = [&[FORMAT, 2, 0x81, 0x20][..], &[0; 8 * 4097]].concat();
+    let words = ToRoot::decode(&progress).unwrap_err().to_string();
+    assert!(words.contains("4097 is over the limit"), "{words}");
+}
+
+#[test]
+fn words_for_people_are_cut_between_characters() {
+    let long = "ö".repeat(5000);
+    let reason = long.clone();
+    let payload = ToChild::Gone { reason }.encode().unwrap();
+    let ToChild::Gone { reason } = ToChild::decode(&payload).unwrap() else {
+        panic!("another message came back")
+    };
+    assert_eq!(reason, "ö".repeat(MAX_TEXT / 2));
+    let device = "€".repeat(100);
+    let mut message = join(1, Delivery::Newest);
+    if let ToRoot::Join { device: label, .. } = &mut message {
+        *label = device;
+    }
+    let payload = message.encode().unwrap();
+    let ToRoot::Join { device, .. } = ToRoot::decode(&payload).unwrap() else {
+        panic!("another message came back")
+    };
+    assert_eq!(device, "€".repeat(MAX_DEVICE / 3));
+}
+
+#[test]
+fn the_longest_messages_fit_their_frames() {
+    let versions = (1..=4096).map(|i| held(63, u64::MAX - i));
+    let versions: Vec<Held> = versions.collect();
+    let everything: [ToRoot; 2] = [
+        agent(Some(u16::MAX), versions.clone()),
+        ToRoot::Holds {
+            have: versions.clone(),
+            dropped: versions,
+        },
+    ];
+    for message in everything {
+        message.frame().unwrap();
+    }
+    let set = (0..MAX_MODELS).map(|model| held(model, u64::MAX)).collect();
+    let tell = FromRoot::Tell {
+        sequence: u64::MAX,
+        set,
+        workers: vec![WorkerId(u32::MAX); MAX_TOLD],
+    };
+    tell.frame().unwrap();
+    let bytes = vec![0xff; MAX_PART];
+    FromRoot::Part { bytes }.frame().unwrap();
+    let json = "x".repeat(MAX_JSON);
+    assert!(Status { json }.frame().unwrap().len() <= MAX_FRAME);
+    let far = u32::MAX - 3 * 4096;
+    let ranges: Vec<(u32, u32)> = (0..4096).map(|i| (far + 2 * i, 1)).collect();
+    fetch(&ranges).frame().unwrap();
+}
+
+#[test]
+fn progress_of_any_number_of_workers_fits() {
+    let workers: Vec<WorkerProgress> = (0..10_000)
+        .map(|number| WorkerProgress {
+            worker: WorkerId(u32::MAX - number),
+            instance: u64::MAX,
+            taken: u64::MAX,
+            head: u64::MAX,
+            through: u64::MAX,
+            loaded: u64::MAX,
+            // Some are long and some are short.
+            versions: (0..number as u8 % 65)
+                .map(|model| held(model, u64::MAX))
+                .collect(),
+            refused: (number % 3 == 0).then(|| (u64::MAX, "x".repeat(2000))),
+        })
+        .collect();
+    let messages = ToRoot::progress(workers);
+    let mut next = 0;
+    for message in &messages {
+        message.frame().unwrap();
+        let ToRoot::Progress { workers } = message else {
+            panic!("{message:?}")
+        };
+        for worker in workers {
+            assert_eq!(worker.worker, WorkerId(u32::MAX - next));
+            next += 1;
+        }
+    }
+    assert_eq!(next, 10_000);
+    // No more of them than it takes: each is longer than half a frame.
+    assert!(messages.len() < 30, "{}", messages.len());
+    assert_eq!(ToRoot::progress(Vec::new()), []);
+    let small = ToRoot::progress(vec![
+        match &samples::to_root()[5].1 {
+            ToRoot::Progress { workers } => workers[1].clone(),
+            other => panic!("{other:?}"),
+        };
+        MAX_PROGRESS + 1
+    ]);
+    assert_eq!(small.len(), 2);
+}
+
+#[test]
+fn another_format_is_named() {
+    let mut payload = ToRoot::Ping.encode().unwrap();
+    payload[0] = 9;
+    let words = ToRoot::decode(&payload).unwrap_err().to_string();
+    assert!(
+        words.contains("format 9") && words.contains("same weightsync"),
+        "{words}"
+    );
+    let error = ToRoot::decode(&[]).unwrap_err();
+    assert!(matches!(error, MessageError::Malformed { bytes: 0, .. }));
+    let mut payload = ToRoot::Ping.encode().unwrap();
+    payload.push(0);
+    let words = ToRoot::decode(&payload).unwrap_err().to_string();
+    assert!(words.contains("1 are too many"), "{words}");
+}

@@ -1,0 +1,364 @@
+//! One value of everything that travels, the same in every run.
+
+use weightsync_core::{Digest, Epoch, Run, Version, WorkerId};
+use weightsync_net::Token;
+use weightsync_net::access::Key;
+use weightsync_net::wire::frame::ChunkHead;
+use weightsync_net::wire::hello::{Client, Next, Protocols, Role, Server, Verdict};
+use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
+use weightsync_net::wire::message::{
+    ChunkRange, Delivery, FromRoot, Held, RefusalRemedy, Status, ToChild, ToParent, ToRoot, Want,
+    WorkerProgress,
+};
+
+pub const RUN: Run = Run {
+    epoch: Epoch(7),
+    id: *b"0123456789abcdef",
+};
+
+pub fn held(model: u8, version: u64) -> Held {
+    Held {
+        model,
+        version: Version(version),
+    }
+}
+
+pub fn key() -> Key {
+    let token = Token::new("a token for these tests alone").expect("long enough");
+    Key::new(&token.secret())
+}
+
+pub fn client() -> (Client, [u8; HELLO_BYTES]) {
+    Client::new(key(), Role::Control, Protocols::OURS, [0xc1; 32])
+}
+
+pub fn server() -> Server {
+    Server::new(key(), Protocols::OURS, false, [0x5e; 32])
+}
+
+/// What passes in a handshake, in order.
+pub fn handshake() -> [Vec<u8>; 4] {
+    let ((mut client, hello), mut server) = (client(), server());
+    let server_hello = server.feed(&mut &hello[..]).send;
+    let client_proof = client.feed(&mut &server_hello[..]).send;
+    let last = server.feed(&mut &client_proof[..]);
+    assert!(matches!(last.next, Next::Done(_)), "{last:?}");
+    [hello.into(), server_hello, client_proof, last.send]
+}
+
+pub fn refusals() -> Vec<(&'static str, Vec<u8>)> {
+    let hello = |verdict| {
+        let protocols = Protocols {
+            oldest: 3,
+            newest: 4,
+        };
+        let nonce = [0x5e; 32];
+        let hello = ServerHello {
+            verdict,
+            protocols,
+            nonce,
+        };
+        hello.encode().to_vec()
+    };
+    let mut stranger = server();
+    let [hello_bytes, ..] = handshake();
+    let _ = stranger.feed(&mut &hello_bytes[..]);
+    let refused = stranger.feed(&mut &[0; 32][..]).send;
+    vec![
+        ("server_hello_no_protocol", hello(Verdict::NoCommonProtocol)),
+        ("server_hello_busy", hello(Verdict::Busy)),
+        ("server_proof_wrong_token", refused),
+    ]
+}
+
+/// A chunk's bytes: the last of an image of one whole chunk and these.
+pub const CHUNK_DATA: &[u8] = b"weights";
+
+pub fn chunk() -> ChunkHead {
+    ChunkHead {
+        model: 2,
+        version: Version(42),
+        index: 1,
+        bytes: CHUNK_DATA.len() as u32,
+        crc: weightsync_simd::crc64(CHUNK_DATA),
+        image_bytes: (1 << 20) + CHUNK_DATA.len() as u64,
+    }
+}
+
+pub fn to_root() -> Vec<(&'static str, ToRoot)> {
+    let (worker, instance) = (WorkerId(300), 5_000_000_000);
+    let ask = |want| ToRoot::Ask {
+        worker,
+        instance,
+        question: 3,
+        want,
+    };
+    let join = |models, delivery| ToRoot::Join {
+        ticket: 9,
+        worker,
+        instance,
+        pid: 4711,
+        models,
+        delivery,
+        device: "cuda:0".into(),
+        seen: Epoch(6),
+    };
+    let (model, version) = (63, Version(1 << 40));
+    vec![
+        (
+            "agent",
+            ToRoot::Agent {
+                name: "größer".into(),
+                host: [0xab; 16],
+                pid: 4700,
+                bulk: Some(7008),
+                seen: Epoch(7),
+                holds: vec![held(0, 41), held(0, 42), held(63, 1)],
+                run: Some(RUN),
+            },
+        ),
+        (
+            "agent_new",
+            ToRoot::Agent {
+                name: String::new(),
+                host: [0; 16],
+                pid: 1,
+                bulk: None,
+                seen: Epoch(0),
+                holds: Vec::new(),
+                run: None,
+            },
+        ),
+        ("join_newest", join(u64::MAX, Delivery::Newest)),
+        ("join_every", join(0b101, Delivery::Every { bound: 32 })),
+        ("join_asked", join(1 << 63, Delivery::Asked)),
+        (
+            "progress",
+            ToRoot::Progress {
+                workers: vec![
+                    WorkerProgress {
+                        worker,
+                        instance,
+                        taken: 12,
+                        head: 3,
+                        through: 2,
+                        loaded: 11,
+                        versions: vec![held(0, 42), held(2, 7)],
+                        refused: Some((12, "the layout is another".into())),
+                    },
+                    WorkerProgress {
+                        worker: WorkerId(0),
+                        instance: 1,
+                        taken: 0,
+                        head: 0,
+                        through: 0,
+                        loaded: 0,
+                        versions: Vec::new(),
+                        refused: None,
+                    },
+                ],
+            },
+        ),
+        (
+            "gone",
+            ToRoot::Gone {
+                worker,
+                instance,
+                died: true,
+            },
+        ),
+        (
+            "unusable",
+            ToRoot::Unusable {
+                worker,
+                instance,
+                reason: "out of memory".into(),
+            },
+        ),
+        ("ask_newest", ask(Want::Newest)),
+        ("ask_at_least", ask(Want::AtLeast { model, version })),
+        ("ask_exactly", ask(Want::Exactly { model, version })),
+        ("withdraw", ToRoot::Withdraw { worker, instance }),
+        (
+            "holds",
+            ToRoot::Holds {
+                have: vec![held(0, 43)],
+                dropped: vec![held(0, 40), held(0, 41)],
+            },
+        ),
+        (
+            "received",
+            ToRoot::Received {
+                model: 1,
+                version: Version(43),
+                bytes: 1 << 30,
+                micros: 123_456,
+            },
+        ),
+        (
+            "parent_lost",
+            ToRoot::ParentLost {
+                parent: 4,
+                reason: "silent for 800 ms".into(),
+            },
+        ),
+        (
+            "child_speed",
+            ToRoot::ChildSpeed {
+                child: 5,
+                bytes: 1 << 30,
+                micros: 654_321,
+            },
+        ),
+        (
+            "missing",
+            ToRoot::Missing {
+                model: 1,
+                version: Version(43),
+            },
+        ),
+        ("ping", ToRoot::Ping),
+        ("goodbye", ToRoot::Goodbye),
+    ]
+}
+
+pub fn from_root() -> Vec<(&'static str, FromRoot)> {
+    let worker = WorkerId(300);
+    let set = vec![held(0, 42), held(2, 7)];
+    let refused = |remedy| FromRoot::Refused {
+        reason: "another sender has taken over".into(),
+        remedy,
+    };
+    let parent = |agent, address: Option<&str>| FromRoot::Parent {
+        agent,
+        address: address.map(Into::into),
+    };
+    vec![
+        (
+            "welcome",
+            FromRoot::Welcome {
+                run: RUN,
+                agent: 3,
+                address: "trainer:7007".into(),
+                models: 64,
+                slots: 3,
+                max_slots: 64,
+                pid: 4700,
+            },
+        ),
+        (
+            "model",
+            FromRoot::Model {
+                index: 2,
+                layout_bytes: 64 << 20,
+                note_bytes: 16 << 20,
+            },
+        ),
+        (
+            "part",
+            FromRoot::Part {
+                bytes: (0..=255).collect(),
+            },
+        ),
+        ("refused_gone", refused(RefusalRemedy::Gone)),
+        (
+            "refused_fenced",
+            refused(RefusalRemedy::Fenced {
+                seen: Epoch(8),
+                got: Epoch(7),
+            }),
+        ),
+        ("refused_other", refused(RefusalRemedy::Other)),
+        ("joined", FromRoot::Joined { ticket: 9 }),
+        (
+            "denied",
+            FromRoot::Denied {
+                ticket: 9,
+                reason: "no such model".into(),
+            },
+        ),
+        (
+            "tell",
+            FromRoot::Tell {
+                sequence: 12,
+                set: set.clone(),
+                workers: vec![WorkerId(0), worker, WorkerId(u32::MAX)],
+            },
+        ),
+        (
+            "answer",
+            FromRoot::Answer {
+                worker,
+                question: 3,
+                sequence: 13,
+                set,
+            },
+        ),
+        (
+            "no_such_version",
+            FromRoot::NoSuchVersion {
+                worker,
+                question: 3,
+                model: 63,
+                asked: Version(9),
+                known: vec![Version(42), Version(41)],
+            },
+        ),
+        (
+            "turn_away",
+            FromRoot::TurnAway {
+                worker,
+                instance: 5_000_000_000,
+                reason: "it came back under its number".into(),
+            },
+        ),
+        ("parent_root", parent(0, None)),
+        ("parent_other", parent(4, Some("[2001:db8::4]:7008"))),
+        (
+            "digest",
+            FromRoot::Digest {
+                model: 1,
+                version: Version(43),
+                digest: Digest([0xd1; 16]),
+            },
+        ),
+        ("ping", FromRoot::Ping),
+        ("goodbye", FromRoot::Goodbye),
+    ]
+}
+
+pub fn to_parent() -> Vec<(&'static str, ToParent)> {
+    let fetch = |ranges: &[(u32, u32)]| ToParent::Fetch {
+        run: RUN,
+        agent: 3,
+        model: 2,
+        version: Version(42),
+        ranges: ranges
+            .iter()
+            .map(|&(first, count)| ChunkRange { first, count })
+            .collect(),
+    };
+    vec![
+        ("fetch", fetch(&[(0, 1), (1, 5), (300, 70_000)])),
+        ("fetch_nothing", fetch(&[])),
+    ]
+}
+
+pub fn to_child() -> Vec<(&'static str, ToChild)> {
+    vec![
+        ("idle", ToChild::Idle),
+        ("end", ToChild::End),
+        (
+            "gone",
+            ToChild::Gone {
+                reason: "superseded by v43".into(),
+            },
+        ),
+    ]
+}
+
+pub fn status() -> Status {
+    Status {
+        json: "{\"run\":\"7\"}".into(),
+    }
+}
