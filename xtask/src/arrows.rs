@@ -61,6 +61,7 @@ const TABLE: &[Row] = &[
     Row {
         name: "weightsync-serve",
         may_use: &[
+            ("weightsync-simd", Always),
             ("weightsync", Always),
             ("weightsync-net", Always),
             ("weightsync-store", Always),

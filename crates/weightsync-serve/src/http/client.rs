@@ -26,11 +26,10 @@ const CONNECT: Duration = Duration::from_secs(2);
 const KEEP: Duration = Duration::from_secs(5);
 const KEPT: usize = 4;
 
-/// How long what was sent may stay unacknowledged. A host that is off or out of reach
-/// is noticed by it within a second, as something is said five times a second; one that
-/// is slow or stopped is not, as its system acknowledges all the same. (What it does not
-/// read for so long, a version that it fetches, is broken off, and fetched further.)
-const UNACKNOWLEDGED: Duration = Duration::from_millis(800);
+/// How long what was sent may stay unacknowledged before the system gives a connection
+/// up. A full queue on the way may take seconds, so this is long; an end that is silent
+/// is asked for by [`Client::is_reachable`].
+const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
 
 /// The longest line that is read, in bytes.
 const MAX_LINE: usize = 64 << 10;
@@ -140,6 +139,13 @@ impl Client {
                 after: patience,
             }),
         }
+    }
+
+    /// Whether the peer's system answers in that time. It does so also for a process that
+    /// is stopped.
+    pub(crate) async fn is_reachable(&self, patience: Duration) -> bool {
+        let connected = timeout(patience, TcpStream::connect(self.addr)).await;
+        matches!(connected, Ok(Ok(_)))
     }
 
     async fn ask_by(

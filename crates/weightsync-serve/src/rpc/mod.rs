@@ -44,6 +44,14 @@ const BEAT: Duration = Duration::from_millis(200);
 /// How long nothing may be heard of an end that others are to wait for.
 const SILENCE: Duration = Duration::from_millis(800);
 
+/// How long the system of a silent end may take to answer, and how often it is asked. One
+/// that does not is out of reach, or off; one that does has an end that is stopped.
+const PROBE: Duration = Duration::from_millis(250);
+
+/// The same where a version is on its way there, which may fill every queue.
+const PROBE_BEHIND: Duration = Duration::from_millis(1500);
+const PROBE_AGAIN: Duration = Duration::from_secs(10);
+
 /// How long a single answer may take that has nothing to wait for.
 const PATIENCE: Duration = Duration::from_secs(10);
 

@@ -116,6 +116,8 @@ struct Lane<V> {
     /// The sequence it was called with last.
     called: u64,
     staged: u64,
+    /// What its program was handed last.
+    taken: u64,
     applied: u64,
     /// What it runs of each model of the sender.
     runs: Vec<Version>,
@@ -295,6 +297,15 @@ impl<V: Clone + Numbered> Plan<V> {
         (!lane.asking.is_empty()).then_some(Outcome::Asks)
     }
 
+    /// What became of it so far at a connection for which that is open.
+    pub(crate) fn so_far(&self, of: &Publication, id: LaneId) -> Outcome {
+        let lane = self.lanes.get(&id);
+        match lane.is_some_and(|lane| lane.taken >= of.sequence) {
+            true => Outcome::Staged,
+            false => Outcome::Late,
+        }
+    }
+
     /// Whether a send that is to return is not to wait for this one to take it: it
     /// has, or it cannot, or it was slow before.
     pub(crate) fn has_taken(&self, sequence: u64, (id, fate): (LaneId, Fate)) -> bool {
@@ -366,6 +377,7 @@ impl<V: Clone + Numbered> Plan<V> {
             meant: (!set.is_empty()).then_some(Order { sequence, set }),
             called: 0,
             staged: 0,
+            taken: 0,
             applied: 0,
             runs: vec![Version::NONE; self.newest.len()],
             refused: None,
@@ -394,8 +406,28 @@ impl<V: Clone + Numbered> Plan<V> {
         let worker = lane.about.worker;
         if self.current.get(&worker) == Some(&id) {
             self.current.remove(&worker);
+            self.go_on_with_another(worker);
         }
         self.forget(id);
+    }
+
+    /// A worker that has registered twice, as the first attempt was not answered in
+    /// time, goes on by the connection that is left.
+    fn go_on_with_another(&mut self, worker: WorkerId) {
+        let set = self.meant.for_worker(worker);
+        let mut others = self.lanes.iter_mut().rev();
+        let other = others.find(|(_, lane)| {
+            lane.about.worker == worker && lane.life == Life::Here && lane.rejected.is_none()
+        });
+        let Some((other, lane)) = other else {
+            return;
+        };
+        let set = set.only(&lane.about.wanted);
+        if !set.is_empty() {
+            let sequence = self.sequence;
+            lane.mean(Order { sequence, set });
+        }
+        self.current.insert(worker, *other);
     }
 
     /// Forgets a connection that has ended, once no publication has a line of it.
@@ -410,6 +442,11 @@ impl<V: Clone + Numbered> Plan<V> {
     pub(crate) fn is_here(&self, id: LaneId) -> bool {
         let lane = self.lanes.get(&id);
         lane.is_some_and(|lane| lane.life == Life::Here)
+    }
+
+    /// Whether nothing is heard of a connection.
+    pub(crate) fn is_silent(&self, id: LaneId) -> bool {
+        self.lanes.get(&id).is_some_and(|lane| lane.silent)
     }
 
     pub(crate) fn about(&self, id: LaneId) -> Option<&About> {
@@ -449,6 +486,14 @@ impl<V: Clone + Numbered> Plan<V> {
             let sequence = sequence.min(self.sequence);
             lane.staged = lane.staged.max(sequence);
             lane.slow = false;
+        }
+    }
+
+    /// A worker's program has been handed it.
+    pub(crate) fn taken(&mut self, id: LaneId, sequence: u64) {
+        self.staged(id, sequence);
+        if let Some(lane) = self.lanes.get_mut(&id) {
+            lane.taken = lane.taken.max(sequence.min(self.sequence));
         }
     }
 

@@ -128,6 +128,8 @@ pub(crate) struct Call {
 pub(crate) enum Told {
     /// It has all of it, and has checked it.
     Staged { sequence: u64 },
+    /// Its program has been handed it, and has not said yet what comes of it.
+    Taken { sequence: u64 },
     /// The last line: it runs it.
     Applied(Applied),
     /// The last line: it cannot use it.

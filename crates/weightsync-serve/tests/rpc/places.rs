@@ -131,7 +131,10 @@ fn a_run_directory_keeps_the_port() {
     let file = run.join(&port[0]);
     std::fs::write(&file, "seven").expect("it is ours");
     let error = setup(&initial, at_connect()).run_dir(&run);
-    let error = error.err().expect("it is no port").to_string();
+    let Err(error) = error else {
+        panic!("it is no port");
+    };
+    let error = error.to_string();
     assert!(error.contains("is no port"), "{error}");
 }
 

@@ -63,6 +63,10 @@ fn words_count_for_what_they_name() {
     plan.staged(id, 1);
     assert_eq!(outcome(&plan, &first, Level::Staged), Some(Outcome::Staged));
     assert_eq!(outcome(&plan, &first, Level::Applied), None);
+    assert_eq!(plan.so_far(&first, id), Outcome::Late);
+    plan.taken(id, 1);
+    assert_eq!(plan.so_far(&first, id), Outcome::Staged);
+    assert_eq!(plan.so_far(&second, id), Outcome::Late);
     assert_eq!(outcome(&plan, &second, Level::Staged), None);
     plan.applied(id, 1, &[(0, Version(1))]);
     assert_eq!(
@@ -226,11 +230,17 @@ fn a_successor_takes_the_number_and_the_lines_stay_apart() {
     assert_eq!(outcome(&plan), Some(Outcome::Died));
     assert_eq!(plan.workers()[0].versions, [Version(1)]);
     assert!(plan.is_here(new));
+    // Of two attempts of one process the other goes on where one ends.
+    let twice = plan.join(about(0, &[0]));
+    plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
+    plan.end(twice, Life::Died);
+    assert_eq!(plan.workers().len(), 1);
+    assert_eq!(call(&mut plan, new), Some((2, set(&[(0, 2)]))));
     // A refusal for good is told of whoever has the number.
     plan.rejected(new, "another model".into());
     assert_eq!(plan.rejections(), [(WorkerId(0), "another model".into())]);
     assert!(plan.workers().is_empty());
-    plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
+    plan.publish(&set(&[(0, 3)]), &Targets::All, &[]);
     assert_eq!(call(&mut plan, new), None);
     plan.join(about(0, &[0]));
     assert!(plan.take_rejections().is_empty());

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use weightsync::transport::{Deadline, Image};
 use weightsync::{Error, Member, Result, SetSnapshot, Snapshot, Version};
 
+use super::fetch::Partial;
 use super::joining::Session;
 use crate::rpc::wire::{Applied, Told};
 use crate::rpc::{passed, wait_on};
@@ -58,12 +59,15 @@ struct State {
     runs: Option<Applied>,
     /// How many calls are being fetched for.
     fetching: usize,
-    /// Calls that wait for their last word.
-    open: Vec<(u64, oneshot::Sender<Told>)>,
+    /// Calls that wait for their last word. There are two or three: what is being
+    /// loaded, what waits to be, and what is new.
+    open: Vec<(u64, mpsc::UnboundedSender<Told>)>,
     end: Option<End>,
     interrupted: bool,
     /// Memory of versions that nobody holds any more, by model.
     spare: BTreeMap<usize, Image>,
+    /// What has come of versions whose fetch broke off, by model.
+    partial: BTreeMap<usize, Partial>,
 }
 
 impl Default for Desk {
@@ -205,13 +209,18 @@ impl Desk {
         self.state().spare.remove(&model)
     }
 
-    pub(super) fn keep_spare(&self, model: usize, image: Image) {
-        self.state().spare.insert(model, image);
+    /// What has come of a version whose fetch broke off.
+    pub(super) fn partial(&self, model: usize) -> Option<Partial> {
+        self.state().partial.remove(&model)
+    }
+
+    pub(super) fn keep_partial(&self, model: usize, partial: Partial) {
+        self.state().partial.insert(model, partial);
     }
 
     /// A whole set is there; what comes of it is told by the channel.
-    pub(super) fn stage(&self, fetched: Fetched) -> oneshot::Receiver<Told> {
-        let (told, answer) = oneshot::channel();
+    pub(super) fn stage(&self, fetched: Fetched) -> mpsc::UnboundedReceiver<Told> {
+        let (told, answer) = mpsc::unbounded_channel();
         let mut state = self.state();
         let sequence = fetched.sequence;
         if state.applied >= sequence {
@@ -281,6 +290,12 @@ impl State {
         }
         let newest = newest.clone();
         self.handed = newest.sequence;
+        for (sequence, call) in &self.open {
+            if *sequence == newest.sequence {
+                let sequence = *sequence;
+                let _ = call.send(Told::Taken { sequence });
+            }
+        }
         Some(self.hand(newest))
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::time::sleep;
 use weightsync::transport::{Deadline, Image, ModelSpec, Pull};
-use weightsync::{Digest, Snapshot, Version};
+use weightsync::{Digest, Run, Snapshot, Version};
 use weightsync_simd::crc64;
 
 use super::desk::{Desk, Fetched};
@@ -95,34 +95,23 @@ async fn version(
     if !part.is_of(&spec.layout) {
         return Err(Failure::Foreign { model, version });
     }
-    let spare = desk.spare(model);
-    let spare = spare.filter(|image| image.layout() == &spec.layout);
-    let image = spare.unwrap_or_else(|| Image::zeros(&spec.layout));
-    let mut filling = Filling {
-        image,
-        part,
-        at: 0,
-        checked: 0,
-    };
+    let mut filling = Filling::new(desk, &session.run, spec, part);
     let mut tries = 0;
-    while filling.checked < part.bytes as usize {
-        let before = filling.checked;
+    while filling.checked() < part.bytes as usize {
+        let before = filling.at();
         let Err(failure) = filling.more(session).await else {
             continue;
         };
-        // What is not checked comes again.
-        filling.at = filling.checked;
-        tries = match filling.checked > before {
+        tries = match filling.at() > before {
             true => 0,
             false => tries + 1,
         };
         if matches!(failure, Failure::Replaced) || tries == TRIES {
-            desk.keep_spare(model, filling.image);
             return Err(failure);
         }
         sleep(PAUSE).await;
     }
-    let mut image = filling.image;
+    let mut image = filling.take();
     image.clear_padding();
     let snapshot = Snapshot::received(spec, session.run, version, image)?;
     let Some(expected) = part.digest else {
@@ -139,52 +128,119 @@ async fn version(
     }
 }
 
-/// A version that is being fetched.
-struct Filling<'a> {
+/// As much of a version as has come.
+#[derive(Debug)]
+pub(super) struct Partial {
+    run: Run,
+    version: Version,
     image: Image,
-    part: &'a Part,
     /// How many bytes are there.
     at: usize,
     /// How many of them are whole chunks that were compared with their checksums.
     checked: usize,
 }
 
-impl Filling<'_> {
+/// A version that is being fetched. What has come of it is kept where this is dropped
+/// before it is whole: if the same one is fetched again, it goes on from there.
+struct Filling<'a> {
+    desk: &'a Desk,
+    part: &'a Part,
+    /// `None` once it is whole.
+    partial: Option<Partial>,
+}
+
+impl<'a> Filling<'a> {
+    fn new(desk: &'a Desk, run: &Run, spec: &ModelSpec, part: &'a Part) -> Self {
+        let before = desk.partial(part.model);
+        let partial = match before {
+            Some(same) if same.run == *run && same.version == part.version => same,
+            before => {
+                // Its memory, at least.
+                let spare = before.map(|partial| partial.image);
+                let spare = spare.or_else(|| desk.spare(part.model));
+                let spare = spare.filter(|image| image.layout() == &spec.layout);
+                Partial {
+                    run: *run,
+                    version: part.version,
+                    image: spare.unwrap_or_else(|| Image::zeros(&spec.layout)),
+                    at: 0,
+                    checked: 0,
+                }
+            }
+        };
+        Self {
+            desk,
+            part,
+            partial: Some(partial),
+        }
+    }
+
+    fn at(&self) -> usize {
+        self.partial.as_ref().map_or(0, |partial| partial.at)
+    }
+
+    fn checked(&self) -> usize {
+        self.partial.as_ref().map_or(0, |partial| partial.checked)
+    }
+
+    fn partial(&mut self) -> &mut Partial {
+        let partial = self.partial.as_mut();
+        partial.unwrap_or_else(|| unreachable!("it is taken last"))
+    }
+
+    /// The version, which is whole.
+    fn take(mut self) -> Image {
+        let partial = self.partial.take();
+        let partial = partial.unwrap_or_else(|| unreachable!("it is taken once"));
+        partial.image
+    }
+
     /// Asks for what is missing, and takes what comes.
     async fn more(&mut self, session: &Session) -> Result<(), Failure> {
-        let Part { model, version, .. } = self.part;
+        let (model, version) = (self.part.model, self.part.version);
         let path = format!(
             "/v1/models/{model}/versions/{}/image?id={}",
             version.0,
             session.id()
         );
+        let from = self.at();
         let ask = Ask {
-            from: self.at as u64,
+            from: from as u64,
             ..Ask::get(path)
         };
         let mut reply = session.client.ask(ask, PATIENCE).await?;
-        match (reply.status, self.at) {
+        match (reply.status, from) {
             (StatusCode::OK, 0) | (StatusCode::PARTIAL_CONTENT, 1..) => {}
             _ => return Err(Failure::Replaced),
         }
         while let Some(bytes) = reply.next(PATIENCE).await? {
-            let image = self.image.bytes_mut();
-            let Some(place) = image.get_mut(self.at..self.at + bytes.len()) else {
-                return Err(Failure::Foreign {
-                    model: *model,
-                    version: *version,
-                });
+            let part = self.part;
+            let partial = self.partial();
+            let (at, image) = (partial.at, partial.image.bytes_mut());
+            let Some(place) = image.get_mut(at..at + bytes.len()) else {
+                return Err(Failure::Foreign { model, version });
             };
             place.copy_from_slice(&bytes);
-            self.at += bytes.len();
-            self.check()?;
+            partial.at += bytes.len();
+            partial.check(part)?;
         }
         reply.keep();
         Ok(())
     }
+}
 
-    /// Compares the chunks that are whole by now with their checksums.
-    fn check(&mut self) -> Result<(), Failure> {
+impl Drop for Filling<'_> {
+    fn drop(&mut self) {
+        if let Some(partial) = self.partial.take() {
+            self.desk.keep_partial(self.part.model, partial);
+        }
+    }
+}
+
+impl Partial {
+    /// Compares the chunks that are whole by now with their checksums. What is damaged
+    /// is to come again.
+    fn check(&mut self, part: &Part) -> Result<(), Failure> {
         let all = self.image.bytes();
         while self.checked < self.at {
             let end = (self.checked + CHUNK as usize).min(all.len());
@@ -192,11 +248,12 @@ impl Filling<'_> {
                 break;
             }
             let chunk = self.checked / CHUNK as usize;
-            let (expected, got) = (self.part.crc64[chunk].0, crc64(&all[self.checked..end]));
+            let (expected, got) = (part.crc64[chunk].0, crc64(&all[self.checked..end]));
             if expected != got {
+                self.at = self.checked;
                 return Err(Failure::Damaged {
-                    model: self.part.model,
-                    version: self.part.version,
+                    model: part.model,
+                    version: part.version,
                     chunk,
                     expected,
                     got,

@@ -21,7 +21,7 @@ use crate::rpc::wire::{
     FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
     of_sender, url,
 };
-use crate::rpc::{PATIENCE, SILENCE, passed};
+use crate::rpc::{PATIENCE, PROBE, SILENCE, passed};
 
 /// The time between two attempts at a sender that is not there.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -280,18 +280,30 @@ async fn enter(
 /// Hears the sender to its end. A connection that broke is made again where the
 /// sender is still there: it is the network that was not.
 async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut lines: Lines) {
+    // Since when nothing was heard of it, and whether it was out of reach meanwhile.
+    let (mut heard, mut lost) = (Instant::now(), false);
     let end = loop {
         match lines.next::<FromSender>(SILENCE).await {
             Ok(Some(FromSender::Closed {})) => break End::Closed,
-            Ok(Some(_)) => {}
-            // It may be stopped: the system tells which by ending a connection.
-            Err(Fault::Silent { .. }) => {
-                tracing::debug!(sender = %session.client.addr(), "nothing is heard of it");
+            Ok(Some(_)) => {
+                (heard, lost) = (Instant::now(), false);
+                continue;
             }
-            Ok(None) | Err(_) => match again(&session, &register).await {
-                Some(new) => lines = new,
-                None => break End::Died { pid: session.pid },
-            },
+            // One that is stopped goes on by itself. One that was out of reach may have
+            // given this worker up; and a child that it has forked may keep its sockets
+            // after its death, when nothing else tells.
+            Err(Fault::Silent { .. }) => {
+                let reachable = session.client.is_reachable(PROBE).await;
+                let is_back = std::mem::replace(&mut lost, !reachable) && reachable;
+                if !is_back && heard.elapsed() < OUT_OF_REACH {
+                    continue;
+                }
+            }
+            Ok(None) | Err(_) => {}
+        }
+        match again(&session, &register).await {
+            Some(new) => (lines, heard, lost) = (new, Instant::now(), false),
+            None => break End::Died { pid: session.pid },
         }
     };
     desk.ended(end);

@@ -65,9 +65,9 @@ impl RpcReceiver {
             reply.bytes(super::wire::MAX_BODY, HEARD).await
         };
         // A sender that is gone needs no telling.
-        match self.wait_for(said, Instant::now().checked_add(HEARD))? {
-            Some(Err(fault)) => tracing::debug!(%fault, "the sender has not heard this worker"),
-            Some(Ok(_)) | None => {}
+        let until = Instant::now().checked_add(HEARD);
+        if let Some(Err(fault)) = self.wait_for(said, until)? {
+            tracing::debug!(%fault, "the sender has not heard this worker");
         }
         Ok(())
     }

@@ -105,7 +105,7 @@ async fn take(desk: &Arc<Desk>, session: &Session, call: Call, lines: &mpsc::Sen
     let sequence = call.sequence;
     let fetching = desk.fetching();
     let fetched = fetch::set(session, desk, sequence, &call.models).await;
-    let answer = match fetched {
+    let mut answer = match fetched {
         Ok(fetched) => desk.stage(fetched),
         Err(failure) => {
             drop(fetching);
@@ -122,7 +122,7 @@ async fn take(desk: &Arc<Desk>, session: &Session, call: Call, lines: &mpsc::Sen
     };
     drop(fetching);
     let _ = lines.send(line(&Told::Staged { sequence })).await;
-    if let Ok(told) = answer.await {
+    while let Some(told) = answer.recv().await {
         let _ = lines.send(line(&told)).await;
     }
 }

@@ -142,6 +142,7 @@ async fn finish(shared: Arc<Shared>, lane: LaneId, mut lines: Lines) {
 fn hear(shared: &Shared, lane: LaneId, told: Told) {
     shared.note(|plan| match told {
         Told::Staged { sequence } => plan.staged(lane, sequence),
+        Told::Taken { sequence } => plan.taken(lane, sequence),
         Told::Applied(applied) => plan.applied(lane, applied.sequence, &numbers(&applied)),
         Told::Refused { sequence, reason } => plan.refused(lane, sequence, cut(&reason)),
         Told::PassedOver { .. } => {}

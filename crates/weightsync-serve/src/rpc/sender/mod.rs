@@ -88,12 +88,12 @@ impl RpcSender {
     /// Who fetches these versions.
     fn holders(&self, plan: &state::Kepts, model: usize, versions: &[Version]) -> Vec<Holder> {
         let fetching = self.shared.fetching(plan, model);
-        let holders = fetching.into_iter().filter_map(|(worker, pid, version)| {
-            versions.contains(&version).then(|| Holder {
-                worker: Some(worker),
-                pid,
-                versions: vec![version],
-            })
+        let these = fetching.into_iter();
+        let these = these.filter(|(_, _, version)| versions.contains(version));
+        let holders = these.map(|(worker, pid, version)| Holder {
+            worker: Some(worker),
+            pid,
+            versions: vec![version],
         });
         holders.collect()
     }

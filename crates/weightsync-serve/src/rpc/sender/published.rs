@@ -48,7 +48,7 @@ impl Published {
         WorkerReport {
             worker: about.map_or(WorkerId(0), |about| about.worker),
             pid: about.map_or(0, |about| about.pid),
-            outcome: outcome.unwrap_or(Outcome::Late),
+            outcome: outcome.unwrap_or_else(|| plan.so_far(&self.publication, id)),
             versions,
             current,
             after: self.at.elapsed(),

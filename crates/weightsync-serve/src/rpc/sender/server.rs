@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{Path, Query, Request, State};
@@ -23,13 +23,13 @@ use weightsync::{Version, WorkerId};
 
 use super::caller;
 use super::state::{Kept, Shared};
-use crate::http::{Ask, Client, Lines, LinesBody, Stopping, problem, read};
+use crate::http::{Ask, Client, Fault, Lines, LinesBody, Stopping, problem, read};
 use crate::rpc::plan::{About, Answer, LaneId, Life, Want};
 use crate::rpc::wire::{
     Asked, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Question, Register,
     WantWord, Welcome, Words, addr_of, cut, line, of_sender, of_worker,
 };
-use crate::rpc::{BEAT, SILENCE};
+use crate::rpc::{BEAT, PROBE, PROBE_AGAIN, PROBE_BEHIND, SILENCE};
 
 /// How long a worker that registers may take to answer itself.
 const CALLED_BACK: Duration = Duration::from_secs(2);
@@ -95,7 +95,7 @@ async fn register(State(app): State<App>, request: Request) -> Response {
         (lane, plan.sequence_for(lane))
     });
     let bell = shared.enter(lane);
-    tokio::spawn(follow(shared.clone(), lane, lines));
+    tokio::spawn(follow(shared.clone(), lane, client.clone(), lines));
     tokio::spawn(caller::call(shared.clone(), lane, client, bell));
     let welcome = FromSender::Welcome(Welcome {
         protocol: PROTOCOL,
@@ -191,14 +191,28 @@ async fn call_back(client: &Arc<Client>, register: &Register) -> Result<Lines, S
 }
 
 /// Hears a worker to its end.
-async fn follow(shared: Arc<Shared>, lane: LaneId, mut lines: Lines) {
+async fn follow(shared: Arc<Shared>, lane: LaneId, client: Arc<Client>, mut lines: Lines) {
+    let mut probed: Option<Instant> = None;
     let life = loop {
         match lines.next::<FromWorker>(SILENCE).await {
             Ok(Some(FromWorker::Left {})) => break Life::Left,
-            Ok(Some(_)) => hear(&shared, lane, false),
-            // It may be stopped, or out of reach: the system tells which by ending
-            // the connection.
-            Err(crate::http::Fault::Silent { .. }) => hear(&shared, lane, true),
+            Ok(Some(_)) => {
+                probed = None;
+                hear(&shared, lane, false);
+            }
+            Err(Fault::Silent { .. }) => {
+                hear(&shared, lane, true);
+                if probed.is_none_or(|at| at.elapsed() >= PROBE_AGAIN) {
+                    probed = Some(Instant::now());
+                    let patience = match shared.has_begun(lane) {
+                        true => PROBE_BEHIND,
+                        false => PROBE,
+                    };
+                    if !client.is_reachable(patience).await {
+                        break Life::Died;
+                    }
+                }
+            }
             Ok(None) | Err(_) => break Life::Died,
         }
         if !shared.lock().is_here(lane) {
@@ -250,7 +264,10 @@ async fn beat(
                 let _ = lines.try_send(line(&FromSender::Beat(count)));
             }
             () = lines.closed() => {
-                sleep(LAST_WORDS).await;
+                // Unless nothing would come by that one either.
+                if !shared.lock().is_silent(lane) {
+                    sleep(LAST_WORDS).await;
+                }
                 return end(&shared, lane, Life::Died);
             }
             () = stopping.wait() => {

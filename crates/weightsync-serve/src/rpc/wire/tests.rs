@@ -212,6 +212,7 @@ fn what_is_sent_is_what_is_described() {
     let reason = || "no room".to_owned();
     for one in [
         Told::Staged { sequence: 1 },
+        Told::Taken { sequence: 1 },
         Told::Applied(applied()),
         Told::Refused {
             sequence: 1,
