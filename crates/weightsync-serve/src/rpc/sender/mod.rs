@@ -1,6 +1,7 @@
 //! The trainer's end.
 
 mod caller;
+mod lifeline;
 mod published;
 mod server;
 mod staging;

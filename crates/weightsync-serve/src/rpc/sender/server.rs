@@ -1,12 +1,11 @@
-//! What a sender answers: registrations, which last as long as their workers;
-//! versions, and questions for them; and what workers say.
+//! What a sender answers: versions, and questions for them; what workers say; and, in
+//! `lifeline`, their registrations.
 
-use std::net::SocketAddr;
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{Path, Query, Request, State};
@@ -18,39 +17,28 @@ use http_body::{Frame, SizeHint};
 use hyper::StatusCode;
 use hyper::header::{ACCEPT_RANGES, CONTENT_RANGE, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE};
 use serde::Deserialize;
-use tokio::time::{MissedTickBehavior, interval, sleep};
-use weightsync::{Version, WorkerId};
+use tokio::time::sleep;
+use weightsync::Version;
 
-use super::caller;
 use super::state::{Kept, Shared};
-use crate::http::{Ask, Client, Fault, Lines, LinesBody, Stopping, problem, read};
-use crate::rpc::plan::{About, Answer, LaneId, Life, Want};
-use crate::rpc::wire::{
-    Asked, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Question, Register,
-    WantWord, Welcome, Words, addr_of, cut, line, of_sender, of_worker,
-};
-use crate::rpc::{BEAT, PROBE, PROBE_AGAIN, PROBE_BEHIND, SILENCE};
-
-/// How long a worker that registers may take to answer itself.
-const CALLED_BACK: Duration = Duration::from_secs(2);
-
-/// How long after a worker has hung up its last words may come by the other
-/// connection.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+use super::{caller, lifeline};
+use crate::http::{Stopping, problem, read};
+use crate::rpc::plan::{Answer, LaneId, Want};
+use crate::rpc::wire::{Asked, MAX_BODY, Problem, Question, WantWord, Words, cut, of_sender};
 
 /// How much of a version is handed to a connection at once, in bytes.
 const PART: usize = 256 << 10;
 
 #[derive(Clone)]
-struct App {
-    shared: Arc<Shared>,
-    stopping: Stopping,
+pub(super) struct App {
+    pub(super) shared: Arc<Shared>,
+    pub(super) stopping: Stopping,
 }
 
 /// The routes of a sender.
 pub(super) fn router(shared: Arc<Shared>, stopping: Stopping) -> Router {
     Router::new()
-        .route(of_sender::WORKERS, post(register))
+        .route(of_sender::WORKERS, post(lifeline::register))
         .route(of_sender::WORDS, post(words))
         .route(of_sender::SET, get(set))
         .route(of_sender::MODEL, get(model))
@@ -58,7 +46,7 @@ pub(super) fn router(shared: Arc<Shared>, stopping: Stopping) -> Router {
         .with_state(App { shared, stopping })
 }
 
-fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
+pub(super) fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
     let error = error.into();
     problem(
         status,
@@ -73,209 +61,6 @@ fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
 fn gone() -> Response {
     let words = "this sender has no such worker any more: register again";
     wrong(StatusCode::GONE, words)
-}
-
-async fn register(State(app): State<App>, request: Request) -> Response {
-    let register: Register = match read(request, MAX_BODY).await {
-        Ok(register) => register,
-        Err((status, error)) => return wrong(status, error),
-    };
-    let (about, addr) = match check(&app.shared, &register) {
-        Ok(checked) => checked,
-        Err(refusal) => return *refusal,
-    };
-    let client = Client::new(addr, app.shared.bearer.clone());
-    let lines = match call_back(&client, &register).await {
-        Ok(lines) => lines,
-        Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
-    };
-    let shared = app.shared;
-    let (lane, sequence) = shared.note(|plan| {
-        let lane = plan.join(about);
-        (lane, plan.sequence_for(lane))
-    });
-    let bell = shared.enter(lane);
-    tokio::spawn(follow(shared.clone(), lane, client.clone(), lines));
-    tokio::spawn(caller::call(shared.clone(), lane, client, bell));
-    let welcome = FromSender::Welcome(Welcome {
-        protocol: PROTOCOL,
-        id: shared.name(lane),
-        run: shared.run,
-        pid: std::process::id(),
-        models: shared.ids().cloned().collect(),
-        sequence,
-    });
-    let (lines, response) = LinesBody::answer(4);
-    // There is room for the first.
-    let _ = lines.try_send(line(&welcome));
-    tokio::spawn(beat(shared, lane, lines, app.stopping));
-    response
-}
-
-/// What a registration says, if this sender can have such a worker.
-fn check(shared: &Shared, register: &Register) -> Result<(About, SocketAddr), Box<Response>> {
-    let refuse = |status, words: String| Err(Box::new(wrong(status, words)));
-    if register.protocol != PROTOCOL {
-        let words = format!(
-            "this sender speaks protocol {PROTOCOL}, the worker {}: install the same weightsync \
-             on both",
-            register.protocol
-        );
-        return refuse(StatusCode::CONFLICT, words);
-    }
-    if register.seen > shared.run.epoch {
-        let problem_body = Problem {
-            error: format!(
-                "this sender's {} is over: the worker has seen {}",
-                shared.run.epoch, register.seen
-            ),
-            epoch: Some(shared.run.epoch),
-            ..Problem::default()
-        };
-        return Err(Box::new(problem(StatusCode::CONFLICT, problem_body)));
-    }
-    if register.run.is_some_and(|run| run != shared.run) {
-        let words = format!("this sender's is another run: {}", shared.run);
-        return refuse(StatusCode::CONFLICT, words);
-    }
-    if register.device.len() > MAX_DEVICE {
-        let words = format!("a device is named in at most {MAX_DEVICE} bytes");
-        return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
-    }
-    let mut wanted = Vec::new();
-    for model in &register.models {
-        match shared.ids().position(|id| id == model) {
-            Some(place) if !wanted.contains(&place) => wanted.push(place),
-            _ => {
-                let words = format!("this sender has no model {model}, or it is named twice");
-                return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
-            }
-        }
-    }
-    let Some(addr) = addr_of(&register.url) else {
-        let words = "the worker's url is http://ADDRESS:PORT".into();
-        return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
-    };
-    if let Err(error) = shared.access.may_dial_with_secret(addr) {
-        return refuse(StatusCode::FORBIDDEN, error.to_string());
-    }
-    let about = About {
-        worker: WorkerId(register.worker),
-        pid: register.pid,
-        device: register.device.clone(),
-        wanted,
-    };
-    Ok((about, addr))
-}
-
-/// Calls a worker that registers, and keeps its lifeline.
-async fn call_back(client: &Arc<Client>, register: &Register) -> Result<Lines, String> {
-    let failed = |why: String| format!("calling the worker back at {}: {why}", client.addr());
-    let reply = client
-        .ask(Ask::get(of_worker::LIFELINE), CALLED_BACK)
-        .await
-        .map_err(|fault| failed(fault.to_string()))?;
-    if reply.status != StatusCode::OK {
-        return Err(failed(format!("it answered {}", reply.status)));
-    }
-    let mut lines = reply.lines();
-    match lines.next::<FromWorker>(CALLED_BACK).await {
-        Ok(Some(FromWorker::Here { worker, pid }))
-            if (worker, pid) == (register.worker, register.pid) =>
-        {
-            Ok(lines)
-        }
-        Ok(_) => Err(failed("it is another worker".into())),
-        Err(fault) => Err(failed(fault.to_string())),
-    }
-}
-
-/// Hears a worker to its end.
-async fn follow(shared: Arc<Shared>, lane: LaneId, client: Arc<Client>, mut lines: Lines) {
-    let mut probed: Option<Instant> = None;
-    let life = loop {
-        match lines.next::<FromWorker>(SILENCE).await {
-            Ok(Some(FromWorker::Left {})) => break Life::Left,
-            Ok(Some(_)) => {
-                probed = None;
-                hear(&shared, lane, false);
-            }
-            Err(Fault::Silent { .. }) => {
-                hear(&shared, lane, true);
-                if probed.is_none_or(|at| at.elapsed() >= PROBE_AGAIN) {
-                    probed = Some(Instant::now());
-                    let patience = match shared.has_begun(lane) {
-                        true => PROBE_BEHIND,
-                        false => PROBE,
-                    };
-                    if !client.is_reachable(patience).await {
-                        break Life::Died;
-                    }
-                }
-            }
-            Ok(None) | Err(_) => break Life::Died,
-        }
-        if !shared.lock().is_here(lane) {
-            return;
-        }
-    };
-    end(&shared, lane, life);
-}
-
-fn hear(shared: &Shared, lane: LaneId, silent: bool) {
-    if shared.lock().silent(lane, silent) {
-        shared.note(|_| ());
-        if silent {
-            let lock = shared.lock();
-            if let Some(about) = lock.about(lane) {
-                let (worker, pid) = (about.worker, about.pid);
-                drop(lock);
-                tracing::warn!(%worker, pid, "nothing is heard of it; it may be stopped");
-            }
-        }
-    }
-}
-
-fn end(shared: &Shared, lane: LaneId, life: Life) {
-    shared.note(|plan| plan.end(lane, life));
-    // Whoever calls it, or waits for its question, ends.
-    shared.ring();
-    shared.leave(lane);
-}
-
-/// Tells a worker that the sender is here, as long as it is.
-async fn beat(
-    shared: Arc<Shared>,
-    lane: LaneId,
-    lines: tokio::sync::mpsc::Sender<Bytes>,
-    mut stopping: Stopping,
-) {
-    let mut beats = interval(BEAT);
-    beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut count = 0;
-    loop {
-        tokio::select! {
-            _ = beats.tick() => {
-                if !shared.lock().is_here(lane) {
-                    return;
-                }
-                count += 1;
-                // One that does not read has enough of them to read.
-                let _ = lines.try_send(line(&FromSender::Beat(count)));
-            }
-            () = lines.closed() => {
-                // Unless nothing would come by that one either.
-                if !shared.lock().is_silent(lane) {
-                    sleep(LAST_WORDS).await;
-                }
-                return end(&shared, lane, Life::Died);
-            }
-            () = stopping.wait() => {
-                let _ = lines.send(line(&FromSender::Closed {})).await;
-                return;
-            }
-        }
-    }
 }
 
 async fn words(State(app): State<App>, Path(id): Path<String>, request: Request) -> Response {
