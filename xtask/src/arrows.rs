@@ -65,6 +65,7 @@ const TABLE: &[Row] = &[
             ("weightsync", Always),
             ("weightsync-net", Always),
             ("weightsync-store", Always),
+            ("tokio", Always),
             ("axum", Always),
         ],
     },
