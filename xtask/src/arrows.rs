@@ -62,9 +62,11 @@ const TABLE: &[Row] = &[
     Row {
         name: "weightsync-serve",
         may_use: &[
+            ("weightsync-simd", Always),
             ("weightsync", Always),
             ("weightsync-net", Always),
             ("weightsync-store", Always),
+            ("tokio", Always),
             ("axum", Always),
         ],
     },
