@@ -49,6 +49,7 @@ const TABLE: &[Row] = &[
         may_use: &[
             ("weightsync-simd", Always),
             ("weightsync-core", Always),
+            ("weightsync-mem", Always),
             ("weightsync", Always),
             ("tokio", Always),
             ("rustls", Always),
@@ -61,9 +62,11 @@ const TABLE: &[Row] = &[
     Row {
         name: "weightsync-serve",
         may_use: &[
+            ("weightsync-simd", Always),
             ("weightsync", Always),
             ("weightsync-net", Always),
             ("weightsync-store", Always),
+            ("tokio", Always),
             ("axum", Always),
         ],
     },

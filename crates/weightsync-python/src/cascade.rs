@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use weightsync::{Error, ReceiverSetup};
 
-use crate::options::{Setup, Workers, deadline_of, timeout_of};
+use crate::options::{Setup, Workers, deadline_of, schemes, timeout_of};
 use crate::report::Report;
 use crate::session::InitInfo;
 use crate::wait::{Turns, released};
@@ -37,7 +37,7 @@ impl Cascade {
         timeout: Option<f64>,
     ) -> PyResult<Self> {
         let deadline = deadline_of(timeout)?;
-        let receiver = ReceiverSetup::new(info.0.clone(), worker);
+        let receiver = ReceiverSetup::new(info.0.clone(), worker).schemes(schemes());
         let chosen = setup.chosen()?;
         let joined = released(py, || {
             let joined = weightsync::Cascade::join(receiver, deadline)?;

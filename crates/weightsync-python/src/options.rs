@@ -5,8 +5,8 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use weightsync::{
-    AnyScheme, DigestPolicy, Dtype, Error, Expect, Pending, Pull, SendOptions, SenderSetup,
-    Version, WaitFor, WorkerId,
+    DigestPolicy, Dtype, Error, Expect, Pending, Pull, Schemes, SendOptions, SenderSetup, Version,
+    WaitFor, WorkerId,
 };
 
 /// The longest timeout there is: more is none.
@@ -85,6 +85,11 @@ pub struct Chosen {
     cast: Option<Dtype>,
 }
 
+/// Every scheme there is.
+pub fn schemes() -> Schemes {
+    weightsync_net::Distributed::among_schemes()
+}
+
 impl Chosen {
     pub fn apply(self, setup: SenderSetup) -> Result<SenderSetup, Error> {
         let Self {
@@ -92,8 +97,7 @@ impl Chosen {
             deadline,
             cast,
         } = self;
-        let scheme: AnyScheme = chosen.scheme.parse()?;
-        let mut setup = setup.scheme(scheme)?;
+        let mut setup = setup.scheme(schemes().parse(&chosen.scheme)?)?;
         if let Some(dir) = chosen.run_dir {
             setup = setup.run_dir(dir)?;
         }

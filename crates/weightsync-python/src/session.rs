@@ -12,7 +12,7 @@ use weightsync::{
 use crate::background::Background;
 use crate::errors::exception;
 use crate::loader::{Target, set_of};
-use crate::options::{Send, Setup, Workers, deadline_of, pull_of, timeout_of};
+use crate::options::{Send, Setup, Workers, deadline_of, pull_of, schemes, timeout_of};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
 use crate::source::{Layout, Source};
@@ -81,7 +81,8 @@ impl Session {
     /// An idle session of a scheme, such as `shared-mem`.
     #[new]
     fn new(py: Python<'_>, scheme: &str) -> PyResult<Self> {
-        let scheme = scheme.parse().map_err(|error| exception(py, error))?;
+        let scheme = schemes().parse(scheme);
+        let scheme = scheme.map_err(|error| exception(py, error))?;
         Ok(Self::of(weightsync::Session::new(scheme)))
     }
 
@@ -235,7 +236,8 @@ impl Session {
         models: Option<Vec<String>>,
         device: &str,
     ) -> PyResult<Self> {
-        let mut setup = ReceiverSetup::new(info.0.clone(), worker).device(device);
+        let setup = ReceiverSetup::new(info.0.clone(), worker);
+        let mut setup = setup.schemes(schemes()).device(device);
         if let Some(models) = models {
             setup = setup.models(models);
         }

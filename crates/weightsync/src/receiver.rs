@@ -15,7 +15,7 @@ use crate::load_set::SetLoader;
 use crate::scheme::{AnyScheme, Schemes};
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
-use crate::transport::{Interrupter, Joining, ModelSpec, Pull, ReceiverTransport};
+use crate::transport::{FirstWeights, Interrupter, Joining, ModelSpec, Pull, ReceiverTransport};
 
 pub use self::setup::Joined;
 

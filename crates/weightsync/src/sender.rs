@@ -16,7 +16,9 @@ use crate::scheme::AnyScheme;
 use crate::send_source::{Members, Resolved, SendSource, resolve};
 use crate::setup::{Expect, Pending, SenderSetup};
 use crate::snapshot::Snapshot;
-use crate::transport::{Capabilities, Deadline, Outstanding, SenderTransport, Staging, Targets};
+use crate::transport::{
+    Capabilities, Deadline, FirstWeights, Outstanding, SenderTransport, Staging, Targets,
+};
 
 /// The trainer's end of connected models.
 ///
@@ -337,7 +339,9 @@ impl Sender {
     }
 
     /// Waits until these workers are there and have loaded something, as
-    /// [`connect`](SenderSetup::connect) does: for those that join later.
+    /// [`connect`](SenderSetup::connect) does: for those that join later. Where the
+    /// [first weights](crate::transport::FirstWeights) come with the first send, they
+    /// only have to be there.
     ///
     /// # Errors
     ///
@@ -354,8 +358,11 @@ impl Sender {
         since: Instant,
         until: Deadline,
     ) -> Result<()> {
+        let first = self.setup.scheme.scheme().first_weights();
         let ready = |workers: &[WorkerStatus]| -> Vec<WorkerId> {
-            let ready = workers.iter().filter(|worker| worker.is_ready());
+            let counts =
+                |worker: &&WorkerStatus| worker.is_ready() || first == FirstWeights::AtFirstSend;
+            let ready = workers.iter().filter(counts);
             ready.map(|worker| worker.worker).collect()
         };
         // As they were when it was enough: one that leaves right after has been
@@ -490,10 +497,16 @@ impl Sender {
     fn own_view(&self, model: usize) -> Result<Snapshot> {
         let held = self.transport.snapshot(model);
         let held = held.map_err(|error| error.by(&self.setup.scheme))?;
-        // `connect` publishes before it returns a sender.
-        held.ok_or_else(|| Error::Unsupported {
-            what: "reading back what was sent",
-            scheme: self.setup.scheme.to_string(),
+        held.ok_or_else(|| match self.setup.scheme.scheme().first_weights() {
+            // Nothing was sent yet.
+            FirstWeights::AtFirstSend => Error::NothingToKeep {
+                model: self.setup.models[model].prepared.id.clone(),
+            },
+            // `connect` publishes before it returns a sender.
+            FirstWeights::AtConnect => Error::Unsupported {
+                what: "reading back what was sent",
+                scheme: self.setup.scheme.to_string(),
+            },
         })
     }
 

@@ -11,13 +11,13 @@ use crate::error::{Error, Result};
 use crate::extract::{WeightExtractor, cast_layout};
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
-use crate::publish::{Prepared, compare};
+use crate::publish::{self, Prepared, compare};
 use crate::report::WaitFor;
 use crate::run_dir;
 use crate::scheme::AnyScheme;
 use crate::send_source::{Members, SendSource, resolve};
 use crate::sender::Sender;
-use crate::transport::{Endpoint, ModelSpec, Opening, TransferOptions};
+use crate::transport::{Endpoint, FirstWeights, ModelSpec, Opening, TransferOptions};
 
 /// Which workers [`SenderSetup::connect`] waits for. Others may join later.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -355,7 +355,9 @@ impl SenderSetup {
     /// and waits until the expected workers have loaded it. One that has left
     /// again by then is not there and does not count.
     ///
-    /// Every model of the set needs its first weights here.
+    /// Every model of the set needs its first weights here. With a scheme whose
+    /// [first weights](crate::transport::FirstWeights) come with the first send they
+    /// are compared and not sent, and the workers only have to be there.
     ///
     /// # Errors
     ///
@@ -369,7 +371,11 @@ impl SenderSetup {
         expect: Expect,
         deadline: Duration,
     ) -> Result<Sender> {
-        self.connect_with(weights, SendOptions::new(), expect, deadline)
+        let first = match self.scheme.scheme().first_weights() {
+            FirstWeights::AtConnect => Some(SendOptions::new()),
+            FirstWeights::AtFirstSend => None,
+        };
+        self.open(weights, first, expect, deadline)
     }
 
     /// As [`connect`](Self::connect), with the first versions numbered.
@@ -377,6 +383,16 @@ impl SenderSetup {
         self,
         weights: &(impl SendSource + ?Sized),
         first: SendOptions,
+        expect: Expect,
+        deadline: Duration,
+    ) -> Result<Sender> {
+        self.open(weights, Some(first), expect, deadline)
+    }
+
+    fn open(
+        self,
+        weights: &(impl SendSource + ?Sized),
+        first: Option<SendOptions>,
         expect: Expect,
         deadline: Duration,
     ) -> Result<Sender> {
@@ -396,8 +412,10 @@ impl SenderSetup {
         })?;
         let model = self.name();
         let mut sender = Sender::new(self, transport, run);
-        let first = first.wait(WaitFor::Sent).deadline(deadline);
-        sender.send_with(weights, &first)?;
+        if let Some(first) = first {
+            let first = first.wait(WaitFor::Sent).deadline(deadline);
+            sender.send_with(weights, &first)?;
+        }
         sender.wait_until(&expect, since, until)?;
         tracing::debug!(model = %model, %run, workers = expect.len(), "connected");
         Ok(sender)
@@ -410,9 +428,15 @@ impl SenderSetup {
         let is_there = |index: &usize| sent.iter().any(|(one, _)| one == index);
         let missing = (0..ids.len()).filter(|index| !is_there(index));
         let missing: Vec<_> = missing.map(|index| ids[index].clone()).collect();
-        match missing.is_empty() {
-            true => Ok(()),
-            false => Err(Error::MissingModels { missing }),
+        if !missing.is_empty() {
+            return Err(Error::MissingModels { missing });
+        }
+        // What is not sent now is at least known to be right.
+        match self.scheme.scheme().first_weights() {
+            FirstWeights::AtConnect => Ok(()),
+            FirstWeights::AtFirstSend => sent.iter().try_for_each(|(index, source)| {
+                publish::check(&self.models[*index].prepared, *source, false)
+            }),
         }
     }
 

@@ -235,6 +235,24 @@ impl Snapshot {
         (0..self.layout().len()).map(|index| self.view(index))
     }
 
+    /// All tensors at their places in the layout, padding included: as a transport
+    /// that is not this crate's sends them.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.held {
+            Held::Slot(slot) => slot.bytes(),
+            Held::Own(own) => own.image.bytes(),
+        }
+    }
+
+    /// The memory of a version that nobody else holds, to write another one into;
+    /// `None` if somebody does, or it lies in shared memory.
+    pub fn into_image(self) -> Option<Image> {
+        match self.held {
+            Held::Slot(_) => None,
+            Held::Own(own) => Arc::into_inner(own).map(|own| own.image),
+        }
+    }
+
     /// The digest of the bytes as this process sees them: one pass over them.
     pub fn digest(&self) -> Digest {
         match &self.held {

@@ -11,6 +11,7 @@ from torchrl.weight_update import TransportBackend, WeightStrategy
 from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._older import WeightReceiver, WeightSender
 from weightsync.torchrl._schemes import (
+    DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
@@ -19,6 +20,7 @@ from weightsync.torchrl._transports import MPTransport, SharedMemTransport
 from weightsync.torchrl._updaters import MultiProcessedWeightUpdater, VanillaWeightUpdater
 
 __all__ = [
+    "DistributedWeightSyncScheme",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdater",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from torch import nn
 
+from weightsync.errors import LifecycleError, UnsupportedError
 from weightsync.torchrl._given import model_of
 from weightsync.torchrl._group import Group
 from weightsync.torchrl._local import LocalScheme
@@ -103,3 +105,78 @@ class NoWeightSyncScheme(LocalScheme):
     def receive(self, timeout: float | None = None) -> None:
         """Nothing comes."""
         return None
+
+
+class DistributedWeightSyncScheme(LocalScheme):
+    """Weights to workers on any host: they dial in, over TCP.
+
+    A drop-in for TorchRL's, without a process group, a store or a world size: workers
+    join and leave at any time. On the trainer's own host they read its shared memory;
+    on another host that of the host's relay (``weightsync relay``), or they fetch for
+    themselves.
+
+    Args:
+        backend: "gloo" (or "tcp"): over TCP. There is no "nccl", "mpi" or "ucc" here.
+        sync: whether ``send`` returns once every worker has applied the version, or as
+            soon as it is live.
+        timeout: as TorchRL has it; waits here have timeouts of their own.
+        strategy: "tensordict" or "state_dict".
+        mode: as of :class:`SharedMemWeightSyncScheme`.
+        listen: where the trainer listens, as "host:port"; loopback without it, which
+            workers of other hosts cannot reach. Off loopback a token is needed
+            (``WEIGHTSYNC_TOKEN_FILE``).
+        advertise: how workers reach it, if that is another address.
+        insecure_plaintext: that links leave this machine, although they are not
+            encrypted.
+        share: "all": workers read the trainer's memory on its host, and that of their
+            host's relay elsewhere; "relay": only the relay's; "none": each fetches a
+            copy of its own.
+
+    Raises:
+        UnsupportedError: for a backend that is not here.
+    """
+
+    def __init__(
+        self,
+        backend: str = "gloo",
+        sync: bool = True,
+        timeout: float = 3600.0,
+        *,
+        strategy: str = "tensordict",
+        mode: Literal["bind", "copy"] = "bind",
+        listen: str | None = None,
+        advertise: str | None = None,
+        insecure_plaintext: bool = False,
+        share: Literal["all", "relay", "none"] = "all",
+    ) -> None:
+        super().__init__(strategy, sync, mode=mode)
+        if backend not in _OVER_TCP:
+            raise UnsupportedError(
+                f"there is no backend {backend!r}: weights go over TCP here, by "
+                f"backend={' or '.join(map(repr, _OVER_TCP))}, also those of models on a GPU, "
+                "by way of the host's memory"
+            )
+        self.backend = backend
+        self.timeout = timeout
+        settings = [
+            f"listen={listen}" if listen else "",
+            f"advertise={advertise}" if advertise else "",
+            "insecure-plaintext" if insecure_plaintext else "",
+            f"share={share}" if share != "all" else "",
+        ]
+        chosen = ",".join(filter(None, settings))
+        self._word = f"distributed:{chosen}" if chosen else "distributed"
+
+    def get_store_info(self) -> dict[str, Any]:
+        """Where workers find the trainer, once it is set up: its host and port, and the
+        init info as text, with which a :class:`weightsync.Receiver` joins."""
+        info = self._group.info if self._group is not None else None
+        if info is None:
+            raise LifecycleError("call init_on_sender first: it decides where workers connect")
+        address = json.loads(info)["at"]["address"]
+        host, _, port = address.rpartition(":")
+        return {"host": host, "port": int(port), "init_info": info}
+
+
+# What TorchRL calls its backend over TCP, and what it is.
+_OVER_TCP = ("gloo", "tcp")

@@ -79,6 +79,30 @@ pub struct QueueArgs {
     own_copy: bool,
 }
 
+/// What is measured of the scheme of many hosts.
+#[cfg(feature = "net")]
+#[derive(clap::Args)]
+pub struct DistributedArgs {
+    /// Settings, as in the scheme's text; by share=none each worker has a link of its
+    /// own over loopback, else they share the trainer's memory
+    #[arg(long, default_value = "")]
+    settings: String,
+    #[command(flatten)]
+    pub case: Args,
+}
+
+#[cfg(feature = "net")]
+impl DistributedArgs {
+    /// The scheme that is asked for.
+    pub fn scheme(&self) -> Result<AnyScheme, weightsync::Error> {
+        let text = match self.settings.is_empty() {
+            true => "distributed".to_owned(),
+            false => format!("distributed:{}", self.settings),
+        };
+        super::schemes().parse(&text)
+    }
+}
+
 impl QueueArgs {
     /// The scheme that is asked for; its settings are checked as a user's are.
     pub fn scheme(&self) -> Result<AnyScheme, weightsync::Error> {

@@ -19,7 +19,7 @@ use std::error::Error;
 use std::process::ExitCode;
 
 use clap::Subcommand;
-use weightsync::SharedMem;
+use weightsync::{Schemes, SharedMem};
 
 /// What `bench` is asked for.
 #[derive(clap::Args)]
@@ -34,6 +34,9 @@ enum Scheme {
     SharedMem(local::Args),
     /// A queue to each worker process: the newest version, or every one in order
     MultiProcess(local::QueueArgs),
+    /// Many hosts: workers that dial in, here on this one
+    #[cfg(feature = "net")]
+    Distributed(local::DistributedArgs),
     /// The project's own group of cases, with their targets (`cargo xtask bench mem`)
     #[command(hide = true)]
     Mem(group::Args),
@@ -48,11 +51,21 @@ enum Scheme {
     Reader,
 }
 
+/// The schemes there are in this build.
+fn schemes() -> Schemes {
+    #[cfg(feature = "net")]
+    return weightsync_net::Distributed::among_schemes();
+    #[cfg(not(feature = "net"))]
+    Schemes::default()
+}
+
 /// Runs a benchmark.
 pub fn run(args: Args) -> Result<ExitCode, Box<dyn Error>> {
     match args.scheme {
         Scheme::SharedMem(args) => local::run(&SharedMem::default().into(), &args)?,
         Scheme::MultiProcess(args) => local::run(&args.scheme()?, &args.case)?,
+        #[cfg(feature = "net")]
+        Scheme::Distributed(args) => local::run(&args.scheme()?, &args.case)?,
         Scheme::Mem(args) => group::run(&args)?,
         Scheme::Peers(args) => peers::run(&args)?,
         Scheme::NetPeers(args) => net_peers::run(&args)?,

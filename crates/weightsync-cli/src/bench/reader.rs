@@ -36,7 +36,9 @@ pub fn run() -> Result<(), Box<dyn Error>> {
     }
     let first = process.index() as u32 * task.receivers;
     let receivers = (first..first + task.receivers).map(|worker| {
-        let setup = ReceiverSetup::new(task.info.clone(), worker).wait_style(wait);
+        let setup = ReceiverSetup::new(task.info.clone(), worker)
+            .schemes(super::schemes())
+            .wait_style(wait);
         let receiver = setup.connect(Duration::from_secs(60))?;
         Ok(Worker {
             receiver,

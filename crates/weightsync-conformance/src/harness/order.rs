@@ -430,6 +430,7 @@ pub(crate) enum Fate {
     Refused,
     Died,
     Left,
+    Lost,
     Late,
     Held,
     Full,

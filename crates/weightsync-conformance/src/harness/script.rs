@@ -265,6 +265,22 @@ impl<'a> Script<'a> {
         }
     }
 
+    /// Looks until the newest that a worker has is this: it may be on its way to one
+    /// that is far from its sender.
+    pub(crate) fn until_newest(&mut self, worker: u32, word: u64) -> Seen {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let look = match self.subject.pulls() {
+                true => Answer::Seen(self.take(worker)),
+                false => self.deed(worker, Deed::Latest),
+            };
+            match look {
+                Answer::Seen(seen) if seen.word() == word => return seen,
+                other => assert!(Instant::now() < deadline, "{other:?}"),
+            }
+        }
+    }
+
     /// There is nothing for a worker that holds this version of its first model
     /// but what it has had.
     pub(crate) fn assert_nothing_new(&mut self, worker: u32, version: u64) {

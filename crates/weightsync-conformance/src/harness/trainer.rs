@@ -546,6 +546,7 @@ fn fate(outcome: &Outcome) -> (Fate, String) {
         Outcome::Refused { reason } => return (Fate::Refused, reason.clone()),
         Outcome::Died => Fate::Died,
         Outcome::Left => Fate::Left,
+        Outcome::Lost => Fate::Lost,
         Outcome::Late => Fate::Late,
         Outcome::Held => Fate::Held,
         Outcome::Full => Fate::Full,

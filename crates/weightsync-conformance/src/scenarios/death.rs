@@ -308,12 +308,13 @@ pub(crate) fn a_stopped_worker_is_late_and_the_others_are_up_to_date(subject: &S
     let deadline = Duration::from_millis(300);
     for word in 2..5 {
         let (sent, seen) = script.deliver(What::Word(word), How::within(deadline), &[1, 2]);
-        assert_eq!(
-            sent.fates(),
-            [(0, Fate::Late), (1, Fate::Applied), (2, Fate::Applied)]
-        );
+        let fates = sent.fates();
+        assert_eq!(fates[1..], [(1, Fate::Applied), (2, Fate::Applied)]);
+        // One that is far from its sender may be given up for its silence.
+        let lost = fates[0] == (0, Fate::Lost);
+        assert!(lost || fates[0] == (0, Fate::Late), "{fates:?}");
         assert!(
-            sent.took >= deadline && sent.took < MOMENT,
+            (lost || sent.took >= deadline) && sent.took < MOMENT,
             "{:?}",
             sent.took
         );

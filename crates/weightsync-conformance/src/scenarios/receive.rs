@@ -80,7 +80,14 @@ pub(crate) fn newest_wins_and_older_ones_are_passed_over(subject: &Subject) {
             .began();
     }
     for worker in 0..2 {
-        assert_eq!(script.take(worker).one(), (6, 6));
+        // Some of them may reach one that is far from its sender, in order.
+        let mut last = 1;
+        while last < 6 {
+            let seen = script.take(worker);
+            assert!(seen.word() > last, "{seen:?} after {last}");
+            last = seen.word();
+        }
+        assert_eq!(last, 6);
         script.assert_nothing_new(worker, 6);
     }
     for place in 0..5 {
@@ -321,7 +328,7 @@ pub(crate) fn an_answer_takes_nothing_from_what_is_sent(subject: &Subject) {
     }
     let pull = |want| Deed::Pull(want, Some(PATIENCE));
     assert_eq!(script.deed(0, pull(Want::Exactly(2))).seen().one(), (2, 2));
-    assert_eq!(script.newest(0).one(), (4, 4));
+    assert_eq!(script.until_newest(0, 4).one(), (4, 4));
     assert_eq!(script.deed(0, pull(Want::Exactly(3))).seen().one(), (3, 3));
     script.assert_nothing_new(0, 4);
 

@@ -176,7 +176,7 @@ pub(crate) fn a_look_at_the_newest_finds_the_next_sender(subject: &Subject) {
     assert_eq!((before.one(), before.run.epoch), ((2, 2), epoch));
     script.prepare(lead);
     assert_eq!(script.act(connect(&[])), Answer::Done);
-    let after = script.newest(0);
+    let after = script.until_newest(0, 1);
     assert_eq!(after.one(), (1, 1));
     assert!(after.run.epoch > epoch, "{:?} after {epoch}", after.run);
     script.until_status(|workers| workers.len() == 1 && workers[0].versions == [1]);

@@ -195,12 +195,17 @@ impl Store {
             .filter_map(|(item, held)| Some((item.version, held.upgrade()?)))
             .collect();
         old.sort_by_key(|(version, _)| *version);
-        for (_, held) in old.iter().skip(1) {
-            held.revoked.store(true, Ordering::Release);
-        }
         drop(kept);
-        if old.len() > 1 {
-            self.changed.notify_all();
+        // One that is still meant for somebody has its slot anyhow.
+        let is_meant = |version| {
+            let find = self.find.as_ref();
+            find.is_some_and(|find| find(Item { model, version }).is_some())
+        };
+        for (version, held) in old.iter().skip(1) {
+            if !is_meant(*version) {
+                held.revoked.store(true, Ordering::Release);
+                self.notify();
+            }
         }
     }
 

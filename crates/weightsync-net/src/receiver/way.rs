@@ -22,6 +22,9 @@ const SHORT_ATTEMPT: Duration = Duration::from_secs(1);
 /// elsewhere.
 const ANSWER: Duration = Duration::from_secs(1);
 
+/// What one attempt has at the least.
+const MOMENT: Duration = Duration::from_millis(300);
+
 /// After so many refusals in a row nobody listens where the sender did.
 const REFUSALS: u32 = 5;
 
@@ -133,10 +136,25 @@ impl Way {
                 Err(error) => return Err(error),
             }
         }
-        let agent = match self.become_agent(left(deadline, attempt))? {
+        // Who only looks gives one that is there a moment to answer.
+        let agent = match self.become_agent(left(deadline, attempt).max(MOMENT))? {
             Ok(agent) => agent,
             Err(reach) => return Ok(Look::Nothing(reach)),
         };
+        if self.scheme.share == Share::All {
+            // The sender may be on this host, and was not there a moment ago.
+            let names = local::names(self.at.secret(), self.at.address(), Whose::Sender);
+            for name in names {
+                if !weightsync_mem::is_served(&name).unwrap_or(false) {
+                    continue;
+                }
+                match self.attach(&name, handoff, Instant::now() + ANSWER) {
+                    Ok(attached) => return Ok(found(attached, None)),
+                    Err(Error::NoSender { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
         let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
         match self.attach(&agent.address, handoff, until) {
             Ok(attached) => Ok(found(attached, Some(agent))),
@@ -187,6 +205,8 @@ impl Way {
             seen: self.joining.seen,
             connections: self.scheme.connections,
             place: Place::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
+            // What stops a worker must not stop others.
+            serves: false,
         };
         self.may_dial()?;
         match Agent::start(options, patience) {

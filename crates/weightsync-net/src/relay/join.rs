@@ -4,6 +4,8 @@
 use std::io;
 use std::net::SocketAddr;
 
+use std::time::Duration;
+
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use weightsync_core::{Layout, Run};
@@ -45,15 +47,23 @@ pub(crate) async fn join(
     options: &AgentOptions,
     key: &Key,
     events: &mpsc::Sender<Event>,
+    patience: Duration,
 ) -> Result<Joined, StartError> {
-    let (socket, root) = dial(&options.root, key).await?;
+    let dialled = tokio::time::timeout(patience, dial(&options.root, key)).await;
+    let (socket, root) = dialled.unwrap_or_else(|_| {
+        let reason = format!("{} did not answer within {patience:?}", options.root);
+        Err(StartError::Unreachable(Reach::Unknown, reason))
+    })?;
     // Reached by the way the sender is.
     let own = socket.local_addr().map_err(|source| StartError::Os {
         action: "asking a socket for its address",
         source,
     })?;
     let any = SocketAddr::new(own.ip(), 0);
-    let bulk = tokio::net::TcpListener::bind(any).await.ok();
+    let bulk = match options.serves {
+        true => tokio::net::TcpListener::bind(any).await.ok(),
+        false => None,
+    };
     let port = bulk
         .as_ref()
         .and_then(|bulk| Some(bulk.local_addr().ok()?.port()));

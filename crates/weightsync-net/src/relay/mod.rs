@@ -25,6 +25,9 @@ pub use self::service::{Relay, RelayNews, RelayStop};
 use crate::access::Key;
 use crate::wire::hello::HelloError;
 
+/// How long tasks have to end, of which none waits.
+const END: Duration = Duration::from_secs(1);
+
 /// How many events may wait for the engine.
 const EVENTS: usize = 1024;
 
@@ -40,6 +43,8 @@ pub(crate) struct AgentOptions {
     pub(crate) connections: usize,
     /// Where its workers find it.
     pub(crate) place: Place,
+    /// Whether it passes versions on to other hosts.
+    pub(crate) serves: bool,
 }
 
 /// Where the workers of an agent find it.
@@ -103,21 +108,20 @@ pub(crate) struct Agent {
 }
 
 impl Agent {
-    /// Joins the sender, within `patience`, and starts.
+    /// Connects to the sender, within `patience`, hears what models there are, and
+    /// starts.
     pub(crate) fn start(options: AgentOptions, patience: Duration) -> Result<Self, StartError> {
         let (events, heard) = mpsc::channel(EVENTS);
         let (started, start) = std::sync::mpsc::sync_channel(1);
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(|source| StartError::Os {
-                action: "starting the relay's thread",
-                source,
-            })?;
+        let runtime = runtime("weightsync-link").map_err(|source| StartError::Os {
+            action: "starting the relay's threads",
+            source,
+        })?;
         let own = events.clone();
         let work = move || {
             let ending = runtime.block_on(run(options, patience, (own, heard), started));
-            runtime.shutdown_background();
+            // Tasks end with it; nothing of them waits.
+            runtime.shutdown_timeout(END);
             ending
         };
         let thread = std::thread::Builder::new()
@@ -197,6 +201,17 @@ impl Drop for Agent {
     }
 }
 
+/// A runtime whose links are served by a thread of their own: what the engine does
+/// may take a moment, and silence is told apart from that.
+pub(crate) fn runtime(name: &str) -> std::io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .max_blocking_threads(2)
+        .thread_name(name)
+        .enable_all()
+        .build()
+}
+
 /// What an agent says once it runs.
 struct Started {
     address: String,
@@ -213,13 +228,7 @@ async fn run(
     started: std::sync::mpsc::SyncSender<Result<Started, StartError>>,
 ) -> Ending {
     let key = Key::new(&options.secret);
-    let joined = tokio::time::timeout(patience, join(&options, &key, &events)).await;
-    let joined = joined.unwrap_or_else(|_| {
-        Err(StartError::Unreachable(
-            Reach::Unknown,
-            format!("{} did not answer within {patience:?}", options.root),
-        ))
-    });
+    let joined = join(&options, &key, &events, patience).await;
     let made = joined.and_then(|joined| {
         let (listener, address) = listen(&options, &joined)?;
         let run = joined.run;

@@ -162,6 +162,7 @@ impl Relay {
                 seen,
                 connections: self.connections,
                 place: Place::Host,
+                serves: true,
             };
             let looking = |reason| RelayNews::Looking {
                 address: self.address.clone(),

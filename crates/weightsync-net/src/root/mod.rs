@@ -21,7 +21,7 @@ use crate::access::Key;
 use crate::bulk::{Find, Store, Threads, serve};
 use crate::link;
 use crate::link::listen::accept_all;
-use crate::relay::Item;
+use crate::relay::{Item, runtime};
 use crate::scheme::Distributed;
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, Message, Status, model_messages};
@@ -144,10 +144,8 @@ impl Server {
             agents: Arc::default(),
         };
         let news = Arc::new(News::default());
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(os("starting the sender's network thread"))?;
+        let runtime =
+            runtime("weightsync-link").map_err(os("starting the sender's network threads"))?;
         listener
             .set_nonblocking(true)
             .map_err(os("preparing the listening socket"))?;
@@ -165,7 +163,7 @@ impl Server {
                 accepting.abort();
             });
             // Tasks end with it; nothing of them waits.
-            runtime.shutdown_background();
+            runtime.shutdown_timeout(link::HANDSHAKE);
         };
         let thread = std::thread::Builder::new()
             .name("weightsync-net".into())

@@ -2,8 +2,9 @@
 //!
 //! **Guarantee.** Plain values in, plain values out. Agents stand in an order; the
 //! first `arity` of them fetch from the sender, the others from agents before them:
-//! by arity 1 a chain. There is never a circle, an agent that cannot serve has
-//! nobody below it, and one whose parent is gone is given another at once.
+//! by arity 1 a chain. There is never a circle, and one whose parent is gone is given
+//! another at once. An agent that does not serve (a worker's own) fetches from the
+//! sender, beside the others, and has nobody below it.
 //!
 //! A slow link slows down everybody behind it, so agents whose link has been
 //! measured as much slower than that of others go to the end, where nobody is
@@ -171,19 +172,21 @@ impl Topology {
             let Some(one) = self.agents.get(&agent) else {
                 continue;
             };
+            let serves = one.address.is_some();
             // The first with room: by arity 1 the one before.
             let fits = |(parent, below): &&mut (AgentId, usize)| {
                 *below < self.arity && !one.avoids.contains(parent)
             };
             let parent = match serving.iter_mut().find(fits) {
-                Some((parent, below)) => {
+                Some((parent, below)) if serves => {
                     *below += 1;
                     *parent
                 }
-                // Nobody else is left.
-                None => 0,
+                // Nobody else is left; or it passes nothing on, and would only take
+                // the place of one that does.
+                _ => 0,
             };
-            if one.address.is_some() {
+            if serves {
                 serving.push((agent, 0));
             }
             let address = self.agents.get(&parent).and_then(|parent| parent.address);

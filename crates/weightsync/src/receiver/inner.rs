@@ -29,8 +29,10 @@ impl Receiver {
     /// the sender's.
     pub(crate) fn begin_into(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
         let Some(set) = self.begin_or_go_on()? else {
-            // Models that nothing was loaded into do not serve.
-            self.whole = !self.scheme.capabilities().weights;
+            // Models that nothing was loaded into do not serve, unless that is how
+            // they begin.
+            self.whole = !self.scheme.capabilities().weights
+                || self.scheme.scheme().first_weights() == FirstWeights::AtFirstSend;
             return Ok(());
         };
         for member in set.members() {

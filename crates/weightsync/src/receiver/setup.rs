@@ -77,7 +77,9 @@ impl ReceiverSetup {
 
     /// The rendez-vous: joins the sender, waiting for it if it is not there
     /// yet, and takes the initial weights; the first receive hands them out at
-    /// once (or newer ones, if there are by then). The sender's `connect` counts
+    /// once (or newer ones, if there are by then). Where the
+    /// [first weights](crate::transport::FirstWeights) come with the first send, none
+    /// are waited for. The sender's `connect` counts
     /// this worker from here on.
     ///
     /// A worker that loads into models of its own uses
@@ -196,7 +198,8 @@ impl ReceiverSetup {
         until: Deadline,
     ) -> Result<(Box<dyn ReceiverTransport>, Option<SetSnapshot>)> {
         let mut transport = self.join_transport(scheme, Epoch(0), until)?;
-        if !scheme.capabilities().weights {
+        let waits = scheme.scheme().first_weights() == FirstWeights::AtConnect;
+        if !scheme.capabilities().weights || !waits {
             return Ok((transport, None));
         }
         let first = match scheme.capabilities().push {

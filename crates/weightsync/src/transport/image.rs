@@ -152,7 +152,8 @@ impl Image {
         self.clear_padding();
     }
 
-    fn clear_padding(&mut self) {
+    /// Sets the bytes between the tensors to zero, as every layout has them.
+    pub fn clear_padding(&mut self) {
         let layout = self.layout.clone();
         for gap in layout.padding() {
             if let Some(gap) = gap.of_mut(self.bytes_mut()) {
@@ -161,7 +162,9 @@ impl Image {
         }
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    /// All tensors at their places, to be written as they come from somewhere else,
+    /// padding included: [`clear_padding`](Self::clear_padding) afterwards.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
         zerocopy::IntoBytes::as_mut_bytes(&mut self.words[..])
     }
 }

@@ -65,6 +65,12 @@ pub trait Scheme: fmt::Debug + Send + Sync {
     /// What it can do.
     fn capabilities(&self) -> Capabilities;
 
+    /// When a worker gets its first weights: with the rendez-vous, unless the scheme
+    /// says otherwise.
+    fn first_weights(&self) -> FirstWeights {
+        FirstWeights::AtConnect
+    }
+
     /// Decides where workers will find the sender. With a run directory, the
     /// same place for every sender of that directory and these models.
     ///
@@ -92,6 +98,19 @@ pub trait Scheme: fmt::Debug + Send + Sync {
         joining: &Joining,
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>>;
+}
+
+/// When a worker gets its first weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FirstWeights {
+    /// With the rendez-vous: both ends return from `connect` with them.
+    #[default]
+    AtConnect,
+    /// With the first send. The rendez-vous moves none: a sender's `connect` compares
+    /// the weights it is given, sends none of them and waits until the workers are
+    /// there; a worker's returns with nothing, and its models stay as they are until
+    /// the first send.
+    AtFirstSend,
 }
 
 /// What a scheme can do. The conformance suite asks for what is stated, and

@@ -66,12 +66,13 @@ fn a_slow_agent_goes_to_the_end_and_slows_nobody_down() {
 }
 
 #[test]
-fn who_does_not_serve_has_nobody_below() {
+fn who_does_not_serve_is_beside_the_others() {
     let mut chain = Topology::new(1);
     chain.join(1, None);
     chain.join(2, address(2));
-    chain.join(3, address(3));
-    assert_eq!(parents(&chain), [(1, 0), (2, 0), (3, 2)]);
+    chain.join(3, None);
+    chain.join(4, address(4));
+    assert_eq!(parents(&chain), [(1, 0), (2, 0), (3, 0), (4, 2)]);
 }
 
 #[test]

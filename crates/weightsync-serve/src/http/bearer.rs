@@ -1,0 +1,109 @@
+//! What lets a request in.
+
+use std::fmt;
+
+use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+
+/// What a worker says to a sender.
+const TO_SENDER: &str = "weightsync-serve 2026-11 bearer of requests to a sender";
+
+/// What a sender says to a worker.
+const TO_WORKER: &str = "weightsync-serve 2026-11 bearer of requests to a worker";
+
+/// The value of `Authorization: Bearer`, of an endpoint's secret. The two directions
+/// have different ones: whoever is asked by a worker cannot call workers by that.
+#[derive(Clone)]
+pub(crate) struct Bearer {
+    token: [u8; 32],
+    header: HeaderValue,
+}
+
+impl Bearer {
+    /// For requests of workers to a sender.
+    pub(crate) fn to_sender(secret: &[u8; 16]) -> Self {
+        Self::new(TO_SENDER, secret)
+    }
+
+    /// For requests of a sender to its workers.
+    pub(crate) fn to_worker(secret: &[u8; 16]) -> Self {
+        Self::new(TO_WORKER, secret)
+    }
+
+    fn new(context: &str, secret: &[u8; 16]) -> Self {
+        let token = blake3::derive_key(context, secret);
+        let text = format!("Bearer {}", blake3::Hash::from(token).to_hex());
+        let mut header = HeaderValue::from_str(&text)
+            .unwrap_or_else(|_| unreachable!("hexadecimal digits are a header's value"));
+        header.set_sensitive(true);
+        Self { token, header }
+    }
+
+    /// The value of the header.
+    pub(crate) fn header(&self) -> HeaderValue {
+        self.header.clone()
+    }
+
+    /// Whether a request has it; in a time that does not tell how much of it is right.
+    pub(crate) fn is_in(&self, headers: &HeaderMap) -> bool {
+        let mut values = headers.get_all(AUTHORIZATION).iter();
+        let (Some(value), None) = (values.next(), values.next()) else {
+            return false;
+        };
+        let digits = value.to_str().ok().and_then(|text| {
+            let (scheme, digits) = text.split_once(' ')?;
+            scheme.eq_ignore_ascii_case("bearer").then_some(digits)
+        });
+        let hash = digits.and_then(|digits| blake3::Hash::from_hex(digits).ok());
+        // This comparison of blake3's takes the same time wherever they differ.
+        hash.is_some_and(|hash| hash == blake3::Hash::from(self.token))
+    }
+}
+
+impl fmt::Debug for Bearer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Bearer(..)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_right_value_lets_a_request_in() {
+        let right = Bearer::to_sender(&[7; 16]);
+        let headers = |values: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(AUTHORIZATION, HeaderValue::from_str(value).unwrap());
+            }
+            headers
+        };
+        let value = right.header();
+        let value = value.to_str().unwrap();
+        assert!(right.is_in(&headers(&[value])));
+        assert!(right.is_in(&headers(&[&value.replace("Bearer", "bearer")])));
+        let digits = value.trim_start_matches("Bearer ");
+        let (first, rest) = digits.split_at(1);
+        let other = if first == "0" { "1" } else { "0" };
+        for wrong in [
+            &[][..],
+            &[""],
+            &["Bearer"],
+            &["Bearer "],
+            &[digits],
+            &[&format!("Basic {digits}")],
+            &[&format!("Bearer {other}{rest}")],
+            &[&format!("Bearer {digits}0")],
+            &[&format!("Bearer {}", &digits[1..])],
+            &[value, value],
+        ] {
+            assert!(!right.is_in(&headers(wrong)), "{wrong:?}");
+        }
+        let others = [Bearer::to_worker(&[7; 16]), Bearer::to_sender(&[8; 16])];
+        for other in others {
+            assert!(!right.is_in(&headers(&[other.header().to_str().unwrap()])));
+        }
+        assert_eq!(format!("{right:?}"), "Bearer(..)");
+    }
+}

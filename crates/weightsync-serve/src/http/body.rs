@@ -1,0 +1,78 @@
+//! Bodies that are made as they are sent, and bodies that are read whole.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::Request;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http_body::Frame;
+use http_body_util::{BodyExt, Limited};
+use hyper::StatusCode;
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+/// How long a body may take to come.
+const SLOW: Duration = Duration::from_secs(10);
+
+/// A body of lines, whose other end knows when nobody reads it any more.
+pub(crate) struct LinesBody(mpsc::Receiver<Bytes>);
+
+impl LinesBody {
+    /// The answer with such a body, and where its lines go: at most so many wait to be
+    /// sent.
+    pub(crate) fn answer(waiting: usize) -> (mpsc::Sender<Bytes>, Response) {
+        let (lines, body) = mpsc::channel(waiting);
+        let mut response = Response::new(Body::new(Self(body)));
+        let kind = HeaderValue::from_static("application/x-ndjson");
+        response.headers_mut().insert(CONTENT_TYPE, kind);
+        (lines, response)
+    }
+}
+
+impl http_body::Body for LinesBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let line = self.0.poll_recv(context);
+        line.map(|line| line.map(|line| Ok(Frame::data(line))))
+    }
+}
+
+/// An answer that is no success, and why.
+pub(crate) fn problem(status: StatusCode, body: impl Serialize) -> Response {
+    (status, Json(body)).into_response()
+}
+
+/// The JSON value that a request carries in no more than so many bytes; else why not.
+pub(crate) async fn read<T: DeserializeOwned>(
+    request: Request,
+    limit: usize,
+) -> Result<T, (StatusCode, String)> {
+    let body = Limited::new(request.into_body(), limit);
+    let bytes = match timeout(SLOW, body.collect()).await {
+        Ok(Ok(body)) => body.to_bytes(),
+        Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
+            let words = format!("a body of at most {limit} bytes was expected");
+            return Err((StatusCode::PAYLOAD_TOO_LARGE, words));
+        }
+        Ok(Err(error)) => return Err((StatusCode::BAD_REQUEST, error.to_string())),
+        Err(_) => {
+            let words = format!("the body has not come within {SLOW:?}");
+            return Err((StatusCode::REQUEST_TIMEOUT, words));
+        }
+    };
+    serde_json::from_slice(&bytes)
+        .map_err(|error| (StatusCode::UNPROCESSABLE_ENTITY, error.to_string()))
+}

@@ -1,0 +1,339 @@
+//! Requests to one peer: no proxies, no redirects, no cookies, and no names to be
+//! resolved.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue, RANGE};
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde::de::DeserializeOwned;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::Bearer;
+
+/// How long a connection may take to be made.
+const CONNECT: Duration = Duration::from_secs(2);
+
+/// How long one that nobody uses is kept, and how many. Shorter than a server keeps
+/// it: one that is just being closed costs a request a second attempt.
+const KEEP: Duration = Duration::from_secs(5);
+const KEPT: usize = 4;
+
+/// How long what was sent may stay unacknowledged before the system gives a connection
+/// up. A full queue on the way may take seconds, so this is long; an end that is silent
+/// is asked for by [`Client::is_reachable`].
+const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
+
+/// The longest line that is read, in bytes.
+const MAX_LINE: usize = 64 << 10;
+
+/// Why a request has come to nothing.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Fault {
+    #[error("connecting to {addr} failed: {source}")]
+    Connect {
+        addr: SocketAddr,
+        source: std::io::Error,
+    },
+    #[error("{addr} did not answer within {after:?}")]
+    Silent { addr: SocketAddr, after: Duration },
+    #[error("the connection to {addr} broke: {source}")]
+    Broken {
+        addr: SocketAddr,
+        source: hyper::Error,
+    },
+    #[error("{addr} sent more than the {limit} bytes that this answer can have")]
+    TooLong { addr: SocketAddr, limit: usize },
+    #[error("{addr} sent what is not the JSON expected: {source}")]
+    Json {
+        addr: SocketAddr,
+        source: serde_json::Error,
+    },
+}
+
+/// A peer that is asked.
+#[derive(Debug)]
+pub(crate) struct Client {
+    addr: SocketAddr,
+    host: HeaderValue,
+    bearer: Bearer,
+    idle: Mutex<Vec<(SendRequest<Full<Bytes>>, Instant)>>,
+}
+
+/// What is asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct Ask {
+    pub(crate) method: Method,
+    pub(crate) path: String,
+    pub(crate) body: Bytes,
+    /// The first byte that is wanted of a body.
+    pub(crate) from: u64,
+}
+
+impl Ask {
+    pub(crate) fn get(path: impl Into<String>) -> Self {
+        Self {
+            method: Method::GET,
+            path: path.into(),
+            body: Bytes::new(),
+            from: 0,
+        }
+    }
+
+    pub(crate) fn post(path: impl Into<String>, body: &impl serde::Serialize) -> Self {
+        let body = serde_json::to_vec(body)
+            .unwrap_or_else(|_| unreachable!("requests are plain data with text keys"));
+        Self {
+            method: Method::POST,
+            path: path.into(),
+            body: body.into(),
+            from: 0,
+        }
+    }
+}
+
+impl Client {
+    pub(crate) fn new(addr: SocketAddr, bearer: Bearer) -> Arc<Self> {
+        let host = HeaderValue::from_str(&addr.to_string())
+            .unwrap_or_else(|_| unreachable!("an address is a header's value"));
+        Arc::new(Self {
+            addr,
+            host,
+            bearer,
+            idle: Mutex::default(),
+        })
+    }
+
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// Asks, and waits so long for the head of the answer. What is asked has to be
+    /// the same when it is asked twice: a kept connection may be closed by the peer
+    /// just then.
+    pub(crate) async fn ask(
+        self: &Arc<Self>,
+        ask: Ask,
+        patience: Duration,
+    ) -> Result<Reply, Fault> {
+        let answer = async {
+            if let Some(kept) = self.kept()
+                && let Ok(reply) = self.ask_by(kept, &ask).await
+            {
+                return Ok(reply);
+            }
+            let fresh = self.connect().await?;
+            self.ask_by(fresh, &ask).await
+        };
+        match timeout(patience, answer).await {
+            Ok(reply) => reply,
+            Err(_) => Err(Fault::Silent {
+                addr: self.addr,
+                after: patience,
+            }),
+        }
+    }
+
+    /// Whether the peer's system answers in that time. It does so also for a process that
+    /// is stopped.
+    pub(crate) async fn is_reachable(&self, patience: Duration) -> bool {
+        let connected = timeout(patience, TcpStream::connect(self.addr)).await;
+        matches!(connected, Ok(Ok(_)))
+    }
+
+    async fn ask_by(
+        self: &Arc<Self>,
+        mut connection: SendRequest<Full<Bytes>>,
+        ask: &Ask,
+    ) -> Result<Reply, Fault> {
+        let mut request = Request::builder()
+            .method(ask.method.clone())
+            .uri(&ask.path)
+            .header(HOST, self.host.clone())
+            .header(AUTHORIZATION, self.bearer.header());
+        if ask.method == Method::POST {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        if ask.from > 0 {
+            request = request.header(RANGE, format!("bytes={}-", ask.from));
+        }
+        let request = request
+            .body(Full::new(ask.body.clone()))
+            .unwrap_or_else(|_| unreachable!("paths are made here"));
+        let broken = |source| Fault::Broken {
+            addr: self.addr,
+            source,
+        };
+        connection.ready().await.map_err(broken)?;
+        let response = connection.send_request(request).await.map_err(broken)?;
+        Ok(Reply {
+            status: response.status(),
+            body: response.into_body(),
+            connection,
+            client: self.clone(),
+        })
+    }
+
+    async fn connect(&self) -> Result<SendRequest<Full<Bytes>>, Fault> {
+        let failed = |source| Fault::Connect {
+            addr: self.addr,
+            source,
+        };
+        let stream = match timeout(CONNECT, TcpStream::connect(self.addr)).await {
+            Ok(stream) => stream.map_err(failed)?,
+            Err(_) => {
+                return Err(Fault::Silent {
+                    addr: self.addr,
+                    after: CONNECT,
+                });
+            }
+        };
+        tune(&stream).map_err(failed)?;
+        let made = http1::handshake(TokioIo::new(stream)).await;
+        let (sender, connection) = made.map_err(|source| Fault::Broken {
+            addr: self.addr,
+            source,
+        })?;
+        // It ends with the request's handle, and whoever waits for an answer is told.
+        tokio::spawn(async move {
+            let _ = connection.await;
+        });
+        Ok(sender)
+    }
+
+    fn kept(&self) -> Option<SendRequest<Full<Bytes>>> {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some((connection, since)) = idle.pop() {
+            if !connection.is_closed() && since.elapsed() < KEEP {
+                return Some(connection);
+            }
+        }
+        None
+    }
+
+    fn keep(&self, connection: SendRequest<Full<Bytes>>) {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        idle.retain(|(kept, since)| !kept.is_closed() && since.elapsed() < KEEP);
+        if idle.len() < KEPT {
+            idle.push((connection, Instant::now()));
+        }
+    }
+}
+
+/// As both ends want their connections: small things go at once, and a peer that is
+/// off is noticed.
+pub(super) fn tune(stream: &TcpStream) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    #[cfg(target_os = "linux")]
+    socket2::SockRef::from(stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
+    Ok(())
+}
+
+/// An answer whose body has not been read yet.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    pub(crate) status: StatusCode,
+    body: Incoming,
+    connection: SendRequest<Full<Bytes>>,
+    client: Arc<Client>,
+}
+
+impl Reply {
+    /// All of the body, if it has no more than so many bytes.
+    pub(crate) async fn bytes(mut self, limit: usize, patience: Duration) -> Result<Bytes, Fault> {
+        let mut all = BytesMut::new();
+        while let Some(bytes) = self.next(patience).await? {
+            if all.len() + bytes.len() > limit {
+                let addr = self.client.addr;
+                return Err(Fault::TooLong { addr, limit });
+            }
+            all.extend_from_slice(&bytes);
+        }
+        self.client.keep(self.connection);
+        Ok(all.freeze())
+    }
+
+    pub(crate) async fn json<T: DeserializeOwned>(
+        self,
+        limit: usize,
+        patience: Duration,
+    ) -> Result<T, Fault> {
+        let addr = self.client.addr;
+        let bytes = self.bytes(limit, patience).await?;
+        serde_json::from_slice(&bytes).map_err(|source| Fault::Json { addr, source })
+    }
+
+    /// The next part of the body; `None` at its end.
+    pub(crate) async fn next(&mut self, patience: Duration) -> Result<Option<Bytes>, Fault> {
+        let addr = self.client.addr;
+        loop {
+            let frame = match timeout(patience, self.body.frame()).await {
+                Ok(Some(frame)) => frame.map_err(|source| Fault::Broken { addr, source })?,
+                Ok(None) => return Ok(None),
+                Err(_) => {
+                    return Err(Fault::Silent {
+                        addr,
+                        after: patience,
+                    });
+                }
+            };
+            // Trailers say nothing here.
+            if let Ok(bytes) = frame.into_data() {
+                return Ok(Some(bytes));
+            }
+        }
+    }
+
+    /// Keeps the connection for the next request, after a body read to its end.
+    pub(crate) fn keep(self) {
+        self.client.keep(self.connection);
+    }
+
+    pub(crate) fn lines(self) -> Lines {
+        Lines {
+            reply: self,
+            rest: BytesMut::new(),
+        }
+    }
+}
+
+/// A body of lines, each of which is a JSON value.
+#[derive(Debug)]
+pub(crate) struct Lines {
+    reply: Reply,
+    rest: BytesMut,
+}
+
+impl Lines {
+    /// The next one; `None` at the end. After [`Fault::Silent`] it can be asked again.
+    pub(crate) async fn next<T: DeserializeOwned>(
+        &mut self,
+        patience: Duration,
+    ) -> Result<Option<T>, Fault> {
+        let addr = self.reply.client.addr;
+        loop {
+            if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
+                let line = self.rest.split_to(end + 1);
+                let value = serde_json::from_slice(&line);
+                return value
+                    .map(Some)
+                    .map_err(|source| Fault::Json { addr, source });
+            }
+            if self.rest.len() > MAX_LINE {
+                let limit = MAX_LINE;
+                return Err(Fault::TooLong { addr, limit });
+            }
+            match self.reply.next(patience).await? {
+                Some(bytes) => self.rest.extend_from_slice(&bytes),
+                None => return Ok(None),
+            }
+        }
+    }
+}

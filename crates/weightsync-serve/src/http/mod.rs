@@ -1,0 +1,13 @@
+//! HTTP as both ends use it: one thread, bounded connections, one shared secret.
+
+mod bearer;
+mod body;
+mod client;
+mod server;
+mod thread;
+
+pub(crate) use self::bearer::Bearer;
+pub(crate) use self::body::{LinesBody, problem, read};
+pub(crate) use self::client::{Ask, Client, Fault, Lines};
+pub(crate) use self::server::{Limits, Server};
+pub(crate) use self::thread::{HttpThread, Stopping};

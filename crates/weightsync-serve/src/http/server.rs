@@ -1,0 +1,269 @@
+//! Serving: who is let in, and how many at a time.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use hyper::body::Incoming;
+use hyper::header::{CONNECTION, HeaderValue, WWW_AUTHENTICATE};
+use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::client::tune;
+use super::{Bearer, Stopping};
+
+/// What a server bears.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Connections at a time. More are hung up on.
+    pub(crate) connections: usize,
+    /// Those of them that have not yet sent a request with the right bearer. One more
+    /// takes the place of the oldest.
+    pub(crate) strangers: usize,
+    /// How long one of those may take to send one.
+    pub(crate) patience: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 1024,
+            strangers: 64,
+            patience: Duration::from_secs(2),
+        }
+    }
+}
+
+/// How long an idle connection is kept.
+const IDLE: Duration = Duration::from_secs(30);
+
+/// The longest head of a request, in bytes, and the most headers in it.
+const MAX_HEAD: usize = 16 << 10;
+const MAX_HEADERS: usize = 32;
+
+/// How long answers that are on their way may take once the server is to stop.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// How long nothing is accepted once the system has no descriptors left.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// What is complained about, once each.
+#[derive(Clone, Copy)]
+enum Cause {
+    Bearer,
+    Slow,
+    Strangers,
+    Connections,
+    Accept,
+}
+
+/// A server that listens already, and does not serve yet.
+#[derive(Debug)]
+pub(crate) struct Server {
+    listener: TcpListener,
+    door: Arc<Door>,
+    limits: Limits,
+}
+
+/// What connections share.
+#[derive(Debug)]
+struct Door {
+    bearer: Bearer,
+    strangers: Mutex<BTreeMap<u64, Arc<Stranger>>>,
+    complaints: AtomicU32,
+}
+
+/// A connection that has not yet said who it is.
+#[derive(Debug, Default)]
+struct Stranger {
+    is_known: AtomicBool,
+    out: Notify,
+}
+
+impl Server {
+    /// # Errors
+    ///
+    /// Those of the operating system.
+    pub(crate) fn new(listener: TcpListener, bearer: Bearer, limits: Limits) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self {
+            listener,
+            limits,
+            door: Arc::new(Door {
+                bearer,
+                strangers: Mutex::default(),
+                complaints: AtomicU32::new(0),
+            }),
+        })
+    }
+
+    /// Serves until it is to stop, and then until the answers on their way are given,
+    /// or [`LAST_WORDS`] are over.
+    pub(crate) async fn serve(self, router: Router, mut stopping: Stopping) {
+        let listener = match tokio::net::TcpListener::from_std(self.listener) {
+            Ok(listener) => listener,
+            Err(error) => {
+                tracing::error!(%error, "the server cannot serve");
+                return;
+            }
+        };
+        let mut connections = JoinSet::new();
+        let mut last = 0;
+        loop {
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                Some(_) = connections.join_next(), if !connections.is_empty() => continue,
+                () = stopping.wait() => break,
+            };
+            let (stream, peer) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    self.door.complain(Cause::Accept, &error);
+                    sleep(PAUSE).await;
+                    continue;
+                }
+            };
+            if connections.len() >= self.limits.connections {
+                self.door.complain(Cause::Connections, &peer);
+                continue;
+            }
+            last += 1;
+            let stranger = self.door.clone().enter(last, self.limits.strangers, peer);
+            connections.spawn(connection(
+                stream,
+                self.door.clone(),
+                (last, stranger),
+                TowerToHyperService::new(router.clone()),
+                stopping.clone(),
+                self.limits.patience,
+            ));
+        }
+        drop(listener);
+        let all = async { while connections.join_next().await.is_some() {} };
+        let _ = timeout(LAST_WORDS, all).await;
+    }
+}
+
+impl Door {
+    /// A stranger comes in, and the oldest one goes if there are too many.
+    fn enter(&self, number: u64, limit: usize, peer: SocketAddr) -> Arc<Stranger> {
+        let stranger = Arc::new(Stranger::default());
+        let mut strangers = self.strangers();
+        strangers.insert(number, stranger.clone());
+        let out = match strangers.len() > limit {
+            true => strangers.pop_first(),
+            false => None,
+        };
+        drop(strangers);
+        if let Some((_, oldest)) = out {
+            self.complain(Cause::Strangers, &peer);
+            oldest.out.notify_one();
+        }
+        stranger
+    }
+
+    fn strangers(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Stranger>>> {
+        self.strangers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says what is wrong, once for each cause: whoever wants to fill a log by sending
+    /// nonsense cannot.
+    fn complain(&self, cause: Cause, about: &dyn std::fmt::Display) {
+        let bit = 1 << cause as u32;
+        if self.complaints.fetch_or(bit, Ordering::Relaxed) & bit != 0 {
+            return;
+        }
+        let what = match cause {
+            Cause::Bearer => "a request without the right bearer is refused",
+            Cause::Slow => "a connection that sends no request in time is dropped",
+            Cause::Strangers => "too many connections without a request; the oldest is dropped",
+            Cause::Connections => "too many connections; one more is hung up on",
+            Cause::Accept => "a connection cannot be accepted",
+        };
+        tracing::warn!(from = %about, "{what}; this is said once");
+    }
+}
+
+async fn connection(
+    stream: TcpStream,
+    door: Arc<Door>,
+    (number, stranger): (u64, Arc<Stranger>),
+    router: TowerToHyperService<Router>,
+    mut stopping: Stopping,
+    patience: Duration,
+) {
+    let peer = stream.peer_addr();
+    // A connection that is gone by now ends by itself.
+    let _ = tune(&stream);
+    let service = service_fn(|request: Request<Incoming>| {
+        let is_in = door.bearer.is_in(request.headers());
+        if is_in && !stranger.is_known.swap(true, Ordering::Relaxed) {
+            door.strangers().remove(&number);
+        }
+        let router = is_in.then(|| router.clone());
+        if !is_in && let Ok(peer) = &peer {
+            door.complain(Cause::Bearer, peer);
+        }
+        async move {
+            match router {
+                Some(router) => router.call(request).await,
+                None => Ok(turned_away()),
+            }
+        }
+    });
+    let served = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(IDLE)
+        .max_headers(MAX_HEADERS)
+        .max_buf_size(MAX_HEAD)
+        .serve_connection(TokioIo::new(stream), service);
+    tokio::pin!(served);
+    let late = sleep(patience);
+    tokio::pin!(late);
+    let (mut waits, mut stops) = (true, false);
+    loop {
+        tokio::select! {
+            // What is wrong with a connection is its own affair.
+            _ = &mut served => break,
+            () = &mut late, if waits => {
+                waits = false;
+                if !stranger.is_known.load(Ordering::Relaxed) {
+                    if let Ok(peer) = &peer {
+                        door.complain(Cause::Slow, peer);
+                    }
+                    break;
+                }
+            }
+            () = stranger.out.notified() => break,
+            () = stopping.wait(), if !stops => {
+                stops = true;
+                served.as_mut().graceful_shutdown();
+            }
+        }
+    }
+    door.strangers().remove(&number);
+}
+
+/// All that a request without the right bearer gets.
+fn turned_away() -> Response<Body> {
+    let mut response = Response::new(Body::empty());
+    *response.status_mut() = StatusCode::UNAUTHORIZED;
+    let headers = response.headers_mut();
+    headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    headers.insert(CONNECTION, HeaderValue::from_static("close"));
+    response
+}

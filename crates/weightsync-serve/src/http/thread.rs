@@ -1,0 +1,86 @@
+//! The one thread of an end, in which its runtime lives.
+
+use std::io;
+use std::thread::JoinHandle;
+
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::watch;
+
+/// A thread with a runtime of its own: it serves and calls, and nothing else.
+///
+/// **Guarantee.** Dropping it tells what runs there that it is to stop, and joins the
+/// thread. In a forked child, which has no such thread, it does nothing.
+#[derive(Debug)]
+pub(crate) struct HttpThread {
+    owner: u32,
+    runtime: Handle,
+    stop: watch::Sender<bool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Says when to stop.
+#[derive(Clone, Debug)]
+pub(crate) struct Stopping(watch::Receiver<bool>);
+
+impl Stopping {
+    /// Waits until it is time.
+    pub(crate) async fn wait(&mut self) {
+        // The one that says so does before it goes.
+        let _ = self.0.wait_for(|stop| *stop).await;
+    }
+}
+
+impl HttpThread {
+    /// Starts a thread of this name, which runs `main` to its end. Whatever it has
+    /// spawned ends with it.
+    ///
+    /// # Errors
+    ///
+    /// Those of the operating system.
+    pub(crate) fn start<F>(
+        name: &str,
+        main: impl FnOnce(Stopping) -> F + Send + 'static,
+    ) -> io::Result<Self>
+    where
+        F: Future<Output = ()>,
+    {
+        let runtime = Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()?;
+        let (stop, stopping) = watch::channel(false);
+        let handle = runtime.handle().clone();
+        let body = move || run(&runtime, main(Stopping(stopping)));
+        let thread = std::thread::Builder::new().name(name.into()).spawn(body)?;
+        Ok(Self {
+            owner: std::process::id(),
+            runtime: handle,
+            stop,
+            thread: Some(thread),
+        })
+    }
+
+    /// Where futures can be spawned from any thread.
+    pub(crate) fn runtime(&self) -> &Handle {
+        &self.runtime
+    }
+}
+
+fn run(runtime: &Runtime, main: impl Future<Output = ()>) {
+    runtime.block_on(main);
+}
+
+impl Drop for HttpThread {
+    fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        if self.owner != std::process::id() {
+            std::mem::forget(thread);
+            return;
+        }
+        let _ = self.stop.send(true);
+        // It panics only if a task of it does, and that was said there.
+        let _ = thread.join();
+    }
+}

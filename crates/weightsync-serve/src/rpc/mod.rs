@@ -1,0 +1,329 @@
+//! The RPC scheme: the sender calls its workers.
+//!
+//! Every worker serves a small HTTP endpoint and registers with the sender. A send
+//! is a call to each worker, all at the same time; the worker fetches what it does
+//! not have, checks it chunk by chunk, stages it, and answers in its own time that it
+//! has applied it, or why not. `openapi.json` describes both endpoints.
+//!
+//! | step of the journey | here |
+//! |---|---|
+//! | stage | `sender`: an image in the trainer's memory |
+//! | swap | `plan`: what each worker is meant to run changes in one step |
+//! | transport | `sender::caller` calls, `receiver::fetch` fetches |
+//! | verify | `receiver::fetch`, chunk by chunk; then the digest, if there is one |
+//! | hand over | `receiver::desk` |
+//! | say what became of it | `receiver`, `sender::server`, `plan` |
+//!
+//! Both ends hold a connection to the other for as long as they live, by which each
+//! tells the other five times a second that it is there. Its end is the other's death,
+//! unless it said that it leaves; silence alone is not.
+
+mod error;
+mod place;
+mod plan;
+mod receiver;
+mod sender;
+mod wire;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use weightsync::transport::{
+    Deadline, Endpoint, FirstWeights, Joining, Opening, ReceiverTransport, Scheme, SenderTransport,
+};
+use weightsync::{AnyScheme, Capabilities, Error, ModelId, Result, Schemes};
+use weightsync_net::Access;
+
+use self::error::Trouble;
+
+/// How often an end says that it is there.
+const BEAT: Duration = Duration::from_millis(200);
+
+/// How long nothing may be heard of an end that others are to wait for.
+const SILENCE: Duration = Duration::from_millis(800);
+
+/// How long the system of a silent end may take to answer, and how often it is asked. One
+/// that does not is out of reach, or off; one that does has an end that is stopped.
+const PROBE: Duration = Duration::from_millis(250);
+
+/// The same where a version is on its way there, which may fill every queue.
+const PROBE_BEHIND: Duration = Duration::from_millis(1500);
+const PROBE_AGAIN: Duration = Duration::from_secs(10);
+
+/// How long a single answer may take that has nothing to wait for.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The sender calls its workers over HTTP, and they fetch what it published.
+///
+/// `rpc`, or with settings `rpc:initial=connect,listen=HOST:PORT,advertise=HOST:PORT`.
+/// See `docs/rpc.md`.
+///
+/// ```
+/// use weightsync::{SenderSetup, Tensors};
+/// use weightsync_serve::Rpc;
+///
+/// let mut weights = Tensors::new();
+/// weights.insert("bias", [1], [0.5_f32])?;
+/// let setup = SenderSetup::new("policy", &weights)?.scheme(Rpc::default())?;
+/// assert_eq!(setup.init_info().scheme(), "rpc");
+/// # Ok::<(), weightsync::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Rpc {
+    initial: FirstWeights,
+    listen: String,
+    advertise: Option<String>,
+    access: Option<Access>,
+}
+
+/// Where a sender listens unless it is told.
+const ANYWHERE: &str = "127.0.0.1:0";
+
+impl Default for Rpc {
+    /// At a free port of this machine; the first weights come with the first send.
+    fn default() -> Self {
+        Self {
+            initial: FirstWeights::AtFirstSend,
+            listen: ANYWHERE.into(),
+            advertise: None,
+            access: None,
+        }
+    }
+}
+
+impl Rpc {
+    /// When workers get their first weights: with the first send (the default), or
+    /// with the rendez-vous.
+    #[must_use]
+    pub fn initial(mut self, when: FirstWeights) -> Self {
+        self.initial = when;
+        self
+    }
+
+    /// Where the sender listens, as `HOST:PORT`. With port 0 it chooses one, and keeps
+    /// it where there is a run directory.
+    ///
+    /// Off loopback this takes a token and the permission to send plain text
+    /// ([`Access`]), on every machine.
+    #[must_use]
+    pub fn listen(mut self, at: &str) -> Self {
+        self.listen = at.into();
+        self
+    }
+
+    /// Where workers find the sender, as `HOST:PORT`, if that is another address than
+    /// it listens at. Port 0 stands for the port it listens at.
+    #[must_use]
+    pub fn advertise(mut self, at: &str) -> Self {
+        self.advertise = Some(at.into());
+        self
+    }
+
+    /// Who may connect, and where one may listen: what the environment says, unless
+    /// this is called.
+    #[must_use]
+    pub fn access(mut self, access: Access) -> Self {
+        self.access = Some(access);
+        self
+    }
+
+    /// Makes the scheme known to a program that has it as text, in an init info or
+    /// from a person.
+    pub fn insert_into(schemes: &mut Schemes) {
+        schemes.insert("rpc", |settings| {
+            let mut scheme = Self::default();
+            for (key, value) in settings {
+                match (key.as_str(), value.as_str()) {
+                    ("initial", "connect") => scheme.initial = FirstWeights::AtConnect,
+                    ("initial", "send") => scheme.initial = FirstWeights::AtFirstSend,
+                    ("initial", _) => return Err(bad(key, "connect or send", value)),
+                    ("listen", at) => scheme.listen = host_and_port(key, at)?,
+                    ("advertise", at) => scheme.advertise = Some(host_and_port(key, at)?),
+                    _ => {
+                        let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
+                                     advertise=HOST:PORT";
+                        return Err(bad(key, known, key));
+                    }
+                }
+            }
+            Ok(AnyScheme::new(scheme))
+        });
+    }
+
+    fn allowed(&self) -> Result<Access> {
+        match &self.access {
+            Some(access) => Ok(access.clone()),
+            None => Ok(Access::from_env().map_err(Trouble::from)?),
+        }
+    }
+}
+
+/// The schemes built in, and this one.
+pub fn schemes() -> Schemes {
+    let mut schemes = Schemes::default();
+    Rpc::insert_into(&mut schemes);
+    schemes
+}
+
+impl Scheme for Rpc {
+    fn word(&self) -> &str {
+        "rpc"
+    }
+
+    fn settings(&self) -> Vec<(String, String)> {
+        let mut settings = Vec::new();
+        if self.initial == FirstWeights::AtConnect {
+            settings.push(("initial".to_owned(), "connect".to_owned()));
+        }
+        if self.listen != ANYWHERE {
+            settings.push(("listen".to_owned(), self.listen.clone()));
+        }
+        if let Some(advertise) = &self.advertise {
+            settings.push(("advertise".to_owned(), advertise.clone()));
+        }
+        settings
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let mut can = Capabilities::NONE;
+        can.weights = true;
+        can.push = true;
+        can.sets = true;
+        can.subsets = true;
+        can.hold = true;
+        can.pull = true;
+        can.loan = true;
+        can.restarts = true;
+        can.death = true;
+        can
+    }
+
+    fn first_weights(&self) -> FirstWeights {
+        self.initial
+    }
+
+    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        let fresh = Endpoint::fresh(models, run_dir)?;
+        let secret = match self.allowed()?.token {
+            Some(token) => token.secret(),
+            None => *fresh.secret(),
+        };
+        let listens = place::resolve(&self.listen)?;
+        let listens = place::address(listens, &fresh, run_dir, models)?;
+        let mut found = match &self.advertise {
+            None => listens,
+            Some(name) => place::resolve(name)?,
+        };
+        if found.port() == 0 {
+            found.set_port(listens.port());
+        }
+        let at = Places { found, listens };
+        Endpoint::new(at.to_string(), secret, fresh.restarts())
+    }
+
+    fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+        let sender = sender::RpcSender::open(opening, &self.allowed()?)?;
+        Ok(Box::new(sender))
+    }
+
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        let receiver = receiver::RpcReceiver::join(at, joining, &self.allowed()?, deadline)?;
+        Ok(Box::new(receiver))
+    }
+}
+
+/// What an endpoint's address says. There are no names in it: a worker does not wait
+/// for somebody to resolve them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Places {
+    /// Where workers find the sender.
+    found: SocketAddr,
+    /// Where it listens.
+    listens: SocketAddr,
+}
+
+impl Places {
+    /// # Errors
+    ///
+    /// [`Error::BadInitInfo`] for an address that no [`place`](Scheme::place) has made.
+    fn of(at: &Endpoint) -> Result<Self> {
+        let address = at.address();
+        let (found, listens) = address.split_once(" at ").unwrap_or((address, address));
+        match (found.parse(), listens.parse()) {
+            (Ok(found), Ok(listens)) => Ok(Self { found, listens }),
+            _ => Err(Error::BadInitInfo(
+                "its address is not that of a sender of rpc".into(),
+            )),
+        }
+    }
+}
+
+impl fmt::Display for Places {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.found)?;
+        match self.found == self.listens {
+            true => Ok(()),
+            false => write!(f, " at {}", self.listens),
+        }
+    }
+}
+
+fn host_and_port(key: &str, at: &str) -> Result<String> {
+    let port = at
+        .rsplit_once(':')
+        .map(|(host, port)| (host, port.parse::<u16>()));
+    match port {
+        Some((host, Ok(_))) if !host.is_empty() => Ok(at.into()),
+        _ => Err(bad(key, "HOST:PORT", at)),
+    }
+}
+
+fn bad(setting: &str, expected: &str, got: &str) -> Error {
+    let cut = |text: &str| text.chars().take(80).collect();
+    Error::BadSetting {
+        setting: cut(setting),
+        expected: expected.into(),
+        got: cut(got),
+    }
+}
+
+/// Whether a deadline has come.
+fn passed(deadline: Deadline) -> bool {
+    deadline.is_some_and(|deadline| std::time::Instant::now() >= deadline)
+}
+
+/// Waits on a condition until something may have changed, at most until the deadline;
+/// whoever is asked whether the wait is to end is asked without the lock.
+fn wait_on<'a, T>(
+    condition: &std::sync::Condvar,
+    lock: &'a std::sync::Mutex<T>,
+    guard: std::sync::MutexGuard<'a, T>,
+    deadline: Deadline,
+) -> Result<std::sync::MutexGuard<'a, T>> {
+    use std::sync::PoisonError;
+    use weightsync::transport::interrupt;
+
+    if interrupt::is_due() {
+        drop(guard);
+        interrupt::ask()?;
+        return Ok(lock.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+    let left = deadline.map(|at| at.saturating_duration_since(std::time::Instant::now()));
+    let guard = match interrupt::slice(left) {
+        None => condition
+            .wait(guard)
+            .unwrap_or_else(PoisonError::into_inner),
+        Some(pause) => {
+            let waited = condition.wait_timeout(guard, pause);
+            waited.unwrap_or_else(PoisonError::into_inner).0
+        }
+    };
+    Ok(guard)
+}

@@ -1,0 +1,497 @@
+//! The sender's decisions: who is meant to run what, what each worker is called
+//! with next, what its words mean.
+//!
+//! **Guarantee.** Plain values in, plain values out: no sockets, no clock and no
+//! waiting here. The versions themselves are opaque ([`Numbered`]).
+//!
+//! * A worker is meant to run a whole set: all models of a publication or none.
+//! * One that is not named keeps what it has, and one that joins gets the newest
+//!   set meant for it.
+//! * A worker is called with the newest set meant for it: one that came while the
+//!   call before was not begun takes its place.
+//! * Words count by the sequence they name: an old one never counts for a new
+//!   version.
+
+mod lanes;
+mod meant;
+
+use std::collections::BTreeMap;
+
+use weightsync::transport::{Level, Targets};
+use weightsync::{Outcome, Version, WorkerId, WorkerStatus};
+
+use self::meant::Meant;
+pub(crate) use self::meant::Set;
+
+/// A version, by its number.
+pub(crate) trait Numbered {
+    fn number(&self) -> Version;
+}
+
+/// A worker's connection: the worker may come back under another one.
+pub(crate) type LaneId = u64;
+
+/// Who joined.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct About {
+    pub(crate) worker: WorkerId,
+    pub(crate) pid: u32,
+    pub(crate) device: String,
+    /// The models it takes, by their places in the sender's set.
+    pub(crate) wanted: Vec<usize>,
+}
+
+/// How a connection stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Life {
+    Here,
+    /// It said so before it hung up.
+    Left,
+    /// It hung up.
+    Died,
+}
+
+/// What a worker is to be called with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Order<V> {
+    pub(crate) sequence: u64,
+    /// Only the models it takes.
+    pub(crate) set: Set<V>,
+}
+
+/// Which set a worker asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Want {
+    Newest,
+    AtLeast(usize, Version),
+    Exactly(usize, Version),
+}
+
+/// What becomes of a question.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Answer<V> {
+    /// The sequence is 0 for a set beside the newest.
+    Set(Order<V>),
+    /// There is no such version for this worker; these there are, newest first.
+    Unknown { known: Vec<Version> },
+    /// Not yet: the question waits under this number.
+    Later(u64),
+    /// It has gone, or was replaced, or takes no such model.
+    Gone,
+}
+
+/// What a publication is for one connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// It is called.
+    Told,
+    /// It is held: it gets the newest when it is released.
+    Held,
+}
+
+/// A decided publication.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Publication {
+    pub(crate) sequence: u64,
+    /// The models with the version each got, in the set's order.
+    pub(crate) versions: Vec<(usize, Version)>,
+    /// What it is for each connection that it is for. They are
+    /// [watched](Plan::watch) until [`Plan::unwatch`].
+    pub(crate) fates: Vec<(LaneId, Fate)>,
+    /// Workers that were named and are not connected.
+    pub(crate) absent: Vec<WorkerId>,
+}
+
+/// One connection.
+#[derive(Clone, Debug)]
+struct Lane<V> {
+    about: About,
+    life: Life,
+    /// Nothing was heard of it for so long that no send waits for it to take what is
+    /// published. It may be stopped: it is late, and not dead.
+    silent: bool,
+    /// It was not quick to take the publication before: nobody waits for it to take
+    /// the next, until it was quick once more.
+    slow: bool,
+    meant: Option<Order<V>>,
+    /// The sequence it was called with last.
+    called: u64,
+    staged: u64,
+    /// What its program was handed last.
+    taken: u64,
+    applied: u64,
+    /// What it runs of each model of the sender.
+    runs: Vec<Version>,
+    refused: Option<(u64, String)>,
+    /// It can use nothing at all.
+    rejected: Option<String>,
+    /// Its questions that wait for what there is not yet.
+    asking: BTreeMap<u64, Want>,
+    /// How many publications may still have a line of it.
+    watchers: usize,
+}
+
+/// The most versions an answer names.
+const MAX_KNOWN: usize = 16;
+
+/// What all workers are meant to run, and what they said.
+#[derive(Debug)]
+pub(crate) struct Plan<V> {
+    sequence: u64,
+    /// The newest version of each model that was published, to whomever.
+    newest: Vec<Version>,
+    meant: Meant<V>,
+    lanes: BTreeMap<LaneId, Lane<V>>,
+    /// The connection of each worker that is here.
+    current: BTreeMap<WorkerId, LaneId>,
+    last_lane: LaneId,
+    last_question: u64,
+    rejected: Vec<(WorkerId, String)>,
+}
+
+impl<V: Clone + Numbered> Plan<V> {
+    /// The plan of a sender of `models` models that keeps `history` earlier versions
+    /// of each.
+    pub(crate) fn new(models: usize, history: u8) -> Self {
+        Self {
+            sequence: 0,
+            newest: vec![Version::NONE; models],
+            meant: Meant::new(history.into()),
+            lanes: BTreeMap::new(),
+            current: BTreeMap::new(),
+            last_lane: 0,
+            last_question: 0,
+            rejected: Vec::new(),
+        }
+    }
+}
+
+/// Publishing.
+impl<V: Clone + Numbered> Plan<V> {
+    /// Publishes versions as one set. Those of `before` that have gone meanwhile have
+    /// their line, too: they were here when the send began.
+    pub(crate) fn publish(
+        &mut self,
+        update: &Set<V>,
+        targets: &Targets,
+        before: &[LaneId],
+    ) -> Publication {
+        self.meant.publish(update, targets);
+        for (model, version) in update.iter() {
+            self.newest[model] = version.number();
+        }
+        self.sequence += 1;
+        let named = |worker: &WorkerId| match targets {
+            Targets::All => true,
+            Targets::Workers(workers) => workers.contains(worker),
+        };
+        let mut fates = Vec::new();
+        let (meant, sequence) = (&self.meant, self.sequence);
+        for (id, lane) in &mut self.lanes {
+            let worker = lane.about.worker;
+            let takes_one = update
+                .iter()
+                .any(|(model, _)| lane.about.wanted.contains(&model));
+            if !takes_one || !named(&worker) {
+                continue;
+            }
+            if self.current.get(&worker) != Some(id) {
+                if before.contains(id) {
+                    fates.push((*id, Fate::Told));
+                }
+                continue;
+            }
+            if meant.is_held(worker) {
+                fates.push((*id, Fate::Held));
+                continue;
+            }
+            let set = meant.for_worker(worker).only(&lane.about.wanted);
+            lane.mean(Order { sequence, set });
+            fates.push((*id, Fate::Told));
+        }
+        for (id, _) in &fates {
+            self.watch(*id);
+        }
+        let mut absent = match targets {
+            Targets::All => Vec::new(),
+            Targets::Workers(workers) => workers.clone(),
+        };
+        absent.retain(|worker| !self.current.contains_key(worker));
+        absent.sort_unstable();
+        absent.dedup();
+        Publication {
+            sequence,
+            versions: update
+                .iter()
+                .map(|(model, version)| (model, version.number()))
+                .collect(),
+            fates,
+            absent,
+        }
+    }
+
+    /// Watches the connections there are: they have a line of what is published next.
+    pub(crate) fn watch_all(&mut self) -> Vec<LaneId> {
+        let all: Vec<_> = self.current.values().copied().collect();
+        for id in &all {
+            self.watch(*id);
+        }
+        all
+    }
+
+    fn watch(&mut self, id: LaneId) {
+        if let Some(lane) = self.lanes.get_mut(&id) {
+            lane.watchers += 1;
+        }
+    }
+
+    /// Nobody makes lines of these any more, on behalf of one who watched them.
+    pub(crate) fn unwatch(&mut self, ids: impl IntoIterator<Item = LaneId>) {
+        for id in ids {
+            if let Some(lane) = self.lanes.get_mut(&id) {
+                lane.watchers = lane.watchers.saturating_sub(1);
+                self.forget(id);
+            }
+        }
+    }
+
+    /// What became of a publication at a connection; `None` while that is open.
+    pub(crate) fn outcome(
+        &self,
+        of: &Publication,
+        (id, fate): (LaneId, Fate),
+        level: Level,
+    ) -> Option<Outcome> {
+        let lane = self.lanes.get(&id)?;
+        let sequence = of.sequence;
+        if fate == Fate::Told && lane.applied >= sequence && lane.is_current(of) {
+            return Some(Outcome::Applied);
+        }
+        if let Some(reason) = lane.rejected.clone() {
+            return Some(Outcome::Refused { reason });
+        }
+        if fate == Fate::Held {
+            return Some(Outcome::Held);
+        }
+        match lane.life {
+            Life::Left => return Some(Outcome::Left),
+            Life::Died if level == Level::Applied || lane.staged < sequence => {
+                return Some(Outcome::Died);
+            }
+            Life::Died | Life::Here => {}
+        }
+        if let Some((refused, reason)) = &lane.refused
+            && *refused >= sequence
+        {
+            let reason = reason.clone();
+            return Some(Outcome::Refused { reason });
+        }
+        if lane.applied >= sequence {
+            // It had it, and went back to an older one that it asked for.
+            return Some(Outcome::Asks);
+        }
+        if level == Level::Staged && lane.staged >= sequence {
+            return Some(Outcome::Staged);
+        }
+        // It waits for one to come and takes nothing meanwhile, and that one may
+        // come only after this send.
+        (!lane.asking.is_empty()).then_some(Outcome::Asks)
+    }
+
+    /// What became of it so far at a connection for which that is open.
+    pub(crate) fn so_far(&self, of: &Publication, id: LaneId) -> Outcome {
+        let lane = self.lanes.get(&id);
+        match lane.is_some_and(|lane| lane.taken >= of.sequence) {
+            true => Outcome::Staged,
+            false => Outcome::Late,
+        }
+    }
+
+    /// Whether a send that is to return is not to wait for this one to take it: it
+    /// has, or it cannot, or it was slow before.
+    pub(crate) fn has_taken(&self, sequence: u64, (id, fate): (LaneId, Fate)) -> bool {
+        let Some(lane) = self.lanes.get(&id) else {
+            return true;
+        };
+        let refused = lane.refused.as_ref().is_some_and(|(at, _)| *at >= sequence);
+        let done = lane.staged >= sequence || refused || lane.rejected.is_some();
+        fate != Fate::Told || done || lane.life != Life::Here || lane.silent || lane.slow
+    }
+
+    /// Notes who took a publication in the time that a send waits for that, and who
+    /// did not.
+    pub(crate) fn note_pace(&mut self, of: &Publication) {
+        for (id, fate) in &of.fates {
+            if let Some(lane) = self.lanes.get_mut(id)
+                && *fate == Fate::Told
+            {
+                lane.slow = lane.staged < of.sequence;
+            }
+        }
+    }
+
+    /// What a connection runs of the models of a publication, and whether that is all
+    /// of what was published to it.
+    pub(crate) fn versions(&self, id: LaneId, of: &Publication) -> (Vec<Version>, bool) {
+        let Some(lane) = self.lanes.get(&id) else {
+            return (vec![Version::NONE; of.versions.len()], false);
+        };
+        let sent = of.versions.iter();
+        let runs = sent.map(|(model, _)| lane.runs[*model]).collect();
+        (runs, lane.is_current(of))
+    }
+}
+
+impl<V: Clone + Numbered> Lane<V> {
+    /// Means it to have this. The questions that this answers wait no more: a send is
+    /// not to find that a worker it is for takes nothing.
+    fn mean(&mut self, order: Order<V>) {
+        let set = &order.set;
+        self.asking.retain(|_, want| match want {
+            Want::Newest => set.is_empty(),
+            Want::AtLeast(model, least) => set.version(*model) < *least,
+            Want::Exactly(model, exact) => set.version(*model) != *exact,
+        });
+        self.meant = Some(order);
+    }
+
+    /// Whether it runs what was published, or newer, of each model it takes.
+    fn is_current(&self, of: &Publication) -> bool {
+        of.versions.iter().all(|(model, version)| {
+            !self.about.wanted.contains(model) || self.runs[*model] >= *version
+        })
+    }
+}
+
+/// Holding.
+impl<V: Clone + Numbered> Plan<V> {
+    /// Holds workers, connected or not, at what they are meant to run now.
+    pub(crate) fn hold(&mut self, workers: &[WorkerId]) {
+        for worker in workers {
+            self.meant.hold(*worker);
+        }
+    }
+
+    /// Holds them no more: those for which something was published meanwhile are
+    /// meant to run the newest at once.
+    pub(crate) fn release(&mut self, workers: &[WorkerId]) {
+        for worker in workers {
+            let Some(was) = self.meant.release(*worker) else {
+                continue;
+            };
+            let Some(lane) = self
+                .current
+                .get(worker)
+                .and_then(|id| self.lanes.get_mut(id))
+            else {
+                continue;
+            };
+            let set = self.meant.for_worker(*worker).only(&lane.about.wanted);
+            if !set.is_same(&was.only(&lane.about.wanted)) && lane.rejected.is_none() {
+                // A call of its own, above what it had.
+                self.sequence += 1;
+                let sequence = self.sequence;
+                lane.mean(Order { sequence, set });
+            }
+        }
+    }
+}
+
+/// Looking.
+impl<V: Clone + Numbered> Plan<V> {
+    /// The newest version published of a model, to whomever.
+    pub(crate) fn newest(&self, model: usize) -> Version {
+        self.newest[model]
+    }
+
+    /// The version of a model that was sent to all last.
+    pub(crate) fn default_version(&self, model: usize) -> Option<&V> {
+        self.meant.default_set().of(model)
+    }
+
+    /// The one version of a model that all the targets are meant to have once they
+    /// are not held; all of them, oldest first, if they differ.
+    pub(crate) fn common(
+        &self,
+        model: usize,
+        targets: &Targets,
+    ) -> Result<Option<V>, Vec<Version>> {
+        let mut sets: Vec<Set<V>> = match targets {
+            Targets::Workers(workers) => {
+                let workers = workers.iter();
+                workers
+                    .map(|worker| self.meant.if_released(*worker))
+                    .collect()
+            }
+            Targets::All => {
+                let takes = |id: &&LaneId| {
+                    let lane = self.lanes.get(id);
+                    lane.is_some_and(|lane| lane.about.wanted.contains(&model))
+                };
+                let lanes = self.current.iter().filter(|(_, id)| takes(id));
+                let sets = lanes.map(|(worker, _)| self.meant.if_released(*worker));
+                let default = std::iter::once(self.meant.default_set().clone());
+                default.chain(sets).collect()
+            }
+        };
+        let mut versions: Vec<_> = sets.iter().map(|set| set.version(model)).collect();
+        versions.sort_unstable();
+        versions.dedup();
+        match (sets.pop(), versions.len()) {
+            (Some(set), 1) => Ok(set.of(model).cloned()),
+            (None, _) => Ok(None),
+            _ => Err(versions),
+        }
+    }
+
+    /// Exactly this version of a model, if it is kept or meant for somebody.
+    pub(crate) fn find(&self, model: usize, version: Version) -> Option<&V> {
+        let told = || {
+            let lanes = self.lanes.values();
+            let mut told = lanes.filter_map(|lane| lane.meant.as_ref()?.set.of(model));
+            told.find(|one| one.number() == version)
+        };
+        self.meant.find(model, version).or_else(told)
+    }
+
+    /// The versions of a model that [`find`](Self::find) finds.
+    pub(crate) fn kept(&self, model: usize) -> Vec<Version> {
+        let told = self.lanes.values().filter_map(|lane| lane.meant.as_ref());
+        let sets = self.meant.sets().chain(told.map(|order| &order.set));
+        let mut kept: Vec<_> = sets
+            .filter_map(|set| set.of(model))
+            .map(Numbered::number)
+            .collect();
+        kept.sort_unstable_by(|a, b| b.cmp(a));
+        kept.dedup();
+        kept
+    }
+
+    /// The workers that are here and can use the models.
+    pub(crate) fn workers(&self) -> Vec<WorkerStatus> {
+        let here = self.current.iter().filter_map(|(worker, id)| {
+            let lane = self.lanes.get(id)?;
+            if lane.rejected.is_some() {
+                return None;
+            }
+            let about = &lane.about;
+            let mut status = WorkerStatus::new(*worker, about.pid, self.newest.len());
+            status.device = about.device.clone();
+            status.held = self.meant.is_held(*worker);
+            status.versions = lane.runs.clone();
+            Some(status)
+        });
+        here.collect()
+    }
+
+    pub(crate) fn rejections(&self) -> &[(WorkerId, String)] {
+        &self.rejected
+    }
+
+    pub(crate) fn take_rejections(&mut self) -> Vec<(WorkerId, String)> {
+        std::mem::take(&mut self.rejected)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,339 @@
+use super::*;
+
+impl Numbered for Version {
+    fn number(&self) -> Version {
+        *self
+    }
+}
+
+type Of = Plan<Version>;
+
+fn about(worker: u32, wanted: &[usize]) -> About {
+    About {
+        worker: WorkerId(worker),
+        pid: worker,
+        device: "cpu".into(),
+        wanted: wanted.to_vec(),
+    }
+}
+
+fn set(versions: &[(usize, u64)]) -> Set<Version> {
+    let mut set = Set::empty();
+    for (model, version) in versions {
+        set.put(*model, Version(*version));
+    }
+    set
+}
+
+fn workers(numbers: &[u32]) -> Targets {
+    Targets::Workers(numbers.iter().copied().map(WorkerId).collect())
+}
+
+fn call(plan: &mut Of, id: LaneId) -> Option<(u64, Set<Version>)> {
+    let order = plan.next_call(id)?;
+    Some((order.sequence, order.set))
+}
+
+#[test]
+fn the_newest_takes_the_place_of_what_was_not_begun() {
+    let mut plan = Of::new(1, 0);
+    let id = plan.join(about(0, &[0]));
+    assert_eq!(call(&mut plan, id), None, "nothing was sent");
+    for version in 1..4 {
+        plan.publish(&set(&[(0, version)]), &Targets::All, &[]);
+    }
+    assert_eq!(call(&mut plan, id), Some((3, set(&[(0, 3)]))));
+    assert_eq!(call(&mut plan, id), None, "once is enough");
+    // One that did not come through is made again, with the newest.
+    plan.publish(&set(&[(0, 4)]), &Targets::All, &[]);
+    plan.call_failed(id);
+    assert_eq!(call(&mut plan, id), Some((4, set(&[(0, 4)]))));
+    plan.staged(id, 4);
+    plan.call_failed(id);
+    assert_eq!(call(&mut plan, id), None, "it has it");
+}
+
+#[test]
+fn words_count_for_what_they_name() {
+    let mut plan = Of::new(1, 0);
+    let id = plan.join(about(0, &[0]));
+    let first = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
+    let second = plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
+    let outcome = |plan: &Of, of: &Publication, level| plan.outcome(of, (id, Fate::Told), level);
+    plan.staged(id, 1);
+    assert_eq!(outcome(&plan, &first, Level::Staged), Some(Outcome::Staged));
+    assert_eq!(outcome(&plan, &first, Level::Applied), None);
+    assert_eq!(plan.so_far(&first, id), Outcome::Late);
+    plan.taken(id, 1);
+    assert_eq!(plan.so_far(&first, id), Outcome::Staged);
+    assert_eq!(plan.so_far(&second, id), Outcome::Late);
+    assert_eq!(outcome(&plan, &second, Level::Staged), None);
+    plan.applied(id, 1, &[(0, Version(1))]);
+    assert_eq!(
+        outcome(&plan, &first, Level::Applied),
+        Some(Outcome::Applied)
+    );
+    assert_eq!(outcome(&plan, &second, Level::Applied), None);
+    let reason = || "no room".to_owned();
+    plan.refused(id, 2, reason());
+    assert_eq!(
+        outcome(&plan, &second, Level::Applied),
+        Some(Outcome::Refused { reason: reason() })
+    );
+    // It has it by now, and an old word changes nothing.
+    plan.applied(id, 2, &[(0, Version(2))]);
+    plan.applied(id, 1, &[(0, Version(1))]);
+    plan.refused(id, 1, "late".into());
+    for of in [&first, &second] {
+        assert_eq!(outcome(&plan, of, Level::Applied), Some(Outcome::Applied));
+    }
+    assert_eq!(plan.workers()[0].versions, [Version(2)]);
+    // Nobody runs what was not sent, nor has taken what was not told.
+    plan.applied(id, 99, &[(0, Version(99))]);
+    assert_eq!(plan.workers()[0].versions, [Version(2)]);
+    let third = plan.publish(&set(&[(0, 3)]), &Targets::All, &[]);
+    assert_eq!(outcome(&plan, &third, Level::Staged), None);
+}
+
+#[test]
+fn an_end_is_a_line_of_those_it_was_for() {
+    let mut plan = Of::new(1, 0);
+    let (left, died) = (plan.join(about(0, &[0])), plan.join(about(1, &[0])));
+    let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
+    plan.end(left, Life::Left);
+    plan.end(died, Life::Died);
+    let outcome = |plan: &Of, id| plan.outcome(&sent, (id, Fate::Told), Level::Applied);
+    assert_eq!(outcome(&plan, left), Some(Outcome::Left));
+    assert_eq!(outcome(&plan, died), Some(Outcome::Died));
+    assert!(plan.workers().is_empty());
+    plan.unwatch([left, died]);
+    assert!(plan.lanes.is_empty(), "nobody asks for them any more");
+
+    // One that goes between the beginning of a send and its end has a line, too.
+    let id = plan.join(about(0, &[0]));
+    let before = plan.watch_all();
+    plan.end(id, Life::Died);
+    let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &before);
+    assert_eq!(sent.fates, [(id, Fate::Told)]);
+    plan.unwatch(before);
+    assert!(plan.is_known(id), "its line is still to be made");
+    plan.unwatch([id]);
+    assert!(!plan.is_known(id));
+}
+
+impl Of {
+    fn is_known(&self, id: LaneId) -> bool {
+        self.lanes.contains_key(&id)
+    }
+}
+
+#[test]
+fn sends_to_some_hold_and_release_give_each_what_is_meant_for_it() {
+    let mut plan = Of::new(2, 2);
+    let (one, two) = (plan.join(about(1, &[0, 1])), plan.join(about(2, &[1])));
+    plan.publish(&set(&[(0, 1), (1, 1)]), &Targets::All, &[]);
+    assert_eq!(call(&mut plan, one), Some((1, set(&[(0, 1), (1, 1)]))));
+    assert_eq!(call(&mut plan, two), Some((1, set(&[(1, 1)]))));
+    // What two does not take is nothing to it.
+    let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
+    assert_eq!(sent.fates, [(one, Fate::Told)]);
+    assert_eq!(call(&mut plan, two), None);
+    let sent = plan.publish(&set(&[(1, 2)]), &workers(&[2, 7, 7]), &[]);
+    assert_eq!(sent.absent, [WorkerId(7)]);
+    assert_eq!(call(&mut plan, one), Some((2, set(&[(0, 2), (1, 1)]))));
+    assert_eq!(call(&mut plan, two), Some((3, set(&[(1, 2)]))));
+    assert_eq!(
+        plan.common(1, &Targets::All),
+        Err(vec![Version(1), Version(2)])
+    );
+    assert_eq!(plan.common(1, &workers(&[2])), Ok(Some(Version(2))));
+    // A worker that was not there gets its own.
+    let seven = plan.join(about(7, &[0, 1]));
+    assert_eq!(call(&mut plan, seven), Some((3, set(&[(0, 2), (1, 2)]))));
+
+    plan.hold(&[WorkerId(2), WorkerId(9)]);
+    let sent = plan.publish(&set(&[(1, 3)]), &Targets::All, &[]);
+    assert!(sent.fates.contains(&(two, Fate::Held)));
+    assert_eq!(call(&mut plan, two), None);
+    let nine = plan.join(about(9, &[0, 1]));
+    assert_eq!(
+        call(&mut plan, nine),
+        Some((4, set(&[(0, 2), (1, 1)]))),
+        "the number is held, also of one that was not there"
+    );
+    plan.release(&[WorkerId(2), WorkerId(5)]);
+    assert_eq!(call(&mut plan, two), Some((5, set(&[(1, 3)]))));
+    plan.release(&[WorkerId(2)]);
+    assert_eq!(call(&mut plan, two), None, "it was not held");
+    plan.hold(&[WorkerId(2)]);
+    plan.release(&[WorkerId(2)]);
+    assert_eq!(call(&mut plan, two), None, "nothing was sent meanwhile");
+}
+
+#[test]
+fn questions_are_answered_with_what_is_kept_or_wait() {
+    let mut plan = Of::new(2, 2);
+    let id = plan.join(about(0, &[1, 0]));
+    let Answer::Later(first) = plan.ask(id, Want::Newest) else {
+        panic!("there is nothing yet");
+    };
+    let least = Want::AtLeast(0, Version(2));
+    let Answer::Later(second) = plan.ask(id, least) else {
+        panic!("there is none yet");
+    };
+    let sent = plan.publish(&set(&[(0, 1), (1, 1)]), &Targets::All, &[]);
+    let outcome = |plan: &Of, of| plan.outcome(of, (id, Fate::Told), Level::Applied);
+    assert_eq!(
+        outcome(&plan, &sent),
+        Some(Outcome::Asks),
+        "it waits for the second"
+    );
+    plan.asks_no_more(id, first);
+    let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
+    assert_eq!(outcome(&plan, &sent), None, "this answers it");
+    plan.asks_no_more(id, second);
+    let newest = Order {
+        sequence: 2,
+        set: set(&[(0, 2), (1, 1)]),
+    };
+    assert_eq!(plan.answer(id, least), Answer::Set(newest.clone()));
+    assert_eq!(plan.answer(id, Want::Newest), Answer::Set(newest));
+    let older = Order {
+        sequence: 0,
+        set: set(&[(0, 1), (1, 1)]),
+    };
+    let exactly = |version| Want::Exactly(0, Version(version));
+    assert_eq!(plan.answer(id, exactly(1)), Answer::Set(older));
+    let known = vec![Version(2), Version(1)];
+    assert_eq!(plan.answer(id, exactly(7)), Answer::Unknown { known });
+    // Whoever goes back to an older one asks for what it runs.
+    plan.applied(id, 2, &[(0, Version(2)), (1, Version(1))]);
+    assert_eq!(outcome(&plan, &sent), Some(Outcome::Applied));
+    plan.applied(id, 0, &[(0, Version(1))]);
+    assert_eq!(outcome(&plan, &sent), Some(Outcome::Asks));
+    plan.end(id, Life::Left);
+    assert_eq!(plan.answer(id, Want::Newest), Answer::Gone);
+}
+
+#[test]
+fn a_successor_takes_the_number_and_the_lines_stay_apart() {
+    let mut plan = Of::new(1, 0);
+    let old = plan.join(about(0, &[0]));
+    let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
+    let new = plan.join(about(0, &[0]));
+    assert_eq!(plan.workers().len(), 1);
+    assert_eq!(call(&mut plan, new), Some((1, set(&[(0, 1)]))));
+    plan.applied(new, 1, &[(0, Version(1))]);
+    let outcome = |plan: &Of| plan.outcome(&sent, (old, Fate::Told), Level::Applied);
+    assert_eq!(outcome(&plan), None, "it may still be there");
+    plan.end(old, Life::Died);
+    assert_eq!(outcome(&plan), Some(Outcome::Died));
+    assert_eq!(plan.workers()[0].versions, [Version(1)]);
+    assert!(plan.is_here(new));
+    // Of two attempts of one process the other goes on where one ends.
+    let twice = plan.join(about(0, &[0]));
+    plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
+    plan.end(twice, Life::Died);
+    assert_eq!(plan.workers().len(), 1);
+    assert_eq!(call(&mut plan, new), Some((2, set(&[(0, 2)]))));
+    // A refusal for good is told of whoever has the number.
+    plan.rejected(new, "another model".into());
+    assert_eq!(plan.rejections(), [(WorkerId(0), "another model".into())]);
+    assert!(plan.workers().is_empty());
+    plan.publish(&set(&[(0, 3)]), &Targets::All, &[]);
+    assert_eq!(call(&mut plan, new), None);
+    plan.join(about(0, &[0]));
+    assert!(plan.take_rejections().is_empty());
+}
+
+#[test]
+fn who_was_slow_is_not_waited_for_until_it_is_quick() {
+    let mut plan = Of::new(1, 0);
+    let id = plan.join(about(0, &[0]));
+    let fate = (id, Fate::Told);
+    let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
+    assert!(!plan.has_taken(1, fate));
+    plan.note_pace(&sent);
+    assert!(plan.has_taken(1, fate), "it was waited for long enough");
+    let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
+    assert!(plan.has_taken(2, fate));
+    plan.staged(id, 2);
+    plan.note_pace(&sent);
+    plan.publish(&set(&[(0, 3)]), &Targets::All, &[]);
+    assert!(!plan.has_taken(3, fate));
+    assert!(plan.silent(id, true));
+    assert!(plan.has_taken(3, fate), "nothing is heard of it");
+    assert!(!plan.silent(id, true), "that is no news");
+}
+
+/// Whatever happens in whatever order, what is meant and told is one whole
+/// publication's, and nothing is left of who has gone.
+#[test]
+fn any_order_of_events_keeps_sets_whole() {
+    let seed: u64 = std::env::var("WEIGHTSYNC_SOAK_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or(20261121);
+    println!("seed {seed}");
+    let mut state = seed | 1;
+    let mut roll = |below: u64| {
+        // xorshift
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 8) % below
+    };
+    for _ in 0..200 {
+        let mut plan = Of::new(2, 2);
+        // What both models have to each other, by the version of the first.
+        let mut pairs = BTreeMap::new();
+        let mut lanes: Vec<(LaneId, u64)> = Vec::new();
+        let mut open: Vec<Publication> = Vec::new();
+        let mut version = 0;
+        for _ in 0..200 {
+            match roll(8) {
+                0 => lanes.push((plan.join(about(roll(4) as u32, &[0, 1])), 0)),
+                1 if !lanes.is_empty() => {
+                    let place = roll(lanes.len() as u64) as usize;
+                    plan.end(lanes.swap_remove(place).0, Life::Died);
+                }
+                2 | 3 => {
+                    version += 1;
+                    let other = version * 1000 + roll(10);
+                    pairs.insert(version, other);
+                    let targets = match roll(3) {
+                        0 => workers(&[roll(4) as u32, roll(4) as u32]),
+                        _ => Targets::All,
+                    };
+                    let both = set(&[(0, version), (1, other)]);
+                    open.push(plan.publish(&both, &targets, &[]));
+                }
+                4 => plan.hold(&[WorkerId(roll(4) as u32)]),
+                5 => plan.release(&[WorkerId(roll(4) as u32)]),
+                6 if !open.is_empty() => {
+                    let place = roll(open.len() as u64) as usize;
+                    let of = open.swap_remove(place);
+                    plan.unwatch(of.fates.into_iter().map(|(id, _)| id));
+                }
+                _ => {
+                    for (id, told) in &mut lanes {
+                        let Some(order) = plan.next_call(*id) else {
+                            continue;
+                        };
+                        assert!(order.sequence > *told, "calls go on");
+                        *told = order.sequence;
+                        let first = order.set.version(0).0;
+                        assert_eq!(order.set.version(1).0, pairs[&first], "one publication");
+                    }
+                }
+            }
+        }
+        for (id, _) in lanes {
+            plan.end(id, Life::Left);
+        }
+        for of in open {
+            plan.unwatch(of.fates.into_iter().map(|(id, _)| id));
+        }
+        assert!(plan.lanes.is_empty() && plan.current.is_empty());
+    }
+}

@@ -1,0 +1,344 @@
+//! Fetching versions: checked chunk by chunk, and gone on with where a connection
+//! broke.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hyper::StatusCode;
+use tokio::time::sleep;
+use weightsync::transport::{Deadline, Image, ModelSpec, Pull};
+use weightsync::{Digest, Run, Snapshot, Version};
+use weightsync_simd::crc64;
+
+use super::desk::{Desk, Fetched};
+use super::joining::Session;
+use crate::http::{Ask, Fault};
+use crate::rpc::PATIENCE;
+use crate::rpc::wire::{Asked, CHUNK, MAX_BODY, Part, Problem, Question, WantWord, max_set};
+
+/// How often a version is asked for again without anything having come.
+const TRIES: usize = 5;
+
+/// The time between two attempts.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Why a set cannot be fetched.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Failure {
+    /// The sender has a newer one by now, or is another.
+    #[error("the sender does not have it any more")]
+    Replaced,
+    #[error(
+        "chunk {chunk} of model {model} {version} is damaged: its CRC-64 should be \
+         {expected:016x} and is {got:016x}"
+    )]
+    Damaged {
+        model: usize,
+        version: Version,
+        chunk: usize,
+        expected: u64,
+        got: u64,
+    },
+    #[error("model {model} {version} is damaged: its digest should be {expected} and is {got}")]
+    Digest {
+        model: usize,
+        version: Version,
+        expected: Digest,
+        got: Digest,
+    },
+    #[error("the sender's {version} of model {model} is none of this model's")]
+    Foreign { model: usize, version: Version },
+    #[error("{0}")]
+    Fault(#[from] Fault),
+    #[error("{0}")]
+    Own(#[from] weightsync::Error),
+}
+
+/// Why a question has no answer.
+#[derive(Debug)]
+pub(super) enum NoAnswer {
+    Unknown { known: Vec<Version> },
+    Gone,
+}
+
+/// Fetches what a worker does not have of these versions, all of them or none.
+pub(super) async fn set(
+    session: &Session,
+    desk: &Desk,
+    sequence: u64,
+    parts: &[Part],
+) -> Result<Fetched, Failure> {
+    let mut members = Vec::with_capacity(parts.len());
+    for (spec, model) in session.models.iter().zip(&session.wanted) {
+        // One that was never sent is not in it.
+        let Some(part) = parts.iter().find(|part| part.model == *model) else {
+            continue;
+        };
+        let snapshot = match desk.held(*model, part.version) {
+            Some(held) => held,
+            None => version(session, desk, spec, part).await?,
+        };
+        members.push((*model, snapshot));
+    }
+    Ok(Fetched { sequence, members })
+}
+
+/// Fetches one version.
+async fn version(
+    session: &Session,
+    desk: &Desk,
+    spec: &ModelSpec,
+    part: &Part,
+) -> Result<Snapshot, Failure> {
+    let (model, version) = (part.model, part.version);
+    // Before there is room for it.
+    if !part.is_of(&spec.layout) {
+        return Err(Failure::Foreign { model, version });
+    }
+    let mut filling = Filling::new(desk, &session.run, spec, part);
+    let mut tries = 0;
+    while filling.checked() < part.bytes as usize {
+        let before = filling.at();
+        let Err(failure) = filling.more(session).await else {
+            continue;
+        };
+        tries = match filling.at() > before {
+            true => 0,
+            false => tries + 1,
+        };
+        if matches!(failure, Failure::Replaced) || tries == TRIES {
+            return Err(failure);
+        }
+        sleep(PAUSE).await;
+    }
+    let mut image = filling.take();
+    image.clear_padding();
+    let snapshot = Snapshot::received(spec, session.run, version, image)?;
+    let Some(expected) = part.digest else {
+        return Ok(snapshot);
+    };
+    match snapshot.digest() {
+        got if got != expected => Err(Failure::Digest {
+            model,
+            version,
+            expected,
+            got,
+        }),
+        _ => Ok(snapshot.with_digest(expected)),
+    }
+}
+
+/// As much of a version as has come.
+#[derive(Debug)]
+pub(super) struct Partial {
+    run: Run,
+    version: Version,
+    image: Image,
+    /// How many bytes are there.
+    at: usize,
+    /// How many of them are whole chunks that were compared with their checksums.
+    checked: usize,
+}
+
+/// A version that is being fetched. What has come of it is kept where this is dropped
+/// before it is whole: if the same one is fetched again, it goes on from there.
+struct Filling<'a> {
+    desk: &'a Desk,
+    part: &'a Part,
+    /// `None` once it is whole.
+    partial: Option<Partial>,
+}
+
+impl<'a> Filling<'a> {
+    fn new(desk: &'a Desk, run: &Run, spec: &ModelSpec, part: &'a Part) -> Self {
+        let before = desk.partial(part.model);
+        let partial = match before {
+            Some(same) if same.run == *run && same.version == part.version => same,
+            before => {
+                // Its memory, at least.
+                let spare = before.map(|partial| partial.image);
+                let spare = spare.or_else(|| desk.spare(part.model));
+                let spare = spare.filter(|image| image.layout() == &spec.layout);
+                Partial {
+                    run: *run,
+                    version: part.version,
+                    image: spare.unwrap_or_else(|| Image::zeros(&spec.layout)),
+                    at: 0,
+                    checked: 0,
+                }
+            }
+        };
+        Self {
+            desk,
+            part,
+            partial: Some(partial),
+        }
+    }
+
+    fn at(&self) -> usize {
+        self.partial.as_ref().map_or(0, |partial| partial.at)
+    }
+
+    fn checked(&self) -> usize {
+        self.partial.as_ref().map_or(0, |partial| partial.checked)
+    }
+
+    fn partial(&mut self) -> &mut Partial {
+        let partial = self.partial.as_mut();
+        partial.unwrap_or_else(|| unreachable!("it is taken last"))
+    }
+
+    /// The version, which is whole.
+    fn take(mut self) -> Image {
+        let partial = self.partial.take();
+        let partial = partial.unwrap_or_else(|| unreachable!("it is taken once"));
+        partial.image
+    }
+
+    /// Asks for what is missing, and takes what comes.
+    async fn more(&mut self, session: &Session) -> Result<(), Failure> {
+        let (model, version) = (self.part.model, self.part.version);
+        let path = format!(
+            "/v1/models/{model}/versions/{}/image?id={}",
+            version.0,
+            session.id()
+        );
+        let from = self.at();
+        let ask = Ask {
+            from: from as u64,
+            ..Ask::get(path)
+        };
+        let mut reply = session.client.ask(ask, PATIENCE).await?;
+        match (reply.status, from) {
+            (StatusCode::OK, 0) | (StatusCode::PARTIAL_CONTENT, 1..) => {}
+            _ => return Err(Failure::Replaced),
+        }
+        while let Some(bytes) = reply.next(PATIENCE).await? {
+            let part = self.part;
+            let partial = self.partial();
+            let (at, image) = (partial.at, partial.image.bytes_mut());
+            let Some(place) = image.get_mut(at..at + bytes.len()) else {
+                return Err(Failure::Foreign { model, version });
+            };
+            place.copy_from_slice(&bytes);
+            partial.at += bytes.len();
+            partial.check(part)?;
+        }
+        reply.keep();
+        Ok(())
+    }
+}
+
+impl Drop for Filling<'_> {
+    fn drop(&mut self) {
+        if let Some(partial) = self.partial.take() {
+            self.desk.keep_partial(self.part.model, partial);
+        }
+    }
+}
+
+impl Partial {
+    /// Compares the chunks that are whole by now with their checksums. What is damaged
+    /// is to come again.
+    fn check(&mut self, part: &Part) -> Result<(), Failure> {
+        let all = self.image.bytes();
+        while self.checked < self.at {
+            let end = (self.checked + CHUNK as usize).min(all.len());
+            if end > self.at {
+                break;
+            }
+            let chunk = self.checked / CHUNK as usize;
+            let (expected, got) = (part.crc64[chunk].0, crc64(&all[self.checked..end]));
+            if expected != got {
+                self.at = self.checked;
+                return Err(Failure::Damaged {
+                    model: part.model,
+                    version: part.version,
+                    chunk,
+                    expected,
+                    got,
+                });
+            }
+            self.checked = end;
+        }
+        Ok(())
+    }
+}
+
+/// Asks for a set, and fetches it; `None` if there was none in time.
+pub(super) async fn ask(
+    session: Arc<Session>,
+    desk: Arc<Desk>,
+    model: usize,
+    pull: Pull,
+    deadline: Deadline,
+) -> Result<Option<Fetched>, NoAnswer> {
+    let (want, version) = match pull {
+        Pull::AtLeast(version) => (WantWord::AtLeast, Some(version.0)),
+        Pull::Exactly(version) => (WantWord::Exactly, Some(version.0)),
+        _ => (WantWord::Newest, None),
+    };
+    loop {
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let question = Question {
+            want,
+            model: version.map(|_| session.wanted[model]),
+            version,
+            wait_ms: left.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
+        };
+        match asked(&session, &question, left).await {
+            Ok(Some(asked)) => {
+                let _fetching = desk.fetching();
+                match set(&session, &desk, asked.sequence, &asked.models).await {
+                    Ok(fetched) => return Ok(Some(fetched)),
+                    // It was replaced while it was fetched: asked for again.
+                    Err(failure) => tracing::debug!(%failure, "an answer was not fetched"),
+                }
+            }
+            Ok(None) => return Ok(None),
+            Err(Some(no_answer)) => return Err(no_answer),
+            Err(None) => {}
+        }
+        if desk
+            .end_by(Some(Instant::now()))
+            .is_ok_and(|end| end.is_some())
+        {
+            return Err(NoAnswer::Gone);
+        }
+        if crate::rpc::passed(deadline) {
+            return Ok(None);
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+/// One question; an error without words may be asked again.
+async fn asked(
+    session: &Session,
+    question: &Question,
+    left: Option<Duration>,
+) -> Result<Option<Asked>, Option<NoAnswer>> {
+    // One that waits for ever ends with its connection.
+    const FOR_EVER: Duration = Duration::from_secs(1 << 32);
+    let patience = left.map_or(FOR_EVER, |left| left.saturating_add(PATIENCE));
+    let ask = session.question(question);
+    let reply = session.client.ask(ask, patience).await;
+    let reply = reply.map_err(|_| None)?;
+    match reply.status {
+        StatusCode::OK => {
+            let limit = max_set(session.models.iter().map(|model| &model.layout));
+            let asked = reply.json(limit, PATIENCE).await;
+            asked.map(Some).map_err(|_| None)
+        }
+        StatusCode::NO_CONTENT => {
+            reply.keep();
+            Ok(None)
+        }
+        StatusCode::NOT_FOUND => {
+            let problem: Result<Problem, _> = reply.json(MAX_BODY, PATIENCE).await;
+            let known = problem.map_err(|_| None)?.known;
+            Err(Some(NoAnswer::Unknown { known }))
+        }
+        _ => Err(Some(NoAnswer::Gone)),
+    }
+}

@@ -1,0 +1,345 @@
+//! Joining a sender: until it is there, or the deadline comes.
+
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use hyper::StatusCode;
+use tokio::time::sleep;
+use weightsync::transport::{Deadline, Endpoint, Joining, ModelSpec, interrupt};
+use weightsync::{Epoch, Error, MemoryError, ModelId, Result, Run};
+use weightsync_net::Access;
+
+use super::desk::{Desk, End};
+use super::{server, wait_for};
+use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, Server};
+use crate::rpc::Places;
+use crate::rpc::error::Trouble;
+use crate::rpc::wire::{
+    FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
+    of_sender, url,
+};
+use crate::rpc::{PATIENCE, PROBE, SILENCE, passed};
+
+/// The time between two attempts at a sender that is not there.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// How long an attempt may take once the deadline has come: whoever only looks whether
+/// a sender is there finds it.
+const ATTEMPT: Duration = Duration::from_millis(500);
+
+/// A sender that was joined.
+#[derive(Debug)]
+pub(super) struct Session {
+    /// Of this worker's connection; another one after a connection broke.
+    id: Mutex<String>,
+    pub(super) run: Run,
+    pub(super) pid: u32,
+    /// The models this worker takes, in the order it named them, and their places at
+    /// the sender.
+    pub(super) models: Vec<ModelSpec>,
+    pub(super) wanted: Vec<usize>,
+    pub(super) client: Arc<Client>,
+    /// The call that comes at once.
+    sequence: u64,
+}
+
+impl Session {
+    pub(super) fn id(&self) -> String {
+        let id = self.id.lock().unwrap_or_else(PoisonError::into_inner);
+        id.clone()
+    }
+
+    fn renew(&self, new: String) {
+        *self.id.lock().unwrap_or_else(PoisonError::into_inner) = new;
+    }
+
+    pub(super) fn place_of(&self, model: &ModelId) -> Option<usize> {
+        let place = self.models.iter().position(|spec| spec.id == *model)?;
+        Some(self.wanted[place])
+    }
+
+    pub(super) fn words(&self, words: &Words) -> Ask {
+        Ask::post(of_sender::WORDS.replace("{id}", &self.id()), words)
+    }
+
+    pub(super) fn question(&self, question: &Question) -> Ask {
+        let want = serde_json::to_value(question.want).unwrap_or_default();
+        let want = want.as_str().unwrap_or_default();
+        let mut path = of_sender::SET.replace("{id}", &self.id()) + "?want=" + want;
+        let numbers = [
+            ("model", question.model.map(|model| model as u64)),
+            ("version", question.version),
+            ("wait_ms", question.wait_ms),
+        ];
+        for (name, number) in numbers {
+            if let Some(number) = number {
+                path += &format!("&{name}={number}");
+            }
+        }
+        Ask::get(path)
+    }
+}
+
+/// How long a sender that cannot be reached is looked for before it counts as dead.
+const OUT_OF_REACH: Duration = Duration::from_secs(10);
+
+/// Why an attempt has failed.
+enum NotIn {
+    /// Nobody is there, or it does not answer as a sender does.
+    Absent(String),
+    /// It cannot be reached, or does not answer: whether it is there is not known.
+    Silent(String),
+    /// It has no right to be let in, or there is something else that waiting does not
+    /// mend; but another sender may take the place of this one.
+    Denied(String),
+    /// It was replaced by one that this worker has seen.
+    Fenced(Epoch),
+}
+
+impl From<Fault> for NotIn {
+    fn from(fault: Fault) -> Self {
+        let words = fault.to_string();
+        match fault {
+            Fault::Silent { .. } => Self::Silent(words),
+            Fault::Connect { source, .. } if source.kind() != ErrorKind::ConnectionRefused => {
+                Self::Silent(words)
+            }
+            _ => Self::Absent(words),
+        }
+    }
+}
+
+/// Joins the sender of an endpoint, and starts the thread that serves its calls.
+///
+/// The first set that it is meant to have is there when this returns, if it came in
+/// time.
+pub(super) fn join(
+    desk: &Arc<Desk>,
+    at: &Endpoint,
+    joining: &Joining,
+    access: &Access,
+    deadline: Deadline,
+) -> Result<(HttpThread, Arc<Session>)> {
+    let since = Instant::now();
+    let sender = Places::of(at)?.found;
+    access.may_dial_with_secret(sender).map_err(Trouble::from)?;
+    let own = SocketAddr::new(local_ip(sender), 0);
+    access.may_listen(own).map_err(Trouble::from)?;
+    let listener = TcpListener::bind(own);
+    let listener = listener.and_then(|listener| Ok((listener.local_addr()?, listener)));
+    let failed = |source| Trouble::Listen { addr: own, source };
+    let (own, listener) = listener.map_err(failed)?;
+    let bearer = Bearer::to_worker(at.secret());
+    let server = Server::new(listener, bearer, Limits::default()).map_err(failed)?;
+    let (theirs, worker) = (desk.clone(), joining.worker.0);
+    let thread = HttpThread::start("weightsync-rpc-w", move |stopping| {
+        let router = server::router(theirs, worker, stopping.clone());
+        server.serve(router, stopping)
+    });
+    let thread = thread.map_err(Trouble::Thread)?;
+
+    let register = Register {
+        protocol: PROTOCOL,
+        worker,
+        pid: std::process::id(),
+        device: joining.device.clone(),
+        models: joining
+            .wanted
+            .iter()
+            .filter_map(|place| joining.models.get(*place).cloned())
+            .collect(),
+        url: url(own),
+        seen: joining.seen,
+        run: None,
+    };
+    let client = Client::new(sender, Bearer::to_sender(at.secret()));
+    loop {
+        let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
+        let until = deadline.and(ends);
+        let (done, wait) = sync_channel(1);
+        let attempt = enter(client.clone(), register.clone(), desk.clone());
+        let attempt = thread.runtime().spawn(async move {
+            let _ = done.send(attempt.await);
+        });
+        let entered = wait_for(&wait, until);
+        if !matches!(entered, Ok(Some(_))) {
+            attempt.abort();
+        }
+        let not_in = match entered? {
+            Some(Ok(session)) => {
+                desk.wait_for(session.sequence, until)?;
+                return Ok((thread, session));
+            }
+            Some(Err(not_in)) => not_in,
+            None => NotIn::Absent("it did not answer in time".into()),
+        };
+        if passed(deadline) {
+            return Err(match not_in {
+                NotIn::Absent(why) | NotIn::Silent(why) => {
+                    tracing::debug!(%sender, %why, "no sender");
+                    Error::NoSender {
+                        address: at.address().into(),
+                        waited: since.elapsed(),
+                    }
+                }
+                NotIn::Denied(reason) => MemoryError::Denied { reason }.into(),
+                NotIn::Fenced(got) => MemoryError::Fenced {
+                    seen: joining.seen,
+                    got,
+                }
+                .into(),
+            });
+        }
+        interrupt::sleep(PAUSE)?;
+    }
+}
+
+/// Registers; the sender's first line, and those that follow.
+async fn register_at(
+    client: &Arc<Client>,
+    register: &Register,
+) -> std::result::Result<(Welcome, Lines), NotIn> {
+    let ask = Ask::post(of_sender::WORKERS, register);
+    let reply = client.ask(ask, PATIENCE).await?;
+    match reply.status {
+        StatusCode::OK => {}
+        StatusCode::UNAUTHORIZED => {
+            return Err(NotIn::Denied(
+                "the init info's secret is not its own".into(),
+            ));
+        }
+        status => {
+            let problem = reply.json::<Problem>(MAX_BODY, PATIENCE).await;
+            let Ok(problem) = problem else {
+                return Err(NotIn::Absent(format!("it answered {status}")));
+            };
+            return Err(match (problem.epoch, status) {
+                (Some(epoch), _) => NotIn::Fenced(epoch),
+                (None, StatusCode::FAILED_DEPENDENCY) => NotIn::Silent(problem.error),
+                (None, _) => NotIn::Denied(problem.error),
+            });
+        }
+    }
+    let mut lines = reply.lines();
+    let first = lines.next::<FromSender>(PATIENCE).await?;
+    let Some(FromSender::Welcome(welcome)) = first else {
+        return Err(NotIn::Absent("it did not welcome this worker".into()));
+    };
+    if welcome.run.epoch < register.seen {
+        return Err(NotIn::Fenced(welcome.run.epoch));
+    }
+    // It is part of paths from here on.
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    if welcome.protocol != PROTOCOL || !welcome.id.bytes().all(plain) {
+        return Err(NotIn::Denied("it speaks another protocol".into()));
+    }
+    Ok((welcome, lines))
+}
+
+/// Registers, and reads what the sender has to say of its models.
+async fn enter(
+    client: Arc<Client>,
+    mut register: Register,
+    desk: Arc<Desk>,
+) -> std::result::Result<Arc<Session>, NotIn> {
+    let (welcome, lines) = register_at(&client, &register).await?;
+    let (mut models, mut wanted) = (Vec::new(), Vec::new());
+    for id in &register.models {
+        let place = welcome.models.iter().position(|model| model == id);
+        let place = place.ok_or_else(|| NotIn::Denied(format!("it has no model {id}")))?;
+        let path = of_sender::MODEL.replace("{model}", &place.to_string());
+        let reply = client.ask(Ask::get(path), PATIENCE).await?;
+        if reply.status != StatusCode::OK {
+            return Err(NotIn::Absent(format!("it answered {}", reply.status)));
+        }
+        let spec: ModelSpec = reply.json(MAX_SPEC, PATIENCE).await?;
+        if spec.id != *id {
+            return Err(NotIn::Denied(format!("it describes {} as {id}", spec.id)));
+        }
+        models.push(spec);
+        wanted.push(place);
+    }
+    let session = Arc::new(Session {
+        id: Mutex::new(welcome.id),
+        run: welcome.run,
+        pid: welcome.pid,
+        models,
+        wanted,
+        client,
+        sequence: welcome.sequence,
+    });
+    desk.welcome(session.clone());
+    register.run = Some(session.run);
+    tokio::spawn(follow(desk, session.clone(), register, lines));
+    Ok(session)
+}
+
+/// Hears the sender to its end. A connection that broke is made again where the
+/// sender is still there: it is the network that was not.
+async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut lines: Lines) {
+    // Since when nothing was heard of it, and whether it was out of reach meanwhile.
+    let (mut heard, mut lost) = (Instant::now(), false);
+    let end = loop {
+        match lines.next::<FromSender>(SILENCE).await {
+            Ok(Some(FromSender::Closed {})) => break End::Closed,
+            Ok(Some(_)) => {
+                (heard, lost) = (Instant::now(), false);
+                continue;
+            }
+            // One that is stopped goes on by itself. One that was out of reach may have
+            // given this worker up; and a child that it has forked may keep its sockets
+            // after its death, when nothing else tells.
+            Err(Fault::Silent { .. }) => {
+                let reachable = session.client.is_reachable(PROBE).await;
+                let is_back = std::mem::replace(&mut lost, !reachable) && reachable;
+                if !is_back && heard.elapsed() < OUT_OF_REACH {
+                    continue;
+                }
+            }
+            Ok(None) | Err(_) => {}
+        }
+        match again(&session, &register).await {
+            Some(new) => (lines, heard, lost) = (new, Instant::now(), false),
+            None => break End::Died { pid: session.pid },
+        }
+    };
+    desk.ended(end);
+}
+
+/// Registers anew with the same sender, if that is there.
+async fn again(session: &Session, register: &Register) -> Option<Lines> {
+    let since = Instant::now();
+    loop {
+        let why = match register_at(&session.client, register).await {
+            Ok((welcome, lines)) => {
+                session.renew(welcome.id);
+                return Some(lines);
+            }
+            Err(NotIn::Silent(why)) => why,
+            Err(_) => return None,
+        };
+        if since.elapsed() > OUT_OF_REACH {
+            tracing::warn!(sender = %session.client.addr(), %why, "given up");
+            return None;
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+/// This machine's address on the way to another.
+fn local_ip(to: SocketAddr) -> IpAddr {
+    let any: IpAddr = match to {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    // Nothing is sent by this: the system only looks for the way.
+    let way = UdpSocket::bind((any, 0)).and_then(|socket| {
+        socket.connect(to)?;
+        socket.local_addr()
+    });
+    // Where there is none, nobody can be reached either.
+    way.map_or(Ipv4Addr::LOCALHOST.into(), |own| own.ip())
+}

@@ -1,0 +1,215 @@
+//! A worker's end.
+
+mod desk;
+mod fetch;
+mod joining;
+mod server;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinHandle;
+use weightsync::transport::{
+    Deadline, Endpoint, Interrupter, Joining, ModelSpec, Pull, ReceiverTransport, interrupt,
+};
+use weightsync::{Error, Result, Run, SetSnapshot, Version};
+use weightsync_net::Access;
+
+use self::desk::Desk;
+use self::joining::Session;
+use super::error::Owner;
+use super::wire::{Applied, Runs, Words, cut};
+use crate::http::HttpThread;
+
+/// How long a worker waits until its words have come to the sender. What they say is
+/// said again by the answer to the sender's call.
+const HEARD: Duration = Duration::from_secs(1);
+
+/// How long an answer may be late that says itself when its time is over.
+const LATE: Duration = Duration::from_millis(100);
+
+/// A worker's end. Its thread serves the sender's calls, and there is no other: what
+/// was fetched waits at the [desk](Desk) until somebody takes it.
+#[derive(Debug)]
+pub(super) struct RpcReceiver {
+    desk: Arc<Desk>,
+    session: Arc<Session>,
+    owner: Owner,
+    thread: HttpThread,
+}
+
+impl RpcReceiver {
+    pub(super) fn join(
+        at: &Endpoint,
+        joining: &Joining,
+        access: &Access,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        let desk = Arc::new(Desk::default());
+        let (thread, session) = joining::join(&desk, at, joining, access, deadline)?;
+        Ok(Self {
+            desk,
+            session,
+            owner: Owner::this(),
+            thread,
+        })
+    }
+
+    /// Says something to the sender, and waits a moment until that has heard it.
+    fn say(&self, words: &Words) -> Result<()> {
+        self.owner.check()?;
+        let ask = self.session.words(words);
+        let client = self.session.client.clone();
+        let said = async move {
+            let reply = client.ask(ask, HEARD).await?;
+            reply.bytes(super::wire::MAX_BODY, HEARD).await
+        };
+        // A sender that is gone needs no telling.
+        let until = Instant::now().checked_add(HEARD);
+        if let Some(Err(fault)) = self.wait_for(said, until)? {
+            tracing::debug!(%fault, "the sender has not heard this worker");
+        }
+        Ok(())
+    }
+
+    /// What comes of something that the thread does; `None` at the deadline, and then
+    /// it does it no more.
+    fn wait_for<T: Send + 'static>(
+        &self,
+        what: impl Future<Output = T> + Send + 'static,
+        deadline: Deadline,
+    ) -> Result<Option<T>> {
+        let (done, wait) = std::sync::mpsc::sync_channel(1);
+        let task = self.thread.runtime().spawn(async move {
+            let _ = done.send(what.await);
+        });
+        let _task = Aborted(task);
+        wait_for(&wait, deadline)
+    }
+}
+
+/// A task that ends with whoever waits for it.
+struct Aborted(JoinHandle<()>);
+
+impl Drop for Aborted {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// What comes by a channel; `None` at the deadline, or if nothing ever will.
+fn wait_for<T>(wait: &std::sync::mpsc::Receiver<T>, deadline: Deadline) -> Result<Option<T>> {
+    use std::sync::mpsc::RecvTimeoutError;
+    loop {
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let pause = interrupt::at_most(left)?;
+        let Some(pause) = pause else {
+            return Ok(wait.recv().ok());
+        };
+        match wait.recv_timeout(pause) {
+            Ok(value) => return Ok(Some(value)),
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            Err(RecvTimeoutError::Timeout) if super::passed(deadline) => return Ok(None),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
+impl ReceiverTransport for RpcReceiver {
+    fn models(&self) -> &[ModelSpec] {
+        &self.session.models
+    }
+
+    fn run(&self) -> Run {
+        self.session.run
+    }
+
+    fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        self.owner.check()?;
+        self.desk.next(deadline)
+    }
+
+    fn latest(&mut self) -> Result<Option<SetSnapshot>> {
+        self.owner.check()?;
+        Ok(self.desk.latest())
+    }
+
+    fn pull(
+        &mut self,
+        model: usize,
+        pull: Pull,
+        deadline: Deadline,
+    ) -> Result<Option<SetSnapshot>> {
+        self.owner.check()?;
+        let until = deadline.and_then(|at| at.checked_add(LATE));
+        let asked = fetch::ask(
+            self.session.clone(),
+            self.desk.clone(),
+            model,
+            pull,
+            deadline,
+        );
+        let answer = match self.wait_for(asked, until)? {
+            Some(answer) => answer,
+            None => Ok(None),
+        };
+        match answer {
+            Ok(Some(set)) => Ok(Some(self.desk.take_answer(set))),
+            Ok(None) => Ok(None),
+            Err(fetch::NoAnswer::Unknown { known }) => Err(Error::NoSuchVersion {
+                model: self.session.models[model].id.clone(),
+                asked: match pull {
+                    Pull::Exactly(version) | Pull::AtLeast(version) => version,
+                    _ => Version::NONE,
+                },
+                known,
+            }),
+            // Its end is known by the other connection, in a moment.
+            Err(fetch::NoAnswer::Gone) => {
+                let by = Instant::now().checked_add(HEARD);
+                Err(self.desk.end_by(by)?.unwrap_or(Error::SenderDied {
+                    pid: Some(self.session.pid),
+                }))
+            }
+        }
+    }
+
+    fn interrupter(&self) -> Result<Interrupter> {
+        let desk = Arc::downgrade(&self.desk);
+        Ok(Interrupter::new(move || {
+            if let Some(desk) = desk.upgrade() {
+                desk.interrupt();
+            }
+        }))
+    }
+
+    fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        self.owner.check()?;
+        let members = set.members().iter();
+        let versions = members.filter_map(|member| {
+            let model = self.session.place_of(member.snapshot.model())?;
+            let version = member.snapshot.version();
+            Some(Runs { model, version })
+        });
+        let applied = Applied {
+            sequence: set.sequence(),
+            versions: versions.collect(),
+        };
+        self.desk.applied(&applied);
+        self.say(&Words::Applied(applied))
+    }
+
+    fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        self.owner.check()?;
+        let reason = cut(reason);
+        let words = match set {
+            Some(set) => {
+                let sequence = set.sequence();
+                self.desk.refused(sequence, &reason);
+                Words::Refused { sequence, reason }
+            }
+            None => Words::Rejected { reason },
+        };
+        self.say(&words)
+    }
+}

@@ -1,0 +1,128 @@
+//! What a worker answers: the sender's calls, and that it is here.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::response::Response;
+use axum::routing::{get, post};
+use bytes::Bytes;
+use hyper::StatusCode;
+use tokio::sync::mpsc;
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+use super::desk::Desk;
+use super::fetch::{self, Failure};
+use super::joining::Session;
+use crate::http::{LinesBody, Stopping, problem, read};
+use crate::rpc::wire::{Call, FromWorker, Problem, Told, cut, line, max_set, of_worker};
+use crate::rpc::{BEAT, PATIENCE};
+
+#[derive(Clone)]
+struct App {
+    desk: Arc<Desk>,
+    worker: u32,
+    stopping: Stopping,
+}
+
+/// The routes of a worker.
+pub(super) fn router(desk: Arc<Desk>, worker: u32, stopping: Stopping) -> Router {
+    Router::new()
+        .route(of_worker::LIFELINE, get(lifeline))
+        .route(of_worker::WEIGHTS, post(weights))
+        .with_state(App {
+            desk,
+            worker,
+            stopping,
+        })
+}
+
+/// Tells the sender that this worker is here, as long as it is.
+async fn lifeline(State(mut app): State<App>) -> Response {
+    let (lines, response) = LinesBody::answer(4);
+    let here = FromWorker::Here {
+        worker: app.worker,
+        pid: std::process::id(),
+    };
+    // There is room for the first.
+    let _ = lines.try_send(line(&here));
+    tokio::spawn(async move {
+        let mut beats = interval(BEAT);
+        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut count = 0;
+        loop {
+            tokio::select! {
+                _ = beats.tick() => {
+                    count += 1;
+                    let _ = lines.try_send(line(&FromWorker::Beat(count)));
+                }
+                () = lines.closed() => return,
+                () = app.stopping.wait() => {
+                    let _ = lines.send(line(&FromWorker::Left {})).await;
+                    return;
+                }
+            }
+        }
+    });
+    response
+}
+
+async fn weights(State(app): State<App>, request: Request) -> Response {
+    let wrong = |status, error: String| {
+        let body = Problem {
+            error,
+            ..Problem::default()
+        };
+        problem(status, body)
+    };
+    // A sender may call before the worker has read that it was let in.
+    let Ok(Some(session)) = timeout(PATIENCE, app.desk.session()).await else {
+        let words = "this worker has not joined yet".into();
+        return wrong(StatusCode::CONFLICT, words);
+    };
+    let limit = max_set(session.models.iter().map(|model| &model.layout));
+    let call: Call = match read(request, limit).await {
+        Ok(call) => call,
+        Err((status, error)) => return wrong(status, error),
+    };
+    if call.id != session.id() || call.run != session.run {
+        let words = "this worker has joined another sender".into();
+        return wrong(StatusCode::CONFLICT, words);
+    }
+    let (lines, response) = LinesBody::answer(4);
+    tokio::spawn(async move {
+        tokio::select! {
+            () = take(&app.desk, &session, call, &lines) => {}
+            // The sender has hung up: nobody is told anything.
+            () = lines.closed() => {}
+        }
+    });
+    response
+}
+
+/// Fetches what a call is about, stages it, and says what comes of it.
+async fn take(desk: &Arc<Desk>, session: &Session, call: Call, lines: &mpsc::Sender<Bytes>) {
+    let sequence = call.sequence;
+    let fetching = desk.fetching();
+    let fetched = fetch::set(session, desk, sequence, &call.models).await;
+    let mut answer = match fetched {
+        Ok(fetched) => desk.stage(fetched),
+        Err(failure) => {
+            drop(fetching);
+            let told = match failure {
+                Failure::Replaced => Told::PassedOver { sequence },
+                failure => Told::Refused {
+                    sequence,
+                    reason: cut(&failure.to_string()),
+                },
+            };
+            let _ = lines.send(line(&told)).await;
+            return;
+        }
+    };
+    drop(fetching);
+    let _ = lines.send(line(&Told::Staged { sequence })).await;
+    while let Some(told) = answer.recv().await {
+        let _ = lines.send(line(&told)).await;
+    }
+}

@@ -1,0 +1,155 @@
+//! Calling a worker with what it is meant to run: one at a time until it has it, and
+//! each worker by itself.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::StatusCode;
+use tokio::sync::Notify;
+use tokio::time::sleep;
+use weightsync::Version;
+
+use super::state::{Kept, Shared};
+use crate::http::{Ask, Client, Fault, Lines};
+use crate::rpc::PATIENCE;
+use crate::rpc::plan::{LaneId, Order};
+use crate::rpc::wire::{Applied, Call, Told, cut, of_worker};
+
+/// How long a call that did not come through is not made again.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// How often a wait for a worker's last line looks whether the worker is still there.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Calls a worker with the newest there is for it, as long as it is here.
+pub(super) async fn call(
+    shared: Arc<Shared>,
+    lane: LaneId,
+    client: Arc<Client>,
+    bell: Arc<Notify>,
+) {
+    loop {
+        let order = shared.lock().next_call(lane);
+        let Some(order) = order else {
+            if !shared.lock().is_here(lane) {
+                return;
+            }
+            bell.notified().await;
+            continue;
+        };
+        let sequence = order.sequence;
+        match stage(&shared, lane, (&client, &bell), order).await {
+            Ok(Some(lines)) => {
+                tokio::spawn(finish(shared.clone(), lane, lines));
+            }
+            Ok(None) => {}
+            Err(why) => {
+                tracing::debug!(addr = %client.addr(), sequence, %why, "a call did not come through");
+                shared.note(|plan| plan.call_failed(lane));
+                sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Makes one call, and waits until the worker has all of it; what it says later comes
+/// by the lines.
+async fn stage(
+    shared: &Shared,
+    lane: LaneId,
+    (client, bell): (&Arc<Client>, &Notify),
+    order: Order<Arc<Kept>>,
+) -> Result<Option<Lines>, String> {
+    // Held as long as the worker may fetch them.
+    let kept: Vec<_> = order.set.iter().map(|(_, kept)| kept.clone()).collect();
+    shared.fetches(lane, &kept);
+    let call = Call {
+        id: shared.name(lane),
+        run: shared.run,
+        sequence: order.sequence,
+        url: shared.url.clone(),
+        models: kept.iter().map(|kept| kept.part()).collect(),
+    };
+    let told = told(shared, lane, client, &call);
+    let done = tokio::select! {
+        told = told => told,
+        // It is called anew with what is newer.
+        () = overtaken(shared, lane, bell, order.sequence) => Ok(None),
+    };
+    drop((kept, order));
+    shared.fetches(lane, &[]);
+    // A send may wait for the room.
+    shared.note(|_| ());
+    done
+}
+
+/// Waits until there is something newer for a worker that has not begun to fetch what
+/// it was called with: it may be stopped.
+async fn overtaken(shared: &Shared, lane: LaneId, bell: &Notify, sequence: u64) {
+    loop {
+        bell.notified().await;
+        let newer = shared.lock().sequence_for(lane) > sequence;
+        if newer && !shared.has_begun(lane) {
+            return;
+        }
+        if !shared.lock().is_here(lane) {
+            return;
+        }
+    }
+}
+
+async fn told(
+    shared: &Shared,
+    lane: LaneId,
+    client: &Arc<Client>,
+    call: &Call,
+) -> Result<Option<Lines>, String> {
+    let asked = client.ask(Ask::post(of_worker::WEIGHTS, call), PATIENCE);
+    let reply = asked.await.map_err(|fault| fault.to_string())?;
+    if reply.status != StatusCode::OK {
+        return Err(format!("it answered {}", reply.status));
+    }
+    let mut lines = reply.lines();
+    loop {
+        match lines.next::<Told>(LOOK).await {
+            Ok(Some(Told::Staged { sequence })) if sequence == call.sequence => {
+                shared.note(|plan| plan.staged(lane, sequence));
+                return Ok(Some(lines));
+            }
+            Ok(Some(told)) => {
+                hear(shared, lane, told);
+                return Ok(Some(lines));
+            }
+            Ok(None) => return Err("its answer ended".into()),
+            // What it fetches may be large.
+            Err(Fault::Silent { .. }) if shared.lock().is_here(lane) => {}
+            Err(fault) => return Err(fault.to_string()),
+        }
+    }
+}
+
+/// Waits for the last line, and for the end after it.
+async fn finish(shared: Arc<Shared>, lane: LaneId, mut lines: Lines) {
+    loop {
+        match lines.next::<Told>(LOOK).await {
+            Ok(Some(told)) => hear(&shared, lane, told),
+            Err(Fault::Silent { .. }) if shared.lock().is_here(lane) => {}
+            Ok(None) | Err(_) => return,
+        }
+    }
+}
+
+fn hear(shared: &Shared, lane: LaneId, told: Told) {
+    shared.note(|plan| match told {
+        Told::Staged { sequence } => plan.staged(lane, sequence),
+        Told::Taken { sequence } => plan.taken(lane, sequence),
+        Told::Applied(applied) => plan.applied(lane, applied.sequence, &numbers(&applied)),
+        Told::Refused { sequence, reason } => plan.refused(lane, sequence, cut(&reason)),
+        Told::PassedOver { .. } => {}
+    });
+}
+
+pub(super) fn numbers(applied: &Applied) -> Vec<(usize, Version)> {
+    let versions = applied.versions.iter();
+    versions.map(|runs| (runs.model, runs.version)).collect()
+}

@@ -1,0 +1,234 @@
+//! Workers that register, and the connections that tell whether they live.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use bytes::Bytes;
+use hyper::StatusCode;
+use tokio::sync::mpsc;
+use tokio::time::{MissedTickBehavior, interval, sleep};
+use weightsync::WorkerId;
+
+use super::caller;
+use super::server::{App, wrong};
+use super::state::Shared;
+use crate::http::{Ask, Client, Fault, Lines, LinesBody, Stopping, problem, read};
+use crate::rpc::plan::{About, LaneId, Life};
+use crate::rpc::wire::{
+    FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome, addr_of,
+    line, of_worker,
+};
+use crate::rpc::{BEAT, PROBE, PROBE_AGAIN, PROBE_BEHIND, SILENCE};
+
+/// How long a worker that registers may take to answer itself.
+const CALLED_BACK: Duration = Duration::from_secs(2);
+
+/// How long after a worker has hung up its last words may come by the other
+/// connection.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+pub(super) async fn register(State(app): State<App>, request: Request) -> Response {
+    let register: Register = match read(request, MAX_BODY).await {
+        Ok(register) => register,
+        Err((status, error)) => return wrong(status, error),
+    };
+    let (about, addr) = match check(&app.shared, &register) {
+        Ok(checked) => checked,
+        Err(refusal) => return *refusal,
+    };
+    let client = Client::new(addr, app.shared.bearer.clone());
+    let lines = match call_back(&client, &register).await {
+        Ok(lines) => lines,
+        Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
+    };
+    let shared = app.shared;
+    let (lane, sequence) = shared.note(|plan| {
+        let lane = plan.join(about);
+        (lane, plan.sequence_for(lane))
+    });
+    let bell = shared.enter(lane);
+    tokio::spawn(follow(shared.clone(), lane, client.clone(), lines));
+    tokio::spawn(caller::call(shared.clone(), lane, client, bell));
+    let welcome = FromSender::Welcome(Welcome {
+        protocol: PROTOCOL,
+        id: shared.name(lane),
+        run: shared.run,
+        pid: std::process::id(),
+        models: shared.ids().cloned().collect(),
+        sequence,
+    });
+    let (lines, response) = LinesBody::answer(4);
+    // There is room for the first.
+    let _ = lines.try_send(line(&welcome));
+    tokio::spawn(beat(shared, lane, lines, app.stopping));
+    response
+}
+
+/// What a registration says, if this sender can have such a worker.
+fn check(shared: &Shared, register: &Register) -> Result<(About, SocketAddr), Box<Response>> {
+    let refuse = |status, words: String| Err(Box::new(wrong(status, words)));
+    if register.protocol != PROTOCOL {
+        let words = format!(
+            "this sender speaks protocol {PROTOCOL}, the worker {}: install the same weightsync \
+             on both",
+            register.protocol
+        );
+        return refuse(StatusCode::CONFLICT, words);
+    }
+    if register.seen > shared.run.epoch {
+        let problem_body = Problem {
+            error: format!(
+                "this sender's {} is over: the worker has seen {}",
+                shared.run.epoch, register.seen
+            ),
+            epoch: Some(shared.run.epoch),
+            ..Problem::default()
+        };
+        return Err(Box::new(problem(StatusCode::CONFLICT, problem_body)));
+    }
+    if register.run.is_some_and(|run| run != shared.run) {
+        let words = format!("this sender's is another run: {}", shared.run);
+        return refuse(StatusCode::CONFLICT, words);
+    }
+    if register.device.len() > MAX_DEVICE {
+        let words = format!("a device is named in at most {MAX_DEVICE} bytes");
+        return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
+    }
+    let mut wanted = Vec::new();
+    for model in &register.models {
+        match shared.ids().position(|id| id == model) {
+            Some(place) if !wanted.contains(&place) => wanted.push(place),
+            _ => {
+                let words = format!("this sender has no model {model}, or it is named twice");
+                return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
+            }
+        }
+    }
+    let Some(addr) = addr_of(&register.url) else {
+        let words = "the worker's url is http://ADDRESS:PORT".into();
+        return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
+    };
+    if let Err(error) = shared.access.may_dial_with_secret(addr) {
+        return refuse(StatusCode::FORBIDDEN, error.to_string());
+    }
+    let about = About {
+        worker: WorkerId(register.worker),
+        pid: register.pid,
+        device: register.device.clone(),
+        wanted,
+    };
+    Ok((about, addr))
+}
+
+/// Calls a worker that registers, and keeps its lifeline.
+async fn call_back(client: &Arc<Client>, register: &Register) -> Result<Lines, String> {
+    let failed = |why: String| format!("calling the worker back at {}: {why}", client.addr());
+    let reply = client
+        .ask(Ask::get(of_worker::LIFELINE), CALLED_BACK)
+        .await
+        .map_err(|fault| failed(fault.to_string()))?;
+    if reply.status != StatusCode::OK {
+        return Err(failed(format!("it answered {}", reply.status)));
+    }
+    let mut lines = reply.lines();
+    match lines.next::<FromWorker>(CALLED_BACK).await {
+        Ok(Some(FromWorker::Here { worker, pid }))
+            if (worker, pid) == (register.worker, register.pid) =>
+        {
+            Ok(lines)
+        }
+        Ok(_) => Err(failed("it is another worker".into())),
+        Err(fault) => Err(failed(fault.to_string())),
+    }
+}
+
+/// Hears a worker to its end.
+async fn follow(shared: Arc<Shared>, lane: LaneId, client: Arc<Client>, mut lines: Lines) {
+    let mut probed: Option<Instant> = None;
+    let life = loop {
+        match lines.next::<FromWorker>(SILENCE).await {
+            Ok(Some(FromWorker::Left {})) => break Life::Left,
+            Ok(Some(_)) => {
+                probed = None;
+                hear(&shared, lane, false);
+            }
+            Err(Fault::Silent { .. }) => {
+                hear(&shared, lane, true);
+                if probed.is_none_or(|at| at.elapsed() >= PROBE_AGAIN) {
+                    probed = Some(Instant::now());
+                    let patience = match shared.has_begun(lane) {
+                        true => PROBE_BEHIND,
+                        false => PROBE,
+                    };
+                    if !client.is_reachable(patience).await {
+                        break Life::Died;
+                    }
+                }
+            }
+            Ok(None) | Err(_) => break Life::Died,
+        }
+        if !shared.lock().is_here(lane) {
+            return;
+        }
+    };
+    end(&shared, lane, life);
+}
+
+fn hear(shared: &Shared, lane: LaneId, silent: bool) {
+    if shared.lock().silent(lane, silent) {
+        shared.note(|_| ());
+        if silent {
+            let lock = shared.lock();
+            if let Some(about) = lock.about(lane) {
+                let (worker, pid) = (about.worker, about.pid);
+                drop(lock);
+                tracing::warn!(%worker, pid, "nothing is heard of it; it may be stopped");
+            }
+        }
+    }
+}
+
+fn end(shared: &Shared, lane: LaneId, life: Life) {
+    shared.note(|plan| plan.end(lane, life));
+    // Whoever calls it, or waits for its question, ends.
+    shared.ring();
+    shared.leave(lane);
+}
+
+/// Tells a worker that the sender is here, as long as it is.
+async fn beat(
+    shared: Arc<Shared>,
+    lane: LaneId,
+    lines: mpsc::Sender<Bytes>,
+    mut stopping: Stopping,
+) {
+    let mut beats = interval(BEAT);
+    beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut count = 0;
+    loop {
+        tokio::select! {
+            _ = beats.tick() => {
+                if !shared.lock().is_here(lane) {
+                    return;
+                }
+                count += 1;
+                // One that does not read has enough of them to read.
+                let _ = lines.try_send(line(&FromSender::Beat(count)));
+            }
+            () = lines.closed() => {
+                // Unless nothing would come by that one either.
+                if !shared.lock().is_silent(lane) {
+                    sleep(LAST_WORDS).await;
+                }
+                return end(&shared, lane, Life::Died);
+            }
+            () = stopping.wait() => {
+                let _ = lines.send(line(&FromSender::Closed {})).await;
+                return;
+            }
+        }
+    }
+}

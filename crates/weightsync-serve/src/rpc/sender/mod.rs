@@ -1,0 +1,214 @@
+//! The trainer's end.
+
+mod caller;
+mod lifeline;
+mod published;
+mod server;
+mod staging;
+mod state;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use weightsync::transport::{Deadline, Image, Opening, SenderTransport, Staging, Targets};
+use weightsync::{DigestPolicy, Error, Holder, Result, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_net::Access;
+
+use self::staging::Rooms;
+use self::state::{Kept, Shared};
+use super::error::{Owner, Trouble};
+use super::{Places, passed, place};
+use crate::http::{Bearer, HttpThread, Limits, Server};
+
+/// The sender. Its thread serves workers and calls them; all it decides is in the
+/// [plan](super::plan::Plan).
+#[derive(Debug)]
+pub(super) struct RpcSender {
+    shared: Arc<Shared>,
+    /// Memory of versions that nobody holds any more, by model.
+    spare: Vec<Option<Image>>,
+    max_alive: usize,
+    digests: DigestPolicy,
+    owner: Owner,
+    /// Ends last: dropped, it tells the workers and joins the thread.
+    _thread: HttpThread,
+}
+
+impl RpcSender {
+    pub(super) fn open(opening: &Opening<'_>, access: &Access) -> Result<Self> {
+        let at = Places::of(opening.at)?;
+        access.may_listen(at.listens).map_err(Trouble::from)?;
+        let listener = place::listen(at.listens)?;
+        let secret = opening.at.secret();
+        let server = Server::new(listener, Bearer::to_sender(secret), Limits::default());
+        let server = server.map_err(|source| Trouble::Listen {
+            addr: at.listens,
+            source,
+        })?;
+        let shared = Arc::new(Shared::new(opening, at.found, access.clone()));
+        let theirs = shared.clone();
+        let thread = HttpThread::start("weightsync-rpc", move |stopping| {
+            let router = server::router(theirs, stopping.clone());
+            server.serve(router, stopping)
+        });
+        Ok(Self {
+            spare: opening.models.iter().map(|_| None).collect(),
+            max_alive: usize::from(opening.options.max_slots.max(2)),
+            digests: opening.options.digest,
+            owner: Owner::this(),
+            shared,
+            _thread: thread.map_err(Trouble::Thread)?,
+        })
+    }
+
+    /// Waits until no more versions of a model are alive beside those that are meant
+    /// for somebody than there may be: a worker that fetches slowly keeps one.
+    fn wait_for_room(&self, model: usize, deadline: Deadline) -> Result<()> {
+        let since = Instant::now();
+        let mut state = self.shared.lock();
+        loop {
+            let kept = state.kept(model);
+            let mut stray = self.shared.alive(model);
+            stray.retain(|version| !kept.contains(version));
+            if stray.len() < self.max_alive {
+                return Ok(());
+            }
+            if passed(deadline) {
+                let slots = u8::try_from(stray.len() + kept.len()).unwrap_or(u8::MAX);
+                return Err(Error::AllSlotsPinned {
+                    model: self.shared.models[model].id.clone(),
+                    slots,
+                    waited: since.elapsed(),
+                    holders: self.holders(&state, model, &stray),
+                });
+            }
+            state = self.shared.wait(state, deadline)?;
+        }
+    }
+
+    /// Who fetches these versions.
+    fn holders(&self, plan: &state::Kepts, model: usize, versions: &[Version]) -> Vec<Holder> {
+        let fetching = self.shared.fetching(plan, model);
+        let these = fetching.into_iter();
+        let these = these.filter(|(_, _, version)| versions.contains(version));
+        let holders = these.map(|(worker, pid, version)| Holder {
+            worker: Some(worker),
+            pid,
+            versions: vec![version],
+        });
+        holders.collect()
+    }
+
+    /// Takes the memory of what nobody holds any more.
+    fn recycle(&mut self, gone: Vec<Arc<Kept>>) {
+        for kept in gone {
+            let model = kept.model;
+            if let Some(kept) = Arc::into_inner(kept)
+                && let Some(image) = kept.snapshot.into_image()
+            {
+                self.spare[model] = Some(image);
+            }
+        }
+    }
+}
+
+impl SenderTransport for RpcSender {
+    fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
+        self.owner.check()?;
+        for model in models {
+            self.wait_for_room(*model, deadline)?;
+        }
+        Ok(Box::new(Rooms::new(self, models, deadline)))
+    }
+
+    fn version(&self, model: usize) -> Version {
+        // In a forked child nobody lets go of a lock that was held.
+        match self.owner.is_here() {
+            true => self.shared.lock().newest(model),
+            false => Version::NONE,
+        }
+    }
+
+    fn workers(&self) -> Vec<WorkerStatus> {
+        match self.owner.is_here() {
+            true => self.shared.lock().workers(),
+            false => Vec::new(),
+        }
+    }
+
+    fn wait_workers(
+        &mut self,
+        deadline: Deadline,
+        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+    ) -> Result<bool> {
+        self.owner.check()?;
+        let mut state = self.shared.lock();
+        loop {
+            let rejected = state.rejections().iter();
+            let rejected: Vec<_> = rejected.map(|(worker, _)| *worker).collect();
+            if enough(&state.workers(), &rejected) {
+                return Ok(true);
+            }
+            if passed(deadline) {
+                return Ok(false);
+            }
+            state = self.shared.wait(state, deadline)?;
+        }
+    }
+
+    fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
+        match self.owner.is_here() {
+            true => self.shared.lock().take_rejections(),
+            false => Vec::new(),
+        }
+    }
+
+    fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
+        self.owner.check()?;
+        let state = self.shared.lock();
+        let kept = state.default_version(model);
+        Ok(kept.map(|kept| kept.snapshot.clone()))
+    }
+
+    fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
+        self.owner.check()?;
+        match self.shared.lock().common(model, targets) {
+            Ok(kept) => Ok(kept.map(|kept| kept.snapshot.clone())),
+            Err(versions) => Err(Error::Diverged {
+                model: self.shared.models[model].id.clone(),
+                versions,
+            }),
+        }
+    }
+
+    fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
+        self.owner.check()?;
+        let state = self.shared.lock();
+        if let Some(kept) = state.find(model, version) {
+            return Ok(Some(kept.snapshot.clone()));
+        }
+        Err(Error::NoSuchVersion {
+            model: self.shared.models[model].id.clone(),
+            asked: version,
+            known: state.kept(model),
+        })
+    }
+
+    fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
+        self.owner.check()?;
+        match hold {
+            true => self.shared.lock().hold(workers),
+            false => self.shared.lock().release(workers),
+        }
+        self.shared.ring();
+        Ok(())
+    }
+}
+
+impl Drop for RpcSender {
+    fn drop(&mut self) {
+        if self.owner.is_here() {
+            self.shared.close();
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! A publication on its way to the workers.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use weightsync::transport::{Deadline, Level, Outstanding};
+use weightsync::{Error, Outcome, Result, Version, WorkerId, WorkerReport};
+
+use super::state::{Kepts, Shared};
+use crate::rpc::error::Owner;
+use crate::rpc::passed;
+use crate::rpc::plan::{Fate, LaneId, Publication};
+
+#[derive(Debug)]
+pub(super) struct Published {
+    shared: Arc<Shared>,
+    publication: Publication,
+    at: Instant,
+    owner: Owner,
+}
+
+impl Published {
+    pub(super) fn new(shared: Arc<Shared>, publication: Publication, at: Instant) -> Self {
+        Self {
+            shared,
+            publication,
+            at,
+            owner: Owner::this(),
+        }
+    }
+
+    pub(super) fn publication(&self) -> &Publication {
+        &self.publication
+    }
+
+    fn check(&self) -> Result<()> {
+        self.owner.check()?;
+        match self.shared.is_closed() {
+            true => Err(Error::SenderClosed),
+            false => Ok(()),
+        }
+    }
+
+    fn line(&self, plan: &Kepts, (id, fate): (LaneId, Fate), level: Level) -> WorkerReport {
+        let outcome = plan.outcome(&self.publication, (id, fate), level);
+        let (versions, current) = plan.versions(id, &self.publication);
+        let about = plan.about(id);
+        WorkerReport {
+            worker: about.map_or(WorkerId(0), |about| about.worker),
+            pid: about.map_or(0, |about| about.pid),
+            outcome: outcome.unwrap_or_else(|| plan.so_far(&self.publication, id)),
+            versions,
+            current,
+            after: self.at.elapsed(),
+        }
+    }
+
+    fn absent(&self) -> impl Iterator<Item = WorkerReport> {
+        let absent = self.publication.absent.iter();
+        absent.map(|worker| WorkerReport {
+            worker: *worker,
+            pid: 0,
+            outcome: Outcome::Absent,
+            versions: vec![Version::NONE; self.publication.versions.len()],
+            current: false,
+            after: self.at.elapsed(),
+        })
+    }
+}
+
+impl Outstanding for Published {
+    fn versions(&self) -> &[(usize, Version)] {
+        &self.publication.versions
+    }
+
+    fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
+        self.check()?;
+        let mut open = self.publication.fates.clone();
+        let mut state = self.shared.lock();
+        loop {
+            self.check()?;
+            open.retain(|fate| {
+                let outcome = state.outcome(&self.publication, *fate, level);
+                outcome.is_none()
+            });
+            if open.is_empty() || passed(deadline) {
+                break;
+            }
+            state = self.shared.wait(state, deadline)?;
+        }
+        let fates = self.publication.fates.iter();
+        let lines = fates.map(|fate| self.line(&state, *fate, level));
+        let mut lines: Vec<_> = lines.chain(self.absent()).collect();
+        lines.sort_by_key(|line| line.worker);
+        Ok(lines)
+    }
+
+    fn is_settled(&self, level: Level) -> Result<bool> {
+        self.check()?;
+        let state = self.shared.lock();
+        let mut fates = self.publication.fates.iter();
+        Ok(fates.all(|fate| state.outcome(&self.publication, *fate, level).is_some()))
+    }
+
+    fn decided(&self) -> Result<Vec<WorkerReport>> {
+        self.check()?;
+        let state = self.shared.lock();
+        let held = self.publication.fates.iter();
+        let held = held.filter(|(_, fate)| *fate == Fate::Held);
+        let lines = held.map(|fate| self.line(&state, *fate, Level::Staged));
+        let mut lines: Vec<_> = lines.chain(self.absent()).collect();
+        lines.sort_by_key(|line| line.worker);
+        Ok(lines)
+    }
+}
+
+impl Drop for Published {
+    fn drop(&mut self) {
+        if self.owner.is_here() {
+            let fates = self.publication.fates.iter();
+            let lanes: Vec<_> = fates.map(|(id, _)| *id).collect();
+            self.shared.note(|plan| plan.unwatch(lanes));
+        }
+    }
+}

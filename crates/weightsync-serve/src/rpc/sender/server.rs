@@ -1,0 +1,335 @@
+//! What a sender answers: versions, and questions for them; what workers say; and, in
+//! `lifeline`, their registrations.
+
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::{Path, Query, Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
+use hyper::StatusCode;
+use hyper::header::{ACCEPT_RANGES, CONTENT_RANGE, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE};
+use serde::Deserialize;
+use tokio::time::sleep;
+use weightsync::Version;
+
+use super::state::{Kept, Shared};
+use super::{caller, lifeline};
+use crate::http::{Stopping, problem, read};
+use crate::rpc::plan::{Answer, LaneId, Want};
+use crate::rpc::wire::{Asked, MAX_BODY, Problem, Question, WantWord, Words, cut, of_sender};
+
+/// How much of a version is handed to a connection at once, in bytes.
+const PART: usize = 256 << 10;
+
+#[derive(Clone)]
+pub(super) struct App {
+    pub(super) shared: Arc<Shared>,
+    pub(super) stopping: Stopping,
+}
+
+/// The routes of a sender.
+pub(super) fn router(shared: Arc<Shared>, stopping: Stopping) -> Router {
+    Router::new()
+        .route(of_sender::WORKERS, post(lifeline::register))
+        .route(of_sender::WORDS, post(words))
+        .route(of_sender::SET, get(set))
+        .route(of_sender::MODEL, get(model))
+        .route(of_sender::IMAGE, get(image))
+        .with_state(App { shared, stopping })
+}
+
+pub(super) fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
+    let error = error.into();
+    problem(
+        status,
+        Problem {
+            error,
+            ..Problem::default()
+        },
+    )
+}
+
+/// A connection that is not there, or never was of this sender.
+fn gone() -> Response {
+    let words = "this sender has no such worker any more: register again";
+    wrong(StatusCode::GONE, words)
+}
+
+async fn words(State(app): State<App>, Path(id): Path<String>, request: Request) -> Response {
+    let Some(lane) = app.shared.named(&id) else {
+        return gone();
+    };
+    let words: Words = match read(request, MAX_BODY).await {
+        Ok(words) => words,
+        Err((status, error)) => return wrong(status, error),
+    };
+    let heard = app.shared.note(|plan| {
+        if !plan.is_here(lane) {
+            return false;
+        }
+        match words {
+            Words::Applied(applied) => {
+                let versions = caller::numbers(&applied);
+                plan.applied(lane, applied.sequence, &versions);
+            }
+            Words::Refused { sequence, reason } => plan.refused(lane, sequence, cut(&reason)),
+            Words::Rejected { reason } => plan.rejected(lane, cut(&reason)),
+        }
+        true
+    });
+    match heard {
+        true => StatusCode::NO_CONTENT.into_response(),
+        false => gone(),
+    }
+}
+
+/// A question that waits. Dropped, it waits no more.
+struct Waiting<'a> {
+    shared: &'a Shared,
+    lane: LaneId,
+    question: Option<u64>,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if let Some(question) = self.question {
+            self.shared
+                .note(|plan| plan.asks_no_more(self.lane, question));
+        }
+    }
+}
+
+async fn set(
+    State(mut app): State<App>,
+    Path(id): Path<String>,
+    Query(question): Query<Question>,
+) -> Response {
+    let shared = &*app.shared;
+    let Some(lane) = shared.named(&id) else {
+        return gone();
+    };
+    let want = match (question.want, question.model, question.version) {
+        (WantWord::Newest, ..) => Want::Newest,
+        (word, Some(model), Some(version)) if model < shared.models.len() => match word {
+            WantWord::Exactly => Want::Exactly(model, Version(version)),
+            _ => Want::AtLeast(model, Version(version)),
+        },
+        _ => {
+            let words = "a question for a version names a model and the version";
+            return wrong(StatusCode::UNPROCESSABLE_ENTITY, words);
+        }
+    };
+    let over = async {
+        match question.wait_ms {
+            Some(wait) => sleep(Duration::from_millis(wait)).await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::pin!(over);
+    let mut waiting = Waiting {
+        shared,
+        lane,
+        question: None,
+    };
+    loop {
+        let next = shared.next_publication();
+        tokio::pin!(next);
+        next.as_mut().enable();
+        let answer = match waiting.question {
+            None => shared.lock().ask(lane, want),
+            Some(_) => shared.lock().answer(lane, want),
+        };
+        match answer {
+            Answer::Set(order) => {
+                waiting.question = None;
+                let models = order.set.iter().map(|(_, kept)| kept.part());
+                return Json(Asked {
+                    sequence: order.sequence,
+                    models: models.collect(),
+                })
+                .into_response();
+            }
+            Answer::Unknown { known } => {
+                let error = "this version is not kept any more, or does not exist yet".into();
+                let body = Problem {
+                    error,
+                    known,
+                    ..Problem::default()
+                };
+                return problem(StatusCode::NOT_FOUND, body);
+            }
+            Answer::Gone => return gone(),
+            Answer::Later(question) => {
+                waiting.question.get_or_insert(question);
+            }
+        }
+        tokio::select! {
+            () = next => {}
+            () = &mut over => return StatusCode::NO_CONTENT.into_response(),
+            () = app.stopping.wait() => return gone(),
+        }
+    }
+}
+
+async fn model(State(app): State<App>, Path(model): Path<usize>) -> Response {
+    let Some(described) = app.shared.described(model) else {
+        return wrong(StatusCode::NOT_FOUND, "this sender has no such model");
+    };
+    let kind = HeaderValue::from_static("application/json");
+    ([(CONTENT_TYPE, kind)], Body::from(described)).into_response()
+}
+
+#[derive(Deserialize)]
+struct OfConnection {
+    id: String,
+}
+
+async fn image(
+    State(app): State<App>,
+    Path((model, version)): Path<(usize, u64)>,
+    Query(of): Query<OfConnection>,
+    headers: HeaderMap,
+) -> Response {
+    let shared = &app.shared;
+    // A successor of the sender that was meant may have its address, and a version of
+    // this number.
+    let Some(lane) = shared.named(&of.id) else {
+        return gone();
+    };
+    let Some(kept) = shared.find(model, Version(version)) else {
+        let words = "this version is not kept any more";
+        return wrong(StatusCode::NOT_FOUND, words);
+    };
+    shared.begins(lane);
+    let all = kept.snapshot.bytes().len();
+    let asked = headers.get(RANGE).map(|range| part_of(range, all));
+    let (status, part) = match asked {
+        None => (StatusCode::OK, 0..all),
+        Some(Some(part)) => (StatusCode::PARTIAL_CONTENT, part),
+        Some(None) => {
+            let words = format!("one range of bytes within {all} was expected");
+            let mut response = wrong(StatusCode::RANGE_NOT_SATISFIABLE, words);
+            content_range(response.headers_mut(), format!("bytes */{all}"));
+            return response;
+        }
+    };
+    let (from, to) = (part.start, part.end);
+    let mut response = Response::new(Body::new(ImageBody { kept, left: part }));
+    *response.status_mut() = status;
+    let headers = response.headers_mut();
+    let kind = HeaderValue::from_static("application/octet-stream");
+    headers.insert(CONTENT_TYPE, kind);
+    headers.insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    if status == StatusCode::PARTIAL_CONTENT {
+        content_range(headers, format!("bytes {from}-{}/{all}", to - 1));
+    }
+    response
+}
+
+fn content_range(headers: &mut HeaderMap, text: String) {
+    if let Ok(value) = HeaderValue::from_str(&text) {
+        headers.insert(CONTENT_RANGE, value);
+    }
+}
+
+/// The one range that a request asks for of so many bytes.
+fn part_of(range: &HeaderValue, all: usize) -> Option<Range<usize>> {
+    let (first, last) = range
+        .to_str()
+        .ok()?
+        .strip_prefix("bytes=")?
+        .split_once('-')?;
+    let number = |text: &str| {
+        let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+        digits.then(|| text.parse::<usize>().ok()).flatten()
+    };
+    let part = match (first, last) {
+        ("", last) => all.saturating_sub(number(last)?)..all,
+        (first, "") => number(first)?..all,
+        (first, last) => number(first)?..number(last)?.saturating_add(1).min(all),
+    };
+    (part.start < part.end).then_some(part)
+}
+
+/// Part of a version, which is kept as long as it is sent, and not copied.
+struct ImageBody {
+    kept: Arc<Kept>,
+    left: Range<usize>,
+}
+
+/// A piece of a version.
+struct Piece {
+    kept: Arc<Kept>,
+    range: Range<usize>,
+}
+
+impl AsRef<[u8]> for Piece {
+    fn as_ref(&self) -> &[u8] {
+        &self.kept.snapshot.bytes()[self.range.clone()]
+    }
+}
+
+impl http_body::Body for ImageBody {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let range = self.left.start..self.left.end.min(self.left.start + PART);
+        if range.is_empty() {
+            return Poll::Ready(None);
+        }
+        self.left.start = range.end;
+        let kept = self.kept.clone();
+        let piece = Bytes::from_owner(Piece { kept, range });
+        Poll::Ready(Some(Ok(Frame::data(piece))))
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.left.len() as u64)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.left.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_range_within_the_bytes_is_understood() {
+        let part = |text: &str| part_of(&HeaderValue::from_str(text).unwrap(), 10);
+        for (text, expected) in [
+            ("bytes=0-", Some(0..10)),
+            ("bytes=3-", Some(3..10)),
+            ("bytes=3-3", Some(3..4)),
+            ("bytes=3-100", Some(3..10)),
+            ("bytes=-4", Some(6..10)),
+            ("bytes=-40", Some(0..10)),
+            ("bytes=10-", None),
+            ("bytes=5-4", None),
+            ("bytes=-0", None),
+            ("bytes=-", None),
+            ("bytes=a-b", None),
+            ("bytes=+1-2", None),
+            ("bytes=0-1,3-4", None),
+            ("bytes=0-99999999999999999999999", None),
+            ("items=0-1", None),
+            ("", None),
+        ] {
+            assert_eq!(part(text), expected, "{text}");
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! What the trainer's thread and the one that serves share.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use bytes::Bytes;
+use tokio::sync::Notify;
+use weightsync::transport::{Deadline, ModelSpec, Opening};
+use weightsync::{Digest, ModelId, Result, Run, Snapshot, Version, WorkerId};
+use weightsync_net::Access;
+use weightsync_simd::crc64;
+
+use crate::http::Bearer;
+use crate::rpc::plan::{LaneId, Numbered, Plan};
+use crate::rpc::wait_on;
+use crate::rpc::wire::{CHUNK, Crc, Part, url};
+
+/// One version with what travels beside its bytes.
+#[derive(Debug)]
+pub(super) struct Kept {
+    pub(super) model: usize,
+    pub(super) snapshot: Snapshot,
+    crc64: Vec<Crc>,
+    digest: Option<Digest>,
+}
+
+impl Kept {
+    /// Makes the checksums: one pass over the version, in this thread.
+    pub(super) fn new(model: usize, snapshot: Snapshot, digest: Option<Digest>) -> Self {
+        let chunks = snapshot.bytes().chunks(CHUNK as usize);
+        Self {
+            model,
+            crc64: chunks.map(|chunk| Crc(crc64(chunk))).collect(),
+            snapshot,
+            digest,
+        }
+    }
+
+    /// How a worker is told of it.
+    pub(super) fn part(&self) -> Part {
+        Part {
+            model: self.model,
+            version: self.snapshot.version(),
+            bytes: self.snapshot.bytes().len() as u64,
+            chunk_bytes: CHUNK,
+            crc64: self.crc64.clone(),
+            digest: self.digest.or_else(|| self.snapshot.published_digest()),
+        }
+    }
+}
+
+impl Numbered for Arc<Kept> {
+    fn number(&self) -> Version {
+        self.snapshot.version()
+    }
+}
+
+/// What workers were called with and do not have yet.
+#[derive(Debug, Default)]
+struct Fetching {
+    versions: BTreeMap<(LaneId, usize), Version>,
+    /// Those that have begun.
+    begun: BTreeSet<LaneId>,
+}
+
+/// The plan of versions as they are kept here.
+pub(super) type Kepts = Plan<Arc<Kept>>;
+
+#[derive(Debug)]
+pub(super) struct Shared {
+    plan: Mutex<Kepts>,
+    /// Something that the trainer's threads may wait for has changed.
+    changed: Condvar,
+    /// Something was published, for questions that wait.
+    published: Notify,
+    /// What wakes the caller of each connection.
+    callers: Mutex<BTreeMap<LaneId, Arc<Notify>>>,
+    /// Every version that somebody holds, by model.
+    alive: Mutex<Vec<Vec<Weak<Kept>>>>,
+    fetching: Mutex<Fetching>,
+    closed: AtomicBool,
+    pub(super) models: Vec<ModelSpec>,
+    /// Each as JSON, made when it is asked for first.
+    described: Vec<OnceLock<Bytes>>,
+    pub(super) run: Run,
+    pub(super) url: String,
+    pub(super) access: Access,
+    /// For calls to workers.
+    pub(super) bearer: Bearer,
+}
+
+impl Shared {
+    pub(super) fn new(opening: &Opening<'_>, found: SocketAddr, access: Access) -> Self {
+        let models = opening.models.to_vec();
+        Self {
+            plan: Mutex::new(Plan::new(models.len(), opening.options.history)),
+            changed: Condvar::new(),
+            published: Notify::new(),
+            callers: Mutex::default(),
+            alive: Mutex::new(models.iter().map(|_| Vec::new()).collect()),
+            fetching: Mutex::default(),
+            closed: AtomicBool::new(false),
+            described: models.iter().map(|_| OnceLock::new()).collect(),
+            models,
+            run: opening.run,
+            url: url(found),
+            access,
+            bearer: Bearer::to_worker(opening.at.secret()),
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Kepts> {
+        self.plan.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets go of the plan until something may have changed.
+    pub(super) fn wait<'a>(
+        &'a self,
+        guard: MutexGuard<'a, Kepts>,
+        deadline: Deadline,
+    ) -> Result<MutexGuard<'a, Kepts>> {
+        wait_on(&self.changed, &self.plan, guard, deadline)
+    }
+
+    /// Changes the plan, and tells those who wait in the trainer's threads.
+    pub(super) fn note<T>(&self, change: impl FnOnce(&mut Kepts) -> T) -> T {
+        let result = change(&mut self.lock());
+        self.changed.notify_all();
+        result
+    }
+
+    /// Something new may be meant for workers.
+    pub(super) fn ring(&self) {
+        for caller in self.callers().values() {
+            caller.notify_one();
+        }
+        self.published.notify_waiters();
+        self.changed.notify_all();
+    }
+
+    /// What tells of the next publication; to be made before the plan is looked at.
+    pub(super) fn next_publication(&self) -> tokio::sync::futures::Notified<'_> {
+        self.published.notified()
+    }
+
+    pub(super) fn enter(&self, lane: LaneId) -> Arc<Notify> {
+        let bell = Arc::new(Notify::new());
+        self.callers().insert(lane, bell.clone());
+        bell
+    }
+
+    pub(super) fn leave(&self, lane: LaneId) {
+        self.callers().remove(&lane);
+        self.fetches(lane, &[]);
+    }
+
+    fn fetching_now(&self) -> MutexGuard<'_, Fetching> {
+        self.fetching.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn callers(&self) -> MutexGuard<'_, BTreeMap<LaneId, Arc<Notify>>> {
+        self.callers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that a version exists.
+    pub(super) fn born(&self, kept: &Arc<Kept>) {
+        let mut alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_model = &mut alive[kept.model];
+        of_model.retain(|one| one.strong_count() > 0);
+        of_model.push(Arc::downgrade(kept));
+    }
+
+    /// The versions of a model that somebody holds.
+    pub(super) fn alive(&self, model: usize) -> Vec<Version> {
+        let mut alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        alive[model].retain(|one| one.strong_count() > 0);
+        let alive = alive[model].iter().filter_map(Weak::upgrade);
+        alive.map(|kept| kept.number()).collect()
+    }
+
+    /// A version, as long as anybody holds it.
+    pub(super) fn find(&self, model: usize, version: Version) -> Option<Arc<Kept>> {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut alive = alive.get(model)?.iter().filter_map(Weak::upgrade);
+        alive.find(|kept| kept.number() == version)
+    }
+
+    /// Notes what a worker was called with, until it has it.
+    pub(super) fn fetches(&self, lane: LaneId, kepts: &[Arc<Kept>]) {
+        let mut fetching = self.fetching_now();
+        fetching.begun.remove(&lane);
+        fetching.versions.retain(|(of, _), _| *of != lane);
+        let new = kepts.iter();
+        let new = new.map(|kept| ((lane, kept.model), kept.number()));
+        fetching.versions.extend(new);
+    }
+
+    /// A worker has begun to fetch.
+    pub(super) fn begins(&self, lane: LaneId) {
+        self.fetching_now().begun.insert(lane);
+    }
+
+    /// Whether a worker has begun to fetch what it was called with.
+    pub(super) fn has_begun(&self, lane: LaneId) -> bool {
+        self.fetching_now().begun.contains(&lane)
+    }
+
+    /// Who was called with which version of a model and has not got it yet.
+    pub(super) fn fetching(&self, plan: &Kepts, model: usize) -> Vec<(WorkerId, u32, Version)> {
+        let fetching = self.fetching_now();
+        let versions: Vec<_> = fetching
+            .versions
+            .iter()
+            .filter(|((_, of), _)| *of == model)
+            .map(|((lane, _), version)| (*lane, *version))
+            .collect();
+        drop(fetching);
+        let who = versions.into_iter().filter_map(|(lane, version)| {
+            let about = plan.about(lane)?;
+            Some((about.worker, about.pid, version))
+        });
+        who.collect()
+    }
+
+    /// A model as workers are told of it.
+    pub(super) fn described(&self, model: usize) -> Option<Bytes> {
+        let spec = self.models.get(model)?;
+        let described = self.described[model].get_or_init(|| {
+            let text = serde_json::to_vec(spec);
+            text.unwrap_or_else(|_| unreachable!("a model's description has text keys"))
+                .into()
+        });
+        Some(described.clone())
+    }
+
+    pub(super) fn ids(&self) -> impl Iterator<Item = &ModelId> {
+        self.models.iter().map(|model| &model.id)
+    }
+
+    /// The name of a connection, which no other of any sender has.
+    pub(super) fn name(&self, lane: LaneId) -> String {
+        let id = u64::from_be_bytes(*self.run.id.first_chunk().unwrap_or(&[0; 8]));
+        format!("{id:016x}-{lane}")
+    }
+
+    /// The connection of a name.
+    pub(super) fn named(&self, name: &str) -> Option<LaneId> {
+        let (_, lane) = name.rsplit_once('-')?;
+        let lane = lane.parse().ok()?;
+        (self.name(lane) == name).then_some(lane)
+    }
+
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        self.ring();
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
+    }
+}

@@ -1,0 +1,282 @@
+//! What travels, as JSON: described for other languages in `openapi.json`, which a
+//! test holds against these types.
+
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+use weightsync::{Digest, Epoch, Layout, ModelId, Run, Version};
+
+/// What both ends speak. A worker that speaks another is refused.
+pub(crate) const PROTOCOL: u32 = 1;
+
+/// How many bytes have a checksum of their own.
+pub(crate) const CHUNK: u64 = 1 << 20;
+
+/// The longest body of a registration and of a worker's words, in bytes.
+pub(crate) const MAX_BODY: usize = 64 << 10;
+
+/// The longest description of a model, in bytes.
+pub(crate) const MAX_SPEC: usize = 256 << 20;
+
+/// The longest reason, in bytes.
+pub(crate) const MAX_REASON: usize = 4096;
+
+/// The longest label of a device, in bytes.
+pub(crate) const MAX_DEVICE: usize = 64;
+
+/// The routes of a sender.
+pub(crate) mod of_sender {
+    pub(crate) const WORKERS: &str = "/v1/workers";
+    pub(crate) const WORDS: &str = "/v1/workers/{id}/words";
+    pub(crate) const SET: &str = "/v1/workers/{id}/set";
+    pub(crate) const MODEL: &str = "/v1/models/{model}";
+    pub(crate) const IMAGE: &str = "/v1/models/{model}/versions/{version}/image";
+}
+
+/// The routes of a worker.
+pub(crate) mod of_worker {
+    pub(crate) const LIFELINE: &str = "/v1/lifeline";
+    pub(crate) const WEIGHTS: &str = "/v1/weights";
+}
+
+/// A worker's first words.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Register {
+    pub(crate) protocol: u32,
+    pub(crate) worker: u32,
+    pub(crate) pid: u32,
+    pub(crate) device: String,
+    /// The models it takes.
+    pub(crate) models: Vec<ModelId>,
+    /// Where it is called, as `http://ADDRESS:PORT`.
+    pub(crate) url: String,
+    /// The highest epoch it has seen: an older sender refuses it.
+    pub(crate) seen: Epoch,
+    /// For a worker that was let in before and whose connection broke: the run it goes
+    /// on with. Another sender refuses it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) run: Option<Run>,
+}
+
+/// A line of the answer to [`Register`], which lasts as long as both ends.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum FromSender {
+    Welcome(Welcome),
+    /// Counts; five a second.
+    Beat(u64),
+    /// The sender shuts down in order.
+    Closed {},
+}
+
+/// The first line.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Welcome {
+    pub(crate) protocol: u32,
+    /// By which this connection is named from here on.
+    pub(crate) id: String,
+    pub(crate) run: Run,
+    pub(crate) pid: u32,
+    /// The models of the sender, in its order.
+    pub(crate) models: Vec<ModelId>,
+    /// The call that will come at once has this number; 0: none will.
+    pub(crate) sequence: u64,
+}
+
+/// A line of a worker's lifeline, which lasts as long as both ends.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum FromWorker {
+    /// The first line.
+    Here { worker: u32, pid: u32 },
+    /// Counts; five a second.
+    Beat(u64),
+    /// The worker leaves in order.
+    Left {},
+}
+
+/// One version that a worker is to have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Part {
+    /// The model's place among the sender's.
+    pub(crate) model: usize,
+    pub(crate) version: Version,
+    pub(crate) bytes: u64,
+    pub(crate) chunk_bytes: u64,
+    /// CRC-64/NVME of each chunk, as 16 hexadecimal digits.
+    pub(crate) crc64: Vec<Crc>,
+    /// Of the whole version, if the sender has made it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) digest: Option<Digest>,
+}
+
+/// What a worker is called with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Call {
+    /// Of the worker's connection.
+    pub(crate) id: String,
+    pub(crate) run: Run,
+    pub(crate) sequence: u64,
+    /// Where the versions are fetched, as `http://ADDRESS:PORT`.
+    pub(crate) url: String,
+    pub(crate) models: Vec<Part>,
+}
+
+/// A line of the answer to [`Call`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Told {
+    /// It has all of it, and has checked it.
+    Staged { sequence: u64 },
+    /// Its program has been handed it, and has not said yet what comes of it.
+    Taken { sequence: u64 },
+    /// The last line: it runs it.
+    Applied(Applied),
+    /// The last line: it cannot use it.
+    Refused { sequence: u64, reason: String },
+    /// The last line: a newer one has taken its place.
+    PassedOver { sequence: u64 },
+}
+
+/// What a worker runs from here on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Applied {
+    /// Of the call, or of the answer; 0 for one beside the newest.
+    pub(crate) sequence: u64,
+    pub(crate) versions: Vec<Runs>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Runs {
+    pub(crate) model: usize,
+    pub(crate) version: Version,
+}
+
+/// What a worker says by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Words {
+    Applied(Applied),
+    Refused {
+        sequence: u64,
+        reason: String,
+    },
+    /// It can use nothing at all.
+    Rejected {
+        reason: String,
+    },
+}
+
+/// The question for a set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Question {
+    pub(crate) want: WantWord,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) model: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) version: Option<u64>,
+    /// How long to wait for it at most; for ever without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) wait_ms: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum WantWord {
+    Newest,
+    AtLeast,
+    Exactly,
+}
+
+/// A set that was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Asked {
+    /// 0 for one beside the newest.
+    pub(crate) sequence: u64,
+    pub(crate) models: Vec<Part>,
+}
+
+/// The body of an answer that is no success.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Problem {
+    pub(crate) error: String,
+    /// For a version that is not kept: those that are, newest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) known: Vec<Version>,
+    /// For a worker that has seen a later sender: this one's epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) epoch: Option<Epoch>,
+}
+
+/// A checksum, in JSON as 16 hexadecimal digits: a number would lose some.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct Crc(pub(crate) u64);
+
+impl From<Crc> for String {
+    fn from(crc: Crc) -> Self {
+        format!("{:016x}", crc.0)
+    }
+}
+
+impl TryFrom<String> for Crc {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let digits = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let crc = u64::from_str_radix(&text, 16);
+        match (digits, crc) {
+            (true, Ok(crc)) => Ok(Self(crc)),
+            _ => Err("a checksum has 16 hexadecimal digits".into()),
+        }
+    }
+}
+
+impl Part {
+    /// Whether it is of a version of this layout, chunk by chunk.
+    pub(crate) fn is_of(&self, layout: &Layout) -> bool {
+        let chunks = layout.bytes().div_ceil(CHUNK);
+        self.bytes == layout.bytes()
+            && self.chunk_bytes == CHUNK
+            && self.crc64.len() as u64 == chunks
+            && !self.version.is_none()
+    }
+}
+
+/// The most bytes of a set of such layouts.
+pub(crate) fn max_set<'a>(layouts: impl Iterator<Item = &'a Layout>) -> usize {
+    let parts = layouts.map(|layout| {
+        let chunks = usize::try_from(layout.bytes().div_ceil(CHUNK)).unwrap_or(usize::MAX);
+        chunks.saturating_mul(20).saturating_add(512)
+    });
+    parts.fold(MAX_BODY, usize::saturating_add)
+}
+
+/// The base of a URL of an address.
+pub(crate) fn url(addr: SocketAddr) -> String {
+    format!("http://{addr}")
+}
+
+/// The address in such a URL.
+pub(crate) fn addr_of(url: &str) -> Option<SocketAddr> {
+    url.strip_prefix("http://")?
+        .trim_end_matches('/')
+        .parse()
+        .ok()
+}
+
+/// As much of a reason as travels.
+pub(crate) fn cut(reason: &str) -> String {
+    reason[..reason.floor_char_boundary(MAX_REASON)].to_owned()
+}
+
+/// A line of JSON.
+pub(crate) fn line(value: &impl Serialize) -> bytes::Bytes {
+    let mut line = serde_json::to_vec(value)
+        .unwrap_or_else(|_| unreachable!("lines are plain data with text keys"));
+    line.push(b'\n');
+    line.into()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,128 @@
+//! What a network does to what travels.
+
+use std::time::{Duration, Instant};
+
+use weightsync::{Expect, Outcome, Receiver, SendOptions, Sender, WaitFor};
+
+use super::proxy::{Harm, Proxy};
+use super::{SOON, at_connect, parts, receive, setup, weights, worker};
+
+/// A few megabytes, so that there are several chunks.
+const FLOATS: usize = 1 << 20;
+
+/// A sender that its worker reaches by a proxy.
+fn behind(proxy: &Proxy) -> (Sender, Receiver) {
+    let initial = weights(FLOATS, 1.0);
+    let scheme = at_connect().advertise(&proxy.addr.to_string());
+    let setup = setup(&initial, scheme);
+    let (address, _) = parts(&setup.init_info());
+    let (found, listens) = address.split_once(" at ").expect("both");
+    assert_eq!(found, proxy.addr.to_string());
+    proxy.to(listens.parse().expect("an address"));
+    let sender = setup
+        .connect(&initial, Expect::Count(0), SOON)
+        .expect("a sender");
+    let mut receiver = worker(sender.init_info(), 0).expect("it joins");
+    assert_eq!(receive(&mut receiver), 1.0);
+    (sender, receiver)
+}
+
+fn staged() -> SendOptions {
+    SendOptions::new().wait(WaitFor::Staged)
+}
+
+#[test]
+fn what_is_damaged_or_broken_off_comes_again() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    for (value, harm) in [
+        (2.0, Harm::Flip(3_000_000)),
+        (3.0, Harm::Cut(1_500_000)),
+        (4.0, Harm::Flip(2_000_000)),
+        (5.0, Harm::Cut(200_000)),
+    ] {
+        let before = proxy.harmed();
+        proxy.harm(&[harm]);
+        let report = sender
+            .send_with(&weights(FLOATS, value), &staged())
+            .expect("it is sent");
+        assert!(report.all_reached(), "{report}");
+        assert_eq!(proxy.harmed(), before + 1, "{harm:?}");
+        assert_eq!(receive(&mut receiver), value, "{harm:?}");
+    }
+}
+
+#[test]
+fn what_is_always_damaged_is_refused_in_words_and_nothing_of_it_is_seen() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    // As often as a chunk is asked for.
+    proxy.harm(&[Harm::Flip(700_000); 5]);
+    let report = sender
+        .send_with(&weights(FLOATS, 2.0), &staged())
+        .expect("it is sent");
+    let line = report.worker(0).expect("its line");
+    let Outcome::Refused { reason } = &line.outcome else {
+        panic!("{report}");
+    };
+    assert!(
+        reason.contains("chunk 0") && reason.contains("damaged"),
+        "{reason}"
+    );
+    assert_eq!(proxy.harmed(), 5);
+    let latest = receiver.latest().expect("no failure").expect("it has one");
+    assert_eq!(latest.version().0, 1);
+    let next = sender.send_with(&weights(FLOATS, 3.0), &staged());
+    assert!(next.expect("it is sent").all_reached());
+    assert_eq!(receive(&mut receiver), 3.0);
+}
+
+#[test]
+fn a_worker_goes_on_where_its_connections_broke() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    for value in [2.0, 3.0, 4.0] {
+        proxy.cut();
+        // It may take a moment until it is back, and it has what was sent by then.
+        let begun = Instant::now();
+        let report = loop {
+            let report = sender
+                .send_with(&weights(FLOATS, value), &staged())
+                .expect("it is sent");
+            let line = report.worker(0).map(|line| line.outcome.clone());
+            match line {
+                Some(Outcome::Staged | Outcome::Applied) => break report,
+                Some(Outcome::Died) | None => {}
+                Some(other) => panic!("{other:?}"),
+            }
+            assert!(begun.elapsed() < SOON, "it does not come back");
+            std::thread::yield_now();
+        };
+        assert!(receive(&mut receiver) == value, "{report}");
+        let status = sender.workers();
+        assert_eq!(status.len(), 1);
+        assert_eq!(status[0].version(), receiver.version());
+    }
+}
+
+#[test]
+fn a_sender_that_shuts_down_is_told_after_what_it_sent() {
+    let initial = weights(FLOATS, 1.0);
+    for _ in 0..10 {
+        let setup = setup(&initial, at_connect());
+        let mut sender = setup
+            .connect(&initial, Expect::Count(0), SOON)
+            .expect("a sender");
+        let mut receiver = worker(sender.init_info(), 0).expect("it joins");
+        let sent = SendOptions::new().wait(WaitFor::Sent);
+        sender
+            .send_with(&weights(FLOATS, 2.0), &sent)
+            .expect("sent");
+        sender.shutdown();
+        assert_eq!(receive(&mut receiver), 2.0);
+        let begun = Instant::now();
+        let error = receiver.receive(None).unwrap_err();
+        assert!(error.is_sender_closed(), "{error}");
+        assert!(begun.elapsed() < Duration::from_secs(8));
+    }
+}

@@ -1,0 +1,160 @@
+//! Where a sender listens, and who may.
+
+use weightsync::transport::{FirstWeights, Scheme};
+use weightsync::{AnyScheme, Error, Expect, ModelId, SenderSetup};
+use weightsync_net::{Access, Token};
+use weightsync_serve::{Rpc, schemes};
+
+use super::{SOON, at_connect, parts, receive, setup, weights, worker};
+
+#[test]
+fn the_scheme_is_its_text() {
+    for text in [
+        "rpc",
+        "rpc:initial=connect",
+        "rpc:listen=localhost:7007",
+        "rpc:initial=connect,listen=127.0.0.1:7007,advertise=10.0.0.1:0",
+    ] {
+        assert_eq!(schemes().parse(text).expect(text).to_string(), text);
+    }
+    let same = schemes().parse("rpc:initial=send,listen=127.0.0.1:0");
+    assert_eq!(same.expect("a scheme"), AnyScheme::new(Rpc::default()));
+    for (text, hint) in [
+        ("rpc:initial=now", "connect or send"),
+        ("rpc:initial", "connect or send"),
+        ("rpc:listen=7007", "HOST:PORT"),
+        ("rpc:listen=:7007", "HOST:PORT"),
+        ("rpc:listen=a:b", "HOST:PORT"),
+        ("rpc:listen=a:70000", "HOST:PORT"),
+        ("rpc:advertise=", "HOST:PORT"),
+        ("rpc:fast", "initial=connect|send"),
+        ("rpc:initial=send,initial=connect", "once"),
+    ] {
+        let error = schemes().parse(text).expect_err(text).to_string();
+        assert!(error.contains(hint), "{text}: {error}");
+    }
+    assert_eq!(Rpc::default().first_weights(), FirstWeights::AtFirstSend);
+    assert_eq!(at_connect().first_weights(), FirstWeights::AtConnect);
+}
+
+#[test]
+fn off_loopback_takes_a_token_and_the_permission() {
+    let initial = weights(8, 1.0);
+    let token = Token::new("a token of at least 16 bytes").expect("it is long enough");
+    let mut access = Access::default();
+    let open = |access: &Access| {
+        let scheme = Rpc::default().listen("0.0.0.0:0").access(access.clone());
+        setup(&initial, scheme).connect(&initial, Expect::Count(0), SOON)
+    };
+    let error = open(&access).unwrap_err().to_string();
+    assert!(error.contains("without a token"), "{error}");
+    access.insecure_plaintext = true;
+    assert!(open(&access).unwrap_err().to_string().contains("token"));
+    access.insecure_plaintext = false;
+    access.token = Some(token.clone());
+    let error = open(&access).unwrap_err().to_string();
+    assert!(error.contains("not encrypted"), "{error}");
+    access.insecure_plaintext = true;
+    let sender = open(&access).expect("both are there");
+    // What the init info carries comes of the token.
+    assert_eq!(parts(&sender.init_info()).1, token.secret());
+
+    // A worker is not told where it may connect by an init info alone.
+    let mut info = serde_json::to_value(sender.init_info()).expect("JSON");
+    info["at"]["address"] = "192.0.2.1:9".into();
+    let info = serde_json::from_value(info).expect("an init info");
+    let error = worker(info, 0).unwrap_err().to_string();
+    assert!(error.contains("not encrypted"), "{error}");
+    // Nor are names looked up for it.
+    for address in ["example.com:80", "nowhere", "127.0.0.1", "127.0.0.1:1 at x"] {
+        let mut info = serde_json::to_value(sender.init_info()).expect("JSON");
+        info["at"]["address"] = address.into();
+        let info = serde_json::from_value(info).expect("an init info");
+        let error = worker(info, 0).unwrap_err();
+        assert!(matches!(error, Error::BadInitInfo(_)), "{address}: {error}");
+    }
+}
+
+#[test]
+fn a_run_directory_keeps_the_port() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run = dir.path().join("run");
+    let initial = weights(8, 1.0);
+    let prepare = |value: f32| {
+        let setup = setup(&weights(8, value), at_connect());
+        setup.run_dir(&run).expect("it can be used")
+    };
+    let first = prepare(1.0);
+    let info = first.init_info();
+    let sender = first
+        .connect(&initial, Expect::Count(0), SOON)
+        .expect("a sender");
+    let mut receiver = worker(info.clone(), 0).expect("it joins");
+    assert_eq!(receive(&mut receiver), 1.0);
+
+    // One that lives is left alone.
+    let second = prepare(2.0);
+    assert_eq!(second.init_info(), info);
+    let error = second
+        .connect(&initial, Expect::Count(0), SOON)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("another sender of this run directory"),
+        "{error}"
+    );
+    let port = std::fs::read_dir(&run).expect("it is there");
+    let port = port.flatten().map(|entry| entry.file_name());
+    let port: Vec<_> = port
+        .filter(|name| name.to_string_lossy().starts_with("rpc-port-"))
+        .collect();
+    assert_eq!(port.len(), 1, "{port:?}");
+
+    sender.shutdown();
+    assert!(matches!(
+        receiver.receive(Some(SOON)),
+        Err(Error::SenderClosed)
+    ));
+    let next = prepare(2.0)
+        .connect(&weights(8, 2.0), Expect::Count(0), SOON)
+        .expect("its place is free");
+    assert_eq!(receive(&mut receiver), 2.0, "found by itself");
+    assert_eq!(next.init_info(), info);
+
+    // Another set of models has another place there.
+    let other = SenderSetup::new("critic", &initial).expect("a model");
+    let other = other.scheme(at_connect()).expect("a place");
+    let other = other.run_dir(&run).expect("it can be used");
+    assert_ne!(parts(&other.init_info()).0, parts(&info).0);
+
+    // What is no port is said to be none.
+    let file = run.join(&port[0]);
+    std::fs::write(&file, "seven").expect("it is ours");
+    let error = setup(&initial, at_connect()).run_dir(&run);
+    let Err(error) = error else {
+        panic!("it is no port");
+    };
+    let error = error.to_string();
+    assert!(error.contains("is no port"), "{error}");
+}
+
+#[test]
+fn a_place_is_final_before_anybody_listens() {
+    let models = [ModelId::new("policy").expect("a name")];
+    let scheme = Rpc::default();
+    let places: Vec<_> = (0..50)
+        .map(|_| scheme.place(&models, None).expect("a place"))
+        .collect();
+    for (index, at) in places.iter().enumerate() {
+        let others = places[..index].iter();
+        assert!(others.clone().all(|other| other.secret() != at.secret()));
+        assert!(!at.restarts());
+        // Nobody is there.
+        assert!(std::net::TcpStream::connect(at.address()).is_err());
+    }
+    let told = Rpc::default().listen("127.0.0.1:0").advertise("10.1.2.3:0");
+    let at = told.place(&models, None).expect("a place");
+    let (found, listens) = at.address().split_once(" at ").expect("both");
+    let port = listens.strip_prefix("127.0.0.1:").expect("its own");
+    assert_eq!(found, format!("10.1.2.3:{port}"));
+}

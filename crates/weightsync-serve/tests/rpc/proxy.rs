@@ -1,0 +1,148 @@
+//! A network between a sender and its workers that can be cut, and that damages what
+//! it is told to.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+
+/// What it does to an answer of the sender.
+#[derive(Clone, Copy, Debug)]
+pub enum Harm {
+    /// Hangs up after so many bytes of it.
+    Cut(u64),
+    /// Changes a bit of this byte of it.
+    Flip(u64),
+}
+
+/// Passes on connections to a sender.
+pub struct Proxy {
+    pub addr: SocketAddr,
+    state: Arc<State>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct State {
+    to: Mutex<Option<SocketAddr>>,
+    /// For the next answers that have so many bytes, each once.
+    harms: Mutex<Vec<Harm>>,
+    open: Mutex<Vec<TcpStream>>,
+    harmed: AtomicU64,
+    over: AtomicBool,
+}
+
+impl Proxy {
+    pub fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let state = Arc::new(State {
+            to: Mutex::default(),
+            harms: Mutex::default(),
+            open: Mutex::default(),
+            harmed: AtomicU64::new(0),
+            over: AtomicBool::new(false),
+        });
+        let addr = listener.local_addr().expect("an address");
+        let theirs = state.clone();
+        let thread = thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                if theirs.over.load(Ordering::SeqCst) {
+                    return;
+                }
+                let to = *theirs.to.lock().expect("no panic");
+                let Some(sender) = to.and_then(|to| TcpStream::connect(to).ok()) else {
+                    continue;
+                };
+                let state = theirs.clone();
+                thread::spawn(move || state.pass(&stream, &sender));
+            }
+        });
+        Self {
+            addr,
+            state,
+            thread: Some(thread),
+        }
+    }
+
+    pub fn to(&self, sender: SocketAddr) {
+        *self.state.to.lock().expect("no panic") = Some(sender);
+    }
+
+    pub fn harm(&self, harms: &[Harm]) {
+        self.state.harms.lock().expect("no panic").extend(harms);
+    }
+
+    /// How many connections were harmed.
+    pub fn harmed(&self) -> u64 {
+        self.state.harmed.load(Ordering::SeqCst)
+    }
+
+    /// Hangs up on everybody, once.
+    pub fn cut(&self) {
+        for stream in self.state.open.lock().expect("no panic").drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl State {
+    fn pass(self: Arc<Self>, worker: &TcpStream, sender: &TcpStream) {
+        let clone = |stream: &TcpStream| stream.try_clone().expect("a descriptor");
+        let mut open = self.open.lock().expect("no panic");
+        open.extend([clone(worker), clone(sender)]);
+        drop(open);
+        let (from, to) = (clone(worker), clone(sender));
+        let up = thread::spawn(move || copy(from, to, |_, _| true));
+        let down = (clone(sender), clone(worker));
+        copy(down.0, down.1, |from, bytes| self.damage(from, bytes));
+        up.join().expect("no panic");
+    }
+
+    /// Harms a part of what passes, if it is to be; false to hang up.
+    fn damage(&self, from: u64, bytes: &mut [u8]) -> bool {
+        let to = from + bytes.len() as u64;
+        let mut harms = self.harms.lock().expect("no panic");
+        let here = harms.iter().position(|harm| {
+            let (Harm::Cut(at) | Harm::Flip(at)) = harm;
+            (from..to).contains(at)
+        });
+        let Some(harm) = here.map(|place| harms.remove(place)) else {
+            return true;
+        };
+        self.harmed.fetch_add(1, Ordering::SeqCst);
+        match harm {
+            Harm::Cut(_) => false,
+            Harm::Flip(at) => {
+                bytes[(at - from) as usize] ^= 4;
+                true
+            }
+        }
+    }
+}
+
+fn copy(mut from: TcpStream, mut to: TcpStream, mut through: impl FnMut(u64, &mut [u8]) -> bool) {
+    let mut buffer = vec![0; 64 << 10];
+    let mut passed = 0;
+    while let Ok(len @ 1..) = from.read(&mut buffer) {
+        if buffer.starts_with(b"HTTP/1.1 ") {
+            passed = 0;
+        }
+        let go_on = through(passed, &mut buffer[..len]);
+        if !go_on || to.write_all(&buffer[..len]).is_err() {
+            break;
+        }
+        passed += len as u64;
+    }
+    let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.state.over.store(true, Ordering::SeqCst);
+        self.cut();
+        let _ = TcpStream::connect(self.addr);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
