@@ -333,6 +333,9 @@ impl Scheme for Distributed {
         };
         let file = run_dir.map(|dir| port_file(dir, models));
         let known = file.as_deref().and_then(read_port);
+        // A setup that was placed before, without its run directory perhaps, listens
+        // at the very address that is wanted now.
+        self.listeners().clear();
         let listener = match self.bind(known) {
             // Its predecessor is still there, and may be alive: that is for `open`
             // to find.
@@ -355,9 +358,7 @@ impl Scheme for Distributed {
             .listen
             .as_ref()
             .is_some_and(|listen| !listen.ends_with(":0"));
-        let mut listeners = self.listeners();
-        listeners.clear();
-        listeners.insert(address.clone(), listener);
+        self.listeners().insert(address.clone(), listener);
         Endpoint::new(address, secret, fixed || run_dir.is_some())
     }
 

@@ -29,6 +29,9 @@ use crate::wire::message::{ChunkRange, MAX_RANGES, Message, ToChild, ToParent};
 /// How much is read before its checksum is made, so that it is still in the cache.
 const GULP: usize = 256 << 10;
 
+/// How often it is looked whether a fetch that was stopped has ended.
+const PAUSE: Duration = Duration::from_millis(1);
+
 /// A process to fetch from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Parent {
@@ -42,17 +45,28 @@ pub(crate) struct Parent {
 #[derive(Debug)]
 pub(crate) enum FetchEnd {
     /// Everything has come.
-    Whole {
-        /// What came by this fetch.
-        bytes: u64,
-        took: Duration,
-    },
+    Whole,
+    /// What was asked for has come; a fetch that was stopped still had the rest,
+    /// which is nobody's fault.
+    Partly,
     /// The parent does not have it.
     NotThere,
     /// A connection broke, was silent for too long, or said what cannot be.
     Broken(io::Error),
     /// It was stopped.
     Stopped,
+}
+
+/// What came by one fetch, whatever its end.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Came {
+    pub(crate) bytes: u64,
+    /// How long that took, without waits for a parent that did not have it yet: a
+    /// chunk that has begun to come is whole at the parent, so from there on only
+    /// the link holds it up.
+    ///
+    /// The parent could not tell: what it writes may be taken by a buffer at once.
+    pub(crate) busy: Duration,
 }
 
 /// Connections to parents that wait for the next fetch.
@@ -125,9 +139,10 @@ struct Shared {
     first_end: Mutex<Option<FetchEnd>>,
     /// The connections in use, to be ended when it is stopped.
     sockets: Mutex<Vec<TcpStream>>,
-    bytes: Mutex<u64>,
-    since: Instant,
-    done: Box<dyn Fn(FetchEnd) + Send + Sync>,
+    came: Mutex<Came>,
+    /// How many connections there were.
+    count: usize,
+    done: Box<dyn Fn(FetchEnd, Came) + Send + Sync>,
 }
 
 impl Fetch {
@@ -139,7 +154,7 @@ impl Fetch {
         (room, held): (Arc<Room>, Arc<Held>),
         store: &Arc<Store>,
         threads: &Arc<Threads>,
-        done: impl Fn(FetchEnd) + Send + Sync + 'static,
+        done: impl Fn(FetchEnd, Came) + Send + Sync + 'static,
     ) -> Self {
         let missing: Vec<usize> = room.missing().collect();
         // A connection each for what is worth one.
@@ -156,8 +171,8 @@ impl Fetch {
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
-            bytes: Mutex::default(),
-            since: Instant::now(),
+            came: Mutex::default(),
+            count,
             done: Box::new(done),
         });
         for part in 0..count {
@@ -184,6 +199,10 @@ impl Drop for Fetch {
 impl Shared {
     /// One connection's part.
     fn fetch(&self, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
+        if indices.is_empty() {
+            self.wait_for_the_rest();
+            return Ok(None);
+        }
         let mut waiting = indices;
         // One that waited may have been closed meanwhile: then a new one.
         let idle = self.connections.take(self.parent);
@@ -200,6 +219,18 @@ impl Shared {
         let address = self.parent.address;
         let socket = blocking::dial(address, &self.connections.key, Role::Bulk, SUSPECT)?;
         self.fetch_by(socket, waiting)
+    }
+
+    /// A fetch that was stopped has all that is missing: it is about to let go of it.
+    fn wait_for_the_rest(&self) {
+        let since = Instant::now();
+        while !self.room.is_whole()
+            && self.room.missing().next().is_none()
+            && !self.is_stopped()
+            && since.elapsed() < SUSPECT
+        {
+            std::thread::sleep(PAUSE);
+        }
     }
 
     fn fetch_by(&self, mut socket: TcpStream, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
@@ -266,6 +297,7 @@ impl Shared {
             && head.image_bytes == self.room.layout().bytes();
         let piece = self.room.take(index).filter(|_| of_this);
         let mut piece = piece.ok_or_else(|| invalid(FrameError::Chunk { head: *head }))?;
+        let since = Instant::now();
         let mut crc = Crc64::new();
         for part in piece.chunks_mut(GULP) {
             read_exact(socket, part)?;
@@ -274,7 +306,11 @@ impl Shared {
         let crc = crc.value();
         head.check_crc(crc).map_err(invalid)?;
         self.held.note_sum(index, crc);
-        *self.bytes.lock().unwrap_or_else(PoisonError::into_inner) += piece.len() as u64;
+        {
+            let mut came = self.came();
+            came.bytes += piece.len() as u64;
+            came.busy += since.elapsed();
+        }
         piece.keep();
         self.store.notify();
         Ok(())
@@ -298,16 +334,19 @@ impl Shared {
         }
         let end = first.take();
         drop(first);
-        let whole = self.room.is_whole();
-        (self.done)(match end {
-            _ if whole => FetchEnd::Whole {
-                bytes: *self.bytes.lock().unwrap_or_else(PoisonError::into_inner),
-                took: self.since.elapsed(),
-            },
+        let end = match end {
+            _ if self.room.is_whole() => FetchEnd::Whole,
             Some(end) => end,
-            // A stopped fetch of the same version may still have had a piece.
-            None => FetchEnd::Broken(io::Error::other("some of it is still missing")),
-        });
+            None => FetchEnd::Partly,
+        };
+        let mut came = *self.came();
+        // Connections that went on side by side.
+        came.busy /= self.count as u32;
+        (self.done)(end, came);
+    }
+
+    fn came(&self) -> MutexGuard<'_, Came> {
+        self.came.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends the connections: what is on its way is not wanted any more.

@@ -19,7 +19,9 @@ use super::{AgentOptions, Reach, StartError, backoff};
 use crate::access::Key;
 use weightsync_mem::protocol::MAX_SLOTS;
 
-use crate::bulk::{Connections, Fetch, FetchEnd, Held, Parent, Served, Store, Threads, serve};
+use crate::bulk::{
+    Came, Connections, Fetch, FetchEnd, Held, Parent, Served, Store, Threads, serve,
+};
 use crate::link::listen::accept_all;
 use crate::link::{Link, LinkEnd};
 use crate::root::spawn_child;
@@ -47,11 +49,19 @@ pub(crate) enum Event {
     /// Something has happened at workers of this host.
     Near(Vec<mem::Event>),
     /// A fetch has ended.
-    Fetched { number: u64, end: FetchEnd },
+    Fetched(Fetched),
     /// Something was served from here.
     Served(Served),
     /// It is to leave.
     Stop,
+}
+
+/// A fetch that has ended.
+pub(crate) struct Fetched {
+    number: u64,
+    item: Item,
+    end: FetchEnd,
+    came: Came,
 }
 
 pub(crate) struct Engine {
@@ -243,7 +253,7 @@ impl Engine {
                     }
                 }
                 Event::Near(events) => self.near(events),
-                Event::Fetched { number, end } => self.fetched(number, end),
+                Event::Fetched(fetched) => self.fetched(fetched),
                 Event::Served(served) => self.served(served),
             }
         };
@@ -524,17 +534,31 @@ impl Engine {
         }
     }
 
-    fn fetched(&mut self, number: u64, end: FetchEnd) {
-        let Some((current, item, parent, _)) = &self.fetch else {
+    fn fetched(&mut self, fetched: Fetched) {
+        let Fetched {
+            number,
+            item,
+            end,
+            came: Came { bytes, busy },
+        } = fetched;
+        if bytes > 0 {
+            self.say(&ToRoot::Received {
+                model: item.model as u8,
+                version: item.version,
+                bytes,
+                micros: busy.as_micros() as u64,
+            });
+        }
+        let Some((current, _, parent, _)) = &self.fetch else {
             return;
         };
         if *current != number {
             return;
         }
-        let (item, parent) = (*item, *parent);
+        let parent = *parent;
         self.fetch = None;
         match end {
-            FetchEnd::Whole { bytes, took } => {
+            FetchEnd::Whole => {
                 let committed = match self.coming.get(&item) {
                     Some((room, _)) => room.commit(),
                     None => return,
@@ -543,12 +567,6 @@ impl Engine {
                     Ok(snapshot) => {
                         self.failures = 0;
                         self.whole.insert(item, snapshot);
-                        self.say(&ToRoot::Received {
-                            model: item.model as u8,
-                            version: item.version,
-                            bytes,
-                            micros: took.as_micros() as u64,
-                        });
                         self.say(&ToRoot::Holds {
                             have: vec![held(item)],
                             dropped: Vec::new(),
@@ -586,7 +604,8 @@ impl Engine {
                 self.parent = None;
                 self.step([Input::Broken { item }, Input::NoParent]);
             }
-            FetchEnd::Stopped => self.step([Input::Broken { item }]),
+            // What is missing still is fetched, from the same parent.
+            FetchEnd::Stopped | FetchEnd::Partly => self.step([Input::Broken { item }]),
         }
     }
 
@@ -691,8 +710,14 @@ impl Engine {
             (room.clone(), coming.clone()),
             &self.store,
             &self.threads,
-            move |end| {
-                let _ = events.blocking_send(Event::Fetched { number, end });
+            move |end, came| {
+                let fetched = Fetched {
+                    number,
+                    item,
+                    end,
+                    came,
+                };
+                let _ = events.blocking_send(Event::Fetched(fetched));
             },
         );
         self.fetch = Some((number, item, parent, fetch));
@@ -745,7 +770,7 @@ impl Engine {
                     event = heard.recv() => match event {
                         Some(Event::Stop) | None => return Some(Ending::Moved),
                         Some(Event::Near(events)) => self.near(events),
-                        Some(Event::Fetched { number, end }) => self.fetched(number, end),
+                        Some(Event::Fetched(fetched)) => self.fetched(fetched),
                         Some(Event::Served(served)) => self.served(served),
                         Some(Event::Root { .. }) => {}
                     },

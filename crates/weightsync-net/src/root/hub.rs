@@ -210,11 +210,7 @@ impl Hub {
                 Ok(message) => self.hear(agent, message),
                 Err(end) => self.part(agent, &end),
             },
-            Event::Served(Served::Speed { child, bytes, busy }) => {
-                self.served += bytes;
-                let assigned = self.topology.measured(child, bytes, busy);
-                self.assign(&assigned);
-            }
+            Event::Served(Served::Speed { bytes, .. }) => self.served += bytes,
             Event::Served(Served::Wanted { .. } | Served::Unwanted { .. }) => {}
             Event::Status(answer) => {
                 // Who asked may have gone.
@@ -351,20 +347,18 @@ impl Hub {
                     }
                 }
             }
-            ToRoot::Received { bytes, .. } => known.received += bytes,
+            ToRoot::Received { bytes, micros, .. } => {
+                known.received += bytes;
+                let busy = Duration::from_micros(micros);
+                let assigned = self.topology.measured(agent, bytes, busy);
+                self.assign(&assigned);
+            }
             ToRoot::ParentLost { parent, .. } => {
                 let assigned = self.topology.lost(agent, parent);
                 self.assign(&assigned);
             }
-            ToRoot::ChildSpeed {
-                child,
-                bytes,
-                micros,
-            } => {
-                let busy = Duration::from_micros(micros);
-                let assigned = self.topology.measured(child, bytes, busy);
-                self.assign(&assigned);
-            }
+            // How fast a parent can write says little of the link: a buffer takes it.
+            ToRoot::ChildSpeed { .. } => {}
             // It asks the sender itself next.
             ToRoot::Missing { .. } | ToRoot::Ping => {}
             ToRoot::Goodbye => known.leaves = true,

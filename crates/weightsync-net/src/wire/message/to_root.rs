@@ -96,7 +96,7 @@ pub enum ToRoot {
         /// Those given up; at most [`MAX_HELD`].
         dropped: Vec<Held>,
     },
-    /// A whole transfer came.
+    /// A transfer has ended.
     Received {
         /// Of which model.
         model: u8,
@@ -104,7 +104,8 @@ pub enum ToRoot {
         version: Version,
         /// How much was fetched for it, in bytes.
         bytes: u64,
-        /// How long that took, in microseconds.
+        /// How long its chunks took from their first byte to their last, in
+        /// microseconds.
         micros: u64,
     },
     /// The parent does not answer.

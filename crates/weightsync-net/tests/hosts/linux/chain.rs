@@ -1,0 +1,95 @@
+//! How versions come to many hosts when nothing goes wrong, and to who comes late.
+
+use super::stage::{GIGABIT, Stage, Who, chain};
+
+pub(crate) const TESTS: &[(&str, fn())] = &[
+    ("versions_go_down_a_chain_of_relays_once", relays),
+    ("workers_without_a_relay_fetch_for_themselves", alone),
+    ("a_late_worker_gets_the_newest", late),
+];
+
+const MIB: usize = 1 << 20;
+
+fn relays() {
+    const SENDS: u64 = 5;
+    let bytes = 8 * MIB;
+    let mut stage = Stage::new(5, bytes);
+    stage.rate(0..5, GIGABIT);
+    for host in 1..5 {
+        stage.start_relay(host);
+        let first = 10 * host as u32;
+        stage.start_workers(host, &[first, first + 1]);
+    }
+    for _ in 0..SENDS {
+        let sent = stage.send();
+        assert_eq!((sent.workers.len(), sent.failed()), (8, vec![]), "{sent:?}");
+        stage.note(&format!("version {} in {:?}", sent.version, sent.took));
+    }
+    stage.until_all_newest();
+    // Its first version, and those.
+    let once = (SENDS + 1) * bytes as u64;
+    let status = stage.until_status("everything is counted", |status| {
+        status.served >= once && status.relays.iter().all(|one| one.received >= once)
+    });
+    let chain = chain(&status);
+    assert_eq!(chain.len(), 4, "{status:#?}");
+    // Four hosts cost the sender what one does, and eight workers what four do.
+    let about = once..once + once / 10;
+    assert!(about.contains(&status.served), "{status:#?}");
+    for relay in &chain {
+        assert!(about.contains(&relay.received), "{status:#?}");
+        assert_eq!(relay.workers.len(), 2, "{status:#?}");
+    }
+    let (served, name) = (status.served, &chain[3].address);
+    stage.note(&format!("served {served} bytes of {once}; {name} is last"));
+}
+
+fn alone() {
+    let bytes = 2 * MIB;
+    let mut stage = Stage::new(4, bytes);
+    for host in 1..4 {
+        stage.start_workers(host, &[host as u32]);
+    }
+    // One beside another, each for itself.
+    stage.start_workers(3, &[4]);
+    for _ in 0..5 {
+        let sent = stage.send();
+        assert_eq!((sent.workers.len(), sent.failed()), (4, vec![]), "{sent:?}");
+        stage.note(&format!("version {} in {:?}", sent.version, sent.took));
+    }
+    stage.until_all_newest();
+    // Each fetches from the trainer: what stops a worker stops nobody else.
+    let status = stage.status();
+    assert!(
+        status.relays.iter().all(|one| one.parent == 0),
+        "{status:#?}"
+    );
+    let pids: Vec<u32> = status.relays.iter().map(|one| one.pid).collect();
+    for worker in 1..=4 {
+        assert!(
+            pids.contains(&stage.pid(Who::Worker(worker))),
+            "{status:#?}"
+        );
+    }
+    assert!(status.local.is_empty(), "{status:#?}");
+}
+
+fn late() {
+    let mut stage = Stage::new(3, MIB);
+    stage.start_relay(1);
+    stage.start_workers(1, &[1]);
+    for _ in 0..50 {
+        let sent = stage.send();
+        assert_eq!(sent.failed(), [0; 0], "{sent:?}");
+    }
+    // Beside a relay, and where nobody was.
+    stage.begin_worker(2, 1);
+    stage.begin_worker(3, 2);
+    let took = stage.until("the late ones have the newest", |stage| {
+        stage.has_newest(2) && stage.has_newest(3)
+    });
+    stage.note(&format!("after 50 versions the newest came in {took:?}"));
+    let sent = stage.send();
+    assert_eq!((sent.workers.len(), sent.failed()), (3, vec![]), "{sent:?}");
+    stage.until_all_newest();
+}

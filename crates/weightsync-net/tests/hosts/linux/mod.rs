@@ -1,0 +1,54 @@
+//! The tests, and the roles that this binary plays in their hosts.
+
+mod chain;
+mod deaths;
+mod links;
+mod logs;
+mod roles;
+mod scale;
+mod stage;
+mod words;
+
+use std::process::ExitCode;
+
+use libtest_mimic::{Arguments, Trial};
+
+use words::{ROLE, Role};
+
+pub(crate) fn main() -> ExitCode {
+    let Ok(role) = std::env::var(ROLE) else {
+        return test();
+    };
+    let role: Role = match serde_json::from_str(&role) {
+        Ok(role) => role,
+        Err(error) => {
+            eprintln!("{ROLE}: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    match roles::play(role) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            words::say(&words::Said::Failed(error.to_string()));
+            ExitCode::from(3)
+        }
+    }
+}
+
+fn test() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // What is measured here is not what several of them do to each other.
+    arguments.test_threads.get_or_insert(1);
+    libtest_mimic::run(&arguments, trials()).exit_code()
+}
+
+fn trials() -> Vec<Trial> {
+    let tests: Vec<(&str, fn())> = [chain::TESTS, deaths::TESTS, links::TESTS].concat();
+    let trial = |(name, test): (&str, fn())| {
+        Trial::test(name, move || {
+            test();
+            Ok(())
+        })
+    };
+    tests.into_iter().map(trial).collect()
+}

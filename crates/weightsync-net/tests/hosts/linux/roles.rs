@@ -1,0 +1,176 @@
+//! The processes: a trainer, a relay and a worker, through the public API alone.
+
+use std::error::Error;
+use std::io::BufRead;
+use std::sync::mpsc;
+use std::thread;
+
+use weightsync::{
+    Expect, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot, Tensors, WaitFor,
+};
+use weightsync_net::status::Status;
+use weightsync_net::{Distributed, Relay, RelayNews, Share, Token};
+
+use super::logs::Lines;
+use super::scale::PATIENCE;
+use super::words::{Join, Lead, Order, Role, Said, Seen, Sent, TOKEN, say};
+
+type Outcome = Result<(), Box<dyn Error>>;
+
+pub(crate) fn play(role: Role) -> Outcome {
+    Lines::listen();
+    match role {
+        Role::Trainer(lead) => train(&lead),
+        Role::Relay(root) => {
+            end_with_input();
+            relay(&root)
+        }
+        Role::Worker(join) => {
+            end_with_input();
+            work(join)
+        }
+    }
+}
+
+/// A process whose test is gone has nothing to do.
+fn end_with_input() {
+    thread::spawn(|| {
+        for line in std::io::stdin().lines() {
+            if line.is_err() {
+                break;
+            }
+        }
+        std::process::exit(0);
+    });
+}
+
+pub(crate) fn token() -> Token {
+    Token::new(TOKEN).expect("a token")
+}
+
+fn train(lead: &Lead) -> Outcome {
+    let mut scheme = Distributed::new()
+        .listen(&lead.listen)
+        .insecure_plaintext()
+        .token(token());
+    if lead.alone {
+        scheme = scheme.share(Share::Nothing);
+    }
+    let mut weights = weights(lead.bytes)?;
+    fill(&mut weights, lead.word)?;
+    let setup = SenderSetup::new("policy", &weights)?
+        .scheme(scheme)?
+        .run_dir(&lead.run_dir)?
+        .deadline(PATIENCE);
+    let info = setup.init_info();
+    let address = info.endpoint().address().to_owned();
+    say(&Said::Info(info));
+    let sender = setup.connect(&weights, Expect::Count(0), PATIENCE)?;
+    say(&Said::Ready {
+        epoch: sender.run().epoch.0,
+    });
+    let (sends, to_send) = mpsc::channel();
+    let sending = thread::spawn(move || {
+        if let Err(error) = send_all(sender, weights, &to_send) {
+            say(&Said::Failed(error));
+        }
+    });
+    for line in std::io::stdin().lines() {
+        match serde_json::from_str(&line?)? {
+            Order::Status => {
+                let status = Status::ask(&address, &token().secret(), PATIENCE)?;
+                say(&Said::Status(Box::new(status)));
+            }
+            order => sends.send(order)?,
+        }
+    }
+    drop(sends);
+    sending.join().map_err(|_| "the sending thread panicked")?;
+    Ok(())
+}
+
+fn send_all(
+    mut sender: Sender,
+    mut weights: Tensors,
+    orders: &mpsc::Receiver<Order>,
+) -> Result<(), String> {
+    let text = |error: weightsync::Error| error.to_string();
+    for order in orders {
+        let (word, options) = match order {
+            Order::Send { word, deadline } => (word, SendOptions::new().deadline(deadline)),
+            Order::Publish { word } => (word, SendOptions::new().wait(WaitFor::Sent)),
+            Order::Status => continue,
+        };
+        fill(&mut weights, word).map_err(text)?;
+        say(&Said::Sending { word });
+        let report = sender.send_with(&weights, &options).map_err(text)?;
+        say(&Said::Sent(Sent::of(word, &report)));
+    }
+    Ok(())
+}
+
+fn relay(root: &str) -> Outcome {
+    let relay = Relay::with_token(root, &token()).insecure_plaintext();
+    relay.run(|news| match news {
+        RelayNews::Joined { .. } => say(&Said::Joined),
+        RelayNews::Closed => say(&Said::SenderGone { died: false }),
+        RelayNews::Died => say(&Said::SenderGone { died: true }),
+        news => say(&Said::Log(news.to_string())),
+    })?;
+    Ok(())
+}
+
+fn work(join: Join) -> Outcome {
+    let setup = ReceiverSetup::new(join.info, join.worker).schemes(Distributed::among_schemes());
+    let mut receiver = setup.connect(PATIENCE)?;
+    loop {
+        match receiver.receive(Some(PATIENCE)) {
+            Ok(Some(snapshot)) => say(&Said::Seen(Seen {
+                epoch: snapshot.run().epoch.0,
+                version: snapshot.version().0,
+                word: word_of(&snapshot)?,
+            })),
+            Ok(None) => {}
+            Err(weightsync::Error::SenderDied { .. }) => say(&Said::SenderGone { died: true }),
+            Err(error) if error.is_sender_closed() => say(&Said::SenderGone { died: false }),
+            // Its successor is not there yet.
+            Err(weightsync::Error::NoSender { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// So many bytes in tensors of several lengths, one of them of no whole chunks.
+fn weights(bytes: usize) -> weightsync::Result<Tensors> {
+    let words = bytes / 8;
+    let first = words / 3 + 5;
+    let mut tensors = Tensors::new();
+    for (name, words) in [("first", first), ("bias", 3), ("last", words - first - 3)] {
+        tensors.insert(name, [words as u64], vec![0_i64; words])?;
+    }
+    Ok(tensors)
+}
+
+fn fill(weights: &mut Tensors, word: u64) -> weightsync::Result<()> {
+    for name in ["first", "bias", "last"] {
+        weights.slice_mut::<i64>(name)?.fill(word as i64);
+    }
+    Ok(())
+}
+
+/// The word that every element of a version is.
+fn word_of(snapshot: &Snapshot) -> Result<u64, Box<dyn Error>> {
+    let word = *snapshot.slice::<i64>("bias")?.first().ok_or("no bias")?;
+    for name in ["first", "bias", "last"] {
+        let elements = snapshot.slice::<i64>(name)?;
+        if let Some(at) = elements.iter().position(|element| *element != word) {
+            return Err(format!(
+                "version {} is torn: {word} in `bias`, and {} in `{name}` at {at}",
+                snapshot.version(),
+                elements[at]
+            )
+            .into());
+        }
+    }
+    Ok(word as u64)
+}

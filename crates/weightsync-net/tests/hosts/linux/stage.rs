@@ -1,0 +1,481 @@
+//! Hosts with processes on them, and what those have said.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use weightsync::InitInfo;
+use weightsync_conformance::hosts::Hosts;
+use weightsync_net::status::{self, Status};
+
+use super::scale::PATIENCE;
+use super::words::{Join, Lead, Order, ROLE, Role, Said, Seen, Sent};
+
+/// How often what is not said but looked at is looked at.
+const GLANCE: Duration = Duration::from_millis(20);
+
+/// The host of the trainer.
+pub(crate) const TRAINERS: usize = 0;
+
+const PORT: u16 = 7070;
+
+/// Bits a second.
+pub(crate) const GIGABIT: u64 = 1_000_000_000;
+
+/// A process of a test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Who {
+    Trainer,
+    /// That of this host.
+    Relay(usize),
+    Worker(u32),
+}
+
+impl fmt::Display for Who {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Trainer => f.write_str("trainer"),
+            Self::Relay(host) => write!(f, "relay of host {host}"),
+            Self::Worker(worker) => write!(f, "worker {worker}"),
+        }
+    }
+}
+
+/// A process that runs.
+struct Process {
+    child: Child,
+    input: ChildStdin,
+    host: usize,
+    life: u64,
+    /// A worker's last version.
+    seen: Option<Seen>,
+    /// How often a trainer has become ready, and a relay has joined.
+    up: usize,
+    /// How often it was told that its sender is gone.
+    told_gone: usize,
+}
+
+/// Hosts, what runs on them, and what was said.
+pub(crate) struct Stage {
+    // First: nothing is said once it is gone.
+    pub(crate) hosts: Hosts,
+    run_dir: TempDir,
+    bytes: usize,
+    processes: BTreeMap<Who, Process>,
+    lives: u64,
+    heard: Receiver<(Who, u64, Option<Said>)>,
+    say: Sender<(Who, u64, Option<Said>)>,
+    info: Option<InitInfo>,
+    /// The word of the newest version, and of every one by epoch and version.
+    word: u64,
+    words: BTreeMap<(u64, u64), u64>,
+    epoch: u64,
+    reports: BTreeMap<u64, (Instant, Sent)>,
+    sending: u64,
+    statuses: u64,
+    status: Option<Status>,
+    begun: Instant,
+    transcript: Vec<String>,
+}
+
+impl Stage {
+    /// So many hosts, with a trainer on the first that has versions of so many bytes.
+    pub(crate) fn new(hosts: usize, bytes: usize) -> Self {
+        let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
+        let (say, heard) = mpsc::channel();
+        let mut stage = Self {
+            hosts,
+            run_dir: tempfile::tempdir().expect("a temporary directory"),
+            bytes,
+            processes: BTreeMap::new(),
+            lives: 0,
+            heard,
+            say,
+            info: None,
+            word: 0,
+            words: BTreeMap::new(),
+            epoch: 0,
+            reports: BTreeMap::new(),
+            sending: 0,
+            statuses: 0,
+            status: None,
+            begun: Instant::now(),
+            transcript: Vec::new(),
+        };
+        stage.start_trainer();
+        stage
+    }
+
+    /// A trainer where the last one was; it is ready on return.
+    pub(crate) fn start_trainer(&mut self) {
+        self.word += 1;
+        let lead = Lead {
+            listen: self.root(),
+            run_dir: self.run_dir.path().into(),
+            bytes: self.bytes,
+            alone: false,
+            word: self.word,
+        };
+        self.start(Who::Trainer, TRAINERS, &Role::Trainer(lead));
+        self.until("the trainer is ready", |stage| stage.is_up(Who::Trainer));
+    }
+
+    /// Starts a relay on a host; it has joined on return.
+    pub(crate) fn start_relay(&mut self, host: usize) {
+        self.begin_relay(host);
+        self.until("the relay has joined", |stage| {
+            stage.is_up(Who::Relay(host))
+        });
+    }
+
+    pub(crate) fn begin_relay(&mut self, host: usize) {
+        let role = Role::Relay(self.root());
+        self.start(Who::Relay(host), host, &role);
+    }
+
+    /// Starts a worker on a host, and does not wait for it.
+    pub(crate) fn begin_worker(&mut self, worker: u32, host: usize) {
+        let info = self.info.clone().expect("a trainer has said how to join");
+        let role = Role::Worker(Join { worker, info });
+        self.start(Who::Worker(worker), host, &role);
+    }
+
+    /// Starts workers on a host; they have the newest version on return.
+    pub(crate) fn start_workers(&mut self, host: usize, workers: &[u32]) {
+        for worker in workers {
+            self.begin_worker(*worker, host);
+        }
+        self.until("the workers have the newest version", |stage| {
+            workers.iter().all(|worker| stage.has_newest(*worker))
+        });
+    }
+
+    fn start(&mut self, who: Who, host: usize, role: &Role) {
+        self.lives += 1;
+        let life = self.lives;
+        let program = std::env::current_exe().expect("this program");
+        let role = serde_json::to_string(role).expect("plain data");
+        let mut command = self.hosts.command(host, program);
+        let mut child = spawn(&mut command, &role);
+        let input = child.stdin.take().expect("it was asked for");
+        let output = child.stdout.take().expect("it was asked for");
+        let say = self.say.clone();
+        thread::spawn(move || {
+            for line in BufReader::new(output).lines() {
+                let Ok(line) = line else { break };
+                let said = serde_json::from_str(&line)
+                    .unwrap_or_else(|error| Said::Failed(format!("said `{line}`: {error}")));
+                if say.send((who, life, Some(said))).is_err() {
+                    return;
+                }
+            }
+            let _ = say.send((who, life, None));
+        });
+        self.record(&format!("{who} starts on host {host} as {}", child.id()));
+        let process = Process {
+            child,
+            input,
+            host,
+            life,
+            seen: None,
+            up: 0,
+            told_gone: 0,
+        };
+        let before = self.processes.insert(who, process);
+        assert!(before.is_none(), "{who} runs already");
+    }
+
+    /// Kills a process by SIGKILL. When that was done.
+    pub(crate) fn kill(&mut self, who: Who) -> Instant {
+        let mut process = self.processes.remove(&who).expect("it runs");
+        let at = Instant::now();
+        process.child.kill().expect("it can be killed");
+        process.child.wait().expect("it has ended");
+        self.record(&format!("{who} was killed"));
+        at
+    }
+
+    /// Stops a process without killing it.
+    pub(crate) fn pause(&mut self, who: Who) {
+        let child = &self.processes[&who].child;
+        let pid = Pid::from_child(child);
+        kill_process(pid, Signal::STOP).expect("it can be stopped");
+        self.record(&format!("{who} was stopped"));
+    }
+
+    /// Sends a version to everybody, and waits for the report.
+    pub(crate) fn send(&mut self) -> Sent {
+        let word = self.begin_send();
+        self.report(word)
+    }
+
+    /// Begins a send to everybody; the word of its version.
+    pub(crate) fn begin_send(&mut self) -> u64 {
+        self.word += 1;
+        let word = self.word;
+        let deadline = PATIENCE;
+        self.order(Order::Send { word, deadline });
+        self.until("the trainer sends", |stage| stage.sending == word);
+        word
+    }
+
+    /// Sends a version without waiting for anybody.
+    pub(crate) fn publish(&mut self) -> u64 {
+        self.word += 1;
+        let word = self.word;
+        self.order(Order::Publish { word });
+        self.report(word);
+        word
+    }
+
+    /// The report of a send.
+    pub(crate) fn report(&mut self, word: u64) -> Sent {
+        self.report_at(word).1
+    }
+
+    /// The same, and when it came.
+    pub(crate) fn report_at(&mut self, word: u64) -> (Instant, Sent) {
+        self.until("the send is over", |stage| {
+            stage.reports.contains_key(&word)
+        });
+        self.reports[&word].clone()
+    }
+
+    pub(crate) fn is_over(&self, word: u64) -> bool {
+        self.reports.contains_key(&word)
+    }
+
+    /// How the trainer says things are.
+    pub(crate) fn status(&mut self) -> Status {
+        let before = self.statuses;
+        self.order(Order::Status);
+        self.until("the trainer says how things are", |stage| {
+            stage.statuses > before
+        });
+        self.status.clone().expect("it has said so")
+    }
+
+    /// Asks for the status until it is as it should be.
+    pub(crate) fn until_status(
+        &mut self,
+        what: &str,
+        mut done: impl FnMut(&Status) -> bool,
+    ) -> Status {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status();
+            if done(&status) {
+                return status;
+            }
+            if Instant::now() > until {
+                self.fail(&format!("never came true: {what}; {status:#?}"));
+            }
+            // Something is heard of, or a moment passes.
+            self.hear(GLANCE);
+        }
+    }
+
+    /// Waits until everybody has the newest version.
+    pub(crate) fn until_all_newest(&mut self) {
+        self.until("every worker has the newest version", |stage| {
+            stage.workers().all(|worker| stage.has_newest(worker))
+        });
+    }
+
+    /// Waits until something is true; how long it took.
+    pub(crate) fn until(&mut self, what: &str, mut done: impl FnMut(&Self) -> bool) -> Duration {
+        let begun = Instant::now();
+        while !done(self) {
+            if begun.elapsed() > PATIENCE {
+                self.fail(&format!("never came true: {what}"));
+            }
+            self.hear(GLANCE);
+        }
+        begun.elapsed()
+    }
+
+    /// Takes in what is said for so long, which is how long a fault lasts.
+    pub(crate) fn listen(&mut self, until: Instant) {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            self.hear(left);
+        }
+    }
+
+    pub(crate) fn workers(&self) -> impl Iterator<Item = u32> {
+        self.processes.keys().filter_map(|who| match who {
+            Who::Worker(worker) => Some(*worker),
+            _ => None,
+        })
+    }
+
+    pub(crate) fn processes(&self) -> Vec<(Who, usize)> {
+        let processes = self.processes.iter();
+        processes.map(|(who, one)| (*who, one.host)).collect()
+    }
+
+    pub(crate) fn newest(&self) -> u64 {
+        self.word
+    }
+
+    pub(crate) fn has_newest(&self, worker: u32) -> bool {
+        self.seen(worker).is_some_and(|seen| seen.word == self.word)
+    }
+
+    pub(crate) fn seen(&self, worker: u32) -> Option<Seen> {
+        self.processes.get(&Who::Worker(worker))?.seen
+    }
+
+    /// How often a process was told that its sender is gone.
+    pub(crate) fn told_gone(&self, who: Who) -> usize {
+        self.processes.get(&who).map_or(0, |one| one.told_gone)
+    }
+
+    pub(crate) fn pid(&self, who: Who) -> u32 {
+        self.processes[&who].child.id()
+    }
+
+    /// Limits the links of some hosts to so many bits a second.
+    pub(crate) fn rate(&self, hosts: impl IntoIterator<Item = usize>, rate: u64) {
+        for host in hosts {
+            let set = self.hosts.rate(host, rate);
+            set.unwrap_or_else(|error| panic!("{error}"));
+        }
+    }
+
+    /// What has come to a host over its link, in bytes, as a process there sees it.
+    pub(crate) fn came_to(&self, who: Who) -> u64 {
+        let path = format!("/proc/{}/net/dev", self.pid(who));
+        let text = std::fs::read_to_string(path).expect("a process that runs");
+        let line = text
+            .lines()
+            .find_map(|line| line.trim().strip_prefix("eth0:"));
+        let first = line.and_then(|line| line.split_whitespace().next());
+        first.and_then(|bytes| bytes.parse().ok()).expect("a link")
+    }
+
+    /// Where the trainer listens.
+    pub(crate) fn root(&self) -> String {
+        format!("{}:{PORT}", self.hosts.address(TRAINERS))
+    }
+
+    pub(crate) fn note(&mut self, what: &str) {
+        println!("{:8.3} {what}", self.begun.elapsed().as_secs_f64());
+        self.record(what);
+    }
+
+    pub(crate) fn fail(&self, why: &str) -> ! {
+        let from = self.transcript.len().saturating_sub(400);
+        for line in &self.transcript[from..] {
+            eprintln!("{line}");
+        }
+        panic!("{why}");
+    }
+
+    fn is_up(&self, who: Who) -> bool {
+        self.processes.get(&who).is_some_and(|one| one.up > 0)
+    }
+
+    fn order(&mut self, order: Order) {
+        let line = serde_json::to_string(&order).expect("plain data");
+        let trainer = self.processes.get_mut(&Who::Trainer).expect("a trainer");
+        writeln!(trainer.input, "{line}").expect("the trainer listens");
+    }
+
+    fn hear(&mut self, most: Duration) {
+        match self.heard.recv_timeout(most) {
+            Ok((who, life, said)) => self.take_in(who, life, said),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => unreachable!("it is kept here"),
+        }
+    }
+
+    fn take_in(&mut self, who: Who, life: u64, said: Option<Said>) {
+        match &said {
+            Some(Said::Status(_)) => {}
+            Some(Said::Info(_)) => self.record(&format!("{who}: Info")),
+            Some(said) => self.record(&format!("{who}: {said:?}")),
+            None => self.record(&format!("{who} (life {life}) is at its end")),
+        }
+        let process = self.processes.get_mut(&who).filter(|one| one.life == life);
+        let Some(process) = process else {
+            // Last words of one that was killed.
+            return;
+        };
+        match said {
+            None => self.fail(&format!("{who} ended by itself")),
+            Some(Said::Failed(why)) => self.fail(&format!("{who}: {why}")),
+            Some(Said::Info(info)) => self.info = Some(info),
+            Some(Said::Ready { epoch }) => {
+                process.up += 1;
+                self.epoch = epoch;
+                self.words.insert((epoch, 1), self.word);
+            }
+            Some(Said::Joined) => process.up += 1,
+            Some(Said::Sending { word }) => self.sending = word,
+            Some(Said::Sent(sent)) => {
+                self.words.insert((self.epoch, sent.version), sent.word);
+                self.reports.insert(sent.word, (Instant::now(), sent));
+            }
+            Some(Said::Status(status)) => {
+                self.statuses += 1;
+                self.status = Some(*status);
+            }
+            Some(Said::SenderGone { .. }) => process.told_gone += 1,
+            Some(Said::Seen(seen)) => {
+                let before = process.seen.replace(seen);
+                if before.is_some_and(|before| before.word > seen.word) {
+                    self.fail(&format!("{who} went back from {before:?} to {seen:?}"));
+                }
+                let label = (seen.epoch, seen.version);
+                if self
+                    .words
+                    .get(&label)
+                    .is_some_and(|word| *word != seen.word)
+                {
+                    self.fail(&format!("{who} has a version with a wrong label: {seen:?}"));
+                }
+            }
+            Some(Said::Log(_)) => {}
+        }
+    }
+
+    fn record(&mut self, what: &str) {
+        let line = format!("{:8.3} {what}", self.begun.elapsed().as_secs_f64());
+        self.transcript.push(line);
+    }
+}
+
+/// This binary, in a role.
+pub(crate) fn spawn(command: &mut Command, role: &str) -> Child {
+    command
+        .env(ROLE, role)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("this program starts")
+}
+
+/// The relays of a status from the sender down a chain; fails where it is none.
+pub(crate) fn chain(status: &Status) -> Vec<&status::Relay> {
+    let mut chain: Vec<&status::Relay> = Vec::new();
+    loop {
+        let parent = chain.last().map_or(0, |last| last.agent);
+        let mut below = status.relays.iter().filter(|one| one.parent == parent);
+        let Some(next) = below.next() else {
+            assert_eq!(chain.len(), status.relays.len(), "no chain: {status:#?}");
+            return chain;
+        };
+        assert!(below.next().is_none(), "two below {parent}: {status:#?}");
+        chain.push(next);
+    }
+}

@@ -1,0 +1,147 @@
+//! What the tests and their processes say to each other: lines of JSON.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use weightsync::{InitInfo, Report};
+use weightsync_net::status::Status;
+
+/// The variable that makes this binary play a role.
+pub(crate) const ROLE: &str = "WEIGHTSYNC_TEST_ROLE";
+
+/// What every process here may connect with.
+pub(crate) const TOKEN: &str = "a token for tests, of nobody else";
+
+/// What a process is.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Role {
+    Trainer(Lead),
+    /// Of the sender at this address.
+    Relay(String),
+    Worker(Join),
+}
+
+/// How a trainer begins.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Lead {
+    pub(crate) listen: String,
+    pub(crate) run_dir: PathBuf,
+    /// Bytes of a version.
+    pub(crate) bytes: usize,
+    /// Whether each worker fetches for itself.
+    pub(crate) alone: bool,
+    /// The word of its first version.
+    pub(crate) word: u64,
+}
+
+/// How a worker begins.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Join {
+    pub(crate) worker: u32,
+    pub(crate) info: InitInfo,
+}
+
+/// What a trainer is to do.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) enum Order {
+    /// Sends a version full of this word, and waits until it is loaded everywhere.
+    Send { word: u64, deadline: Duration },
+    /// Sends it, and waits for nobody.
+    Publish { word: u64 },
+    /// Asks itself how things are, at its listening address.
+    Status,
+}
+
+/// What a process says.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Said {
+    /// A trainer: by this one joins.
+    Info(InitInfo),
+    /// A trainer: it has published its first version.
+    Ready { epoch: u64 },
+    /// A trainer: the pass over its memory begins.
+    Sending { word: u64 },
+    /// A trainer: what came of it.
+    Sent(Sent),
+    /// A trainer.
+    Status(Box<Status>),
+    /// A relay: it is in.
+    Joined,
+    /// A relay, or a worker: its sender is gone, in order or not.
+    SenderGone { died: bool },
+    /// A worker has received this, and found the word everywhere in it.
+    Seen(Seen),
+    /// A warning of the crate under test.
+    Log(String),
+    /// It cannot go on; also where a version was not whole.
+    Failed(String),
+}
+
+/// A version as a worker found it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Seen {
+    pub(crate) epoch: u64,
+    pub(crate) version: u64,
+    pub(crate) word: u64,
+}
+
+/// A send's report.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Sent {
+    pub(crate) word: u64,
+    pub(crate) version: u64,
+    pub(crate) took: Duration,
+    pub(crate) workers: Vec<Line>,
+}
+
+/// A worker's line of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Line {
+    pub(crate) worker: u32,
+    /// The variant's name.
+    pub(crate) outcome: String,
+    pub(crate) after: Duration,
+}
+
+impl Sent {
+    pub(crate) fn of(word: u64, report: &Report) -> Self {
+        let lines = report.workers.iter().map(|line| {
+            let outcome = format!("{:?}", line.outcome);
+            Line {
+                worker: line.worker.0,
+                outcome,
+                after: line.after,
+            }
+        });
+        Self {
+            word,
+            version: report.version().0,
+            took: report.took,
+            workers: lines.collect(),
+        }
+    }
+
+    /// What became of it at a worker.
+    pub(crate) fn outcome(&self, worker: u32) -> &str {
+        let line = self.workers.iter().find(|line| line.worker == worker);
+        line.map_or("no line", |line| &line.outcome)
+    }
+
+    /// Those that have not loaded it.
+    pub(crate) fn failed(&self) -> Vec<u32> {
+        let failed = self.workers.iter().filter(|line| line.outcome != "Applied");
+        failed.map(|line| line.worker).collect()
+    }
+}
+
+/// Says something to who started this process. Where nobody is there any more, it
+/// ends.
+pub(crate) fn say(said: &Said) {
+    let line = serde_json::to_string(said).expect("plain data");
+    let mut out = std::io::stdout().lock();
+    if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
+        std::process::exit(4);
+    }
+}
