@@ -191,6 +191,11 @@ impl Plan {
             }
             Input::Broken { item } => {
                 self.fetching.take_if(|fetching| *fetching == item);
+                // Also from the sender: it would be tried again at once, and as often
+                // as that fails. So it waits for a parent, and asks that first.
+                if let Some(state @ State::FromSender) = self.items.get_mut(&item) {
+                    *state = State::Begun;
+                }
             }
             Input::NotThere {
                 item,
