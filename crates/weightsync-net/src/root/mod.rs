@@ -2,6 +2,7 @@
 //! to run, and serves the first of them.
 
 mod hub;
+mod seats;
 mod topology;
 
 use std::net::{SocketAddr, TcpListener};
