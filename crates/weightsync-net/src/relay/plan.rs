@@ -241,6 +241,12 @@ impl Plan {
             .map(|(item, _)| *item)
     }
 
+    /// What is being fetched.
+    #[cfg(test)]
+    pub(crate) fn fetching(&self) -> Option<Item> {
+        self.fetching
+    }
+
     /// Whether some worker is still to be told something.
     pub fn is_pending(&self) -> bool {
         let mut workers = self.workers.values();
