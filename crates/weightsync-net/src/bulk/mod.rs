@@ -9,7 +9,7 @@ mod stop;
 mod store;
 
 pub(crate) use self::fetch::{Came, Connections, Fetch, FetchEnd, Parent};
-pub(crate) use self::serve::{Served, serve};
+pub(crate) use self::serve::{Served, Serving};
 pub(crate) use self::stop::Threads;
 pub(crate) use self::store::{Find, Held, Store};
 
