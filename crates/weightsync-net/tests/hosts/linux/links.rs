@@ -1,2 +1,137 @@
 //! Links that are cut, silent or slow.
-pub(crate) const TESTS: &[(&str, fn())] = &[];
+
+use std::time::{Duration, Instant};
+
+use weightsync_conformance::hosts::{Hosts, HostsError};
+
+use super::scale::SECOND;
+use super::stage::{GIGABIT, Stage, Who};
+
+pub(crate) const TESTS: &[(&str, fn())] = &[
+    ("a_link_is_cut_and_restored", || broken(Hosts::cut, false)),
+    ("a_link_is_silent_and_restored", || {
+        broken(Hosts::silence, false)
+    }),
+    ("a_link_is_cut_during_a_transfer", || {
+        broken(Hosts::cut, true)
+    }),
+    ("a_link_is_silent_during_a_transfer", || {
+        broken(Hosts::silence, true)
+    }),
+    ("a_slow_link_neither_slows_others_nor_starves", slow),
+];
+
+const MIB: usize = 1 << 20;
+
+/// How long a link is broken.
+const BROKEN: Duration = Duration::from_secs(3);
+
+/// Hosts with a relay and two workers each, and one with a worker by itself; the
+/// middle relay's host and the latter are cut off.
+fn broken(fault: fn(&Hosts, usize) -> Result<(), HostsError>, busy: bool) {
+    let bytes = if busy { 32 * MIB } else { MIB };
+    let mut stage = Stage::new(5, bytes);
+    for host in 1..4 {
+        stage.start_relay(host);
+        let first = 10 * host as u32;
+        stage.start_workers(host, &[first, first + 1]);
+    }
+    stage.start_workers(4, &[40]);
+    if busy {
+        stage.rate(0..5, 200_000_000);
+    }
+    for (host, gone) in [(2, vec![20, 21]), (4, vec![40])] {
+        let word = busy.then(|| {
+            let word = stage.begin_send();
+            let who = Who::Worker(10 * host as u32);
+            stage.until_came(who, bytes as u64 / 8);
+            word
+        });
+        fault(&stage.hosts, host).unwrap_or_else(|error| panic!("{error}"));
+        let since = Instant::now();
+        stage.note(&format!("host {host} is cut off"));
+        let word = word.unwrap_or_else(|| stage.begin_send());
+        let (at, sent) = stage.report_at(word);
+        stage.note(&format!("the send took {:?}", sent.took));
+        assert_eq!(sent.failed(), gone, "{sent:?}");
+        for worker in gone {
+            assert_eq!(sent.outcome(worker), "Lost", "{sent:?}");
+            let line = sent.workers.iter().find(|line| line.worker == worker);
+            let after = line.map_or(sent.took, |line| line.after);
+            // From the version on; the fault came later where it is busy.
+            let named = at - (sent.took - after);
+            let late = named.saturating_duration_since(since);
+            stage.note(&format!("worker {worker} is named {late:?} after that"));
+            assert!(late < SECOND, "{late:?}: {sent:?}");
+        }
+        stage.listen(since + BROKEN);
+        let restored = stage.hosts.restore(host);
+        restored.unwrap_or_else(|error| panic!("{error}"));
+        // Without anybody doing anything.
+        stage.until_all_newest();
+        stage.note(&format!(
+            "it has the newest {:?} after that",
+            since.elapsed()
+        ));
+        stage.until_status("everybody is reached", |status| {
+            let relays = status.relays.iter();
+            relays.map(|relay| relay.workers.len()).sum::<usize>() == 7
+        });
+        stage.send_everywhere();
+    }
+}
+
+/// The first of a chain gets a link of a thousandth of the others'.
+fn slow() {
+    // Less says little of a link.
+    let bytes = MIB;
+    let mut stage = Stage::new(5, bytes);
+    stage.rate(0..5, GIGABIT);
+    for host in 1..5 {
+        stage.start_relay(host);
+        stage.start_workers(host, &[host as u32]);
+    }
+    for _ in 0..3 {
+        stage.send_everywhere();
+    }
+    let first = stage.status().relays[0].address.clone();
+    assert_eq!(first, stage.hosts.address(1).to_string());
+    stage.rate([1], 1_000_000);
+    // It takes some seconds to be noticed, as that is how long a version takes.
+    let begun = Instant::now();
+    stage.publish();
+    let status = stage.until_status("the slow one is at the end", |status| {
+        let last = status.relays.last();
+        last.is_some_and(|last| last.address == first)
+    });
+    assert_eq!(status.relays.len(), 4, "{status:#?}");
+    stage.note(&format!("it is last after {:?}", begun.elapsed()));
+    stage.until_all_newest();
+    // From here on the others do not wait for it, and it gets what it can.
+    let (mut of_slow, mut versions, mut worst) = (0, 0, Duration::ZERO);
+    let before = stage.seen(1);
+    while of_slow < 2 {
+        let seen = stage.seen(1);
+        let published = Instant::now();
+        stage.publish();
+        stage.until("the fast ones have it", |stage| {
+            (2..5).all(|worker| stage.has_newest(worker))
+        });
+        versions += 1;
+        worst = worst.max(published.elapsed());
+        // Ten a second at most, so that it misses many.
+        stage.listen(published + Duration::from_millis(100));
+        of_slow += u64::from(stage.seen(1) != seen);
+        assert!(
+            begun.elapsed() < Duration::from_secs(90),
+            "starved: {before:?}, {:?}",
+            stage.seen(1)
+        );
+    }
+    stage.note(&format!(
+        "{versions} versions at the fast ones, the slowest in {worst:?}; {of_slow} at the slow one"
+    ));
+    // One of its versions takes ten seconds.
+    assert!(worst < Duration::from_secs(2), "{worst:?}");
+    stage.until_all_newest();
+}

@@ -215,6 +215,16 @@ impl Stage {
         self.report(word)
     }
 
+    /// The same, where nothing is in its way: everybody has it, and says so.
+    pub(crate) fn send_everywhere(&mut self) -> Sent {
+        let sent = self.send();
+        for worker in self.workers() {
+            assert_eq!(sent.outcome(worker), "Applied", "{worker}: {sent:?}");
+        }
+        self.until_all_newest();
+        sent
+    }
+
     /// Begins a send to everybody; the word of its version.
     pub(crate) fn begin_send(&mut self) -> u64 {
         self.word += 1;
@@ -361,6 +371,13 @@ impl Stage {
             .find_map(|line| line.trim().strip_prefix("eth0:"));
         let first = line.and_then(|line| line.split_whitespace().next());
         first.and_then(|bytes| bytes.parse().ok()).expect("a link")
+    }
+
+    /// Waits until so many bytes more have come to a process's host.
+    pub(crate) fn until_came(&mut self, who: Who, bytes: u64) {
+        let before = self.came_to(who);
+        let took = self.until("bytes come", |stage| stage.came_to(who) >= before + bytes);
+        self.note(&format!("{bytes} bytes came to {who} in {took:?}"));
     }
 
     /// Where the trainer listens.

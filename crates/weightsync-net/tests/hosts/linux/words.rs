@@ -123,9 +123,11 @@ impl Sent {
         }
     }
 
-    /// What became of it at a worker.
+    /// What became of it at a worker: at the process that has the number now, if
+    /// another had it before.
     pub(crate) fn outcome(&self, worker: u32) -> &str {
-        let line = self.workers.iter().find(|line| line.worker == worker);
+        let lines = self.workers.iter().filter(|line| line.worker == worker);
+        let line = lines.min_by_key(|line| line.outcome != "Applied");
         line.map_or("no line", |line| &line.outcome)
     }
 
