@@ -6,6 +6,7 @@ mod links;
 mod logs;
 mod roles;
 mod scale;
+mod schedules;
 mod stage;
 mod words;
 
@@ -43,7 +44,8 @@ fn test() -> ExitCode {
 }
 
 fn trials() -> Vec<Trial> {
-    let tests: Vec<(&str, fn())> = [chain::TESTS, deaths::TESTS, links::TESTS].concat();
+    let tests: Vec<(&str, fn())> =
+        [chain::TESTS, deaths::TESTS, links::TESTS, schedules::TESTS].concat();
     let trial = |(name, test): (&str, fn())| {
         Trial::test(name, move || {
             test();

@@ -1,7 +1,6 @@
 //! The processes: a trainer, a relay and a worker, through the public API alone.
 
 use std::error::Error;
-use std::io::BufRead;
 use std::sync::mpsc;
 use std::thread;
 
@@ -122,7 +121,14 @@ fn relay(root: &str) -> Outcome {
 
 fn work(join: Join) -> Outcome {
     let setup = ReceiverSetup::new(join.info, join.worker).schemes(Distributed::among_schemes());
-    let mut receiver = setup.connect(PATIENCE)?;
+    let mut receiver = loop {
+        match setup.clone().connect(PATIENCE) {
+            Ok(receiver) => break receiver,
+            // Nobody is there for longer than that.
+            Err(weightsync::Error::NoSender { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    };
     loop {
         match receiver.receive(Some(PATIENCE)) {
             Ok(Some(snapshot)) => say(&Said::Seen(Seen {

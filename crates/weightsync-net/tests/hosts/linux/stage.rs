@@ -227,9 +227,12 @@ impl Stage {
 
     /// Begins a send to everybody; the word of its version.
     pub(crate) fn begin_send(&mut self) -> u64 {
+        self.begin_send_within(PATIENCE)
+    }
+
+    pub(crate) fn begin_send_within(&mut self, deadline: Duration) -> u64 {
         self.word += 1;
         let word = self.word;
-        let deadline = PATIENCE;
         self.order(Order::Send { word, deadline });
         self.until("the trainer sends", |stage| stage.sending == word);
         word
@@ -331,10 +334,6 @@ impl Stage {
     pub(crate) fn processes(&self) -> Vec<(Who, usize)> {
         let processes = self.processes.iter();
         processes.map(|(who, one)| (*who, one.host)).collect()
-    }
-
-    pub(crate) fn newest(&self) -> u64 {
-        self.word
     }
 
     pub(crate) fn has_newest(&self, worker: u32) -> bool {
