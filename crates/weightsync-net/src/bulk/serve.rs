@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt;
 use weightsync_core::Run;
 
 use super::store::{Held, Look, Store};
@@ -15,6 +16,9 @@ use crate::wire::message::{ChunkRange, Message, ToChild, ToParent};
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// After so long a child that waits and whose host does not answer is given up.
+const OUT_OF_REACH: Duration = Duration::from_secs(12);
 
 /// What a parent notices while it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +43,7 @@ pub(crate) fn serve(
     tell: &(dyn Fn(Served) + Send + Sync),
 ) -> io::Result<()> {
     socket.set_nodelay(true)?;
-    socket.set_read_timeout(None)?;
+    keep_alive(&socket)?;
     socket.set_write_timeout(Some(STUCK))?;
     loop {
         let Some(ToParent::Fetch {
@@ -72,6 +76,15 @@ pub(crate) fn serve(
             });
         }
     }
+}
+
+/// Has the system find out when a child that waits is out of reach for good: its
+/// thread would wait for ever, and there are only so many.
+fn keep_alive(socket: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, OUT_OF_REACH / 2)?;
+    sockopt::set_tcp_keepintvl(socket, OUT_OF_REACH / 6)?;
+    Ok(sockopt::set_tcp_keepcnt(socket, 3)?)
 }
 
 struct Sent {
@@ -155,11 +168,17 @@ fn find(socket: &mut TcpStream, store: &Store, item: Item) -> io::Result<Option<
 /// The child's next words; `None` once it has hung up.
 fn read_fetch(socket: &mut TcpStream) -> io::Result<Option<ToParent>> {
     let mut header = [0; HEADER_BYTES];
-    match socket.read_exact(&mut header) {
+    // A child waits for as long as it likes, but what it has begun to say it goes on
+    // saying.
+    let (first, rest) = header.split_at_mut(1);
+    socket.set_read_timeout(None)?;
+    match socket.read_exact(first) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         Err(error) => return Err(error),
     }
+    socket.set_read_timeout(Some(STUCK))?;
+    socket.read_exact(rest)?;
     let header = Header::decode(&header, &[Kind::Bulk]).map_err(invalid)?;
     let mut payload = vec![0; header.len];
     socket.read_exact(&mut payload)?;
