@@ -1,7 +1,9 @@
 //! The tests, and the roles that this binary plays in their hosts.
 
+mod attacks;
 mod chain;
 mod deaths;
+mod hostile;
 mod links;
 mod logs;
 mod roles;
@@ -44,8 +46,14 @@ fn test() -> ExitCode {
 }
 
 fn trials() -> Vec<Trial> {
-    let tests: Vec<(&str, fn())> =
-        [chain::TESTS, deaths::TESTS, links::TESTS, schedules::TESTS].concat();
+    let tests: Vec<(&str, fn())> = [
+        chain::TESTS,
+        deaths::TESTS,
+        links::TESTS,
+        schedules::TESTS,
+        hostile::TESTS,
+    ]
+    .concat();
     let trial = |(name, test): (&str, fn())| {
         Trial::test(name, move || {
             test();

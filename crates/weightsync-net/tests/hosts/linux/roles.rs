@@ -1,6 +1,7 @@
 //! The processes: a trainer, a relay and a worker, through the public API alone.
 
 use std::error::Error;
+use std::io::Read;
 use std::sync::mpsc;
 use std::thread;
 
@@ -10,6 +11,7 @@ use weightsync::{
 use weightsync_net::status::Status;
 use weightsync_net::{Distributed, Relay, RelayNews, Share, Token};
 
+use super::attacks;
 use super::logs::Lines;
 use super::scale::PATIENCE;
 use super::words::{Join, Lead, Order, Role, Said, Seen, Sent, TOKEN, say};
@@ -27,6 +29,13 @@ pub(crate) fn play(role: Role) -> Outcome {
         Role::Worker(join) => {
             end_with_input();
             work(join)
+        }
+        Role::Attacker(root, attack, seed) => {
+            attacks::attack(&root, attack, seed).map_err(|error| format!("{attack:?}: {error}"))?;
+            say(&Said::Attacked);
+            // It ends when its test says so.
+            std::io::stdin().read_to_end(&mut Vec::new())?;
+            Ok(())
         }
     }
 }
