@@ -2,9 +2,11 @@
 
 use std::io::{self, IoSlice, Write};
 use std::net::TcpStream;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{Semaphore, oneshot};
 use weightsync_core::Run;
@@ -18,6 +20,9 @@ use crate::wire::message::{ChunkRange, Message, ToChild, ToParent};
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// After so long a child that waits and whose host does not answer is given up.
+const OUT_OF_REACH: Duration = Duration::from_secs(12);
 
 /// How many fetches are served at once; others wait for their turn.
 const AT_ONCE: usize = 64;
@@ -66,6 +71,9 @@ impl Serving {
     /// Serves one child until it hangs up. Between two fetches it costs a descriptor
     /// and no thread.
     pub(crate) async fn child(self, mut socket: tokio::net::TcpStream) {
+        if let Err(error) = keep_alive(&socket) {
+            tracing::debug!("a relay below is served without an eye on its host: {error}");
+        }
         loop {
             match self.fetch(socket).await {
                 Ok(Some(same)) => socket = same,
@@ -144,6 +152,14 @@ impl Serving {
         }
         Ok(())
     }
+}
+
+/// Has the system find out when a child that waits is out of reach for good.
+fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, OUT_OF_REACH / 2)?;
+    sockopt::set_tcp_keepintvl(socket, OUT_OF_REACH / 6)?;
+    Ok(sockopt::set_tcp_keepcnt(socket, 3)?)
 }
 
 struct Sent {
@@ -227,11 +243,17 @@ fn find(socket: &mut TcpStream, store: &Store, item: Item) -> io::Result<Option<
 /// The child's next words; `None` once it has hung up.
 async fn read_fetch(socket: &mut tokio::net::TcpStream) -> io::Result<Option<ToParent>> {
     let mut header = [0; HEADER_BYTES];
-    match socket.read_exact(&mut header).await {
+    // A child waits for as long as it likes, but what it has begun to say it goes on
+    // saying.
+    let (first, rest) = header.split_at_mut(1);
+    match socket.read_exact(first).await {
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         Err(error) => return Err(error),
     }
+    tokio::time::timeout(STUCK, socket.read_exact(rest))
+        .await
+        .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
     let header = Header::decode(&header, &[Kind::Bulk]).map_err(invalid)?;
     let mut payload = vec![0; header.len];
     tokio::time::timeout(STUCK, socket.read_exact(&mut payload))

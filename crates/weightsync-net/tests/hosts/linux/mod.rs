@@ -1,11 +1,14 @@
 //! The tests, and the roles that this binary plays in their hosts.
 
+mod attacks;
 mod chain;
 mod deaths;
+mod hostile;
 mod links;
 mod logs;
 mod roles;
 mod scale;
+mod schedules;
 mod stage;
 mod words;
 
@@ -43,7 +46,14 @@ fn test() -> ExitCode {
 }
 
 fn trials() -> Vec<Trial> {
-    let tests: Vec<(&str, fn())> = [chain::TESTS, deaths::TESTS, links::TESTS].concat();
+    let tests: Vec<(&str, fn())> = [
+        chain::TESTS,
+        deaths::TESTS,
+        links::TESTS,
+        schedules::TESTS,
+        hostile::TESTS,
+    ]
+    .concat();
     let trial = |(name, test): (&str, fn())| {
         Trial::test(name, move || {
             test();

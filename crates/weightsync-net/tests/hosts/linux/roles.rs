@@ -1,7 +1,7 @@
 //! The processes: a trainer, a relay and a worker, through the public API alone.
 
 use std::error::Error;
-use std::io::BufRead;
+use std::io::Read;
 use std::sync::mpsc;
 use std::thread;
 
@@ -11,6 +11,7 @@ use weightsync::{
 use weightsync_net::status::Status;
 use weightsync_net::{Distributed, Relay, RelayNews, Share, Token};
 
+use super::attacks;
 use super::logs::Lines;
 use super::scale::PATIENCE;
 use super::words::{Join, Lead, Order, Role, Said, Seen, Sent, TOKEN, say};
@@ -28,6 +29,13 @@ pub(crate) fn play(role: Role) -> Outcome {
         Role::Worker(join) => {
             end_with_input();
             work(join)
+        }
+        Role::Attacker(root, attack, seed) => {
+            attacks::attack(&root, attack, seed).map_err(|error| format!("{attack:?}: {error}"))?;
+            say(&Said::Attacked);
+            // It ends when its test says so.
+            std::io::stdin().read_to_end(&mut Vec::new())?;
+            Ok(())
         }
     }
 }
@@ -122,7 +130,14 @@ fn relay(root: &str) -> Outcome {
 
 fn work(join: Join) -> Outcome {
     let setup = ReceiverSetup::new(join.info, join.worker).schemes(Distributed::among_schemes());
-    let mut receiver = setup.connect(PATIENCE)?;
+    let mut receiver = loop {
+        match setup.clone().connect(PATIENCE) {
+            Ok(receiver) => break receiver,
+            // Nobody is there for longer than that.
+            Err(weightsync::Error::NoSender { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    };
     loop {
         match receiver.receive(Some(PATIENCE)) {
             Ok(Some(snapshot)) => say(&Said::Seen(Seen {

@@ -60,6 +60,11 @@ impl Dice {
         self.roll() % end
     }
 
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let words = (0..len.div_ceil(8)).flat_map(|_| self.roll().to_le_bytes());
+        words.take(len).collect()
+    }
+
     /// One of these, of which there is at least one.
     pub(crate) fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
         &of[self.below(of.len() as u64) as usize]

@@ -14,6 +14,7 @@ use weightsync::InitInfo;
 use weightsync_conformance::hosts::Hosts;
 use weightsync_net::status::{self, Status};
 
+use super::attacks::Attack;
 use super::scale::PATIENCE;
 use super::words::{Join, Lead, Order, ROLE, Role, Said, Seen, Sent};
 
@@ -35,6 +36,8 @@ pub(crate) enum Who {
     /// That of this host.
     Relay(usize),
     Worker(u32),
+    /// That of this host.
+    Attacker(usize),
 }
 
 impl fmt::Display for Who {
@@ -43,6 +46,7 @@ impl fmt::Display for Who {
             Self::Trainer => f.write_str("trainer"),
             Self::Relay(host) => write!(f, "relay of host {host}"),
             Self::Worker(worker) => write!(f, "worker {worker}"),
+            Self::Attacker(host) => write!(f, "attacker of host {host}"),
         }
     }
 }
@@ -81,6 +85,7 @@ pub(crate) struct Stage {
     statuses: u64,
     status: Option<Status>,
     begun: Instant,
+    logs: Vec<(Who, String)>,
     transcript: Vec<String>,
 }
 
@@ -106,6 +111,7 @@ impl Stage {
             statuses: 0,
             status: None,
             begun: Instant::now(),
+            logs: Vec::new(),
             transcript: Vec::new(),
         };
         stage.start_trainer();
@@ -154,6 +160,26 @@ impl Stage {
         self.until("the workers have the newest version", |stage| {
             workers.iter().all(|worker| stage.has_newest(*worker))
         });
+    }
+
+    /// Starts an attack from a host.
+    pub(crate) fn begin_attack(&mut self, host: usize, attack: Attack, seed: u64) {
+        let role = Role::Attacker(self.root(), attack, seed);
+        self.start(Who::Attacker(host), host, &role);
+    }
+
+    /// How many attacks are still going on.
+    pub(crate) fn attacks_left(&self) -> usize {
+        let mut attacks = self.processes.iter();
+        let going_on =
+            |(who, one): &(&Who, &Process)| matches!(who, Who::Attacker(_)) && one.up == 0;
+        attacks.by_ref().filter(going_on).count()
+    }
+
+    /// What a process of the crate under test has warned of.
+    pub(crate) fn warnings(&self, who: Who) -> impl Iterator<Item = &str> {
+        let logs = self.logs.iter().filter(move |(of, _)| *of == who);
+        logs.filter_map(|(_, line)| line.strip_prefix("WARN "))
     }
 
     fn start(&mut self, who: Who, host: usize, role: &Role) {
@@ -227,9 +253,12 @@ impl Stage {
 
     /// Begins a send to everybody; the word of its version.
     pub(crate) fn begin_send(&mut self) -> u64 {
+        self.begin_send_within(PATIENCE)
+    }
+
+    pub(crate) fn begin_send_within(&mut self, deadline: Duration) -> u64 {
         self.word += 1;
         let word = self.word;
-        let deadline = PATIENCE;
         self.order(Order::Send { word, deadline });
         self.until("the trainer sends", |stage| stage.sending == word);
         word
@@ -333,10 +362,6 @@ impl Stage {
         processes.map(|(who, one)| (*who, one.host)).collect()
     }
 
-    pub(crate) fn newest(&self) -> u64 {
-        self.word
-    }
-
     pub(crate) fn has_newest(&self, worker: u32) -> bool {
         self.seen(worker).is_some_and(|seen| seen.word == self.word)
     }
@@ -437,7 +462,7 @@ impl Stage {
                 self.epoch = epoch;
                 self.words.insert((epoch, 1), self.word);
             }
-            Some(Said::Joined) => process.up += 1,
+            Some(Said::Joined | Said::Attacked) => process.up += 1,
             Some(Said::Sending { word }) => self.sending = word,
             Some(Said::Sent(sent)) => {
                 self.words.insert((self.epoch, sent.version), sent.word);
@@ -462,7 +487,7 @@ impl Stage {
                     self.fail(&format!("{who} has a version with a wrong label: {seen:?}"));
                 }
             }
-            Some(Said::Log(_)) => {}
+            Some(Said::Log(line)) => self.logs.push((who, line)),
         }
     }
 

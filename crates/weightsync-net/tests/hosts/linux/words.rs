@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 use weightsync::{InitInfo, Report};
 use weightsync_net::status::Status;
 
+use super::attacks::Attack;
+
 /// The variable that makes this binary play a role.
 pub(crate) const ROLE: &str = "WEIGHTSYNC_TEST_ROLE";
 
@@ -21,6 +23,8 @@ pub(crate) enum Role {
     /// Of the sender at this address.
     Relay(String),
     Worker(Join),
+    /// Against the sender at this address, by these random choices.
+    Attacker(String, Attack, u64),
 }
 
 /// How a trainer begins.
@@ -73,6 +77,8 @@ pub(crate) enum Said {
     SenderGone { died: bool },
     /// A worker has received this, and found the word everywhere in it.
     Seen(Seen),
+    /// An attacker has done what it could.
+    Attacked,
     /// A warning of the crate under test.
     Log(String),
     /// It cannot go on; also where a version was not whole.
