@@ -198,7 +198,7 @@ impl Hub {
             },
             Event::Served(Served::Speed { child, bytes, busy }) => {
                 self.served += bytes;
-                let assigned = self.topology.measured(child, bytes, busy);
+                let assigned = self.topology.measured(0, child, bytes, busy);
                 self.assign(&assigned);
             }
             Event::Served(Served::Wanted { .. } | Served::Unwanted { .. }) => {}
@@ -346,7 +346,7 @@ impl Hub {
                 micros,
             } => {
                 let busy = Duration::from_micros(micros);
-                let assigned = self.topology.measured(child, bytes, busy);
+                let assigned = self.topology.measured(agent, child, bytes, busy);
                 self.assign(&assigned);
             }
             // It asks the sender itself next.

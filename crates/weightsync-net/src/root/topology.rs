@@ -7,7 +7,7 @@
 //!
 //! A slow link slows down everybody behind it, so agents whose link has been
 //! measured as much slower than that of others go to the end, where nobody is
-//! behind them.
+//! behind them. What comes through a slow one says nothing of the one behind it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -38,12 +38,19 @@ pub(crate) struct Topology {
 struct Agent {
     /// Where it serves, if it does.
     address: Option<SocketAddr>,
-    /// Bytes a second by which it could take what was there for it.
-    speed: Option<f64>,
+    /// Bytes a second by which it could take what was there for it, and from whom it
+    /// did so last.
+    speed: Option<(f64, AgentId)>,
     /// Whom it was last told to fetch from.
     parent: Option<AgentId>,
     /// Whom it could not fetch from.
     avoids: BTreeSet<AgentId>,
+}
+
+impl Agent {
+    fn is_slow(&self, fastest: f64) -> bool {
+        self.speed.is_some_and(|(speed, _)| speed * SLOW < fastest)
+    }
 }
 
 /// An agent is to fetch from another from now on.
@@ -75,6 +82,8 @@ impl Topology {
         };
         self.agents.insert(agent, fresh);
         self.order.push(agent);
+        // Not behind those that are known to be slow.
+        self.sort();
         self.assign()
     }
 
@@ -110,20 +119,31 @@ impl Topology {
         self.assign()
     }
 
-    /// So much went to an agent, while there was something for it.
-    pub(crate) fn measured(&mut self, agent: AgentId, bytes: u64, busy: Duration) -> Vec<Assigned> {
+    /// So much went from a parent to an agent, while there was something for it.
+    pub(crate) fn measured(
+        &mut self,
+        parent: AgentId,
+        agent: AgentId,
+        bytes: u64,
+        busy: Duration,
+    ) -> Vec<Assigned> {
         let seconds = busy.as_secs_f64();
-        if bytes < MEASURABLE || seconds <= 0.0 {
+        let slow = self.fastest().is_some_and(|fastest| {
+            let parent = self.agents.get(&parent);
+            parent.is_some_and(|parent| parent.is_slow(fastest))
+        });
+        if bytes < MEASURABLE || seconds <= 0.0 || slow {
             return Vec::new();
         }
         let Some(one) = self.agents.get_mut(&agent) else {
             return Vec::new();
         };
         let measured = bytes as f64 / seconds;
-        one.speed = Some(match one.speed {
+        let speed = match one.speed {
             None => measured,
-            Some(before) => before * (1.0 - FRESH) + measured * FRESH,
-        });
+            Some((before, _)) => before * (1.0 - FRESH) + measured * FRESH,
+        };
+        one.speed = Some((speed, parent));
         self.sort();
         self.assign()
     }
@@ -136,18 +156,31 @@ impl Topology {
 
     /// How fast the link to an agent was measured to be, in bytes a second.
     pub(crate) fn speed(&self, agent: AgentId) -> Option<f64> {
-        self.agents.get(&agent)?.speed
+        self.agents.get(&agent)?.speed.map(|(speed, _)| speed)
+    }
+
+    fn fastest(&self) -> Option<f64> {
+        let speeds = self.agents.values().filter_map(|one| one.speed);
+        speeds.map(|(speed, _)| speed).reduce(f64::max)
     }
 
     /// Puts the slow ones at the end, slowest last; the others stay as they are.
     fn sort(&mut self) {
-        let fastest = self.agents.values().filter_map(|one| one.speed);
-        let Some(fastest) = fastest.reduce(f64::max) else {
+        let Some(fastest) = self.fastest() else {
             return;
         };
+        let slow = self.agents.iter().filter(|(_, one)| one.is_slow(fastest));
+        let slow: BTreeSet<AgentId> = slow.map(|(agent, _)| *agent).collect();
+        for agent in &slow {
+            // Measured through one that has turned out to be slow: it is to be
+            // measured anew, before that one.
+            if let Some(one) = self.agents.get_mut(agent) {
+                one.speed.take_if(|(_, by)| slow.contains(by));
+            }
+        }
         let slow = |agent: &AgentId| {
-            let speed = self.agents.get(agent).and_then(|one| one.speed);
-            speed.filter(|speed| speed * SLOW < fastest)
+            let (speed, _) = self.agents.get(agent)?.speed?;
+            slow.contains(agent).then_some(speed)
         };
         let mut slowest: Vec<(AgentId, f64)> = Vec::new();
         let mut order = Vec::with_capacity(self.order.len());
