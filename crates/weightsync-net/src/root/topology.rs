@@ -105,10 +105,11 @@ impl Topology {
     }
 
     /// An agent could not fetch from its parent, which is there: it is given
-    /// another, and that one not again.
+    /// another, and that one not again. One that could not fetch from the sender, be
+    /// it in the parent's stead, waits to be told from whom to go on.
     pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId) -> Vec<Assigned> {
         if let Some(one) = self.agents.get_mut(&agent)
-            && one.parent == Some(parent)
+            && (one.parent == Some(parent) || parent == 0)
         {
             // Asked for again, even if it is the same.
             one.parent = None;

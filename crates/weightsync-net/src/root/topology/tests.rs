@@ -128,6 +128,14 @@ fn a_parent_that_cannot_be_reached_is_not_given_again() {
     assert_eq!(chain.lost(3, 0).len(), 1);
     // What is said of an earlier parent changes nothing.
     assert_eq!(chain.lost(3, 2), []);
+    // Who has another parent, and lost the sender in its stead, is told that again.
+    let [again] = chain.lost(2, 0)[..] else {
+        panic!("it waits for ever");
+    };
+    assert_eq!((again.agent, again.parent), (2, 1));
+    assert_eq!(again.address, address(1));
+    // One that has gone meanwhile is told nothing.
+    assert_eq!(chain.lost(9, 0), []);
 }
 
 /// Whatever happens, everybody who serves is reached from the sender.
