@@ -338,7 +338,8 @@ impl Hub {
             ToRoot::Received { bytes, micros, .. } => {
                 known.received += bytes;
                 let busy = Duration::from_micros(micros);
-                let assigned = self.topology.measured(agent, bytes, busy);
+                let parent = self.topology.parent(agent).unwrap_or(0);
+                let assigned = self.topology.measured(parent, agent, bytes, busy);
                 self.assign(&assigned);
             }
             ToRoot::ParentLost { parent, .. } => {

@@ -2,8 +2,8 @@
 //! to run, and serves the first of them.
 
 mod hub;
-mod seats;
-mod topology;
+pub(crate) mod seats;
+pub(crate) mod topology;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;

@@ -186,6 +186,13 @@ impl<T> Seats<T> {
         seats.map(|(worker, seat)| (*worker, seat.process, seat.agent, &seat.of))
     }
 
+    /// The same, to be changed.
+    #[cfg(test)]
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (WorkerId, &mut T)> {
+        let seats = self.seats.iter_mut();
+        seats.map(|(worker, seat)| (*worker, &mut seat.of))
+    }
+
     fn take(&mut self, worker: WorkerId) -> Option<T> {
         self.seats.remove(&worker).map(|seat| seat.of)
     }
