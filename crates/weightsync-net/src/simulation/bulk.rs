@@ -87,7 +87,8 @@ impl World {
         self.transfers.insert(number, transfer);
         self.counts.fetches += 1;
         // A sender may also hang up on those that are too many.
-        if parent.node == 0 && self.options.faults && self.dice.percent(2) {
+        let often = if instead { 10 } else { 1 };
+        if parent.node == 0 && self.options.faults && self.dice.percent(often) {
             let pause = self.dice.span(MS / 10, SECOND);
             self.clock.after(pause, Event::Broken { number });
         }

@@ -260,7 +260,7 @@ impl World {
 
     /// Everything is well again, and every worker that is to live does.
     fn heal(&mut self) {
-        self.network.heal(self.clock.now());
+        self.network.heal(self.options.apart, self.clock.now());
         self.disturb();
         self.links_change(|_| true);
         self.transfers_change(|_, _| true);
