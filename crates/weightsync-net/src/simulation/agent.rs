@@ -1,15 +1,15 @@
-//! An agent: it performs what its [`Plan`] decides, as the engine does.
+//! An agent: what it knows, and what it hears, as the engine does it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::WorkerId;
 use weightsync_mem::{Delivery, Seated};
 
-use super::clock::{MS, Time};
+use super::clock::MS;
 use super::network::Node;
 use super::{Event, World, sender};
 use crate::relay::Item;
-use crate::relay::plan::{Effect, Input, Plan};
+use crate::relay::plan::{Input, Plan};
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, Held, ToRoot, WorkerProgress};
 
@@ -25,16 +25,16 @@ pub(super) struct Agent {
     pub(super) link: Option<AgentId>,
     /// Attempts in a row to reach the sender.
     pub(super) dials: u32,
-    parent: Option<Parent>,
+    pub(super) parent: Option<Parent>,
     /// Chunks that came, from the first on.
     pub(super) coming: BTreeMap<Item, u32>,
     pub(super) whole: BTreeSet<Item>,
     /// The transfer under way.
     pub(super) fetch: Option<u64>,
-    failures: u32,
+    pub(super) failures: u32,
     /// What the sender is told once it is time, and how many of those there were.
-    complain: Option<AgentId>,
-    complaints: u64,
+    pub(super) complain: Option<AgentId>,
+    pub(super) complaints: u64,
     workers: BTreeMap<WorkerId, (Seated, Delivery)>,
     /// Workers that the sender was asked about, by ticket.
     joining: BTreeMap<u64, (Seated, Delivery)>,
@@ -54,14 +54,6 @@ pub(super) const ROOT: Parent = Parent {
     node: 0,
     life: 0,
 };
-
-/// How a transfer has ended for the one that fetched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FetchEnd {
-    Whole { bytes: u64 },
-    NotThere,
-    Broken,
-}
 
 impl World {
     /// This life of a machine's agent.
@@ -285,130 +277,11 @@ impl World {
         }
         self.step(node, vec![Input::NoParent, Input::Parent]);
     }
-
-    /// The transfer under way has ended.
-    pub(super) fn fetched(&mut self, node: Node, item: Item, parent: Parent, end: FetchEnd) {
-        let agent = self.agent_of(node);
-        agent.fetch = None;
-        match end {
-            FetchEnd::Whole { bytes } => {
-                agent.failures = 0;
-                agent.whole.insert(item);
-                self.say(
-                    node,
-                    ToRoot::Received {
-                        model: item.model as u8,
-                        version: item.version,
-                        bytes,
-                        micros: 1,
-                    },
-                );
-                self.step(node, vec![Input::Whole { item }]);
-            }
-            FetchEnd::NotThere => {
-                let sender = parent.agent == 0;
-                self.step(node, vec![Input::NotThere { item, sender }]);
-            }
-            FetchEnd::Broken => {
-                let pause = match agent.failures {
-                    0 => 0,
-                    failures => crate::relay::backoff(failures).as_micros() as Time,
-                };
-                agent.failures += 1;
-                agent.complaints += 1;
-                agent.complain = Some(parent.agent);
-                agent.parent = None;
-                let (life, number) = (agent.life, agent.complaints);
-                self.clock
-                    .after(pause, Event::Complain { node, life, number });
-                self.disturb();
-                self.step(node, vec![Input::Broken { item }, Input::NoParent]);
-            }
-        }
-    }
-
-    /// It is time to say that a parent is lost.
-    pub(super) fn complain(&mut self, node: Node, life: u64, number: u64) {
-        let Some(agent) = self.agent(node, life) else {
-            return;
-        };
-        // Without a link it is said once there is one.
-        if agent.complaints != number || agent.link.is_none() {
-            return;
-        }
-        if let Some(parent) = agent.complain.take() {
-            let reason = String::new();
-            self.say(node, ToRoot::ParentLost { parent, reason });
-        }
-    }
-
-    pub(super) fn step(&mut self, node: Node, inputs: Vec<Input>) {
-        let mut effects = self.agent_of(node).plan.step(inputs);
-        let mut more = Vec::new();
-        while !effects.is_empty() {
-            for effect in effects.drain(..) {
-                more.extend(self.perform(node, effect));
-            }
-            if more.is_empty() {
-                return;
-            }
-            effects = self.agent_of(node).plan.step(more.drain(..));
-        }
-    }
-
-    fn perform(&mut self, node: Node, effect: Effect) -> Option<Input> {
-        match effect {
-            Effect::Tell { who, sequence, set } => {
-                let agent = self.agent_of(node);
-                let whole = set.iter().all(|item| agent.whole.contains(item));
-                assert!(whole, "{who:?} is told {set:?}, which is not whole");
-                self.told(node, who, sequence, &set);
-            }
-            // Nobody asks here.
-            Effect::Answer { .. } => {}
-            Effect::Fetch { item, sender } => return self.begin(node, item, sender),
-            Effect::Stop { item } => {
-                let fetch = self.agent_of(node).fetch;
-                assert_eq!(fetch.map(|one| self.transfers[&one].item), Some(item));
-                self.stop_fetch(node);
-            }
-            Effect::Release { item } => {
-                let agent = self.agent_of(node);
-                agent.coming.remove(&item);
-                agent.whole.remove(&item);
-                self.revoke(node, item);
-            }
-            Effect::Refuse { item } => self.refuse(node, item),
-        }
-        None
-    }
-
-    fn begin(&mut self, node: Node, item: Item, sender: bool) -> Option<Input> {
-        let no_room = self.dice.percent(self.options.no_room);
-        let agent = self.agent_of(node);
-        let parent = match sender {
-            true => Some(ROOT),
-            false => agent.parent,
-        };
-        let Some(parent) = parent else {
-            return Some(Input::NoParent);
-        };
-        let life = agent.life;
-        if !agent.coming.contains_key(&item) && no_room {
-            self.clock.after(20 * MS, Event::Room { node, life });
-            return Some(Input::NoRoom { item });
-        }
-        agent.coming.entry(item).or_insert(0);
-        self.stop_fetch(node);
-        let instead = sender && self.agent_of(node).parent != Some(ROOT);
-        self.start_fetch((node, life), item, parent, instead);
-        None
-    }
 }
 
 fn item(held: Held) -> Item {
     Item {
         model: held.model.into(),
-        version: Version(held.version.0),
+        version: held.version,
     }
 }

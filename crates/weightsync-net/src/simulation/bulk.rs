@@ -1,14 +1,12 @@
 //! Transfers: chunk after chunk, each passed on as soon as it has come, over one
 //! connection each.
 
-use weightsync_core::Version;
-
-use super::agent::{FetchEnd, Parent};
+use super::agent::Parent;
 use super::clock::{MS, SECOND, Time};
 use super::control::SUSPECT;
 use super::network::{Health, Node};
+use super::perform::FetchEnd;
 use super::{Event, World};
-use crate::bulk::replaced;
 use crate::relay::Item;
 use crate::relay::plan::Input;
 use crate::wire::message::ToRoot;
@@ -25,7 +23,7 @@ const STUCK: Time = 5 * SECOND;
 /// One fetch, as both of its ends see it.
 #[derive(Debug)]
 pub(super) struct Transfer {
-    child: (Node, u64),
+    pub(super) child: (Node, u64),
     pub(super) parent: Parent,
     pub(super) item: Item,
     /// It comes from the sender although that is not the parent.
@@ -35,18 +33,18 @@ pub(super) struct Transfer {
     /// The next chunk to come.
     next: u32,
     chunks: u32,
-    child_open: bool,
+    pub(super) child_open: bool,
     /// Whether the parent serves it: it was asked, and has not ended it.
-    parent_open: bool,
-    asked: bool,
+    pub(super) parent_open: bool,
+    pub(super) asked: bool,
     /// The parent has begun with it.
-    found: bool,
-    revoked: bool,
+    pub(super) found: bool,
+    pub(super) revoked: bool,
     /// A chunk is on its way.
-    sending: bool,
+    pub(super) sending: bool,
     /// What has come is held up: a chunk, or the word that there is none.
-    held: bool,
-    gone: bool,
+    pub(super) held: bool,
+    pub(super) gone: bool,
     bytes: u64,
     busy: Time,
 }
@@ -87,7 +85,8 @@ impl World {
         self.transfers.insert(number, transfer);
         self.counts.fetches += 1;
         // A sender may also hang up on those that are too many.
-        if parent.node == 0 && self.options.faults && self.dice.percent(2) {
+        let often = if instead { 10 } else { 1 };
+        if parent.node == 0 && self.options.faults && self.dice.percent(often) {
             let pause = self.dice.span(MS / 10, SECOND);
             self.clock.after(pause, Event::Broken { number });
         }
@@ -270,7 +269,7 @@ impl World {
     }
 
     /// The parent does not have it, and says so.
-    fn gone(&mut self, number: u64) {
+    pub(super) fn gone(&mut self, number: u64) {
         let latency = self.network.latency;
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
@@ -305,53 +304,6 @@ impl World {
         let waits = |one: &&Transfer| one.parent_open && !one.found;
         if self.transfers.get(&number).filter(waits).is_some() {
             self.gone(number);
-        }
-    }
-
-    /// An agent serves this version no more.
-    pub(super) fn revoke(&mut self, node: Node, item: Item) {
-        let revoked = |one: &Transfer| one.parent.node == node && one.item == item && one.found;
-        self.end_serving(revoked);
-    }
-
-    /// Nor will it.
-    pub(super) fn refuse(&mut self, node: Node, item: Item) {
-        let refused = |one: &Transfer| one.parent.node == node && one.item == item && !one.found;
-        self.end_serving(refused);
-    }
-
-    /// Old versions of a model are served no more, as far as they hold up slots.
-    pub(super) fn keep_oldest(&mut self, model: usize) {
-        let newest = Version(self.sender.versions[model]);
-        let served = self
-            .transfers
-            .values()
-            .filter(|one| one.parent.node == 0 && one.found && one.parent_open && !one.revoked);
-        let served = served.map(|one| one.item);
-        let replaced = replaced(served, model, newest, |item| self.sender.keeps(item));
-        self.end_serving(|one| one.parent.node == 0 && one.found && replaced.contains(&one.item));
-    }
-
-    fn end_serving(&mut self, of: impl Fn(&Transfer) -> bool) {
-        let ended = self
-            .transfers
-            .iter_mut()
-            .filter(|(_, one)| one.parent_open && of(one));
-        let ended: Vec<u64> = ended
-            .map(|(number, one)| {
-                one.revoked = true;
-                *number
-            })
-            .collect();
-        for number in ended {
-            // After the chunk that is on its way.
-            if !self
-                .transfers
-                .get(&number)
-                .is_some_and(|one| one.sending || one.held)
-            {
-                self.gone(number);
-            }
         }
     }
 
@@ -404,58 +356,6 @@ impl World {
             && self.network.way(transfer.child.0, transfer.parent.node) == (Health::Silent, since)
         {
             self.broken(number);
-        }
-    }
-
-    /// It stands differently with the ways of these machines.
-    pub(super) fn transfers_change(&mut self, of: impl Fn(Node, Node) -> bool) {
-        let latency = self.network.latency;
-        let all = self.transfers.iter();
-        let all = all.filter(|(_, one)| of(one.child.0, one.parent.node));
-        let all: Vec<u64> = all.map(|(number, _)| *number).collect();
-        for number in all {
-            let Some(transfer) = self.transfers.get_mut(&number) else {
-                continue;
-            };
-            match self.network.way(transfer.child.0, transfer.parent.node) {
-                (Health::Cut, _) => {
-                    let event = match transfer.child_open {
-                        true => Event::Broken { number },
-                        false => Event::HungUp { number },
-                    };
-                    self.clock.after(0, event);
-                }
-                (Health::Silent, since) => {
-                    let event = Event::Doubt { number, since };
-                    self.clock.after(SUSPECT, event);
-                }
-                (Health::Good, _) => {
-                    if std::mem::take(&mut transfer.held) {
-                        let event = match transfer.gone {
-                            true => Event::NotThere { number },
-                            false => Event::Chunk { number },
-                        };
-                        self.clock.after(latency, event);
-                    }
-                }
-            }
-        }
-    }
-
-    /// An agent has died: what it fetched, and what was fetched from it.
-    pub(super) fn transfers_end(&mut self, node: Node, life: u64) {
-        self.stop_fetch(node);
-        let latency = self.network.latency;
-        let from_it = self
-            .transfers
-            .iter_mut()
-            .filter(|(_, one)| (one.parent.node, one.parent.life) == (node, life) && one.asked);
-        for (number, transfer) in from_it {
-            transfer.parent_open = false;
-            // Whoever hears nothing gives it up by itself.
-            let good = self.network.is_good(transfer.child.0, node);
-            let pause = if good { latency } else { SUSPECT };
-            self.clock.after(pause, Event::Broken { number: *number });
         }
     }
 }

@@ -18,7 +18,9 @@ mod agent;
 mod bulk;
 mod clock;
 mod control;
+mod ends;
 mod network;
+mod perform;
 mod rules;
 mod schedule;
 mod sender;
@@ -260,7 +262,7 @@ impl World {
 
     /// Everything is well again, and every worker that is to live does.
     fn heal(&mut self) {
-        self.network.heal(self.clock.now());
+        self.network.heal(self.options.apart, self.clock.now());
         self.disturb();
         self.links_change(|_| true);
         self.transfers_change(|_, _| true);

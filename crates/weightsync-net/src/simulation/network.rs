@@ -82,9 +82,11 @@ impl Network {
         self.between.insert(pair(one, other), (health, now));
     }
 
-    /// Everything is well again.
-    pub(super) fn heal(&mut self, now: Time) {
-        self.between.clear();
+    /// Everything is well again, but perhaps for what is between two machines.
+    pub(super) fn heal(&mut self, apart: bool, now: Time) {
+        if !apart {
+            self.between.clear();
+        }
         for end in &mut self.ends {
             end.health = (Health::Good, now);
         }

@@ -32,6 +32,8 @@ pub(super) struct Options {
     pub(super) every: bool,
     /// Whether anything breaks.
     pub(super) faults: bool,
+    /// Whether some machines never reach each other, as behind a firewall.
+    pub(super) apart: bool,
     pub(super) trace: bool,
     /// How many versions are published once everything is well.
     pub(super) last: u32,
@@ -101,6 +103,7 @@ impl Options {
             no_room: [0, 0, 3][dice.below(3) as usize],
             every: dice.percent(50),
             faults: dice.percent(80),
+            apart: dice.percent(20),
             trace: traced(),
             last: 8,
         }
@@ -116,6 +119,7 @@ impl Options {
             no_room: 0,
             every: false,
             faults: false,
+            apart: false,
             trace: traced(),
             last: 0,
         }
@@ -316,6 +320,7 @@ impl World {
             }
             Op::EndWorker { node, index, died } => self.end_worker(node, index, died),
             Op::Health { node, health } => self.set_health(node, health),
+            Op::Between { health, .. } if self.options.apart && health == Health::Good => {}
             Op::Between { one, other, health } => self.set_health_between(one, other, health),
             Op::Reset { node } => {
                 let fetch = self.hosts[node].agent.as_ref().and_then(|one| one.fetch);

@@ -170,11 +170,12 @@ impl World {
         for model in &models {
             self.keep_oldest(*model);
         }
+        let bytes = models.iter().map(|model| self.sender.sizes[*model]).sum();
         for model in models {
             self.sender.versions[model] += 1;
         }
         self.sender.sequence += 1;
-        self.note_publication();
+        self.note_publication(bytes);
         let told = (self.sender.sequence, self.sender.set());
         let workers: BTreeSet<WorkerId> = self.sender.seats.iter().map(|seat| seat.0).collect();
         for (_, guest) in self.sender.seats.iter_mut() {

@@ -1,0 +1,138 @@
+//! An agent performs what its plan decides, and says what came of it.
+
+use super::agent::{Parent, ROOT};
+use super::clock::{MS, Time};
+use super::network::Node;
+use super::{Event, World};
+use crate::relay::Item;
+use crate::relay::plan::{Effect, Input};
+use crate::wire::message::ToRoot;
+
+/// How a transfer has ended for the one that fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FetchEnd {
+    Whole { bytes: u64 },
+    NotThere,
+    Broken,
+}
+
+impl World {
+    pub(super) fn step(&mut self, node: Node, inputs: Vec<Input>) {
+        let mut effects = self.agent_of(node).plan.step(inputs);
+        let mut more = Vec::new();
+        while !effects.is_empty() {
+            for effect in effects.drain(..) {
+                more.extend(self.perform(node, effect));
+            }
+            if more.is_empty() {
+                return;
+            }
+            effects = self.agent_of(node).plan.step(more.drain(..));
+        }
+    }
+
+    fn perform(&mut self, node: Node, effect: Effect) -> Option<Input> {
+        match effect {
+            Effect::Tell { who, sequence, set } => {
+                let agent = self.agent_of(node);
+                let whole = set.iter().all(|item| agent.whole.contains(item));
+                assert!(whole, "{who:?} is told {set:?}, which is not whole");
+                self.told(node, who, sequence);
+            }
+            // Nobody asks here.
+            Effect::Answer { .. } => {}
+            Effect::Fetch { item, sender } => return self.begin(node, item, sender),
+            Effect::Stop { item } => {
+                let fetch = self.agent_of(node).fetch;
+                assert_eq!(fetch.map(|one| self.transfers[&one].item), Some(item));
+                self.stop_fetch(node);
+            }
+            Effect::Release { item } => {
+                let agent = self.agent_of(node);
+                agent.coming.remove(&item);
+                agent.whole.remove(&item);
+                self.revoke(node, item);
+            }
+            Effect::Refuse { item } => self.refuse(node, item),
+        }
+        None
+    }
+
+    fn begin(&mut self, node: Node, item: Item, sender: bool) -> Option<Input> {
+        let no_room = self.dice.percent(self.options.no_room);
+        let agent = self.agent_of(node);
+        let parent = match sender {
+            true => Some(ROOT),
+            false => agent.parent,
+        };
+        let Some(parent) = parent else {
+            return Some(Input::NoParent);
+        };
+        let life = agent.life;
+        if no_room && !agent.coming.contains_key(&item) {
+            self.clock.after(20 * MS, Event::Room { node, life });
+            return Some(Input::NoRoom { item });
+        }
+        agent.coming.entry(item).or_insert(0);
+        self.stop_fetch(node);
+        let instead = sender && self.agent_of(node).parent != Some(ROOT);
+        self.start_fetch((node, life), item, parent, instead);
+        None
+    }
+
+    /// The transfer under way has ended.
+    pub(super) fn fetched(&mut self, node: Node, item: Item, parent: Parent, end: FetchEnd) {
+        let agent = self.agent_of(node);
+        agent.fetch = None;
+        match end {
+            FetchEnd::Whole { bytes } => {
+                agent.failures = 0;
+                agent.whole.insert(item);
+                self.say(
+                    node,
+                    ToRoot::Received {
+                        model: item.model as u8,
+                        version: item.version,
+                        bytes,
+                        micros: 1,
+                    },
+                );
+                self.step(node, vec![Input::Whole { item }]);
+            }
+            FetchEnd::NotThere => {
+                let sender = parent.agent == 0;
+                self.step(node, vec![Input::NotThere { item, sender }]);
+            }
+            FetchEnd::Broken => {
+                let pause = match agent.failures {
+                    0 => 0,
+                    failures => crate::relay::backoff(failures).as_micros() as Time,
+                };
+                agent.failures += 1;
+                agent.complaints += 1;
+                agent.complain = Some(parent.agent);
+                agent.parent = None;
+                let (life, number) = (agent.life, agent.complaints);
+                self.clock
+                    .after(pause, Event::Complain { node, life, number });
+                self.disturb();
+                self.step(node, vec![Input::Broken { item }, Input::NoParent]);
+            }
+        }
+    }
+
+    /// It is time to say that a parent is lost.
+    pub(super) fn complain(&mut self, node: Node, life: u64, number: u64) {
+        let Some(agent) = self.agent(node, life) else {
+            return;
+        };
+        // Without a link it is said once there is one.
+        if agent.complaints != number || agent.link.is_none() {
+            return;
+        }
+        if let Some(parent) = agent.complain.take() {
+            let reason = String::new();
+            self.say(node, ToRoot::ParentLost { parent, reason });
+        }
+    }
+}
