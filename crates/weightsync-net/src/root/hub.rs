@@ -122,6 +122,8 @@ struct Seat {
     device: String,
     /// By whom it is reached; `None` while it is not.
     agent: Option<AgentId>,
+    /// By whom it was reached before, as long as that has not said that it is gone.
+    before: Option<AgentId>,
     /// When it is given up, if it is not reached.
     until: Option<Instant>,
     /// The last sequence and the last question's answer it was told.
@@ -309,16 +311,7 @@ impl Hub {
                 worker,
                 instance,
                 died,
-            } => {
-                if self.seat_of(agent, worker, instance).is_some()
-                    && let Some(seat) = self.seats.remove(&worker)
-                {
-                    seat.guest.leave(match died {
-                        true => Going::Died,
-                        false => Going::Left,
-                    });
-                }
-            }
+            } => self.gone(agent, (worker, instance), died),
             ToRoot::Unusable {
                 worker,
                 instance,
@@ -372,11 +365,10 @@ impl Hub {
         let host = host.map_or([0; 16], |known| known.host);
         if let Some(seat) = self.seats.get_mut(&worker) {
             if seat.instance == instance {
-                seat.agent = Some(agent);
-                seat.until = None;
-                seat.told = 0;
-                seat.answered = 0;
-                seat.guest.start_over();
+                if seat.agent != Some(agent) {
+                    seat.before = seat.agent;
+                }
+                seat.reach_by(agent);
                 return Ok(());
             }
             if seat.agent.is_none()
@@ -400,6 +392,7 @@ impl Hub {
             host,
             device,
             agent: Some(agent),
+            before: None,
             until: None,
             told: 0,
             answered: 0,
@@ -407,6 +400,36 @@ impl Hub {
         };
         self.seats.insert(worker, seat);
         Ok(())
+    }
+
+    /// A worker is not where an agent has it any more.
+    fn gone(&mut self, agent: AgentId, (worker, instance): (WorkerId, u64), died: bool) {
+        let Some(seat) = self.seats.get_mut(&worker) else {
+            return;
+        };
+        if seat.instance == instance && seat.before == Some(agent) {
+            // As was to be expected.
+            seat.before = None;
+            return;
+        }
+        if self.seat_of(agent, worker, instance).is_none() {
+            return;
+        }
+        let Some(mut seat) = self.seats.remove(&worker) else {
+            return;
+        };
+        match seat.before.take() {
+            // It gave up waiting there, and has been at the other one all the time.
+            Some(before) if !died => {
+                seat.reach_by(before);
+                self.seats.insert(worker, seat);
+                self.tell(BTreeSet::from([worker]));
+            }
+            _ => seat.guest.leave(match died {
+                true => Going::Died,
+                false => Going::Left,
+            }),
+        }
     }
 
     fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
@@ -557,6 +580,7 @@ impl Hub {
             .map_or(([0; 16], 0), |known| (known.host, known.pid));
         let mut over = Vec::new();
         for (worker, seat) in &mut self.seats {
+            seat.before.take_if(|before| *before == agent);
             if seat.agent != Some(agent) {
                 continue;
             }
@@ -678,6 +702,17 @@ impl Hub {
         models
             .map(|model| seat.versions.get(&model).map_or(0, |version| version.0))
             .collect()
+    }
+}
+
+impl Seat {
+    /// It is told everything anew, by this agent.
+    fn reach_by(&mut self, agent: AgentId) {
+        self.agent = Some(agent);
+        self.until = None;
+        self.told = 0;
+        self.answered = 0;
+        self.guest.start_over();
     }
 }
 
