@@ -25,6 +25,8 @@ mod receiver;
 mod relay;
 mod root;
 mod scheme;
+#[cfg(test)]
+mod simulation;
 pub mod status;
 pub mod wire;
 

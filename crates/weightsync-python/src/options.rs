@@ -87,7 +87,9 @@ pub struct Chosen {
 
 /// Every scheme there is.
 pub fn schemes() -> Schemes {
-    weightsync_net::Distributed::among_schemes()
+    let mut schemes = weightsync_net::Distributed::among_schemes();
+    weightsync_serve::Rpc::insert_into(&mut schemes);
+    schemes
 }
 
 impl Chosen {

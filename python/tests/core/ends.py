@@ -8,9 +8,17 @@ import weightsync
 from torch import nn
 
 # A message is a version that replaces the one before, or one of a queue.
-PUSHING = ["shared-mem", "multi-process", "multi-process:own-copy", "multi-process:every=4"]
+# The last two by TCP, each with a link of its own.
+FAR = ["distributed:share=none", "rpc:initial=connect"]
+PUSHING = [
+    "shared-mem",
+    "multi-process",
+    "multi-process:own-copy",
+    "multi-process:every=4",
+    *FAR,
+]
 # Where a version that was not taken is passed over.
-NEWEST = ["shared-mem", "multi-process", "multi-process:own-copy"]
+NEWEST = ["shared-mem", "multi-process", "multi-process:own-copy", *FAR]
 MODES = ["bind", "copy"]
 
 LONG = 30.0

@@ -24,7 +24,9 @@ def test_setting_up_opens_nothing(scheme):
     descriptors, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     sender = weightsync.Sender(Net(), scheme=scheme)
     receiver = weightsync.Receiver(sender.init_info, 3, model=Net())
-    assert set(os.listdir("/proc/self/fd")) == descriptors
+    opened = set(os.listdir("/proc/self/fd")) - descriptors
+    # But for a port that the init info is to name.
+    assert len(opened) <= scheme.startswith("distributed")
     assert threading.active_count() == threads
     assert (receiver.worker, sender.scheme, sender.models) == (3, scheme, ["policy"])
     del sender, receiver

@@ -25,6 +25,19 @@ SCHEMES = {
     "shared-mem": "SharedMemWeightSyncScheme",
     "multi-process": "MultiProcessWeightSyncScheme",
 }
+# Between hosts: TorchRL's want process groups, and are not run beside them.
+NETWORK = {"distributed": "DistributedWeightSyncScheme", "rpc": "RPCWeightSyncScheme"}
+
+
+def scheme_by(module, name, *args, **how):
+    """A scheme by its short name; over TCP also here, where the trainer's memory is near."""
+    if name in SCHEMES:
+        return getattr(module, SCHEMES[name])(*args, **how)
+    how |= {"share": "none"} if name == "distributed" else {"initial": "connect"}
+    how.update(zip(("strategy", "sync"), args, strict=False))
+    return getattr(module, NETWORK[name])(**how)
+
+
 # For a start or an answer. Generous, since only what fails waits for it to pass.
 SOON = 90.0
 # Ours may take so many times longer than TorchRL's before a wait counts as one without end: only a

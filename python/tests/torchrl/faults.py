@@ -11,7 +11,7 @@ import gc
 import signal
 
 import torch
-from crew import SCHEMES, SOON, Probe, Worker, hurry, line, send_by, standing
+from crew import SOON, Probe, Worker, hurry, line, scheme_by, send_by, standing
 from tiny import Counting, One, acted, collecting, policy, weights_of
 from torch import multiprocessing as mp
 from torchrl.collectors import Collector
@@ -347,4 +347,4 @@ def unknown_worker(module, name):
 
 
 def scheme_of(module, name, **how):
-    return getattr(module, SCHEMES[name])(**how)
+    return scheme_by(module, name, **how)

@@ -12,7 +12,7 @@ import threading
 import time
 
 import torch
-from crew import SCHEMES, SOON, Crew, Probe, Worker, hurry, line, standing
+from crew import SOON, Crew, Probe, Worker, hurry, line, scheme_by, standing
 from tiny import weights_of
 from torch import multiprocessing as mp
 from torch import nn
@@ -178,7 +178,7 @@ def older_calls(module, name, strategy):
 
 def older_scheme(module, name, strategy):
     how = {"auto_register": True} if name == "shared-mem" else {}
-    return scheme_of(module, name, strategy, **how)
+    return scheme_by(module, name, strategy, **how)
 
 
 def older_worker(pipe, tell, module, name, strategy):
@@ -414,4 +414,4 @@ def raises(call):
 
 
 def scheme_of(module, name, strategy="tensordict", **how):
-    return getattr(module, SCHEMES[name])(strategy, **how)
+    return scheme_by(module, name, strategy, **how)

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import scenarios
 import with_collectors
-from crew import SCHEMES, bounded
+from crew import NETWORK, SCHEMES, bounded
 
 SHARED, QUEUED = BOTH = tuple(SCHEMES)
 STRATEGIES = ("tensordict", "state_dict")
@@ -86,6 +86,29 @@ case(with_collectors.collector_shut_down)
 case(with_collectors.running_free)
 case(with_collectors.inference_server)
 case(with_collectors.evaluator)
+
+# Between hosts.
+for run in (
+    scenarios.transport,
+    scenarios.nothing_given,
+    scenarios.wrong_order,
+    scenarios.receive,
+    scenarios.named_workers,
+    scenarios.shut_down,
+    with_collectors.collector_worker_ids,
+    with_collectors.distinct_factories,
+    with_collectors.policy_version,
+    with_collectors.collector_shut_down,
+    with_collectors.running_free,
+):
+    case(run, names=NETWORK, theirs=())
+for form in ("module", "state_dict", "tensordict"):
+    case(scenarios.payload, "tensordict", form, names=NETWORK, theirs=())
+for how in ("fork", "spawn"):
+    case(scenarios.started, how, names=NETWORK, theirs=())
+    case(with_collectors.two_models, "tensordict", how, names=NETWORK, theirs=())
+for kind in ("multi-sync", "multi-async", "async"):
+    case(with_collectors.collector, kind, names=NETWORK, theirs=())
 
 
 def cases(of_all):

@@ -3,7 +3,7 @@
 import contextlib
 
 import torch
-from crew import SCHEMES
+from crew import scheme_by
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -66,7 +66,7 @@ def collecting(module, schemes, workers=2, sync=True, frames=4, env=Counting, **
     """A collector of so many workers, and its batches; `schemes` are schemes or their names."""
     made = {}
     for model, scheme in schemes.items():
-        made[model] = getattr(module, SCHEMES[scheme])() if isinstance(scheme, str) else scheme
+        made[model] = scheme_by(module, scheme) if isinstance(scheme, str) else scheme
     collector = MultiCollector(
         env if isinstance(env, list) else [env] * workers,
         sync=sync,

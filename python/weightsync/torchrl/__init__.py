@@ -14,6 +14,7 @@ from weightsync.torchrl._schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
 from weightsync.torchrl._transports import MPTransport, SharedMemTransport
@@ -25,6 +26,7 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdater",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "TransportBackend",

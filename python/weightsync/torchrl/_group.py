@@ -124,6 +124,11 @@ class Group:
         self._info = self.sender.init_info.to_json()
         self._names = list(first)
 
+    @property
+    def info(self) -> str | None:
+        """What a worker needs to join, as text; nothing before the trainer is set up."""
+        return self._info
+
     def connect(self, name: str, weights: Any, context: Any) -> None:
         """The rendez-vous: the last model's waits until every worker has them all."""
         with self._lock:

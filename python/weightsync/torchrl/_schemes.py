@@ -178,5 +178,56 @@ class DistributedWeightSyncScheme(LocalScheme):
         return {"host": host, "port": int(port), "init_info": info}
 
 
+class RPCWeightSyncScheme(LocalScheme):
+    """The trainer calls each worker's HTTP endpoint; the worker fetches, checks, applies
+    and answers. Nothing in the worker waits for weights.
+
+    A drop-in for TorchRL's, without torch.distributed's RPC: the endpoint is the
+    scheme's own.
+
+    Args:
+        strategy: "tensordict" or "state_dict".
+        sync: whether ``send`` waits until every worker has applied the version.
+        mode: as of :class:`SharedMemWeightSyncScheme`.
+        initial: "send": the first weights come with the first send, as TorchRL has it;
+            "connect": with the rendez-vous. Without it, "connect" in a collector, whose
+            workers begin to act before anything is sent, and otherwise "send".
+        listen: where the trainer listens, as "host:port"; loopback without it. Off
+            loopback a token is needed (``WEIGHTSYNC_TOKEN_FILE``), and
+            ``WEIGHTSYNC_INSECURE_PLAINTEXT=1``.
+        advertise: how workers reach it, if that is another address.
+    """
+
+    def __init__(
+        self,
+        strategy: str = "tensordict",
+        sync: bool = True,
+        *,
+        mode: Literal["bind", "copy"] = "bind",
+        initial: Literal["send", "connect"] | None = None,
+        listen: str | None = None,
+        advertise: str | None = None,
+    ) -> None:
+        super().__init__(strategy, sync, mode=mode)
+        if initial not in ("send", "connect", None):
+            raise ValueError(f'initial wants "send" or "connect", and got {initial!r}')
+        self._initial = initial
+        self._settings = [
+            f"listen={listen}" if listen else "",
+            f"advertise={advertise}" if advertise else "",
+        ]
+        self._word = self._text(initial or "send")
+
+    def _text(self, initial: str) -> str:
+        initially = "initial=connect" if initial == "connect" else ""
+        chosen = ",".join(filter(None, [initially, *self._settings]))
+        return f"rpc:{chosen}" if chosen else "rpc"
+
+    def _group_in(self, context: Any) -> Group:
+        if context is not None and self._initial is None:
+            self._word = self._text("connect")
+        return super()._group_in(context)
+
+
 # What TorchRL calls its backend over TCP, and what it is.
 _OVER_TCP = ("gloo", "tcp")

@@ -9,8 +9,10 @@ mod stop;
 mod store;
 
 pub(crate) use self::fetch::{Came, Connections, Fetch, FetchEnd, Parent};
-pub(crate) use self::serve::{Served, serve};
+pub(crate) use self::serve::{Served, Serving};
 pub(crate) use self::stop::Threads;
+#[cfg(test)]
+pub(crate) use self::store::replaced;
 pub(crate) use self::store::{Find, Held, Store};
 
 use std::time::Duration;

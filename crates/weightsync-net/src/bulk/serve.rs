@@ -1,17 +1,21 @@
 //! The parent's end of a bulk link.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice, Write};
 use std::net::TcpStream;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::{Semaphore, oneshot};
 use weightsync_core::Run;
 
+use super::stop::Threads;
 use super::store::{Held, Look, Store};
 use super::{IDLE, STUCK};
 use crate::relay::Item;
-use crate::wire::frame::{self, CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
+use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
 use crate::wire::message::{ChunkRange, Message, ToChild, ToParent};
 
 /// How long a relay asks above for a version that it does not have.
@@ -19,6 +23,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// After so long a child that waits and whose host does not answer is given up.
 const OUT_OF_REACH: Duration = Duration::from_secs(12);
+
+/// How many fetches are served at once; others wait for their turn.
+const AT_ONCE: usize = 64;
 
 /// What a parent notices while it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,52 +42,120 @@ pub(crate) enum Served {
     },
 }
 
-/// Serves one child until it hangs up.
-pub(crate) fn serve(
-    mut socket: TcpStream,
-    run: Run,
-    store: &Arc<Store>,
-    tell: &(dyn Fn(Served) + Send + Sync),
-) -> io::Result<()> {
-    socket.set_nodelay(true)?;
-    keep_alive(&socket)?;
-    socket.set_write_timeout(Some(STUCK))?;
-    loop {
-        let Some(ToParent::Fetch {
-            run: theirs,
+/// What a process serves from, and how many fetches at once.
+#[derive(Clone)]
+pub(crate) struct Serving {
+    pub(crate) run: Run,
+    pub(crate) store: Arc<Store>,
+    pub(crate) threads: Arc<Threads>,
+    pub(crate) tell: Arc<dyn Fn(Served) + Send + Sync>,
+    at_once: Arc<Semaphore>,
+}
+
+impl Serving {
+    pub(crate) fn new(
+        run: Run,
+        store: Arc<Store>,
+        threads: Arc<Threads>,
+        tell: impl Fn(Served) + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            run,
+            store,
+            threads,
+            tell: Arc::new(tell),
+            at_once: Arc::new(Semaphore::new(AT_ONCE)),
+        }
+    }
+
+    /// Serves one child until it hangs up. Between two fetches it costs a descriptor
+    /// and no thread.
+    pub(crate) async fn child(self, mut socket: tokio::net::TcpStream) {
+        if let Err(error) = keep_alive(&socket) {
+            tracing::debug!("a relay below is served without an eye on its host: {error}");
+        }
+        loop {
+            match self.fetch(socket).await {
+                Ok(Some(same)) => socket = same,
+                Ok(None) => return,
+                Err(error) => {
+                    tracing::debug!("a relay below is served no more: {error}");
+                    return;
+                }
+            }
+        }
+    }
+
+    async fn fetch(
+        &self,
+        mut socket: tokio::net::TcpStream,
+    ) -> io::Result<Option<tokio::net::TcpStream>> {
+        let Some(fetch) = read_fetch(&mut socket).await? else {
+            return Ok(None);
+        };
+        let permit = loop {
+            let permit = self.at_once.clone().acquire_owned();
+            match tokio::time::timeout(IDLE, permit).await {
+                Ok(Ok(permit)) => break permit,
+                Ok(Err(_)) => return Ok(None),
+                // It waits for its turn, and hears that this end is there.
+                Err(_) => socket.write_all(&words(&ToChild::Idle)?).await?,
+            }
+        };
+        let mut socket = socket.into_std()?;
+        socket.set_nonblocking(false)?;
+        socket.set_write_timeout(Some(STUCK))?;
+        let Some(watched) = self.threads.watch(&socket)? else {
+            return Ok(None);
+        };
+        let (done, served) = oneshot::channel();
+        let own = self.clone();
+        self.threads.spawn("weightsync-serve", move || {
+            let result = own.serve(&mut socket, &fetch);
+            drop((watched, permit));
+            // Whoever waited for it may have gone.
+            let _ = done.send(result.map(|()| socket));
+        })?;
+        let Ok(socket) = served.await else {
+            return Ok(None);
+        };
+        let socket = socket?;
+        socket.set_nonblocking(true)?;
+        tokio::net::TcpStream::from_std(socket).map(Some)
+    }
+
+    fn serve(&self, socket: &mut TcpStream, fetch: &ToParent) -> io::Result<()> {
+        let &ToParent::Fetch {
+            run,
             agent,
             model,
             version,
-            ranges,
-        }) = read_fetch(&mut socket)?
-        else {
-            return Ok(());
-        };
+            ref ranges,
+        } = fetch;
         let item = Item {
             model: model.into(),
             version,
         };
-        if theirs != run {
-            say_gone(&mut socket, "it belongs to another run")?;
-            continue;
+        if run != self.run {
+            return say_gone(socket, "it belongs to another run");
         }
-        tell(Served::Wanted { item });
-        let sent = serve_one(&mut socket, store, item, &ranges);
-        tell(Served::Unwanted { item });
+        (self.tell)(Served::Wanted { item });
+        let sent = serve_one(socket, &self.store, item, ranges);
+        (self.tell)(Served::Unwanted { item });
         let Sent { bytes, busy } = sent?;
         if bytes > 0 {
-            tell(Served::Speed {
+            (self.tell)(Served::Speed {
                 child: agent,
                 bytes,
                 busy,
             });
         }
+        Ok(())
     }
 }
 
-/// Has the system find out when a child that waits is out of reach for good: its
-/// thread would wait for ever, and there are only so many.
-fn keep_alive(socket: &TcpStream) -> io::Result<()> {
+/// Has the system find out when a child that waits is out of reach for good.
+fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, OUT_OF_REACH / 2)?;
     sockopt::set_tcp_keepintvl(socket, OUT_OF_REACH / 6)?;
@@ -166,22 +241,24 @@ fn find(socket: &mut TcpStream, store: &Store, item: Item) -> io::Result<Option<
 }
 
 /// The child's next words; `None` once it has hung up.
-fn read_fetch(socket: &mut TcpStream) -> io::Result<Option<ToParent>> {
+async fn read_fetch(socket: &mut tokio::net::TcpStream) -> io::Result<Option<ToParent>> {
     let mut header = [0; HEADER_BYTES];
     // A child waits for as long as it likes, but what it has begun to say it goes on
     // saying.
     let (first, rest) = header.split_at_mut(1);
-    socket.set_read_timeout(None)?;
-    match socket.read_exact(first) {
-        Ok(()) => {}
+    match socket.read_exact(first).await {
+        Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         Err(error) => return Err(error),
     }
-    socket.set_read_timeout(Some(STUCK))?;
-    socket.read_exact(rest)?;
+    tokio::time::timeout(STUCK, socket.read_exact(rest))
+        .await
+        .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
     let header = Header::decode(&header, &[Kind::Bulk]).map_err(invalid)?;
     let mut payload = vec![0; header.len];
-    socket.read_exact(&mut payload)?;
+    tokio::time::timeout(STUCK, socket.read_exact(&mut payload))
+        .await
+        .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
     header.check(&payload).map_err(invalid)?;
     ToParent::decode(&payload).map(Some).map_err(invalid)
 }
@@ -192,10 +269,11 @@ fn say_gone(socket: &mut TcpStream, reason: &str) -> io::Result<()> {
 }
 
 fn say(socket: &mut TcpStream, message: &ToChild) -> io::Result<()> {
-    let mut bytes = Vec::new();
-    let payload = message.encode().map_err(invalid)?;
-    frame::encode(Kind::Bulk, &payload, &mut bytes).map_err(invalid)?;
-    socket.write_all(&bytes)
+    socket.write_all(&words(message)?)
+}
+
+fn words(message: &ToChild) -> io::Result<Vec<u8>> {
+    message.frame().map_err(invalid)
 }
 
 fn write_both(socket: &mut TcpStream, mut head: &[u8], mut bytes: &[u8]) -> io::Result<()> {

@@ -50,13 +50,6 @@ impl Threads {
         Ok(())
     }
 
-    /// How many threads there are.
-    pub(crate) fn count(&self) -> usize {
-        let mut handles = self.handles();
-        handles.retain(|handle| !handle.is_finished());
-        handles.len()
-    }
-
     /// Whether everything is to end.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)

@@ -1,11 +1,12 @@
 //! What can be served: versions that are whole, and those that are still coming.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use weightsync_core::Version;
 use weightsync_mem::{Room, Snapshot};
 
 use crate::relay::Item;
@@ -98,6 +99,24 @@ impl Held {
     }
 }
 
+/// Which of the versions of a model that a sender is serving it serves no more, once
+/// another is about to follow `newest`.
+///
+/// Of old ones it keeps the oldest: a slow relay below finishes what it has begun, and
+/// no more slots than one wait for it. Those that are `kept` anyway, because they are
+/// still meant for somebody, cost no slot: they are never given up.
+pub(crate) fn replaced(
+    served: impl IntoIterator<Item = Item>,
+    model: usize,
+    newest: Version,
+    kept: impl Fn(Item) -> bool,
+) -> Vec<Item> {
+    let served = served.into_iter();
+    let old = served.filter(|item| item.model == model && item.version < newest && !kept(*item));
+    let old: BTreeSet<Item> = old.collect();
+    old.into_iter().skip(1).collect()
+}
+
 /// What one process can serve to relays below it.
 pub(crate) struct Store {
     /// Those of a relay, kept until they are removed.
@@ -183,29 +202,26 @@ impl Store {
         self.changed.notify_all();
     }
 
-    /// Of the versions of a model below `newest` that are being served, serves
-    /// only the oldest on: a slow relay below finishes what it has begun, and no
-    /// more slots than one wait for it.
-    pub(crate) fn keep_oldest(&self, model: usize, newest: weightsync_core::Version) {
-        let kept = self.kept();
-        let mut old: Vec<_> = kept
-            .served
-            .iter()
-            .filter(|(item, _)| item.model == model && item.version < newest)
-            .filter_map(|(item, held)| Some((item.version, held.upgrade()?)))
-            .collect();
-        old.sort_by_key(|(version, _)| *version);
-        drop(kept);
-        // One that is still meant for somebody has its slot anyhow.
-        let is_meant = |version| {
-            let find = self.find.as_ref();
-            find.is_some_and(|find| find(Item { model, version }).is_some())
+    /// Serves the versions of a model no more that [are replaced](replaced), now that
+    /// another is about to follow `newest`; who is served them now is told so.
+    pub(crate) fn keep_oldest(&self, model: usize, newest: Version) {
+        let Some(find) = &self.find else {
+            return;
         };
-        for (version, held) in old.iter().skip(1) {
-            if !is_meant(*version) {
-                held.revoked.store(true, Ordering::Release);
-                self.notify();
-            }
+        let kept = self.kept();
+        let all = kept.served.iter();
+        let all: BTreeMap<Item, Arc<Held>> = all
+            .filter_map(|(item, held)| Some((*item, held.upgrade()?)))
+            .collect();
+        let replaced = replaced(all.keys().copied(), model, newest, |item| {
+            find(item).is_some()
+        });
+        for item in &replaced {
+            all[item].revoked.store(true, Ordering::Release);
+        }
+        drop(kept);
+        if !replaced.is_empty() {
+            self.changed.notify_all();
         }
     }
 
@@ -282,5 +298,37 @@ impl Store {
     fn kept(&self) -> MutexGuard<'_, Kept> {
         // Single insertions and removals: it holds after a panic.
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_old_versions_the_oldest_is_served_on_and_what_is_kept_anyway() {
+        let items = |model, versions: &[u64]| {
+            let items = versions.iter().map(|version| Item {
+                model,
+                version: Version(*version),
+            });
+            items.collect::<Vec<_>>()
+        };
+        // (served, kept anyway, served no more) before what follows version 9
+        let cases: [(&[u64], &[u64], &[u64]); 6] = [
+            (&[], &[], &[]),
+            (&[9], &[], &[]),
+            (&[7, 9], &[], &[]),
+            (&[8, 5, 9, 7], &[], &[7, 8]),
+            (&[5, 7, 8], &[7], &[8]),
+            (&[5, 7, 8], &[5], &[8]),
+        ];
+        for (served, kept, expected) in cases {
+            let mut all = items(1, served);
+            all.extend(items(0, served));
+            let kept = items(1, kept);
+            let found = replaced(all, 1, Version(9), |item| kept.contains(&item));
+            assert_eq!(found, items(1, expected), "{served:?}, {kept:?} kept");
+        }
     }
 }

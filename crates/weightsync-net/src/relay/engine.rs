@@ -20,11 +20,10 @@ use crate::access::Key;
 use weightsync_mem::protocol::MAX_SLOTS;
 
 use crate::bulk::{
-    Came, Connections, Fetch, FetchEnd, Held, Parent, Served, Store, Threads, serve,
+    Came, Connections, Fetch, FetchEnd, Held, Parent, Served, Serving, Store, Threads,
 };
 use crate::link::listen::accept_all;
 use crate::link::{Link, LinkEnd};
-use crate::root::spawn_child;
 use crate::wire::frame::CHUNK;
 use crate::wire::hello::Role;
 use crate::wire::message::{self, FromRoot, ToRoot, WorkerProgress};
@@ -159,18 +158,15 @@ impl Engine {
         let threads = Arc::new(Threads::default());
         let serves = bulk.as_ref().and_then(|bulk| bulk.local_addr().ok());
         if let Some(bulk) = bulk {
-            let (events, store, threads) = (events.clone(), store.clone(), threads.clone());
+            let told = events.clone();
+            let tell = move |served| {
+                let _ = told.blocking_send(Event::Served(served));
+            };
+            let serving = Serving::new(run, store.clone(), threads.clone(), tell);
             let take = move |socket, _from, role| {
-                if role != Role::Bulk {
-                    return;
+                if role == Role::Bulk {
+                    tokio::spawn(serving.clone().child(socket));
                 }
-                let (events, store) = (events.clone(), store.clone());
-                spawn_child(&threads, socket, move |socket| {
-                    let tell = |served| {
-                        let _ = events.blocking_send(Event::Served(served));
-                    };
-                    serve(socket, run, &store, &tell)
-                });
             };
             tokio::spawn(accept_all(bulk, key.clone(), || false, take));
         }

@@ -6,7 +6,7 @@
 
 mod engine;
 mod join;
-mod plan;
+pub(crate) mod plan;
 mod service;
 
 use std::net::SocketAddr;
@@ -304,7 +304,7 @@ pub(crate) mod local {
 }
 
 /// When something that failed so often is tried again.
-fn backoff(failures: u32) -> Duration {
+pub(crate) fn backoff(failures: u32) -> Duration {
     Duration::from_millis(20).saturating_mul(1 << failures.min(6))
 }
 

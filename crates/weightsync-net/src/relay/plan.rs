@@ -98,6 +98,9 @@ pub struct Plan {
     items: BTreeMap<Item, State>,
     /// What relays below want, and how many of them.
     wanted: BTreeMap<Item, u32>,
+    /// What was refused to them, and how many have not said yet that they want it no
+    /// more.
+    refused: BTreeMap<Item, u32>,
     fetching: Option<Item>,
     has_parent: bool,
     /// No room was found; nothing is fetched until there may be some.
@@ -191,6 +194,11 @@ impl Plan {
             }
             Input::Broken { item } => {
                 self.fetching.take_if(|fetching| *fetching == item);
+                // Also from the sender: it would be tried again at once, and as often
+                // as that fails. So it waits for a parent, and asks that first.
+                if let Some(state @ State::FromSender) = self.items.get_mut(&item) {
+                    *state = State::Begun;
+                }
             }
             Input::NotThere {
                 item,
@@ -210,10 +218,15 @@ impl Plan {
             }
             Input::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
             Input::Unwanted { item } => {
-                if let Some(count) = self.wanted.get_mut(&item) {
+                // Not taken for one that came to want it after that.
+                let counts = match self.refused.contains_key(&item) {
+                    true => &mut self.refused,
+                    false => &mut self.wanted,
+                };
+                if let Some(count) = counts.get_mut(&item) {
                     *count -= 1;
                     if *count == 0 {
-                        self.wanted.remove(&item);
+                        counts.remove(&item);
                     }
                 }
             }
@@ -226,6 +239,12 @@ impl Plan {
         whole
             .filter(|(_, state)| **state == State::Whole)
             .map(|(item, _)| *item)
+    }
+
+    /// What is being fetched.
+    #[cfg(test)]
+    pub(crate) fn fetching(&self) -> Option<Item> {
+        self.fetching
     }
 
     /// Whether some worker is still to be told something.
@@ -361,7 +380,8 @@ impl Plan {
             worker.pending.retain(|tell| !tell.set.contains(&item));
             worker.answer.take_if(|(_, tell)| tell.set.contains(&item));
         }
-        if self.wanted.remove(&item).is_some() {
+        if let Some(count) = self.wanted.remove(&item) {
+            *self.refused.entry(item).or_default() += count;
             effects.push(Effect::Refuse { item });
         }
     }

@@ -16,15 +16,12 @@ use tokio::time::Instant;
 use weightsync_core::{Version, WorkerId};
 use weightsync_mem::{self as mem, Error as Memory, Going, Guest, GuestOptions, Guests, Models};
 
+use super::seats::{Comer, Leaver, Parting, Process, Seats};
 use super::topology::{AgentId, Assigned, Topology};
 use crate::bulk::Served;
 use crate::link::{Link, LinkEnd};
 use crate::status;
 use crate::wire::message::{Delivery, FromRoot, Held, RefusalRemedy, ToRoot, Want, WorkerProgress};
-
-/// How long workers whose agent hung up may take to come back by another way
-/// before they count as lost.
-const GRACE: Duration = Duration::from_millis(900);
 
 /// How long a sender that shuts down goes on serving what it has announced.
 const LINGER: Duration = Duration::from_secs(5);
@@ -89,7 +86,7 @@ pub(crate) struct Hub {
     count: Arc<AtomicUsize>,
     agents: BTreeMap<AgentId, Agent>,
     last_agent: AgentId,
-    seats: BTreeMap<WorkerId, Seat>,
+    seats: Seats<Worker>,
     /// What went out from here, in bytes.
     served: u64,
     since: Instant,
@@ -108,24 +105,14 @@ struct Agent {
 
 struct Known {
     name: String,
-    host: [u8; 16],
-    pid: u32,
+    process: Process,
     holds: BTreeSet<Held>,
 }
 
 /// One worker elsewhere.
-struct Seat {
+struct Worker {
     guest: Guest,
-    instance: u64,
-    pid: u32,
-    host: [u8; 16],
     device: String,
-    /// By whom it is reached; `None` while it is not.
-    agent: Option<AgentId>,
-    /// By whom it was reached before, as long as that has not said that it is gone.
-    before: Option<AgentId>,
-    /// When it is given up, if it is not reached.
-    until: Option<Instant>,
     /// The last sequence and the last question's answer it was told.
     told: u64,
     answered: u64,
@@ -149,7 +136,7 @@ impl Hub {
             count,
             agents: BTreeMap::new(),
             last_agent: 0,
-            seats: BTreeMap::new(),
+            seats: Seats::new(),
             served: 0,
             since: Instant::now(),
         }
@@ -164,8 +151,8 @@ impl Hub {
             if stops.is_some() && self.agents.is_empty() {
                 return;
             }
-            let due = self.seats.values().filter_map(|seat| seat.until);
-            let due = due.chain(stops).min();
+            let due = self.seats.due().map(|due| self.since + due);
+            let due = due.into_iter().chain(stops).min();
             tokio::select! {
                 event = events.recv() => match event {
                     Some(Event::Stop) => {
@@ -185,7 +172,9 @@ impl Hub {
                     if stops.is_some_and(|at| now >= at) {
                         return;
                     }
-                    self.give_up(now);
+                    for worker in self.seats.late(now.duration_since(self.since)) {
+                        worker.guest.leave(Going::Lost);
+                    }
                 }
             }
         }
@@ -258,8 +247,7 @@ impl Hub {
                 };
                 known.known = Some(Known {
                     name,
-                    host,
-                    pid,
+                    process: Process { host, pid },
                     holds,
                 });
                 let welcome = FromRoot::Welcome {
@@ -311,13 +299,23 @@ impl Hub {
                 worker,
                 instance,
                 died,
-            } => self.gone(agent, (worker, instance), died),
+            } => match self.seats.gone(agent, worker, instance, died) {
+                Leaver::Over(worker) => worker.guest.leave(match died {
+                    true => Going::Died,
+                    false => Going::Left,
+                }),
+                Leaver::Back(one) => {
+                    one.start_over();
+                    self.tell(BTreeSet::from([worker]));
+                }
+                Leaver::Elsewhere => {}
+            },
             ToRoot::Unusable {
                 worker,
                 instance,
                 reason,
             } => {
-                if let Some(seat) = self.seat_of(agent, worker, instance) {
+                if let Some(seat) = self.seats.heard(agent, worker, instance) {
                     seat.guest.refuse(None, reason);
                 }
             }
@@ -328,7 +326,7 @@ impl Hub {
                 want,
             } => self.ask(agent, (worker, instance), question, want),
             ToRoot::Withdraw { worker, instance } => {
-                if let Some(seat) = self.seat_of(agent, worker, instance) {
+                if let Some(seat) = self.seats.heard(agent, worker, instance) {
                     seat.guest.withdraw();
                 }
             }
@@ -343,7 +341,8 @@ impl Hub {
             ToRoot::Received { bytes, micros, .. } => {
                 known.received += bytes;
                 let busy = Duration::from_micros(micros);
-                let assigned = self.topology.measured(agent, bytes, busy);
+                let parent = self.topology.parent(agent).unwrap_or(0);
+                let assigned = self.topology.measured(parent, agent, bytes, busy);
                 self.assign(&assigned);
             }
             ToRoot::ParentLost { parent, .. } => {
@@ -361,79 +360,40 @@ impl Hub {
     /// Gives a worker its seat: the one it had, if it only comes by another way.
     fn seat(&mut self, agent: AgentId, instance: u64, options: GuestOptions) -> Result<(), String> {
         let worker = options.worker;
-        let host = self.agents.get(&agent).and_then(|one| one.known.as_ref());
-        let host = host.map_or([0; 16], |known| known.host);
-        if let Some(seat) = self.seats.get_mut(&worker) {
-            if seat.instance == instance {
-                if seat.agent != Some(agent) {
-                    seat.before = seat.agent;
-                }
-                seat.reach_by(agent);
+        match self.seats.comes(agent, worker, instance) {
+            Comer::Back(worker) => {
+                worker.start_over();
                 return Ok(());
             }
-            if seat.agent.is_none()
-                && let Some(seat) = self.seats.remove(&worker)
-            {
-                // It was not heard of any more, and another has its number now.
-                seat.guest.leave(Going::Died);
-            }
+            // Another has its number now.
+            Comer::New(Some(old)) => old.guest.leave(Going::Died),
+            Comer::New(None) => {}
         }
+        let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
+        let process = Process {
+            host: known.map_or([0; 16], |known| known.process.host),
+            pid: options.pid,
+        };
         let news = self.news.clone();
-        let (pid, device) = (options.pid, options.device.clone());
+        let device = options.device.clone();
         let joined = self.guests.join(options, move |worker| news.ring(worker));
         let guest = joined.map_err(|error| match error {
             Memory::Denied { reason } => reason,
             error => error.to_string(),
         })?;
-        let seat = Seat {
+        let of = Worker {
             guest,
-            instance,
-            pid,
-            host,
             device,
-            agent: Some(agent),
-            before: None,
-            until: None,
             told: 0,
             answered: 0,
             versions: BTreeMap::new(),
         };
-        self.seats.insert(worker, seat);
+        self.seats.put(agent, (worker, instance), process, of);
         Ok(())
     }
 
-    /// A worker is not where an agent has it any more.
-    fn gone(&mut self, agent: AgentId, (worker, instance): (WorkerId, u64), died: bool) {
-        let Some(seat) = self.seats.get_mut(&worker) else {
-            return;
-        };
-        if seat.instance == instance && seat.before == Some(agent) {
-            // As was to be expected.
-            seat.before = None;
-            return;
-        }
-        if self.seat_of(agent, worker, instance).is_none() {
-            return;
-        }
-        let Some(mut seat) = self.seats.remove(&worker) else {
-            return;
-        };
-        match seat.before.take() {
-            // It gave up waiting there, and has been at the other one all the time.
-            Some(before) if !died => {
-                seat.reach_by(before);
-                self.seats.insert(worker, seat);
-                self.tell(BTreeSet::from([worker]));
-            }
-            _ => seat.guest.leave(match died {
-                true => Going::Died,
-                false => Going::Left,
-            }),
-        }
-    }
-
     fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
-        let Some(seat) = self.seat_of(agent, progress.worker, progress.instance) else {
+        let Some(seat) = self.seats.heard(agent, progress.worker, progress.instance) else {
             return;
         };
         let WorkerProgress {
@@ -460,7 +420,7 @@ impl Hub {
 
     fn ask(&mut self, agent: AgentId, who: (WorkerId, u64), question: u64, want: Want) {
         let (worker, instance) = who;
-        let Some(seat) = self.seat_of(agent, worker, instance) else {
+        let Some(seat) = self.seats.heard(agent, worker, instance) else {
             return;
         };
         match seat.guest.ask(question, want.into()) {
@@ -500,10 +460,7 @@ impl Hub {
         let mut tells: BTreeMap<(AgentId, u64, Vec<Held>), Vec<WorkerId>> = BTreeMap::new();
         let mut answers = Vec::new();
         for worker in workers {
-            let Some(seat) = self.seats.get_mut(&worker) else {
-                continue;
-            };
-            let Some(agent) = seat.agent else {
+            let Some((agent, seat)) = self.seats.reached(worker) else {
                 continue;
             };
             // An error is the sender's own end.
@@ -572,32 +529,15 @@ impl Hub {
             return;
         };
         self.count.store(self.agents.len(), Ordering::Relaxed);
-        let hung_up = matches!(end, LinkEnd::HungUp | LinkEnd::Failed(_));
-        let now = Instant::now();
-        let (host, pid) = gone
-            .known
-            .as_ref()
-            .map_or(([0; 16], 0), |known| (known.host, known.pid));
-        let mut over = Vec::new();
-        for (worker, seat) in &mut self.seats {
-            seat.before.take_if(|before| *before == agent);
-            if seat.agent != Some(agent) {
-                continue;
-            }
-            seat.agent = None;
-            if hung_up && !gone.leaves && seat.pid == pid && seat.host == host {
-                // It was its own agent.
-                over.push((*worker, Going::Died));
-            } else if hung_up || gone.leaves {
-                seat.until = Some(now + GRACE);
-            } else {
-                over.push((*worker, Going::Lost));
-            }
-        }
-        for (worker, going) in over {
-            if let Some(seat) = self.seats.remove(&worker) {
-                seat.guest.leave(going);
-            }
+        let how = match end {
+            _ if gone.leaves => Parting::Left,
+            LinkEnd::HungUp | LinkEnd::Failed(_) => Parting::HungUp,
+            _ => Parting::Silent,
+        };
+        let process = gone.known.as_ref().map(|known| known.process);
+        let now = Instant::now().duration_since(self.since);
+        for (worker, going) in self.seats.part(agent, process, how, now) {
+            worker.guest.leave(going);
         }
         if gone.known.is_some() {
             let name = gone.known.as_ref().map_or("", |known| &known.name);
@@ -607,28 +547,6 @@ impl Hub {
         }
     }
 
-    /// Gives up the workers that nobody has reached in time.
-    fn give_up(&mut self, now: Instant) {
-        let over = |seat: &Seat| seat.until.is_some_and(|until| now >= until);
-        let late: Vec<_> = self
-            .seats
-            .iter()
-            .filter(|(_, seat)| over(seat))
-            .map(|(worker, _)| *worker)
-            .collect();
-        for worker in late {
-            if let Some(seat) = self.seats.remove(&worker) {
-                seat.guest.leave(Going::Lost);
-            }
-        }
-    }
-
-    /// A worker's seat, if it is reached by this agent.
-    fn seat_of(&mut self, agent: AgentId, worker: WorkerId, instance: u64) -> Option<&mut Seat> {
-        let seat = self.seats.get_mut(&worker)?;
-        (seat.instance == instance && seat.agent == Some(agent)).then_some(seat)
-    }
-
     fn status(&self) -> String {
         let models = self.settings.models.iter().enumerate();
         let models = models.map(|(index, name)| status::Model {
@@ -636,15 +554,13 @@ impl Hub {
             version: self.guests.version(index).0,
         });
         let workers = |agent: AgentId| {
-            let mine = self
-                .seats
-                .iter()
-                .filter(|(_, seat)| seat.agent == Some(agent));
-            let workers = mine.map(|(worker, seat)| status::Worker {
+            let all = self.seats.iter();
+            let mine = all.filter(|(_, _, by, _)| *by == Some(agent));
+            let workers = mine.map(|(worker, process, _, of)| status::Worker {
                 worker: worker.0,
-                pid: seat.pid,
-                device: seat.device.clone(),
-                versions: self.versions(seat),
+                pid: process.pid,
+                device: of.device.clone(),
+                versions: self.versions(of),
             });
             workers.collect::<Vec<_>>()
         };
@@ -656,7 +572,7 @@ impl Hub {
                 parent: parent.unwrap_or(0),
                 name: known.name.clone(),
                 address: one.from.ip().to_string(),
-                pid: known.pid,
+                pid: known.process.pid,
                 received: one.received,
                 bytes_per_second: self.topology.speed(agent),
                 holds: known
@@ -690,26 +606,24 @@ impl Hub {
             lost: self
                 .seats
                 .iter()
-                .filter(|(_, seat)| seat.agent.is_none())
-                .map(|(worker, _)| worker.0)
+                .filter(|(_, _, by, _)| by.is_none())
+                .map(|(worker, ..)| worker.0)
                 .collect(),
         }
         .to_json()
     }
 
-    fn versions(&self, seat: &Seat) -> Vec<u64> {
+    fn versions(&self, worker: &Worker) -> Vec<u64> {
         let models = 0..self.settings.models.len();
         models
-            .map(|model| seat.versions.get(&model).map_or(0, |version| version.0))
+            .map(|model| worker.versions.get(&model).map_or(0, |version| version.0))
             .collect()
     }
 }
 
-impl Seat {
-    /// It is told everything anew, by this agent.
-    fn reach_by(&mut self, agent: AgentId) {
-        self.agent = Some(agent);
-        self.until = None;
+impl Worker {
+    /// It comes by another way, and is told everything anew.
+    fn start_over(&mut self) {
         self.told = 0;
         self.answered = 0;
         self.guest.start_over();

@@ -2,7 +2,8 @@
 //! to run, and serves the first of them.
 
 mod hub;
-mod topology;
+pub(crate) mod seats;
+pub(crate) mod topology;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use weightsync_mem::{Guests, Listener};
 
 use self::hub::{Event, Hub, News, Settings};
 use crate::access::Key;
-use crate::bulk::{Find, Store, Threads, serve};
+use crate::bulk::{Find, Serving, Store, Threads};
 use crate::link;
 use crate::link::listen::accept_all;
 use crate::relay::{Item, runtime};
@@ -26,9 +27,8 @@ use crate::scheme::Distributed;
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, Message, Status, model_messages};
 
-/// The most agents, and the most relays that are served at once.
+/// The most agents.
 const MAX_AGENTS: usize = 16_384;
-const MAX_CHILDREN: usize = 256;
 
 /// How many events may wait for the hub.
 const EVENTS: usize = 1024;
@@ -135,11 +135,15 @@ impl Server {
             descriptions: descriptions(opening.models)?,
         };
         let (events, heard) = mpsc::channel(EVENTS);
+        let told = events.clone();
+        let tell = move |served| {
+            let _ = told.blocking_send(Event::Served(served));
+        };
+        let run = guests.run();
         let listening = Listening {
             key: Key::new(opening.at.secret()),
             events: events.clone(),
-            store: store.clone(),
-            children: children.clone(),
+            serving: Serving::new(run, store.clone(), children.clone(), tell),
             guests,
             agents: Arc::default(),
         };
@@ -204,8 +208,7 @@ impl Drop for Server {
 struct Listening {
     key: Key,
     events: mpsc::Sender<Event>,
-    store: Arc<Store>,
-    children: Arc<Threads>,
+    serving: Serving,
     guests: Guests,
     /// How many agents there are.
     agents: Arc<AtomicUsize>,
@@ -216,9 +219,8 @@ impl Listening {
         let Self {
             key,
             events,
-            store,
-            children,
-            guests,
+            serving,
+            guests: _,
             agents,
         } = self;
         let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
@@ -229,15 +231,7 @@ impl Listening {
                     let _ = events.send(Event::Connected { socket, from }).await;
                 });
             }
-            Role::Bulk => {
-                let (events, store, run) = (events.clone(), store.clone(), guests.run());
-                spawn_child(&children, socket, move |socket| {
-                    let tell = |served| {
-                        let _ = events.blocking_send(Event::Served(served));
-                    };
-                    serve(socket, run, &store, &tell)
-                });
-            }
+            Role::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
             Role::Status => {
                 let events = events.clone();
                 tokio::spawn(answer_status(socket, events));
@@ -245,31 +239,6 @@ impl Listening {
         };
         accept_all(listener, key, busy, take).await;
     }
-}
-
-/// Serves a relay below on a thread of its own.
-pub(crate) fn spawn_child(
-    children: &Arc<Threads>,
-    socket: tokio::net::TcpStream,
-    work: impl FnOnce(std::net::TcpStream) -> std::io::Result<()> + Send + 'static,
-) {
-    let Ok(socket) = socket.into_std() else {
-        return;
-    };
-    if children.count() >= MAX_CHILDREN || socket.set_nonblocking(false).is_err() {
-        return;
-    }
-    let Ok(Some(watched)) = children.watch(&socket) else {
-        return;
-    };
-    let work = move || {
-        let _watched = watched;
-        if let Err(error) = work(socket) {
-            tracing::debug!("a relay below is served no more: {error}");
-        }
-    };
-    // Without a thread it hangs up, and the child asks again.
-    let _ = children.spawn("weightsync-serve", work);
 }
 
 /// Says how things are, and hangs up.

@@ -8,7 +8,7 @@
 //!
 //! A slow link slows down everybody behind it, so agents whose link has been
 //! measured as much slower than that of others go to the end, where nobody is
-//! behind them.
+//! behind them. What comes through a slow one says nothing of the one behind it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -39,12 +39,19 @@ pub(crate) struct Topology {
 struct Agent {
     /// Where it serves, if it does.
     address: Option<SocketAddr>,
-    /// Bytes a second by which it could take what was there for it.
-    speed: Option<f64>,
+    /// Bytes a second by which it could take what was there for it, and from whom it
+    /// did so last.
+    speed: Option<(f64, AgentId)>,
     /// Whom it was last told to fetch from.
     parent: Option<AgentId>,
     /// Whom it could not fetch from.
     avoids: BTreeSet<AgentId>,
+}
+
+impl Agent {
+    fn is_slow(&self, fastest: f64) -> bool {
+        self.speed.is_some_and(|(speed, _)| speed * SLOW < fastest)
+    }
 }
 
 /// An agent is to fetch from another from now on.
@@ -76,6 +83,8 @@ impl Topology {
         };
         self.agents.insert(agent, fresh);
         self.order.push(agent);
+        // Not behind those that are known to be slow.
+        self.sort();
         self.assign()
     }
 
@@ -97,10 +106,11 @@ impl Topology {
     }
 
     /// An agent could not fetch from its parent, which is there: it is given
-    /// another, and that one not again.
+    /// another, and that one not again. One that could not fetch from the sender, be
+    /// it in the parent's stead, waits to be told from whom to go on.
     pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId) -> Vec<Assigned> {
         if let Some(one) = self.agents.get_mut(&agent)
-            && one.parent == Some(parent)
+            && (one.parent == Some(parent) || parent == 0)
         {
             // Asked for again, even if it is the same.
             one.parent = None;
@@ -111,22 +121,38 @@ impl Topology {
         self.assign()
     }
 
-    /// So much went to an agent, while there was something for it.
-    pub(crate) fn measured(&mut self, agent: AgentId, bytes: u64, busy: Duration) -> Vec<Assigned> {
+    /// So much went from a parent to an agent, while there was something for it.
+    pub(crate) fn measured(
+        &mut self,
+        parent: AgentId,
+        agent: AgentId,
+        bytes: u64,
+        busy: Duration,
+    ) -> Vec<Assigned> {
         let seconds = busy.as_secs_f64();
-        if bytes < MEASURABLE || seconds <= 0.0 {
+        let slow = self.fastest().is_some_and(|fastest| {
+            let parent = self.agents.get(&parent);
+            parent.is_some_and(|parent| parent.is_slow(fastest))
+        });
+        if bytes < MEASURABLE || seconds <= 0.0 || slow {
             return Vec::new();
         }
         let Some(one) = self.agents.get_mut(&agent) else {
             return Vec::new();
         };
         let measured = bytes as f64 / seconds;
-        one.speed = Some(match one.speed {
+        let speed = match one.speed {
             None => measured,
-            Some(before) => before * (1.0 - FRESH) + measured * FRESH,
-        });
+            Some((before, _)) => before * (1.0 - FRESH) + measured * FRESH,
+        };
+        one.speed = Some((speed, parent));
         self.sort();
         self.assign()
+    }
+
+    /// Whom an agent was told to fetch from.
+    pub(crate) fn parent(&self, agent: AgentId) -> Option<AgentId> {
+        self.agents.get(&agent)?.parent
     }
 
     /// The agents in order, each with its parent.
@@ -137,18 +163,31 @@ impl Topology {
 
     /// How fast the link to an agent was measured to be, in bytes a second.
     pub(crate) fn speed(&self, agent: AgentId) -> Option<f64> {
-        self.agents.get(&agent)?.speed
+        self.agents.get(&agent)?.speed.map(|(speed, _)| speed)
+    }
+
+    fn fastest(&self) -> Option<f64> {
+        let speeds = self.agents.values().filter_map(|one| one.speed);
+        speeds.map(|(speed, _)| speed).reduce(f64::max)
     }
 
     /// Puts the slow ones at the end, slowest last; the others stay as they are.
     fn sort(&mut self) {
-        let fastest = self.agents.values().filter_map(|one| one.speed);
-        let Some(fastest) = fastest.reduce(f64::max) else {
+        let Some(fastest) = self.fastest() else {
             return;
         };
+        let slow = self.agents.iter().filter(|(_, one)| one.is_slow(fastest));
+        let slow: BTreeSet<AgentId> = slow.map(|(agent, _)| *agent).collect();
+        for agent in &slow {
+            // Measured through one that has turned out to be slow: it is to be
+            // measured anew, before that one.
+            if let Some(one) = self.agents.get_mut(agent) {
+                one.speed.take_if(|(_, by)| slow.contains(by));
+            }
+        }
         let slow = |agent: &AgentId| {
-            let speed = self.agents.get(agent).and_then(|one| one.speed);
-            speed.filter(|speed| speed * SLOW < fastest)
+            let (speed, _) = self.agents.get(agent)?.speed?;
+            slow.contains(agent).then_some(speed)
         };
         let mut slowest: Vec<(AgentId, f64)> = Vec::new();
         let mut order = Vec::with_capacity(self.order.len());

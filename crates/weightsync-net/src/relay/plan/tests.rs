@@ -1,1 +1,303 @@
+//! What a relay decides, case by case: each line is what happens, and after the `>`
+//! everything that is to be done.
+//!
+//! A version is written as its model and its number (`a3`), a set by its versions
+//! (`a3+b1`), a sequence number as `#3`. Workers are numbers; `1'` is the next life
+//! of worker 1.
 
+mod notation;
+mod walk;
+
+use super::*;
+
+use self::notation::play;
+
+#[test]
+fn a_worker_is_told_what_is_whole() {
+    play(
+        "join 1 newest      >
+         tell 1 #1 a1       >
+         parent             > fetch a1
+         whole a1           > tell 1 #1 a1
+         tell 1 #2 a2       > fetch a2
+         whole a2           > tell 1 #2 a2, release a1",
+    );
+}
+
+#[test]
+fn several_workers_wait_for_one_fetch() {
+    play(
+        "join 1 newest, join 2 newest, parent  >
+         tell 1 #1 a1, tell 2 #1 a1            > fetch a1
+         join 3 newest                         >
+         tell 3 #1 a1                          >
+         whole a1 > tell 1 #1 a1, tell 2 #1 a1, tell 3 #1 a1
+         join 4 newest                         >
+         tell 4 #1 a1                          > tell 4 #1 a1",
+    );
+}
+
+#[test]
+fn the_newest_passes_over_what_was_replaced_but_never_two_in_a_row() {
+    play(
+        "join 1 newest, parent     >
+         tell 1 #1 a1              > fetch a1
+         tell 1 #2 a2              > stop a1, release a1, fetch a2
+         tell 1 #3 a3              >
+         tell 1 #4 a4              >
+         whole a2                  > tell 1 #2 a2, fetch a4
+         tell 1 #5 a5              > stop a4, release a4, fetch a5
+         tell 1 #6 a6              >
+         whole a5                  > tell 1 #5 a5, release a2, fetch a6
+         whole a6                  > tell 1 #6 a6, release a5",
+    );
+}
+
+#[test]
+fn a_newer_one_that_is_whole_stands_for_those_before_it() {
+    // It came for a relay below, which was faster to ask for it.
+    play(
+        "join 1 newest, parent     >
+         tell 1 #1 a1              > fetch a1
+         tell 1 #2 a2              > stop a1, release a1, fetch a2
+         tell 1 #3 a3              >
+         want a3                   >
+         not-there a2              > fetch a2 sender
+         no-room a2                >
+         join 2 newest             >
+         room                      > fetch a2 sender
+         gone a2                   > release a2, fetch a3
+         whole a3                  > tell 1 #3 a3",
+    );
+}
+
+#[test]
+fn every_version_comes_in_order() {
+    play(
+        "join 1 every, parent      >
+         tell 1 #1 a1              > fetch a1
+         tell 1 #2 a2, tell 1 #3 a3 >
+         whole a1                  > tell 1 #1 a1, fetch a2
+         whole a2                  > tell 1 #2 a2, release a1, fetch a3
+         whole a3                  > tell 1 #3 a3, release a2",
+    );
+    // What is whole early waits for its turn.
+    play(
+        "join 1 newest, join 2 every, parent >
+         tell 2 #1 a1, tell 2 #2 a2  > fetch a1
+         no-room a1                  >
+         tell 1 #2 a2                >
+         want a2                     >
+         room                        > fetch a1
+         whole a1                    > tell 2 #1 a1, fetch a2
+         whole a2                    > tell 1 #2 a2, tell 2 #2 a2, release a1",
+    );
+}
+
+#[test]
+fn a_worker_that_asks_is_answered_beside_what_it_is_told() {
+    play(
+        "join 1 newest, join 2 asked, parent >
+         tell 1 #3 a3           > fetch a3
+         answer 2 ?1 #2 a2      >
+         whole a3               > tell 1 #3 a3, fetch a2
+         whole a2               > answer 2 ?1 #2 a2
+         answer 2 ?2 #3 a3      > answer 2 ?2 #3 a3, release a2
+         tell 1 #4 a4           > fetch a4
+         whole a4               > tell 1 #4 a4
+         left 2                 > release a3",
+    );
+    // The next question takes the place of one that is open.
+    play(
+        "join 1 asked, parent   >
+         answer 1 ?1 #1 a1      > fetch a1
+         answer 1 ?2 #2 a2      > stop a1, release a1, fetch a2
+         whole a2               > answer 1 ?2 #2 a2",
+    );
+    // And may be answered by the same, while it is on its way or there already.
+    play(
+        "join 1 asked, parent   >
+         answer 1 ?1 #1 a1      > fetch a1
+         answer 1 ?2 #1 a1      >
+         whole a1               > answer 1 ?2 #1 a1
+         answer 1 ?2 #1 a1      > answer 1 ?2 #1 a1",
+    );
+}
+
+#[test]
+fn a_set_is_told_when_all_of_it_is_whole() {
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1+b1+c1         > fetch a1
+         whole a1                   > fetch b1
+         whole b1                   > fetch c1
+         whole c1                   > tell 1 #1 a1+b1+c1
+         tell 1 #2 a1+b2+c1         > fetch b2
+         tell 1 #3 a1+b2+c2         >
+         tell 1 #4 a2+b3+c2         >
+         whole b2                   > fetch c2
+         whole c2                   > tell 1 #3 a1+b2+c2, release b1, release c1, fetch a2",
+    );
+    // What of a set that was passed over is in the next one is not fetched again.
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1+b1            > fetch a1
+         tell 1 #2 a1+b2            >
+         whole a1                   > fetch b2
+         whole b2                   > tell 1 #2 a1+b2",
+    );
+}
+
+#[test]
+fn what_the_parent_has_not_comes_from_the_sender_or_not_at_all() {
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1               > fetch a1
+         not-there a1               > fetch a1 sender
+         whole a1                   > tell 1 #1 a1
+         tell 1 #2 a2               > fetch a2
+         not-there a2               > fetch a2 sender
+         gone a2                    > release a2
+         tell 1 #3 a3               > fetch a3
+         whole a3                   > tell 1 #3 a3, release a1",
+    );
+    // Who waits for several goes on with the next of them.
+    play(
+        "join 1 every, join 2 asked, parent  >
+         tell 1 #1 a1, tell 1 #2 a2, answer 2 ?1 #1 a1 > fetch a1
+         not-there a1               > fetch a1 sender
+         want a1                    >
+         gone a1                    > refuse a1, release a1, fetch a2
+         unwant a1                  >
+         whole a2                   > tell 1 #2 a2",
+    );
+}
+
+#[test]
+fn what_comes_from_the_sender_goes_on_without_a_parent() {
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1               > fetch a1
+         not-there a1               > fetch a1 sender
+         no-parent, parent          >
+         no-parent                  >
+         whole a1                   > tell 1 #1 a1",
+    );
+}
+
+#[test]
+fn what_breaks_off_at_the_sender_waits_for_a_parent() {
+    // It is not tried again at once, and again, while nobody is reached.
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1               > fetch a1
+         not-there a1               > fetch a1 sender
+         broken a1, no-parent       >
+         tell 1 #2 a2               > release a1
+         parent                     > fetch a2",
+    );
+}
+
+#[test]
+fn who_comes_to_want_what_was_refused_to_others_is_not_forgotten() {
+    play(
+        "want a1, want a1, parent   > fetch a1
+         not-there a1               > fetch a1 sender
+         gone a1                    > refuse a1, release a1
+         want a1                    > fetch a1
+         unwant a1, unwant a1       >
+         not-there a1               > fetch a1 sender
+         gone a1                    > refuse a1, release a1
+         unwant a1                  >
+         want a1                    > fetch a1
+         unwant a1                  > stop a1, release a1",
+    );
+}
+
+#[test]
+fn a_fetch_that_breaks_off_goes_on_with_the_next_parent() {
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1               > fetch a1
+         broken a1, no-parent       >
+         tell 1 #2 a2               > release a1
+         parent                     > fetch a2
+         no-parent, parent          > fetch a2
+         whole a2                   > tell 1 #2 a2",
+    );
+}
+
+#[test]
+fn what_is_wanted_below_is_fetched_and_kept_until_it_is_not() {
+    play(
+        "parent                     >
+         want a1                    > fetch a1
+         want a1                    >
+         whole a1                   >
+         unwant a1                  >
+         want a2                    > fetch a2
+         whole a2                   >
+         unwant a1                  > release a1
+         unwant a2                  >
+         want a3                    > fetch a3
+         unwant a3                  > stop a3, release a3",
+    );
+    // What is nobody's but the newest stays for who comes.
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1               > fetch a1
+         whole a1                   > tell 1 #1 a1
+         left 1                     >
+         join 1' newest             >
+         tell 1' #1 a1              > tell 1' #1 a1",
+    );
+    // Workers here come first, then the newest.
+    play(
+        "join 1 newest, parent      >
+         want a4                    > fetch a4
+         want a2, want a5           >
+         tell 1 #3 a3               >
+         whole a4                   > fetch a3
+         whole a3                   > tell 1 #3 a3, fetch a5",
+    );
+}
+
+#[test]
+fn without_room_it_waits_until_there_may_be_some() {
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1               > fetch a1
+         no-room a1                 >
+         tell 1 #2 a2               > release a1
+         room                       > fetch a2
+         whole a2                   > tell 1 #2 a2",
+    );
+}
+
+#[test]
+fn what_is_said_again_after_a_link_broke_is_told_once() {
+    play(
+        "join 1 newest, join 2 every, parent >
+         tell 1 #1 a1, tell 2 #1 a1  > fetch a1
+         tell 1 #1 a1, tell 2 #1 a1  >
+         whole a1                    > tell 1 #1 a1, tell 2 #1 a1
+         tell 1 #1 a1, tell 2 #1 a1  >
+         tell 2 #1 a1, tell 2 #2 a2  > fetch a2
+         whole a2                    > tell 2 #2 a2",
+    );
+}
+
+#[test]
+fn workers_that_leave_are_waited_for_no_more() {
+    play(
+        "join 1 newest, join 2 newest, parent >
+         tell 1 #1 a1               > fetch a1
+         left 1                     > stop a1, release a1
+         tell 1 #2 a2               >
+         join 1' newest             >
+         tell 1' #2 a2, tell 2 #2 a2 > fetch a2
+         left 1'                    >
+         whole a2                   > tell 2 #2 a2
+         left 2                     >",
+    );
+}

@@ -51,18 +51,62 @@ fn a_slow_agent_goes_to_the_end_and_slows_nobody_down() {
     let mut chain = with(1, 1..=4);
     for agent in 1..=4 {
         let bytes = if agent == 2 { 2 << 20 } else { 100 << 20 };
-        chain.measured(agent, bytes, SECOND);
+        chain.measured(agent - 1, agent, bytes, SECOND);
     }
     assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3), (2, 4)]);
     // What is measured anew counts more and more.
     for _ in 0..8 {
-        chain.measured(2, 100 << 20, SECOND);
+        chain.measured(4, 2, 100 << 20, SECOND);
     }
-    assert_eq!(chain.measured(2, 100 << 20, SECOND), []);
+    assert_eq!(chain.measured(4, 2, 100 << 20, SECOND), []);
     assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3), (2, 4)]);
     // Little says nothing.
-    chain.measured(1, 100, SECOND);
+    chain.measured(0, 1, 100, SECOND);
     assert_eq!(parents(&chain)[0], (1, 0));
+}
+
+/// What was fetched through a slow one was as slow.
+#[test]
+fn who_was_behind_a_slow_one_is_not_taken_for_slow() {
+    // (who is slow, in the order in which they came; the order they are to end in)
+    let cases: [(&[AgentId], [AgentId; 5]); 4] = [
+        (&[1], [2, 3, 4, 5, 1]),
+        (&[3], [1, 2, 4, 5, 3]),
+        (&[1, 2], [3, 4, 5, 1, 2]),
+        (&[1, 3], [2, 4, 5, 1, 3]),
+    ];
+    for (slow, expected) in cases {
+        let mut chain = with(1, 1..=5);
+        for _ in 0..12 {
+            let mut measured = parents(&chain);
+            // Those at the end of the chain are done last.
+            for (agent, parent) in measured.drain(..) {
+                let through = slow.contains(&agent) || slow.contains(&parent);
+                let bytes = if through { 1 << 20 } else { 100 << 20 };
+                chain.measured(parent, agent, bytes, SECOND);
+            }
+        }
+        let order: Vec<AgentId> = parents(&chain).iter().map(|(agent, _)| *agent).collect();
+        let (fast, behind) = order.split_at(5 - slow.len());
+        assert_eq!(fast, &expected[..5 - slow.len()], "{slow:?}: {order:?}");
+        assert!(behind.iter().all(|agent| slow.contains(agent)));
+    }
+}
+
+#[test]
+fn who_comes_stands_before_those_that_are_slow() {
+    let mut chain = with(1, 1..=3);
+    for agent in 1..=3 {
+        let bytes = if agent == 3 { 1 << 20 } else { 100 << 20 };
+        chain.measured(agent - 1, agent, bytes, SECOND);
+    }
+    let changed: Vec<_> = chain
+        .join(4, address(4))
+        .iter()
+        .map(|one| one.agent)
+        .collect();
+    assert_eq!(changed, [4, 3]);
+    assert_eq!(parents(&chain), [(1, 0), (2, 1), (4, 2), (3, 4)]);
 }
 
 #[test]
@@ -85,6 +129,14 @@ fn a_parent_that_cannot_be_reached_is_not_given_again() {
     assert_eq!(chain.lost(3, 0).len(), 1);
     // What is said of an earlier parent changes nothing.
     assert_eq!(chain.lost(3, 2), []);
+    // Who has another parent, and lost the sender in its stead, is told that again.
+    let [again] = chain.lost(2, 0)[..] else {
+        panic!("it waits for ever");
+    };
+    assert_eq!((again.agent, again.parent), (2, 1));
+    assert_eq!(again.address, address(1));
+    // One that has gone meanwhile is told nothing.
+    assert_eq!(chain.lost(9, 0), []);
 }
 
 /// Whatever happens, everybody who serves is reached from the sender.
@@ -100,7 +152,7 @@ fn there_is_never_a_circle() {
     for arity in 1..=3 {
         let mut topology = Topology::new(arity);
         let mut there: Vec<AgentId> = Vec::new();
-        for next in 1..3000 {
+        for next in 1..800 {
             match random(6) {
                 0 | 1 => {
                     topology.join(next, (random(4) > 0).then(|| address(next % 250).unwrap()));
@@ -117,7 +169,8 @@ fn there_is_never_a_circle() {
                 }
                 _ if !there.is_empty() => {
                     let agent = there[random(there.len() as u64) as usize];
-                    topology.measured(agent, (1 + random(100)) << 20, SECOND);
+                    let parent = topology.agents[&agent].parent.unwrap();
+                    topology.measured(parent, agent, (1 + random(100)) << 20, SECOND);
                 }
                 _ => {}
             }

@@ -1,0 +1,365 @@
+//! Random ways through the plan, with a second bookkeeping beside it that says what
+//! may be done and what must be.
+
+mod op;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use weightsync_core::WorkerId;
+
+use super::*;
+
+use self::op::{End, Op, op};
+
+const WORKERS: u32 = 4;
+const MODELS: usize = 2;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_worker_ends_at_its_newest(ops in vec(op(), 1..90)) {
+        let mut world = World::default();
+        for op in &ops {
+            world.take(op);
+        }
+        world.calm();
+    }
+}
+
+/// What a worker was meant to be told, and was.
+struct Known {
+    who: Seated,
+    delivery: Delivery,
+    /// What came for it since it was told anything, oldest first; given-up ones are
+    /// no longer in it.
+    open: Vec<(u64, Vec<Item>)>,
+    /// Of one that wants the newest: one was passed over since, so that the first
+    /// that is open may not be.
+    missed: bool,
+    came: u64,
+    /// Its lane, and its last answer.
+    told: (u64, Vec<Item>),
+    answered: Vec<Item>,
+    question: u64,
+    answer: Option<(u64, u64, Vec<Item>)>,
+}
+
+#[derive(Default)]
+struct World {
+    plan: Plan,
+    workers: BTreeMap<u32, Known>,
+    instances: u64,
+    /// The sets that were published, by sequence number from 1.
+    sets: Vec<Vec<Item>>,
+    versions: [u64; MODELS],
+    has_parent: bool,
+    fetching: Option<(Item, bool)>,
+    /// The parent said that it does not have them.
+    from_sender: BTreeSet<Item>,
+    whole: BTreeSet<Item>,
+    full: bool,
+    /// What each relay below wants.
+    wanted: Vec<Item>,
+    /// Those of them that were refused: they are about to say that they want it no
+    /// more.
+    refused: Vec<Item>,
+}
+
+impl World {
+    fn take(&mut self, op: &Op) {
+        let mut inputs = Vec::new();
+        match *op {
+            Op::Join { worker, delivery } => {
+                self.leave(worker, &mut inputs);
+                self.instances += 1;
+                let who = Seated {
+                    worker: WorkerId(worker),
+                    instance: self.instances,
+                };
+                self.workers.insert(worker, Known::new(who, delivery));
+                inputs.push(Input::Joined { who, delivery });
+            }
+            Op::Leave { worker } => self.leave(worker, &mut inputs),
+            Op::Publish { models, workers } => {
+                self.publish(models);
+                for worker in (0..WORKERS).filter(|worker| workers & 1 << worker != 0) {
+                    self.tell(worker, &mut inputs);
+                }
+            }
+            Op::Again { worker } => self.tell(worker, &mut inputs),
+            Op::Answer { worker, back } => self.answer(worker, back, &mut inputs),
+            Op::Parent => {
+                self.has_parent = true;
+                inputs.push(Input::Parent);
+            }
+            Op::Reassigned => {
+                self.lose_parent();
+                self.has_parent = true;
+                inputs.extend([Input::NoParent, Input::Parent]);
+            }
+            Op::Ends(end) => self.end(end, &mut inputs),
+            Op::Room => {
+                self.full = false;
+                inputs.push(Input::MayHaveRoom);
+            }
+            Op::Want { model, back } => {
+                let version = Version(self.versions[model].saturating_sub(back).max(1));
+                let item = Item { model, version };
+                self.wanted.push(item);
+                inputs.push(Input::Wanted { item });
+            }
+            Op::Unwant { which } => {
+                let item = match self.refused.pop() {
+                    Some(item) => item,
+                    None if which < self.wanted.len() => self.wanted.remove(which),
+                    None => return,
+                };
+                inputs.push(Input::Unwanted { item });
+            }
+        }
+        self.step(inputs);
+    }
+
+    /// Nothing new happens, and every fetch succeeds.
+    fn calm(&mut self) {
+        self.has_parent = true;
+        self.full = false;
+        self.step(vec![Input::Parent, Input::MayHaveRoom]);
+        let mut fetches = 0;
+        while let Some((item, _)) = self.fetching.take() {
+            self.whole.insert(item);
+            self.step(vec![Input::Whole { item }]);
+            fetches += 1;
+            assert!(fetches < 2000, "it fetches without end");
+        }
+        for (worker, known) in &self.workers {
+            assert!(known.open.is_empty(), "{worker} waits for {:?}", known.open);
+            assert!(known.answer.is_none(), "{worker} was not answered");
+        }
+        assert!(!self.plan.is_pending());
+        let missing = |item: &&Item| !self.whole.contains(*item);
+        assert_eq!(self.wanted.iter().find(missing), None, "nobody fetches it");
+    }
+
+    fn publish(&mut self, models: u32) {
+        for model in (0..MODELS).filter(|model| models & 1 << model != 0) {
+            self.versions[model] += 1;
+        }
+        let versions = self.versions.iter().enumerate();
+        let items = versions
+            .filter(|(_, version)| **version > 0)
+            .map(|(model, version)| Item {
+                model,
+                version: Version(*version),
+            });
+        self.sets.push(items.collect());
+    }
+
+    fn tell(&mut self, worker: u32, inputs: &mut Vec<Input>) {
+        let (Some(set), Some(known)) = (self.sets.last(), self.workers.get_mut(&worker)) else {
+            return;
+        };
+        let sequence = self.sets.len() as u64;
+        inputs.push(Input::Told {
+            who: known.who,
+            sequence,
+            set: set.clone(),
+        });
+        if sequence <= known.came {
+            return;
+        }
+        known.came = sequence;
+        let newest = !matches!(known.delivery, Delivery::Every { .. });
+        if newest && !known.open.is_empty() {
+            known.open.truncate(usize::from(known.missed));
+            known.missed = true;
+        }
+        known.open.push((sequence, set.clone()));
+    }
+
+    fn answer(&mut self, worker: u32, back: usize, inputs: &mut Vec<Input>) {
+        let Some(known) = self.workers.get_mut(&worker) else {
+            return;
+        };
+        let Some(at) = self.sets.len().checked_sub(back + 1) else {
+            return;
+        };
+        known.question += 1;
+        let (question, sequence, set) = (known.question, at as u64 + 1, self.sets[at].clone());
+        known.answer = Some((question, sequence, set.clone()));
+        inputs.push(Input::Answered {
+            who: known.who,
+            question,
+            sequence,
+            set,
+        });
+    }
+
+    fn leave(&mut self, worker: u32, inputs: &mut Vec<Input>) {
+        if let Some(known) = self.workers.remove(&worker) {
+            inputs.push(Input::Left { who: known.who });
+        }
+    }
+
+    fn lose_parent(&mut self) {
+        self.has_parent = false;
+        self.fetching.take_if(|(_, sender)| !*sender);
+    }
+
+    fn end(&mut self, end: End, inputs: &mut Vec<Input>) {
+        let Some((item, sender)) = self.fetching.take() else {
+            return;
+        };
+        match end {
+            End::Whole => {
+                self.whole.insert(item);
+                inputs.push(Input::Whole { item });
+            }
+            End::Broken => {
+                self.lose_parent();
+                self.from_sender.remove(&item);
+                inputs.extend([Input::Broken { item }, Input::NoParent]);
+            }
+            End::NotThere => {
+                inputs.push(Input::NotThere { item, sender });
+                if sender {
+                    self.give_up(item);
+                } else {
+                    self.from_sender.insert(item);
+                }
+            }
+            End::NoRoom => {
+                self.full = true;
+                inputs.push(Input::NoRoom { item });
+            }
+        }
+    }
+
+    fn give_up(&mut self, item: Item) {
+        for known in self.workers.values_mut() {
+            known.open.retain(|(_, set)| !set.contains(&item));
+            known.answer.take_if(|(_, _, set)| set.contains(&item));
+        }
+        self.wanted.retain(|wanted| {
+            let refused = *wanted == item;
+            if refused {
+                self.refused.push(item);
+            }
+            !refused
+        });
+    }
+
+    fn step(&mut self, inputs: Vec<Input>) {
+        for effect in self.plan.step(inputs) {
+            self.perform(effect);
+        }
+        self.check();
+    }
+
+    fn perform(&mut self, effect: Effect) {
+        match effect {
+            Effect::Tell { who, sequence, set } => {
+                assert!(set.iter().all(|item| self.whole.contains(item)));
+                let known = self.workers.get_mut(&who.worker.0).expect("who is told");
+                assert_eq!(known.who, who);
+                assert!(sequence > known.told.0, "sequence numbers only grow");
+                let (first, meant) = known.open.first().expect("it waits for something");
+                match known.delivery {
+                    Delivery::Every { .. } => assert_eq!((*first, meant), (sequence, &set)),
+                    _ => assert!(known.open.contains(&(sequence, set.clone()))),
+                }
+                known.open.retain(|(one, _)| *one > sequence);
+                known.missed = false;
+                known.told = (sequence, set);
+            }
+            Effect::Answer {
+                who,
+                question,
+                sequence,
+                set,
+            } => {
+                assert!(set.iter().all(|item| self.whole.contains(item)));
+                let known = self.workers.get_mut(&who.worker.0).expect("who asked");
+                let expected = known.answer.take();
+                assert_eq!(expected, Some((question, sequence, set.clone())));
+                known.answered = set;
+            }
+            Effect::Fetch { item, sender } => {
+                assert_eq!(self.fetching, None, "one fetch at a time");
+                assert!(!self.whole.contains(&item) && self.needed().contains(&item));
+                assert!(!self.full && (sender || self.has_parent));
+                assert_eq!(sender, self.from_sender.contains(&item));
+                self.fetching = Some((item, sender));
+            }
+            Effect::Stop { item } => {
+                let stopped = self.fetching.take();
+                assert_eq!(stopped.map(|(item, _)| item), Some(item));
+            }
+            Effect::Release { item } => {
+                assert!(!self.needed().contains(&item), "{item:?} is needed");
+                assert!(self.fetching.is_none_or(|(fetching, _)| fetching != item));
+                self.whole.remove(&item);
+                self.from_sender.remove(&item);
+            }
+            Effect::Refuse { item } => {
+                let asked = self.refused.contains(&item);
+                assert!(asked && !self.wanted.contains(&item), "{item:?}");
+            }
+        }
+    }
+
+    fn check(&self) {
+        let whole: BTreeSet<Item> = self.plan.whole().collect();
+        assert_eq!(whole, self.whole);
+        let fetching = self.fetching.map(|(item, _)| item);
+        assert_eq!(self.plan.fetching(), fetching);
+        assert_eq!(self.plan.waits_for_room(), self.full);
+        for known in self.workers.values() {
+            let (_, told) = &known.told;
+            let mut lanes = told.iter().chain(&known.answered);
+            assert!(lanes.all(|item| whole.contains(item)), "its lane is on it");
+            // What is whole is told at once.
+            let whole = |set: &[Item]| set.iter().all(|item| whole.contains(item));
+            let mut due = known.open.iter();
+            match known.delivery {
+                Delivery::Every { .. } => assert!(!due.next().is_some_and(|(_, set)| whole(set))),
+                _ => assert!(!due.any(|(_, set)| whole(set))),
+            }
+            assert!(known.answer.iter().all(|(_, _, set)| !whole(set)));
+        }
+        // Something is always on its way, if anything can be.
+        if self.fetching.is_none() && self.has_parent && !self.full {
+            let missing: Vec<_> = self.needed().difference(&whole).copied().collect();
+            assert_eq!(missing, [], "it is not fetched");
+        }
+    }
+
+    fn needed(&self) -> BTreeSet<Item> {
+        let mut needed: BTreeSet<Item> = self.wanted.iter().copied().collect();
+        for known in self.workers.values() {
+            needed.extend(known.open.iter().flat_map(|(_, set)| set));
+            needed.extend(known.answer.iter().flat_map(|(_, _, set)| set));
+            needed.extend(known.told.1.iter().chain(&known.answered));
+        }
+        needed
+    }
+}
+
+impl Known {
+    fn new(who: Seated, delivery: Delivery) -> Self {
+        Self {
+            who,
+            delivery,
+            open: Vec::new(),
+            missed: false,
+            came: 0,
+            told: (0, Vec::new()),
+            answered: Vec::new(),
+            question: 0,
+            answer: None,
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! Which workers of other hosts a sender knows, and by which agent each is reached.
+//!
+//! **Guarantee.** Plain values in, plain values out; times are since any one moment.
+//! A worker has one seat at most, and keeps it for as long as it is the same life of
+//! it: by whichever agent it is reached, and for [`GRACE`] by none. What an agent
+//! says of a worker that is reached by another is not heard.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use weightsync_core::WorkerId;
+use weightsync_mem::Going;
+
+use super::topology::AgentId;
+
+/// How long workers whose agent hung up may take to come back by another way
+/// before they count as lost.
+pub(super) const GRACE: Duration = Duration::from_millis(900);
+
+/// A process, wherever it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Process {
+    /// The same for every process of one host.
+    pub(crate) host: [u8; 16],
+    pub(crate) pid: u32,
+}
+
+/// How an agent went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parting {
+    /// It said goodbye.
+    Left,
+    /// Its connection was closed, perhaps because it died.
+    HungUp,
+    /// It fell silent, or was given up.
+    Silent,
+}
+
+/// The seats; `T` is what the sender has of each worker.
+#[derive(Debug)]
+pub(crate) struct Seats<T> {
+    seats: BTreeMap<WorkerId, Seat<T>>,
+}
+
+#[derive(Debug)]
+struct Seat<T> {
+    of: T,
+    instance: u64,
+    process: Process,
+    /// By whom it is reached; `None` while it is not.
+    agent: Option<AgentId>,
+    /// By whom it was before, as long as that has not said that it is gone.
+    before: Option<AgentId>,
+    /// When it is given up, if it is not reached.
+    until: Option<Duration>,
+}
+
+/// What a worker that comes is.
+#[derive(Debug)]
+pub(crate) enum Comer<'a, T> {
+    /// One that has a seat and comes by another way.
+    Back(&'a mut T),
+    /// One without. Whoever had its number and is not heard of any more has died.
+    New(Option<T>),
+}
+
+/// What it comes to that an agent says of a worker that it is gone.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Leaver<'a, T> {
+    /// It has no seat any more.
+    Over(T),
+    /// It gave up waiting to be let in there. It has been at the agent before all
+    /// the time, and is reached by that one again.
+    Back(&'a mut T),
+    /// It is reached by another.
+    Elsewhere,
+}
+
+impl<T> Seats<T> {
+    /// Nobody's yet.
+    pub(crate) fn new() -> Self {
+        Self {
+            seats: BTreeMap::new(),
+        }
+    }
+
+    /// A worker comes by this agent. One that has a seat is reached by it from now
+    /// on.
+    pub(crate) fn comes(
+        &mut self,
+        agent: AgentId,
+        worker: WorkerId,
+        instance: u64,
+    ) -> Comer<'_, T> {
+        let (same, reached) = match self.seats.get(&worker) {
+            None => return Comer::New(None),
+            Some(seat) => (seat.instance == instance, seat.agent.is_some()),
+        };
+        if !same {
+            // Two that are there with one number are for others to tell apart.
+            let old = (!reached).then(|| self.take(worker)).flatten();
+            return Comer::New(old);
+        }
+        match self.seats.get_mut(&worker) {
+            None => Comer::New(None),
+            Some(seat) => {
+                if seat.agent != Some(agent) {
+                    seat.before = seat.agent;
+                }
+                seat.agent = Some(agent);
+                seat.until = None;
+                Comer::Back(&mut seat.of)
+            }
+        }
+    }
+
+    /// Gives a worker its seat.
+    pub(crate) fn put(
+        &mut self,
+        agent: AgentId,
+        (worker, instance): (WorkerId, u64),
+        process: Process,
+        of: T,
+    ) {
+        let seat = Seat {
+            of,
+            instance,
+            process,
+            agent: Some(agent),
+            before: None,
+            until: None,
+        };
+        self.seats.insert(worker, seat);
+    }
+
+    /// This life of a worker, if it is reached by this agent.
+    pub(crate) fn heard(
+        &mut self,
+        agent: AgentId,
+        worker: WorkerId,
+        instance: u64,
+    ) -> Option<&mut T> {
+        let seat = self.seats.get_mut(&worker)?;
+        (seat.instance == instance && seat.agent == Some(agent)).then_some(&mut seat.of)
+    }
+
+    /// A worker, and by whom it is reached, if it is.
+    pub(crate) fn reached(&mut self, worker: WorkerId) -> Option<(AgentId, &mut T)> {
+        let seat = self.seats.get_mut(&worker)?;
+        Some((seat.agent?, &mut seat.of))
+    }
+
+    /// An agent says that a worker is gone.
+    pub(crate) fn gone(
+        &mut self,
+        agent: AgentId,
+        worker: WorkerId,
+        instance: u64,
+        died: bool,
+    ) -> Leaver<'_, T> {
+        let Some(seat) = self.seats.get_mut(&worker) else {
+            return Leaver::Elsewhere;
+        };
+        if seat.instance != instance || seat.agent != Some(agent) {
+            if seat.instance == instance {
+                seat.before.take_if(|before| *before == agent);
+            }
+            return Leaver::Elsewhere;
+        }
+        if let Some(before) = seat.before.take_if(|_| !died) {
+            seat.agent = Some(before);
+        } else if let Some(of) = self.take(worker) {
+            return Leaver::Over(of);
+        }
+        let seat = self.seats.get_mut(&worker);
+        seat.map_or(Leaver::Elsewhere, |seat| Leaver::Back(&mut seat.of))
+    }
+
+    /// An agent is gone. Of its workers those are over that went with it, or that
+    /// cannot be told from them; the others have a while to come back.
+    pub(crate) fn part(
+        &mut self,
+        agent: AgentId,
+        process: Option<Process>,
+        how: Parting,
+        now: Duration,
+    ) -> Vec<(T, Going)> {
+        let mut over = Vec::new();
+        for (worker, seat) in &mut self.seats {
+            seat.before.take_if(|before| *before == agent);
+            if seat.agent != Some(agent) {
+                continue;
+            }
+            seat.agent = None;
+            match how {
+                // It was its own agent.
+                Parting::HungUp if Some(seat.process) == process => {
+                    over.push((*worker, Going::Died));
+                }
+                Parting::HungUp | Parting::Left => seat.until = Some(now + GRACE),
+                Parting::Silent => over.push((*worker, Going::Lost)),
+            }
+        }
+        let over = over.into_iter();
+        over.filter_map(|(worker, going)| Some((self.take(worker)?, going)))
+            .collect()
+    }
+
+    /// When somebody is given up next.
+    pub(crate) fn due(&self) -> Option<Duration> {
+        self.seats.values().filter_map(|seat| seat.until).min()
+    }
+
+    /// Gives up who was not reached in time.
+    pub(crate) fn late(&mut self, now: Duration) -> Vec<T> {
+        let late = self
+            .seats
+            .extract_if(.., |_, seat| seat.until.is_some_and(|until| now >= until));
+        late.map(|(_, seat)| seat.of).collect()
+    }
+
+    /// Everybody, with its process and by whom it is reached.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (WorkerId, Process, Option<AgentId>, &T)> {
+        let seats = self.seats.iter();
+        seats.map(|(worker, seat)| (*worker, seat.process, seat.agent, &seat.of))
+    }
+
+    /// The same, to be changed.
+    #[cfg(test)]
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (WorkerId, &mut T)> {
+        let seats = self.seats.iter_mut();
+        seats.map(|(worker, seat)| (*worker, &mut seat.of))
+    }
+
+    fn take(&mut self, worker: WorkerId) -> Option<T> {
+        self.seats.remove(&worker).map(|seat| seat.of)
+    }
+}
+
+#[cfg(test)]
+mod tests;

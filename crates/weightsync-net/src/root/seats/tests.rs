@@ -1,0 +1,110 @@
+use super::*;
+
+const WORKER: WorkerId = WorkerId(7);
+
+fn process(pid: u32) -> Process {
+    Process { host: [3; 16], pid }
+}
+
+/// A worker of process 50, reached by agent 1; what is had of it is a word.
+fn seated() -> Seats<&'static str> {
+    let mut seats = Seats::new();
+    assert!(matches!(seats.comes(1, WORKER, 100), Comer::New(None)));
+    seats.put(1, (WORKER, 100), process(50), "first");
+    seats
+}
+
+const NOW: Duration = Duration::from_secs(10);
+
+#[test]
+fn a_worker_is_heard_by_the_agent_that_reaches_it() {
+    let mut seats = seated();
+    assert_eq!(seats.heard(1, WORKER, 100), Some(&mut "first"));
+    assert_eq!(seats.heard(1, WORKER, 99), None);
+    assert_eq!(seats.heard(2, WORKER, 100), None);
+    // Another takes it over, before the first one's end is noticed.
+    assert!(matches!(
+        seats.comes(2, WORKER, 100),
+        Comer::Back(&mut "first")
+    ));
+    assert_eq!(seats.gone(1, WORKER, 100, false), Leaver::Elsewhere);
+    assert_eq!(seats.part(1, None, Parting::Silent, NOW), []);
+    assert_eq!(seats.reached(WORKER), Some((2, &mut "first")));
+    assert_eq!(seats.gone(2, WORKER, 100, false), Leaver::Over("first"));
+    assert_eq!(seats.reached(WORKER), None);
+}
+
+#[test]
+fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
+    // (whether the first agent has gone meanwhile, whether it died)
+    for (parts, died) in [(false, false), (false, true), (true, false)] {
+        let mut seats = seated();
+        // What it asked for long ago, while it was not heard there.
+        assert!(matches!(seats.comes(2, WORKER, 100), Comer::Back(_)));
+        if parts {
+            assert_eq!(seats.part(1, None, Parting::Silent, NOW), []);
+        }
+        match seats.gone(2, WORKER, 100, died) {
+            Leaver::Back(of) => assert_eq!((*of, parts, died), ("first", false, false)),
+            gone => assert_eq!((gone, parts || died), (Leaver::Over("first"), true)),
+        }
+        let reached = seats.reached(WORKER).map(|(agent, _)| agent);
+        assert_eq!(reached, (!parts && !died).then_some(1));
+    }
+}
+
+#[test]
+fn how_an_agent_goes_says_what_becomes_of_its_workers() {
+    // (the agent's process, how it goes, what is over)
+    let cases = [
+        (Some(process(50)), Parting::HungUp, Some(Going::Died)),
+        (Some(process(51)), Parting::HungUp, None),
+        (None, Parting::HungUp, None),
+        (Some(process(50)), Parting::Left, None),
+        (Some(process(51)), Parting::Silent, Some(Going::Lost)),
+    ];
+    for (process, how, going) in cases {
+        let mut seats = seated();
+        let over: Vec<_> = going.iter().map(|going| ("first", *going)).collect();
+        assert_eq!(
+            seats.part(1, process, how, NOW),
+            over,
+            "{process:?} {how:?}"
+        );
+        assert_eq!(seats.due(), going.is_none().then_some(NOW + GRACE));
+        assert_eq!(seats.reached(WORKER), None);
+        let late = seats.late(NOW + GRACE - Duration::from_millis(1));
+        assert_eq!(late, [""; 0]);
+        let late = seats.late(NOW + GRACE);
+        assert_eq!(late.len(), usize::from(going.is_none()));
+        assert_eq!(seats.due(), None);
+    }
+}
+
+#[test]
+fn who_comes_back_in_time_has_its_seat() {
+    let mut seats = seated();
+    assert_eq!(seats.part(1, None, Parting::HungUp, NOW), []);
+    assert!(matches!(
+        seats.comes(2, WORKER, 100),
+        Comer::Back(&mut "first")
+    ));
+    assert_eq!(seats.late(NOW + GRACE), [""; 0]);
+}
+
+#[test]
+fn the_next_life_of_a_worker_takes_the_place_of_one_that_is_not_heard_of() {
+    let mut seats = seated();
+    // Not of one that is.
+    assert!(matches!(seats.comes(2, WORKER, 101), Comer::New(None)));
+    assert_eq!(seats.heard(1, WORKER, 100), Some(&mut "first"));
+    seats.part(1, None, Parting::HungUp, NOW);
+    assert!(matches!(
+        seats.comes(2, WORKER, 101),
+        Comer::New(Some("first"))
+    ));
+    seats.put(2, (WORKER, 101), process(52), "second");
+    assert_eq!(seats.due(), None);
+    let all: Vec<_> = seats.iter().collect();
+    assert_eq!(all, [(WORKER, process(52), Some(2), &"second")]);
+}

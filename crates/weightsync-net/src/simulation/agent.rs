@@ -1,0 +1,414 @@
+//! An agent: it performs what its [`Plan`] decides, as the engine does.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use weightsync_core::{Version, WorkerId};
+use weightsync_mem::{Delivery, Seated};
+
+use super::clock::{MS, Time};
+use super::network::Node;
+use super::{Event, World, sender};
+use crate::relay::Item;
+use crate::relay::plan::{Effect, Input, Plan};
+use crate::root::topology::AgentId;
+use crate::wire::message::{FromRoot, Held, ToRoot, WorkerProgress};
+
+/// One agent's process.
+pub(super) struct Agent {
+    /// Which of its machine's agents, from 1.
+    pub(super) life: u64,
+    pub(super) plan: Plan,
+    /// Whether others can fetch from it.
+    serves: bool,
+    /// Whether it is the process of its only worker.
+    pub(super) own: bool,
+    pub(super) link: Option<AgentId>,
+    /// Attempts in a row to reach the sender.
+    pub(super) dials: u32,
+    parent: Option<Parent>,
+    /// Chunks that came, from the first on.
+    pub(super) coming: BTreeMap<Item, u32>,
+    pub(super) whole: BTreeSet<Item>,
+    /// The transfer under way.
+    pub(super) fetch: Option<u64>,
+    failures: u32,
+    /// What the sender is told once it is time, and how many of those there were.
+    complain: Option<AgentId>,
+    complaints: u64,
+    workers: BTreeMap<WorkerId, (Seated, Delivery)>,
+    /// Workers that the sender was asked about, by ticket.
+    joining: BTreeMap<u64, (Seated, Delivery)>,
+    tickets: u64,
+}
+
+/// From where an agent fetches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Parent {
+    pub(super) agent: AgentId,
+    pub(super) node: Node,
+    pub(super) life: u64,
+}
+
+pub(super) const ROOT: Parent = Parent {
+    agent: 0,
+    node: 0,
+    life: 0,
+};
+
+/// How a transfer has ended for the one that fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FetchEnd {
+    Whole { bytes: u64 },
+    NotThere,
+    Broken,
+}
+
+impl World {
+    /// This life of a machine's agent.
+    pub(super) fn agent(&mut self, node: Node, life: u64) -> Option<&mut Agent> {
+        self.hosts[node]
+            .agent
+            .as_mut()
+            .filter(|agent| agent.life == life)
+    }
+
+    /// The machine's agent, which is there.
+    pub(super) fn agent_of(&mut self, node: Node) -> &mut Agent {
+        self.hosts[node].agent.as_mut().expect("an agent is there")
+    }
+
+    /// An agent starts, and the workers of the machine join it.
+    pub(super) fn start_agent(&mut self, node: Node) {
+        let host = &mut self.hosts[node];
+        host.lives += 1;
+        let (life, serves, own) = (host.lives, host.serves, host.own);
+        host.agent = Some(Agent {
+            life,
+            plan: Plan::new(),
+            serves,
+            own,
+            link: None,
+            dials: 0,
+            parent: None,
+            coming: BTreeMap::new(),
+            whole: BTreeSet::new(),
+            fetch: None,
+            failures: 0,
+            complain: None,
+            complaints: 0,
+            workers: BTreeMap::new(),
+            joining: BTreeMap::new(),
+            tickets: 0,
+        });
+        for (who, delivery) in self.workers_of(node) {
+            self.ask_in(node, who, delivery);
+        }
+        self.disturb();
+        self.clock
+            .after(self.network.latency, Event::Dial { node, life });
+    }
+
+    /// It has reached the sender.
+    pub(super) fn linked(&mut self, node: Node, link: AgentId) {
+        let agent = self.agent_of(node);
+        agent.link = Some(link);
+        agent.dials = 0;
+        let (life, serves, own) = (agent.life, agent.serves, agent.own);
+        // One that is its only worker's process is that process.
+        let pid = if own { 1000 + life as u32 } else { 1 };
+        self.say(
+            node,
+            ToRoot::Agent {
+                name: String::new(),
+                host: [node as u8; 16],
+                pid,
+                bulk: serves.then_some(life as u16),
+                seen: weightsync_core::Epoch(1),
+                holds: Vec::new(),
+                run: None,
+            },
+        );
+    }
+
+    /// A worker attaches.
+    pub(super) fn ask_in(&mut self, node: Node, who: Seated, delivery: Delivery) {
+        let Some(agent) = self.hosts[node].agent.as_mut() else {
+            return;
+        };
+        agent.tickets += 1;
+        let ticket = agent.tickets;
+        agent.joining.insert(ticket, (who, delivery));
+        // Before the welcome it is told of with the others.
+        if agent.link.is_some() {
+            self.say_join(node, ticket, who, delivery);
+        }
+    }
+
+    fn say_join(&mut self, node: Node, ticket: u64, who: Seated, delivery: Delivery) {
+        let agent = self.agent_of(node);
+        let pid = match agent.own {
+            true => 1000 + agent.life as u32,
+            false => 2000 + who.instance as u32,
+        };
+        self.say(
+            node,
+            ToRoot::Join {
+                ticket,
+                worker: who.worker,
+                instance: who.instance,
+                pid,
+                models: u64::MAX,
+                delivery: delivery.into(),
+                device: String::new(),
+                seen: weightsync_core::Epoch(1),
+            },
+        );
+    }
+
+    /// The sender has said something.
+    pub(super) fn heard(&mut self, node: Node, message: FromRoot) {
+        let agent = self.agent_of(node);
+        match message {
+            FromRoot::Welcome { .. } => self.come_back(node),
+            FromRoot::Joined { ticket } => {
+                if let Some((who, delivery)) = agent.joining.remove(&ticket)
+                    && agent.workers.insert(who.worker, (who, delivery)).is_none()
+                {
+                    self.disturb();
+                    self.step(node, vec![Input::Joined { who, delivery }]);
+                }
+            }
+            FromRoot::Denied { ticket, .. } => {
+                if let Some((who, delivery)) = agent.joining.remove(&ticket) {
+                    let again = Event::Attach {
+                        node,
+                        who,
+                        delivery,
+                    };
+                    self.clock.after(200 * MS, again);
+                }
+            }
+            FromRoot::Tell {
+                sequence,
+                set,
+                workers,
+            } => {
+                let set: Vec<Item> = set.into_iter().map(item).collect();
+                let known = workers.iter().filter_map(|one| agent.workers.get(one));
+                let told = known.map(|(who, _)| Input::Told {
+                    who: *who,
+                    sequence,
+                    set: set.clone(),
+                });
+                let told = told.collect();
+                self.step(node, told);
+            }
+            FromRoot::Parent { agent, address } => {
+                let address = address.map(|one| one.parse().expect("an address"));
+                self.follow(node, sender::place(agent, address));
+            }
+            _ => {}
+        }
+    }
+
+    /// Tells the sender (again) who is here, and how far everybody is.
+    fn come_back(&mut self, node: Node) {
+        let agent = self.agent_of(node);
+        let known: Vec<_> = agent.workers.values().copied().collect();
+        for (who, delivery) in known {
+            let agent = self.agent_of(node);
+            agent.tickets += 1;
+            let ticket = agent.tickets;
+            agent.joining.insert(ticket, (who, delivery));
+        }
+        let joining = self.agent_of(node).joining.clone();
+        for (ticket, (who, delivery)) in joining {
+            self.say_join(node, ticket, who, delivery);
+        }
+        for (who, _) in self.workers_of(node) {
+            self.say_progress(node, who);
+        }
+        let agent = self.agent_of(node);
+        if agent.complain.is_some() {
+            let (life, number) = (agent.life, agent.complaints);
+            self.clock.after(0, Event::Complain { node, life, number });
+        }
+    }
+
+    pub(super) fn say_progress(&mut self, node: Node, who: Seated) {
+        let taken = self.hosts[node].taken(who);
+        let progress = WorkerProgress {
+            worker: who.worker,
+            instance: who.instance,
+            taken,
+            head: 0,
+            through: 0,
+            loaded: taken,
+            versions: Vec::new(),
+            refused: None,
+        };
+        let workers = vec![progress];
+        self.say(node, ToRoot::Progress { workers });
+    }
+
+    /// A worker is gone.
+    pub(super) fn worker_left(&mut self, node: Node, who: Seated, died: bool) {
+        let Some(agent) = self.hosts[node].agent.as_mut() else {
+            return;
+        };
+        agent.joining.retain(|_, (one, _)| *one != who);
+        let known = agent.workers.get(&who.worker);
+        if known.is_some_and(|(one, _)| *one == who) {
+            agent.workers.remove(&who.worker);
+        }
+        self.say(
+            node,
+            ToRoot::Gone {
+                worker: who.worker,
+                instance: who.instance,
+                died,
+            },
+        );
+        self.step(node, vec![Input::Left { who }, Input::MayHaveRoom]);
+    }
+
+    fn follow(&mut self, node: Node, parent: Parent) {
+        let agent = self.agent_of(node);
+        let before = agent.parent.replace(parent);
+        if before == Some(parent) && agent.fetch.is_some() {
+            return;
+        }
+        if let Some(fetch) = agent.fetch
+            && self.transfers[&fetch].parent.agent != 0
+        {
+            self.stop_fetch(node);
+        }
+        self.step(node, vec![Input::NoParent, Input::Parent]);
+    }
+
+    /// The transfer under way has ended.
+    pub(super) fn fetched(&mut self, node: Node, item: Item, parent: Parent, end: FetchEnd) {
+        let agent = self.agent_of(node);
+        agent.fetch = None;
+        match end {
+            FetchEnd::Whole { bytes } => {
+                agent.failures = 0;
+                agent.whole.insert(item);
+                self.say(
+                    node,
+                    ToRoot::Received {
+                        model: item.model as u8,
+                        version: item.version,
+                        bytes,
+                        micros: 1,
+                    },
+                );
+                self.step(node, vec![Input::Whole { item }]);
+            }
+            FetchEnd::NotThere => {
+                let sender = parent.agent == 0;
+                self.step(node, vec![Input::NotThere { item, sender }]);
+            }
+            FetchEnd::Broken => {
+                let pause = match agent.failures {
+                    0 => 0,
+                    failures => crate::relay::backoff(failures).as_micros() as Time,
+                };
+                agent.failures += 1;
+                agent.complaints += 1;
+                agent.complain = Some(parent.agent);
+                agent.parent = None;
+                let (life, number) = (agent.life, agent.complaints);
+                self.clock
+                    .after(pause, Event::Complain { node, life, number });
+                self.disturb();
+                self.step(node, vec![Input::Broken { item }, Input::NoParent]);
+            }
+        }
+    }
+
+    /// It is time to say that a parent is lost.
+    pub(super) fn complain(&mut self, node: Node, life: u64, number: u64) {
+        let Some(agent) = self.agent(node, life) else {
+            return;
+        };
+        // Without a link it is said once there is one.
+        if agent.complaints != number || agent.link.is_none() {
+            return;
+        }
+        if let Some(parent) = agent.complain.take() {
+            let reason = String::new();
+            self.say(node, ToRoot::ParentLost { parent, reason });
+        }
+    }
+
+    pub(super) fn step(&mut self, node: Node, inputs: Vec<Input>) {
+        let mut effects = self.agent_of(node).plan.step(inputs);
+        let mut more = Vec::new();
+        while !effects.is_empty() {
+            for effect in effects.drain(..) {
+                more.extend(self.perform(node, effect));
+            }
+            if more.is_empty() {
+                return;
+            }
+            effects = self.agent_of(node).plan.step(more.drain(..));
+        }
+    }
+
+    fn perform(&mut self, node: Node, effect: Effect) -> Option<Input> {
+        match effect {
+            Effect::Tell { who, sequence, set } => {
+                let agent = self.agent_of(node);
+                let whole = set.iter().all(|item| agent.whole.contains(item));
+                assert!(whole, "{who:?} is told {set:?}, which is not whole");
+                self.told(node, who, sequence, &set);
+            }
+            // Nobody asks here.
+            Effect::Answer { .. } => {}
+            Effect::Fetch { item, sender } => return self.begin(node, item, sender),
+            Effect::Stop { item } => {
+                let fetch = self.agent_of(node).fetch;
+                assert_eq!(fetch.map(|one| self.transfers[&one].item), Some(item));
+                self.stop_fetch(node);
+            }
+            Effect::Release { item } => {
+                let agent = self.agent_of(node);
+                agent.coming.remove(&item);
+                agent.whole.remove(&item);
+                self.revoke(node, item);
+            }
+            Effect::Refuse { item } => self.refuse(node, item),
+        }
+        None
+    }
+
+    fn begin(&mut self, node: Node, item: Item, sender: bool) -> Option<Input> {
+        let no_room = self.dice.percent(self.options.no_room);
+        let agent = self.agent_of(node);
+        let parent = match sender {
+            true => Some(ROOT),
+            false => agent.parent,
+        };
+        let Some(parent) = parent else {
+            return Some(Input::NoParent);
+        };
+        let life = agent.life;
+        if !agent.coming.contains_key(&item) && no_room {
+            self.clock.after(20 * MS, Event::Room { node, life });
+            return Some(Input::NoRoom { item });
+        }
+        agent.coming.entry(item).or_insert(0);
+        self.stop_fetch(node);
+        let instead = sender && self.agent_of(node).parent != Some(ROOT);
+        self.start_fetch((node, life), item, parent, instead);
+        None
+    }
+}
+
+fn item(held: Held) -> Item {
+    Item {
+        model: held.model.into(),
+        version: Version(held.version.0),
+    }
+}

@@ -1,0 +1,461 @@
+//! Transfers: chunk after chunk, each passed on as soon as it has come, over one
+//! connection each.
+
+use weightsync_core::Version;
+
+use super::agent::{FetchEnd, Parent};
+use super::clock::{MS, SECOND, Time};
+use super::control::SUSPECT;
+use super::network::{Health, Node};
+use super::{Event, World};
+use crate::bulk::replaced;
+use crate::relay::Item;
+use crate::relay::plan::Input;
+use crate::wire::message::ToRoot;
+
+/// As large as one on the wire.
+pub(super) const CHUNK: u64 = 1 << 20;
+
+/// How long a relay asks above for a version that it does not have.
+const PATIENCE: Time = 30 * SECOND;
+
+/// How long a parent waits for a child that takes nothing.
+const STUCK: Time = 5 * SECOND;
+
+/// One fetch, as both of its ends see it.
+#[derive(Debug)]
+pub(super) struct Transfer {
+    child: (Node, u64),
+    pub(super) parent: Parent,
+    pub(super) item: Item,
+    /// It comes from the sender although that is not the parent.
+    instead: bool,
+    /// It was not the newest any more, and somebody takes every version.
+    late: bool,
+    /// The next chunk to come.
+    next: u32,
+    chunks: u32,
+    child_open: bool,
+    /// Whether the parent serves it: it was asked, and has not ended it.
+    parent_open: bool,
+    asked: bool,
+    /// The parent has begun with it.
+    found: bool,
+    revoked: bool,
+    /// A chunk is on its way.
+    sending: bool,
+    /// What has come is held up: a chunk, or the word that there is none.
+    held: bool,
+    gone: bool,
+    bytes: u64,
+    busy: Time,
+}
+
+impl World {
+    pub(super) fn start_fetch(
+        &mut self,
+        child: (Node, u64),
+        item: Item,
+        parent: Parent,
+        instead: bool,
+    ) {
+        self.last_transfer += 1;
+        let number = self.last_transfer;
+        let agent = self.agent_of(child.0);
+        agent.fetch = Some(number);
+        let next = agent.coming[&item];
+        let transfer = Transfer {
+            child,
+            parent,
+            item,
+            instead,
+            late: self.options.every && item.version.0 < self.sender.versions[item.model],
+            next,
+            chunks: self.chunks(item),
+            child_open: true,
+            parent_open: false,
+            asked: false,
+            found: false,
+            revoked: false,
+            sending: false,
+            held: false,
+            gone: false,
+            bytes: 0,
+            busy: 0,
+        };
+        self.trace(|| format!("fetch {number}: {child:?} {item:?} from {parent:?} {next}"));
+        self.transfers.insert(number, transfer);
+        self.counts.fetches += 1;
+        // A sender may also hang up on those that are too many.
+        if parent.node == 0 && self.options.faults && self.dice.percent(2) {
+            let pause = self.dice.span(MS / 10, SECOND);
+            self.clock.after(pause, Event::Broken { number });
+        }
+        let latency = self.network.latency;
+        match self.network.way(child.0, parent.node) {
+            (Health::Good, _) => self.clock.after(2 * latency, Event::Asked { number }),
+            (Health::Cut, _) => self.clock.after(latency, Event::Broken { number }),
+            (Health::Silent, _) => self.clock.after(SUSPECT, Event::Broken { number }),
+        }
+    }
+
+    fn chunks(&self, item: Item) -> u32 {
+        self.sender.sizes[item.model].div_ceil(CHUNK) as u32
+    }
+
+    /// A fetch arrives where it is asked.
+    pub(super) fn asked(&mut self, number: u64) {
+        let latency = self.network.latency;
+        let Some(transfer) = self.transfers.get_mut(&number).filter(|one| one.child_open) else {
+            self.transfers.remove(&number);
+            return;
+        };
+        let (parent, item) = (transfer.parent, transfer.item);
+        let way = self.network.way(transfer.child.0, parent.node).0;
+        if way == Health::Silent {
+            self.clock.after(SUSPECT, Event::Broken { number });
+            return;
+        }
+        let listens = parent.node == 0 || self.agent(parent.node, parent.life).is_some();
+        if !listens || way == Health::Cut {
+            self.clock.after(latency, Event::Broken { number });
+            return;
+        }
+        if let Some(transfer) = self.transfers.get_mut(&number) {
+            transfer.asked = true;
+            transfer.parent_open = true;
+        }
+        self.clock.after(PATIENCE, Event::Patience { number });
+        if parent.node != 0 {
+            self.step(parent.node, vec![Input::Wanted { item }]);
+        }
+        self.pump(number);
+    }
+
+    /// Sends the next chunk, if it is there.
+    fn pump(&mut self, number: u64) {
+        let Some(transfer) = self.transfers.get(&number) else {
+            return;
+        };
+        let open = transfer.parent_open && !transfer.sending && !transfer.held;
+        if !open {
+            return;
+        }
+        let (item, parent, next) = (transfer.item, transfer.parent, transfer.next);
+        let to = transfer.child.0;
+        let there = match parent.node {
+            0 => {
+                let there = transfer.found || self.sender.keeps(item) || self.is_served(item);
+                (there && !transfer.revoked).then_some(u32::MAX)
+            }
+            node => {
+                if transfer.revoked {
+                    None
+                } else {
+                    let agent = self.agent_of(node);
+                    let whole = agent.whole.contains(&item).then_some(u32::MAX);
+                    match whole.or(agent.coming.get(&item).copied()) {
+                        // Until it is known here, or refused.
+                        None => return,
+                        there => there,
+                    }
+                }
+            }
+        };
+        let Some(there) = there else {
+            self.gone(number);
+            return;
+        };
+        let bytes = CHUNK.min(self.sender.sizes[item.model] - u64::from(next) * CHUNK);
+        let now = self.clock.now();
+        let Some(transfer) = self.transfers.get_mut(&number) else {
+            return;
+        };
+        transfer.found = true;
+        if next < there {
+            transfer.sending = true;
+            let takes = self.network.send(parent.node, to, bytes, now);
+            transfer.busy += takes;
+            self.clock.after(takes, Event::Chunk { number });
+            if parent.node == 0 {
+                let beyond = transfer.instead || transfer.late;
+                self.note_served((item, to), bytes, beyond);
+            }
+        }
+    }
+
+    /// Whether the sender serves this version to somebody, and so still has it.
+    fn is_served(&self, item: Item) -> bool {
+        let mut all = self.transfers.values();
+        all.any(|one| {
+            one.parent.node == 0 && one.item == item && one.found && one.parent_open && !one.revoked
+        })
+    }
+
+    /// A chunk has come.
+    pub(super) fn chunk(&mut self, number: u64) {
+        let Some(transfer) = self.transfers.get_mut(&number) else {
+            return;
+        };
+        transfer.sending = false;
+        if !transfer.child_open {
+            return;
+        }
+        let ((node, _), parent, item) = (transfer.child, transfer.parent, transfer.item);
+        if !self.network.is_good(node, parent.node) {
+            transfer.held = true;
+            return;
+        }
+        let before = u64::from(transfer.next) * CHUNK;
+        transfer.next += 1;
+        transfer.bytes += CHUNK.min(self.sender.sizes[item.model] - before);
+        let (next, bytes, busy) = (transfer.next, transfer.bytes, transfer.busy);
+        let whole = next == transfer.chunks;
+        let served = transfer.parent_open;
+        let agent = self.agent_of(node);
+        agent.coming.insert(item, next);
+        if !whole {
+            self.pass_on(node, item);
+            self.pump(number);
+            return;
+        }
+        agent.coming.remove(&item);
+        agent.whole.insert(item);
+        self.transfers.remove(&number);
+        self.pass_on(node, item);
+        self.fetched(node, item, parent, FetchEnd::Whole { bytes });
+        if served {
+            let of = (node, item, parent);
+            self.served(of, Some((bytes, busy)));
+        }
+    }
+
+    /// What has come goes on to whom it is wanted by.
+    fn pass_on(&mut self, node: Node, item: Item) {
+        let below = self
+            .transfers
+            .iter()
+            .filter(|(_, one)| one.parent.node == node && one.item == item && one.parent_open);
+        let below: Vec<u64> = below.map(|(number, _)| *number).collect();
+        for number in below {
+            self.pump(number);
+        }
+    }
+
+    /// A parent has ended with one.
+    fn served(
+        &mut self,
+        (child, item, parent): (Node, Item, Parent),
+        measured: Option<(u64, Time)>,
+    ) {
+        let child = self.hosts[child].agent.as_ref().and_then(|one| one.link);
+        if parent.node == 0 {
+            if let (Some((bytes, busy)), Some(child)) = (measured, child) {
+                self.measured(0, child, bytes, busy);
+            }
+            return;
+        }
+        if self.agent(parent.node, parent.life).is_none() {
+            return;
+        }
+        self.step(parent.node, vec![Input::Unwanted { item }]);
+        if let (Some((bytes, micros)), Some(child)) = (measured, child) {
+            let speed = ToRoot::ChildSpeed {
+                child,
+                bytes,
+                micros,
+            };
+            self.say(parent.node, speed);
+        }
+    }
+
+    /// The parent does not have it, and says so.
+    fn gone(&mut self, number: u64) {
+        let latency = self.network.latency;
+        let Some(transfer) = self.transfers.get_mut(&number) else {
+            return;
+        };
+        transfer.parent_open = false;
+        transfer.gone = true;
+        let of = (transfer.child.0, transfer.item, transfer.parent);
+        self.clock.after(latency, Event::NotThere { number });
+        self.served(of, None);
+    }
+
+    /// The child hears that.
+    pub(super) fn not_there(&mut self, number: u64) {
+        let Some(transfer) = self.transfers.get_mut(&number) else {
+            return;
+        };
+        let ((node, _), parent, item) = (transfer.child, transfer.parent, transfer.item);
+        if !self.network.is_good(node, parent.node) {
+            transfer.held = true;
+            return;
+        }
+        let open = transfer.child_open;
+        self.transfers.remove(&number);
+        if open {
+            self.counts.not_there += 1;
+            self.fetched(node, item, parent, FetchEnd::NotThere);
+        }
+    }
+
+    /// It is asked above for long enough.
+    pub(super) fn patience(&mut self, number: u64) {
+        let waits = |one: &&Transfer| one.parent_open && !one.found;
+        if self.transfers.get(&number).filter(waits).is_some() {
+            self.gone(number);
+        }
+    }
+
+    /// An agent serves this version no more.
+    pub(super) fn revoke(&mut self, node: Node, item: Item) {
+        let revoked = |one: &Transfer| one.parent.node == node && one.item == item && one.found;
+        self.end_serving(revoked);
+    }
+
+    /// Nor will it.
+    pub(super) fn refuse(&mut self, node: Node, item: Item) {
+        let refused = |one: &Transfer| one.parent.node == node && one.item == item && !one.found;
+        self.end_serving(refused);
+    }
+
+    /// Old versions of a model are served no more, as far as they hold up slots.
+    pub(super) fn keep_oldest(&mut self, model: usize) {
+        let newest = Version(self.sender.versions[model]);
+        let served = self
+            .transfers
+            .values()
+            .filter(|one| one.parent.node == 0 && one.found && one.parent_open && !one.revoked);
+        let served = served.map(|one| one.item);
+        let replaced = replaced(served, model, newest, |item| self.sender.keeps(item));
+        self.end_serving(|one| one.parent.node == 0 && one.found && replaced.contains(&one.item));
+    }
+
+    fn end_serving(&mut self, of: impl Fn(&Transfer) -> bool) {
+        let ended = self
+            .transfers
+            .iter_mut()
+            .filter(|(_, one)| one.parent_open && of(one));
+        let ended: Vec<u64> = ended
+            .map(|(number, one)| {
+                one.revoked = true;
+                *number
+            })
+            .collect();
+        for number in ended {
+            // After the chunk that is on its way.
+            if !self
+                .transfers
+                .get(&number)
+                .is_some_and(|one| one.sending || one.held)
+            {
+                self.gone(number);
+            }
+        }
+    }
+
+    /// A child stops its fetch; its parent hears of it, sooner or later.
+    pub(super) fn stop_fetch(&mut self, node: Node) {
+        let latency = self.network.latency;
+        let Some(agent) = self.hosts[node].agent.as_mut() else {
+            return;
+        };
+        let Some(number) = agent.fetch.take() else {
+            return;
+        };
+        if let Some(transfer) = self.transfers.get_mut(&number) {
+            transfer.child_open = false;
+            let good = self.network.is_good(node, transfer.parent.node);
+            let pause = if good { latency } else { STUCK };
+            self.clock.after(pause, Event::HungUp { number });
+        }
+    }
+
+    /// The parent hears that the child has hung up.
+    pub(super) fn hung_up(&mut self, number: u64) {
+        if let Some(transfer) = self.transfers.get(&number)
+            && !transfer.child_open
+        {
+            let open = transfer.parent_open;
+            let of = (transfer.child.0, transfer.item, transfer.parent);
+            self.transfers.remove(&number);
+            if open {
+                self.served(of, None);
+            }
+        }
+    }
+
+    /// The child's connection has ended.
+    pub(super) fn broken(&mut self, number: u64) {
+        let Some(transfer) = self.transfers.get_mut(&number).filter(|one| one.child_open) else {
+            return;
+        };
+        let ((node, _), parent, item) = (transfer.child, transfer.parent, transfer.item);
+        transfer.child_open = false;
+        self.counts.broken += 1;
+        self.clock.after(MS, Event::HungUp { number });
+        self.fetched(node, item, parent, FetchEnd::Broken);
+    }
+
+    /// It has been silent since then.
+    pub(super) fn doubt(&mut self, number: u64, since: Time) {
+        if let Some(transfer) = self.transfers.get(&number)
+            && self.network.way(transfer.child.0, transfer.parent.node) == (Health::Silent, since)
+        {
+            self.broken(number);
+        }
+    }
+
+    /// It stands differently with the ways of these machines.
+    pub(super) fn transfers_change(&mut self, of: impl Fn(Node, Node) -> bool) {
+        let latency = self.network.latency;
+        let all = self.transfers.iter();
+        let all = all.filter(|(_, one)| of(one.child.0, one.parent.node));
+        let all: Vec<u64> = all.map(|(number, _)| *number).collect();
+        for number in all {
+            let Some(transfer) = self.transfers.get_mut(&number) else {
+                continue;
+            };
+            match self.network.way(transfer.child.0, transfer.parent.node) {
+                (Health::Cut, _) => {
+                    let event = match transfer.child_open {
+                        true => Event::Broken { number },
+                        false => Event::HungUp { number },
+                    };
+                    self.clock.after(0, event);
+                }
+                (Health::Silent, since) => {
+                    let event = Event::Doubt { number, since };
+                    self.clock.after(SUSPECT, event);
+                }
+                (Health::Good, _) => {
+                    if std::mem::take(&mut transfer.held) {
+                        let event = match transfer.gone {
+                            true => Event::NotThere { number },
+                            false => Event::Chunk { number },
+                        };
+                        self.clock.after(latency, event);
+                    }
+                }
+            }
+        }
+    }
+
+    /// An agent has died: what it fetched, and what was fetched from it.
+    pub(super) fn transfers_end(&mut self, node: Node, life: u64) {
+        self.stop_fetch(node);
+        let latency = self.network.latency;
+        let from_it = self
+            .transfers
+            .iter_mut()
+            .filter(|(_, one)| (one.parent.node, one.parent.life) == (node, life) && one.asked);
+        for (number, transfer) in from_it {
+            transfer.parent_open = false;
+            // Whoever hears nothing gives it up by itself.
+            let good = self.network.is_good(transfer.child.0, node);
+            let pause = if good { latency } else { SUSPECT };
+            self.clock.after(pause, Event::Broken { number: *number });
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Links between agents and the sender: what is said arrives in order, or not at
+//! all; a silent one is given up.
+
+use super::clock::{MS, Time};
+use super::network::{Health, Node};
+use super::{Event, World};
+use crate::root::seats::Parting;
+use crate::root::topology::AgentId;
+use crate::wire::message::{FromRoot, ToRoot};
+
+/// A link on which nothing has come for so long is silent, as in `link`.
+pub(super) const SUSPECT: Time = 800 * MS;
+
+/// One link; its number is the agent's.
+pub(super) struct Control {
+    pub(super) node: Node,
+    /// Whether either end has not given it up.
+    pub(super) agent_open: bool,
+    pub(super) root_open: bool,
+    /// What was said while nothing got through.
+    held: Vec<Word>,
+}
+
+#[derive(Debug)]
+pub(super) enum Word {
+    ToRoot(ToRoot),
+    ToAgent(FromRoot),
+}
+
+impl World {
+    /// An agent tries to reach the sender.
+    pub(super) fn dial(&mut self, node: Node, life: u64) {
+        let latency = self.network.latency;
+        let Some(agent) = self.agent(node, life) else {
+            return;
+        };
+        if agent.link.is_some() {
+            return;
+        }
+        let pause = crate::relay::backoff(agent.dials).as_micros() as Time;
+        agent.dials += 1;
+        match self.network.way(node, 0).0 {
+            Health::Good => {
+                let link = self.connected(node);
+                let control = Control {
+                    node,
+                    agent_open: true,
+                    root_open: true,
+                    held: Vec::new(),
+                };
+                self.controls.insert(link, control);
+                self.linked(node, link);
+            }
+            Health::Cut => self
+                .clock
+                .after(pause + latency, Event::Dial { node, life }),
+            // Until the handshake's deadline.
+            Health::Silent => {
+                let pause = pause + 2000 * MS;
+                self.clock.after(pause, Event::Dial { node, life });
+            }
+        }
+    }
+
+    /// An agent says something to the sender.
+    pub(super) fn say(&mut self, node: Node, message: ToRoot) {
+        let latency = self.network.latency;
+        let link = self.hosts[node].agent.as_ref().and_then(|one| one.link);
+        if let Some(link) = link {
+            let word = Word::ToRoot(message);
+            self.clock.after(latency, Event::Said { link, word });
+        }
+    }
+
+    /// The sender says something to an agent.
+    pub(super) fn say_to(&mut self, link: AgentId, message: FromRoot) {
+        let latency = self.network.latency;
+        if self.controls.get(&link).is_some_and(|one| one.root_open) {
+            let word = Word::ToAgent(message);
+            self.clock.after(latency, Event::Said { link, word });
+        }
+    }
+
+    /// What was said arrives, if anything does.
+    pub(super) fn said(&mut self, link: AgentId, word: Word) {
+        let Some(control) = self.controls.get_mut(&link) else {
+            return;
+        };
+        let good = self.network.is_good(control.node, 0);
+        if !good || !control.held.is_empty() {
+            control.held.push(word);
+            return;
+        }
+        self.arrives(link, word);
+    }
+
+    fn arrives(&mut self, link: AgentId, word: Word) {
+        let Some(control) = self.controls.get(&link) else {
+            return;
+        };
+        let node = control.node;
+        match word {
+            Word::ToRoot(message) if control.root_open => self.hear(link, message),
+            Word::ToAgent(message) if control.agent_open => self.heard(node, message),
+            _ => {}
+        }
+    }
+
+    /// What was held up comes at last.
+    pub(super) fn flush(&mut self, link: AgentId) {
+        let Some(control) = self.controls.get_mut(&link) else {
+            return;
+        };
+        if !self.network.is_good(control.node, 0) {
+            return;
+        }
+        for word in std::mem::take(&mut control.held) {
+            self.arrives(link, word);
+        }
+    }
+
+    /// One end gives a link up; the other one hears of it, unless nothing gets
+    /// through.
+    pub(super) fn close_link(&mut self, link: AgentId, at_root: bool) {
+        let Some(control) = self.controls.get_mut(&link) else {
+            return;
+        };
+        match at_root {
+            true => control.root_open = false,
+            false => control.agent_open = false,
+        }
+        let node = control.node;
+        if self.network.is_good(node, 0) {
+            let ended = Event::LinkEnded {
+                link,
+                at_root: !at_root,
+            };
+            self.clock.after(self.network.latency, ended);
+        }
+        self.forget_link(link);
+    }
+
+    /// One end hears that a link has ended.
+    pub(super) fn link_ended(&mut self, link: AgentId, at_root: bool, how: Parting) {
+        let Some(control) = self.controls.get_mut(&link) else {
+            return;
+        };
+        let node = control.node;
+        let open = match at_root {
+            true => &mut control.root_open,
+            false => &mut control.agent_open,
+        };
+        if !std::mem::replace(open, false) {
+            return;
+        }
+        if at_root {
+            self.part(link, how);
+        } else if let Some(agent) = self.hosts[node].agent.as_mut()
+            && agent.link == Some(link)
+        {
+            agent.link = None;
+            agent.dials = 0;
+            let life = agent.life;
+            self.clock.after(0, Event::Dial { node, life });
+        }
+        self.forget_link(link);
+    }
+
+    fn forget_link(&mut self, link: AgentId) {
+        let over = |one: &Control| !one.agent_open && !one.root_open;
+        if self.controls.get(&link).is_some_and(over) {
+            self.controls.remove(&link);
+        }
+    }
+
+    /// It looks whether a link has been silent since then.
+    pub(super) fn suspect(&mut self, link: AgentId, since: Time, at_root: bool) {
+        let Some(control) = self.controls.get(&link) else {
+            return;
+        };
+        if self.network.way(control.node, 0) == (Health::Silent, since) {
+            self.link_ended(link, at_root, Parting::Silent);
+        }
+    }
+
+    /// It stands differently with the links of these machines.
+    pub(super) fn links_change(&mut self, of: impl Fn(Node) -> bool) {
+        let links = self.controls.iter().filter(|(_, one)| of(one.node));
+        let links: Vec<(AgentId, Node)> = links.map(|(link, one)| (*link, one.node)).collect();
+        for (link, node) in links {
+            let (health, since) = self.network.way(node, 0);
+            let latency = self.network.latency;
+            match health {
+                Health::Cut => {
+                    self.link_ended(link, true, Parting::HungUp);
+                    self.link_ended(link, false, Parting::HungUp);
+                }
+                Health::Silent => {
+                    for at_root in [true, false] {
+                        let pause = SUSPECT + self.dice.below(200 * MS);
+                        let event = Event::Suspect {
+                            link,
+                            since,
+                            at_root,
+                        };
+                        self.clock.after(pause, event);
+                    }
+                }
+                Health::Good => {
+                    self.clock.after(latency, Event::Flush { link });
+                    let control = &self.controls[&link];
+                    for (open, at_root) in [(control.agent_open, true), (control.root_open, false)]
+                    {
+                        if !open {
+                            let event = Event::LinkEnded { link, at_root };
+                            self.clock.after(2 * latency, event);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,280 @@
+//! A sender, its agents and their workers, in virtual time.
+//!
+//! What is real: the decisions, [`Plan`](crate::relay::plan::Plan),
+//! [`Topology`](crate::root::topology::Topology) and
+//! [`Seats`](crate::root::seats::Seats), and the messages of control links. What is
+//! played beside them: what the engine of an agent and the hub of a sender do around
+//! these decisions; the sender's lanes and queues; machines that have one agent each
+//! and up to three workers; links that have a rate and a latency, that are cut, fall
+//! silent, and come back; transfers in chunks that are passed on as they come.
+//!
+//! What is not simulated: TCP (a chunk takes its bytes by the slower end's rate, and
+//! what is given to a machine's link goes out in order; a slow receiver holds up
+//! nobody else), several connections of one fetch, the machine itself (memory, slots,
+//! threads, clocks that differ), handshakes and their limits, bytes that are wrong,
+//! questions of workers, a sender that dies, several agents on one machine.
+
+mod agent;
+mod bulk;
+mod clock;
+mod control;
+mod network;
+mod rules;
+mod schedule;
+mod sender;
+
+use std::collections::BTreeMap;
+
+use weightsync_core::WorkerId;
+use weightsync_mem::{Delivery, Seated};
+
+use self::agent::Agent;
+use self::bulk::Transfer;
+use self::clock::{Clock, Dice, Time};
+use self::control::{Control, Word};
+use self::network::{Health, Network, Node};
+use self::rules::{Counts, Facts};
+use self::schedule::{Op, Options};
+use self::sender::Sender;
+use crate::root::seats::Parting;
+use crate::root::topology::AgentId;
+
+/// What is to happen at a time.
+#[derive(Debug)]
+enum Event {
+    /// An agent tries to reach the sender.
+    Dial { node: Node, life: u64 },
+    /// Something that was said arrives.
+    Said { link: AgentId, word: Word },
+    /// What was held up arrives.
+    Flush { link: AgentId },
+    /// An end hears that a link has ended.
+    LinkEnded { link: AgentId, at_root: bool },
+    /// An end finds that a link is silent.
+    Suspect {
+        link: AgentId,
+        since: Time,
+        at_root: bool,
+    },
+    /// Workers that are not reached may be over.
+    Late,
+    /// A fetch reaches the one that is asked.
+    Asked { number: u64 },
+    /// A chunk has come.
+    Chunk { number: u64 },
+    /// A child hears that its parent has not what it asked for.
+    NotThere { number: u64 },
+    /// A child's connection has ended.
+    Broken { number: u64 },
+    /// A child finds that its connection is silent.
+    Doubt { number: u64, since: Time },
+    /// A parent hears that a child has hung up.
+    HungUp { number: u64 },
+    /// A parent has asked above for long enough.
+    Patience { number: u64 },
+    /// It is time to say that a parent is lost.
+    Complain { node: Node, life: u64, number: u64 },
+    /// There may be room.
+    Room { node: Node, life: u64 },
+    /// A worker attaches to its machine's agent.
+    Attach {
+        node: Node,
+        who: Seated,
+        delivery: Delivery,
+    },
+    /// A worker has taken what it was told.
+    Taken { node: Node, who: Seated },
+    /// Of the schedule.
+    Op(Op),
+}
+
+/// One machine.
+struct Host {
+    agent: Option<Agent>,
+    /// How many agents there were.
+    lives: u64,
+    /// Whether others can reach its agent.
+    serves: bool,
+    /// Whether its agent is the process of its only worker.
+    own: bool,
+    workers: Vec<Worker>,
+}
+
+struct Worker {
+    who: Seated,
+    delivery: Delivery,
+    alive: bool,
+    told: u64,
+    taken: u64,
+}
+
+impl Host {
+    fn worker(&mut self, who: Seated) -> Option<&mut Worker> {
+        let mut all = self.workers.iter_mut();
+        all.find(|worker| worker.who == who && worker.alive)
+    }
+
+    fn taken(&mut self, who: Seated) -> u64 {
+        self.worker(who).map_or(0, |worker| worker.taken)
+    }
+}
+
+struct World {
+    options: Options,
+    clock: Clock<Event>,
+    dice: Dice,
+    network: Network,
+    sender: Sender,
+    /// By node; that of the sender has no agent.
+    hosts: Vec<Host>,
+    controls: BTreeMap<AgentId, Control>,
+    transfers: BTreeMap<u64, Transfer>,
+    last_transfer: u64,
+    facts: Facts,
+    counts: Counts,
+}
+
+impl World {
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Dial { node, life } => self.dial(node, life),
+            Event::Said { link, word } => self.said(link, word),
+            Event::Flush { link } => self.flush(link),
+            Event::LinkEnded { link, at_root } => self.link_ended(link, at_root, Parting::HungUp),
+            Event::Suspect {
+                link,
+                since,
+                at_root,
+            } => self.suspect(link, since, at_root),
+            Event::Late => self.late(),
+            Event::Asked { number } => self.asked(number),
+            Event::Chunk { number } => self.chunk(number),
+            Event::NotThere { number } => self.not_there(number),
+            Event::Broken { number } => self.broken(number),
+            Event::Doubt { number, since } => self.doubt(number, since),
+            Event::HungUp { number } => self.hung_up(number),
+            Event::Patience { number } => self.patience(number),
+            Event::Complain { node, life, number } => self.complain(node, life, number),
+            Event::Room { node, life } => {
+                if self.agent(node, life).is_some() {
+                    self.step(node, vec![crate::relay::plan::Input::MayHaveRoom]);
+                }
+            }
+            Event::Attach {
+                node,
+                who,
+                delivery,
+            } => {
+                if self.hosts[node].worker(who).is_some() {
+                    self.ask_in(node, who, delivery);
+                }
+            }
+            Event::Taken { node, who } => self.taken(node, who),
+            Event::Op(op) => self.operate(op),
+        }
+    }
+
+    fn workers_of(&self, node: Node) -> Vec<(Seated, Delivery)> {
+        let alive = self.hosts[node].workers.iter().filter(|one| one.alive);
+        alive.map(|one| (one.who, one.delivery)).collect()
+    }
+
+    fn taken(&mut self, node: Node, who: Seated) {
+        let Some(worker) = self.hosts[node].worker(who) else {
+            return;
+        };
+        worker.taken = worker.told;
+        if self.hosts[node].agent.is_some() {
+            self.say_progress(node, who);
+            self.step(node, vec![crate::relay::plan::Input::MayHaveRoom]);
+        }
+    }
+
+    /// A worker of a machine comes to life (again).
+    fn start_worker(&mut self, node: Node, index: usize) {
+        self.facts.instances += 1;
+        let instance = self.facts.instances;
+        let host = &mut self.hosts[node];
+        let worker = &mut host.workers[index];
+        worker.alive = true;
+        worker.who = Seated {
+            worker: WorkerId((node * 10 + index) as u32),
+            instance,
+        };
+        worker.told = 0;
+        worker.taken = 0;
+        let (who, delivery) = (worker.who, worker.delivery);
+        match host.agent {
+            Some(_) => self.ask_in(node, who, delivery),
+            None => self.start_agent(node),
+        }
+    }
+
+    fn end_worker(&mut self, node: Node, index: usize, died: bool) {
+        let worker = &mut self.hosts[node].workers[index];
+        if !std::mem::take(&mut worker.alive) {
+            return;
+        }
+        let who = worker.who;
+        self.disturb();
+        match self.hosts[node].own {
+            true => self.end_agent(node, !died),
+            false => self.worker_left(node, who, died),
+        }
+    }
+
+    /// An agent dies, or leaves in order.
+    fn end_agent(&mut self, node: Node, in_order: bool) {
+        let Some(life) = self.hosts[node].agent.as_ref().map(|one| one.life) else {
+            return;
+        };
+        if in_order {
+            self.say(node, crate::wire::message::ToRoot::Goodbye);
+        }
+        self.disturb();
+        self.transfers_end(node, life);
+        let agent = self.hosts[node].agent.take();
+        if let Some(link) = agent.and_then(|agent| agent.link) {
+            self.close_link(link, false);
+        }
+        if self.hosts[node].own {
+            self.hosts[node].workers[0].alive = false;
+        }
+    }
+
+    /// From now on it stands like this with a machine's link.
+    fn set_health(&mut self, node: Node, health: Health) {
+        self.network.set(node, health, self.clock.now());
+        self.disturb();
+        self.links_change(|one| one == node);
+        self.transfers_change(|one, other| one == node || other == node);
+    }
+
+    /// The same for what is between two.
+    fn set_health_between(&mut self, one: Node, other: Node, health: Health) {
+        let now = self.clock.now();
+        self.network.set_between(one, other, health, now);
+        self.disturb();
+        self.transfers_change(|a, b| (a, b) == (one, other) || (b, a) == (one, other));
+    }
+
+    /// Everything is well again, and every worker that is to live does.
+    fn heal(&mut self) {
+        self.network.heal(self.clock.now());
+        self.disturb();
+        self.links_change(|_| true);
+        self.transfers_change(|_, _| true);
+        for node in 1..self.hosts.len() {
+            for index in 0..self.hosts[node].workers.len() {
+                if !self.hosts[node].workers[index].alive {
+                    self.start_worker(node, index);
+                }
+            }
+            if self.hosts[node].agent.is_none() {
+                self.start_agent(node);
+            }
+        }
+    }
+}
+
+mod tests;

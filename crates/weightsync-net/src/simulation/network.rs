@@ -1,0 +1,111 @@
+//! What lies between processes: how fast each end is, and whether anything gets
+//! through.
+
+use std::collections::BTreeMap;
+
+use super::clock::{SECOND, Time};
+
+/// A machine's number; 0 is the sender's.
+pub(super) type Node = usize;
+
+/// How it stands with a way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Health {
+    Good,
+    /// Nothing gets through, and nobody is told.
+    Silent,
+    /// Connections are refused; those there were have ended, and both ends know.
+    Cut,
+}
+
+#[derive(Debug)]
+pub(super) struct Network {
+    ends: Vec<End>,
+    /// Ways between two machines of which something else is wrong than with either.
+    between: BTreeMap<(Node, Node), (Health, Time)>,
+    /// Of every way, in one direction.
+    pub(super) latency: Time,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct End {
+    /// Bytes a second, each way.
+    rate: u64,
+    /// When what was given to it has gone out.
+    free: Time,
+    health: (Health, Time),
+}
+
+impl Network {
+    pub(super) fn new(rates: &[u64], latency: Time) -> Self {
+        let end = |rate: &u64| End {
+            rate: *rate,
+            free: 0,
+            health: (Health::Good, 0),
+        };
+        Self {
+            ends: rates.iter().map(end).collect(),
+            between: BTreeMap::new(),
+            latency,
+        }
+    }
+
+    pub(super) fn rate(&self, node: Node) -> u64 {
+        self.ends[node].rate
+    }
+
+    /// How it stands between two, and since when.
+    pub(super) fn way(&self, one: Node, other: Node) -> (Health, Time) {
+        let between = self.between.get(&pair(one, other)).copied();
+        let all = [
+            self.ends[one].health,
+            self.ends[other].health,
+            between.unwrap_or((Health::Good, 0)),
+        ];
+        let worst = all.into_iter().map(|(health, _)| health).max();
+        let worst = worst.unwrap_or(Health::Good);
+        let since = all.into_iter().filter(|(health, _)| *health == worst);
+        (worst, since.map(|(_, since)| since).min().unwrap_or(0))
+    }
+
+    pub(super) fn is_good(&self, one: Node, other: Node) -> bool {
+        self.way(one, other).0 == Health::Good
+    }
+
+    /// From now on it stands like this with a machine's link.
+    pub(super) fn set(&mut self, node: Node, health: Health, now: Time) {
+        self.ends[node].health = (health, now);
+    }
+
+    /// The same for what is between two machines.
+    pub(super) fn set_between(&mut self, one: Node, other: Node, health: Health, now: Time) {
+        self.between.insert(pair(one, other), (health, now));
+    }
+
+    /// Everything is well again.
+    pub(super) fn heal(&mut self, now: Time) {
+        self.between.clear();
+        for end in &mut self.ends {
+            end.health = (Health::Good, now);
+        }
+    }
+
+    /// So much goes from one to the other, behind what is on its way out there; in
+    /// what time.
+    pub(super) fn send(&mut self, from: Node, to: Node, bytes: u64, now: Time) -> Time {
+        let slower = self.rate(from).min(self.rate(to));
+        let begun = self.ends[from].free.max(now);
+        // A slow one takes its share only.
+        self.ends[from].free = begun + taken(bytes, self.rate(from));
+        begun + taken(bytes, slower) - now
+    }
+}
+
+/// How long so many bytes take.
+pub(super) fn taken(bytes: u64, rate: u64) -> Time {
+    (bytes * SECOND).div_ceil(rate)
+}
+
+fn pair(one: Node, other: Node) -> (Node, Node) {
+    (one.min(other), one.max(other))
+}

@@ -1,0 +1,299 @@
+//! What must be true on the way, and at the end.
+//!
+//! * What a worker is told is whole where it is told, and its sequence numbers never
+//!   go back; one that takes every version is told all that its queue took, in order.
+//! * **Two in a row.** A publication is *due* for a worker that wants the newest if
+//!   nothing happened (no fault, nobody that came or went, nobody that was given
+//!   another parent) from [`CALM`] before it until the next publication, and if that
+//!   came no earlier than the bytes of three whole sets take by the slowest link on
+//!   the worker's way from the sender, a chunk more for each agent on it, and two
+//!   seconds: three, because each agent may first finish a version that was replaced.
+//!   Of two publications in a row that were due for it, a worker was told one.
+//! * At the end every worker that lives is at the newest set that was meant for it.
+//! * What the sender itself served is no more than its publications, to as many as
+//!   were its children, which are the arity's number while nothing breaks; and a
+//!   whole set or two for each agent that became its child meanwhile, and what
+//!   was not to be had from a parent, and what broke off.
+//! * Agents with slow links stand behind all others.
+
+use std::collections::BTreeMap;
+
+use weightsync_mem::{Delivery, Seated};
+
+use super::World;
+use super::bulk::CHUNK;
+use super::clock::{MS, SECOND, Time};
+use super::network::{Node, taken};
+use super::{Event, Worker};
+use crate::relay::Item;
+use crate::root::topology::{AgentId, Assigned};
+
+/// Longer than anything that lasts after what caused it is over.
+const CALM: Time = 40 * SECOND;
+
+#[derive(Debug, Default)]
+pub(super) struct Facts {
+    pub(super) instances: u64,
+    /// When anything happened but publications and transfers.
+    disturbed: Vec<Time>,
+    publications: Vec<Publication>,
+    /// What each life of a worker was told.
+    pub(super) told: BTreeMap<Seated, Vec<u64>>,
+    /// Bytes that the sender may serve, by what has happened.
+    allowed: u64,
+    pub(super) served: u64,
+    /// The same in chunks, by version and to whom.
+    chunks: BTreeMap<(Item, Node), u64>,
+}
+
+#[derive(Debug)]
+struct Publication {
+    at: Time,
+    sequence: u64,
+    /// How long it may take to each worker that wants the newest.
+    needs: BTreeMap<Seated, Time>,
+}
+
+/// What there was of it all.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counts {
+    pub(super) events: u64,
+    pub(super) publications: u64,
+    pub(super) fetches: u64,
+    pub(super) broken: u64,
+    pub(super) not_there: u64,
+    pub(super) instead: u64,
+    pub(super) told: u64,
+    pub(super) died: usize,
+    pub(super) lost: usize,
+    /// Pairs of publications that were due.
+    pub(super) pairs: u64,
+    pub(super) chunks: u64,
+    pub(super) ordered: u64,
+}
+
+impl Counts {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.events += other.events;
+        self.publications += other.publications;
+        self.fetches += other.fetches;
+        self.broken += other.broken;
+        self.not_there += other.not_there;
+        self.instead += other.instead;
+        self.told += other.told;
+        self.died += other.died;
+        self.lost += other.lost;
+        self.pairs += other.pairs;
+        self.chunks += other.chunks;
+        self.ordered += other.ordered;
+    }
+}
+
+impl World {
+    /// Something has happened that is not every day's.
+    pub(super) fn disturb(&mut self) {
+        self.facts.disturbed.push(self.clock.now());
+    }
+
+    pub(super) fn note_publication(&mut self) {
+        self.counts.publications += 1;
+        let mut needs = BTreeMap::new();
+        let seats: Vec<_> = self.sender.seats.iter().map(|seat| seat.2).collect();
+        let agents: Vec<AgentId> = seats.into_iter().flatten().collect();
+        for agent in agents {
+            let need = self.time_for(agent);
+            let node = self.sender.agents[&agent].node;
+            for (who, delivery) in self.workers_of(node) {
+                if delivery == Delivery::Newest {
+                    needs.insert(who, need);
+                }
+            }
+        }
+        self.facts.publications.push(Publication {
+            at: self.clock.now(),
+            sequence: self.sender.sequence,
+            needs,
+        });
+        let children = self.children(0).max(self.options.arity as u64);
+        self.facts.allowed += children * self.sender.sizes.iter().sum::<u64>();
+    }
+
+    /// How many fetch from an agent.
+    fn children(&self, parent: AgentId) -> u64 {
+        let parents = self.sender.topology.parents();
+        parents.filter(|(_, of)| *of == Some(parent)).count() as u64
+    }
+
+    /// How long a publication may take to an agent's workers.
+    pub(super) fn time_for(&self, agent: AgentId) -> Time {
+        let way = self.sender.way(agent);
+        let node = |agent: &AgentId| self.sender.agents[agent].node;
+        let share =
+            |agent: AgentId, node: Node| self.network.rate(node) / self.children(agent).max(1);
+        let rates = way.iter().map(|agent| share(*agent, node(agent)));
+        let slowest = rates.chain([share(0, 0)]).min().unwrap_or(1);
+        let set: u64 = self.sender.sizes.iter().sum();
+        let bytes = 3 * set + way.len() as u64 * CHUNK;
+        taken(bytes, slowest) + 2 * SECOND
+    }
+
+    pub(super) fn note_assigned(&mut self, assigned: &Assigned) {
+        self.disturb();
+        if assigned.parent == 0 {
+            self.facts.allowed += 2 * self.sender.sizes.iter().sum::<u64>();
+        }
+    }
+
+    pub(super) fn note_served(&mut self, (item, to): (Item, Node), bytes: u64, instead: bool) {
+        *self.facts.chunks.entry((item, to)).or_default() += 1;
+        self.facts.served += bytes;
+        self.counts.chunks += 1;
+        if instead {
+            self.counts.instead += 1;
+            self.facts.allowed += bytes;
+        }
+    }
+
+    /// A worker's lane is put on a set.
+    pub(super) fn told(&mut self, node: Node, who: Seated, sequence: u64, _set: &[Item]) {
+        let Some(worker) = self.hosts[node].worker(who) else {
+            return;
+        };
+        let Worker { told, delivery, .. } = worker;
+        if *delivery == Delivery::Newest {
+            assert!(
+                sequence >= *told,
+                "{who:?} goes back from {told} to {sequence}"
+            );
+        }
+        let before = std::mem::replace(told, sequence.max(*told));
+        if sequence <= before {
+            return;
+        }
+        if *delivery != Delivery::Newest
+            && let Some((_, guest)) = self.sender.seats.reached(who.worker)
+        {
+            let between = before + 1..sequence;
+            let skipped: Vec<_> = guest
+                .meant
+                .iter()
+                .filter(|one| between.contains(one))
+                .collect();
+            assert!(
+                skipped.is_empty(),
+                "{who:?} was told {before}, then {sequence}, not {skipped:?}"
+            );
+        }
+        self.counts.told += 1;
+        self.facts.told.entry(who).or_default().push(sequence);
+        let pause = self.dice.span(MS, 50 * MS);
+        self.clock.after(pause, Event::Taken { node, who });
+    }
+
+    /// Nothing happens any more.
+    pub(super) fn check_end(&mut self) {
+        let left: Vec<_> = self.transfers.iter().collect();
+        assert!(left.is_empty(), "they are left over: {left:?}");
+        self.check_newest();
+        self.check_pairs();
+        self.check_order();
+        let broken = self.counts.broken * CHUNK;
+        let (served, allowed) = (self.facts.served, self.facts.allowed + broken);
+        assert!(
+            served <= allowed,
+            "the sender served {served} bytes, not {allowed}: {:?}",
+            self.facts
+                .chunks
+                .iter()
+                .map(|((i, n), c)| (i.model, i.version.0, n, c))
+                .collect::<Vec<_>>()
+        );
+    }
+
+    fn check_newest(&mut self) {
+        for (node, host) in self.hosts.iter().enumerate().skip(1) {
+            for worker in &host.workers {
+                let (who, told) = (worker.who, worker.told);
+                assert!(worker.alive, "{who:?} of {node} is dead");
+                let delivery = worker.delivery;
+                let reached = self.sender.seats.reached(who.worker);
+                let (_, guest) = reached.expect("the sender reaches it");
+                let newest = guest.meant.last().copied();
+                assert_eq!(Some(told), newest, "{who:?} of {node} ({delivery:?})");
+                if delivery == Delivery::Newest {
+                    assert_eq!(told, self.sender.sequence, "{who:?} of {node}");
+                }
+            }
+        }
+    }
+
+    fn check_pairs(&mut self) {
+        let calm = |from: Time, to: Time| {
+            let mut disturbed = self.facts.disturbed.iter();
+            !disturbed.any(|at| from <= *at && *at <= to)
+        };
+        for three in self.facts.publications.windows(3) {
+            let [first, second, third] = three else {
+                continue;
+            };
+            if !calm(first.at.saturating_sub(CALM), third.at) {
+                continue;
+            }
+            for (who, need) in &first.needs {
+                let due = second.at - first.at >= *need;
+                let due_next = second
+                    .needs
+                    .get(who)
+                    .is_some_and(|need| third.at - second.at >= *need);
+                if !due || !due_next {
+                    continue;
+                }
+                self.counts.pairs += 1;
+                let told = &self.facts.told[who];
+                let either = told.contains(&first.sequence) || told.contains(&second.sequence);
+                assert!(
+                    either,
+                    "{who:?} missed {} and the next: {told:?}",
+                    first.sequence
+                );
+            }
+        }
+    }
+
+    fn check_order(&mut self) {
+        let order: Vec<(AgentId, Node)> = self
+            .sender
+            .topology
+            .parents()
+            .map(|(agent, _)| (agent, self.sender.agents[&agent].node))
+            .collect();
+        let rate = |node: Node| self.network.rate(node);
+        // Else nobody knows that there are faster ones.
+        let speed = |agent: AgentId| self.sender.topology.speed(agent);
+        if !order
+            .iter()
+            .any(|(agent, _)| speed(*agent) > Some(1_000_000.0))
+        {
+            return;
+        }
+        // One without workers fetches nothing while nobody is behind it.
+        let fetches = |node: Node| !self.hosts[node].workers.is_empty();
+        let slow = |(_, node): &(AgentId, Node)| rate(*node) < 1_000_000 && fetches(*node);
+        let slow = order.iter().position(slow);
+        if let Some(first) = slow {
+            let behind = order[first..]
+                .iter()
+                .find(|(_, node)| rate(*node) > 1_000_000);
+            self.counts.ordered += 1;
+            assert_eq!(
+                behind,
+                None,
+                "behind a slow one: {order:?} {:?}",
+                order
+                    .iter()
+                    .map(|(agent, node)| (rate(*node), self.sender.topology.speed(*agent)))
+                    .collect::<Vec<_>>()
+            );
+        }
+    }
+}

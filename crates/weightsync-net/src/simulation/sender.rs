@@ -1,0 +1,406 @@
+//! The sender: what it publishes, what it knows of agents and workers, what it tells
+//! them. As the hub does it, with the same decisions: [`Topology`] and [`Seats`].
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use weightsync_core::{Epoch, Run, Version, WorkerId};
+use weightsync_mem::Going;
+
+use super::agent::{Parent, ROOT};
+use super::clock::{MS, SECOND, Time};
+use super::network::Node;
+use super::{Event, World};
+use crate::relay::Item;
+use crate::root::seats::{Comer, Leaver, Parting, Process, Seats};
+use crate::root::topology::{AgentId, Assigned, Topology};
+use crate::wire::message::{Delivery, FromRoot, Held, ToRoot};
+
+pub(super) struct Sender {
+    /// Bytes of a version of each model.
+    pub(super) sizes: Vec<u64>,
+    pub(super) versions: Vec<u64>,
+    pub(super) sequence: u64,
+    pub(super) topology: Topology,
+    pub(super) seats: Seats<Guest>,
+    pub(super) agents: BTreeMap<AgentId, Known>,
+    pub(super) last_agent: AgentId,
+}
+
+/// An agent, as the sender knows it.
+pub(super) struct Known {
+    pub(super) node: Node,
+    process: Option<Process>,
+    leaves: bool,
+}
+
+type Told = (u64, Vec<Held>);
+
+/// What a sender has of a worker elsewhere; as its lane in shared memory.
+pub(super) struct Guest {
+    delivery: Delivery,
+    /// Of one that takes every version what it has not taken, of others the newest.
+    queue: VecDeque<Told>,
+    /// How much of the queue was handed out.
+    handed: usize,
+    /// What waits for room in the queue.
+    waiting: VecDeque<Told>,
+    told: u64,
+    /// All that was put in its queue since it has this seat.
+    pub(super) meant: Vec<u64>,
+}
+
+impl Sender {
+    pub(super) fn new(sizes: Vec<u64>, arity: usize) -> Self {
+        Self {
+            versions: vec![0; sizes.len()],
+            sizes,
+            sequence: 0,
+            topology: Topology::new(arity),
+            seats: Seats::new(),
+            agents: BTreeMap::new(),
+            last_agent: 0,
+        }
+    }
+
+    /// The newest set.
+    pub(super) fn set(&self) -> Vec<Held> {
+        let versions = self.versions.iter().enumerate();
+        versions
+            .filter(|(_, version)| **version > 0)
+            .map(|(model, version)| Held {
+                model: model as u8,
+                version: Version(*version),
+            })
+            .collect()
+    }
+
+    /// Whether a version is there by itself, whether or not somebody is served it.
+    pub(super) fn keeps(&self, item: Item) -> bool {
+        let wanted = Held {
+            model: item.model as u8,
+            version: item.version,
+        };
+        let kept = |guest: &Guest| {
+            let mut sets = guest.queue.iter().chain(&guest.waiting);
+            sets.any(|(_, set)| set.contains(&wanted))
+        };
+        self.versions[item.model] == item.version.0
+            || self.seats.iter().any(|(_, _, _, guest)| kept(guest))
+    }
+
+    /// The agents above one, from the first below the sender down to itself.
+    pub(super) fn way(&self, agent: AgentId) -> Vec<AgentId> {
+        let parents: BTreeMap<_, _> = self.topology.parents().collect();
+        let mut way = vec![agent];
+        let mut at = agent;
+        while let Some(Some(parent)) = parents.get(&at).filter(|parent| **parent != Some(0)) {
+            way.push(*parent);
+            at = *parent;
+            assert!(way.len() <= parents.len(), "a circle at {agent}");
+        }
+        way.reverse();
+        way
+    }
+}
+
+impl Guest {
+    fn new(delivery: Delivery) -> Self {
+        Self {
+            delivery,
+            queue: VecDeque::new(),
+            handed: 0,
+            waiting: VecDeque::new(),
+            told: 0,
+            meant: Vec::new(),
+        }
+    }
+
+    fn publish(&mut self, told: Told) {
+        let sequence = told.0;
+        let Delivery::Every { bound } = self.delivery else {
+            self.queue = VecDeque::from([told]);
+            self.meant = vec![sequence];
+            return;
+        };
+        let bound = usize::from(bound);
+        if self.waiting.is_empty() && self.queue.len() < bound {
+            self.queue.push_back(told);
+        } else if self.waiting.len() < bound {
+            self.waiting.push_back(told);
+        } else {
+            // It does not get this one, and the report says so.
+            return;
+        }
+        self.meant.push(sequence);
+    }
+
+    /// What is new for it; or, of the newest, what there is.
+    fn news(&mut self) -> Vec<Told> {
+        let from = match self.delivery {
+            Delivery::Every { .. } => self.handed,
+            _ => 0,
+        };
+        self.handed = self.queue.len();
+        self.queue.range(from..).cloned().collect()
+    }
+
+    fn progress(&mut self, taken: u64) {
+        let Delivery::Every { bound } = self.delivery else {
+            return;
+        };
+        while self.handed > 0 && self.queue.front().is_some_and(|(at, _)| *at <= taken) {
+            self.queue.pop_front();
+            self.handed -= 1;
+        }
+        while self.queue.len() < bound.into()
+            && let Some(told) = self.waiting.pop_front()
+        {
+            self.queue.push_back(told);
+        }
+    }
+}
+
+impl World {
+    /// New versions of some models, a bit each, for every worker.
+    pub(super) fn publish(&mut self, models: u64) {
+        let models = (0..self.sender.sizes.len()).filter(|model| models & 1 << model != 0);
+        let models: Vec<usize> = models.collect();
+        for model in &models {
+            self.keep_oldest(*model);
+        }
+        for model in models {
+            self.sender.versions[model] += 1;
+        }
+        self.sender.sequence += 1;
+        self.note_publication();
+        let told = (self.sender.sequence, self.sender.set());
+        let workers: BTreeSet<WorkerId> = self.sender.seats.iter().map(|seat| seat.0).collect();
+        for (_, guest) in self.sender.seats.iter_mut() {
+            guest.publish(told.clone());
+        }
+        self.tell(workers);
+    }
+
+    pub(super) fn hear(&mut self, agent: AgentId, message: ToRoot) {
+        let Some(known) = self.sender.agents.get_mut(&agent) else {
+            return;
+        };
+        match message {
+            ToRoot::Agent {
+                host, pid, bulk, ..
+            } => {
+                known.process = Some(Process { host, pid });
+                let bulk = bulk.map(|port| address(known.node, port));
+                self.say_to(agent, welcome(agent));
+                let assigned = self.sender.topology.join(agent, bulk);
+                self.assign(&assigned);
+            }
+            ToRoot::Join {
+                ticket,
+                worker,
+                instance,
+                pid,
+                delivery,
+                ..
+            } => match self.seat(agent, (worker, instance), pid, delivery) {
+                true => {
+                    self.say_to(agent, FromRoot::Joined { ticket });
+                    self.tell(BTreeSet::from([worker]));
+                }
+                false => {
+                    let reason = "already connected".into();
+                    self.say_to(agent, FromRoot::Denied { ticket, reason });
+                }
+            },
+            ToRoot::Progress { workers } => {
+                for one in workers {
+                    let of = self.sender.seats.heard(agent, one.worker, one.instance);
+                    if let Some(guest) = of {
+                        guest.progress(one.taken);
+                        self.tell(BTreeSet::from([one.worker]));
+                    }
+                }
+            }
+            ToRoot::Gone {
+                worker,
+                instance,
+                died,
+            } => {
+                let gone = self.sender.seats.gone(agent, worker, instance, died);
+                if let Leaver::Back(guest) = gone {
+                    guest.told = 0;
+                    guest.handed = 0;
+                    self.tell(BTreeSet::from([worker]));
+                }
+            }
+            ToRoot::ParentLost { parent, .. } => {
+                let assigned = self.sender.topology.lost(agent, parent);
+                self.assign(&assigned);
+            }
+            ToRoot::ChildSpeed {
+                child,
+                bytes,
+                micros,
+            } => self.measured(agent, child, bytes, micros),
+            ToRoot::Goodbye => known.leaves = true,
+            _ => {}
+        }
+    }
+
+    pub(super) fn measured(&mut self, parent: AgentId, child: AgentId, bytes: u64, micros: Time) {
+        let busy = Duration::from_micros(micros);
+        let assigned = self.sender.topology.measured(parent, child, bytes, busy);
+        self.assign(&assigned);
+    }
+
+    /// Whether a worker has a seat now.
+    fn seat(
+        &mut self,
+        agent: AgentId,
+        (worker, instance): (WorkerId, u64),
+        pid: u32,
+        delivery: Delivery,
+    ) -> bool {
+        if let Comer::Back(guest) = self.sender.seats.comes(agent, worker, instance) {
+            guest.told = 0;
+            guest.handed = 0;
+            return true;
+        }
+        // Two that are there with one number.
+        if self.sender.seats.iter().any(|seat| seat.0 == worker) {
+            return false;
+        }
+        let mut guest = Guest::new(delivery);
+        if self.sender.sequence > 0 {
+            guest.publish((self.sender.sequence, self.sender.set()));
+        }
+        let host = self.sender.agents[&agent].process.map(|one| one.host);
+        let process = Process {
+            host: host.unwrap_or_default(),
+            pid,
+        };
+        let seats = &mut self.sender.seats;
+        seats.put(agent, (worker, instance), process, guest);
+        true
+    }
+
+    fn tell(&mut self, workers: BTreeSet<WorkerId>) {
+        let mut tells: BTreeMap<(AgentId, u64), (Vec<Held>, Vec<WorkerId>)> = BTreeMap::new();
+        for worker in workers {
+            let Some((agent, guest)) = self.sender.seats.reached(worker) else {
+                continue;
+            };
+            for (sequence, set) in guest.news() {
+                if sequence > guest.told {
+                    guest.told = sequence;
+                    let (_, to) = tells.entry((agent, sequence)).or_insert((set, Vec::new()));
+                    to.push(worker);
+                }
+            }
+        }
+        for ((agent, sequence), (set, workers)) in tells {
+            let tell = FromRoot::Tell {
+                sequence,
+                set,
+                workers,
+            };
+            self.say_to(agent, tell);
+        }
+    }
+
+    pub(super) fn assign(&mut self, assigned: &[Assigned]) {
+        for one in assigned {
+            self.note_assigned(one);
+            let parent = FromRoot::Parent {
+                agent: one.parent,
+                address: one.address.map(|address| address.to_string()),
+            };
+            self.say_to(one.agent, parent);
+        }
+    }
+
+    /// The link to an agent has ended.
+    pub(super) fn part(&mut self, agent: AgentId, how: Parting) {
+        let Some(gone) = self.sender.agents.remove(&agent) else {
+            return;
+        };
+        let how = if gone.leaves { Parting::Left } else { how };
+        let now = Duration::from_micros(self.clock.now());
+        let over = self.sender.seats.part(agent, gone.process, how, now);
+        let died = over.iter().filter(|(_, going)| *going == Going::Died);
+        self.counts.died += died.count();
+        if let Some(due) = self.sender.seats.due() {
+            let pause = due.saturating_sub(now).as_micros() as Time;
+            self.clock.after(pause, Event::Late);
+        }
+        let assigned = self.sender.topology.leave(agent);
+        self.assign(&assigned);
+    }
+
+    /// Workers that nobody has reached in time are given up.
+    pub(super) fn late(&mut self) {
+        let now = Duration::from_micros(self.clock.now());
+        self.counts.lost += self.sender.seats.late(now).len();
+        // Whoever is left is due later.
+        if let Some(due) = self.sender.seats.due() {
+            let pause = due.saturating_sub(now).as_micros() as Time;
+            self.clock.after(pause.max(MS), Event::Late);
+        }
+    }
+
+    /// An agent has connected.
+    pub(super) fn connected(&mut self, node: Node) -> AgentId {
+        self.sender.last_agent += 1;
+        let known = Known {
+            node,
+            process: None,
+            leaves: false,
+        };
+        self.sender.agents.insert(self.sender.last_agent, known);
+        self.sender.last_agent
+    }
+
+    /// When the next version may come so that everybody gets this one, by the
+    /// longest way: what an agent on it may have to finish first is counted too.
+    pub(super) fn time_for_all(&self) -> Time {
+        let agents = self.sender.topology.parents().map(|(agent, _)| agent);
+        let agents: Vec<AgentId> = agents.collect();
+        let needs = agents.into_iter().map(|agent| self.time_for(agent));
+        needs.max().unwrap_or(SECOND)
+    }
+}
+
+/// Where a machine's agent listens; its life is the port.
+pub(super) fn address(node: Node, port: u16) -> SocketAddr {
+    SocketAddr::from(([10, 0, 0, node as u8], port))
+}
+
+fn welcome(agent: AgentId) -> FromRoot {
+    FromRoot::Welcome {
+        run: Run {
+            epoch: Epoch(1),
+            id: [0; 16],
+        },
+        agent,
+        address: String::new(),
+        models: 1,
+        slots: 2,
+        max_slots: 8,
+        pid: 1,
+    }
+}
+
+/// Whom an agent is told to fetch from.
+pub(super) fn place(agent: AgentId, address: Option<SocketAddr>) -> Parent {
+    match address {
+        None => ROOT,
+        Some(SocketAddr::V4(address)) => Parent {
+            agent,
+            node: address.ip().octets()[3].into(),
+            life: address.port().into(),
+        },
+        Some(SocketAddr::V6(address)) => panic!("nobody is at {address}"),
+    }
+}

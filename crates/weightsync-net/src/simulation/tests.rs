@@ -1,0 +1,140 @@
+//! Schedules, and what comes of them.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::bulk::CHUNK;
+use super::clock::{Dice, SECOND};
+use super::rules::Counts;
+use super::schedule::{FAST, Op, Options, SLOW};
+use super::{Event, World};
+
+/// How many schedules, every day; ten times as many with `WEIGHTSYNC_SOAK=full`.
+const SCHEDULES: u64 = 1000;
+
+#[test]
+fn every_schedule_ends_with_every_worker_at_the_newest() {
+    let (first, schedules) = (seed(), schedules());
+    println!("{schedules} schedules from WEIGHTSYNC_SOAK_SEED={first}");
+    let next = AtomicU64::new(0);
+    // The counts, or the seed of a schedule that failed.
+    let work = || {
+        let mut counts = Counts::default();
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= schedules {
+                return Ok(counts);
+            }
+            let seed = first.wrapping_add(number);
+            let run = || run(World::random(seed)).counts;
+            match catch_unwind(AssertUnwindSafe(run)) {
+                Ok(of_it) => counts.add(&of_it),
+                Err(_) => return Err(seed),
+            }
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, |count| count.get().min(4));
+    let ends: Vec<Result<Counts, u64>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let ends = threads.into_iter().map(|thread| thread.join());
+        ends.map(|end| end.expect("panics are caught")).collect()
+    });
+    let mut counts = Counts::default();
+    for end in ends {
+        match end {
+            Ok(of_it) => counts.add(&of_it),
+            Err(seed) => panic!("WEIGHTSYNC_SOAK_SEED={seed} WEIGHTSYNC_SOAK=0.001 repeats it"),
+        }
+    }
+    println!("{counts:#?}");
+}
+
+/// What is published at these times, to machines of these rates, each with two
+/// workers that want the newest.
+fn calm(
+    arity: usize,
+    rates: &[u64],
+    sizes: &[u64],
+    publications: impl Iterator<Item = u64>,
+) -> World {
+    let options = Options::calm(arity, rates);
+    let mut world = World::new(options, sizes.to_vec(), Dice::new(1));
+    let models = (1 << sizes.len()) - 1;
+    for _ in rates {
+        world.add_plain_host(2);
+    }
+    for at in publications {
+        world.clock.after(at, Event::Op(Op::Publish { models }));
+    }
+    run(world)
+}
+
+fn run(mut world: World) -> World {
+    world.run();
+    world.check_end();
+    world
+}
+
+#[test]
+fn what_the_sender_serves_does_not_grow_with_the_number_of_machines() {
+    for arity in 1..=3 {
+        for machines in [1, 2, 3, 8, 12] {
+            let world = calm(
+                arity,
+                &vec![FAST; machines],
+                &[3 * CHUNK, CHUNK + 1000],
+                (1..=8).map(|number| number * SECOND),
+            );
+            let children = arity.min(machines) as u64;
+            let expected = 8 * (4 * CHUNK + 1000) * children;
+            assert_eq!(world.facts.served, expected, "{arity}, {machines} machines");
+            assert_eq!(world.counts.broken + world.counts.not_there, 0);
+        }
+    }
+}
+
+#[test]
+fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
+    for slow in 0..6 {
+        let mut rates = [FAST; 6];
+        rates[slow] = SLOW;
+        // A version takes it 25 seconds; the others get one a second once it is
+        // known to be slow.
+        let at = |number| match number {
+            0..6 => (1 + number * 200) * SECOND,
+            _ => (1200 + number) * SECOND,
+        };
+        let world = calm(1, &rates, &[3 * CHUNK], (0..106).map(at));
+        for (who, told) in &world.facts.told {
+            let late = told.iter().filter(|sequence| **sequence > 6).count();
+            match who.worker.0 as usize / 10 == slow + 1 {
+                true => assert!(late >= 2, "{who:?} was told {told:?}"),
+                false => assert_eq!(late, 100, "{who:?} was told {told:?}"),
+            }
+        }
+    }
+}
+
+/// How many schedules, as `WEIGHTSYNC_SOAK` scales them.
+fn schedules() -> u64 {
+    match std::env::var("WEIGHTSYNC_SOAK") {
+        Ok(text) if text == "full" => 10 * SCHEDULES,
+        Ok(text) if !text.is_empty() => {
+            let factor: f64 = text.parse().expect("WEIGHTSYNC_SOAK: a factor or `full`");
+            ((SCHEDULES as f64 * factor) as u64).max(1)
+        }
+        _ => SCHEDULES,
+    }
+}
+
+/// The first schedule's seed: of an earlier run, if `WEIGHTSYNC_SOAK_SEED` says so.
+fn seed() -> u64 {
+    match std::env::var("WEIGHTSYNC_SOAK_SEED") {
+        Ok(text) => text.parse().expect("WEIGHTSYNC_SOAK_SEED: a number"),
+        Err(_) => {
+            let now = std::time::SystemTime::now();
+            let since = now.duration_since(std::time::UNIX_EPOCH);
+            since.map_or(1, |since| since.as_nanos() as u64)
+        }
+    }
+}
