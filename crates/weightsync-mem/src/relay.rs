@@ -232,6 +232,13 @@ impl Relay {
         self.shared.doorbell.ring();
     }
 
+    /// Whether a worker still waits to be let in.
+    pub fn waits(&self, ticket: u64) -> bool {
+        let news = self.relayed().news();
+        let ticket = news.tickets.get(&ticket);
+        ticket.is_some_and(|ticket| !service::is_gone(&ticket.socket))
+    }
+
     /// Lets a worker in. Its lane is empty until it is told something.
     ///
     /// # Errors

@@ -501,10 +501,30 @@ impl Engine {
 
     /// Asks the sender whether a worker may join.
     fn ask_in(&mut self, joining: Joining) {
+        for gave_up in self.take_those_who_gave_up() {
+            // It may be who asks now, once more, or another with its number.
+            if gave_up != joining.who {
+                self.say(&ToRoot::Gone {
+                    worker: gave_up.worker,
+                    instance: gave_up.instance,
+                    died: false,
+                });
+            }
+        }
         self.tickets += 1;
         let ticket = self.tickets;
         self.say(&join_message(ticket, &joining));
         self.joining.insert(ticket, joining);
+    }
+
+    /// Workers that do not wait to be let in any more: they died, or found another
+    /// way.
+    fn take_those_who_gave_up(&mut self) -> Vec<Seated> {
+        let relay = &self.relay;
+        let gave_up = self
+            .joining
+            .extract_if(.., |_, one| !relay.waits(one.ticket));
+        gave_up.map(|(_, one)| one.who).collect()
     }
 
     fn say_progress(&mut self, progress: Vec<mem::Progress>) {
@@ -836,6 +856,9 @@ impl Engine {
             self.rejoining.insert(ticket, joining.who);
             self.say(&join_message(ticket, &joining));
         }
+        // By this link nobody has been told of them, and some may be there by a way of
+        // their own.
+        self.take_those_who_gave_up();
         for (ticket, joining) in self.joining.clone() {
             self.say(&join_message(ticket, &joining));
         }

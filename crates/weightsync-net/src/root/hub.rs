@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use weightsync_core::{Version, WorkerId};
 use weightsync_mem::{self as mem, Error as Memory, Going, Guest, GuestOptions, Guests, Models};
 
-use super::seats::{Comer, Parting, Process, Seats};
+use super::seats::{Comer, Leaver, Parting, Process, Seats};
 use super::topology::{AgentId, Assigned, Topology};
 use crate::bulk::Served;
 use crate::link::{Link, LinkEnd};
@@ -299,14 +299,17 @@ impl Hub {
                 worker,
                 instance,
                 died,
-            } => {
-                if let Some(worker) = self.seats.gone(agent, worker, instance) {
-                    worker.guest.leave(match died {
-                        true => Going::Died,
-                        false => Going::Left,
-                    });
+            } => match self.seats.gone(agent, worker, instance, died) {
+                Leaver::Over(worker) => worker.guest.leave(match died {
+                    true => Going::Died,
+                    false => Going::Left,
+                }),
+                Leaver::Back(one) => {
+                    one.start_over();
+                    self.tell(BTreeSet::from([worker]));
                 }
-            }
+                Leaver::Elsewhere => {}
+            },
             ToRoot::Unusable {
                 worker,
                 instance,
@@ -359,9 +362,7 @@ impl Hub {
         let worker = options.worker;
         match self.seats.comes(agent, worker, instance) {
             Comer::Back(worker) => {
-                worker.told = 0;
-                worker.answered = 0;
-                worker.guest.start_over();
+                worker.start_over();
                 return Ok(());
             }
             // Another has its number now.
@@ -617,6 +618,15 @@ impl Hub {
         models
             .map(|model| worker.versions.get(&model).map_or(0, |version| version.0))
             .collect()
+    }
+}
+
+impl Worker {
+    /// It comes by another way, and is told everything anew.
+    fn start_over(&mut self) {
+        self.told = 0;
+        self.answered = 0;
+        self.guest.start_over();
     }
 }
 

@@ -49,6 +49,8 @@ struct Seat<T> {
     process: Process,
     /// By whom it is reached; `None` while it is not.
     agent: Option<AgentId>,
+    /// By whom it was before, as long as that has not said that it is gone.
+    before: Option<AgentId>,
     /// When it is given up, if it is not reached.
     until: Option<Duration>,
 }
@@ -60,6 +62,18 @@ pub(crate) enum Comer<'a, T> {
     Back(&'a mut T),
     /// One without. Whoever had its number and is not heard of any more has died.
     New(Option<T>),
+}
+
+/// What it comes to that an agent says of a worker that it is gone.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Leaver<'a, T> {
+    /// It has no seat any more.
+    Over(T),
+    /// It gave up waiting to be let in there. It has been at the agent before all
+    /// the time, and is reached by that one again.
+    Back(&'a mut T),
+    /// It is reached by another.
+    Elsewhere,
 }
 
 impl<T> Seats<T> {
@@ -90,6 +104,9 @@ impl<T> Seats<T> {
         match self.seats.get_mut(&worker) {
             None => Comer::New(None),
             Some(seat) => {
+                if seat.agent != Some(agent) {
+                    seat.before = seat.agent;
+                }
                 seat.agent = Some(agent);
                 seat.until = None;
                 Comer::Back(&mut seat.of)
@@ -110,6 +127,7 @@ impl<T> Seats<T> {
             instance,
             process,
             agent: Some(agent),
+            before: None,
             until: None,
         };
         self.seats.insert(worker, seat);
@@ -133,9 +151,29 @@ impl<T> Seats<T> {
     }
 
     /// An agent says that a worker is gone.
-    pub(crate) fn gone(&mut self, agent: AgentId, worker: WorkerId, instance: u64) -> Option<T> {
-        self.heard(agent, worker, instance)?;
-        self.take(worker)
+    pub(crate) fn gone(
+        &mut self,
+        agent: AgentId,
+        worker: WorkerId,
+        instance: u64,
+        died: bool,
+    ) -> Leaver<'_, T> {
+        let Some(seat) = self.seats.get_mut(&worker) else {
+            return Leaver::Elsewhere;
+        };
+        if seat.instance != instance || seat.agent != Some(agent) {
+            if seat.instance == instance {
+                seat.before.take_if(|before| *before == agent);
+            }
+            return Leaver::Elsewhere;
+        }
+        if let Some(before) = seat.before.take_if(|_| !died) {
+            seat.agent = Some(before);
+        } else if let Some(of) = self.take(worker) {
+            return Leaver::Over(of);
+        }
+        let seat = self.seats.get_mut(&worker);
+        seat.map_or(Leaver::Elsewhere, |seat| Leaver::Back(&mut seat.of))
     }
 
     /// An agent is gone. Of its workers those are over that went with it, or that
@@ -149,6 +187,7 @@ impl<T> Seats<T> {
     ) -> Vec<(T, Going)> {
         let mut over = Vec::new();
         for (worker, seat) in &mut self.seats {
+            seat.before.take_if(|before| *before == agent);
             if seat.agent != Some(agent) {
                 continue;
             }

@@ -143,7 +143,9 @@ impl Topology {
         let measured = bytes as f64 / seconds;
         let speed = match one.speed {
             None => measured,
-            Some((before, _)) => before * (1.0 - FRESH) + measured * FRESH,
+            // Of the times that bytes take, not of the speeds: a link that has become
+            // a thousand times as slow looks half as fast by those.
+            Some((before, _)) => 1.0 / ((1.0 - FRESH) / before + FRESH / measured),
         };
         one.speed = Some((speed, parent));
         self.sort();

@@ -13,7 +13,7 @@ use super::clock::{MS, SECOND, Time};
 use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
-use crate::root::seats::{Comer, Parting, Process, Seats};
+use crate::root::seats::{Comer, Leaver, Parting, Process, Seats};
 use crate::root::topology::{AgentId, Assigned, Topology};
 use crate::wire::message::{Delivery, FromRoot, Held, ToRoot};
 
@@ -225,9 +225,16 @@ impl World {
                 }
             }
             ToRoot::Gone {
-                worker, instance, ..
+                worker,
+                instance,
+                died,
             } => {
-                self.sender.seats.gone(agent, worker, instance);
+                let gone = self.sender.seats.gone(agent, worker, instance, died);
+                if let Leaver::Back(guest) = gone {
+                    guest.told = 0;
+                    guest.handed = 0;
+                    self.tell(BTreeSet::from([worker]));
+                }
             }
             ToRoot::ParentLost { parent, .. } => {
                 let assigned = self.sender.topology.lost(agent, parent);

@@ -27,11 +27,30 @@ fn a_worker_is_heard_by_the_agent_that_reaches_it() {
         seats.comes(2, WORKER, 100),
         Comer::Back(&mut "first")
     ));
-    assert_eq!(seats.gone(1, WORKER, 100), None);
+    assert_eq!(seats.gone(1, WORKER, 100, false), Leaver::Elsewhere);
     assert_eq!(seats.part(1, None, Parting::Silent, NOW), []);
     assert_eq!(seats.reached(WORKER), Some((2, &mut "first")));
-    assert_eq!(seats.gone(2, WORKER, 100), Some("first"));
+    assert_eq!(seats.gone(2, WORKER, 100, false), Leaver::Over("first"));
     assert_eq!(seats.reached(WORKER), None);
+}
+
+#[test]
+fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
+    // (whether the first agent has gone meanwhile, whether it died)
+    for (parts, died) in [(false, false), (false, true), (true, false)] {
+        let mut seats = seated();
+        // What it asked for long ago, while it was not heard there.
+        assert!(matches!(seats.comes(2, WORKER, 100), Comer::Back(_)));
+        if parts {
+            assert_eq!(seats.part(1, None, Parting::Silent, NOW), []);
+        }
+        match seats.gone(2, WORKER, 100, died) {
+            Leaver::Back(of) => assert_eq!((*of, parts, died), ("first", false, false)),
+            gone => assert_eq!((gone, parts || died), (Leaver::Over("first"), true)),
+        }
+        let reached = seats.reached(WORKER).map(|(agent, _)| agent);
+        assert_eq!(reached, (!parts && !died).then_some(1));
+    }
 }
 
 #[test]

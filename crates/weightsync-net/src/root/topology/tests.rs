@@ -110,6 +110,25 @@ fn who_comes_stands_before_those_that_are_slow() {
 }
 
 #[test]
+fn a_link_that_has_become_slow_is_noticed_at_once_and_one_that_is_fast_again_in_a_while() {
+    let mut chain = with(1, 1..=3);
+    let bytes = 8 << 20;
+    for agent in 1..=3 {
+        chain.measured(agent - 1, agent, bytes, Duration::from_millis(64));
+    }
+    chain.measured(0, 1, bytes, Duration::from_secs(64));
+    assert_eq!(parents(&chain), [(2, 0), (3, 2), (1, 3)]);
+    let mut count = 0;
+    while chain.speed(1).is_some_and(|speed| speed < 1e8 / 4.0) {
+        chain.measured(3, 1, bytes, Duration::from_millis(64));
+        count += 1;
+        assert!(count < 12, "{:?}", chain.speed(1));
+    }
+    // It stays where it is: somebody has to be last.
+    assert_eq!(parents(&chain), [(2, 0), (3, 2), (1, 3)]);
+}
+
+#[test]
 fn who_does_not_serve_is_beside_the_others() {
     let mut chain = Topology::new(1);
     chain.join(1, None);
