@@ -84,9 +84,12 @@ fn a_function_that_is_no_test_does_not_count() {
     let source = "#[test]\nfn first() {}\n\n    #[test]\n    #[should_panic]\n    fn second() {}\nfn third() {}\n\
                   trials![\n    group::fourth,\n]\nuse group::{fifth, group::sixth,\n};\n\
                   (\n    \"seventh\",\n    seventh,\n)\nsay(\"eighth\", 8);\n\
-                  scenarios![\n    group::ninth[One Two],\n    group::tenth[],\n]\n";
-    let names = ["first", "second", "fourth", "seventh", "ninth", "tenth"];
-    assert_eq!(names.map(|name| has_test(source, name)), [true; 6]);
+                  scenarios![\n    group::ninth[One Two],\n    group::tenth[],\n]\n\
+                  &[\n    (\"eleventh\", group::run),\n]\n";
+    let names = [
+        "first", "second", "fourth", "seventh", "ninth", "tenth", "eleventh",
+    ];
+    assert_eq!(names.map(|name| has_test(source, name)), [true; 7]);
     let names = ["third", "fir", "sixth", "eighth"];
     assert_eq!(names.map(|name| has_test(source, name)), [false; 4]);
     let source = "def test_one():\n    pass\nclass Two:\n    def test_two(self):\n        pass\n\
@@ -130,6 +133,7 @@ fn has_test(source: &str, name: &str) -> bool {
     let listed = format!("::{name},");
     let with_needs = format!("::{name}[");
     let quoted = format!("\"{name}\",");
+    let paired = format!("(\"{name}\", ");
     let mut is_test = false;
     source.lines().map(str::trim).any(|line| {
         let found = is_test && line.starts_with(&function);
@@ -137,6 +141,7 @@ fn has_test(source: &str, name: &str) -> bool {
         let scenario = line.contains(&with_needs) && line.ends_with("],");
         found
             || line == quoted
+            || (line.starts_with(&paired) && line.ends_with("),"))
             || scenario
             || (line.ends_with(&listed) && !line.contains([' ', '(']))
     })
