@@ -404,12 +404,9 @@ impl Plan {
         steps: &mut Vec<Step>,
     ) -> bool {
         let mut teller = self.teller(record_pins, steps);
-        let Some(lane) = self.lanes.get_mut(&key.0) else {
+        let Some(lane) = open_lane(&mut self.lanes, key) else {
             return false;
         };
-        if lane.joined != key.1 || lane.shut {
-            return false;
-        }
         lane.tell(key.0, sequence, set, &mut self.records, &mut teller);
         true
     }
@@ -425,12 +422,9 @@ impl Plan {
         steps: &mut Vec<Step>,
     ) -> bool {
         let mut teller = self.teller(record_pins, steps);
-        let Some(lane) = self.lanes.get_mut(&key.0) else {
+        let Some(lane) = open_lane(&mut self.lanes, key) else {
             return false;
         };
-        if lane.joined != key.1 || lane.shut {
-            return false;
-        }
         let question = (question, sequence);
         lane.answer(key.0, question, set, &mut self.records, &mut teller);
         true
@@ -736,6 +730,12 @@ impl Plan {
 fn slots_in<'a>(sets: impl Iterator<Item = &'a ModelSet>, model: usize) -> SlotSet {
     let places = sets.filter_map(|set| set.place(model));
     places.fold(SlotSet::default(), |all, placed| all.with(placed.slot))
+}
+
+/// The lane of a reader that is still told sets, and is the one that is meant.
+fn open_lane(lanes: &mut BTreeMap<WorkerId, Lane>, (worker, joined): Key) -> Option<&mut Lane> {
+    let lane = lanes.get_mut(&worker);
+    lane.filter(|lane| lane.joined == joined && !lane.shut)
 }
 
 #[cfg(test)]

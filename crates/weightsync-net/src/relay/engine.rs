@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_core::{Run, WorkerId};
+use weightsync_mem::protocol::MAX_SLOTS;
 use weightsync_mem::{
     self as mem, Delivery, Ending, Listener, Relay, Room, Seated, SegmentOptions, Snapshot,
     WaitStyle,
@@ -17,8 +18,6 @@ use super::join::{Before, Joined, dial, greet};
 use super::plan::{Effect, Input, Item, Plan};
 use super::{AgentOptions, Reach, StartError, backoff};
 use crate::access::Key;
-use weightsync_mem::protocol::MAX_SLOTS;
-
 use crate::bulk::{
     Came, Connections, Fetch, FetchEnd, Held, Parent, Served, Serving, Store, Threads,
 };
@@ -131,13 +130,12 @@ impl Engine {
             root,
             run,
             agent,
-            address: _,
             slots,
             pid,
             models,
             bulk,
+            ..
         } = joined;
-        let (slots, _) = slots;
         let segment = SegmentOptions {
             // One that is live, one that comes, one that a slow relay below takes.
             slots: slots.max(3),

@@ -3,7 +3,6 @@
 
 use std::io;
 use std::net::SocketAddr;
-
 use std::time::Duration;
 
 use tokio::net::TcpStream;
@@ -27,7 +26,7 @@ pub(crate) struct Joined {
     pub(crate) agent: u64,
     /// What the sender calls itself.
     pub(crate) address: String,
-    pub(crate) slots: (u8, u8),
+    pub(crate) slots: u8,
     /// The sender's process.
     pub(crate) pid: u32,
     pub(crate) models: Vec<ModelSpec>,
@@ -101,7 +100,7 @@ pub(crate) struct Welcome {
     pub(crate) run: Run,
     pub(crate) agent: u64,
     pub(crate) address: String,
-    pub(crate) slots: (u8, u8),
+    pub(crate) slots: u8,
     pub(crate) pid: u32,
     pub(crate) models: Vec<ModelSpec>,
 }
@@ -158,7 +157,7 @@ async fn hear_welcome(
         address,
         models: count,
         slots,
-        max_slots,
+        max_slots: _,
         pid,
     } = next(words).await?
     else {
@@ -200,7 +199,7 @@ async fn hear_welcome(
         run,
         agent,
         address,
-        slots: (slots, max_slots),
+        slots,
         pid,
         models,
     })
