@@ -93,6 +93,16 @@ fn who_was_behind_a_slow_one_is_not_taken_for_slow() {
     }
 }
 
+/// That it was slow may become known late, when another parent has been measured
+/// meanwhile: what is measured by that one counts alone.
+#[test]
+fn who_was_behind_a_slow_one_is_fast_by_the_next_parent_at_once() {
+    let mut chain = with(1, 1..=2);
+    chain.measured(1, 2, 1 << 20, 10 * SECOND);
+    chain.measured(0, 2, 100 << 20, SECOND);
+    assert_eq!(chain.speed(2), Some((100 << 20) as f64));
+}
+
 #[test]
 fn who_comes_stands_before_those_that_are_slow() {
     let mut chain = with(1, 1..=3);
