@@ -167,8 +167,11 @@ impl Guests {
             let pid = other.pid();
             return denied(already(worker, pid));
         }
-        let guests = state.readers.values();
-        if guests.filter(|reader| reader.socket().is_none()).count() >= MAX_GUESTS {
+        let mut guests = state.readers.values();
+        // Counted where there may be too many: it is done under the lock.
+        if state.readers.len() >= MAX_GUESTS
+            && guests.by_ref().filter(|one| one.socket().is_none()).count() >= MAX_GUESTS
+        {
             return denied(format!(
                 "{MAX_GUESTS} workers are connected from other hosts, which is the most"
             ));

@@ -15,13 +15,19 @@ impl Shared {
         let State { plan, readers, .. } = state;
         let mut records = SlotSet::default();
         for (key, reader) in readers {
+            let follows = reader.delivery != Delivery::Newest || reader.asks;
+            if reader.socket().is_none() && !follows {
+                // It pins nothing, and is buried by who acts for it. There may be very
+                // many of them.
+                continue;
+            }
             if !reader.retired && reader.has_left() {
                 // Its pins go on counting, but nothing more comes to it.
                 reader.retired = true;
                 plan.leave(*key);
             }
             let control = reader.control();
-            if reader.delivery != Delivery::Newest || reader.asks {
+            if follows {
                 plan.observe(*key, control.head.0.load(), reader.through());
             }
             records = records.union(control.holds.0.records.held());

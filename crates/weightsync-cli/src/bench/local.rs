@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use weightsync::worker::{Spawn, Workers};
 use weightsync::{
-    AnyScheme, Dtype, Expect, Layout, Members, MultiProcess, Queue, SendSource, Sender,
+    AnyScheme, Dtype, Expect, InitInfo, Layout, Members, MultiProcess, Queue, SendSource, Sender,
     SenderSetup, Tensors, WaitStyle, WeightExtractor,
 };
 
@@ -264,33 +264,12 @@ pub struct Running {
 impl Running {
     /// Starts the workers and brings them the first version.
     pub fn start(scheme: &AnyScheme, args: &Args) -> Result<Self, Box<dyn Error>> {
-        if args.loan && args.models > 1 {
-            return Err("a loan is of one model: leave out --loan or --models".into());
-        }
-        let source = Source::new(args)?;
-        let wait = if args.sleep {
-            WaitStyle::Sleep
-        } else {
-            WaitStyle::YieldThenSleep
-        };
+        let source = Source::checked(args)?;
         let began = Instant::now();
-        let setup = source
-            .setup()?
-            .scheme(scheme.clone())?
-            .checksums(args.checksums)
-            .copy_threads(args.threads)
-            .wait_style(wait);
-        let workers = Spawn::this_program()?
-            .args(["bench", "reader"])
-            .count(args.readers)
-            .init_value(&Task {
-                info: setup.init_info(),
-                sleeps: args.sleep,
-                receivers: 1,
-            })?
-            .start()?;
+        let setup = source.arranged(scheme, args)?;
+        let workers = start_workers(setup.init_info(), args)?;
         let expect = Expect::Count(args.readers);
-        let sender = setup.connect(&source, expect, Duration::from_secs(120))?;
+        let sender = setup.connect(&source, expect, PATIENCE)?;
         Ok(Self {
             first: began.elapsed(),
             source,
@@ -298,6 +277,32 @@ impl Running {
             sender,
             workers,
         })
+    }
+
+    /// The same, with something that has to be there before the workers, and can only
+    /// come once the sender is.
+    #[cfg(feature = "net")]
+    pub fn start_beside<T>(
+        scheme: &AnyScheme,
+        args: &Args,
+        beside: impl FnOnce(&InitInfo) -> Result<T, Box<dyn Error>>,
+    ) -> Result<(Self, T), Box<dyn Error>> {
+        let source = Source::checked(args)?;
+        let began = Instant::now();
+        let setup = source.arranged(scheme, args)?;
+        let info = setup.init_info();
+        let mut sender = setup.connect(&source, Expect::Count(0), PATIENCE)?;
+        let beside = beside(&info)?;
+        let workers = start_workers(info, args)?;
+        sender.wait_for(&Expect::Count(args.readers), PATIENCE)?;
+        let running = Self {
+            first: began.elapsed(),
+            source,
+            loan: args.loan,
+            sender,
+            workers,
+        };
+        Ok((running, beside))
     }
 
     /// One send: how long until the version was live everywhere, and how much of
@@ -326,6 +331,22 @@ impl Running {
         drop(self.sender);
         self.workers.shutdown(Duration::from_secs(20));
     }
+}
+
+/// Longer than workers take to join.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn start_workers(info: InitInfo, args: &Args) -> Result<Workers, Box<dyn Error>> {
+    let workers = Spawn::this_program()?
+        .args(["bench", "reader"])
+        .count(args.readers)
+        .init_value(&Task {
+            info,
+            sleeps: args.sleep,
+            receivers: 1,
+        })?
+        .start()?;
+    Ok(workers)
 }
 
 /// What is sent: bfloat16 tensors of equal size, in one or more models.
@@ -368,6 +389,25 @@ impl Source {
     /// How many bytes it has.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// As the arrangement asks.
+    fn checked(args: &Args) -> Result<Self, Box<dyn Error>> {
+        if args.loan && args.models > 1 {
+            return Err("a loan is of one model: leave out --loan or --models".into());
+        }
+        Self::new(args)
+    }
+
+    /// A sender of these models by this scheme, as it is asked for.
+    fn arranged(&self, scheme: &AnyScheme, args: &Args) -> Result<SenderSetup, weightsync::Error> {
+        let wait = match args.sleep {
+            true => WaitStyle::Sleep,
+            false => WaitStyle::YieldThenSleep,
+        };
+        let setup = self.setup()?.scheme(scheme.clone())?;
+        let setup = setup.checksums(args.checksums);
+        Ok(setup.copy_threads(args.threads).wait_style(wait))
     }
 
     /// A sender of these models.

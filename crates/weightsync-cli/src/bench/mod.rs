@@ -5,9 +5,11 @@
 //! same bytes in the same round.
 
 mod group;
+#[cfg(feature = "net")]
 mod iperf;
 mod local;
-mod net_peers;
+#[cfg(feature = "net")]
+mod net;
 mod numbers;
 mod overhead;
 mod peer;
@@ -43,9 +45,10 @@ enum Scheme {
     /// TorchRL's schemes beside ours, in the same run (`cargo xtask bench mem`)
     #[command(hide = true)]
     Peers(peers::Args),
-    /// What others bring weights over loopback with (`cargo xtask bench net`)
+    /// Over loopback, beside what others bring weights with (`cargo xtask bench net`)
+    #[cfg(feature = "net")]
     #[command(hide = true)]
-    NetPeers(net_peers::Args),
+    Net(net::Args),
     /// A worker process of a benchmark
     #[command(hide = true)]
     Reader,
@@ -68,7 +71,8 @@ pub fn run(args: Args) -> Result<ExitCode, Box<dyn Error>> {
         Scheme::Distributed(args) => local::run(&args.scheme()?, &args.case)?,
         Scheme::Mem(args) => group::run(&args)?,
         Scheme::Peers(args) => peers::run(&args)?,
-        Scheme::NetPeers(args) => net_peers::run(&args)?,
+        #[cfg(feature = "net")]
+        Scheme::Net(args) => net::run(&args)?,
         Scheme::Reader => reader::run()?,
     }
     Ok(ExitCode::SUCCESS)

@@ -59,6 +59,12 @@ impl Times {
         self.0.push(time);
     }
 
+    /// Those of another time as well.
+    #[cfg(feature = "net")]
+    pub fn extend(&mut self, others: &Self) {
+        self.0.extend(&others.0);
+    }
+
     pub fn median(&self) -> Duration {
         self.percentile(50)
     }

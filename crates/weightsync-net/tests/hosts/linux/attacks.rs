@@ -158,6 +158,17 @@ fn bad_frames(root: &str, dice: &mut Dice) -> Outcome {
     Ok(())
 }
 
+/// A connection that was let in as it should be.
+pub(crate) fn let_in(
+    root: &str,
+    token: &Token,
+    role: LinkRole,
+    seed: u64,
+) -> io::Result<TcpStream> {
+    let client = client(token, role, &mut Dice::new(seed));
+    Ok(shake(dial(root)?, client)?.0)
+}
+
 fn dial(root: &str) -> io::Result<TcpStream> {
     let socket = TcpStream::connect(root)?;
     socket.set_nodelay(true)?;

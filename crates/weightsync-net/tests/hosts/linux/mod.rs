@@ -1,7 +1,9 @@
-//! The tests, and the roles that this binary plays in their hosts.
+//! The tests and the benchmarks, and the roles that this binary plays in their hosts.
 
 mod attacks;
+mod bench;
 mod chain;
+mod crowd;
 mod deaths;
 mod hostile;
 mod links;
@@ -20,7 +22,8 @@ use words::{ROLE, Role};
 
 pub(crate) fn main() -> ExitCode {
     let Ok(role) = std::env::var(ROLE) else {
-        return test();
+        let measures = std::env::args().any(|argument| argument == "--bench");
+        return if measures { bench::run() } else { test() };
     };
     let role: Role = match serde_json::from_str(&role) {
         Ok(role) => role,

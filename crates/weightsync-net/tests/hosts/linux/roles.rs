@@ -4,17 +4,19 @@ use std::error::Error;
 use std::io::Read;
 use std::sync::mpsc;
 use std::thread;
+use std::time::Duration;
 
+use rustix::time::{ClockId, clock_gettime};
 use weightsync::{
     Expect, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot, Tensors, WaitFor,
 };
 use weightsync_net::status::Status;
 use weightsync_net::{Distributed, Relay, RelayNews, Share, Token};
 
-use super::attacks;
 use super::logs::Lines;
 use super::scale::PATIENCE;
 use super::words::{Join, Lead, Order, Role, Said, Seen, Sent, TOKEN, say};
+use super::{attacks, crowd};
 
 type Outcome = Result<(), Box<dyn Error>>;
 
@@ -29,6 +31,14 @@ pub(crate) fn play(role: Role) -> Outcome {
         Role::Worker(join) => {
             end_with_input();
             work(join)
+        }
+        Role::Crowd(crowd) => {
+            end_with_input();
+            crowd::work(&crowd)
+        }
+        Role::Simulated(simulated) => {
+            end_with_input();
+            crowd::simulate(&simulated)
         }
         Role::Attacker(root, attack, seed) => {
             attacks::attack(&root, attack, seed).map_err(|error| format!("{attack:?}: {error}"))?;
@@ -111,10 +121,17 @@ fn send_all(
         };
         fill(&mut weights, word).map_err(text)?;
         say(&Said::Sending { word });
+        let before = cpu();
         let report = sender.send_with(&weights, &options).map_err(text)?;
-        say(&Said::Sent(Sent::of(word, &report)));
+        say(&Said::Sent(Sent::of(word, &report, cpu() - before)));
     }
     Ok(())
+}
+
+/// What this process has cost since it began.
+fn cpu() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 fn relay(root: &str) -> Outcome {

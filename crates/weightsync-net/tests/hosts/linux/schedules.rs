@@ -139,7 +139,7 @@ impl Schedule {
             Who::Trainer => self.stage.start_trainer(),
             Who::Relay(host) => self.stage.begin_relay(host),
             Who::Worker(worker) => self.stage.begin_worker(worker, host),
-            Who::Attacker(_) => unreachable!("there are none here"),
+            Who::Crowd(_) | Who::Attacker(_) => unreachable!("there are none here"),
         }
     }
 

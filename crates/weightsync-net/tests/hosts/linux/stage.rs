@@ -16,7 +16,7 @@ use weightsync_net::status::{self, Status};
 
 use super::attacks::Attack;
 use super::scale::PATIENCE;
-use super::words::{Join, Lead, Order, ROLE, Role, Said, Seen, Sent};
+use super::words::{Crowd, Join, Lead, Order, ROLE, Role, Said, Seen, Sent, Simulated};
 
 /// How often what is not said but looked at is looked at.
 const GLANCE: Duration = Duration::from_millis(20);
@@ -36,6 +36,8 @@ pub(crate) enum Who {
     /// That of this host.
     Relay(usize),
     Worker(u32),
+    /// That of this number.
+    Crowd(usize),
     /// That of this host.
     Attacker(usize),
 }
@@ -46,6 +48,7 @@ impl fmt::Display for Who {
             Self::Trainer => f.write_str("trainer"),
             Self::Relay(host) => write!(f, "relay of host {host}"),
             Self::Worker(worker) => write!(f, "worker {worker}"),
+            Self::Crowd(crowd) => write!(f, "crowd {crowd}"),
             Self::Attacker(host) => write!(f, "attacker of host {host}"),
         }
     }
@@ -71,6 +74,8 @@ pub(crate) struct Stage {
     pub(crate) hosts: Hosts,
     run_dir: TempDir,
     bytes: usize,
+    /// Whether each worker fetches for itself, also on the trainer's host.
+    alone: bool,
     processes: BTreeMap<Who, Process>,
     lives: u64,
     heard: Receiver<(Who, u64, Option<Said>)>,
@@ -92,12 +97,22 @@ pub(crate) struct Stage {
 impl Stage {
     /// So many hosts, with a trainer on the first that has versions of so many bytes.
     pub(crate) fn new(hosts: usize, bytes: usize) -> Self {
+        Self::with(hosts, bytes, false)
+    }
+
+    /// The same, with workers that fetch each for itself, also on the trainer's host.
+    pub(crate) fn alone(hosts: usize, bytes: usize) -> Self {
+        Self::with(hosts, bytes, true)
+    }
+
+    fn with(hosts: usize, bytes: usize, alone: bool) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
         let (say, heard) = mpsc::channel();
         let mut stage = Self {
             hosts,
             run_dir: tempfile::tempdir().expect("a temporary directory"),
             bytes,
+            alone,
             processes: BTreeMap::new(),
             lives: 0,
             heard,
@@ -125,7 +140,7 @@ impl Stage {
             listen: self.root(),
             run_dir: self.run_dir.path().into(),
             bytes: self.bytes,
-            alone: false,
+            alone: self.alone,
             word: self.word,
         };
         self.start(Who::Trainer, TRAINERS, &Role::Trainer(lead));
@@ -160,6 +175,48 @@ impl Stage {
         self.until("the workers have the newest version", |stage| {
             workers.iter().all(|worker| stage.has_newest(*worker))
         });
+    }
+
+    /// Starts so many workers in one process on the trainer's host; they are in on
+    /// return.
+    pub(crate) fn start_crowd(&mut self, crowd: usize, first: u32, count: u32) {
+        let info = self.info.clone().expect("a trainer has said how to join");
+        let role = Role::Crowd(Crowd { first, count, info });
+        self.gather(crowd, &role, count);
+    }
+
+    /// The same of workers that are only said to be there.
+    pub(crate) fn simulate(&mut self, agents: u32, workers: u32) {
+        let root = self.root();
+        let role = Role::Simulated(Simulated {
+            root,
+            agents,
+            workers,
+        });
+        self.gather(0, &role, agents * workers);
+    }
+
+    fn gather(&mut self, crowd: usize, role: &Role, count: u32) {
+        let who = Who::Crowd(crowd);
+        self.start(who, TRAINERS, role);
+        let mut before = 0;
+        while before < count as usize {
+            // Many take a while, but there are always some that come.
+            self.until("more of a crowd are in", |stage| {
+                stage.processes[&who].up > before
+            });
+            before = self.processes[&who].up;
+        }
+    }
+
+    /// What a process's memory takes, in bytes, but for what it shares.
+    pub(crate) fn memory(&self, who: Who) -> u64 {
+        let path = format!("/proc/{}/smaps_rollup", self.pid(who));
+        let text = std::fs::read_to_string(path).expect("a process that runs");
+        let line = text.lines().find_map(|line| line.strip_prefix("Pss_Anon:"));
+        let kib = line.and_then(|line| line.split_whitespace().next());
+        let kib: u64 = kib.and_then(|kib| kib.parse().ok()).expect("its memory");
+        kib << 10
     }
 
     /// Starts an attack from a host.
@@ -463,6 +520,7 @@ impl Stage {
                 self.words.insert((epoch, 1), self.word);
             }
             Some(Said::Joined | Said::Attacked) => process.up += 1,
+            Some(Said::Together(count)) => process.up = count as usize,
             Some(Said::Sending { word }) => self.sending = word,
             Some(Said::Sent(sent)) => {
                 self.words.insert((self.epoch, sent.version), sent.word);

@@ -23,6 +23,10 @@ pub(crate) enum Role {
     /// Of the sender at this address.
     Relay(String),
     Worker(Join),
+    /// Many workers, each with a link of its own.
+    Crowd(Crowd),
+    /// Many workers that are only said to be there.
+    Simulated(Simulated),
     /// Against the sender at this address, by these random choices.
     Attacker(String, Attack, u64),
 }
@@ -45,6 +49,24 @@ pub(crate) struct Lead {
 pub(crate) struct Join {
     pub(crate) worker: u32,
     pub(crate) info: InitInfo,
+}
+
+/// How many workers begin.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Crowd {
+    pub(crate) first: u32,
+    pub(crate) count: u32,
+    pub(crate) info: InitInfo,
+}
+
+/// How workers are simulated.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Simulated {
+    /// The sender's address.
+    pub(crate) root: String,
+    pub(crate) agents: u32,
+    /// Of each agent.
+    pub(crate) workers: u32,
 }
 
 /// What a trainer is to do.
@@ -77,6 +99,8 @@ pub(crate) enum Said {
     SenderGone { died: bool },
     /// A worker has received this, and found the word everywhere in it.
     Seen(Seen),
+    /// A crowd, real or not: so many of it are in.
+    Together(u32),
     /// An attacker has done what it could.
     Attacked,
     /// A warning of the crate under test.
@@ -99,6 +123,8 @@ pub(crate) struct Sent {
     pub(crate) word: u64,
     pub(crate) version: u64,
     pub(crate) took: Duration,
+    /// What it cost the trainer's process, by all of its threads.
+    pub(crate) cpu: Duration,
     pub(crate) workers: Vec<Line>,
 }
 
@@ -112,7 +138,7 @@ pub(crate) struct Line {
 }
 
 impl Sent {
-    pub(crate) fn of(word: u64, report: &Report) -> Self {
+    pub(crate) fn of(word: u64, report: &Report, cpu: Duration) -> Self {
         let lines = report.workers.iter().map(|line| {
             let outcome = format!("{:?}", line.outcome);
             Line {
@@ -125,6 +151,7 @@ impl Sent {
             word,
             version: report.version().0,
             took: report.took,
+            cpu,
             workers: lines.collect(),
         }
     }

@@ -1,0 +1,232 @@
+//! Our own sends.
+
+use std::error::Error;
+use std::io::Write;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use weightsync::{AnyScheme, InitInfo};
+
+use super::{Row, TENSORS, WARM, row, stream};
+use crate::bench::local;
+use crate::bench::numbers::{Size, Times};
+use crate::bench::peer::Lines;
+
+/// Sends of one case that are counted.
+const SENDS: usize = 9;
+
+/// How a version comes to the workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Each worker fetches it over TCP, by two connections.
+    Link,
+    /// A relay fetches it over TCP, and the workers share its memory.
+    Relay,
+    /// They share the trainer's memory, to which they come over a Unix socket.
+    Host,
+}
+
+impl Way {
+    fn settings(self) -> &'static str {
+        match self {
+            Self::Link => "distributed:share=none",
+            Self::Relay => "distributed:share=relay",
+            Self::Host => "distributed",
+        }
+    }
+
+    fn words(self) -> &'static str {
+        match self {
+            Self::Link => "over TCP",
+            Self::Relay => "over TCP to a relay",
+            Self::Host => "on the trainer's host",
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Case {
+    way: Way,
+    workers: usize,
+    size: Size,
+    /// Of the time, by what one stream takes.
+    target: Option<f64>,
+}
+
+/// What is measured beside `iperf3` alone.
+pub(super) const CASES: [Case; 5] = [
+    Case::new(Way::Link, 1, Some(1.0)),
+    Case::new(Way::Relay, 1, None),
+    Case::new(Way::Relay, 4, None),
+    Case::new(Way::Host, 1, Some(1.0 / 1.2)),
+    Case::new(Way::Host, 4, None),
+];
+
+impl Case {
+    const fn new(way: Way, workers: usize, target: Option<f64>) -> Self {
+        Self {
+            way,
+            workers,
+            size: Size(0),
+            target,
+        }
+    }
+
+    pub(super) fn sized(self, size: Size) -> Self {
+        Self { size, ..self }
+    }
+
+    pub(super) fn name(&self) -> String {
+        let (way, size, workers) = (self.way.words(), self.size, self.workers);
+        format!("distributed {size} {way}, N = {workers}")
+    }
+
+    pub(super) fn rows(&self, flat: &mut Flat) -> Result<Vec<Row>, Box<dyn Error>> {
+        let mut streams = Times::default();
+        streams.push(stream(self.size)?);
+        let ours = measure(self.way, self.workers, self.size, SENDS)?;
+        streams.push(stream(self.size)?);
+        let (sends, stream) = (ours.sends.median(), streams.median());
+        let name = self.name();
+        let mut rows = vec![
+            row(
+                format!("{name}, against iperf3"),
+                sends,
+                stream,
+                self.target,
+            ),
+            row(format!("{name}, the first send"), ours.first, stream, None),
+        ];
+        rows.extend(flat.row(self, sends));
+        Ok(rows)
+    }
+}
+
+/// How much longer several workers take than one.
+#[derive(Default)]
+pub(super) struct Flat {
+    one: Option<(Way, Duration)>,
+}
+
+/// How much longer than one worker four of a host may take.
+const FLAT: f64 = 1.15;
+
+impl Flat {
+    fn row(&mut self, case: &Case, took: Duration) -> Option<Row> {
+        if case.workers == 1 {
+            self.one = Some((case.way, took));
+            return None;
+        }
+        let (way, one) = self.one?;
+        let name = format!("{}, over N = 1", case.name());
+        (way == case.way).then(|| row(name, took, one, Some(FLAT)))
+    }
+}
+
+/// What sends have taken.
+pub(super) struct Ours {
+    pub(super) sends: Times,
+    first: Duration,
+}
+
+/// Sends so many versions, each of other bytes than the last.
+pub(super) fn measure(
+    way: Way,
+    workers: usize,
+    size: Size,
+    sends: usize,
+) -> Result<Ours, Box<dyn Error>> {
+    let scheme = crate::bench::schemes().parse(way.settings())?;
+    let args = local::Args {
+        size,
+        tensors: TENSORS,
+        readers: workers,
+        ..local::Args::plain()
+    };
+    let (mut running, relay) = start(way, &scheme, &args)?;
+    let mut ours = Ours {
+        sends: Times::default(),
+        first: running.first,
+    };
+    for round in 0..WARM + sends {
+        // Whole numbers up to 256 are exact in bfloat16.
+        running.source.fill(2 + (round % 250) as u8)?;
+        let (took, _) = running.send()?;
+        if round >= WARM {
+            ours.sends.push(took);
+        }
+    }
+    running.end();
+    drop(relay);
+    Ok(ours)
+}
+
+fn start(
+    way: Way,
+    scheme: &AnyScheme,
+    args: &local::Args,
+) -> Result<(local::Running, Option<Relay>), Box<dyn Error>> {
+    if way != Way::Relay {
+        return Ok((local::Running::start(scheme, args)?, None));
+    }
+    let (running, relay) = local::Running::start_beside(scheme, args, Relay::start)?;
+    Ok((running, Some(relay)))
+}
+
+/// `weightsync relay`, as a process. Dropped, it is killed.
+struct Relay {
+    child: Child,
+    said: Lines,
+}
+
+/// Longer than it takes a relay to join.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+impl Relay {
+    /// Returns when it has joined: workers that come before it fetch for themselves.
+    fn start(info: &InitInfo) -> Result<Self, Box<dyn Error>> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(["relay", "--info", "/dev/stdin"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let pipes = child.stdin.take().zip(child.stdout.take());
+        let (mut input, output) = pipes.ok_or("a relay without its pipes")?;
+        let mut relay = Self {
+            child,
+            said: Lines::new(output),
+        };
+        input.write_all(&serde_json::to_vec(info)?)?;
+        drop(input);
+        let until = Instant::now() + PATIENCE;
+        match relay.said.next(until)? {
+            Some(line) if line.contains("joined") => Ok(relay),
+            said => Err(format!("the relay has not joined: {said:?}").into()),
+        }
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flatness_compares_a_way_with_itself() {
+        let ms = Duration::from_millis;
+        let mut flat = Flat::default();
+        let case = |way, workers| Case::new(way, workers, None).sized(Size(1 << 30));
+        assert!(flat.row(&case(Way::Relay, 4), ms(9)).is_none());
+        assert!(flat.row(&case(Way::Link, 1), ms(100)).is_none());
+        assert!(flat.row(&case(Way::Relay, 4), ms(100)).is_none());
+        assert!(flat.row(&case(Way::Relay, 1), ms(100)).is_none());
+        let row = flat.row(&case(Way::Relay, 4), ms(120)).expect("a pair");
+        assert_eq!((row.ratio, row.met), (1.2, Some(false)));
+    }
+}

@@ -1,0 +1,243 @@
+//! What is measured over hosts: a chain, what workers cost the sender, and how many
+//! there may be.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::stage::{GIGABIT, Stage, Who};
+use super::words::Sent;
+
+const MIB: usize = 1 << 20;
+
+/// A row, as every benchmark of the project prints it.
+#[derive(Serialize)]
+struct Row {
+    case: String,
+    value: f64,
+    unit: &'static str,
+    baseline: f64,
+    ratio: f64,
+    target: Option<f64>,
+    met: Option<bool>,
+}
+
+impl Row {
+    /// Judged by how much more it is than the baseline.
+    fn beside(case: &str, (value, unit): (f64, &'static str), baseline: f64) -> Self {
+        Self {
+            case: case.into(),
+            value,
+            unit,
+            baseline,
+            ratio: value / baseline,
+            target: None,
+            met: None,
+        }
+    }
+
+    fn at_most(mut self, target: f64) -> Self {
+        self.target = Some(target);
+        self.met = Some(self.ratio <= target);
+        self
+    }
+
+    fn print(&self, json: bool) {
+        if json {
+            let line = serde_json::to_string(self).expect("plain data");
+            return println!("{line}");
+        }
+        let target = self.target.map_or(String::new(), |target| {
+            let met = if self.met == Some(true) {
+                "met"
+            } else {
+                "MISSED"
+            };
+            format!("≤ {:.3} {met}", target)
+        });
+        let value = format!("{:.2} {}", self.value, self.unit);
+        let (case, baseline, ratio) = (&self.case, self.baseline, self.ratio);
+        println!("{case:<58}{value:>14}  {baseline:>10.2}  {ratio:>7.3}  {target}");
+    }
+}
+
+type Case = (&'static str, fn() -> Vec<Row>);
+
+const CASES: [Case; 4] = [
+    ("chain", chain),
+    ("cost", cost),
+    ("real", real),
+    ("simulated", simulated),
+];
+
+/// Prints the rows of every case, or of those that are named.
+pub(crate) fn run() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let json = arguments.iter().any(|argument| argument == "--json");
+    let named: Vec<&String> = arguments
+        .iter()
+        .filter(|one| !one.starts_with('-'))
+        .collect();
+    for (name, measure) in CASES {
+        if named.is_empty() || named.iter().any(|one| *one == name) {
+            measure().iter().for_each(|row| row.print(json));
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+fn median(mut of: Vec<Duration>) -> Duration {
+    of.sort();
+    of[of.len() / 2]
+}
+
+fn sends(stage: &mut Stage, count: usize) -> Vec<Sent> {
+    (0..count).map(|_| stage.send_everywhere()).collect()
+}
+
+/// 256 MiB to a worker on each of 1, 4 and 8 hosts, by links of 1 Gbit/s.
+fn chain() -> Vec<Row> {
+    const BYTES: usize = 256 * MIB;
+    const SENDS: usize = 3;
+    /// Of the line rate, which headers are counted in.
+    const OF_LINE: f64 = 0.93;
+    let line = Duration::from_secs_f64(BYTES as f64 * 8.0 / GIGABIT as f64);
+    let mut rows = Vec::new();
+    let mut one = None;
+    let mut stage = Stage::new(9, BYTES);
+    stage.rate(0..9, GIGABIT);
+    let mut there = 0;
+    for hosts in [1, 4, 8] {
+        for host in there + 1..=hosts {
+            stage.start_relay(host);
+            stage.start_workers(host, &[host as u32]);
+        }
+        there = hosts;
+        // Slots are made and faulted in.
+        sends(&mut stage, 2);
+        let took = median(
+            sends(&mut stage, SENDS)
+                .iter()
+                .map(|sent| sent.took)
+                .collect(),
+        );
+        let case = format!("256 MiB at 1 Gbit/s, {hosts} hosts, against line rate");
+        rows.push(Row::beside(&case, (ms(took), "ms"), ms(line)).at_most(1.0 / OF_LINE));
+        let one = *one.get_or_insert(took);
+        if hosts == 8 {
+            let case = "256 MiB at 1 Gbit/s, 8 hosts over one";
+            rows.push(Row::beside(case, (ms(took), "ms"), ms(one)).at_most(1.2));
+        }
+    }
+    rows
+}
+
+/// What 64 MiB to 8 hosts cost the sender, with a worker on each and with eight.
+fn cost() -> Vec<Row> {
+    const BYTES: usize = 64 * MIB;
+    const HOSTS: usize = 8;
+    const SENDS: usize = 15;
+    let mut stage = Stage::new(HOSTS + 1, BYTES);
+    stage.rate(0..=HOSTS, GIGABIT);
+    let mut measured = Vec::new();
+    for workers in [1, 8] {
+        for host in 1..=HOSTS {
+            if workers == 1 {
+                stage.start_relay(host);
+            }
+            let from = if workers == 1 { 0 } else { 1 };
+            let numbers: Vec<u32> = (from..workers).map(|one| 10 * host as u32 + one).collect();
+            stage.start_workers(host, &numbers);
+        }
+        sends(&mut stage, 2);
+        let before = settled(&mut stage);
+        let sent = sends(&mut stage, SENDS);
+        let served = settled(&mut stage) - before;
+        let cpu = median(sent.iter().map(|sent| sent.cpu).collect());
+        measured.push((served / SENDS as u64, cpu));
+    }
+    let [few, many] = measured[..] else {
+        unreachable!("two were measured");
+    };
+    let mib = |bytes: u64| bytes as f64 / MIB as f64;
+    vec![
+        Row::beside(
+            "64 MiB to 8 hosts: sent per version, 64 workers over 8",
+            (mib(many.0), "MiB"),
+            mib(few.0),
+        )
+        .at_most(1.0),
+        Row::beside(
+            "64 MiB to 8 hosts: the sender's CPU, 64 workers over 8",
+            (ms(many.1), "ms"),
+            ms(few.1),
+        )
+        .at_most(1.1),
+    ]
+}
+
+/// What has gone out, once that is counted.
+fn settled(stage: &mut Stage) -> u64 {
+    let mut last = None;
+    let status = stage.until_status("everything is counted", |status| {
+        last.replace(status.served) == Some(status.served)
+    });
+    status.served
+}
+
+/// 16 KiB to so many workers, beside one: how long it takes, and what each costs the
+/// sender's memory. `gather` brings them.
+fn many(what: &str, count: u32, gather: fn(&mut Stage)) -> Vec<Row> {
+    const BYTES: usize = 16 << 10;
+    const SENDS: usize = 15;
+    let mut stage = Stage::alone(1, BYTES);
+    let memory = stage.memory(Who::Trainer);
+    gather(&mut stage);
+    let mut sends = |count: usize| {
+        let sent = (0..count).map(|_| stage.send());
+        sent.inspect(|sent| {
+            assert!(
+                sent.failed().is_empty(),
+                "not everybody has it: {:?}",
+                sent.failed()
+            );
+        })
+        .collect::<Vec<_>>()
+    };
+    sends(2);
+    let sent = sends(SENDS);
+    assert!(sent.iter().all(|sent| sent.workers.len() == count as usize));
+    let took = median(sent.iter().map(|sent| sent.took).collect());
+    let grown = stage.memory(Who::Trainer).saturating_sub(memory) / u64::from(count);
+    vec![
+        Row::beside(
+            &format!("16 KiB to {count} {what} workers: report, over 1 s"),
+            (ms(took), "ms"),
+            1e3,
+        )
+        .at_most(1.0),
+        Row::beside(
+            &format!("16 KiB to {count} {what} workers: memory of each, over 64 KiB"),
+            (grown as f64 / 1024.0, "KiB"),
+            64.0,
+        )
+        .at_most(1.0),
+    ]
+}
+
+fn real() -> Vec<Row> {
+    many("real", 2000, |stage| {
+        for crowd in 0..20 {
+            stage.start_crowd(crowd, 100 * crowd as u32, 100);
+        }
+    })
+}
+
+fn simulated() -> Vec<Row> {
+    many("simulated", 10_000, |stage| stage.simulate(100, 100))
+}
