@@ -919,29 +919,3 @@ fn item(held: message::Held) -> Item {
         version: held.version,
     }
 }
-
-impl From<Delivery> for message::Delivery {
-    fn from(delivery: Delivery) -> Self {
-        match delivery {
-            Delivery::Newest => Self::Newest,
-            Delivery::Every { bound } => Self::Every { bound },
-            Delivery::Asked => Self::Asked,
-        }
-    }
-}
-
-impl From<mem::Want> for message::Want {
-    fn from(want: mem::Want) -> Self {
-        match want {
-            mem::Want::Newest => Self::Newest,
-            mem::Want::AtLeast { model, version } => Self::AtLeast {
-                model: model as u8,
-                version,
-            },
-            mem::Want::Exactly { model, version } => Self::Exactly {
-                model: model as u8,
-                version,
-            },
-        }
-    }
-}

@@ -4,6 +4,8 @@
 //! One task has all of it: it takes one event after the other and never waits for
 //! any agent.
 
+mod status;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,14 +16,13 @@ use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::Instant;
 use weightsync_core::{Version, WorkerId};
-use weightsync_mem::{self as mem, Error as Memory, Going, Guest, GuestOptions, Guests, Models};
+use weightsync_mem::{Error as Memory, Going, Guest, GuestOptions, Guests, Models, Told};
 
 use super::seats::{Comer, Leaver, Parting, Process, Seats};
 use super::topology::{AgentId, Assigned, Topology};
 use crate::bulk::Served;
 use crate::link::{Link, LinkEnd};
-use crate::status;
-use crate::wire::message::{Delivery, FromRoot, Held, RefusalRemedy, ToRoot, Want, WorkerProgress};
+use crate::wire::message::{FromRoot, Held, RefusalRemedy, ToRoot, Want, WorkerProgress};
 
 /// How long a sender that shuts down goes on serving what it has announced.
 const LINGER: Duration = Duration::from_secs(5);
@@ -546,79 +547,6 @@ impl Hub {
             self.assign(&assigned);
         }
     }
-
-    fn status(&self) -> String {
-        let models = self.settings.models.iter().enumerate();
-        let models = models.map(|(index, name)| status::Model {
-            name: name.clone(),
-            version: self.guests.version(index).0,
-        });
-        let workers = |agent: AgentId| {
-            let all = self.seats.iter();
-            let mine = all.filter(|(_, _, by, _)| *by == Some(agent));
-            let workers = mine.map(|(worker, process, _, of)| status::Worker {
-                worker: worker.0,
-                pid: process.pid,
-                device: of.device.clone(),
-                versions: self.versions(of),
-            });
-            workers.collect::<Vec<_>>()
-        };
-        let relays = self.topology.parents().filter_map(|(agent, parent)| {
-            let one = self.agents.get(&agent)?;
-            let known = one.known.as_ref()?;
-            Some(status::Relay {
-                agent,
-                parent: parent.unwrap_or(0),
-                name: known.name.clone(),
-                address: one.from.ip().to_string(),
-                pid: known.process.pid,
-                received: one.received,
-                bytes_per_second: self.topology.speed(agent),
-                holds: known
-                    .holds
-                    .iter()
-                    .map(|held| (held.model, held.version.0))
-                    .collect(),
-                workers: workers(agent),
-            })
-        });
-        let local = self
-            .guests
-            .local()
-            .into_iter()
-            .map(|reader| status::Worker {
-                worker: reader.worker.0,
-                pid: reader.pid,
-                device: reader.device,
-                versions: reader.applied.iter().map(|version| version.0).collect(),
-            });
-        let run = self.guests.run();
-        status::Status {
-            address: self.settings.address.clone(),
-            pid: std::process::id(),
-            run: run.to_string(),
-            up_seconds: self.since.elapsed().as_secs_f64(),
-            models: models.collect(),
-            served: self.served,
-            local: local.collect(),
-            relays: relays.collect(),
-            lost: self
-                .seats
-                .iter()
-                .filter(|(_, _, by, _)| by.is_none())
-                .map(|(worker, ..)| worker.0)
-                .collect(),
-        }
-        .to_json()
-    }
-
-    fn versions(&self, worker: &Worker) -> Vec<u64> {
-        let models = 0..self.settings.models.len();
-        models
-            .map(|model| worker.versions.get(&model).map_or(0, |version| version.0))
-            .collect()
-    }
 }
 
 impl Worker {
@@ -630,7 +558,7 @@ impl Worker {
     }
 }
 
-fn held(told: &mem::Told) -> Vec<Held> {
+fn held(told: &Told) -> Vec<Held> {
     let members = told.members.iter();
     members
         .map(|snapshot| Held {
@@ -638,30 +566,4 @@ fn held(told: &mem::Told) -> Vec<Held> {
             version: snapshot.version(),
         })
         .collect()
-}
-
-impl From<Delivery> for mem::Delivery {
-    fn from(delivery: Delivery) -> Self {
-        match delivery {
-            Delivery::Newest => Self::Newest,
-            Delivery::Every { bound } => Self::Every { bound },
-            Delivery::Asked => Self::Asked,
-        }
-    }
-}
-
-impl From<Want> for mem::Want {
-    fn from(want: Want) -> Self {
-        match want {
-            Want::Newest => Self::Newest,
-            Want::AtLeast { model, version } => Self::AtLeast {
-                model: model.into(),
-                version,
-            },
-            Want::Exactly { model, version } => Self::Exactly {
-                model: model.into(),
-                version,
-            },
-        }
-    }
 }

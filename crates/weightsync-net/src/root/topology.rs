@@ -144,9 +144,7 @@ impl Topology {
         let speed = match one.speed {
             // Of the times that bytes take, not of the speeds: a link that has become
             // a thousand times as slow looks half as fast by those.
-            Some((before, by)) if by == parent => {
-                1.0 / ((1.0 - FRESH) / before + FRESH / measured)
-            }
+            Some((before, by)) if by == parent => 1.0 / ((1.0 - FRESH) / before + FRESH / measured),
             // What came through another says nothing of this one: that may have been
             // slow, and not known to be.
             _ => measured,
