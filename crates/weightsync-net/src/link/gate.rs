@@ -15,31 +15,18 @@ const WINDOW: Duration = Duration::from_secs(10);
 /// Addresses that are remembered; beyond that all others share one count.
 const ADDRESSES: usize = 1024;
 
-/// How often one cause is logged.
-const LOG_EVERY: Duration = Duration::from_secs(60);
-
-/// Causes that are remembered.
-const CAUSES: usize = 64;
-
 /// What is remembered of those who failed.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     failures: HashMap<IpAddr, Failures>,
     /// Of all addresses that are not remembered one by one.
     others: Option<Failures>,
-    logged: HashMap<String, Logged>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Failures {
     since: Instant,
     count: u32,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Logged {
-    at: Instant,
-    held_back: u64,
 }
 
 impl Gate {
@@ -68,33 +55,6 @@ impl Gate {
             *failures = fresh;
         }
         failures.count += 1;
-    }
-
-    /// Whether a cause is to be logged now; with how many were held back since the
-    /// last time. One line a minute for each.
-    pub(crate) fn logs(&mut self, cause: &str, now: Instant) -> Option<u64> {
-        if let Some(logged) = self.logged.get_mut(cause) {
-            if now.duration_since(logged.at) < LOG_EVERY {
-                logged.held_back += 1;
-                return None;
-            }
-            let held_back = std::mem::take(&mut logged.held_back);
-            logged.at = now;
-            return Some(held_back);
-        }
-        if self.logged.len() >= CAUSES {
-            self.logged
-                .retain(|_, logged| now.duration_since(logged.at) < LOG_EVERY);
-            if self.logged.len() >= CAUSES {
-                return None;
-            }
-        }
-        let logged = Logged {
-            at: now,
-            held_back: 0,
-        };
-        self.logged.insert(cause.into(), logged);
-        Some(0)
     }
 }
 
@@ -131,20 +91,5 @@ mod tests {
         assert!(!gate.lets_in(address(20_000), start));
         assert!(gate.lets_in(address(3), start));
         assert!(gate.lets_in(address(20_000), start + WINDOW));
-    }
-
-    #[test]
-    fn a_cause_is_logged_once_a_minute() {
-        let (mut gate, start) = (Gate::default(), Instant::now());
-        assert_eq!(gate.logs("wrong token", start), Some(0));
-        for _ in 0..5 {
-            assert_eq!(gate.logs("wrong token", start), None);
-        }
-        assert_eq!(gate.logs("slow", start), Some(0));
-        assert_eq!(gate.logs("wrong token", start + LOG_EVERY), Some(5));
-        for cause in 0..1000 {
-            let _ = gate.logs(&cause.to_string(), start + LOG_EVERY);
-        }
-        assert!(gate.logged.len() <= CAUSES);
     }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 
+use super::causes::{self, Causes};
 use super::gate::Gate;
 use super::{GreetError, greet};
 use crate::access::Key;
@@ -29,6 +30,7 @@ pub(crate) async fn accept_all(
     take: impl Fn(TcpStream, SocketAddr, Role) + Send + Sync + 'static,
 ) {
     let gate = Arc::new(Mutex::new(Gate::default()));
+    let causes = Arc::new(Mutex::new(Causes::default()));
     let take = Arc::new(take);
     let mut tasks = JoinSet::new();
     let mut strangers: VecDeque<AbortHandle> = VecDeque::new();
@@ -40,7 +42,7 @@ pub(crate) async fn accept_all(
         let (mut socket, from) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                log(&gate, "accept", || {
+                log(&causes, "accept", || {
                     format!("no connection can be accepted: {error}")
                 });
                 tokio::time::sleep(BREATHE).await;
@@ -57,13 +59,14 @@ pub(crate) async fn accept_all(
         {
             // Silent connections must not keep honest ones out.
             oldest.abort();
-            log(&gate, "strangers", || {
+            log(&causes, "strangers", || {
                 format!(
                     "more than {STRANGERS} connections had not proved themselves: the oldest was dropped"
                 )
             });
         }
-        let (key, busy, take, gate) = (key.clone(), busy(), take.clone(), gate.clone());
+        let (key, busy, take) = (key.clone(), busy(), take.clone());
+        let (gate, causes) = (gate.clone(), causes.clone());
         strangers.push_back(tasks.spawn(async move {
             match greet(&mut socket, &key, busy).await {
                 Ok(agreed) => take(socket, from, agreed.role),
@@ -73,7 +76,7 @@ pub(crate) async fn accept_all(
                         locked(&gate).failed(from.ip(), Instant::now());
                     }
                     let cause = cause(&error);
-                    log(&gate, cause, || {
+                    log(&causes, cause, || {
                         format!("a connection from {from} was not let in: {error}")
                     });
                 }
@@ -92,15 +95,12 @@ fn cause(error: &GreetError) -> &'static str {
     }
 }
 
-fn log(gate: &Mutex<Gate>, cause: &str, text: impl Fn() -> String) {
-    if let Some(held_back) = locked(gate).logs(cause, Instant::now()) {
-        match held_back {
-            0 => tracing::warn!("{}", text()),
-            more => tracing::warn!("{} (and {more} like it before)", text()),
-        }
+fn log(causes: &Mutex<Causes>, cause: &str, text: impl Fn() -> String) {
+    if let Some(held_back) = locked(causes).logs(cause, Instant::now()) {
+        causes::warn(held_back, &text());
     }
 }
 
-fn locked(gate: &Mutex<Gate>) -> std::sync::MutexGuard<'_, Gate> {
-    gate.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -7,6 +7,7 @@
 //! without bound in one: messages for a peer that does not read end it too.
 
 pub(crate) mod blocking;
+pub(crate) mod causes;
 mod gate;
 pub(crate) mod listen;
 
@@ -19,7 +20,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
@@ -81,11 +83,26 @@ pub(crate) enum LinkEnd {
     Silent,
     /// It does not read what it is sent.
     Stuck,
+    /// It reads, and more slowly than it is told things.
+    Behind,
     /// The connection failed.
     Failed(io::Error),
     /// What came is no frame, or no message.
     Frame(FrameError),
     Message(MessageError),
+}
+
+impl LinkEnd {
+    /// What the other end did that it must not, in a word.
+    pub(crate) fn misbehaviour(&self) -> Option<&'static str> {
+        match self {
+            Self::Stuck => Some("stuck"),
+            Self::Behind => Some("behind"),
+            Self::Frame(_) => Some("frame"),
+            Self::Message(_) => Some("message"),
+            Self::HungUp | Self::Silent | Self::Failed(_) => None,
+        }
+    }
 }
 
 impl std::fmt::Display for LinkEnd {
@@ -94,6 +111,7 @@ impl std::fmt::Display for LinkEnd {
             Self::HungUp => f.write_str("it hung up"),
             Self::Silent => write!(f, "nothing was heard of it for {SUSPECT:?}"),
             Self::Stuck => write!(f, "it has read nothing for {STUCK:?}"),
+            Self::Behind => write!(f, "{QUEUE} messages wait for it"),
             Self::Failed(error) => write!(f, "{error}"),
             Self::Frame(error) => write!(f, "{error}"),
             Self::Message(error) => write!(f, "{error}"),
@@ -112,6 +130,8 @@ enum Outgoing {
 /// One end of a control link. Dropped, it hangs up.
 pub(crate) struct Link<Out> {
     sender: mpsc::Sender<Outgoing>,
+    /// A message found no room.
+    full: Arc<Notify>,
     tasks: [JoinHandle<()>; 2],
     out: PhantomData<fn(Out)>,
 }
@@ -134,19 +154,27 @@ impl<Out: Word> Link<Out> {
             }
         });
         let heard = events.clone();
+        let full = Arc::new(Notify::new());
+        let overrun = full.clone();
         let write = tokio::spawn(async move {
-            if let Err(end) = write_all::<Out>(writer, receiver).await {
+            let written = tokio::select! {
+                written = write_all::<Out>(writer, receiver) => written,
+                () = overrun.notified() => Err(LinkEnd::Behind),
+            };
+            if let Err(end) = written {
                 let _ = heard.send(event(Err(end))).await;
             }
         });
         Self {
             sender,
+            full,
             tasks: [read, write],
             out: PhantomData,
         }
     }
 
-    /// Sends a message. False: the peer does not keep up, or the link has ended.
+    /// Sends a message. False: it could not be sent. A peer that does not keep up loses
+    /// its link by that: the end is an event like any other.
     pub(crate) fn say(&self, message: &Out) -> bool {
         match frames(std::slice::from_ref(message)) {
             Ok(frames) => self.say_frames(frames),
@@ -156,7 +184,11 @@ impl<Out: Word> Link<Out> {
 
     /// Sends what was encoded before.
     pub(crate) fn say_frames(&self, frames: Arc<[u8]>) -> bool {
-        self.sender.try_send(Outgoing::Frames(frames)).is_ok()
+        let sent = self.sender.try_send(Outgoing::Frames(frames));
+        if let Err(TrySendError::Full(_)) = sent {
+            self.full.notify_one();
+        }
+        sent.is_ok()
     }
 
     /// Sends what was handed over so far, then hangs up; waits for that, but not
@@ -392,3 +424,6 @@ pub(crate) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
     }
     Ok(nonce)
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,6 +4,7 @@
 //! One task has all of it: it takes one event after the other and never waits for
 //! any agent.
 
+mod holdings;
 mod status;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,18 +15,24 @@ use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 use weightsync_core::{Version, WorkerId};
 use weightsync_mem::{Error as Memory, Going, Guest, GuestOptions, Guests, Models, Told};
 
+use self::holdings::Holdings;
 use super::seats::{Comer, Leaver, Parting, Process, Seats};
 use super::topology::{AgentId, Assigned, Topology};
 use crate::bulk::Served;
+use crate::link::causes::{self, Causes};
 use crate::link::{Link, LinkEnd};
 use crate::wire::message::{FromRoot, Held, RefusalRemedy, ToRoot, Want, WorkerProgress};
 
 /// How long a sender that shuts down goes on serving what it has announced.
 const LINGER: Duration = Duration::from_secs(5);
+
+/// What an agent did wrong that says it has more versions than its slots can take.
+const TOO_MUCH: &str = "it says that it has more versions than there can be";
 
 /// What a hub hears.
 pub(crate) enum Event {
@@ -87,6 +94,9 @@ pub(crate) struct Hub {
     count: Arc<AtomicUsize>,
     agents: BTreeMap<AgentId, Agent>,
     last_agent: AgentId,
+    /// Links of agents that were turned away, until that is said.
+    ending: JoinSet<()>,
+    causes: Causes,
     seats: Seats<Worker>,
     /// What went out from here, in bytes.
     served: u64,
@@ -107,7 +117,7 @@ struct Agent {
 struct Known {
     name: String,
     process: Process,
-    holds: BTreeSet<Held>,
+    holds: Holdings,
 }
 
 /// One worker elsewhere.
@@ -137,6 +147,8 @@ impl Hub {
             count,
             agents: BTreeMap::new(),
             last_agent: 0,
+            ending: JoinSet::new(),
+            causes: Causes::default(),
             seats: Seats::new(),
             served: 0,
             since: Instant::now(),
@@ -200,7 +212,7 @@ impl Hub {
             }
             Event::Heard { agent, what } => match what {
                 Ok(message) => self.hear(agent, message),
-                Err(end) => self.part(agent, &end),
+                Err(end) => self.ended(agent, &end),
             },
             Event::Served(Served::Speed { bytes, .. }) => self.served += bytes,
             Event::Served(Served::Wanted { .. } | Served::Unwanted { .. }) => {}
@@ -237,19 +249,19 @@ impl Hub {
                         reason: format!("this sender has {got}, and {seen} has been seen"),
                         remedy: RefusalRemedy::Fenced { seen, got },
                     };
-                    known.link.say(&refused);
-                    known.leaves = true;
+                    self.turn_away(agent, &refused);
                     return;
                 }
                 let bulk = bulk.map(|port| SocketAddr::new(known.from.ip(), port));
-                let holds = match run == Some(own) {
-                    true => holds.into_iter().collect(),
-                    false => BTreeSet::new(),
-                };
+                let mut held = Holdings::new(self.settings.models.len());
+                if run == Some(own) && !held.change(holds, Vec::new()) {
+                    self.drop_agent(agent, TOO_MUCH);
+                    return;
+                }
                 known.known = Some(Known {
                     name,
                     process: Process { host, pid },
-                    holds,
+                    holds: held,
                 });
                 let welcome = FromRoot::Welcome {
                     run: own,
@@ -332,11 +344,10 @@ impl Hub {
                 }
             }
             ToRoot::Holds { have, dropped } => {
-                if let Some(known) = &mut known.known {
-                    known.holds.extend(have);
-                    for held in dropped {
-                        known.holds.remove(&held);
-                    }
+                if let Some(known) = &mut known.known
+                    && !known.holds.change(have, dropped)
+                {
+                    self.drop_agent(agent, TOO_MUCH);
                 }
             }
             ToRoot::Received { bytes, micros, .. } => {
@@ -508,44 +519,72 @@ impl Hub {
         }
     }
 
-    /// Says something to an agent; one that does not keep up is given up.
-    fn say(&mut self, agent: AgentId, message: &FromRoot) {
-        let heard = self
-            .agents
-            .get(&agent)
-            .is_none_or(|known| known.link.say(message));
-        if !heard {
-            self.drop_agent(agent, "it does not keep up");
+    /// Says something to an agent. That of one that does not keep up is not said, and
+    /// its link ends by that.
+    fn say(&self, agent: AgentId, message: &FromRoot) {
+        if let Some(known) = self.agents.get(&agent) {
+            known.link.say(message);
         }
     }
 
-    fn drop_agent(&mut self, agent: AgentId, why: &str) {
-        tracing::warn!("agent {agent} is given up: {why}");
-        self.part(agent, &LinkEnd::Stuck);
+    /// Has an agent go that may not stay, once it has been told why.
+    fn turn_away(&mut self, agent: AgentId, why: &FromRoot) {
+        self.say(agent, why);
+        if let Some(gone) = self.part(agent, Parting::Silent, "it was turned away") {
+            while self.ending.try_join_next().is_some() {}
+            self.ending.spawn(gone.link.finish());
+        }
+    }
+
+    fn drop_agent(&mut self, agent: AgentId, why: &'static str) {
+        self.warn(why, agent, why);
+        self.part(agent, Parting::Silent, why);
     }
 
     /// An agent's link has ended.
-    fn part(&mut self, agent: AgentId, end: &LinkEnd) {
-        let Some(gone) = self.agents.remove(&agent) else {
-            return;
-        };
-        self.count.store(self.agents.len(), Ordering::Relaxed);
+    fn ended(&mut self, agent: AgentId, end: &LinkEnd) {
+        let why = end.to_string();
+        if let Some(cause) = end.misbehaviour() {
+            self.warn(cause, agent, &why);
+        }
         let how = match end {
-            _ if gone.leaves => Parting::Left,
             LinkEnd::HungUp | LinkEnd::Failed(_) => Parting::HungUp,
             _ => Parting::Silent,
         };
+        self.part(agent, how, &why);
+    }
+
+    /// What an agent has done wrong: a line a minute for each cause.
+    fn warn(&mut self, cause: &str, agent: AgentId, why: &str) {
+        let Some(one) = self.agents.get(&agent) else {
+            return;
+        };
+        if let Some(held_back) = self.causes.logs(cause, Instant::now().into_std()) {
+            let text = format!("agent {agent} at {} is given up: {why}", one.from);
+            causes::warn(held_back, &text);
+        }
+    }
+
+    /// An agent is gone.
+    fn part(&mut self, agent: AgentId, how: Parting, why: &str) -> Option<Agent> {
+        let gone = self.agents.remove(&agent)?;
+        self.count.store(self.agents.len(), Ordering::Relaxed);
+        let how = if gone.leaves { Parting::Left } else { how };
         let process = gone.known.as_ref().map(|known| known.process);
         let now = Instant::now().duration_since(self.since);
         for (worker, going) in self.seats.part(agent, process, how, now) {
             worker.guest.leave(going);
         }
-        if gone.known.is_some() {
-            let name = gone.known.as_ref().map_or("", |known| &known.name);
-            tracing::info!("agent {agent} ({name}, {}) is gone: {end}", gone.from);
+        if let Some(known) = &gone.known {
+            tracing::info!(
+                "agent {agent} ({}, {}) is gone: {why}",
+                known.name,
+                gone.from
+            );
             let assigned = self.topology.leave(agent);
             self.assign(&assigned);
         }
+        Some(gone)
     }
 }
 
@@ -567,3 +606,6 @@ fn held(told: &Told) -> Vec<Held> {
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests;
