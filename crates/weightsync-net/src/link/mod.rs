@@ -15,6 +15,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -132,6 +133,8 @@ pub(crate) struct Link<Out> {
     sender: mpsc::Sender<Outgoing>,
     /// A message found no room.
     full: Arc<Notify>,
+    /// The next sign of life is handed on.
+    sign: Arc<AtomicBool>,
     tasks: [JoinHandle<()>; 2],
     out: PhantomData<fn(Out)>,
 }
@@ -148,8 +151,10 @@ impl<Out: Word> Link<Out> {
         let (reader, writer) = socket.into_split();
         let (sender, receiver) = mpsc::channel(QUEUE);
         let (heard, make) = (events.clone(), event.clone());
+        let sign = Arc::new(AtomicBool::new(false));
+        let signs = sign.clone();
         let read = tokio::spawn(async move {
-            if let Some(end) = read_all(reader, &heard, &make).await {
+            if let Some(end) = read_all(reader, &heard, &make, &signs).await {
                 let _ = heard.send(make(Err(end))).await;
             }
         });
@@ -168,6 +173,7 @@ impl<Out: Word> Link<Out> {
         Self {
             sender,
             full,
+            sign,
             tasks: [read, write],
             out: PhantomData,
         }
@@ -189,6 +195,11 @@ impl<Out: Word> Link<Out> {
             self.full.notify_one();
         }
         sent.is_ok()
+    }
+
+    /// Has the next that is read, whatever it is, followed by a ping among the events.
+    pub(crate) fn expect_sign(&self) {
+        self.sign.store(true, Ordering::Relaxed);
     }
 
     /// Sends what was handed over so far, then hangs up; waits for that, but not
@@ -235,6 +246,7 @@ async fn read_all<In: Word, E>(
     mut reader: OwnedReadHalf,
     events: &mpsc::Sender<E>,
     event: &(impl Fn(Result<In, LinkEnd>) -> E + Sync),
+    sign: &AtomicBool,
 ) -> Option<LinkEnd> {
     let mut decoder = Decoder::new(&[Kind::Control]);
     let mut buffer = vec![0; 64 << 10];
@@ -245,6 +257,7 @@ async fn read_all<In: Word, E>(
             Ok(Ok(0)) => return Some(LinkEnd::HungUp),
             Ok(Ok(read)) => read,
         };
+        let signs = sign.swap(false, Ordering::Relaxed);
         let mut input = &buffer[..read];
         loop {
             let frame = match decoder.next(&mut input) {
@@ -260,6 +273,9 @@ async fn read_all<In: Word, E>(
                 }
                 Err(error) => return Some(LinkEnd::Message(error)),
             }
+        }
+        if signs {
+            events.send(event(Ok(In::ping()))).await.ok()?;
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod holdings;
 mod status;
+mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -17,16 +18,17 @@ use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use weightsync_core::{Version, WorkerId};
-use weightsync_mem::{Error as Memory, Going, Guest, GuestOptions, Guests, Models, Told};
+use weightsync_core::WorkerId;
+use weightsync_mem::{Going, GuestOptions, Guests, Models};
 
 use self::holdings::Holdings;
-use super::seats::{Comer, Leaver, Parting, Process, Seats};
+use self::workers::{Asks, Worker};
+use super::seats::{Parting, Process, Seats, Waiter};
 use super::topology::{AgentId, Assigned, Topology};
 use crate::bulk::Served;
 use crate::link::causes::{self, Causes};
 use crate::link::{Link, LinkEnd};
-use crate::wire::message::{FromRoot, Held, RefusalRemedy, ToRoot, Want, WorkerProgress};
+use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
 
 /// How long a sender that shuts down goes on serving what it has announced.
 const LINGER: Duration = Duration::from_secs(5);
@@ -97,7 +99,7 @@ pub(crate) struct Hub {
     /// Links of agents that were turned away, until that is said.
     ending: JoinSet<()>,
     causes: Causes,
-    seats: Seats<Worker>,
+    seats: Seats<Worker, Asks>,
     /// What went out from here, in bytes.
     served: u64,
     since: Instant,
@@ -118,16 +120,6 @@ struct Known {
     name: String,
     process: Process,
     holds: Holdings,
-}
-
-/// One worker elsewhere.
-struct Worker {
-    guest: Guest,
-    device: String,
-    /// The last sequence and the last question's answer it was told.
-    told: u64,
-    answered: u64,
-    versions: BTreeMap<usize, Version>,
 }
 
 impl Hub {
@@ -286,23 +278,22 @@ impl Hub {
                 delivery,
                 device,
                 seen,
-            } => {
-                let options = GuestOptions {
-                    worker,
-                    pid,
-                    seen,
-                    models: Models(models),
-                    delivery: delivery.into(),
-                    device,
-                };
-                match self.seat(agent, instance, options) {
-                    Ok(()) => {
-                        self.say(agent, &FromRoot::Joined { ticket });
-                        self.tell(BTreeSet::from([worker]));
-                    }
-                    Err(reason) => self.say(agent, &FromRoot::Denied { ticket, reason }),
-                }
-            }
+            } => self.join(Waiter {
+                agent,
+                worker,
+                instance,
+                asks: Asks {
+                    ticket,
+                    options: GuestOptions {
+                        worker,
+                        pid,
+                        seen,
+                        models: Models(models),
+                        delivery: delivery.into(),
+                        device,
+                    },
+                },
+            }),
             ToRoot::Progress { workers } => {
                 for progress in workers {
                     self.progress(agent, progress);
@@ -312,17 +303,7 @@ impl Hub {
                 worker,
                 instance,
                 died,
-            } => match self.seats.gone(agent, worker, instance, died) {
-                Leaver::Over(worker) => worker.guest.leave(match died {
-                    true => Going::Died,
-                    false => Going::Left,
-                }),
-                Leaver::Back(one) => {
-                    one.start_over();
-                    self.tell(BTreeSet::from([worker]));
-                }
-                Leaver::Elsewhere => {}
-            },
+            } => self.gone(agent, (worker, instance), died),
             ToRoot::Unusable {
                 worker,
                 instance,
@@ -364,148 +345,9 @@ impl Hub {
             // How fast a parent can write says little of the link: a buffer takes it.
             ToRoot::ChildSpeed { .. } => {}
             // It asks the sender itself next.
-            ToRoot::Missing { .. } | ToRoot::Ping => {}
+            ToRoot::Missing { .. } => {}
+            ToRoot::Ping => self.is_there(agent),
             ToRoot::Goodbye => known.leaves = true,
-        }
-    }
-
-    /// Gives a worker its seat: the one it had, if it only comes by another way.
-    fn seat(&mut self, agent: AgentId, instance: u64, options: GuestOptions) -> Result<(), String> {
-        let worker = options.worker;
-        match self.seats.comes(agent, worker, instance) {
-            Comer::Back(worker) => {
-                worker.start_over();
-                return Ok(());
-            }
-            // Another has its number now.
-            Comer::New(Some(old)) => old.guest.leave(Going::Died),
-            Comer::New(None) => {}
-        }
-        let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
-        let process = Process {
-            host: known.map_or([0; 16], |known| known.process.host),
-            pid: options.pid,
-        };
-        let news = self.news.clone();
-        let device = options.device.clone();
-        let joined = self.guests.join(options, move |worker| news.ring(worker));
-        let guest = joined.map_err(|error| match error {
-            Memory::Denied { reason } => reason,
-            error => error.to_string(),
-        })?;
-        let of = Worker {
-            guest,
-            device,
-            told: 0,
-            answered: 0,
-            versions: BTreeMap::new(),
-        };
-        self.seats.put(agent, (worker, instance), process, of);
-        Ok(())
-    }
-
-    fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
-        let Some(seat) = self.seats.heard(agent, progress.worker, progress.instance) else {
-            return;
-        };
-        let WorkerProgress {
-            taken,
-            through,
-            loaded,
-            versions,
-            refused,
-            ..
-        } = progress;
-        seat.guest.progress(taken, through);
-        if !versions.is_empty() {
-            let versions = versions
-                .into_iter()
-                .map(|held| (usize::from(held.model), held.version));
-            let versions: Vec<_> = versions.collect();
-            seat.versions.extend(versions.iter().copied());
-            seat.guest.applied(loaded, versions);
-        }
-        if let Some((sequence, reason)) = refused {
-            seat.guest.refuse(Some(sequence), reason);
-        }
-    }
-
-    fn ask(&mut self, agent: AgentId, who: (WorkerId, u64), question: u64, want: Want) {
-        let (worker, instance) = who;
-        let Some(seat) = self.seats.heard(agent, worker, instance) else {
-            return;
-        };
-        match seat.guest.ask(question, want.into()) {
-            Ok(()) => self.tell(BTreeSet::from([worker])),
-            Err(Memory::NoSuchVersion {
-                model,
-                asked,
-                known,
-            }) => {
-                let answer = FromRoot::NoSuchVersion {
-                    worker,
-                    question,
-                    model: model as u8,
-                    asked,
-                    known,
-                };
-                self.say(agent, &answer);
-            }
-            Err(Memory::SenderClosed) => {}
-            Err(error) => {
-                let reason = error.to_string();
-                seat.guest.refuse(None, reason.clone());
-                let away = FromRoot::TurnAway {
-                    worker,
-                    instance,
-                    reason,
-                };
-                self.say(agent, &away);
-            }
-        }
-    }
-
-    /// Tells workers what is new for them; those of one agent that are told the
-    /// same by one message.
-    fn tell(&mut self, workers: BTreeSet<WorkerId>) {
-        // By sequence number first: of one worker the older comes before the newer.
-        let mut tells: BTreeMap<(AgentId, u64, Vec<Held>), Vec<WorkerId>> = BTreeMap::new();
-        let mut answers = Vec::new();
-        for worker in workers {
-            let Some((agent, seat)) = self.seats.reached(worker) else {
-                continue;
-            };
-            // An error is the sender's own end.
-            for told in seat.guest.told().unwrap_or_default() {
-                if told.sequence > seat.told {
-                    seat.told = told.sequence;
-                    let key = (agent, told.sequence, held(&told));
-                    tells.entry(key).or_default().push(worker);
-                }
-            }
-            if let Ok(Some((question, told))) = seat.guest.answered()
-                && question > seat.answered
-            {
-                seat.answered = question;
-                let answer = FromRoot::Answer {
-                    worker,
-                    question,
-                    sequence: told.sequence,
-                    set: held(&told),
-                };
-                answers.push((agent, answer));
-            }
-        }
-        for ((agent, sequence, set), workers) in tells {
-            let tell = FromRoot::Tell {
-                sequence,
-                set,
-                workers,
-            };
-            self.say(agent, &tell);
-        }
-        for (agent, answer) in answers {
-            self.say(agent, &answer);
         }
     }
 
@@ -584,27 +426,9 @@ impl Hub {
             let assigned = self.topology.leave(agent);
             self.assign(&assigned);
         }
+        self.seat_again();
         Some(gone)
     }
-}
-
-impl Worker {
-    /// It comes by another way, and is told everything anew.
-    fn start_over(&mut self) {
-        self.told = 0;
-        self.answered = 0;
-        self.guest.start_over();
-    }
-}
-
-fn held(told: &Told) -> Vec<Held> {
-    let members = told.members.iter();
-    members
-        .map(|snapshot| Held {
-            model: snapshot.model() as u8,
-            version: snapshot.version(),
-        })
-        .collect()
 }
 
 #[cfg(test)]

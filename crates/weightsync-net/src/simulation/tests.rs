@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::bulk::CHUNK;
-use super::clock::{Dice, SECOND};
+use super::clock::{Dice, MS, SECOND};
 use super::rules::Counts;
 use super::schedule::{FAST, Op, Options, SLOW};
 use super::{Event, World};
@@ -112,6 +112,33 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
                 false => assert_eq!(late, 100, "{who:?} was told {told:?}"),
             }
         }
+    }
+}
+
+/// Whether or not it is known by then that its machine has gone.
+#[test]
+fn a_worker_that_is_started_elsewhere_is_let_in_whenever_it_comes() {
+    for after in (0..1200).step_by(25) {
+        let mut world = World::new(Options::calm(1, &[FAST; 3]), vec![CHUNK], Dice::new(after));
+        for _ in 0..3 {
+            world.add_plain_host(2);
+        }
+        let moves = Op::Elsewhere {
+            from: 1,
+            index: 0,
+            to: 2,
+        };
+        let ops = [
+            (5 * SECOND, Op::Publish { models: 1 }),
+            (10 * SECOND, Op::Vanish { node: 1 }),
+            (10 * SECOND + after * MS, moves),
+            (60 * SECOND, Op::Heal),
+        ];
+        for (at, op) in ops {
+            world.clock.after(at, Event::Op(op));
+        }
+        let world = run(world);
+        assert_eq!(world.counts.denied, 0, "after {after} ms");
     }
 }
 

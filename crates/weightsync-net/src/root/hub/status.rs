@@ -1,6 +1,7 @@
 //! How things are, for who asks.
 
-use super::{Hub, Worker};
+use super::Hub;
+use super::workers::Worker;
 use crate::root::topology::AgentId;
 use crate::status;
 

@@ -3,17 +3,20 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use weightsync::{Expect, InitInfo, Sender, SenderSetup, Tensors};
-use weightsync_core::{Epoch, Version};
+use weightsync_core::{Epoch, Version, WorkerId};
 
 use crate::access::Key;
 use crate::link::{self, Link, LinkEnd};
 use crate::relay::runtime;
 use crate::scheme::Distributed;
+use crate::status::Status;
 use crate::wire::hello::Role;
-use crate::wire::message::{FromRoot, Held, RefusalRemedy, ToRoot};
+use crate::wire::message::{Delivery, FromRoot, Held, Message, RefusalRemedy, ToRoot};
 
 /// Longer than anything here takes.
 const SOON: Duration = Duration::from_secs(20);
@@ -29,6 +32,29 @@ fn sender() -> (Sender, InitInfo) {
     (sender, info)
 }
 
+async fn dial(info: &InitInfo) -> TcpStream {
+    let address: SocketAddr = info.endpoint().address().parse().unwrap();
+    let key = Key::new(info.endpoint().secret());
+    link::dial(address, &key, Role::Control).await.unwrap()
+}
+
+/// Waits until the sender has a worker of another host.
+async fn wait_for_worker(info: &InitInfo) {
+    let (address, secret) = (
+        info.endpoint().address().to_owned(),
+        *info.endpoint().secret(),
+    );
+    let seated = move || {
+        loop {
+            let status = Status::ask(&address, &secret, SOON).unwrap();
+            if status.relays.iter().any(|relay| !relay.workers.is_empty()) {
+                return;
+            }
+        }
+    };
+    tokio::task::spawn_blocking(seated).await.unwrap();
+}
+
 /// An agent's end of its link, which does what a test says.
 struct Fake {
     link: Link<ToRoot>,
@@ -37,9 +63,7 @@ struct Fake {
 
 impl Fake {
     async fn dial(info: &InitInfo) -> Self {
-        let address: SocketAddr = info.endpoint().address().parse().unwrap();
-        let key = Key::new(info.endpoint().secret());
-        let socket = link::dial(address, &key, Role::Control).await.unwrap();
+        let socket = dial(info).await;
         let (events, heard) = mpsc::channel(64);
         let link = Link::start(socket, &events, |what| what);
         Self { link, heard }
@@ -47,15 +71,12 @@ impl Fake {
 
     /// Its first words.
     fn say_agent(&self, seen: Epoch) {
-        self.link.say(&ToRoot::Agent {
-            name: "fake".into(),
-            host: [9; 16],
-            pid: 1,
-            bulk: None,
-            seen,
-            holds: Vec::new(),
-            run: None,
-        });
+        self.link.say(&agent(seen));
+    }
+
+    /// It asks for a seat for worker 7.
+    fn say_join(&self, instance: u64) {
+        self.link.say(&join(instance));
     }
 
     /// What the sender says next; or how it has ended the link.
@@ -72,6 +93,31 @@ impl Fake {
                 return heard;
             }
         }
+    }
+}
+
+fn agent(seen: Epoch) -> ToRoot {
+    ToRoot::Agent {
+        name: "fake".into(),
+        host: [9; 16],
+        pid: 1,
+        bulk: None,
+        seen,
+        holds: Vec::new(),
+        run: None,
+    }
+}
+
+fn join(instance: u64) -> ToRoot {
+    ToRoot::Join {
+        ticket: instance,
+        worker: WorkerId(7),
+        instance,
+        pid: 2,
+        models: u64::MAX,
+        delivery: Delivery::Newest,
+        device: String::new(),
+        seen: Epoch(0),
     }
 }
 
@@ -114,5 +160,55 @@ fn who_says_that_it_has_more_than_there_can_be_is_given_up() {
             });
         }
         while fake.hear().await.is_ok() {}
+    });
+}
+
+#[test]
+fn the_next_life_of_a_worker_is_seated_once_its_host_counts_as_silent() {
+    let (_sender, info) = sender();
+    run(async {
+        // It says who is there, and nothing more.
+        let mut silent = dial(&info).await;
+        for words in [agent(Epoch(0)), join(100)] {
+            silent.write_all(&words.frame().unwrap()).await.unwrap();
+        }
+        let mut fake = Fake::dial(&info).await;
+        fake.say_agent(Epoch(0));
+        wait_for_worker(&info).await;
+        fake.say_join(101);
+        let decided =
+            |word: &FromRoot| matches!(word, FromRoot::Joined { .. } | FromRoot::Denied { .. });
+        let decided = fake.hear_until(decided).await;
+        assert_eq!(decided, FromRoot::Joined { ticket: 101 });
+    });
+}
+
+#[test]
+fn who_has_the_number_of_a_worker_that_is_there_is_denied() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut first = Fake::dial(&info).await;
+        first.say_agent(Epoch(0));
+        first.say_join(100);
+        let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
+        first.hear_until(joined).await;
+        let mut second = Fake::dial(&info).await;
+        second.say_agent(Epoch(0));
+        second.say_join(101);
+        let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
+        let FromRoot::Denied { ticket, reason } = second.hear_until(denied).await else {
+            unreachable!()
+        };
+        assert_eq!(ticket, 101);
+        assert!(reason.contains("already connected"), "{reason}");
+        // That the first is there has cost it nothing.
+        first.link.say(&ToRoot::Gone {
+            worker: WorkerId(7),
+            instance: 100,
+            died: false,
+        });
+        second.say_join(102);
+        let joined = second.hear_until(joined).await;
+        assert_eq!(joined, FromRoot::Joined { ticket: 102 });
     });
 }
