@@ -206,7 +206,7 @@ impl Hub {
                 Ok(message) => self.hear(agent, message),
                 Err(end) => self.ended(agent, &end),
             },
-            Event::Served(Served::Speed { bytes, .. }) => self.served += bytes,
+            Event::Served(Served::Sent { bytes }) => self.served += bytes,
             Event::Served(Served::Wanted { .. } | Served::Unwanted { .. }) => {}
             Event::Status(answer) => {
                 // Who asked may have gone.
@@ -331,10 +331,14 @@ impl Hub {
                     self.drop_agent(agent, TOO_MUCH);
                 }
             }
-            ToRoot::Received { bytes, micros, .. } => {
+            ToRoot::Received {
+                parent,
+                bytes,
+                micros,
+                ..
+            } => {
                 known.received += bytes;
                 let busy = Duration::from_micros(micros);
-                let parent = self.topology.parent(agent).unwrap_or(0);
                 let assigned = self.topology.measured(parent, agent, bytes, busy);
                 self.assign(&assigned);
             }
@@ -342,8 +346,6 @@ impl Hub {
                 let assigned = self.topology.lost(agent, parent);
                 self.assign(&assigned);
             }
-            // How fast a parent can write says little of the link: a buffer takes it.
-            ToRoot::ChildSpeed { .. } => {}
             // It asks the sender itself next.
             ToRoot::Missing { .. } => {}
             ToRoot::Ping => self.is_there(agent),

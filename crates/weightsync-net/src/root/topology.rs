@@ -154,11 +154,6 @@ impl Topology {
         self.assign()
     }
 
-    /// Whom an agent was told to fetch from.
-    pub(crate) fn parent(&self, agent: AgentId) -> Option<AgentId> {
-        self.agents.get(&agent)?.parent
-    }
-
     /// The agents in order, each with its parent.
     pub(crate) fn parents(&self) -> impl Iterator<Item = (AgentId, Option<AgentId>)> {
         let order = self.order.iter();

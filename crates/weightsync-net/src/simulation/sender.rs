@@ -249,20 +249,19 @@ impl World {
                 let assigned = self.sender.topology.lost(agent, parent);
                 self.assign(&assigned);
             }
-            ToRoot::ChildSpeed {
-                child,
+            ToRoot::Received {
+                parent,
                 bytes,
                 micros,
-            } => self.measured(agent, child, bytes, micros),
+                ..
+            } => {
+                let busy = Duration::from_micros(micros);
+                let assigned = self.sender.topology.measured(parent, agent, bytes, busy);
+                self.assign(&assigned);
+            }
             ToRoot::Goodbye => known.leaves = true,
             _ => {}
         }
-    }
-
-    pub(super) fn measured(&mut self, parent: AgentId, child: AgentId, bytes: u64, micros: Time) {
-        let busy = Duration::from_micros(micros);
-        let assigned = self.sender.topology.measured(parent, child, bytes, busy);
-        self.assign(&assigned);
     }
 
     /// A worker comes.

@@ -38,21 +38,21 @@ async fn dial(info: &InitInfo) -> TcpStream {
     link::dial(address, &key, Role::Control).await.unwrap()
 }
 
-/// Waits until the sender has a worker of another host.
-async fn wait_for_worker(info: &InitInfo) {
-    let (address, secret) = (
-        info.endpoint().address().to_owned(),
-        *info.endpoint().secret(),
-    );
-    let seated = move || {
+/// Asks how things are until that is as it is to be.
+async fn wait_for<T: Send + 'static>(
+    info: &InitInfo,
+    of: impl Fn(Status) -> Option<T> + Send + 'static,
+) -> T {
+    let endpoint = info.endpoint();
+    let (address, secret) = (endpoint.address().to_owned(), *endpoint.secret());
+    let ask = move || {
         loop {
-            let status = Status::ask(&address, &secret, SOON).unwrap();
-            if status.relays.iter().any(|relay| !relay.workers.is_empty()) {
-                return;
+            if let Some(answer) = of(Status::ask(&address, &secret, SOON).unwrap()) {
+                return answer;
             }
         }
     };
-    tokio::task::spawn_blocking(seated).await.unwrap();
+    tokio::task::spawn_blocking(ask).await.unwrap()
 }
 
 /// An agent's end of its link, which does what a test says.
@@ -93,6 +93,17 @@ impl Fake {
                 return heard;
             }
         }
+    }
+}
+
+/// A transfer of so many MiB in ten seconds.
+fn received(parent: u64, mib: u64) -> ToRoot {
+    ToRoot::Received {
+        model: 0,
+        version: Version(1),
+        parent,
+        bytes: mib << 20,
+        micros: 10_000_000,
     }
 }
 
@@ -174,7 +185,11 @@ fn the_next_life_of_a_worker_is_seated_once_its_host_counts_as_silent() {
         }
         let mut fake = Fake::dial(&info).await;
         fake.say_agent(Epoch(0));
-        wait_for_worker(&info).await;
+        wait_for(&info, |status| {
+            let seated = status.relays.iter().any(|relay| !relay.workers.is_empty());
+            seated.then_some(())
+        })
+        .await;
         fake.say_join(101);
         let decided =
             |word: &FromRoot| matches!(word, FromRoot::Joined { .. } | FromRoot::Denied { .. });
@@ -210,5 +225,43 @@ fn who_has_the_number_of_a_worker_that_is_there_is_denied() {
         second.say_join(102);
         let joined = second.hear_until(joined).await;
         assert_eq!(joined, FromRoot::Joined { ticket: 102 });
+    });
+}
+
+#[test]
+fn a_transfer_counts_for_the_link_that_it_came_by() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut agents = Vec::new();
+        for port in [7001, 7002] {
+            let fake = Fake::dial(&info).await;
+            let mut words = agent(Epoch(0));
+            if let ToRoot::Agent { bulk, .. } = &mut words {
+                *bulk = Some(port);
+            }
+            fake.link.say(&words);
+            agents.push(fake);
+        }
+        let [first, second] = &mut agents[..] else {
+            unreachable!()
+        };
+        let FromRoot::Welcome { agent: parent, .. } = first.hear().await.unwrap() else {
+            panic!("it is not welcome")
+        };
+        let told = |by| move |word: &FromRoot| matches!(word, FromRoot::Parent { agent, .. } if *agent == by);
+        second.hear_until(told(parent)).await;
+        first.link.say(&received(0, 1));
+        second.link.say(&received(parent, 1000));
+        // The first has turned out to be slow: it is behind the second now.
+        second.hear_until(told(0)).await;
+        // What came by it before says nothing of what comes now.
+        second.link.say(&received(parent, 1));
+        let speeds = wait_for(&info, |status| {
+            let relays = status.relays.iter();
+            let all: u64 = relays.clone().map(|relay| relay.received).sum();
+            (all == 1002 << 20).then(|| relays.map(|relay| relay.bytes_per_second).collect())
+        });
+        let speeds: Vec<_> = speeds.await;
+        assert_eq!(speeds, [Some(100.0 * 1_048_576.0), Some(104_857.6)]);
     });
 }
