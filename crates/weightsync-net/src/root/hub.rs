@@ -156,8 +156,10 @@ impl Hub {
             if stops.is_some() && self.agents.is_empty() {
                 return;
             }
-            let due = self.seats.due().map(|due| self.since + due);
-            let due = due.into_iter().chain(stops).min();
+            let due = [self.seats.due(), self.topology.due()]
+                .into_iter()
+                .flatten();
+            let due = due.map(|due| self.since + due).chain(stops).min();
             tokio::select! {
                 event = events.recv() => match event {
                     Some(Event::Stop) => {
@@ -177,9 +179,11 @@ impl Hub {
                     if stops.is_some_and(|at| now >= at) {
                         return;
                     }
-                    for worker in self.seats.late(now.duration_since(self.since)) {
+                    for worker in self.seats.late(self.now()) {
                         worker.guest.leave(Going::Lost);
                     }
+                    let assigned = self.topology.again(self.now());
+                    self.assign(&assigned);
                 }
             }
         }
@@ -343,7 +347,7 @@ impl Hub {
                 self.assign(&assigned);
             }
             ToRoot::ParentLost { parent, .. } => {
-                let assigned = self.topology.lost(agent, parent);
+                let assigned = self.topology.lost(agent, parent, self.now());
                 self.assign(&assigned);
             }
             // It asks the sender itself next.
@@ -398,6 +402,11 @@ impl Hub {
         self.part(agent, how, &why);
     }
 
+    /// Since it began.
+    fn now(&self) -> Duration {
+        self.since.elapsed()
+    }
+
     /// What an agent has done wrong: a line a minute for each cause.
     fn warn(&mut self, cause: &str, agent: AgentId, why: &str) {
         let Some(one) = self.agents.get(&agent) else {
@@ -415,8 +424,7 @@ impl Hub {
         self.count.store(self.agents.len(), Ordering::Relaxed);
         let how = if gone.leaves { Parting::Left } else { how };
         let process = gone.known.as_ref().map(|known| known.process);
-        let now = Instant::now().duration_since(self.since);
-        for (worker, going) in self.seats.part(agent, process, how, now) {
+        for (worker, going) in self.seats.part(agent, process, how, self.now()) {
             worker.guest.leave(going);
         }
         if let Some(known) = &gone.known {

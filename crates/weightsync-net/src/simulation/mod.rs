@@ -61,6 +61,8 @@ enum Event {
     },
     /// Workers that are not reached may be over.
     Late,
+    /// Parents that could not be fetched from may be given again.
+    Again,
     /// A fetch reaches the one that is asked.
     Asked { number: u64 },
     /// A chunk has come.
@@ -151,6 +153,7 @@ impl World {
                 at_root,
             } => self.suspect(link, since, at_root),
             Event::Late => self.late(),
+            Event::Again => self.again(),
             Event::Asked { number } => self.asked(number),
             Event::Chunk { number } => self.chunk(number),
             Event::NotThere { number } => self.not_there(number),

@@ -81,6 +81,8 @@ pub(super) enum Op {
         other: Node,
         health: Health,
     },
+    /// All machines reach each other.
+    Near,
     /// The connection by which a machine's agent fetches ends; nothing else does.
     Reset {
         node: Node,
@@ -352,6 +354,7 @@ impl World {
             Op::Health { node, health } => self.set_health(node, health),
             Op::Between { health, .. } if self.options.apart && health == Health::Good => {}
             Op::Between { one, other, health } => self.set_health_between(one, other, health),
+            Op::Near => self.network.heal(false, self.clock.now()),
             Op::Reset { node } => {
                 let fetch = self.hosts[node].agent.as_ref().and_then(|one| one.fetch);
                 if let Some(number) = fetch {

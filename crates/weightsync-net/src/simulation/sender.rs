@@ -26,6 +26,8 @@ pub(super) struct Sender {
     pub(super) seats: Seats<Guest, Asks>,
     pub(super) agents: BTreeMap<AgentId, Known>,
     pub(super) last_agent: AgentId,
+    /// When parents are given again next, as far as that is planned.
+    again: Option<Duration>,
 }
 
 /// An agent, as the sender knows it.
@@ -69,6 +71,7 @@ impl Sender {
             seats: Seats::new(),
             agents: BTreeMap::new(),
             last_agent: 0,
+            again: None,
         }
     }
 
@@ -246,8 +249,10 @@ impl World {
                 self.seat_again();
             }
             ToRoot::ParentLost { parent, .. } => {
-                let assigned = self.sender.topology.lost(agent, parent);
+                let now = Duration::from_micros(self.clock.now());
+                let assigned = self.sender.topology.lost(agent, parent, now);
                 self.assign(&assigned);
+                self.give_again_when_due();
             }
             ToRoot::Received {
                 parent,
@@ -396,6 +401,23 @@ impl World {
         if let Some(due) = self.sender.seats.due() {
             let pause = due.saturating_sub(now).as_micros() as Time;
             self.clock.after(pause.max(MS), Event::Late);
+        }
+    }
+
+    /// Parents are given again that could not be fetched from.
+    pub(super) fn again(&mut self) {
+        let now = Duration::from_micros(self.clock.now());
+        let assigned = self.sender.topology.again(now);
+        self.assign(&assigned);
+        self.give_again_when_due();
+    }
+
+    fn give_again_when_due(&mut self) {
+        let due = self.sender.topology.due();
+        if let Some(due) = due.filter(|due| self.sender.again != Some(*due)) {
+            self.sender.again = Some(due);
+            let pause = due.as_micros() as Time - self.clock.now();
+            self.clock.after(pause, Event::Again);
         }
     }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::bulk::CHUNK;
 use super::clock::{Dice, MS, SECOND};
+use super::network::Health;
 use super::rules::Counts;
 use super::schedule::{FAST, Op, Options, SLOW};
 use super::{Event, World};
@@ -113,6 +114,46 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
             }
         }
     }
+}
+
+/// Two machines that do not reach each other from ten seconds on, and again after so
+/// long; a version each second.
+fn two_apart(until: u64, seconds: u64) -> World {
+    let mut options = Options::calm(1, &[FAST; 2]);
+    options.apart = true;
+    let mut world = World::new(options, vec![CHUNK], Dice::new(until));
+    for _ in 0..2 {
+        world.add_plain_host(2);
+    }
+    for number in 1..seconds {
+        world
+            .clock
+            .after(number * SECOND, Event::Op(Op::Publish { models: 1 }));
+    }
+    world.clock.after(
+        10 * SECOND,
+        Event::Op(Op::Between {
+            one: 1,
+            other: 2,
+            health: Health::Cut,
+        }),
+    );
+    world.clock.after(until * SECOND, Event::Op(Op::Near));
+    run(world)
+}
+
+#[test]
+fn who_could_not_fetch_from_another_tries_it_again_and_more_and_more_rarely() {
+    let world = two_apart(20, 60);
+    let parents = |world: &World| {
+        let parents = world.sender.topology.parents();
+        parents.map(|(_, parent)| parent).collect::<Vec<_>>()
+    };
+    assert_eq!(parents(&world), [Some(0), Some(1)]);
+    assert_eq!(world.counts.broken, 1);
+    // After 30 seconds, 60 more, 120, 240, 480, and 960.
+    let world = two_apart(4000, 1800);
+    assert_eq!(world.counts.broken, 6);
 }
 
 /// Whether or not it is known by then that its machine has gone.
