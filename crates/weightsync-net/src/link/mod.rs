@@ -372,11 +372,13 @@ impl std::fmt::Display for DialError {
     }
 }
 
-/// Lets a client prove itself; each client has [`HANDSHAKE`] for all of it.
+/// Lets a client prove itself; each client has [`HANDSHAKE`] for all of it. One that
+/// fails is told so if `answers` says that.
 pub(crate) async fn greet(
     socket: &mut TcpStream,
     key: &Key,
     busy: bool,
+    answers: impl Fn() -> bool,
 ) -> Result<Agreed, GreetError> {
     let shake = async {
         let mut server = Server::new(key.clone(), Protocols::OURS, busy, nonce()?);
@@ -390,7 +392,12 @@ pub(crate) async fn greet(
                 });
             }
             let step = server.feed(&mut &bytes[..]);
-            socket.write_all(&step.send).await?;
+            // Who is told that there is no room has done nothing wrong.
+            let failed =
+                matches!(&step.next, Next::Close(error) if *error != HelloError::TurnedAway);
+            if !failed || (!step.send.is_empty() && answers()) {
+                socket.write_all(&step.send).await?;
+            }
             match step.next {
                 Next::Read(more) => wanted = more,
                 Next::Done(agreed) => return Ok(agreed),

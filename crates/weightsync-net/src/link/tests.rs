@@ -51,3 +51,53 @@ fn who_does_not_take_what_it_is_told_loses_its_link() {
         assert!(!link.say(&FromRoot::Ping));
     });
 }
+
+/// A listener at loopback that takes whoever has the key.
+async fn listen(key: &Key) -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(listen::accept_all(
+        listener,
+        key.clone(),
+        || false,
+        |_, _, _| {},
+    ));
+    address
+}
+
+#[test]
+fn honest_processes_get_in_at_an_address_where_others_fail() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let (key, wrong) = (Key::new(&[1; 16]), Key::new(&[2; 16]));
+        let address = listen(&key).await;
+        let mut told = 0;
+        for _ in 0..60 {
+            let failed = dial(address, &wrong, Role::Control).await.unwrap_err();
+            told += u32::from(matches!(failed, DialError::Hello(HelloError::TokenRefused)));
+        }
+        dial(address, &key, Role::Control).await.unwrap();
+        assert_eq!(told, 20);
+    });
+}
+
+#[test]
+fn honest_processes_get_in_at_an_address_where_others_are_silent() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let key = Key::new(&[1; 16]);
+        let address = listen(&key).await;
+        let mut silent = Vec::new();
+        for _ in 0..300 {
+            silent.push(TcpStream::connect(address).await.unwrap());
+        }
+        dial(address, &key, Role::Control).await.unwrap();
+        // Most of them have gone for others.
+        let mut gone = 0;
+        for mut socket in silent {
+            let read = timeout(HEARTBEAT / 10, socket.read(&mut [0; 1])).await;
+            gone += u32::from(read.is_ok());
+        }
+        assert!(gone >= 300 - 64, "{gone}");
+    });
+}
