@@ -184,7 +184,10 @@ impl<Out: Word> Link<Out> {
     pub(crate) fn say(&self, message: &Out) -> bool {
         match frames(std::slice::from_ref(message)) {
             Ok(frames) => self.say_frames(frames),
-            Err(_) => false,
+            Err(error) => {
+                tracing::error!("a message that cannot be is not sent: {error}");
+                false
+            }
         }
     }
 

@@ -154,6 +154,11 @@ impl<T, W> Seats<T, W> {
         self.take_waiting(|by| by.is_none())
     }
 
+    /// Who waits for this worker's seat comes again, as another reaches it now.
+    pub(crate) fn comes_again(&mut self, worker: WorkerId) -> Option<Waiter<W>> {
+        self.waiting.remove(&worker)
+    }
+
     fn take_waiting(&mut self, of: impl Fn(Option<AgentId>) -> bool) -> Vec<Waiter<W>> {
         let by = |worker: &WorkerId| self.seats.get(worker).and_then(|seat| seat.agent);
         let taken = self.waiting.extract_if(.., |worker, _| of(by(worker)));

@@ -245,6 +245,9 @@ impl World {
                     guest.told = 0;
                     guest.handed = 0;
                     self.tell(BTreeSet::from([worker]));
+                    if let Some(waiter) = self.sender.seats.comes_again(worker) {
+                        self.join(waiter);
+                    }
                 }
                 self.seat_again();
             }

@@ -198,6 +198,37 @@ fn the_next_life_of_a_worker_is_seated_once_its_host_counts_as_silent() {
     });
 }
 
+/// An agent that was asked by a life of it, and is not the way that this life took in
+/// the end, is one to wait for like any other.
+#[test]
+fn the_next_life_of_a_worker_waits_for_whoever_reaches_it_by_then() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut agents = Vec::new();
+        for _ in 0..3 {
+            let fake = Fake::dial(&info).await;
+            fake.say_agent(Epoch(0));
+            agents.push(fake);
+        }
+        let [first, by, next] = &mut agents[..] else {
+            unreachable!()
+        };
+        let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
+        first.say_join(100);
+        first.hear_until(joined).await;
+        by.say_join(100);
+        by.hear_until(joined).await;
+        next.say_join(101);
+        by.link.say(&ToRoot::Gone {
+            worker: WorkerId(7),
+            instance: 100,
+            died: false,
+        });
+        let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
+        next.hear_until(denied).await;
+    });
+}
+
 #[test]
 fn who_has_the_number_of_a_worker_that_is_there_is_denied() {
     let (_sender, info) = sender();

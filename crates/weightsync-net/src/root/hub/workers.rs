@@ -51,7 +51,11 @@ impl Hub {
                     other.link.expect_sign();
                 }
                 if let Some(earlier) = self.seats.wait(comer) {
-                    self.seat(earlier);
+                    let denied = FromRoot::Denied {
+                        ticket: earlier.asks.ticket,
+                        reason: format!("another asks to be worker {}", earlier.worker.0),
+                    };
+                    self.say(earlier.agent, &denied);
                 }
             }
             Comer::Two => self.seat(comer),
@@ -125,6 +129,9 @@ impl Hub {
             Leaver::Back(one) => {
                 one.start_over();
                 self.tell(BTreeSet::from([worker]));
+                if let Some(waiter) = self.seats.comes_again(worker) {
+                    self.join(waiter);
+                }
             }
             Leaver::Elsewhere => {}
         }

@@ -171,3 +171,19 @@ fn who_waits_gives_up_with_its_agent_and_there_is_one_for_a_seat() {
     assert_eq!(seats.gone(2, WORKER, 101, false), Leaver::Elsewhere);
     assert_eq!(seats.in_vain(1), [next_life(3, 102)]);
 }
+
+/// Then it is another whose silence is waited for.
+#[test]
+fn who_waits_comes_again_when_another_reaches_the_one_before_it() {
+    let mut seats = seated();
+    assert!(matches!(seats.comes(3, WORKER, 100), Comer::Back(_)));
+    assert!(matches!(seats.comes(2, WORKER, 101), Comer::Waits(3)));
+    assert_eq!(seats.wait(next_life(2, 101)), None);
+    // It gave up waiting there, and is where it was.
+    assert_eq!(
+        seats.gone(3, WORKER, 100, false),
+        Leaver::Back(&mut "first")
+    );
+    assert_eq!(seats.comes_again(WORKER), Some(next_life(2, 101)));
+    assert!(matches!(seats.comes(2, WORKER, 101), Comer::Waits(1)));
+}
