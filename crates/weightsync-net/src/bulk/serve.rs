@@ -34,12 +34,8 @@ pub(crate) enum Served {
     Wanted { item: Item },
     /// It wants it no more: it has it, or is gone.
     Unwanted { item: Item },
-    /// So much went to a child, in a time during which there was something for it.
-    Speed {
-        child: u64,
-        bytes: u64,
-        busy: Duration,
-    },
+    /// So many bytes went to one.
+    Sent { bytes: u64 },
 }
 
 /// What a process serves from, and how many fetches at once.
@@ -142,13 +138,13 @@ impl Serving {
         (self.tell)(Served::Wanted { item });
         let sent = serve_one(socket, &self.store, item, ranges);
         (self.tell)(Served::Unwanted { item });
-        let Sent { bytes, busy } = sent?;
-        if bytes > 0 {
-            (self.tell)(Served::Speed {
-                child: agent,
-                bytes,
-                busy,
-            });
+        match sent {
+            Ok(0) => {}
+            Ok(bytes) => (self.tell)(Served::Sent { bytes }),
+            Err(error) => {
+                tracing::debug!("agent {agent} has not got all of {item:?}: {error}");
+                return Err(error);
+            }
         }
         Ok(())
     }
@@ -162,21 +158,14 @@ fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
     Ok(sockopt::set_tcp_keepcnt(socket, 3)?)
 }
 
-struct Sent {
-    bytes: u64,
-    busy: Duration,
-}
-
+/// Sends what was asked for; how many bytes of it.
 fn serve_one(
     socket: &mut TcpStream,
     store: &Store,
     item: Item,
     ranges: &[ChunkRange],
-) -> io::Result<Sent> {
-    let mut sent = Sent {
-        bytes: 0,
-        busy: Duration::ZERO,
-    };
+) -> io::Result<u64> {
+    let mut sent = 0;
     let Some(held) = find(socket, store, item)? else {
         return Ok(sent);
     };
@@ -200,10 +189,8 @@ fn serve_one(
                         crc,
                         image_bytes: held.image_bytes(),
                     };
-                    let since = Instant::now();
                     write_both(socket, &head.frame(), bytes)?;
-                    sent.busy += since.elapsed();
-                    sent.bytes += bytes.len() as u64;
+                    sent += bytes.len() as u64;
                     break;
                 }
                 Look::NotYet => say(socket, &ToChild::Idle)?,

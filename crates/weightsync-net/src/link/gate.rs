@@ -1,100 +1,108 @@
-//! Who may knock: how many strangers at once, and how often after a failure.
+//! Who may knock: how many strangers at once, and how many of those that fail are told.
+//!
+//! An address is not a person: what one of its processes does wrong keeps out no other.
 //!
 //! Plain values in, plain values out; the caller brings the time.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// Failed handshakes of one address in a [`WINDOW`] before it is turned away unheard.
-const FAILURES: u32 = 20;
+/// How many connections may be proving themselves at once.
+const STRANGERS: usize = 256;
 
-/// How long failures count.
+/// How many of them may be of one address.
+const OF_ONE: usize = 64;
+
+/// How many failures of one address are answered in a [`WINDOW`].
+const ANSWERS: u32 = 20;
+
+/// How long answers count.
 const WINDOW: Duration = Duration::from_secs(10);
 
 /// Addresses that are remembered; beyond that all others share one count.
 const ADDRESSES: usize = 1024;
 
-/// How often one cause is logged.
-const LOG_EVERY: Duration = Duration::from_secs(60);
+/// The connections that have not proved themselves, the oldest first.
+#[derive(Debug)]
+pub(crate) struct Strangers<T> {
+    all: VecDeque<(IpAddr, T)>,
+}
 
-/// Causes that are remembered.
-const CAUSES: usize = 64;
+impl<T> Strangers<T> {
+    pub(crate) fn new() -> Self {
+        Self {
+            all: VecDeque::new(),
+        }
+    }
 
-/// What is remembered of those who failed.
+    /// Forgets those of which this is not so.
+    pub(crate) fn retain(&mut self, of: impl Fn(&T) -> bool) {
+        self.all.retain(|(_, one)| of(one));
+    }
+
+    /// Another comes. Who has to go for it, if they are too many: the oldest of its
+    /// address, or else of the address that has the most. One that proves itself is
+    /// quick, and is not the oldest for long.
+    pub(crate) fn come(&mut self, from: IpAddr, stranger: T) -> Option<T> {
+        let gone = self.full(from).and_then(|address| {
+            let oldest = self.all.iter().position(|(of, _)| *of == address)?;
+            self.all.remove(oldest)
+        });
+        self.all.push_back((from, stranger));
+        gone.map(|(_, one)| one)
+    }
+
+    /// At whose cost another is let in from there, if at anybody's.
+    fn full(&self, from: IpAddr) -> Option<IpAddr> {
+        let mut counts: BTreeMap<IpAddr, usize> = BTreeMap::new();
+        for (of, _) in &self.all {
+            *counts.entry(*of).or_default() += 1;
+        }
+        if counts.get(&from).is_some_and(|count| *count >= OF_ONE) {
+            return Some(from);
+        }
+        let most = counts.into_iter().max_by_key(|(_, count)| *count);
+        let most = most.filter(|_| self.all.len() >= STRANGERS);
+        most.map(|(address, _)| address)
+    }
+}
+
+/// Who was told lately that it is not let in.
 #[derive(Debug, Default)]
-pub(crate) struct Gate {
-    failures: HashMap<IpAddr, Failures>,
-    /// Of all addresses that are not remembered one by one.
-    others: Option<Failures>,
-    logged: HashMap<String, Logged>,
+pub(crate) struct Answers {
+    given: HashMap<IpAddr, Given>,
+    /// To all addresses that are not remembered one by one.
+    others: Option<Given>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Failures {
+struct Given {
     since: Instant,
     count: u32,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Logged {
-    at: Instant,
-    held_back: u64,
-}
-
-impl Gate {
-    /// Whether a connection from there is listened to.
-    pub(crate) fn lets_in(&self, from: IpAddr, now: Instant) -> bool {
-        let failures = self.failures.get(&from).or(self.others.as_ref());
-        failures.is_none_or(|failures| {
-            failures.count < FAILURES || now.duration_since(failures.since) >= WINDOW
-        })
-    }
-
-    /// A handshake from there has failed.
-    pub(crate) fn failed(&mut self, from: IpAddr, now: Instant) {
-        self.failures
-            .retain(|_, failures| now.duration_since(failures.since) < WINDOW);
-        let fresh = Failures {
+impl Answers {
+    /// Whether one from there is told that it has failed. Otherwise its connection is
+    /// closed without a word.
+    pub(crate) fn gives(&mut self, from: IpAddr, now: Instant) -> bool {
+        self.given
+            .retain(|_, given| now.duration_since(given.since) < WINDOW);
+        let fresh = Given {
             since: now,
             count: 0,
         };
-        let known = self.failures.len() < ADDRESSES || self.failures.contains_key(&from);
-        let failures = match known {
-            true => self.failures.entry(from).or_insert(fresh),
+        let known = self.given.len() < ADDRESSES || self.given.contains_key(&from);
+        let given = match known {
+            true => self.given.entry(from).or_insert(fresh),
             false => self.others.get_or_insert(fresh),
         };
-        if now.duration_since(failures.since) >= WINDOW {
-            *failures = fresh;
+        if now.duration_since(given.since) >= WINDOW {
+            *given = fresh;
         }
-        failures.count += 1;
-    }
-
-    /// Whether a cause is to be logged now; with how many were held back since the
-    /// last time. One line a minute for each.
-    pub(crate) fn logs(&mut self, cause: &str, now: Instant) -> Option<u64> {
-        if let Some(logged) = self.logged.get_mut(cause) {
-            if now.duration_since(logged.at) < LOG_EVERY {
-                logged.held_back += 1;
-                return None;
-            }
-            let held_back = std::mem::take(&mut logged.held_back);
-            logged.at = now;
-            return Some(held_back);
-        }
-        if self.logged.len() >= CAUSES {
-            self.logged
-                .retain(|_, logged| now.duration_since(logged.at) < LOG_EVERY);
-            if self.logged.len() >= CAUSES {
-                return None;
-            }
-        }
-        let logged = Logged {
-            at: now,
-            held_back: 0,
-        };
-        self.logged.insert(cause.into(), logged);
-        Some(0)
+        let gives = given.count < ANSWERS;
+        given.count += u32::from(gives);
+        gives
     }
 }
 
@@ -108,43 +116,56 @@ mod tests {
     }
 
     #[test]
-    fn who_fails_often_is_turned_away_for_a_while_and_nobody_else_is() {
-        let (mut gate, start) = (Gate::default(), Instant::now());
-        for _ in 0..FAILURES {
-            assert!(gate.lets_in(address(1), start));
-            gate.failed(address(1), start);
+    fn strangers_of_one_address_go_at_the_cost_of_each_other() {
+        let mut strangers = Strangers::new();
+        assert_eq!(strangers.come(address(2), 1000), None);
+        for number in 0..3 * OF_ONE {
+            let gone = strangers.come(address(1), number);
+            assert_eq!(gone, number.checked_sub(OF_ONE));
         }
-        assert!(!gate.lets_in(address(1), start));
-        assert!(gate.lets_in(address(2), start));
-        assert!(gate.lets_in(address(1), start + WINDOW));
-        gate.failed(address(1), start + WINDOW);
-        assert!(gate.lets_in(address(1), start + WINDOW));
+        strangers.retain(|one| *one == 1000);
+        assert_eq!(strangers.come(address(1), 0), None);
+        assert_eq!(strangers.all.len(), 2);
+    }
+
+    #[test]
+    fn strangers_of_many_addresses_go_at_the_cost_of_that_which_has_the_most() {
+        let mut strangers = Strangers::new();
+        for number in 0..10 {
+            assert_eq!(strangers.come(address(1), number), None);
+        }
+        for number in 10..STRANGERS {
+            assert_eq!(strangers.come(address(number as u16), number), None);
+        }
+        for number in 0..9 {
+            assert_eq!(
+                strangers.come(address(2000 + number as u16), 2000),
+                Some(number)
+            );
+        }
+        assert_eq!(strangers.all.len(), STRANGERS);
+    }
+
+    #[test]
+    fn who_fails_often_is_not_told_so_for_a_while_and_everybody_else_is() {
+        let (mut answers, start) = (Answers::default(), Instant::now());
+        for _ in 0..ANSWERS {
+            assert!(answers.gives(address(1), start));
+        }
+        assert!(!answers.gives(address(1), start));
+        assert!(answers.gives(address(2), start));
+        assert!(answers.gives(address(1), start + WINDOW));
     }
 
     #[test]
     fn thousands_of_addresses_are_not_remembered_one_by_one() {
-        let (mut gate, start) = (Gate::default(), Instant::now());
+        let (mut answers, start) = (Answers::default(), Instant::now());
         for last in 0..10_000 {
-            gate.failed(address(last), start);
+            let _ = answers.gives(address(last), start);
         }
-        assert_eq!(gate.failures.len(), ADDRESSES);
-        assert!(!gate.lets_in(address(20_000), start));
-        assert!(gate.lets_in(address(3), start));
-        assert!(gate.lets_in(address(20_000), start + WINDOW));
-    }
-
-    #[test]
-    fn a_cause_is_logged_once_a_minute() {
-        let (mut gate, start) = (Gate::default(), Instant::now());
-        assert_eq!(gate.logs("wrong token", start), Some(0));
-        for _ in 0..5 {
-            assert_eq!(gate.logs("wrong token", start), None);
-        }
-        assert_eq!(gate.logs("slow", start), Some(0));
-        assert_eq!(gate.logs("wrong token", start + LOG_EVERY), Some(5));
-        for cause in 0..1000 {
-            let _ = gate.logs(&cause.to_string(), start + LOG_EVERY);
-        }
-        assert!(gate.logged.len() <= CAUSES);
+        assert_eq!(answers.given.len(), ADDRESSES);
+        assert!(!answers.gives(address(20_000), start));
+        assert!(answers.gives(address(3), start));
+        assert!(answers.gives(address(20_000), start + WINDOW));
     }
 }

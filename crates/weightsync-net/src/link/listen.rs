@@ -1,7 +1,6 @@
-//! Accepting connections: strangers are few, quick, and turned away when they fail
-//! too often.
+//! Accepting connections: strangers are few, quick, and seldom told that they have
+//! failed.
 
-use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,13 +8,11 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 
-use super::gate::Gate;
+use super::causes::{self, Causes};
+use super::gate::{Answers, Strangers};
 use super::{GreetError, greet};
 use crate::access::Key;
 use crate::wire::hello::{HelloError, Role};
-
-/// How many connections may be proving themselves at once.
-const STRANGERS: usize = 256;
 
 /// A pause when the system has no descriptor for another connection.
 const BREATHE: Duration = Duration::from_millis(50);
@@ -28,10 +25,11 @@ pub(crate) async fn accept_all(
     busy: impl Fn() -> bool + Send + Sync + 'static,
     take: impl Fn(TcpStream, SocketAddr, Role) + Send + Sync + 'static,
 ) {
-    let gate = Arc::new(Mutex::new(Gate::default()));
+    let answers = Arc::new(Mutex::new(Answers::default()));
+    let causes = Arc::new(Mutex::new(Causes::default()));
     let take = Arc::new(take);
     let mut tasks = JoinSet::new();
-    let mut strangers: VecDeque<AbortHandle> = VecDeque::new();
+    let mut strangers: Strangers<AbortHandle> = Strangers::new();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -40,45 +38,35 @@ pub(crate) async fn accept_all(
         let (mut socket, from) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                log(&gate, "accept", || {
+                log(&causes, "accept", || {
                     format!("no connection can be accepted: {error}")
                 });
                 tokio::time::sleep(BREATHE).await;
                 continue;
             }
         };
-        let lets_in = locked(&gate).lets_in(from.ip(), Instant::now());
-        if !lets_in || socket.set_nodelay(true).is_err() {
+        if socket.set_nodelay(true).is_err() {
             continue;
         }
+        let (key, busy, take) = (key.clone(), busy(), take.clone());
+        let (answers, noted) = (answers.clone(), causes.clone());
+        let stranger = tasks.spawn(async move {
+            let answers = || locked(&answers).gives(from.ip(), Instant::now());
+            match greet(&mut socket, &key, busy, answers).await {
+                Ok(agreed) => take(socket, from, agreed.role),
+                Err(error) => log(&noted, cause(&error), || {
+                    format!("a connection from {from} was not let in: {error}")
+                }),
+            }
+        });
         strangers.retain(|stranger| !stranger.is_finished());
-        if strangers.len() >= STRANGERS
-            && let Some(oldest) = strangers.pop_front()
-        {
+        if let Some(oldest) = strangers.come(from.ip(), stranger) {
             // Silent connections must not keep honest ones out.
             oldest.abort();
-            log(&gate, "strangers", || {
-                format!(
-                    "more than {STRANGERS} connections had not proved themselves: the oldest was dropped"
-                )
+            log(&causes, "strangers", || {
+                "too many connections had not proved themselves: the oldest was dropped".into()
             });
         }
-        let (key, busy, take, gate) = (key.clone(), busy(), take.clone(), gate.clone());
-        strangers.push_back(tasks.spawn(async move {
-            match greet(&mut socket, &key, busy).await {
-                Ok(agreed) => take(socket, from, agreed.role),
-                Err(error) => {
-                    // Who was told that there is no room has done nothing wrong.
-                    if !matches!(error, GreetError::Hello(HelloError::TurnedAway)) {
-                        locked(&gate).failed(from.ip(), Instant::now());
-                    }
-                    let cause = cause(&error);
-                    log(&gate, cause, || {
-                        format!("a connection from {from} was not let in: {error}")
-                    });
-                }
-            }
-        }));
     }
 }
 
@@ -92,15 +80,12 @@ fn cause(error: &GreetError) -> &'static str {
     }
 }
 
-fn log(gate: &Mutex<Gate>, cause: &str, text: impl Fn() -> String) {
-    if let Some(held_back) = locked(gate).logs(cause, Instant::now()) {
-        match held_back {
-            0 => tracing::warn!("{}", text()),
-            more => tracing::warn!("{} (and {more} like it before)", text()),
-        }
+fn log(causes: &Mutex<Causes>, cause: &str, text: impl Fn() -> String) {
+    if let Some(held_back) = locked(causes).logs(cause, Instant::now()) {
+        causes::warn(held_back, &text());
     }
 }
 
-fn locked(gate: &Mutex<Gate>) -> std::sync::MutexGuard<'_, Gate> {
-    gate.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

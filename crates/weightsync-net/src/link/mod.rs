@@ -7,6 +7,7 @@
 //! without bound in one: messages for a peer that does not read end it too.
 
 pub(crate) mod blocking;
+pub(crate) mod causes;
 mod gate;
 pub(crate) mod listen;
 
@@ -14,12 +15,14 @@ use std::io;
 use std::marker::PhantomData;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
@@ -81,11 +84,26 @@ pub(crate) enum LinkEnd {
     Silent,
     /// It does not read what it is sent.
     Stuck,
+    /// It reads, and more slowly than it is told things.
+    Behind,
     /// The connection failed.
     Failed(io::Error),
     /// What came is no frame, or no message.
     Frame(FrameError),
     Message(MessageError),
+}
+
+impl LinkEnd {
+    /// What the other end did that it must not, in a word.
+    pub(crate) fn misbehaviour(&self) -> Option<&'static str> {
+        match self {
+            Self::Stuck => Some("stuck"),
+            Self::Behind => Some("behind"),
+            Self::Frame(_) => Some("frame"),
+            Self::Message(_) => Some("message"),
+            Self::HungUp | Self::Silent | Self::Failed(_) => None,
+        }
+    }
 }
 
 impl std::fmt::Display for LinkEnd {
@@ -94,6 +112,7 @@ impl std::fmt::Display for LinkEnd {
             Self::HungUp => f.write_str("it hung up"),
             Self::Silent => write!(f, "nothing was heard of it for {SUSPECT:?}"),
             Self::Stuck => write!(f, "it has read nothing for {STUCK:?}"),
+            Self::Behind => write!(f, "{QUEUE} messages wait for it"),
             Self::Failed(error) => write!(f, "{error}"),
             Self::Frame(error) => write!(f, "{error}"),
             Self::Message(error) => write!(f, "{error}"),
@@ -112,6 +131,10 @@ enum Outgoing {
 /// One end of a control link. Dropped, it hangs up.
 pub(crate) struct Link<Out> {
     sender: mpsc::Sender<Outgoing>,
+    /// A message found no room.
+    full: Arc<Notify>,
+    /// The next sign of life is handed on.
+    sign: Arc<AtomicBool>,
     tasks: [JoinHandle<()>; 2],
     out: PhantomData<fn(Out)>,
 }
@@ -128,35 +151,58 @@ impl<Out: Word> Link<Out> {
         let (reader, writer) = socket.into_split();
         let (sender, receiver) = mpsc::channel(QUEUE);
         let (heard, make) = (events.clone(), event.clone());
+        let sign = Arc::new(AtomicBool::new(false));
+        let signs = sign.clone();
         let read = tokio::spawn(async move {
-            if let Some(end) = read_all(reader, &heard, &make).await {
+            if let Some(end) = read_all(reader, &heard, &make, &signs).await {
                 let _ = heard.send(make(Err(end))).await;
             }
         });
         let heard = events.clone();
+        let full = Arc::new(Notify::new());
+        let overrun = full.clone();
         let write = tokio::spawn(async move {
-            if let Err(end) = write_all::<Out>(writer, receiver).await {
+            let written = tokio::select! {
+                written = write_all::<Out>(writer, receiver) => written,
+                () = overrun.notified() => Err(LinkEnd::Behind),
+            };
+            if let Err(end) = written {
                 let _ = heard.send(event(Err(end))).await;
             }
         });
         Self {
             sender,
+            full,
+            sign,
             tasks: [read, write],
             out: PhantomData,
         }
     }
 
-    /// Sends a message. False: the peer does not keep up, or the link has ended.
+    /// Sends a message. False: it could not be sent. A peer that does not keep up loses
+    /// its link by that: the end is an event like any other.
     pub(crate) fn say(&self, message: &Out) -> bool {
         match frames(std::slice::from_ref(message)) {
             Ok(frames) => self.say_frames(frames),
-            Err(_) => false,
+            Err(error) => {
+                tracing::error!("a message that cannot be is not sent: {error}");
+                false
+            }
         }
     }
 
     /// Sends what was encoded before.
     pub(crate) fn say_frames(&self, frames: Arc<[u8]>) -> bool {
-        self.sender.try_send(Outgoing::Frames(frames)).is_ok()
+        let sent = self.sender.try_send(Outgoing::Frames(frames));
+        if let Err(TrySendError::Full(_)) = sent {
+            self.full.notify_one();
+        }
+        sent.is_ok()
+    }
+
+    /// Has the next that is read, whatever it is, followed by a ping among the events.
+    pub(crate) fn expect_sign(&self) {
+        self.sign.store(true, Ordering::Relaxed);
     }
 
     /// Sends what was handed over so far, then hangs up; waits for that, but not
@@ -203,6 +249,7 @@ async fn read_all<In: Word, E>(
     mut reader: OwnedReadHalf,
     events: &mpsc::Sender<E>,
     event: &(impl Fn(Result<In, LinkEnd>) -> E + Sync),
+    sign: &AtomicBool,
 ) -> Option<LinkEnd> {
     let mut decoder = Decoder::new(&[Kind::Control]);
     let mut buffer = vec![0; 64 << 10];
@@ -213,6 +260,7 @@ async fn read_all<In: Word, E>(
             Ok(Ok(0)) => return Some(LinkEnd::HungUp),
             Ok(Ok(read)) => read,
         };
+        let signs = sign.swap(false, Ordering::Relaxed);
         let mut input = &buffer[..read];
         loop {
             let frame = match decoder.next(&mut input) {
@@ -228,6 +276,9 @@ async fn read_all<In: Word, E>(
                 }
                 Err(error) => return Some(LinkEnd::Message(error)),
             }
+        }
+        if signs {
+            events.send(event(Ok(In::ping()))).await.ok()?;
         }
     }
 }
@@ -324,11 +375,13 @@ impl std::fmt::Display for DialError {
     }
 }
 
-/// Lets a client prove itself; each client has [`HANDSHAKE`] for all of it.
+/// Lets a client prove itself; each client has [`HANDSHAKE`] for all of it. One that
+/// fails is told so if `answers` says that.
 pub(crate) async fn greet(
     socket: &mut TcpStream,
     key: &Key,
     busy: bool,
+    answers: impl Fn() -> bool,
 ) -> Result<Agreed, GreetError> {
     let shake = async {
         let mut server = Server::new(key.clone(), Protocols::OURS, busy, nonce()?);
@@ -342,7 +395,12 @@ pub(crate) async fn greet(
                 });
             }
             let step = server.feed(&mut &bytes[..]);
-            socket.write_all(&step.send).await?;
+            // Who is told that there is no room has done nothing wrong.
+            let failed =
+                matches!(&step.next, Next::Close(error) if *error != HelloError::TurnedAway);
+            if !failed || (!step.send.is_empty() && answers()) {
+                socket.write_all(&step.send).await?;
+            }
             match step.next {
                 Next::Read(more) => wanted = more,
                 Next::Done(agreed) => return Ok(agreed),
@@ -392,3 +450,6 @@ pub(crate) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
     }
     Ok(nonce)
 }
+
+#[cfg(test)]
+mod tests;

@@ -58,6 +58,8 @@ pub(crate) enum Event {
 pub(crate) struct Fetched {
     number: u64,
     item: Item,
+    /// By which agent.
+    parent: u64,
     end: FetchEnd,
     came: Came,
 }
@@ -376,16 +378,6 @@ impl Engine {
                     }),
                 }
             }
-            FromRoot::Digest {
-                model,
-                version,
-                digest,
-            } => {
-                let model = usize::from(model);
-                if let Some(snapshot) = self.whole.get(&Item { model, version }) {
-                    snapshot.publish_digest(digest);
-                }
-            }
             FromRoot::Goodbye => self.closes = Some(Instant::now() + LINGER),
             // They are of the way in.
             FromRoot::Welcome { .. }
@@ -533,7 +525,6 @@ impl Engine {
             worker: one.who.worker,
             instance: one.who.instance,
             taken: one.taken,
-            head: 0,
             through: one.through,
             loaded: one.loaded,
             versions: one
@@ -552,6 +543,7 @@ impl Engine {
         let Fetched {
             number,
             item,
+            parent: by,
             end,
             came: Came { bytes, busy },
         } = fetched;
@@ -559,6 +551,7 @@ impl Engine {
             self.say(&ToRoot::Received {
                 model: item.model as u8,
                 version: item.version,
+                parent: by,
                 bytes,
                 micros: busy.as_micros() as u64,
             });
@@ -627,11 +620,7 @@ impl Engine {
         match served {
             Served::Wanted { item } => self.step([Input::Wanted { item }]),
             Served::Unwanted { item } => self.step([Input::Unwanted { item }]),
-            Served::Speed { child, bytes, busy } => self.say(&ToRoot::ChildSpeed {
-                child,
-                bytes,
-                micros: busy.as_micros() as u64,
-            }),
+            Served::Sent { .. } => {}
         }
     }
 
@@ -728,6 +717,7 @@ impl Engine {
                 let fetched = Fetched {
                     number,
                     item,
+                    parent: parent.agent,
                     end,
                     came,
                 };
@@ -917,31 +907,5 @@ fn item(held: message::Held) -> Item {
     Item {
         model: held.model.into(),
         version: held.version,
-    }
-}
-
-impl From<Delivery> for message::Delivery {
-    fn from(delivery: Delivery) -> Self {
-        match delivery {
-            Delivery::Newest => Self::Newest,
-            Delivery::Every { bound } => Self::Every { bound },
-            Delivery::Asked => Self::Asked,
-        }
-    }
-}
-
-impl From<mem::Want> for message::Want {
-    fn from(want: mem::Want) -> Self {
-        match want {
-            mem::Want::Newest => Self::Newest,
-            mem::Want::AtLeast { model, version } => Self::AtLeast {
-                model: model as u8,
-                version,
-            },
-            mem::Want::Exactly { model, version } => Self::Exactly {
-                model: model as u8,
-                version,
-            },
-        }
     }
 }

@@ -4,6 +4,10 @@
 //! One task has all of it: it takes one event after the other and never waits for
 //! any agent.
 
+mod holdings;
+mod status;
+mod workers;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,19 +16,25 @@ use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
-use weightsync_core::{Version, WorkerId};
-use weightsync_mem::{self as mem, Error as Memory, Going, Guest, GuestOptions, Guests, Models};
+use weightsync_core::WorkerId;
+use weightsync_mem::{Going, GuestOptions, Guests, Models};
 
-use super::seats::{Comer, Leaver, Parting, Process, Seats};
+use self::holdings::Holdings;
+use self::workers::{Asks, Worker};
+use super::seats::{Parting, Process, Seats, Waiter};
 use super::topology::{AgentId, Assigned, Topology};
 use crate::bulk::Served;
+use crate::link::causes::{self, Causes};
 use crate::link::{Link, LinkEnd};
-use crate::status;
-use crate::wire::message::{Delivery, FromRoot, Held, RefusalRemedy, ToRoot, Want, WorkerProgress};
+use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
 
 /// How long a sender that shuts down goes on serving what it has announced.
 const LINGER: Duration = Duration::from_secs(5);
+
+/// What an agent did wrong that says it has more versions than its slots can take.
+const TOO_MUCH: &str = "it says that it has more versions than there can be";
 
 /// What a hub hears.
 pub(crate) enum Event {
@@ -86,7 +96,10 @@ pub(crate) struct Hub {
     count: Arc<AtomicUsize>,
     agents: BTreeMap<AgentId, Agent>,
     last_agent: AgentId,
-    seats: Seats<Worker>,
+    /// Links of agents that were turned away, until that is said.
+    ending: JoinSet<()>,
+    causes: Causes,
+    seats: Seats<Worker, Asks>,
     /// What went out from here, in bytes.
     served: u64,
     since: Instant,
@@ -106,17 +119,7 @@ struct Agent {
 struct Known {
     name: String,
     process: Process,
-    holds: BTreeSet<Held>,
-}
-
-/// One worker elsewhere.
-struct Worker {
-    guest: Guest,
-    device: String,
-    /// The last sequence and the last question's answer it was told.
-    told: u64,
-    answered: u64,
-    versions: BTreeMap<usize, Version>,
+    holds: Holdings,
 }
 
 impl Hub {
@@ -136,6 +139,8 @@ impl Hub {
             count,
             agents: BTreeMap::new(),
             last_agent: 0,
+            ending: JoinSet::new(),
+            causes: Causes::default(),
             seats: Seats::new(),
             served: 0,
             since: Instant::now(),
@@ -151,8 +156,10 @@ impl Hub {
             if stops.is_some() && self.agents.is_empty() {
                 return;
             }
-            let due = self.seats.due().map(|due| self.since + due);
-            let due = due.into_iter().chain(stops).min();
+            let due = [self.seats.due(), self.topology.due()]
+                .into_iter()
+                .flatten();
+            let due = due.map(|due| self.since + due).chain(stops).min();
             tokio::select! {
                 event = events.recv() => match event {
                     Some(Event::Stop) => {
@@ -172,9 +179,11 @@ impl Hub {
                     if stops.is_some_and(|at| now >= at) {
                         return;
                     }
-                    for worker in self.seats.late(now.duration_since(self.since)) {
+                    for worker in self.seats.late(self.now()) {
                         worker.guest.leave(Going::Lost);
                     }
+                    let assigned = self.topology.again(self.now());
+                    self.assign(&assigned);
                 }
             }
         }
@@ -199,9 +208,9 @@ impl Hub {
             }
             Event::Heard { agent, what } => match what {
                 Ok(message) => self.hear(agent, message),
-                Err(end) => self.part(agent, &end),
+                Err(end) => self.ended(agent, &end),
             },
-            Event::Served(Served::Speed { bytes, .. }) => self.served += bytes,
+            Event::Served(Served::Sent { bytes }) => self.served += bytes,
             Event::Served(Served::Wanted { .. } | Served::Unwanted { .. }) => {}
             Event::Status(answer) => {
                 // Who asked may have gone.
@@ -236,19 +245,19 @@ impl Hub {
                         reason: format!("this sender has {got}, and {seen} has been seen"),
                         remedy: RefusalRemedy::Fenced { seen, got },
                     };
-                    known.link.say(&refused);
-                    known.leaves = true;
+                    self.turn_away(agent, &refused);
                     return;
                 }
                 let bulk = bulk.map(|port| SocketAddr::new(known.from.ip(), port));
-                let holds = match run == Some(own) {
-                    true => holds.into_iter().collect(),
-                    false => BTreeSet::new(),
-                };
+                let mut held = Holdings::new(self.settings.models.len());
+                if run == Some(own) && !held.change(holds, Vec::new()) {
+                    self.drop_agent(agent, TOO_MUCH);
+                    return;
+                }
                 known.known = Some(Known {
                     name,
                     process: Process { host, pid },
-                    holds,
+                    holds: held,
                 });
                 let welcome = FromRoot::Welcome {
                     run: own,
@@ -273,23 +282,22 @@ impl Hub {
                 delivery,
                 device,
                 seen,
-            } => {
-                let options = GuestOptions {
-                    worker,
-                    pid,
-                    seen,
-                    models: Models(models),
-                    delivery: delivery.into(),
-                    device,
-                };
-                match self.seat(agent, instance, options) {
-                    Ok(()) => {
-                        self.say(agent, &FromRoot::Joined { ticket });
-                        self.tell(BTreeSet::from([worker]));
-                    }
-                    Err(reason) => self.say(agent, &FromRoot::Denied { ticket, reason }),
-                }
-            }
+            } => self.join(Waiter {
+                agent,
+                worker,
+                instance,
+                asks: Asks {
+                    ticket,
+                    options: GuestOptions {
+                        worker,
+                        pid,
+                        seen,
+                        models: Models(models),
+                        delivery: delivery.into(),
+                        device,
+                    },
+                },
+            }),
             ToRoot::Progress { workers } => {
                 for progress in workers {
                     self.progress(agent, progress);
@@ -299,17 +307,7 @@ impl Hub {
                 worker,
                 instance,
                 died,
-            } => match self.seats.gone(agent, worker, instance, died) {
-                Leaver::Over(worker) => worker.guest.leave(match died {
-                    true => Going::Died,
-                    false => Going::Left,
-                }),
-                Leaver::Back(one) => {
-                    one.start_over();
-                    self.tell(BTreeSet::from([worker]));
-                }
-                Leaver::Elsewhere => {}
-            },
+            } => self.gone(agent, (worker, instance), died),
             ToRoot::Unusable {
                 worker,
                 instance,
@@ -331,169 +329,31 @@ impl Hub {
                 }
             }
             ToRoot::Holds { have, dropped } => {
-                if let Some(known) = &mut known.known {
-                    known.holds.extend(have);
-                    for held in dropped {
-                        known.holds.remove(&held);
-                    }
+                if let Some(known) = &mut known.known
+                    && !known.holds.change(have, dropped)
+                {
+                    self.drop_agent(agent, TOO_MUCH);
                 }
             }
-            ToRoot::Received { bytes, micros, .. } => {
+            ToRoot::Received {
+                parent,
+                bytes,
+                micros,
+                ..
+            } => {
                 known.received += bytes;
                 let busy = Duration::from_micros(micros);
-                let parent = self.topology.parent(agent).unwrap_or(0);
                 let assigned = self.topology.measured(parent, agent, bytes, busy);
                 self.assign(&assigned);
             }
             ToRoot::ParentLost { parent, .. } => {
-                let assigned = self.topology.lost(agent, parent);
+                let assigned = self.topology.lost(agent, parent, self.now());
                 self.assign(&assigned);
             }
-            // How fast a parent can write says little of the link: a buffer takes it.
-            ToRoot::ChildSpeed { .. } => {}
             // It asks the sender itself next.
-            ToRoot::Missing { .. } | ToRoot::Ping => {}
+            ToRoot::Missing { .. } => {}
+            ToRoot::Ping => self.is_there(agent),
             ToRoot::Goodbye => known.leaves = true,
-        }
-    }
-
-    /// Gives a worker its seat: the one it had, if it only comes by another way.
-    fn seat(&mut self, agent: AgentId, instance: u64, options: GuestOptions) -> Result<(), String> {
-        let worker = options.worker;
-        match self.seats.comes(agent, worker, instance) {
-            Comer::Back(worker) => {
-                worker.start_over();
-                return Ok(());
-            }
-            // Another has its number now.
-            Comer::New(Some(old)) => old.guest.leave(Going::Died),
-            Comer::New(None) => {}
-        }
-        let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
-        let process = Process {
-            host: known.map_or([0; 16], |known| known.process.host),
-            pid: options.pid,
-        };
-        let news = self.news.clone();
-        let device = options.device.clone();
-        let joined = self.guests.join(options, move |worker| news.ring(worker));
-        let guest = joined.map_err(|error| match error {
-            Memory::Denied { reason } => reason,
-            error => error.to_string(),
-        })?;
-        let of = Worker {
-            guest,
-            device,
-            told: 0,
-            answered: 0,
-            versions: BTreeMap::new(),
-        };
-        self.seats.put(agent, (worker, instance), process, of);
-        Ok(())
-    }
-
-    fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
-        let Some(seat) = self.seats.heard(agent, progress.worker, progress.instance) else {
-            return;
-        };
-        let WorkerProgress {
-            taken,
-            through,
-            loaded,
-            versions,
-            refused,
-            ..
-        } = progress;
-        seat.guest.progress(taken, through);
-        if !versions.is_empty() {
-            let versions = versions
-                .into_iter()
-                .map(|held| (usize::from(held.model), held.version));
-            let versions: Vec<_> = versions.collect();
-            seat.versions.extend(versions.iter().copied());
-            seat.guest.applied(loaded, versions);
-        }
-        if let Some((sequence, reason)) = refused {
-            seat.guest.refuse(Some(sequence), reason);
-        }
-    }
-
-    fn ask(&mut self, agent: AgentId, who: (WorkerId, u64), question: u64, want: Want) {
-        let (worker, instance) = who;
-        let Some(seat) = self.seats.heard(agent, worker, instance) else {
-            return;
-        };
-        match seat.guest.ask(question, want.into()) {
-            Ok(()) => self.tell(BTreeSet::from([worker])),
-            Err(Memory::NoSuchVersion {
-                model,
-                asked,
-                known,
-            }) => {
-                let answer = FromRoot::NoSuchVersion {
-                    worker,
-                    question,
-                    model: model as u8,
-                    asked,
-                    known,
-                };
-                self.say(agent, &answer);
-            }
-            Err(Memory::SenderClosed) => {}
-            Err(error) => {
-                let reason = error.to_string();
-                seat.guest.refuse(None, reason.clone());
-                let away = FromRoot::TurnAway {
-                    worker,
-                    instance,
-                    reason,
-                };
-                self.say(agent, &away);
-            }
-        }
-    }
-
-    /// Tells workers what is new for them; those of one agent that are told the
-    /// same by one message.
-    fn tell(&mut self, workers: BTreeSet<WorkerId>) {
-        // By sequence number first: of one worker the older comes before the newer.
-        let mut tells: BTreeMap<(AgentId, u64, Vec<Held>), Vec<WorkerId>> = BTreeMap::new();
-        let mut answers = Vec::new();
-        for worker in workers {
-            let Some((agent, seat)) = self.seats.reached(worker) else {
-                continue;
-            };
-            // An error is the sender's own end.
-            for told in seat.guest.told().unwrap_or_default() {
-                if told.sequence > seat.told {
-                    seat.told = told.sequence;
-                    let key = (agent, told.sequence, held(&told));
-                    tells.entry(key).or_default().push(worker);
-                }
-            }
-            if let Ok(Some((question, told))) = seat.guest.answered()
-                && question > seat.answered
-            {
-                seat.answered = question;
-                let answer = FromRoot::Answer {
-                    worker,
-                    question,
-                    sequence: told.sequence,
-                    set: held(&told),
-                };
-                answers.push((agent, answer));
-            }
-        }
-        for ((agent, sequence, set), workers) in tells {
-            let tell = FromRoot::Tell {
-                sequence,
-                set,
-                workers,
-            };
-            self.say(agent, &tell);
-        }
-        for (agent, answer) in answers {
-            self.say(agent, &answer);
         }
     }
 
@@ -507,161 +367,79 @@ impl Hub {
         }
     }
 
-    /// Says something to an agent; one that does not keep up is given up.
-    fn say(&mut self, agent: AgentId, message: &FromRoot) {
-        let heard = self
-            .agents
-            .get(&agent)
-            .is_none_or(|known| known.link.say(message));
-        if !heard {
-            self.drop_agent(agent, "it does not keep up");
+    /// Says something to an agent. That of one that does not keep up is not said, and
+    /// its link ends by that.
+    fn say(&self, agent: AgentId, message: &FromRoot) {
+        if let Some(known) = self.agents.get(&agent) {
+            known.link.say(message);
         }
     }
 
-    fn drop_agent(&mut self, agent: AgentId, why: &str) {
-        tracing::warn!("agent {agent} is given up: {why}");
-        self.part(agent, &LinkEnd::Stuck);
+    /// Has an agent go that may not stay, once it has been told why.
+    fn turn_away(&mut self, agent: AgentId, why: &FromRoot) {
+        self.say(agent, why);
+        if let Some(gone) = self.part(agent, Parting::Silent, "it was turned away") {
+            while self.ending.try_join_next().is_some() {}
+            self.ending.spawn(gone.link.finish());
+        }
+    }
+
+    fn drop_agent(&mut self, agent: AgentId, why: &'static str) {
+        self.warn(why, agent, why);
+        self.part(agent, Parting::Silent, why);
     }
 
     /// An agent's link has ended.
-    fn part(&mut self, agent: AgentId, end: &LinkEnd) {
-        let Some(gone) = self.agents.remove(&agent) else {
-            return;
-        };
-        self.count.store(self.agents.len(), Ordering::Relaxed);
+    fn ended(&mut self, agent: AgentId, end: &LinkEnd) {
+        let why = end.to_string();
+        if let Some(cause) = end.misbehaviour() {
+            self.warn(cause, agent, &why);
+        }
         let how = match end {
-            _ if gone.leaves => Parting::Left,
             LinkEnd::HungUp | LinkEnd::Failed(_) => Parting::HungUp,
             _ => Parting::Silent,
         };
+        self.part(agent, how, &why);
+    }
+
+    /// Since it began.
+    fn now(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// What an agent has done wrong: a line a minute for each cause.
+    fn warn(&mut self, cause: &str, agent: AgentId, why: &str) {
+        let Some(one) = self.agents.get(&agent) else {
+            return;
+        };
+        if let Some(held_back) = self.causes.logs(cause, Instant::now().into_std()) {
+            let text = format!("agent {agent} at {} is given up: {why}", one.from);
+            causes::warn(held_back, &text);
+        }
+    }
+
+    /// An agent is gone.
+    fn part(&mut self, agent: AgentId, how: Parting, why: &str) -> Option<Agent> {
+        let gone = self.agents.remove(&agent)?;
+        self.count.store(self.agents.len(), Ordering::Relaxed);
+        let how = if gone.leaves { Parting::Left } else { how };
         let process = gone.known.as_ref().map(|known| known.process);
-        let now = Instant::now().duration_since(self.since);
-        for (worker, going) in self.seats.part(agent, process, how, now) {
+        for (worker, going) in self.seats.part(agent, process, how, self.now()) {
             worker.guest.leave(going);
         }
-        if gone.known.is_some() {
-            let name = gone.known.as_ref().map_or("", |known| &known.name);
-            tracing::info!("agent {agent} ({name}, {}) is gone: {end}", gone.from);
+        if let Some(known) = &gone.known {
+            tracing::info!(
+                "agent {agent} ({}, {}) is gone: {why}",
+                known.name,
+                gone.from
+            );
             let assigned = self.topology.leave(agent);
             self.assign(&assigned);
         }
-    }
-
-    fn status(&self) -> String {
-        let models = self.settings.models.iter().enumerate();
-        let models = models.map(|(index, name)| status::Model {
-            name: name.clone(),
-            version: self.guests.version(index).0,
-        });
-        let workers = |agent: AgentId| {
-            let all = self.seats.iter();
-            let mine = all.filter(|(_, _, by, _)| *by == Some(agent));
-            let workers = mine.map(|(worker, process, _, of)| status::Worker {
-                worker: worker.0,
-                pid: process.pid,
-                device: of.device.clone(),
-                versions: self.versions(of),
-            });
-            workers.collect::<Vec<_>>()
-        };
-        let relays = self.topology.parents().filter_map(|(agent, parent)| {
-            let one = self.agents.get(&agent)?;
-            let known = one.known.as_ref()?;
-            Some(status::Relay {
-                agent,
-                parent: parent.unwrap_or(0),
-                name: known.name.clone(),
-                address: one.from.ip().to_string(),
-                pid: known.process.pid,
-                received: one.received,
-                bytes_per_second: self.topology.speed(agent),
-                holds: known
-                    .holds
-                    .iter()
-                    .map(|held| (held.model, held.version.0))
-                    .collect(),
-                workers: workers(agent),
-            })
-        });
-        let local = self
-            .guests
-            .local()
-            .into_iter()
-            .map(|reader| status::Worker {
-                worker: reader.worker.0,
-                pid: reader.pid,
-                device: reader.device,
-                versions: reader.applied.iter().map(|version| version.0).collect(),
-            });
-        let run = self.guests.run();
-        status::Status {
-            address: self.settings.address.clone(),
-            pid: std::process::id(),
-            run: run.to_string(),
-            up_seconds: self.since.elapsed().as_secs_f64(),
-            models: models.collect(),
-            served: self.served,
-            local: local.collect(),
-            relays: relays.collect(),
-            lost: self
-                .seats
-                .iter()
-                .filter(|(_, _, by, _)| by.is_none())
-                .map(|(worker, ..)| worker.0)
-                .collect(),
-        }
-        .to_json()
-    }
-
-    fn versions(&self, worker: &Worker) -> Vec<u64> {
-        let models = 0..self.settings.models.len();
-        models
-            .map(|model| worker.versions.get(&model).map_or(0, |version| version.0))
-            .collect()
+        self.seat_again();
+        Some(gone)
     }
 }
 
-impl Worker {
-    /// It comes by another way, and is told everything anew.
-    fn start_over(&mut self) {
-        self.told = 0;
-        self.answered = 0;
-        self.guest.start_over();
-    }
-}
-
-fn held(told: &mem::Told) -> Vec<Held> {
-    let members = told.members.iter();
-    members
-        .map(|snapshot| Held {
-            model: snapshot.model() as u8,
-            version: snapshot.version(),
-        })
-        .collect()
-}
-
-impl From<Delivery> for mem::Delivery {
-    fn from(delivery: Delivery) -> Self {
-        match delivery {
-            Delivery::Newest => Self::Newest,
-            Delivery::Every { bound } => Self::Every { bound },
-            Delivery::Asked => Self::Asked,
-        }
-    }
-}
-
-impl From<Want> for mem::Want {
-    fn from(want: Want) -> Self {
-        match want {
-            Want::Newest => Self::Newest,
-            Want::AtLeast { model, version } => Self::AtLeast {
-                model: model.into(),
-                version,
-            },
-            Want::Exactly { model, version } => Self::Exactly {
-                model: model.into(),
-                version,
-            },
-        }
-    }
-}
+#[cfg(test)]
+mod tests;

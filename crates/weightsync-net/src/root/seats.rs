@@ -3,7 +3,9 @@
 //! **Guarantee.** Plain values in, plain values out; times are since any one moment.
 //! A worker has one seat at most, and keeps it for as long as it is the same life of
 //! it: by whichever agent it is reached, and for [`GRACE`] by none. What an agent
-//! says of a worker that is reached by another is not heard.
+//! says of a worker that is reached by another is not heard. The next life of a
+//! worker waits until it is known whether the one that has the seat is there still:
+//! until something is heard of the agent that reaches it, or that is gone.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -36,10 +38,23 @@ pub(crate) enum Parting {
     Silent,
 }
 
-/// The seats; `T` is what the sender has of each worker.
+/// The seats; `T` is what the sender has of each worker, and `W` what one asks for that
+/// waits.
 #[derive(Debug)]
-pub(crate) struct Seats<T> {
+pub(crate) struct Seats<T, W> {
     seats: BTreeMap<WorkerId, Seat<T>>,
+    /// At most one for each seat.
+    waiting: BTreeMap<WorkerId, Waiter<W>>,
+}
+
+/// One that waits for a seat.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Waiter<W> {
+    /// By whom it comes.
+    pub(crate) agent: AgentId,
+    pub(crate) worker: WorkerId,
+    pub(crate) instance: u64,
+    pub(crate) asks: W,
 }
 
 #[derive(Debug)]
@@ -62,6 +77,11 @@ pub(crate) enum Comer<'a, T> {
     Back(&'a mut T),
     /// One without. Whoever had its number and is not heard of any more has died.
     New(Option<T>),
+    /// Another life of it has the seat, and is reached by this agent, which may have
+    /// fallen silent: it [waits](Seats::wait) until that is known.
+    Waits(AgentId),
+    /// Another life of it has the seat, and is there.
+    Two,
 }
 
 /// What it comes to that an agent says of a worker that it is gone.
@@ -76,11 +96,12 @@ pub(crate) enum Leaver<'a, T> {
     Elsewhere,
 }
 
-impl<T> Seats<T> {
+impl<T, W> Seats<T, W> {
     /// Nobody's yet.
     pub(crate) fn new() -> Self {
         Self {
             seats: BTreeMap::new(),
+            waiting: BTreeMap::new(),
         }
     }
 
@@ -92,14 +113,17 @@ impl<T> Seats<T> {
         worker: WorkerId,
         instance: u64,
     ) -> Comer<'_, T> {
-        let (same, reached) = match self.seats.get(&worker) {
+        let (same, by) = match self.seats.get(&worker) {
             None => return Comer::New(None),
-            Some(seat) => (seat.instance == instance, seat.agent.is_some()),
+            Some(seat) => (seat.instance == instance, seat.agent),
         };
         if !same {
-            // Two that are there with one number are for others to tell apart.
-            let old = (!reached).then(|| self.take(worker)).flatten();
-            return Comer::New(old);
+            return match by {
+                None => Comer::New(self.take(worker)),
+                // This one is heard just now.
+                Some(by) if by == agent => Comer::Two,
+                Some(by) => Comer::Waits(by),
+            };
         }
         match self.seats.get_mut(&worker) {
             None => Comer::New(None),
@@ -112,6 +136,33 @@ impl<T> Seats<T> {
                 Comer::Back(&mut seat.of)
             }
         }
+    }
+
+    /// One waits for a seat that another has; who has waited for that before, in vain.
+    pub(crate) fn wait(&mut self, waiter: Waiter<W>) -> Option<Waiter<W>> {
+        self.waiting.insert(waiter.worker, waiter)
+    }
+
+    /// Who waited in vain: the seat is another's by this agent, of which something has
+    /// been heard.
+    pub(crate) fn in_vain(&mut self, agent: AgentId) -> Vec<Waiter<W>> {
+        self.take_waiting(|by| by == Some(agent))
+    }
+
+    /// Who may come again: nobody is reached any more who has the seat.
+    pub(crate) fn may_come(&mut self) -> Vec<Waiter<W>> {
+        self.take_waiting(|by| by.is_none())
+    }
+
+    /// Who waits for this worker's seat comes again, as another reaches it now.
+    pub(crate) fn comes_again(&mut self, worker: WorkerId) -> Option<Waiter<W>> {
+        self.waiting.remove(&worker)
+    }
+
+    fn take_waiting(&mut self, of: impl Fn(Option<AgentId>) -> bool) -> Vec<Waiter<W>> {
+        let by = |worker: &WorkerId| self.seats.get(worker).and_then(|seat| seat.agent);
+        let taken = self.waiting.extract_if(.., |worker, _| of(by(worker)));
+        taken.map(|(_, waiter)| waiter).collect()
     }
 
     /// Gives a worker its seat.
@@ -158,6 +209,10 @@ impl<T> Seats<T> {
         instance: u64,
         died: bool,
     ) -> Leaver<'_, T> {
+        let this = |waiter: &Waiter<W>| (waiter.agent, waiter.instance) == (agent, instance);
+        if self.waiting.get(&worker).is_some_and(this) {
+            self.waiting.remove(&worker);
+        }
         let Some(seat) = self.seats.get_mut(&worker) else {
             return Leaver::Elsewhere;
         };
@@ -186,6 +241,7 @@ impl<T> Seats<T> {
         now: Duration,
     ) -> Vec<(T, Going)> {
         let mut over = Vec::new();
+        self.waiting.retain(|_, waiter| waiter.agent != agent);
         for (worker, seat) in &mut self.seats {
             seat.before.take_if(|before| *before == agent);
             if seat.agent != Some(agent) {

@@ -26,6 +26,13 @@ const MEASURABLE: u64 = 1 << 20;
 /// How fast a link looks after a measurement: so much of it is the newest.
 const FRESH: f64 = 0.5;
 
+/// For how long an agent is not given a parent again that it could not fetch from; twice
+/// as long each time that it cannot soon after it was given it again.
+const AVOIDED: Duration = Duration::from_secs(30);
+
+/// No longer than this.
+const MOST_AVOIDED: Duration = Duration::from_secs(960);
+
 /// The agents, in order.
 #[derive(Debug)]
 pub(crate) struct Topology {
@@ -45,10 +52,37 @@ struct Agent {
     /// Whom it was last told to fetch from.
     parent: Option<AgentId>,
     /// Whom it could not fetch from.
-    avoids: BTreeSet<AgentId>,
+    failed: BTreeMap<AgentId, Failed>,
+}
+
+/// That one could not fetch from another.
+#[derive(Clone, Copy, Debug)]
+struct Failed {
+    /// Whether it is not given it.
+    avoided: bool,
+    /// Until when that was to be so, which is so long.
+    until: Duration,
+    pause: Duration,
 }
 
 impl Agent {
+    fn avoids(&self, parent: AgentId) -> bool {
+        self.failed.get(&parent).is_some_and(|one| one.avoided)
+    }
+
+    fn avoid(&mut self, parent: AgentId, now: Duration) {
+        let before = self.failed.get(&parent);
+        // What was well for as long as it was avoided before is well.
+        let before = before.filter(|one| now < one.until + one.pause);
+        let pause = before.map_or(AVOIDED, |one| (2 * one.pause).min(MOST_AVOIDED));
+        let failed = Failed {
+            avoided: true,
+            until: now + pause,
+            pause,
+        };
+        self.failed.insert(parent, failed);
+    }
+
     fn is_slow(&self, fastest: f64) -> bool {
         self.speed.is_some_and(|(speed, _)| speed * SLOW < fastest)
     }
@@ -79,7 +113,7 @@ impl Topology {
             address,
             speed: None,
             parent: None,
-            avoids: BTreeSet::new(),
+            failed: BTreeMap::new(),
         };
         self.agents.insert(agent, fresh);
         self.order.push(agent);
@@ -92,7 +126,7 @@ impl Topology {
     pub(crate) fn leave(&mut self, agent: AgentId) -> Vec<Assigned> {
         self.agents.remove(&agent);
         for other in self.agents.values_mut() {
-            other.avoids.remove(&agent);
+            other.failed.remove(&agent);
         }
         if let Some(at) = self.order.iter().position(|one| *one == agent) {
             match self.arity {
@@ -106,16 +140,33 @@ impl Topology {
     }
 
     /// An agent could not fetch from its parent, which is there: it is given
-    /// another, and that one not again. One that could not fetch from the sender, be
-    /// it in the parent's stead, waits to be told from whom to go on.
-    pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId) -> Vec<Assigned> {
+    /// another, and that one not [for a while](Self::again). One that could not fetch
+    /// from the sender, be it in the parent's stead, waits to be told from whom to go on.
+    pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId, now: Duration) -> Vec<Assigned> {
         if let Some(one) = self.agents.get_mut(&agent)
             && (one.parent == Some(parent) || parent == 0)
         {
             // Asked for again, even if it is the same.
             one.parent = None;
             if parent != 0 {
-                one.avoids.insert(parent);
+                one.avoid(parent, now);
+            }
+        }
+        self.assign()
+    }
+
+    /// When a parent that could not be fetched from may be given again next.
+    pub(crate) fn due(&self) -> Option<Duration> {
+        let failed = self.agents.values().flat_map(|one| one.failed.values());
+        let avoided = failed.filter(|one| one.avoided);
+        avoided.map(|one| one.until).min()
+    }
+
+    /// Gives parents again that were avoided for long enough.
+    pub(crate) fn again(&mut self, now: Duration) -> Vec<Assigned> {
+        for one in self.agents.values_mut() {
+            for failed in one.failed.values_mut() {
+                failed.avoided &= now < failed.until;
             }
         }
         self.assign()
@@ -152,11 +203,6 @@ impl Topology {
         one.speed = Some((speed, parent));
         self.sort();
         self.assign()
-    }
-
-    /// Whom an agent was told to fetch from.
-    pub(crate) fn parent(&self, agent: AgentId) -> Option<AgentId> {
-        self.agents.get(&agent)?.parent
     }
 
     /// The agents in order, each with its parent.
@@ -218,7 +264,7 @@ impl Topology {
             let serves = one.address.is_some();
             // The first with room: by arity 1 the one before.
             let fits = |(parent, below): &&mut (AgentId, usize)| {
-                *below < self.arity && !one.avoids.contains(parent)
+                *below < self.arity && !one.avoids(*parent)
             };
             let parent = match serving.iter_mut().find(fits) {
                 Some((parent, below)) if serves => {

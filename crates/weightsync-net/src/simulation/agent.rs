@@ -233,7 +233,6 @@ impl World {
             worker: who.worker,
             instance: who.instance,
             taken,
-            head: 0,
             through: 0,
             loaded: taken,
             versions: Vec::new(),

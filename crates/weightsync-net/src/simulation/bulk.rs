@@ -9,7 +9,6 @@ use super::perform::FetchEnd;
 use super::{Event, World};
 use crate::relay::Item;
 use crate::relay::plan::Input;
-use crate::wire::message::ToRoot;
 
 /// As large as one on the wire.
 pub(super) const CHUNK: u64 = 1 << 20;
@@ -222,10 +221,10 @@ impl World {
         agent.whole.insert(item);
         self.transfers.remove(&number);
         self.pass_on(node, item);
-        self.fetched(node, item, parent, FetchEnd::Whole { bytes });
+        let micros = busy;
+        self.fetched(node, item, parent, FetchEnd::Whole { bytes, micros });
         if served {
-            let of = (node, item, parent);
-            self.served(of, Some((bytes, busy)));
+            self.served(item, parent);
         }
     }
 
@@ -242,29 +241,9 @@ impl World {
     }
 
     /// A parent has ended with one.
-    fn served(
-        &mut self,
-        (child, item, parent): (Node, Item, Parent),
-        measured: Option<(u64, Time)>,
-    ) {
-        let child = self.hosts[child].agent.as_ref().and_then(|one| one.link);
-        if parent.node == 0 {
-            if let (Some((bytes, busy)), Some(child)) = (measured, child) {
-                self.measured(0, child, bytes, busy);
-            }
-            return;
-        }
-        if self.agent(parent.node, parent.life).is_none() {
-            return;
-        }
-        self.step(parent.node, vec![Input::Unwanted { item }]);
-        if let (Some((bytes, micros)), Some(child)) = (measured, child) {
-            let speed = ToRoot::ChildSpeed {
-                child,
-                bytes,
-                micros,
-            };
-            self.say(parent.node, speed);
+    fn served(&mut self, item: Item, parent: Parent) {
+        if parent.node != 0 && self.agent(parent.node, parent.life).is_some() {
+            self.step(parent.node, vec![Input::Unwanted { item }]);
         }
     }
 
@@ -276,9 +255,9 @@ impl World {
         };
         transfer.parent_open = false;
         transfer.gone = true;
-        let of = (transfer.child.0, transfer.item, transfer.parent);
+        let (item, parent) = (transfer.item, transfer.parent);
         self.clock.after(latency, Event::NotThere { number });
-        self.served(of, None);
+        self.served(item, parent);
     }
 
     /// The child hears that.
@@ -330,10 +309,10 @@ impl World {
             && !transfer.child_open
         {
             let open = transfer.parent_open;
-            let of = (transfer.child.0, transfer.item, transfer.parent);
+            let (item, parent) = (transfer.item, transfer.parent);
             self.transfers.remove(&number);
             if open {
-                self.served(of, None);
+                self.served(item, parent);
             }
         }
     }

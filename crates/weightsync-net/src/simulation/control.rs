@@ -11,6 +11,9 @@ use crate::wire::message::{FromRoot, ToRoot};
 /// A link on which nothing has come for so long is silent, as in `link`.
 pub(super) const SUSPECT: Time = 800 * MS;
 
+/// How often an end that has nothing to say says so.
+const HEARTBEAT: Time = 200 * MS;
+
 /// One link; its number is the agent's.
 pub(super) struct Control {
     pub(super) node: Node,
@@ -116,6 +119,26 @@ impl World {
         }
         for word in std::mem::take(&mut control.held) {
             self.arrives(link, word);
+        }
+    }
+
+    /// The sender is to hear whether an agent is there: the next that comes by its link
+    /// says so.
+    pub(super) fn expect_sign(&mut self, link: AgentId) {
+        let pause = self.network.latency + self.dice.below(HEARTBEAT);
+        self.clock.after(pause, Event::Sign { link });
+    }
+
+    /// Something comes by a link, or would.
+    pub(super) fn sign(&mut self, link: AgentId) {
+        let Some(control) = self.controls.get(&link) else {
+            return;
+        };
+        match control.agent_open && control.root_open {
+            true if self.network.is_good(control.node, 0) => self.is_there(link),
+            true => self.expect_sign(link),
+            // The end of it is what is heard next.
+            false => {}
         }
     }
 

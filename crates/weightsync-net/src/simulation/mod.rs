@@ -27,7 +27,6 @@ mod sender;
 
 use std::collections::BTreeMap;
 
-use weightsync_core::WorkerId;
 use weightsync_mem::{Delivery, Seated};
 
 use self::agent::Agent;
@@ -52,6 +51,8 @@ enum Event {
     Flush { link: AgentId },
     /// An end hears that a link has ended.
     LinkEnded { link: AgentId, at_root: bool },
+    /// The sender waits for a sign of life on a link.
+    Sign { link: AgentId },
     /// An end finds that a link is silent.
     Suspect {
         link: AgentId,
@@ -60,6 +61,8 @@ enum Event {
     },
     /// Workers that are not reached may be over.
     Late,
+    /// Parents that could not be fetched from may be given again.
+    Again,
     /// A fetch reaches the one that is asked.
     Asked { number: u64 },
     /// A chunk has come.
@@ -143,12 +146,14 @@ impl World {
             Event::Said { link, word } => self.said(link, word),
             Event::Flush { link } => self.flush(link),
             Event::LinkEnded { link, at_root } => self.link_ended(link, at_root, Parting::HungUp),
+            Event::Sign { link } => self.sign(link),
             Event::Suspect {
                 link,
                 since,
                 at_root,
             } => self.suspect(link, since, at_root),
             Event::Late => self.late(),
+            Event::Again => self.again(),
             Event::Asked { number } => self.asked(number),
             Event::Chunk { number } => self.chunk(number),
             Event::NotThere { number } => self.not_there(number),
@@ -199,10 +204,7 @@ impl World {
         let host = &mut self.hosts[node];
         let worker = &mut host.workers[index];
         worker.alive = true;
-        worker.who = Seated {
-            worker: WorkerId((node * 10 + index) as u32),
-            instance,
-        };
+        worker.who.instance = instance;
         worker.told = 0;
         worker.taken = 0;
         let (who, delivery) = (worker.who, worker.delivery);
@@ -242,6 +244,31 @@ impl World {
         if self.hosts[node].own {
             self.hosts[node].workers[0].alive = false;
         }
+    }
+
+    /// A machine falls silent, and all that runs there dies.
+    fn vanish(&mut self, node: Node) {
+        self.set_health(node, Health::Silent);
+        self.end_agent(node, false);
+        for worker in &mut self.hosts[node].workers {
+            worker.alive = false;
+        }
+    }
+
+    /// A worker of a machine that has vanished comes to life on another.
+    fn move_worker(&mut self, from: Node, index: usize, to: Node) {
+        let host = &mut self.hosts[from];
+        let dead = host.workers.get(index).is_some_and(|one| !one.alive);
+        if !dead || from == to || self.hosts[to].own {
+            return;
+        }
+        let host = &mut self.hosts[from];
+        // What starts there is not its process.
+        host.own = false;
+        let worker = host.workers.remove(index);
+        self.hosts[to].workers.push(worker);
+        self.disturb();
+        self.start_worker(to, self.hosts[to].workers.len() - 1);
     }
 
     /// From now on it stands like this with a machine's link.

@@ -11,7 +11,7 @@ use crate::wire::message::ToRoot;
 /// How a transfer has ended for the one that fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FetchEnd {
-    Whole { bytes: u64 },
+    Whole { bytes: u64, micros: Time },
     NotThere,
     Broken,
 }
@@ -85,7 +85,7 @@ impl World {
         let agent = self.agent_of(node);
         agent.fetch = None;
         match end {
-            FetchEnd::Whole { bytes } => {
+            FetchEnd::Whole { bytes, micros } => {
                 agent.failures = 0;
                 agent.whole.insert(item);
                 self.say(
@@ -93,8 +93,9 @@ impl World {
                     ToRoot::Received {
                         model: item.model as u8,
                         version: item.version,
+                        parent: parent.agent,
                         bytes,
-                        micros: 1,
+                        micros,
                     },
                 );
                 self.step(node, vec![Input::Whole { item }]);

@@ -62,6 +62,16 @@ pub(super) enum Op {
         index: usize,
         died: bool,
     },
+    /// A machine falls silent with all that runs there.
+    Vanish {
+        node: Node,
+    },
+    /// One of its workers is started on another machine.
+    Elsewhere {
+        from: Node,
+        index: usize,
+        to: Node,
+    },
     Health {
         node: Node,
         health: Health,
@@ -71,6 +81,8 @@ pub(super) enum Op {
         other: Node,
         health: Health,
     },
+    /// All machines reach each other.
+    Near,
     /// The connection by which a machine's agent fetches ends; nothing else does.
     Reset {
         node: Node,
@@ -266,6 +278,19 @@ impl World {
         if self.dice.percent(25) {
             return self.clock.after(at, Event::Op(Op::Reset { node }));
         }
+        if workers > 0 && other != 0 && self.dice.percent(10) {
+            let index = self.dice.below(workers) as usize;
+            let moved = at + self.dice.span(MS, 2 * SECOND);
+            let (from, to) = (node, other);
+            self.clock
+                .after(moved, Event::Op(Op::Elsewhere { from, index, to }));
+            self.clock.after(at, Event::Op(Op::Vanish { node }));
+            let mends = Op::Health {
+                node,
+                health: Health::Good,
+            };
+            return self.clock.after(until.max(moved), Event::Op(mends));
+        }
         let (breaks, mends) = match self.dice.below(8) {
             0..2 => {
                 let in_order = self.dice.percent(30);
@@ -314,14 +339,22 @@ impl World {
             }
             Op::EndAgent { node, in_order } => self.end_agent(node, in_order),
             Op::StartWorker { node, index } => {
-                if !self.hosts[node].workers[index].alive {
+                let worker = self.hosts[node].workers.get(index);
+                if worker.is_some_and(|worker| !worker.alive) {
                     self.start_worker(node, index);
                 }
             }
-            Op::EndWorker { node, index, died } => self.end_worker(node, index, died),
+            Op::EndWorker { node, index, died } => {
+                if index < self.hosts[node].workers.len() {
+                    self.end_worker(node, index, died);
+                }
+            }
+            Op::Vanish { node } => self.vanish(node),
+            Op::Elsewhere { from, index, to } => self.move_worker(from, index, to),
             Op::Health { node, health } => self.set_health(node, health),
             Op::Between { health, .. } if self.options.apart && health == Health::Good => {}
             Op::Between { one, other, health } => self.set_health_between(one, other, health),
+            Op::Near => self.network.heal(false, self.clock.now()),
             Op::Reset { node } => {
                 let fetch = self.hosts[node].agent.as_ref().and_then(|one| one.fetch);
                 if let Some(number) = fetch {

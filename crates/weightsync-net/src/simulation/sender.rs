@@ -13,7 +13,7 @@ use super::clock::{MS, SECOND, Time};
 use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
-use crate::root::seats::{Comer, Leaver, Parting, Process, Seats};
+use crate::root::seats::{Comer, Leaver, Parting, Process, Seats, Waiter};
 use crate::root::topology::{AgentId, Assigned, Topology};
 use crate::wire::message::{Delivery, FromRoot, Held, ToRoot};
 
@@ -23,9 +23,11 @@ pub(super) struct Sender {
     pub(super) versions: Vec<u64>,
     pub(super) sequence: u64,
     pub(super) topology: Topology,
-    pub(super) seats: Seats<Guest>,
+    pub(super) seats: Seats<Guest, Asks>,
     pub(super) agents: BTreeMap<AgentId, Known>,
     pub(super) last_agent: AgentId,
+    /// When parents are given again next, as far as that is planned.
+    again: Option<Duration>,
 }
 
 /// An agent, as the sender knows it.
@@ -33,6 +35,14 @@ pub(super) struct Known {
     pub(super) node: Node,
     process: Option<Process>,
     leaves: bool,
+}
+
+/// What a worker asks for that is to have a seat.
+#[derive(Debug)]
+pub(super) struct Asks {
+    ticket: u64,
+    pid: u32,
+    delivery: Delivery,
 }
 
 type Told = (u64, Vec<Held>);
@@ -61,6 +71,7 @@ impl Sender {
             seats: Seats::new(),
             agents: BTreeMap::new(),
             last_agent: 0,
+            again: None,
         }
     }
 
@@ -205,16 +216,16 @@ impl World {
                 pid,
                 delivery,
                 ..
-            } => match self.seat(agent, (worker, instance), pid, delivery) {
-                true => {
-                    self.say_to(agent, FromRoot::Joined { ticket });
-                    self.tell(BTreeSet::from([worker]));
-                }
-                false => {
-                    let reason = "already connected".into();
-                    self.say_to(agent, FromRoot::Denied { ticket, reason });
-                }
-            },
+            } => self.join(Waiter {
+                agent,
+                worker,
+                instance,
+                asks: Asks {
+                    ticket,
+                    pid,
+                    delivery,
+                },
+            }),
             ToRoot::Progress { workers } => {
                 for one in workers {
                     let of = self.sender.seats.heard(agent, one.worker, one.instance);
@@ -234,57 +245,101 @@ impl World {
                     guest.told = 0;
                     guest.handed = 0;
                     self.tell(BTreeSet::from([worker]));
+                    if let Some(waiter) = self.sender.seats.comes_again(worker) {
+                        self.join(waiter);
+                    }
                 }
+                self.seat_again();
             }
             ToRoot::ParentLost { parent, .. } => {
-                let assigned = self.sender.topology.lost(agent, parent);
+                let now = Duration::from_micros(self.clock.now());
+                let assigned = self.sender.topology.lost(agent, parent, now);
                 self.assign(&assigned);
+                self.give_again_when_due();
             }
-            ToRoot::ChildSpeed {
-                child,
+            ToRoot::Received {
+                parent,
                 bytes,
                 micros,
-            } => self.measured(agent, child, bytes, micros),
+                ..
+            } => {
+                let busy = Duration::from_micros(micros);
+                let assigned = self.sender.topology.measured(parent, agent, bytes, busy);
+                self.assign(&assigned);
+            }
             ToRoot::Goodbye => known.leaves = true,
             _ => {}
         }
     }
 
-    pub(super) fn measured(&mut self, parent: AgentId, child: AgentId, bytes: u64, micros: Time) {
-        let busy = Duration::from_micros(micros);
-        let assigned = self.sender.topology.measured(parent, child, bytes, busy);
-        self.assign(&assigned);
+    /// A worker comes.
+    fn join(&mut self, comer: Waiter<Asks>) {
+        let agent = comer.agent;
+        match self.sender.seats.comes(agent, comer.worker, comer.instance) {
+            Comer::Back(guest) => {
+                guest.told = 0;
+                guest.handed = 0;
+                self.joined(agent, comer.asks.ticket, comer.worker);
+                self.is_there(agent);
+            }
+            Comer::New(_) => self.seat(comer),
+            Comer::Waits(by) => {
+                self.expect_sign(by);
+                if let Some(earlier) = self.sender.seats.wait(comer) {
+                    self.deny(earlier);
+                }
+            }
+            Comer::Two => self.deny(comer),
+        }
     }
 
-    /// Whether a worker has a seat now.
-    fn seat(
-        &mut self,
-        agent: AgentId,
-        (worker, instance): (WorkerId, u64),
-        pid: u32,
-        delivery: Delivery,
-    ) -> bool {
-        if let Comer::Back(guest) = self.sender.seats.comes(agent, worker, instance) {
-            guest.told = 0;
-            guest.handed = 0;
-            return true;
-        }
-        // Two that are there with one number.
-        if self.sender.seats.iter().any(|seat| seat.0 == worker) {
-            return false;
-        }
-        let mut guest = Guest::new(delivery);
+    fn seat(&mut self, comer: Waiter<Asks>) {
+        let Waiter {
+            agent,
+            worker,
+            instance,
+            asks,
+        } = comer;
+        let mut guest = Guest::new(asks.delivery);
         if self.sender.sequence > 0 {
             guest.publish((self.sender.sequence, self.sender.set()));
         }
         let host = self.sender.agents[&agent].process.map(|one| one.host);
         let process = Process {
             host: host.unwrap_or_default(),
-            pid,
+            pid: asks.pid,
         };
         let seats = &mut self.sender.seats;
         seats.put(agent, (worker, instance), process, guest);
-        true
+        self.joined(agent, asks.ticket, worker);
+    }
+
+    fn joined(&mut self, agent: AgentId, ticket: u64, worker: WorkerId) {
+        self.say_to(agent, FromRoot::Joined { ticket });
+        self.tell(BTreeSet::from([worker]));
+    }
+
+    fn deny(&mut self, comer: Waiter<Asks>) {
+        self.counts.denied += 1;
+        let denied = FromRoot::Denied {
+            ticket: comer.asks.ticket,
+            reason: "already connected".into(),
+        };
+        self.say_to(comer.agent, denied);
+    }
+
+    /// An agent is there.
+    pub(super) fn is_there(&mut self, agent: AgentId) {
+        for waiter in self.sender.seats.in_vain(agent) {
+            self.deny(waiter);
+        }
+    }
+
+    /// Seats that were waited for may be free.
+    fn seat_again(&mut self) {
+        for waiter in self.sender.seats.may_come() {
+            self.join(waiter);
+        }
     }
 
     fn tell(&mut self, workers: BTreeSet<WorkerId>) {
@@ -338,6 +393,7 @@ impl World {
         }
         let assigned = self.sender.topology.leave(agent);
         self.assign(&assigned);
+        self.seat_again();
     }
 
     /// Workers that nobody has reached in time are given up.
@@ -348,6 +404,23 @@ impl World {
         if let Some(due) = self.sender.seats.due() {
             let pause = due.saturating_sub(now).as_micros() as Time;
             self.clock.after(pause.max(MS), Event::Late);
+        }
+    }
+
+    /// Parents are given again that could not be fetched from.
+    pub(super) fn again(&mut self) {
+        let now = Duration::from_micros(self.clock.now());
+        let assigned = self.sender.topology.again(now);
+        self.assign(&assigned);
+        self.give_again_when_due();
+    }
+
+    fn give_again_when_due(&mut self) {
+        let due = self.sender.topology.due();
+        if let Some(due) = due.filter(|due| self.sender.again != Some(*due)) {
+            self.sender.again = Some(due);
+            let pause = due.as_micros() as Time - self.clock.now();
+            self.clock.after(pause, Event::Again);
         }
     }
 

@@ -4,7 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::bulk::CHUNK;
-use super::clock::{Dice, SECOND};
+use super::clock::{Dice, MS, SECOND};
+use super::network::Health;
 use super::rules::Counts;
 use super::schedule::{FAST, Op, Options, SLOW};
 use super::{Event, World};
@@ -112,6 +113,73 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
                 false => assert_eq!(late, 100, "{who:?} was told {told:?}"),
             }
         }
+    }
+}
+
+/// Two machines that do not reach each other from ten seconds on, and again after so
+/// long; a version each second.
+fn two_apart(until: u64, seconds: u64) -> World {
+    let mut options = Options::calm(1, &[FAST; 2]);
+    options.apart = true;
+    let mut world = World::new(options, vec![CHUNK], Dice::new(until));
+    for _ in 0..2 {
+        world.add_plain_host(2);
+    }
+    for number in 1..seconds {
+        world
+            .clock
+            .after(number * SECOND, Event::Op(Op::Publish { models: 1 }));
+    }
+    world.clock.after(
+        10 * SECOND,
+        Event::Op(Op::Between {
+            one: 1,
+            other: 2,
+            health: Health::Cut,
+        }),
+    );
+    world.clock.after(until * SECOND, Event::Op(Op::Near));
+    run(world)
+}
+
+#[test]
+fn who_could_not_fetch_from_another_tries_it_again_and_more_and_more_rarely() {
+    let world = two_apart(20, 60);
+    let parents = |world: &World| {
+        let parents = world.sender.topology.parents();
+        parents.map(|(_, parent)| parent).collect::<Vec<_>>()
+    };
+    assert_eq!(parents(&world), [Some(0), Some(1)]);
+    assert_eq!(world.counts.broken, 1);
+    // After 30 seconds, 60 more, 120, 240, 480, and 960.
+    let world = two_apart(4000, 1800);
+    assert_eq!(world.counts.broken, 6);
+}
+
+/// Whether or not it is known by then that its machine has gone.
+#[test]
+fn a_worker_that_is_started_elsewhere_is_let_in_whenever_it_comes() {
+    for after in (0..1200).step_by(25) {
+        let mut world = World::new(Options::calm(1, &[FAST; 3]), vec![CHUNK], Dice::new(after));
+        for _ in 0..3 {
+            world.add_plain_host(2);
+        }
+        let moves = Op::Elsewhere {
+            from: 1,
+            index: 0,
+            to: 2,
+        };
+        let ops = [
+            (5 * SECOND, Op::Publish { models: 1 }),
+            (10 * SECOND, Op::Vanish { node: 1 }),
+            (10 * SECOND + after * MS, moves),
+            (60 * SECOND, Op::Heal),
+        ];
+        for (at, op) in ops {
+            world.clock.after(at, Event::Op(op));
+        }
+        let world = run(world);
+        assert_eq!(world.counts.denied, 0, "after {after} ms");
     }
 }
 

@@ -14,12 +14,15 @@
 //! words meant for people, which are cut.
 
 mod bulk;
+mod convert;
 mod from_root;
 mod model;
 mod to_root;
 
 use serde::{Deserialize, Serialize};
-use weightsync_core::{Epoch, Remedy, Run, Version};
+use weightsync_core::{Remedy, Version};
+
+use self::convert::*;
 
 pub use self::bulk::{ChunkRange, ToChild, ToParent};
 pub use self::from_root::{FromRoot, RefusalRemedy};
@@ -225,26 +228,6 @@ impl MessageError {
     }
 }
 
-/// A [`Held`] on the wire.
-type WireHeld = (u8, u64);
-
-/// A [`Run`] on the wire.
-type WireRun = (u64, [u8; 16]);
-
-#[derive(Clone, Copy, Serialize, Deserialize)]
-enum WireDelivery {
-    Newest,
-    Every { bound: u8 },
-    Asked,
-}
-
-#[derive(Clone, Copy, Serialize, Deserialize)]
-enum WireWant {
-    Newest,
-    AtLeast { model: u8, version: u64 },
-    Exactly { model: u8, version: u64 },
-}
-
 fn to_payload(wire: &impl Serialize) -> Result<Vec<u8>, MessageError> {
     postcard::to_extend(wire, vec![FORMAT]).map_err(|error| MessageError::Malformed {
         bytes: 0,
@@ -354,83 +337,5 @@ fn check_delivery(delivery: Delivery) -> Result<(), MessageError> {
             "a bound of 1 to 32",
             || bound.to_string(),
         ),
-    }
-}
-
-fn held_to_wire(held: &[Held]) -> Vec<WireHeld> {
-    held.iter()
-        .map(|held| (held.model, held.version.0))
-        .collect()
-}
-
-fn held_from_wire(held: Vec<WireHeld>) -> Vec<Held> {
-    let held = held.into_iter();
-    held.map(|(model, version)| Held {
-        model,
-        version: Version(version),
-    })
-    .collect()
-}
-
-fn run_to_wire(run: Run) -> WireRun {
-    (run.epoch.0, run.id)
-}
-
-fn run_from_wire((epoch, id): WireRun) -> Run {
-    Run {
-        epoch: Epoch(epoch),
-        id,
-    }
-}
-
-impl From<Delivery> for WireDelivery {
-    fn from(delivery: Delivery) -> Self {
-        match delivery {
-            Delivery::Newest => Self::Newest,
-            Delivery::Every { bound } => Self::Every { bound },
-            Delivery::Asked => Self::Asked,
-        }
-    }
-}
-
-impl From<WireDelivery> for Delivery {
-    fn from(delivery: WireDelivery) -> Self {
-        match delivery {
-            WireDelivery::Newest => Self::Newest,
-            WireDelivery::Every { bound } => Self::Every { bound },
-            WireDelivery::Asked => Self::Asked,
-        }
-    }
-}
-
-impl From<Want> for WireWant {
-    fn from(want: Want) -> Self {
-        match want {
-            Want::Newest => Self::Newest,
-            Want::AtLeast { model, version } => Self::AtLeast {
-                model,
-                version: version.0,
-            },
-            Want::Exactly { model, version } => Self::Exactly {
-                model,
-                version: version.0,
-            },
-        }
-    }
-}
-
-impl From<WireWant> for Want {
-    fn from(want: WireWant) -> Self {
-        match want {
-            WireWant::Newest => Self::Newest,
-            WireWant::AtLeast { model, version } => Self::AtLeast {
-                model,
-                version: Version(version),
-            },
-            WireWant::Exactly { model, version } => Self::Exactly {
-                model,
-                version: Version(version),
-            },
-        }
     }
 }

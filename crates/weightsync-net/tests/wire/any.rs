@@ -2,7 +2,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use weightsync_core::{Digest, Epoch, Run, Version, WorkerId};
+use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
     ChunkRange, Delivery, FromRoot, Held, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
     ToRoot, Want, WorkerProgress,
@@ -81,7 +81,6 @@ impl Raw {
             worker: self.worker,
             instance: self.n[0],
             taken: self.n[1],
-            head: self.n[2],
             through: self.n[3],
             loaded: self.n[4],
             versions: self.set.clone(),
@@ -91,7 +90,7 @@ impl Raw {
 }
 
 pub fn to_root() -> impl Strategy<Value = ToRoot> {
-    (0..14_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
+    (0..13_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
         let Held { model, version } = raw.held;
         let [instance, question, ..] = raw.n;
         let worker = raw.worker;
@@ -150,6 +149,7 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
             8 => ToRoot::Received {
                 model,
                 version,
+                parent: raw.n[2],
                 bytes: raw.n[0],
                 micros: raw.n[1],
             },
@@ -157,21 +157,16 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
                 parent: raw.n[0],
                 reason: raw.text,
             },
-            10 => ToRoot::ChildSpeed {
-                child: raw.n[0],
-                bytes: raw.n[1],
-                micros: raw.n[2],
-            },
-            11 => ToRoot::Missing { model, version },
-            12 => ToRoot::Ping,
+            10 => ToRoot::Missing { model, version },
+            11 => ToRoot::Ping,
             _ => ToRoot::Goodbye,
         }
     })
 }
 
 pub fn from_root() -> impl Strategy<Value = FromRoot> {
-    (0..14_u8, raw(), vec(any::<u8>(), 1..300)).prop_map(|(variant, raw, bytes)| {
-        let Held { model, version } = raw.held;
+    (0..13_u8, raw(), vec(any::<u8>(), 1..300)).prop_map(|(variant, raw, bytes)| {
+        let Held { model, .. } = raw.held;
         let [instance, sequence, ..] = raw.n;
         let (worker, question) = (raw.worker, raw.n[2]);
         match variant {
@@ -233,12 +228,7 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 agent: raw.n[0],
                 address: raw.flag.then(|| format!("x{}", raw.text)),
             },
-            11 => FromRoot::Digest {
-                model,
-                version,
-                digest: Digest(raw.bytes),
-            },
-            12 => FromRoot::Ping,
+            11 => FromRoot::Ping,
             _ => FromRoot::Goodbye,
         }
     })

@@ -27,7 +27,7 @@ pub fn all() -> BTreeMap<String, Vec<u8>> {
     .chain(samples::refusals())
     .map(|(name, bytes)| (format!("hello/{name}"), bytes))
     .collect();
-    let ping = frame(&samples::to_root()[17].1);
+    let ping = frame(&samples::to_root()[16].1);
     all.insert("frame/header".into(), ping[..HEADER_BYTES].into());
     let chunk = [&samples::chunk().frame(), samples::CHUNK_DATA].concat();
     all.insert("frame/chunk".into(), chunk);

@@ -1,6 +1,6 @@
 //! One value of everything that travels, the same in every run.
 
-use weightsync_core::{Digest, Epoch, Run, Version, WorkerId};
+use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::Token;
 use weightsync_net::access::Key;
 use weightsync_net::wire::frame::ChunkHead;
@@ -140,7 +140,6 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
                         worker,
                         instance,
                         taken: 12,
-                        head: 3,
                         through: 2,
                         loaded: 11,
                         versions: vec![held(0, 42), held(2, 7)],
@@ -150,7 +149,6 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
                         worker: WorkerId(0),
                         instance: 1,
                         taken: 0,
-                        head: 0,
                         through: 0,
                         loaded: 0,
                         versions: Vec::new(),
@@ -191,6 +189,7 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
             ToRoot::Received {
                 model: 1,
                 version: Version(43),
+                parent: 4,
                 bytes: 1 << 30,
                 micros: 123_456,
             },
@@ -200,14 +199,6 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
             ToRoot::ParentLost {
                 parent: 4,
                 reason: "silent for 800 ms".into(),
-            },
-        ),
-        (
-            "child_speed",
-            ToRoot::ChildSpeed {
-                child: 5,
-                bytes: 1 << 30,
-                micros: 654_321,
             },
         ),
         (
@@ -314,14 +305,6 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
         ),
         ("parent_root", parent(0, None)),
         ("parent_other", parent(4, Some("[2001:db8::4]:7008"))),
-        (
-            "digest",
-            FromRoot::Digest {
-                model: 1,
-                version: Version(43),
-                digest: Digest([0xd1; 16]),
-            },
-        ),
         ("ping", FromRoot::Ping),
         ("goodbye", FromRoot::Goodbye),
     ]

@@ -7,7 +7,7 @@ fn process(pid: u32) -> Process {
 }
 
 /// A worker of process 50, reached by agent 1; what is had of it is a word.
-fn seated() -> Seats<&'static str> {
+fn seated() -> Seats<&'static str, u64> {
     let mut seats = Seats::new();
     assert!(matches!(seats.comes(1, WORKER, 100), Comer::New(None)));
     seats.put(1, (WORKER, 100), process(50), "first");
@@ -95,9 +95,6 @@ fn who_comes_back_in_time_has_its_seat() {
 #[test]
 fn the_next_life_of_a_worker_takes_the_place_of_one_that_is_not_heard_of() {
     let mut seats = seated();
-    // Not of one that is.
-    assert!(matches!(seats.comes(2, WORKER, 101), Comer::New(None)));
-    assert_eq!(seats.heard(1, WORKER, 100), Some(&mut "first"));
     seats.part(1, None, Parting::HungUp, NOW);
     assert!(matches!(
         seats.comes(2, WORKER, 101),
@@ -107,4 +104,86 @@ fn the_next_life_of_a_worker_takes_the_place_of_one_that_is_not_heard_of() {
     assert_eq!(seats.due(), None);
     let all: Vec<_> = seats.iter().collect();
     assert_eq!(all, [(WORKER, process(52), Some(2), &"second")]);
+}
+
+/// The next life of the worker, by an agent.
+fn next_life(agent: AgentId, instance: u64) -> Waiter<u64> {
+    Waiter {
+        agent,
+        worker: WORKER,
+        instance,
+        asks: instance,
+    }
+}
+
+/// It has come, and waits.
+fn contested() -> Seats<&'static str, u64> {
+    let mut seats = seated();
+    assert!(matches!(seats.comes(2, WORKER, 101), Comer::Waits(1)));
+    assert_eq!(seats.wait(next_life(2, 101)), None);
+    assert_eq!(seats.may_come(), []);
+    assert_eq!(seats.in_vain(2), []);
+    assert_eq!(seats.heard(1, WORKER, 100), Some(&mut "first"));
+    seats
+}
+
+#[test]
+fn the_next_life_waits_until_it_is_known_whether_the_one_before_it_is_there() {
+    let mut seats = contested();
+    assert_eq!(seats.in_vain(1), [next_life(2, 101)]);
+    assert_eq!(seats.in_vain(1), []);
+    for how in [Parting::Silent, Parting::HungUp, Parting::Left] {
+        let mut seats = contested();
+        let over = seats.part(1, None, how, NOW);
+        assert_eq!(over.len(), usize::from(how == Parting::Silent));
+        assert_eq!(seats.may_come(), [next_life(2, 101)]);
+        let left = over.is_empty().then_some("first");
+        match seats.comes(2, WORKER, 101) {
+            Comer::New(old) => assert_eq!(old, left, "{how:?}"),
+            comer => panic!("{how:?}: {comer:?}"),
+        }
+    }
+    // The one before it was over already, and that is said now.
+    let mut seats = contested();
+    assert_eq!(seats.gone(1, WORKER, 100, true), Leaver::Over("first"));
+    assert_eq!(seats.may_come(), [next_life(2, 101)]);
+    // It has come by another way, so it is there.
+    let mut seats = contested();
+    assert!(matches!(seats.comes(3, WORKER, 100), Comer::Back(_)));
+    assert_eq!(seats.in_vain(3), [next_life(2, 101)]);
+}
+
+#[test]
+fn who_is_heard_just_now_is_there() {
+    assert!(matches!(seated().comes(1, WORKER, 101), Comer::Two));
+}
+
+#[test]
+fn who_waits_gives_up_with_its_agent_and_there_is_one_for_a_seat() {
+    let mut seats = contested();
+    assert_eq!(seats.gone(2, WORKER, 101, false), Leaver::Elsewhere);
+    assert_eq!(seats.in_vain(1), []);
+    let mut seats = contested();
+    assert_eq!(seats.part(2, None, Parting::HungUp, NOW), []);
+    assert_eq!(seats.in_vain(1), []);
+    let mut seats = contested();
+    assert_eq!(seats.wait(next_life(3, 102)), Some(next_life(2, 101)));
+    assert_eq!(seats.gone(2, WORKER, 101, false), Leaver::Elsewhere);
+    assert_eq!(seats.in_vain(1), [next_life(3, 102)]);
+}
+
+/// Then it is another whose silence is waited for.
+#[test]
+fn who_waits_comes_again_when_another_reaches_the_one_before_it() {
+    let mut seats = seated();
+    assert!(matches!(seats.comes(3, WORKER, 100), Comer::Back(_)));
+    assert!(matches!(seats.comes(2, WORKER, 101), Comer::Waits(3)));
+    assert_eq!(seats.wait(next_life(2, 101)), None);
+    // It gave up waiting there, and is where it was.
+    assert_eq!(
+        seats.gone(3, WORKER, 100, false),
+        Leaver::Back(&mut "first")
+    );
+    assert_eq!(seats.comes_again(WORKER), Some(next_life(2, 101)));
+    assert!(matches!(seats.comes(2, WORKER, 101), Comer::Waits(1)));
 }

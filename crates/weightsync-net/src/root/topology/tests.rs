@@ -149,23 +149,69 @@ fn who_does_not_serve_is_beside_the_others() {
 }
 
 #[test]
-fn a_parent_that_cannot_be_reached_is_not_given_again() {
+fn a_parent_that_cannot_be_reached_is_not_given_again_at_once() {
     let mut chain = with(1, 1..=3);
-    let changed = chain.lost(3, 2);
+    let changed = chain.lost(3, 2, SECOND);
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
     assert_eq!(changed[0].parent, 0);
     // The sender itself is told again.
-    assert_eq!(chain.lost(3, 0).len(), 1);
+    assert_eq!(chain.lost(3, 0, SECOND).len(), 1);
     // What is said of an earlier parent changes nothing.
-    assert_eq!(chain.lost(3, 2), []);
+    assert_eq!(chain.lost(3, 2, SECOND), []);
     // Who has another parent, and lost the sender in its stead, is told that again.
-    let [again] = chain.lost(2, 0)[..] else {
+    let [again] = chain.lost(2, 0, SECOND)[..] else {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (2, 1));
     assert_eq!(again.address, address(1));
     // One that has gone meanwhile is told nothing.
-    assert_eq!(chain.lost(9, 0), []);
+    assert_eq!(chain.lost(9, 0, SECOND), []);
+}
+
+#[test]
+fn a_parent_is_given_again_in_a_while_which_is_longer_each_time_that_it_cannot_be_reached() {
+    let mut chain = with(1, 1..=2);
+    let mut now = SECOND;
+    // (for how long it is not given, for how long it is all right after that)
+    let cases = [
+        (30, 29),
+        (60, 0),
+        (120, 0),
+        (240, 0),
+        (480, 0),
+        (960, 0),
+        (960, 960),
+        (30, 0),
+    ];
+    for (avoided, well) in cases {
+        assert_eq!(parents(&chain), [(1, 0), (2, 1)]);
+        assert_eq!(chain.due(), None);
+        chain.lost(2, 1, now);
+        let due = now + avoided * SECOND;
+        assert_eq!(chain.due(), Some(due));
+        assert_eq!(chain.again(due - Duration::from_millis(1)), []);
+        assert_eq!(parents(&chain), [(1, 0), (2, 0)]);
+        let [again] = chain.again(due)[..] else {
+            panic!("it is not given again")
+        };
+        assert_eq!((again.agent, again.parent), (2, 1));
+        now = due + well * SECOND;
+    }
+}
+
+#[test]
+fn a_parent_that_has_come_anew_is_given_at_once() {
+    let mut chain = with(1, 1..=2);
+    chain.lost(2, 1, SECOND);
+    chain.leave(1);
+    chain.join(3, address(3));
+    assert_eq!(chain.due(), None);
+    assert_eq!(parents(&chain), [(2, 0), (3, 2)]);
+    // Were it the other way round, it would be the same: it has another number.
+    chain.lost(3, 2, SECOND);
+    chain.leave(2);
+    chain.join(4, address(4));
+    assert_eq!(parents(&chain), [(3, 0), (4, 3)]);
 }
 
 /// Whatever happens, everybody who serves is reached from the sender.
@@ -181,8 +227,10 @@ fn there_is_never_a_circle() {
     for arity in 1..=3 {
         let mut topology = Topology::new(arity);
         let mut there: Vec<AgentId> = Vec::new();
+        let mut now = Duration::ZERO;
         for next in 1..800 {
-            match random(6) {
+            now += SECOND;
+            match random(7) {
                 0 | 1 => {
                     topology.join(next, (random(4) > 0).then(|| address(next % 250).unwrap()));
                     there.push(next);
@@ -194,8 +242,9 @@ fn there_is_never_a_circle() {
                 3 if !there.is_empty() => {
                     let agent = there[random(there.len() as u64) as usize];
                     let parent = topology.agents[&agent].parent.unwrap();
-                    topology.lost(agent, parent);
+                    topology.lost(agent, parent, now);
                 }
+                4 => drop(topology.again(now)),
                 _ if !there.is_empty() => {
                     let agent = there[random(there.len() as u64) as usize];
                     let parent = topology.agents[&agent].parent.unwrap();

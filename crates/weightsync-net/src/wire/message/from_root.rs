@@ -2,7 +2,7 @@
 
 mod wire;
 
-use weightsync_core::{Digest, Epoch, Run, Version, WorkerId};
+use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use super::*;
 
@@ -111,15 +111,6 @@ pub enum FromRoot {
         /// sender does.
         address: Option<String>,
     },
-    /// The digest of a version, to compare with that of what came.
-    Digest {
-        /// Of which model.
-        model: u8,
-        /// The version.
-        version: Version,
-        /// Its digest.
-        digest: Digest,
-    },
     /// It is there.
     Ping,
     /// It goes, in order.
@@ -195,7 +186,6 @@ impl FromRoot {
                 known.iter().try_for_each(|version| check_version(*version))
             }
             Self::Parent { address, .. } => address.as_deref().map_or(Ok(()), check_address),
-            &Self::Digest { model, version, .. } => check_held(Held { model, version }),
             Self::Refused { .. }
             | Self::Joined { .. }
             | Self::Denied { .. }

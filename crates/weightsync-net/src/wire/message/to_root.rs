@@ -102,6 +102,8 @@ pub enum ToRoot {
         model: u8,
         /// The version.
         version: Version,
+        /// Which agent it was fetched from; 0 for the sender itself.
+        parent: u64,
         /// How much was fetched for it, in bytes.
         bytes: u64,
         /// How long its chunks took from their first byte to their last, in
@@ -114,15 +116,6 @@ pub enum ToRoot {
         parent: u64,
         /// Why it is taken for lost; cut to [`MAX_TEXT`].
         reason: String,
-    },
-    /// How fast a child took what it fetched.
-    ChildSpeed {
-        /// Which agent.
-        child: u64,
-        /// How much it took, in bytes.
-        bytes: u64,
-        /// For how long there was something for it to take, in microseconds.
-        micros: u64,
     },
     /// The parent does not have a version it was asked for.
     Missing {
@@ -146,8 +139,6 @@ pub struct WorkerProgress {
     pub instance: u64,
     /// The newest sequence it has taken: its slots are pinned.
     pub taken: u64,
-    /// How many entries of its queue it has taken, if it gets every version.
-    pub head: u64,
     /// The last question whose answer it needs no more.
     pub through: u64,
     /// The newest sequence it has loaded.
@@ -166,7 +157,7 @@ impl WorkerProgress {
             .refused
             .as_ref()
             .map_or(0, |(_, reason)| 2 * NUMBER + reason.len().min(MAX_TEXT));
-        7 * NUMBER + self.versions.len() * (1 + NUMBER) + refused + 1
+        6 * NUMBER + self.versions.len() * (1 + NUMBER) + refused + 1
     }
 }
 
@@ -224,7 +215,6 @@ impl ToRoot {
             | Self::Unusable { .. }
             | Self::Withdraw { .. }
             | Self::ParentLost { .. }
-            | Self::ChildSpeed { .. }
             | Self::Ping
             | Self::Goodbye => Ok(()),
         }

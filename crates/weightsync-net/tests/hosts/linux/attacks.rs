@@ -108,7 +108,7 @@ fn half_open(root: &str) -> Outcome {
 fn wrong_tokens(root: &str, dice: &mut Dice) -> Outcome {
     for _ in 0..300 {
         let wrong = Token::new(dice.bytes(32))?;
-        // The first are refused, the others not heard any more.
+        // The first are refused, the others hear nothing.
         if shake(dial(root)?, client(&wrong, LinkRole::Control, dice)).is_ok() {
             return Err("a wrong token was let in".into());
         }

@@ -1,7 +1,7 @@
 //! [`FromRoot`] as it travels.
 
 use serde::{Deserialize, Serialize};
-use weightsync_core::{Digest, Epoch, Version, WorkerId};
+use weightsync_core::{Epoch, Version, WorkerId};
 
 use super::*;
 
@@ -63,11 +63,6 @@ enum Wire<'a> {
         agent: u64,
         #[serde(borrow)]
         address: Option<&'a str>,
-    },
-    Digest {
-        model: u8,
-        version: u64,
-        digest: [u8; 16],
     },
     Ping,
     Goodbye,
@@ -180,15 +175,6 @@ impl FromRoot {
                 agent,
                 address: address.as_deref(),
             },
-            Self::Digest {
-                model,
-                version,
-                digest,
-            } => Wire::Digest {
-                model,
-                version: version.0,
-                digest: digest.0,
-            },
             Self::Ping => Wire::Ping,
             Self::Goodbye => Wire::Goodbye,
         }
@@ -281,15 +267,6 @@ impl FromRoot {
                 address: address
                     .map(|address| text(address, MAX_ADDRESS))
                     .transpose()?,
-            },
-            Wire::Digest {
-                model,
-                version,
-                digest,
-            } => Self::Digest {
-                model,
-                version: Version(version),
-                digest: Digest(digest),
             },
             Wire::Ping => Self::Ping,
             Wire::Goodbye => Self::Goodbye,

@@ -58,17 +58,13 @@ enum Wire<'a> {
     Received {
         model: u8,
         version: u64,
+        parent: u64,
         bytes: u64,
         micros: u64,
     },
     ParentLost {
         parent: u64,
         reason: &'a str,
-    },
-    ChildSpeed {
-        child: u64,
-        bytes: u64,
-        micros: u64,
     },
     Missing {
         model: u8,
@@ -83,7 +79,6 @@ struct WireProgress<'a> {
     worker: u32,
     instance: u64,
     taken: u64,
-    head: u64,
     through: u64,
     loaded: u64,
     versions: Vec<WireHeld>,
@@ -191,26 +186,19 @@ impl ToRoot {
             Self::Received {
                 model,
                 version,
+                parent,
                 bytes,
                 micros,
             } => Wire::Received {
                 model,
                 version: version.0,
+                parent,
                 bytes,
                 micros,
             },
             Self::ParentLost { parent, ref reason } => Wire::ParentLost {
                 parent,
                 reason: cut(reason, MAX_TEXT),
-            },
-            Self::ChildSpeed {
-                child,
-                bytes,
-                micros,
-            } => Wire::ChildSpeed {
-                child,
-                bytes,
-                micros,
             },
             Self::Missing { model, version } => Wire::Missing {
                 model,
@@ -305,26 +293,19 @@ impl ToRoot {
             Wire::Received {
                 model,
                 version,
+                parent,
                 bytes,
                 micros,
             } => Self::Received {
                 model,
                 version: Version(version),
+                parent,
                 bytes,
                 micros,
             },
             Wire::ParentLost { parent, reason } => Self::ParentLost {
                 parent,
                 reason: text(reason, MAX_TEXT)?,
-            },
-            Wire::ChildSpeed {
-                child,
-                bytes,
-                micros,
-            } => Self::ChildSpeed {
-                child,
-                bytes,
-                micros,
             },
             Wire::Missing { model, version } => Self::Missing {
                 model,
@@ -343,7 +324,6 @@ impl WorkerProgress {
             worker: self.worker.0,
             instance: self.instance,
             taken: self.taken,
-            head: self.head,
             through: self.through,
             loaded: self.loaded,
             versions: held_to_wire(&self.versions),
@@ -360,7 +340,6 @@ impl WorkerProgress {
             worker: WorkerId(wire.worker),
             instance: wire.instance,
             taken: wire.taken,
-            head: wire.head,
             through: wire.through,
             loaded: wire.loaded,
             versions: held_from_wire(wire.versions),

@@ -1,0 +1,103 @@
+use super::*;
+use crate::relay::runtime;
+
+/// Longer than anything here takes.
+const SOON: Duration = Duration::from_secs(20);
+
+/// Two ends of a connection.
+async fn pair() -> (TcpStream, TcpStream) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (one, other) = tokio::join!(TcpStream::connect(address), listener.accept());
+    (one.unwrap(), other.unwrap().0)
+}
+
+#[test]
+fn who_does_not_take_what_it_is_told_loses_its_link() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let (one, other) = pair().await;
+        let (events, mut heard) = mpsc::channel(8);
+        let link = Link::<FromRoot>::start(one, &events, |what: Result<ToRoot, _>| what);
+        let (_reader, mut writer) = other.into_split();
+        // It says that it is there, and reads nothing.
+        let pings = async {
+            loop {
+                writer
+                    .write_all(&ToRoot::Ping.frame().unwrap())
+                    .await
+                    .unwrap();
+                tokio::time::sleep(HEARTBEAT).await;
+            }
+        };
+        let part = FromRoot::Part {
+            bytes: vec![1; 16 << 10],
+        };
+        let part = frames(&[part]).unwrap();
+        let begun = std::time::Instant::now();
+        // What the system takes, and the queue; then no more.
+        while link.say_frames(part.clone()) {
+            tokio::task::yield_now().await;
+        }
+        let end = tokio::select! {
+            end = timeout(SOON, heard.recv()) => end.unwrap().unwrap().unwrap_err(),
+            () = pings => unreachable!("it goes on for ever"),
+        };
+        assert!(
+            matches!(end, LinkEnd::Behind),
+            "{end} {:?}",
+            begun.elapsed()
+        );
+        assert!(!link.say(&FromRoot::Ping));
+    });
+}
+
+/// A listener at loopback that takes whoever has the key.
+async fn listen(key: &Key) -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(listen::accept_all(
+        listener,
+        key.clone(),
+        || false,
+        |_, _, _| {},
+    ));
+    address
+}
+
+#[test]
+fn honest_processes_get_in_at_an_address_where_others_fail() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let (key, wrong) = (Key::new(&[1; 16]), Key::new(&[2; 16]));
+        let address = listen(&key).await;
+        let mut told = 0;
+        for _ in 0..60 {
+            let failed = dial(address, &wrong, Role::Control).await.unwrap_err();
+            told += u32::from(matches!(failed, DialError::Hello(HelloError::TokenRefused)));
+        }
+        dial(address, &key, Role::Control).await.unwrap();
+        assert_eq!(told, 20);
+    });
+}
+
+#[test]
+fn honest_processes_get_in_at_an_address_where_others_are_silent() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let key = Key::new(&[1; 16]);
+        let address = listen(&key).await;
+        let mut silent = Vec::new();
+        for _ in 0..300 {
+            silent.push(TcpStream::connect(address).await.unwrap());
+        }
+        dial(address, &key, Role::Control).await.unwrap();
+        // Most of them have gone for others.
+        let mut gone = 0;
+        for mut socket in silent {
+            let read = timeout(HEARTBEAT / 10, socket.read(&mut [0; 1])).await;
+            gone += u32::from(read.is_ok());
+        }
+        assert!(gone >= 300 - 64, "{gone}");
+    });
+}

@@ -1,0 +1,70 @@
+//! Which versions an agent says that it has.
+
+use std::collections::BTreeSet;
+
+use crate::wire::message::{Held, MAX_SLOTS};
+
+/// The versions one agent has, as far as it says so.
+#[derive(Debug)]
+pub(super) struct Holdings {
+    models: usize,
+    versions: BTreeSet<Held>,
+}
+
+impl Holdings {
+    /// Of nothing, where there are so many models.
+    pub(super) fn new(models: usize) -> Self {
+        Self {
+            models,
+            versions: BTreeSet::new(),
+        }
+    }
+
+    /// It has come to have some, and has others no more. False: that cannot be, as
+    /// there is no such model, or they are more than all of its slots.
+    pub(super) fn change(&mut self, have: Vec<Held>, dropped: Vec<Held>) -> bool {
+        self.versions.extend(have);
+        for held in dropped {
+            self.versions.remove(&held);
+        }
+        let known = |held: &Held| usize::from(held.model) < self.models;
+        self.versions.len() <= self.models * usize::from(MAX_SLOTS)
+            && self.versions.last().is_none_or(known)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = Held> {
+        self.versions.iter().copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use weightsync_core::Version;
+
+    use super::*;
+
+    fn held(model: u8, versions: std::ops::RangeInclusive<u64>) -> Vec<Held> {
+        let versions = versions.map(Version);
+        versions.map(|version| Held { model, version }).collect()
+    }
+
+    #[test]
+    fn an_agent_has_no_more_than_its_slots_take() {
+        let most = u64::from(MAX_SLOTS);
+        let mut holdings = Holdings::new(2);
+        assert!(holdings.change(held(0, 1..=most), Vec::new()));
+        assert!(holdings.change(held(1, 1..=most), Vec::new()));
+        // What it has already is no more than that.
+        assert!(holdings.change(held(1, 1..=most), Vec::new()));
+        assert!(holdings.change(held(0, 100..=100), held(0, 1..=1)));
+        assert_eq!(holdings.iter().count() as u64, 2 * most);
+        assert!(!holdings.change(held(0, 101..=101), Vec::new()));
+    }
+
+    #[test]
+    fn an_agent_has_no_version_of_a_model_that_is_none() {
+        let mut holdings = Holdings::new(2);
+        assert!(holdings.change(held(1, 1..=1), Vec::new()));
+        assert!(!holdings.change(held(2, 1..=1), Vec::new()));
+    }
+}

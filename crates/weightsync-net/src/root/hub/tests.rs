@@ -1,0 +1,298 @@
+//! A sender, and agents that are none.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use weightsync::{Expect, InitInfo, Sender, SenderSetup, Tensors};
+use weightsync_core::{Epoch, Version, WorkerId};
+
+use crate::access::Key;
+use crate::link::{self, Link, LinkEnd};
+use crate::relay::runtime;
+use crate::scheme::Distributed;
+use crate::status::Status;
+use crate::wire::hello::Role;
+use crate::wire::message::{Delivery, FromRoot, Held, Message, RefusalRemedy, ToRoot};
+
+/// Longer than anything here takes.
+const SOON: Duration = Duration::from_secs(20);
+
+fn sender() -> (Sender, InitInfo) {
+    let mut weights = Tensors::new();
+    let values = vec![1.0_f32; 256];
+    weights.insert("layer.weight", [16, 16], values).unwrap();
+    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let setup = setup.scheme(Distributed::new()).unwrap();
+    let info = setup.init_info();
+    let sender = setup.connect(&weights, Expect::Count(0), SOON).unwrap();
+    (sender, info)
+}
+
+async fn dial(info: &InitInfo) -> TcpStream {
+    let address: SocketAddr = info.endpoint().address().parse().unwrap();
+    let key = Key::new(info.endpoint().secret());
+    link::dial(address, &key, Role::Control).await.unwrap()
+}
+
+/// Asks how things are until that is as it is to be.
+async fn wait_for<T: Send + 'static>(
+    info: &InitInfo,
+    of: impl Fn(Status) -> Option<T> + Send + 'static,
+) -> T {
+    let endpoint = info.endpoint();
+    let (address, secret) = (endpoint.address().to_owned(), *endpoint.secret());
+    let ask = move || {
+        loop {
+            if let Some(answer) = of(Status::ask(&address, &secret, SOON).unwrap()) {
+                return answer;
+            }
+        }
+    };
+    tokio::task::spawn_blocking(ask).await.unwrap()
+}
+
+/// An agent's end of its link, which does what a test says.
+struct Fake {
+    link: Link<ToRoot>,
+    heard: mpsc::Receiver<Result<FromRoot, LinkEnd>>,
+}
+
+impl Fake {
+    async fn dial(info: &InitInfo) -> Self {
+        let socket = dial(info).await;
+        let (events, heard) = mpsc::channel(64);
+        let link = Link::start(socket, &events, |what| what);
+        Self { link, heard }
+    }
+
+    /// Its first words.
+    fn say_agent(&self, seen: Epoch) {
+        self.link.say(&agent(seen));
+    }
+
+    /// It asks for a seat for worker 7.
+    fn say_join(&self, instance: u64) {
+        self.link.say(&join(instance));
+    }
+
+    /// What the sender says next; or how it has ended the link.
+    async fn hear(&mut self) -> Result<FromRoot, LinkEnd> {
+        let heard = timeout(SOON, self.heard.recv()).await;
+        heard.expect("in time").expect("an end, at last")
+    }
+
+    /// Hears what the sender says until this comes.
+    async fn hear_until(&mut self, what: impl Fn(&FromRoot) -> bool) -> FromRoot {
+        loop {
+            let heard = self.hear().await.expect("the link is there");
+            if what(&heard) {
+                return heard;
+            }
+        }
+    }
+}
+
+/// A transfer of so many MiB in ten seconds.
+fn received(parent: u64, mib: u64) -> ToRoot {
+    ToRoot::Received {
+        model: 0,
+        version: Version(1),
+        parent,
+        bytes: mib << 20,
+        micros: 10_000_000,
+    }
+}
+
+fn agent(seen: Epoch) -> ToRoot {
+    ToRoot::Agent {
+        name: "fake".into(),
+        host: [9; 16],
+        pid: 1,
+        bulk: None,
+        seen,
+        holds: Vec::new(),
+        run: None,
+    }
+}
+
+fn join(instance: u64) -> ToRoot {
+    ToRoot::Join {
+        ticket: instance,
+        worker: WorkerId(7),
+        instance,
+        pid: 2,
+        models: u64::MAX,
+        delivery: Delivery::Newest,
+        device: String::new(),
+        seen: Epoch(0),
+    }
+}
+
+fn run(test: impl Future<Output = ()>) {
+    runtime("weightsync-test").unwrap().block_on(test);
+}
+
+#[test]
+fn who_is_fenced_off_is_told_so_and_its_link_is_ended() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut fake = Fake::dial(&info).await;
+        fake.say_agent(Epoch(u64::MAX));
+        let FromRoot::Refused { remedy, .. } = fake.hear().await.unwrap() else {
+            panic!("it was not refused")
+        };
+        assert!(matches!(remedy, RefusalRemedy::Fenced { .. }), "{remedy:?}");
+        // It would go on saying that it is there.
+        let end = fake.hear().await.unwrap_err();
+        assert!(matches!(end, LinkEnd::HungUp), "{end}");
+    });
+}
+
+#[test]
+fn who_says_that_it_has_more_than_there_can_be_is_given_up() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut fake = Fake::dial(&info).await;
+        fake.say_agent(Epoch(0));
+        let welcome = |word: &FromRoot| matches!(word, FromRoot::Parent { .. });
+        fake.hear_until(welcome).await;
+        for page in 0..2 {
+            let have = (1..=50).map(|number| Held {
+                model: 0,
+                version: Version(page * 50 + number),
+            });
+            fake.link.say(&ToRoot::Holds {
+                have: have.collect(),
+                dropped: Vec::new(),
+            });
+        }
+        while fake.hear().await.is_ok() {}
+    });
+}
+
+#[test]
+fn the_next_life_of_a_worker_is_seated_once_its_host_counts_as_silent() {
+    let (_sender, info) = sender();
+    run(async {
+        // It says who is there, and nothing more.
+        let mut silent = dial(&info).await;
+        for words in [agent(Epoch(0)), join(100)] {
+            silent.write_all(&words.frame().unwrap()).await.unwrap();
+        }
+        let mut fake = Fake::dial(&info).await;
+        fake.say_agent(Epoch(0));
+        wait_for(&info, |status| {
+            let seated = status.relays.iter().any(|relay| !relay.workers.is_empty());
+            seated.then_some(())
+        })
+        .await;
+        fake.say_join(101);
+        let decided =
+            |word: &FromRoot| matches!(word, FromRoot::Joined { .. } | FromRoot::Denied { .. });
+        let decided = fake.hear_until(decided).await;
+        assert_eq!(decided, FromRoot::Joined { ticket: 101 });
+    });
+}
+
+/// An agent that was asked by a life of it, and is not the way that this life took in
+/// the end, is one to wait for like any other.
+#[test]
+fn the_next_life_of_a_worker_waits_for_whoever_reaches_it_by_then() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut agents = Vec::new();
+        for _ in 0..3 {
+            let fake = Fake::dial(&info).await;
+            fake.say_agent(Epoch(0));
+            agents.push(fake);
+        }
+        let [first, by, next] = &mut agents[..] else {
+            unreachable!()
+        };
+        let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
+        first.say_join(100);
+        first.hear_until(joined).await;
+        by.say_join(100);
+        by.hear_until(joined).await;
+        next.say_join(101);
+        by.link.say(&ToRoot::Gone {
+            worker: WorkerId(7),
+            instance: 100,
+            died: false,
+        });
+        let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
+        next.hear_until(denied).await;
+    });
+}
+
+#[test]
+fn who_has_the_number_of_a_worker_that_is_there_is_denied() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut first = Fake::dial(&info).await;
+        first.say_agent(Epoch(0));
+        first.say_join(100);
+        let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
+        first.hear_until(joined).await;
+        let mut second = Fake::dial(&info).await;
+        second.say_agent(Epoch(0));
+        second.say_join(101);
+        let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
+        let FromRoot::Denied { ticket, reason } = second.hear_until(denied).await else {
+            unreachable!()
+        };
+        assert_eq!(ticket, 101);
+        assert!(reason.contains("already connected"), "{reason}");
+        // That the first is there has cost it nothing.
+        first.link.say(&ToRoot::Gone {
+            worker: WorkerId(7),
+            instance: 100,
+            died: false,
+        });
+        second.say_join(102);
+        let joined = second.hear_until(joined).await;
+        assert_eq!(joined, FromRoot::Joined { ticket: 102 });
+    });
+}
+
+#[test]
+fn a_transfer_counts_for_the_link_that_it_came_by() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut agents = Vec::new();
+        for port in [7001, 7002] {
+            let fake = Fake::dial(&info).await;
+            let mut words = agent(Epoch(0));
+            if let ToRoot::Agent { bulk, .. } = &mut words {
+                *bulk = Some(port);
+            }
+            fake.link.say(&words);
+            agents.push(fake);
+        }
+        let [first, second] = &mut agents[..] else {
+            unreachable!()
+        };
+        let FromRoot::Welcome { agent: parent, .. } = first.hear().await.unwrap() else {
+            panic!("it is not welcome")
+        };
+        let told = |by| move |word: &FromRoot| matches!(word, FromRoot::Parent { agent, .. } if *agent == by);
+        second.hear_until(told(parent)).await;
+        first.link.say(&received(0, 1));
+        second.link.say(&received(parent, 1000));
+        // The first has turned out to be slow: it is behind the second now.
+        second.hear_until(told(0)).await;
+        // What came by it before says nothing of what comes now.
+        second.link.say(&received(parent, 1));
+        let speeds = wait_for(&info, |status| {
+            let relays = status.relays.iter();
+            let all: u64 = relays.clone().map(|relay| relay.received).sum();
+            (all == 1002 << 20).then(|| relays.map(|relay| relay.bytes_per_second).collect())
+        });
+        let speeds: Vec<_> = speeds.await;
+        assert_eq!(speeds, [Some(100.0 * 1_048_576.0), Some(104_857.6)]);
+    });
+}

@@ -1,0 +1,264 @@
+//! The workers of other hosts: they are seated, told, and heard.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use weightsync_core::{Version, WorkerId};
+use weightsync_mem::{Error as Memory, Going, Guest, GuestOptions, Told};
+
+use super::Hub;
+use crate::root::seats::{Comer, Leaver, Process, Waiter};
+use crate::root::topology::AgentId;
+use crate::wire::message::{FromRoot, Held, Want, WorkerProgress};
+
+/// One worker elsewhere.
+pub(super) struct Worker {
+    pub(super) guest: Guest,
+    pub(super) device: String,
+    /// The last sequence and the last question's answer it was told.
+    told: u64,
+    answered: u64,
+    pub(super) versions: BTreeMap<usize, Version>,
+}
+
+/// What a worker asks for that is to have a seat.
+#[derive(Debug)]
+pub(super) struct Asks {
+    /// The question's number at its agent.
+    pub(super) ticket: u64,
+    pub(super) options: GuestOptions,
+}
+
+impl Hub {
+    /// A worker comes: it has the seat that it had, if it only comes by another way, or
+    /// one of its own, or waits until it is known whether there can be one.
+    pub(super) fn join(&mut self, comer: Waiter<Asks>) {
+        let agent = comer.agent;
+        match self.seats.comes(agent, comer.worker, comer.instance) {
+            Comer::Back(worker) => {
+                worker.start_over();
+                self.joined(agent, comer.asks.ticket, comer.worker);
+                self.is_there(agent);
+            }
+            Comer::New(old) => {
+                // Another has its number now.
+                if let Some(old) = old {
+                    old.guest.leave(Going::Died);
+                }
+                self.seat(comer);
+            }
+            Comer::Waits(by) => {
+                if let Some(other) = self.agents.get(&by) {
+                    other.link.expect_sign();
+                }
+                if let Some(earlier) = self.seats.wait(comer) {
+                    let denied = FromRoot::Denied {
+                        ticket: earlier.asks.ticket,
+                        reason: format!("another asks to be worker {}", earlier.worker.0),
+                    };
+                    self.say(earlier.agent, &denied);
+                }
+            }
+            Comer::Two => self.seat(comer),
+        }
+    }
+
+    /// Seats a worker, unless the memory has another of its number, or must not have it.
+    fn seat(&mut self, comer: Waiter<Asks>) {
+        let Waiter {
+            agent,
+            worker,
+            instance,
+            asks: Asks { ticket, options },
+        } = comer;
+        let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
+        let process = Process {
+            host: known.map_or([0; 16], |known| known.process.host),
+            pid: options.pid,
+        };
+        let news = self.news.clone();
+        let device = options.device.clone();
+        match self.guests.join(options, move |worker| news.ring(worker)) {
+            Ok(guest) => {
+                let of = Worker {
+                    guest,
+                    device,
+                    told: 0,
+                    answered: 0,
+                    versions: BTreeMap::new(),
+                };
+                self.seats.put(agent, (worker, instance), process, of);
+                self.joined(agent, ticket, worker);
+            }
+            Err(error) => {
+                let reason = match error {
+                    Memory::Denied { reason } => reason,
+                    error => error.to_string(),
+                };
+                self.say(agent, &FromRoot::Denied { ticket, reason });
+            }
+        }
+    }
+
+    fn joined(&mut self, agent: AgentId, ticket: u64, worker: WorkerId) {
+        self.say(agent, &FromRoot::Joined { ticket });
+        self.tell(BTreeSet::from([worker]));
+    }
+
+    /// An agent is there: who waits for a seat of its workers waits in vain.
+    pub(super) fn is_there(&mut self, agent: AgentId) {
+        for waiter in self.seats.in_vain(agent) {
+            self.seat(waiter);
+        }
+    }
+
+    /// Seats that were waited for may be free.
+    pub(super) fn seat_again(&mut self) {
+        for waiter in self.seats.may_come() {
+            self.join(waiter);
+        }
+    }
+
+    /// An agent says that a worker is gone.
+    pub(super) fn gone(&mut self, agent: AgentId, who: (WorkerId, u64), died: bool) {
+        let (worker, instance) = who;
+        match self.seats.gone(agent, worker, instance, died) {
+            Leaver::Over(worker) => worker.guest.leave(match died {
+                true => Going::Died,
+                false => Going::Left,
+            }),
+            Leaver::Back(one) => {
+                one.start_over();
+                self.tell(BTreeSet::from([worker]));
+                if let Some(waiter) = self.seats.comes_again(worker) {
+                    self.join(waiter);
+                }
+            }
+            Leaver::Elsewhere => {}
+        }
+        self.seat_again();
+    }
+
+    pub(super) fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
+        let Some(seat) = self.seats.heard(agent, progress.worker, progress.instance) else {
+            return;
+        };
+        let WorkerProgress {
+            taken,
+            through,
+            loaded,
+            versions,
+            refused,
+            ..
+        } = progress;
+        seat.guest.progress(taken, through);
+        if !versions.is_empty() {
+            let versions = versions
+                .into_iter()
+                .map(|held| (usize::from(held.model), held.version));
+            let versions: Vec<_> = versions.collect();
+            seat.versions.extend(versions.iter().copied());
+            seat.guest.applied(loaded, versions);
+        }
+        if let Some((sequence, reason)) = refused {
+            seat.guest.refuse(Some(sequence), reason);
+        }
+    }
+
+    pub(super) fn ask(&mut self, agent: AgentId, who: (WorkerId, u64), question: u64, want: Want) {
+        let (worker, instance) = who;
+        let Some(seat) = self.seats.heard(agent, worker, instance) else {
+            return;
+        };
+        match seat.guest.ask(question, want.into()) {
+            Ok(()) => self.tell(BTreeSet::from([worker])),
+            Err(Memory::NoSuchVersion {
+                model,
+                asked,
+                known,
+            }) => {
+                let answer = FromRoot::NoSuchVersion {
+                    worker,
+                    question,
+                    model: model as u8,
+                    asked,
+                    known,
+                };
+                self.say(agent, &answer);
+            }
+            Err(Memory::SenderClosed) => {}
+            Err(error) => {
+                let reason = error.to_string();
+                seat.guest.refuse(None, reason.clone());
+                let away = FromRoot::TurnAway {
+                    worker,
+                    instance,
+                    reason,
+                };
+                self.say(agent, &away);
+            }
+        }
+    }
+
+    /// Tells workers what is new for them; those of one agent that are told the
+    /// same by one message.
+    pub(super) fn tell(&mut self, workers: BTreeSet<WorkerId>) {
+        // By sequence number first: of one worker the older comes before the newer.
+        let mut tells: BTreeMap<(AgentId, u64, Vec<Held>), Vec<WorkerId>> = BTreeMap::new();
+        let mut answers = Vec::new();
+        for worker in workers {
+            let Some((agent, seat)) = self.seats.reached(worker) else {
+                continue;
+            };
+            // An error is the sender's own end.
+            for told in seat.guest.told().unwrap_or_default() {
+                if told.sequence > seat.told {
+                    seat.told = told.sequence;
+                    let key = (agent, told.sequence, held(&told));
+                    tells.entry(key).or_default().push(worker);
+                }
+            }
+            if let Ok(Some((question, told))) = seat.guest.answered()
+                && question > seat.answered
+            {
+                seat.answered = question;
+                let answer = FromRoot::Answer {
+                    worker,
+                    question,
+                    sequence: told.sequence,
+                    set: held(&told),
+                };
+                answers.push((agent, answer));
+            }
+        }
+        for ((agent, sequence, set), workers) in tells {
+            let tell = FromRoot::Tell {
+                sequence,
+                set,
+                workers,
+            };
+            self.say(agent, &tell);
+        }
+        for (agent, answer) in answers {
+            self.say(agent, &answer);
+        }
+    }
+}
+
+impl Worker {
+    /// It comes by another way, and is told everything anew.
+    fn start_over(&mut self) {
+        self.told = 0;
+        self.answered = 0;
+        self.guest.start_over();
+    }
+}
+
+fn held(told: &Told) -> Vec<Held> {
+    let members = told.members.iter();
+    members
+        .map(|snapshot| Held {
+            model: snapshot.model() as u8,
+            version: snapshot.version(),
+        })
+        .collect()
+}

@@ -1,0 +1,158 @@
+//! The same things as they are said, as they travel, and as the memory of either end
+//! has them.
+
+use serde::{Deserialize, Serialize};
+use weightsync_core::{Epoch, Run, Version};
+use weightsync_mem as memory;
+
+use super::{Delivery, Held, Want};
+
+/// A [`Held`] on the wire.
+pub(super) type WireHeld = (u8, u64);
+
+/// A [`Run`] on the wire.
+pub(super) type WireRun = (u64, [u8; 16]);
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+pub(super) enum WireDelivery {
+    Newest,
+    Every { bound: u8 },
+    Asked,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+pub(super) enum WireWant {
+    Newest,
+    AtLeast { model: u8, version: u64 },
+    Exactly { model: u8, version: u64 },
+}
+
+pub(super) fn held_to_wire(held: &[Held]) -> Vec<WireHeld> {
+    held.iter()
+        .map(|held| (held.model, held.version.0))
+        .collect()
+}
+
+pub(super) fn held_from_wire(held: Vec<WireHeld>) -> Vec<Held> {
+    let held = held.into_iter();
+    held.map(|(model, version)| Held {
+        model,
+        version: Version(version),
+    })
+    .collect()
+}
+
+pub(super) fn run_to_wire(run: Run) -> WireRun {
+    (run.epoch.0, run.id)
+}
+
+pub(super) fn run_from_wire((epoch, id): WireRun) -> Run {
+    Run {
+        epoch: Epoch(epoch),
+        id,
+    }
+}
+
+impl From<Delivery> for WireDelivery {
+    fn from(delivery: Delivery) -> Self {
+        match delivery {
+            Delivery::Newest => Self::Newest,
+            Delivery::Every { bound } => Self::Every { bound },
+            Delivery::Asked => Self::Asked,
+        }
+    }
+}
+
+impl From<WireDelivery> for Delivery {
+    fn from(delivery: WireDelivery) -> Self {
+        match delivery {
+            WireDelivery::Newest => Self::Newest,
+            WireDelivery::Every { bound } => Self::Every { bound },
+            WireDelivery::Asked => Self::Asked,
+        }
+    }
+}
+
+impl From<Want> for WireWant {
+    fn from(want: Want) -> Self {
+        match want {
+            Want::Newest => Self::Newest,
+            Want::AtLeast { model, version } => Self::AtLeast {
+                model,
+                version: version.0,
+            },
+            Want::Exactly { model, version } => Self::Exactly {
+                model,
+                version: version.0,
+            },
+        }
+    }
+}
+
+impl From<WireWant> for Want {
+    fn from(want: WireWant) -> Self {
+        match want {
+            WireWant::Newest => Self::Newest,
+            WireWant::AtLeast { model, version } => Self::AtLeast {
+                model,
+                version: Version(version),
+            },
+            WireWant::Exactly { model, version } => Self::Exactly {
+                model,
+                version: Version(version),
+            },
+        }
+    }
+}
+
+impl From<Delivery> for memory::Delivery {
+    fn from(delivery: Delivery) -> Self {
+        match delivery {
+            Delivery::Newest => Self::Newest,
+            Delivery::Every { bound } => Self::Every { bound },
+            Delivery::Asked => Self::Asked,
+        }
+    }
+}
+
+impl From<Want> for memory::Want {
+    fn from(want: Want) -> Self {
+        match want {
+            Want::Newest => Self::Newest,
+            Want::AtLeast { model, version } => Self::AtLeast {
+                model: model.into(),
+                version,
+            },
+            Want::Exactly { model, version } => Self::Exactly {
+                model: model.into(),
+                version,
+            },
+        }
+    }
+}
+
+impl From<memory::Delivery> for Delivery {
+    fn from(delivery: memory::Delivery) -> Self {
+        match delivery {
+            memory::Delivery::Newest => Self::Newest,
+            memory::Delivery::Every { bound } => Self::Every { bound },
+            memory::Delivery::Asked => Self::Asked,
+        }
+    }
+}
+
+impl From<memory::Want> for Want {
+    fn from(want: memory::Want) -> Self {
+        match want {
+            memory::Want::Newest => Self::Newest,
+            memory::Want::AtLeast { model, version } => Self::AtLeast {
+                model: model as u8,
+                version,
+            },
+            memory::Want::Exactly { model, version } => Self::Exactly {
+                model: model as u8,
+                version,
+            },
+        }
+    }
+}
