@@ -54,7 +54,8 @@
 //! `WEIGHTSYNC_SOAK` scales the loops (`full`, or a factor of what is done every
 //! day), `WEIGHTSYNC_SOAK_SEED` repeats the random choices of an earlier run; each
 //! scenario that makes some prints its seed and its counts. A wait without end in
-//! any process fails the scenario with what hung.
+//! any process fails the scenario with what hung. Tests beside the suite have the
+//! same by [`scale`].
 //!
 //! # Several machines on one
 //!
@@ -84,6 +85,7 @@ use weightsync::{
     Version, worker,
 };
 
+pub use crate::harness::scale;
 use crate::harness::scale::PATIENCE;
 use crate::harness::shape::Shape;
 use crate::scenarios::{Need, Scenario};

@@ -1,6 +1,8 @@
 //! A worker's end of a segment.
 
+mod asking;
 mod join;
+mod taking;
 #[cfg(test)]
 mod tests;
 
@@ -24,8 +26,8 @@ use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
-use crate::watch::{End, Interrupter, Mapped, Place, Slots, Watch};
-use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Want};
+use crate::watch::{End, Interrupter, Mapped, Watch};
+use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE};
 
 /// How long a sender that listens has to answer: far more than it needs on a
 /// busy machine, and little for a worker whose sender stands still.
@@ -257,132 +259,6 @@ impl Reader {
         }
     }
 
-    /// Asks the sender for a version; it comes by [`answer`](Self::answer), also
-    /// if this reader has had it before, and whatever is published meanwhile. One
-    /// question at a time: a new one takes the place of one that is not answered
-    /// yet.
-    ///
-    /// [`Want::AtLeast`] a version that there is not yet is answered when there
-    /// is, or not at all; [`Want::Exactly`] is answered at once.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::BadOption`] if this reader takes every version, or asks about a
-    /// model it did not want, or for exactly `Version::NONE`; at least that is
-    /// [`Want::Newest`]. [`Error::SenderDied`] or [`Error::SenderClosed`].
-    pub fn ask(&mut self, want: Want) -> Result<(), Error> {
-        self.book.header.usable()?;
-        let bad = |option, expected, got: String| {
-            Err(Error::BadOption {
-                option,
-                expected,
-                got,
-            })
-        };
-        if let Delivery::Every { .. } = self.delivery {
-            let got = format!("{:?}", self.delivery);
-            return bad("the delivery of a reader that asks", "newest or asked", got);
-        }
-        if let Want::AtLeast { model, .. } | Want::Exactly { model, .. } = want
-            && !self.has(model)
-        {
-            return bad(
-                "the model asked for",
-                "one of this reader's",
-                model.to_string(),
-            );
-        }
-        // The sender takes a question about version 0 for a breach of the protocol.
-        let want = match want {
-            Want::AtLeast {
-                version: Version::NONE,
-                ..
-            } => Want::Newest,
-            Want::Exactly {
-                version: Version::NONE,
-                ..
-            } => {
-                return bad(
-                    "the version asked for",
-                    "one that can be published, from 1 on",
-                    "0".into(),
-                );
-            }
-            want => want,
-        };
-        if let Some(fault) = self.watch.fault() {
-            return Err(fault);
-        }
-        self.close_question()?;
-        self.question += 1;
-        let question = self.question;
-        let packet = FromReader::Ask { question, want }.encode();
-        if !self.book.socket()?.send(&packet, &[])? {
-            return Err(self.unheard().unwrap_or_else(|| self.why_over()));
-        }
-        self.asks = true;
-        Ok(())
-    }
-
-    /// Waits for the answer to the last question; `None` if the deadline comes
-    /// first, and then it can be waited for again, or [withdrawn](Self::withdraw).
-    ///
-    /// It takes nothing from what [`next`](Self::next) hands out, unless it is
-    /// the newest: that is not handed out twice.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::NoSuchVersion`], [`Error::BadOption`] if there is no question
-    /// without an answer, and as [`next`](Self::next).
-    pub fn answer(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
-        self.book.header.usable()?;
-        if !self.asks {
-            return Err(Error::BadOption {
-                option: "an answer",
-                expected: "a question before it",
-                got: "none".into(),
-            });
-        }
-        let book = self.book.clone();
-        let (place, question) = (&book.lane()?.answer.0, self.question);
-        let found = self.wait_for(question, deadline, || {
-            let placed = place.question.load(Ordering::Acquire) == question;
-            (placed || self.watch.has_answer(question)).then_some(())
-        })?;
-        if found.is_none() {
-            return Ok(None);
-        }
-        let hold = match self.watch.take_answer(question) {
-            Some(answer) => Err(answer),
-            None => self.take_answer(),
-        };
-        let taken = match hold {
-            Ok(Some(hold)) => self.hand_out(hold, deadline),
-            Ok(None) => Err(unexpected("an answer", "its place was empty".into())),
-            Err(error) => Err(error),
-        };
-        if !matches!(taken, Ok(None) | Err(Error::Interrupted)) {
-            self.close_question()?;
-        }
-        taken
-    }
-
-    /// Takes back a question that has no answer yet. If the answer is on its way,
-    /// it is not looked at.
-    ///
-    /// # Errors
-    ///
-    /// Only of the operating system; a sender that is gone needs no telling.
-    pub fn withdraw(&mut self) -> Result<(), Error> {
-        self.book.header.usable()?;
-        if !self.asks {
-            return Ok(());
-        }
-        self.close_question()?;
-        let packet = FromReader::Withdraw.encode();
-        self.book.socket()?.send(&packet, &[]).map(|_| ())
-    }
-
     /// Tells the sender that the worker has loaded a set.
     ///
     /// # Errors
@@ -482,136 +358,6 @@ impl Reader {
             }
             self.watch.sleep(question, || look().is_none(), deadline)?;
         }
-    }
-
-    /// Pins the answer; as what is meant for this reader, where it is that.
-    fn take_answer(&self) -> Result<Option<Hold>, Error> {
-        let Some(mut hold) = self.book.pin_answer()? else {
-            return Ok(None);
-        };
-        if self.delivery == Delivery::Newest {
-            // Whatever is wrong with what it is told is for `next` to say.
-            let live = self.book.look_live().ok().flatten();
-            match live.filter(|live| live.is_of_the_set(&hold)) {
-                Some(live) => hold = live,
-                None => {
-                    hold.sequence = 0;
-                    return Ok(Some(hold));
-                }
-            }
-        }
-        Ok(Some(hold))
-    }
-
-    /// The answer to the last question, if it comes, is needed no more.
-    fn close_question(&mut self) -> Result<(), Error> {
-        self.asks = false;
-        let through = &self.book.control()?.through.0;
-        through.store(self.question, Ordering::Release);
-        self.book.tell_sender();
-        self.book.tell_room(self.book.lane()?);
-        Ok(())
-    }
-
-    /// Takes what a look has found there, or what has replaced it by now.
-    fn take(&mut self, sequence: u64, deadline: Deadline) -> Result<Option<Taken>, Error> {
-        match self.delivery {
-            Delivery::Every { .. } => {
-                let hold = self.book.take_queued(self.head);
-                self.head += 1;
-                // Taken back between the look and here if there is none any more;
-                // or it was handed out at another segment, and only its news was
-                // lost.
-                let had = |hold: &Hold| hold.sequence <= self.sequence;
-                if let Some(hold) = hold?.filter(|hold| !had(hold)) {
-                    self.unmapped = Some(hold);
-                    return self.take_unmapped(deadline);
-                }
-                self.book.say_taken(self.sequence)?;
-                match sequence <= self.sequence {
-                    true => self.next(deadline),
-                    false => Ok(None),
-                }
-            }
-            Delivery::Newest | Delivery::Asked => {
-                // One that turns out to be corrupt is passed over as well.
-                let before = std::mem::replace(&mut self.sequence, sequence);
-                let Some(hold) = self.book.take_live()? else {
-                    return Ok(None);
-                };
-                let taken = self.hand_out(hold, deadline);
-                if matches!(taken, Ok(None) | Err(Error::Interrupted)) {
-                    self.sequence = before;
-                }
-                taken
-            }
-        }
-    }
-
-    /// Hands out what was taken from the queue, once its slots have come.
-    fn take_unmapped(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
-        match self.unmapped.take() {
-            Some(hold) => self.hand_out(hold, deadline),
-            None => Ok(None),
-        }
-    }
-
-    /// Makes snapshots of what is pinned, and says that it is taken, or that it
-    /// is damaged; of what is beside what is meant for this reader, nothing.
-    ///
-    /// `None` if a slot of it does not come in time, and [`Error::Interrupted`]
-    /// if it is not waited for: then it is as if it had not been taken.
-    fn hand_out(&mut self, hold: Hold, deadline: Deadline) -> Result<Option<Taken>, Error> {
-        let sequence = hold.sequence;
-        let damaged = |error: &Error| {
-            if sequence > 0 {
-                self.book.refuse_damage(sequence, error);
-            }
-        };
-        let places = match self
-            .watch
-            .slots(&hold.pins, deadline)
-            .inspect_err(damaged)?
-        {
-            Slots::Mapped(places) => places,
-            Slots::Over => return Err(self.why_over()),
-            later @ (Slots::Later | Slots::Interrupted) => {
-                if let Delivery::Every { .. } = self.delivery {
-                    self.unmapped = Some(hold);
-                }
-                return match later {
-                    Slots::Interrupted => Err(Error::Interrupted),
-                    _ => Ok(None),
-                };
-            }
-        };
-        let taken = self.checked(hold, places).inspect_err(damaged);
-        // One that turns out to be damaged is passed over.
-        self.sequence = self.sequence.max(sequence);
-        let taken = taken?;
-        if sequence > 0 {
-            self.book.say_taken(sequence)?;
-        }
-        for member in &taken.members {
-            self.versions[member.model] = member.snapshot.version();
-        }
-        Ok(Some(taken))
-    }
-
-    fn checked(&self, hold: Hold, places: Vec<Place>) -> Result<Taken, Error> {
-        let mut members = Vec::with_capacity(places.len());
-        for (pin, (pages, slot)) in hold.pins.into_iter().zip(places) {
-            let (model, version) = (pin.model, pin.version);
-            members.push(Member {
-                model,
-                changed: self.versions[model] != version,
-                snapshot: Snapshot::new(pin, slot, pages, self.run)?,
-            });
-        }
-        Ok(Taken {
-            sequence: hold.sequence,
-            members,
-        })
     }
 
     fn has(&self, model: usize) -> bool {

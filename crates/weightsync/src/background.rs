@@ -1,28 +1,33 @@
 //! Receiving without the worker's loop having to ask: a thread of its own takes
 //! what is sent, and the models change at safe points only.
 
+pub(crate) mod desk;
+mod guards;
+mod hold;
 mod room;
 mod snapshots;
+mod status;
 pub(crate) mod thread;
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, RwLock};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{ModelId, Run, Version};
+use weightsync_core::{ModelId, Version};
 
+use self::desk::Desk;
+use self::hold::{Entry, Held, Hold, Keep, enter};
 use self::room::{Access, OwnedSeat, Room, Seat};
-use self::thread::{Desk, Follower, Task, Work, can_follow, message_of};
+use self::thread::{Follower, can_follow};
 use crate::error::{Error, Result};
 use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
 use crate::receiver::Receiver;
-use crate::set::SetSnapshot;
 
+pub use self::guards::{ModelGuard, ModelGuardMut, ModelHold};
 pub use self::snapshots::SnapshotsInBackground;
+pub use self::status::{BackgroundState, BackgroundStatus};
 
 /// When the models of a [`Background`] may change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -192,69 +197,6 @@ pub struct Background<M: Send + Sync + 'static> {
     follower: Follower<Room>,
     hold: Arc<Hold<M>>,
     when: SafePoints,
-}
-
-/// What a background receiver does.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BackgroundState {
-    /// It waits for weights, or applies them.
-    Following,
-    /// The sender is gone, and its successor is looked for. The models serve on.
-    /// If one answers that cannot be followed, why is in the
-    /// [failure](BackgroundStatus::failure).
-    Searching,
-    /// The sender has shut down, and will not come back. The models serve on.
-    Closed,
-    /// The sender has died, and will not come back. The models serve on.
-    Died {
-        /// Its process, if it is known.
-        pid: Option<u32>,
-    },
-    /// Receiving has failed; the sender was told, and sends nothing more to this
-    /// end. The models serve on.
-    Failed {
-        /// Why.
-        reason: String,
-    },
-}
-
-impl fmt::Display for BackgroundState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Following => f.write_str("it follows its sender"),
-            Self::Searching => f.write_str("the sender is gone, and its successor is looked for"),
-            Self::Closed => f.write_str("the sender has shut down"),
-            Self::Died { pid: Some(pid) } => write!(f, "the sender (pid {pid}) has died"),
-            Self::Died { pid: None } => f.write_str("the sender has died"),
-            Self::Failed { reason } => write!(f, "receiving has failed: {reason}"),
-        }
-    }
-}
-
-/// Where a background receiver stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct BackgroundStatus {
-    /// What it does.
-    pub state: BackgroundState,
-    /// What this worker runs.
-    pub versions: Vec<(ModelId, Version)>,
-    /// The run of these versions.
-    pub run: Run,
-    /// What was taken, and waits for a safe point; empty if nothing does.
-    pub staged: Vec<(ModelId, Version)>,
-    /// Why the newest version could not be applied, if it could not, or a sender
-    /// that answers cannot be followed.
-    pub failure: Option<String>,
-}
-
-impl BackgroundStatus {
-    /// The version this worker runs, of its first model; `Version::NONE` before
-    /// the first.
-    pub fn version(&self) -> Version {
-        first(&self.versions)
-    }
 }
 
 impl<M: Send + Sync + 'static> Background<M> {
@@ -486,186 +428,6 @@ impl<M: Send + Sync + 'static> fmt::Debug for Background<M> {
     }
 }
 
-/// The models to read: one whole set, that does not change while this is held.
-pub struct ModelGuard<'a, M> {
-    // Dropped before the seat: who sits down next finds the lock free.
-    held: RwLockReadGuard<'a, Held<M>>,
-    _seat: Seat<'a>,
-}
-
-/// The models to change; see [`Background::write`].
-pub struct ModelGuardMut<'a, M> {
-    held: RwLockWriteGuard<'a, Held<M>>,
-    _seat: Seat<'a>,
-}
-
-/// Keeps the models of a [`Background`] as they are; see [`Background::hold`].
-#[derive(Debug)]
-#[must_use = "the models may change as soon as it is dropped"]
-pub struct ModelHold {
-    _seat: OwnedSeat,
-}
-
-macro_rules! guard {
-    ($guard:ident) => {
-        impl<M> $guard<'_, M> {
-            /// The version of the first model.
-            pub fn version(&self) -> Version {
-                first(&self.held.versions)
-            }
-
-            /// The version of each model.
-            pub fn versions(&self) -> &[(ModelId, Version)] {
-                &self.held.versions
-            }
-
-            /// The run of these versions.
-            pub fn run(&self) -> Run {
-                self.held.run
-            }
-        }
-
-        impl<M> Deref for $guard<'_, M> {
-            type Target = M;
-
-            fn deref(&self) -> &M {
-                &self.held.models
-            }
-        }
-
-        impl<M> fmt::Debug for $guard<'_, M> {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.debug_struct(stringify!($guard))
-                    .field("versions", &self.held.versions)
-                    .finish_non_exhaustive()
-            }
-        }
-    };
-}
-
-guard!(ModelGuard);
-guard!(ModelGuardMut);
-
-impl<M> DerefMut for ModelGuardMut<'_, M> {
-    fn deref_mut(&mut self) -> &mut M {
-        &mut self.held.models
-    }
-}
-
-/// The models, and how they are loaded.
-struct Hold<M> {
-    held: RwLock<Held<M>>,
-    loaders: Box<Loaders<M>>,
-}
-
-type Loaders<M> = dyn for<'a> Fn(&'a mut M) -> SetLoader<'a> + Send + Sync;
-
-/// The models with what they have.
-struct Held<M> {
-    models: M,
-    versions: Vec<(ModelId, Version)>,
-    run: Run,
-    whole: bool,
-}
-
-impl<M> Hold<M> {
-    /// Loads a set on behalf of a thread that is alone in the room, and leaves
-    /// the room.
-    fn apply(
-        &self,
-        desk: &Desk<Room>,
-        me: ThreadId,
-        receiver: &mut Receiver,
-        set: SetSnapshot,
-    ) -> Result<()> {
-        let done = self.load(receiver, set);
-        desk.note(|book| {
-            book.board.leave(me);
-            book.status.failure = done.as_ref().err().map(ToString::to_string);
-            book.status.reflect(receiver);
-        });
-        done
-    }
-
-    fn load(&self, receiver: &mut Receiver, set: SetSnapshot) -> Result<()> {
-        let mut held = self.held.write().unwrap_or_else(|poisoned| {
-            // Somebody panicked while writing: everything is loaded anew.
-            self.held.clear_poison();
-            receiver.lose_whole();
-            poisoned.into_inner()
-        });
-        let loaded = catch_unwind(AssertUnwindSafe(|| {
-            let mut models = (self.loaders)(&mut held.models);
-            let has = receiver.held();
-            receiver.load_and_report(set.clone(), &mut models, has.as_ref())
-        }));
-        let loaded = loaded.unwrap_or_else(|panic| {
-            let error = Error::Panicked {
-                what: "the loader of this worker's models",
-                message: message_of(&*panic),
-            };
-            let reason = error.to_string();
-            let back = catch_unwind(AssertUnwindSafe(|| {
-                let mut models = (self.loaders)(&mut held.models);
-                receiver.go_back(&set, &mut models, &reason)
-            }));
-            back.unwrap_or_else(|_| {
-                receiver.lose_whole();
-                receiver.refuse_half_loaded(&set, &reason)
-            })?;
-            Err(error)
-        });
-        held.whole = receiver.is_whole();
-        held.versions = receiver.versions().to_vec();
-        held.run = receiver.run();
-        loaded
-    }
-}
-
-/// Keeps models up to date.
-struct Keep<M> {
-    hold: Arc<Hold<M>>,
-    when: SafePoints,
-    /// Whether every version is to be applied.
-    every: bool,
-}
-
-impl<M: Send + Sync + 'static> Task for Keep<M> {
-    type Board = Room;
-
-    fn work(&mut self, desk: &Desk<Room>, receiver: &mut Receiver) -> Result<Work> {
-        let me = std::thread::current().id();
-        let waits = match self.when {
-            SafePoints::Declared => desk.open().board.has_staged(),
-            SafePoints::Implied => match enter(desk, me, true) {
-                Entry::Nothing => false,
-                Entry::Taken => true,
-                Entry::Applying(set) => {
-                    // It is in the status, and the sender knows.
-                    if let Err(error) = self.hold.apply(desk, me, receiver, set) {
-                        tracing::warn!(worker = %receiver.worker(), %error, "not applied");
-                    }
-                    false
-                }
-            },
-        };
-        Ok(match (waits, self.every) {
-            (false, _) => Work::Nothing,
-            (true, false) => Work::Replaceable,
-            (true, true) => Work::Full,
-        })
-    }
-
-    fn arrived(&mut self, desk: &Desk<Room>, _: &mut Receiver, set: SetSnapshot) -> Result<()> {
-        let replaced = desk.note(|book| {
-            book.status.staged = set.versions();
-            book.board.stage(set)
-        });
-        drop(replaced);
-        Ok(())
-    }
-}
-
 /// What ends one round of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
@@ -673,36 +435,4 @@ enum Found {
     Enough,
     /// Something can be applied now.
     Staged,
-}
-
-/// How a thread that wants to apply what is staged finds the room.
-enum Entry {
-    Nothing,
-    /// Somebody holds a guard.
-    Taken,
-    /// It is alone in the room, and must leave it.
-    Applying(SetSnapshot),
-}
-
-/// Comes in to apply what is staged, if nobody else is there; otherwise asks to
-/// be told, if it is to.
-fn enter(desk: &Desk<Room>, me: ThreadId, ask: bool) -> Entry {
-    desk.note(|book| {
-        if !book.board.has_staged() {
-            return Entry::Nothing;
-        }
-        match book.board.take_staged(me, ask) {
-            None => Entry::Taken,
-            Some(set) => {
-                book.status.staged.clear();
-                Entry::Applying(set)
-            }
-        }
-    })
-}
-
-fn first(versions: &[(ModelId, Version)]) -> Version {
-    versions
-        .first()
-        .map_or(Version::NONE, |(_, version)| *version)
 }

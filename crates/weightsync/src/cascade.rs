@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use weightsync_core::{ModelId, Run, Version};
 
 use crate::background::BackgroundStatus;
-use crate::background::thread::{Desk, Follower, Task, Work, can_follow};
+use crate::background::desk::Desk;
+use crate::background::thread::{Follower, Task, Work, can_follow};
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;

@@ -1,11 +1,18 @@
 //! What can go wrong, and what to do about it.
 
+mod of_memory;
+mod text;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
 use weightsync_core::{Dtype, LayoutMismatch, ModelId, Run, Version, WorkerId};
 use weightsync_mem::Holder;
 
+use self::text::{
+    expected_among, holders_text, list_of_versions, missing_text, names, pid_text, refusals_text,
+    sends_text, some_names, versions_text,
+};
 use crate::attributes::AttributesError;
 use crate::path::ModelPathError;
 use crate::scheme::AnyScheme;
@@ -478,30 +485,6 @@ impl From<WorkerError> for Error {
     }
 }
 
-impl From<weightsync_mem::Error> for Error {
-    fn from(error: weightsync_mem::Error) -> Self {
-        match error {
-            // It came from a source and only passed through the memory.
-            weightsync_mem::Error::Fill {
-                tensor: name,
-                source,
-            } => Self::Extract { name, source },
-            weightsync_mem::Error::SenderDied { pid } => Self::SenderDied {
-                pid: (pid != 0).then_some(pid),
-            },
-            weightsync_mem::Error::SenderClosed => Self::SenderClosed,
-            weightsync_mem::Error::Interrupted => Self::Interrupted,
-            weightsync_mem::Error::NoSender { address, waited } => {
-                Self::NoSender { address, waited }
-            }
-            weightsync_mem::Error::VersionNotNewer { newest, got } => {
-                Self::VersionNotNewer { newest, got }
-            }
-            error => Self::Memory(error),
-        }
-    }
-}
-
 /// In place of a scheme's text, where a transport does not know it.
 pub(crate) const UNNAMED: &str = "this transport";
 
@@ -514,45 +497,6 @@ impl Error {
                 scheme: scheme.to_string(),
             },
             error => error,
-        }
-    }
-
-    /// The error of a segment, with a model's name in place of its number.
-    pub(crate) fn of_memory(
-        error: weightsync_mem::Error,
-        id: impl Fn(usize) -> Option<ModelId>,
-    ) -> Self {
-        use weightsync_mem::Error as Memory;
-        let model = match &error {
-            Memory::AllSlotsPinned { model, .. }
-            | Memory::Crowded { model, .. }
-            | Memory::Diverged { model, .. }
-            | Memory::NoSuchVersion { model, .. } => id(*model),
-            _ => None,
-        };
-        let Some(model) = model else {
-            return error.into();
-        };
-        match error {
-            Memory::AllSlotsPinned {
-                slots,
-                waited,
-                holders,
-                ..
-            } => Self::AllSlotsPinned {
-                model,
-                slots,
-                waited,
-                holders,
-            },
-            Memory::Crowded { slots, .. } => Self::Crowded { model, slots },
-            Memory::Diverged { versions, .. } => Self::Diverged { model, versions },
-            Memory::NoSuchVersion { asked, known, .. } => Self::NoSuchVersion {
-                model,
-                asked,
-                known,
-            },
-            error => error.into(),
         }
     }
 
@@ -593,83 +537,5 @@ impl Error {
             ) => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }
-    }
-}
-
-/// How many of the expected workers joined: where they were expected by number,
-/// others that are there too do not count.
-fn expected_among(expected: &usize, joined: &[WorkerId], missing: &[WorkerId]) -> usize {
-    match missing.len() {
-        0 => joined.len(),
-        missing => expected.saturating_sub(missing),
-    }
-}
-
-fn missing_text(missing: &[WorkerId]) -> String {
-    if missing.is_empty() {
-        return String::new();
-    }
-    let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
-    format!(" (missing: {})", names.join(", "))
-}
-
-fn refusals_text(refusals: &[(WorkerId, String)]) -> String {
-    let lines: Vec<_> = refusals
-        .iter()
-        .map(|(worker, reason)| format!("{worker}: {reason}"))
-        .collect();
-    lines.join("; ")
-}
-
-/// A few of the names, so that a typing error is seen at once.
-fn some_names(known: &[String]) -> String {
-    let mut text = known
-        .iter()
-        .take(5)
-        .map(|name| format!("{name:?}"))
-        .collect::<Vec<_>>()
-        .join(", ");
-    match known.len() {
-        0 => text.push_str("none"),
-        more if more > 5 => text.push_str(&format!(" and {} more", more - 5)),
-        _ => {}
-    }
-    text
-}
-
-fn names(models: &[ModelId]) -> String {
-    let names: Vec<_> = models.iter().map(ModelId::as_str).collect();
-    match names.is_empty() {
-        true => "none".into(),
-        false => names.join(", "),
-    }
-}
-
-fn sends_text(count: usize) -> String {
-    match count {
-        1 => "1 send".into(),
-        count => format!("{count} sends"),
-    }
-}
-
-fn holders_text(holders: &[Holder]) -> String {
-    let lines: Vec<_> = holders.iter().map(ToString::to_string).collect();
-    lines.join("; ")
-}
-
-fn list_of_versions(versions: &[Version]) -> String {
-    let texts: Vec<_> = versions.iter().map(ToString::to_string).collect();
-    texts.join(", ")
-}
-
-fn pid_text(pid: &Option<u32>) -> String {
-    pid.map_or(String::new(), |pid| format!(" (pid {pid})"))
-}
-
-fn versions_text(known: &[Version]) -> String {
-    match known {
-        [] => "none is".into(),
-        [one] => format!("{one} is"),
-        several => format!("{} are", list_of_versions(several)),
     }
 }

@@ -5,7 +5,7 @@ mod follower;
 mod middle;
 pub(crate) mod order;
 pub(crate) mod puppet;
-pub(crate) mod scale;
+pub mod scale;
 pub(crate) mod script;
 pub(crate) mod shape;
 mod source;

@@ -1,31 +1,41 @@
-//! How much is tried, and by which random choices.
+//! How long anything may take, how much is tried, and by which random choices.
 
 use std::env;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Longer than anything takes on a busy machine: who says nothing for so long
 /// hangs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
+pub const PATIENCE: Duration = Duration::from_secs(40);
 
 /// What is a moment for a machine, however busy: far below [`PATIENCE`], which
 /// is what a wait that nothing ended would take.
-pub(crate) const MOMENT: Duration = Duration::from_secs(8);
+pub const MOMENT: Duration = Duration::from_secs(8);
 
 /// For a wait that is to end by its deadline.
-pub(crate) const BRIEF: Duration = Duration::from_millis(150);
+pub const BRIEF: Duration = Duration::from_millis(150);
 
 /// The part of the full counts that is tried every day.
 const DAILY: f64 = 0.02;
 
 /// `full` rounds scaled by `WEIGHTSYNC_SOAK`, but at least `least`.
-pub(crate) fn rounds(full: u64, least: u64) -> u64 {
+pub fn rounds(full: u64, least: u64) -> u64 {
+    rounds_of(full, DAILY, least)
+}
+
+/// The same, where another part of the full count than the suite's is tried every
+/// day.
+///
+/// # Panics
+///
+/// If `WEIGHTSYNC_SOAK` is neither a factor nor `full`.
+pub fn rounds_of(full: u64, daily: f64, least: u64) -> u64 {
     let share = match env::var("WEIGHTSYNC_SOAK") {
-        Err(_) => DAILY,
-        Ok(text) if text.is_empty() => DAILY,
+        Err(_) => daily,
+        Ok(text) if text.is_empty() => daily,
         Ok(text) if text == "full" => 1.0,
         Ok(text) => {
             let factor: f64 = text.parse().expect("WEIGHTSYNC_SOAK: a factor or `full`");
-            DAILY * factor
+            daily * factor
         }
     };
     ((full as f64 * share) as u64).max(least)
@@ -33,7 +43,7 @@ pub(crate) fn rounds(full: u64, least: u64) -> u64 {
 
 /// The seed of this run's random choices: of an earlier run, if
 /// `WEIGHTSYNC_SOAK_SEED` says so. Whoever uses it prints it.
-pub(crate) fn seed() -> u64 {
+pub fn seed() -> u64 {
     match env::var("WEIGHTSYNC_SOAK_SEED") {
         Ok(text) => text.parse().expect("WEIGHTSYNC_SOAK_SEED: a number"),
         Err(_) => {
@@ -45,14 +55,16 @@ pub(crate) fn seed() -> u64 {
 
 /// SplitMix64: plenty for choosing victims, moments and bytes.
 #[derive(Clone, Debug)]
-pub(crate) struct Dice(u64);
+pub struct Dice(u64);
 
 impl Dice {
-    pub(crate) fn new(seed: u64) -> Self {
+    /// Those of this seed.
+    pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    pub(crate) fn roll(&mut self) -> u64 {
+    /// Any number.
+    pub fn roll(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut number = self.0;
         number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -61,12 +73,17 @@ impl Dice {
     }
 
     /// Below `end`, which is not 0.
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
+    pub fn below(&mut self, end: u64) -> u64 {
         self.roll() % end
     }
 
-    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
+    /// So many bytes.
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
         let words = (0..len.div_ceil(8)).flat_map(|_| self.roll().to_le_bytes());
         words.take(len).collect()
+    }
+    /// One of these, of which there is at least one.
+    pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
+        &of[self.below(of.len() as u64) as usize]
     }
 }

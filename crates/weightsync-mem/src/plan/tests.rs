@@ -5,6 +5,8 @@ mod walk;
 
 use super::*;
 use crate::protocol::MAX_RECORDS;
+use crate::set::Models;
+use crate::wire::Want;
 
 const ALL: Models = Models::ALL;
 

@@ -8,6 +8,7 @@ use super::*;
 use crate::plan::Targets;
 use crate::protocol::Live;
 use crate::report::{Level, Outcome, Publication};
+use crate::wire::Want;
 use crate::writer::{SegmentOptions, Writer};
 
 fn soon() -> Deadline {

@@ -1,6 +1,7 @@
 //! Both ends of a segment, each with mappings of its own, as two processes have
 //! them (the tests with real processes and SIGKILL are in `weightsync`).
 
+mod asking;
 mod delivery;
 mod faults;
 mod forks;

@@ -107,12 +107,9 @@ pub(crate) struct Publication {
 struct Lane<V> {
     about: About,
     life: Life,
-    /// Nothing was heard of it for so long that no send waits for it to take what is
-    /// published. It may be stopped: it is late, and not dead.
+    /// Nothing was heard of it for so long that a sender that ends does not wait for
+    /// it. It may be stopped: it is late, and not dead.
     silent: bool,
-    /// It was not quick to take the publication before: nobody waits for it to take
-    /// the next, until it was quick once more.
-    slow: bool,
     meant: Option<Order<V>>,
     /// The sequence it was called with last.
     called: u64,
@@ -307,27 +304,15 @@ impl<V: Clone + Numbered> Plan<V> {
         }
     }
 
-    /// Whether a send that is to return is not to wait for this one to take it: it
-    /// has, or it cannot, or it was slow before.
-    pub(crate) fn has_taken(&self, sequence: u64, (id, fate): (LaneId, Fate)) -> bool {
-        let Some(lane) = self.lanes.get(&id) else {
-            return true;
-        };
-        let refused = lane.refused.as_ref().is_some_and(|(at, _)| *at >= sequence);
-        let done = lane.staged >= sequence || refused || lane.rejected.is_some();
-        fate != Fate::Told || done || lane.life != Life::Here || lane.silent || lane.slow
-    }
-
-    /// Notes who took a publication in the time that a send waits for that, and who
-    /// did not.
-    pub(crate) fn note_pace(&mut self, of: &Publication) {
-        for (id, fate) in &of.fates {
-            if let Some(lane) = self.lanes.get_mut(id)
-                && *fate == Fate::Told
-            {
-                lane.slow = lane.staged < of.sequence;
-            }
-        }
+    /// Whether everybody who is heard of has taken what is meant for it, or cannot.
+    pub(crate) fn is_handed_over(&self) -> bool {
+        let lanes = self.current.values().filter_map(|id| self.lanes.get(id));
+        let mut heard = lanes.filter(|lane| !lane.silent);
+        heard.all(|lane| {
+            let refused = lane.refused.as_ref().map_or(0, |(refused, _)| *refused);
+            let meant = lane.meant.as_ref().map_or(0, |order| order.sequence);
+            lane.staged.max(refused) >= meant
+        })
     }
 
     /// What a connection runs of the models of a publication, and whether that is all

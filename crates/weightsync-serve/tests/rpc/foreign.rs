@@ -3,6 +3,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use weightsync::{Expect, Outcome, SendOptions, WaitFor};
@@ -214,6 +215,45 @@ fn a_worker_can_be_written_by_the_description_alone() {
     let report = report.expect("it is sent");
     let lines: Vec<_> = report.workers.iter().map(|line| &line.outcome).collect();
     assert!(lines.is_empty() || lines == [&Outcome::Left], "{report}");
+}
+
+/// Those of a crowd that are slow would cost each send as long as it waits for one.
+#[test]
+fn a_send_that_is_to_be_sent_alone_does_not_wait_until_it_is_fetched() {
+    let initial = weights(8, 1.0);
+    let mut sender = sender(&initial, weightsync_serve::Rpc::default());
+    let (address, secret) = parts(&sender.init_info());
+    let (to_sender, to_worker) = (bearer(&secret, "sender"), bearer(&secret, "worker"));
+    let sent = SendOptions::new().wait(WaitFor::Sent);
+    // Of several, for a machine that may be busy.
+    let quickest = (0..3).map(|worker| {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let own = listener.local_addr().expect("an address");
+        let to_worker = to_worker.clone();
+        let life = std::thread::spawn(move || {
+            let (mut life, _) = listener.accept().expect("the sender");
+            serve(&life, &to_worker);
+            life.write_all(LINES.as_bytes()).expect("it reads");
+            say(&mut life, &json!({"here": {"worker": worker, "pid": 1}}));
+            (listener, life)
+        });
+        let register = json!({
+            "protocol": 1, "worker": worker, "pid": 1, "device": "cpu",
+            "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+        });
+        let register = register.to_string();
+        let (head, answer) = ask(&address, &to_sender, "POST /v1/workers", &register);
+        assert!(head.starts_with("http/1.1 200"), "{head}");
+        // It is there, and fetches nothing.
+        let here = life.join().expect("no panic");
+        let begun = Instant::now();
+        let report = sender.send_with(&initial, &sent).expect("it is sent");
+        let took = begun.elapsed();
+        drop((here, answer, report));
+        took
+    });
+    let quickest = quickest.min().expect("there are three");
+    assert!(quickest < Duration::from_millis(400), "{quickest:?}");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use crate::background::thread::Desk;
+use crate::background::desk::Desk;
 use crate::error::{Error, Result};
 use crate::set::SetSnapshot;
 

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use crate::background::BackgroundStatus;
-use crate::background::thread::{Desk, Follower, Task, Work, can_follow};
+use crate::background::desk::Desk;
+use crate::background::thread::{Follower, Task, Work, can_follow};
 use crate::error::Result;
 use crate::receiver::Receiver;
 use crate::set::SetSnapshot;

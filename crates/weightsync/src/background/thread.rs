@@ -1,23 +1,18 @@
-//! The thread that receives, and the desk at which it meets the worker's own
-//! threads.
-//!
-//! The receiver lies on the desk while nobody uses it. The thread waits for
-//! weights with it; a thread of the worker that needs it interrupts that wait,
-//! and has it next.
+//! The thread that receives: what it does next, and how it ends.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use weightsync_mem::{Error as Memory, interrupt, process_id};
+use weightsync_mem::{Error as Memory, process_id};
 
-use crate::background::{BackgroundState, BackgroundStatus};
+use super::desk::{Book, Desk};
+use super::status::{BackgroundState, BackgroundStatus};
 use crate::error::{Error, Result};
 use crate::receiver::{Followed, Receiver};
 use crate::set::SetSnapshot;
-use crate::transport::Interrupter;
 
 /// How often a sender that is gone is looked for: soon at first, then less often.
 const SEARCH_FIRST: Duration = Duration::from_millis(2);
@@ -81,35 +76,6 @@ pub(crate) fn can_follow(receiver: &Receiver) -> Result<()> {
 pub(crate) struct Follower<B: Send + 'static> {
     desk: Arc<Desk<B>>,
     thread: Option<JoinHandle<()>>,
-}
-
-/// Where the thread and the worker's threads meet.
-#[derive(Debug)]
-pub(crate) struct Desk<B> {
-    book: Mutex<Book<B>>,
-    changed: Condvar,
-    /// The process that opened it. In a forked child there is no thread, and the
-    /// lock may be held for ever.
-    owner: u32,
-}
-
-/// What lies on the desk.
-#[derive(Debug)]
-pub(crate) struct Book<B> {
-    pub(crate) board: B,
-    pub(crate) status: BackgroundStatus,
-    /// The receiver, while nobody uses it.
-    receiver: Option<Box<Receiver>>,
-    interrupter: Interrupter,
-    /// Threads of the worker that wait for the receiver.
-    borrowers: usize,
-    /// Counts what the thread has to look at.
-    news: u64,
-    stop: bool,
-    /// The thread has ended, or there never was one: nothing arrives any more.
-    ended: bool,
-    /// The thread uses the desk no more.
-    gone: bool,
 }
 
 impl<B: Send + 'static> Follower<B> {
@@ -218,228 +184,12 @@ impl<B: Send + 'static> Drop for Follower<B> {
     }
 }
 
-impl<B> Desk<B> {
-    /// Whether this process opened it.
-    pub(crate) fn is_own(&self) -> bool {
-        self.owner == process_id()
-    }
-
-    pub(crate) fn open(&self) -> MutexGuard<'_, Book<B>> {
-        // Changed in single steps, so it holds after a panic.
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The same, if nobody is at it just now.
-    pub(crate) fn try_open(&self) -> Option<MutexGuard<'_, Book<B>>> {
-        match self.book.try_lock() {
-            Ok(book) => Some(book),
-            Err(TryLockError::Poisoned(book)) => Some(book.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
-    }
-
-    /// Changes something that the thread has to look at, and has it look.
-    pub(crate) fn tell<T>(&self, change: impl FnOnce(&mut Book<B>) -> T) -> T {
-        let mut book = self.open();
-        let told = change(&mut book);
-        book.news += 1;
-        let waiting = book.receiver.is_none().then(|| book.interrupter.clone());
-        drop(book);
-        self.changed.notify_all();
-        if let Some(waiting) = waiting {
-            waiting.interrupt();
-        }
-        told
-    }
-
-    /// Changes something that only threads of the worker wait for.
-    pub(crate) fn note<T>(&self, change: impl FnOnce(&mut Book<B>) -> T) -> T {
-        let noted = change(&mut self.open());
-        self.changed.notify_all();
-        noted
-    }
-
-    /// Waits until `look` finds something, or the deadline comes, or nothing
-    /// will change any more.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Interrupted`].
-    pub(crate) fn wait<T>(
-        &self,
-        timeout: Option<Duration>,
-        mut look: impl FnMut(&mut Book<B>) -> Option<T>,
-    ) -> Result<Option<T>> {
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut book = self.open();
-        loop {
-            let found = look(&mut book);
-            if found.is_some() || book.ended {
-                return Ok(found);
-            }
-            book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
-                Some(Duration::ZERO) => return Ok(None),
-                left => self.rest(book, left)?,
-            };
-        }
-    }
-
-    /// Uses the receiver from a thread of the worker.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Interrupted`], and those of `with`.
-    pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> Result<T>) -> Result<T> {
-        self.tell(|book| book.borrowers += 1);
-        let receiver = self.until_lent();
-        // The thread goes on if this was the last that wanted it.
-        self.note(|book| book.borrowers -= 1);
-        let receiver = receiver?;
-        let mut lent = Lent {
-            desk: self,
-            receiver: Some(receiver),
-        };
-        lent.receiver
-            .as_mut()
-            .map(|receiver| with(receiver))
-            .unwrap_or_else(|| unreachable!("it was put there just now"))
-    }
-
-    fn until_lent(&self) -> Result<Box<Receiver>> {
-        let mut book = self.open();
-        loop {
-            match book.receiver.take() {
-                Some(receiver) => return Ok(receiver),
-                None => book = self.rest(book, None)?,
-            }
-        }
-    }
-
-    fn until_gone(&self) -> Result<()> {
-        let mut book = self.open();
-        while !book.gone {
-            book = self.rest(book, None)?;
-        }
-        Ok(())
-    }
-
-    /// Takes the receiver for the thread, once no other thread wants it; `None`
-    /// when it is to end. The number is what the thread has seen of the news.
-    fn check_out(&self) -> Option<(Box<Receiver>, u64)> {
-        let mut book = self.open();
-        loop {
-            if book.stop {
-                return None;
-            }
-            if book.borrowers == 0
-                && let Some(receiver) = book.receiver.take()
-            {
-                return Some((receiver, book.news));
-            }
-            // Nobody interrupts this thread.
-            book = self.rest(book, None).ok()?;
-        }
-    }
-
-    /// Brings the receiver back, and says what state that leaves.
-    fn check_in(&self, receiver: Box<Receiver>, state: Option<BackgroundState>, ended: bool) {
-        // After a restarted sender was joined it is another one.
-        let interrupter = receiver.interrupter();
-        self.note(|book| {
-            if let Ok(interrupter) = interrupter {
-                book.interrupter = interrupter;
-            }
-            if let Some(state) = state {
-                book.status.state = state;
-            }
-            book.status.reflect(&receiver);
-            book.receiver = Some(receiver);
-            book.ended |= ended;
-        });
-    }
-
-    /// Waits at most so long for news beyond those seen.
-    fn rest_until_news(&self, seen: u64, at_most: Option<Duration>) {
-        let until = at_most.and_then(|left| Instant::now().checked_add(left));
-        let mut book = self.open();
-        while book.news == seen {
-            book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
-                Some(Duration::ZERO) => return,
-                left => match self.rest(book, left) {
-                    Ok(book) => book,
-                    Err(_) => return,
-                },
-            };
-        }
-    }
-
-    /// Waits until something changes, at most so long; the caller looks again.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Interrupted`].
-    pub(crate) fn rest<'a>(
-        &'a self,
-        book: MutexGuard<'a, Book<B>>,
-        left: Option<Duration>,
-    ) -> Result<MutexGuard<'a, Book<B>>> {
-        if interrupt::is_due() {
-            // Asked without the lock: the check may want the desk.
-            drop(book);
-            interrupt::ask()?;
-            return Ok(self.open());
-        }
-        Ok(match interrupt::slice(left) {
-            None => {
-                let waited = self.changed.wait(book);
-                waited.unwrap_or_else(PoisonError::into_inner)
-            }
-            Some(left) => {
-                let waited = self.changed.wait_timeout(book, left);
-                waited.unwrap_or_else(PoisonError::into_inner).0
-            }
-        })
-    }
-}
-
 /// Says at the end of the thread that it is gone.
 struct Gone<'a, B>(&'a Desk<B>);
 
 impl<B> Drop for Gone<'_, B> {
     fn drop(&mut self) {
         self.0.note(|book| book.gone = true);
-    }
-}
-
-/// The receiver in the hands of a thread of the worker; it comes back to the
-/// desk also if that panics.
-struct Lent<'a, B> {
-    desk: &'a Desk<B>,
-    receiver: Option<Box<Receiver>>,
-}
-
-impl<B> Drop for Lent<'_, B> {
-    fn drop(&mut self) {
-        let receiver = self.receiver.take();
-        self.desk.note(|book| book.receiver = receiver);
-    }
-}
-
-impl BackgroundStatus {
-    fn of(receiver: &Receiver) -> Self {
-        Self {
-            state: BackgroundState::Following,
-            versions: receiver.versions().to_vec(),
-            run: receiver.run(),
-            staged: Vec::new(),
-            failure: None,
-        }
-    }
-
-    /// Takes over what the receiver says this worker runs.
-    pub(crate) fn reflect(&mut self, receiver: &Receiver) {
-        self.versions = receiver.versions().to_vec();
-        self.run = receiver.run();
     }
 }
 
@@ -574,6 +324,7 @@ mod tests {
     use weightsync_core::{Epoch, Run};
 
     use super::*;
+    use crate::transport::Interrupter;
 
     /// A forked child has a copy of the desk, whose lock may be held for ever,
     /// and no thread.

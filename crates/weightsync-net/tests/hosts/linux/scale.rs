@@ -1,10 +1,10 @@
-//! How long anything may take, how much is tried, and by which random choices.
+//! How long anything may take, how much is tried, and by which random choices: the
+//! suite's, but for what is of hosts.
 
-use std::env;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
-/// Longer than anything takes on a busy machine: who says nothing for so long hangs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
+use weightsync_conformance::scale::rounds_of;
+pub(crate) use weightsync_conformance::scale::{Dice, PATIENCE, seed};
 
 /// Within this `send` names who is gone: a second, and what a busy machine adds.
 pub(crate) const SECOND: Duration = Duration::from_millis(1500);
@@ -14,59 +14,5 @@ const DAILY: f64 = 0.1;
 
 /// `full` rounds, scaled by `WEIGHTSYNC_SOAK`, but at least `least`.
 pub(crate) fn rounds(full: u64, least: u64) -> u64 {
-    let share = match env::var("WEIGHTSYNC_SOAK") {
-        Err(_) => DAILY,
-        Ok(text) if text.is_empty() => DAILY,
-        Ok(text) if text == "full" => 1.0,
-        Ok(text) => {
-            let factor: f64 = text.parse().expect("WEIGHTSYNC_SOAK: a factor or `full`");
-            DAILY * factor
-        }
-    };
-    ((full as f64 * share) as u64).max(least)
-}
-
-/// The seed of this run's random choices: of an earlier run, if
-/// `WEIGHTSYNC_SOAK_SEED` says so. Whoever uses it prints it.
-pub(crate) fn seed() -> u64 {
-    match env::var("WEIGHTSYNC_SOAK_SEED") {
-        Ok(text) => text.parse().expect("WEIGHTSYNC_SOAK_SEED: a number"),
-        Err(_) => {
-            let since = SystemTime::now().duration_since(UNIX_EPOCH);
-            since.map_or(1, |since| since.as_nanos() as u64)
-        }
-    }
-}
-
-/// SplitMix64: plenty for choosing victims, moments and bytes.
-#[derive(Clone, Debug)]
-pub(crate) struct Dice(u64);
-
-impl Dice {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    pub(crate) fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut number = self.0;
-        number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        number ^ (number >> 31)
-    }
-
-    /// Below `end`, which is not 0.
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
-        self.roll() % end
-    }
-
-    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
-        let words = (0..len.div_ceil(8)).flat_map(|_| self.roll().to_le_bytes());
-        words.take(len).collect()
-    }
-
-    /// One of these, of which there is at least one.
-    pub(crate) fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
-        &of[self.below(of.len() as u64) as usize]
-    }
+    rounds_of(full, DAILY, least)
 }

@@ -16,7 +16,6 @@ impl<V: Clone + Numbered> Plan<V> {
         let lane = Lane {
             life: Life::Here,
             silent: false,
-            slow: false,
             meant: (!set.is_empty()).then_some(Order { sequence, set }),
             called: 0,
             staged: 0,
@@ -128,7 +127,6 @@ impl<V: Clone + Numbered> Plan<V> {
         if let Some(lane) = self.lanes.get_mut(&id) {
             let sequence = sequence.min(self.sequence);
             lane.staged = lane.staged.max(sequence);
-            lane.slow = false;
         }
     }
 

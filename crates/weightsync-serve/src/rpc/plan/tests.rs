@@ -247,23 +247,31 @@ fn a_successor_takes_the_number_and_the_lines_stay_apart() {
 }
 
 #[test]
-fn who_was_slow_is_not_waited_for_until_it_is_quick() {
+fn a_sender_that_ends_waits_for_whoever_can_take_what_it_sent() {
     let mut plan = Of::new(1, 0);
-    let id = plan.join(about(0, &[0]));
-    let fate = (id, Fate::Told);
-    let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
-    assert!(!plan.has_taken(1, fate));
-    plan.note_pace(&sent);
-    assert!(plan.has_taken(1, fate), "it was waited for long enough");
-    let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
-    assert!(plan.has_taken(2, fate));
-    plan.staged(id, 2);
-    plan.note_pace(&sent);
-    plan.publish(&set(&[(0, 3)]), &Targets::All, &[]);
-    assert!(!plan.has_taken(3, fate));
-    assert!(plan.silent(id, true));
-    assert!(plan.has_taken(3, fate), "nothing is heard of it");
-    assert!(!plan.silent(id, true), "that is no news");
+    let ids = [0, 1, 2, 3].map(|worker| plan.join(about(worker, &[0])));
+    let [takes, refuses, stops, goes] = ids;
+    assert!(plan.is_handed_over(), "nothing was sent");
+    let later = plan.join(about(4, &[0]));
+    plan.hold(&[WorkerId(4)]);
+    plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
+    let all = [takes, refuses, stops, goes];
+    for (place, one) in all.into_iter().enumerate() {
+        assert!(!plan.is_handed_over(), "{place}");
+        match place {
+            0 => plan.staged(one, 1),
+            1 => plan.refused(one, 1, "no room".into()),
+            2 => assert!(plan.silent(one, true) && !plan.silent(one, true)),
+            _ => plan.end(one, Life::Died),
+        }
+    }
+    assert!(plan.is_handed_over(), "who is held has nothing to take");
+    plan.release(&[WorkerId(4)]);
+    assert!(!plan.is_handed_over());
+    plan.staged(later, 2);
+    assert!(plan.is_handed_over());
+    plan.silent(stops, false);
+    assert!(!plan.is_handed_over(), "it goes on");
 }
 
 /// Whatever happens in whatever order, what is meant and told is one whole

@@ -8,7 +8,7 @@ mod staging;
 mod state;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use weightsync::transport::{Deadline, Image, Opening, SenderTransport, Staging, Targets};
 use weightsync::{DigestPolicy, Error, Holder, Result, Snapshot, Version, WorkerId, WorkerStatus};
@@ -19,6 +19,9 @@ use self::state::{Kept, Shared};
 use super::error::{Owner, Trouble};
 use super::{Places, passed, place};
 use crate::http::{Bearer, HttpThread, Limits, Server};
+
+/// How long a sender that ends waits for its workers to take what was published.
+const HANDOVER: Duration = Duration::from_secs(1);
 
 /// The sender. Its thread serves workers and calls them; all it decides is in the
 /// [plan](super::plan::Plan).
@@ -99,6 +102,19 @@ impl RpcSender {
         holders.collect()
     }
 
+    /// Waits until what was published is with those it is for, who are told of the end
+    /// after it.
+    fn hand_over(&self) {
+        let until = Instant::now().checked_add(HANDOVER);
+        let mut state = self.shared.lock();
+        while !state.is_handed_over() && !passed(until) {
+            let Ok(locked) = self.shared.wait(state, until) else {
+                return;
+            };
+            state = locked;
+        }
+    }
+
     /// Takes the memory of what nobody holds any more.
     fn recycle(&mut self, gone: Vec<Arc<Kept>>) {
         for kept in gone {
@@ -118,7 +134,7 @@ impl SenderTransport for RpcSender {
         for model in models {
             self.wait_for_room(*model, deadline)?;
         }
-        Ok(Box::new(Rooms::new(self, models, deadline)))
+        Ok(Box::new(Rooms::new(self, models)))
     }
 
     fn version(&self, model: usize) -> Version {
@@ -208,6 +224,7 @@ impl SenderTransport for RpcSender {
 impl Drop for RpcSender {
     fn drop(&mut self) {
         if self.owner.is_here() {
+            self.hand_over();
             self.shared.close();
         }
     }

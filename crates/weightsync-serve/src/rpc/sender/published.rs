@@ -29,10 +29,6 @@ impl Published {
         }
     }
 
-    pub(super) fn publication(&self) -> &Publication {
-        &self.publication
-    }
-
     fn check(&self) -> Result<()> {
         self.owner.check()?;
         match self.shared.is_closed() {

@@ -1,20 +1,14 @@
 //! Room for the next versions, and the step that makes them live.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use weightsync::transport::{CopyOptions, Deadline, Image, Outstanding, Source, Staging, Targets};
+use weightsync::transport::{CopyOptions, Image, Outstanding, Source, Staging, Targets};
 use weightsync::{DigestPolicy, Error, Result, Snapshot, Version};
 
 use super::published::Published;
 use super::{Kept, RpcSender};
-use crate::rpc::passed;
 use crate::rpc::plan::{LaneId, Set};
-
-/// How long a send waits for its workers to take what was published, before it counts
-/// as live. What they have taken by then outlives the trainer; those that were not so
-/// quick are not waited for again until they were.
-const HANDOVER: Duration = Duration::from_secs(1);
 
 /// Room in the trainer's memory.
 #[derive(Debug)]
@@ -24,7 +18,6 @@ pub(super) struct Rooms<'a> {
     /// Those that were there when the send began: one that dies before it is live has
     /// a line all the same.
     before: Vec<LaneId>,
-    deadline: Deadline,
 }
 
 #[derive(Debug)]
@@ -36,7 +29,7 @@ struct Room {
 }
 
 impl<'a> Rooms<'a> {
-    pub(super) fn new(sender: &'a mut RpcSender, models: &[usize], deadline: Deadline) -> Self {
+    pub(super) fn new(sender: &'a mut RpcSender, models: &[usize]) -> Self {
         let mut rooms = Vec::with_capacity(models.len());
         for model in models {
             let image = sender.spare[*model].take();
@@ -52,7 +45,6 @@ impl<'a> Rooms<'a> {
             before,
             sender,
             rooms,
-            deadline,
         }
     }
 
@@ -136,25 +128,8 @@ impl Staging for Rooms<'_> {
         });
         drop((update, kept));
         shared.ring();
-        let published = Published::new(shared.clone(), publication, at);
-        let patience = at.checked_add(HANDOVER);
-        let until = [self.deadline, patience].into_iter().flatten().min();
-        let of = published.publication();
-        let mut state = shared.lock();
-        loop {
-            let mut fates = of.fates.iter();
-            if fates.all(|fate| state.has_taken(of.sequence, *fate)) || passed(until) {
-                state.note_pace(of);
-                break;
-            }
-            // It is live: whoever was interrupted is told so by its next wait.
-            let Ok(locked) = shared.wait(state, until) else {
-                break;
-            };
-            state = locked;
-        }
         self.sender.recycle(replaced);
-        Ok(Box::new(published))
+        Ok(Box::new(Published::new(shared, publication, at)))
     }
 }
 

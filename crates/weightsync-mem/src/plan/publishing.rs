@@ -1,0 +1,197 @@
+//! Room for the next versions, publications, and what waits for room.
+
+use weightsync_core::Version;
+
+use super::lane::Lane;
+#[cfg(test)]
+use super::lane::Waiting;
+use super::{Crowded, Key, Lend, Model, Plan, Published, Step, Targets};
+use crate::protocol::{MAX_SLOTS, SlotSet};
+use crate::set::{ModelSet, Placed};
+use crate::wire::Delivery;
+
+impl Plan {
+    /// Finds a slot for the next version of `model`. `pinned` is what data pins
+    /// hold, and what pinned records do ([`slots_of`](Self::slots_of)).
+    pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
+        let needed = self.meant.slots(model).union(self.told(model));
+        let waiting = self.lanes.values().flat_map(Lane::kept_waiting);
+        let waiting = waiting.filter_map(|set| set.place(model));
+        let held = waiting.fold(needed, |all, placed| all.with(placed.slot));
+        let Model { slots, lent, .. } = &mut self.models[model];
+        if let Some(slot) = held.union(*lent).union(pinned).first_free(*slots) {
+            *lent = lent.with(slot);
+            return Lend::Slot(slot);
+        }
+        // What waits for room in a queue is no reason to grow: else a worker
+        // that stands still would make every sender grow to the end.
+        // What is kept apart has its room beside what readers may pin.
+        let apart = needed.len().saturating_sub(1) + usize::from(max_slots);
+        let limit = apart.max(needed.union(*lent).len() + 1).min(MAX_SLOTS);
+        match usize::from(*slots) < limit {
+            true => Lend::Grow,
+            false => Lend::Wait,
+        }
+    }
+
+    /// Notes a new slot, and lends it.
+    pub(crate) fn grown(&mut self, model: usize) -> u8 {
+        let Model { slots, lent, .. } = &mut self.models[model];
+        let slot = *slots;
+        *slots += 1;
+        *lent = lent.with(slot);
+        slot
+    }
+
+    /// A lent slot has a version that was numbered elsewhere, and is lent no more.
+    /// Only pins hold it until somebody is told.
+    pub(crate) fn keep(&mut self, model: usize, slot: u8, version: Version) {
+        let model = &mut self.models[model];
+        model.lent = model.lent.without(slot);
+        model.versions[usize::from(slot)] = version;
+        model.version = model.version.max(version);
+    }
+
+    /// Takes a lent slot back unused.
+    pub(crate) fn give_back(&mut self, model: usize, slot: u8) {
+        let lent = &mut self.models[model].lent;
+        *lent = lent.without(slot);
+    }
+
+    /// The version that the next publication of `model` will be: its commit
+    /// record is written before.
+    pub(crate) fn next_version(&self, model: usize) -> Version {
+        let model = &self.models[model];
+        model.numbered.unwrap_or(model.version.next())
+    }
+
+    /// Numbers the next version of a model, until it is published or numbered
+    /// again. The newest version there is, if the number is not above it.
+    pub(crate) fn number(&mut self, model: usize, number: Option<Version>) -> Result<(), Version> {
+        let model = &mut self.models[model];
+        if number.is_some_and(|number| number <= model.version) {
+            return Err(model.version);
+        }
+        model.numbered = number;
+        Ok(())
+    }
+
+    /// Publishes the versions written into lent slots, as one set. The slots are
+    /// lent no more, unless it is refused.
+    pub(crate) fn publish(
+        &mut self,
+        written: &[(usize, u8)],
+        targets: &Targets,
+        record_pins: SlotSet,
+        steps: &mut Vec<Step>,
+    ) -> Result<Published, Crowded> {
+        let mut update = ModelSet::EMPTY;
+        for &(model, slot) in written {
+            let version = self.next_version(model);
+            update.put(model, Placed { slot, version });
+        }
+        let full = |&(model, _): &(usize, u8)| usize::from(self.models[model].slots) == MAX_SLOTS;
+        let may_crowd = written.iter().any(full);
+        self.meant.publish(&update, targets, may_crowd)?;
+        for (model, placed) in update.iter() {
+            let of = &mut self.models[model];
+            of.lent = of.lent.without(placed.slot);
+            of.versions[usize::from(placed.slot)] = placed.version;
+            of.version = placed.version;
+            of.numbered = None;
+        }
+        self.sequence += 1;
+        let mut teller = self.teller(record_pins, steps);
+        teller.sequence = self.sequence;
+        let mut fates = Vec::with_capacity(self.lanes.len());
+        let mut absent = Vec::new();
+        let (meant, records) = (&self.meant, &mut self.records);
+        let mut concern = |worker, lane: &mut Lane| {
+            if !lane.models.and(update.models()).is_empty() {
+                let fate = lane.publish(worker, meant, records, &mut teller);
+                fates.push(((worker, lane.joined), fate));
+            }
+        };
+        match targets {
+            Targets::All => {
+                for (worker, lane) in &mut self.lanes {
+                    concern(*worker, lane);
+                }
+            }
+            Targets::Workers(workers) => {
+                let mut workers = workers.clone();
+                workers.sort_unstable();
+                workers.dedup();
+                for worker in workers {
+                    match self.lanes.get_mut(&worker) {
+                        Some(lane) => concern(worker, lane),
+                        None => absent.push(worker),
+                    }
+                }
+            }
+        }
+        Ok(Published {
+            sequence: self.sequence,
+            versions: update
+                .iter()
+                .map(|(model, placed)| (model, placed.version))
+                .collect(),
+            fates,
+            absent,
+        })
+    }
+
+    /// Puts lanes that wait where they are meant to be, as far as there is room.
+    pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
+        if !self.anything_waits() {
+            return;
+        }
+        let mut teller = self.teller(record_pins, steps);
+        for (worker, lane) in &mut self.lanes {
+            lane.deliver(*worker, &mut self.records, &mut teller);
+        }
+    }
+
+    /// Whether a lane waits that has room, but there was no record for it.
+    pub(crate) fn lacks_records(&self) -> bool {
+        self.lanes.values().any(Lane::lacks_record)
+    }
+
+    /// Whether anything waits for room anywhere.
+    pub(crate) fn anything_waits(&self) -> bool {
+        let mut lanes = self.lanes.values();
+        lanes.any(|lane| lane.kept_waiting().next().is_some())
+    }
+
+    /// Whether anything waits for room at this reader.
+    pub(crate) fn anything_waits_for(&self, key: Key) -> bool {
+        self.lane(key).is_some_and(|lane| !lane.waiting.is_empty())
+    }
+
+    /// Whether the publication still waits for room at this reader.
+    #[cfg(test)]
+    pub(crate) fn waits(&self, key: Key, sequence: u64) -> bool {
+        let waits = |waiting: &Waiting, lane: &Lane| match lane.delivery {
+            Delivery::Every { .. } => waiting.sequence == sequence,
+            // A newer one, whole, stands for all before it.
+            Delivery::Newest | Delivery::Asked => waiting.sequence >= sequence,
+        };
+        self.lane(key)
+            .is_some_and(|lane| lane.waiting.iter().any(|waiting| waits(waiting, lane)))
+    }
+
+    /// Drops a publication that waits for room in this reader's queue. The
+    /// newest of a reader that wants only that is not dropped: it comes when
+    /// there is room. True if it was dropped.
+    pub(crate) fn give_up(&mut self, key: Key, sequence: u64) -> bool {
+        let Some(lane) = self.lane_mut(key) else {
+            return false;
+        };
+        let Delivery::Every { .. } = lane.delivery else {
+            return false;
+        };
+        let before = lane.waiting.len();
+        lane.waiting.retain(|waiting| waiting.sequence != sequence);
+        lane.waiting.len() < before
+    }
+}

@@ -1,0 +1,136 @@
+//! The sender's part: room, and what a publication is to whom.
+
+use super::*;
+
+impl World {
+    pub(super) fn send(&mut self, models: Models, workers: Option<u32>, steps: &mut Vec<Step>) {
+        let mut written = Vec::new();
+        for model in models.iter() {
+            match self.lend(model) {
+                Some(slot) => written.push((model, slot)),
+                None => {
+                    for (model, slot) in written {
+                        self.plan.give_back(model, slot);
+                    }
+                    return;
+                }
+            }
+        }
+        let pins = self.observe();
+        let targets = match workers {
+            None => Targets::All,
+            Some(workers) => Targets::Workers(ids(workers)),
+        };
+        let published = self.plan.publish(&written, &targets, pins, steps).unwrap();
+        let mut update = Versions::new();
+        for (model, slot) in written {
+            self.issued[model] += 1;
+            self.written[model][usize::from(slot)] = self.issued[model];
+            update.insert(model, self.issued[model]);
+        }
+        let versions = published.versions.iter();
+        let versions: Versions = versions
+            .map(|(model, version)| (*model, version.0))
+            .collect();
+        assert_eq!(versions, update);
+        self.note(&update, workers);
+        let mut concerned = 0;
+        for key in self.readers.keys().copied().collect::<Vec<_>>() {
+            let worker = key.0.0;
+            let named = workers.is_none_or(|workers| workers & 1 << worker != 0);
+            let wants = models.and(self.reader(key).models) != Models(0);
+            if !named || !wants || self.key(worker) != Some(key) {
+                let mut steps = steps.iter();
+                assert!(
+                    steps.all(|step| step_of(step) != Some(key)),
+                    "{key:?} was not meant"
+                );
+                continue;
+            }
+            concerned += 1;
+            let fate = published
+                .fates
+                .iter()
+                .find(|(one, _)| *one == key)
+                .unwrap()
+                .1;
+            let set = self.meant(worker);
+            if self.reader(key).shut {
+                assert_eq!(fate, Fate::Shut);
+                continue;
+            }
+            if self.held.contains_key(&worker) {
+                assert_eq!(fate, Fate::Held);
+                continue;
+            }
+            let reader = self.reader(key);
+            reader.meets(&set);
+            match reader.delivery {
+                Delivery::Newest => {
+                    assert_eq!(fate, Fate::Told);
+                    self.expect(key, &set);
+                }
+                Delivery::Asked => assert_eq!(fate, Fate::Asks),
+                Delivery::Every { bound } => {
+                    let waiting = reader.waiting.len();
+                    let room = waiting == 0 && reader.queue.len() < bound.into();
+                    let expected = match (room, waiting < bound.into()) {
+                        (true, _) => Fate::Told,
+                        (false, true) => Fate::Waiting,
+                        (false, false) => Fate::Full,
+                    };
+                    assert_eq!(fate, expected);
+                    let set = only(&set, reader.models);
+                    if fate == Fate::Waiting {
+                        reader.waiting.push_back((published.sequence, set.clone()));
+                    }
+                    if fate != Fate::Full {
+                        reader.expected.push_back(set);
+                    }
+                }
+            }
+        }
+        assert_eq!(published.fates.len(), concerned);
+    }
+
+    fn lend(&mut self, model: usize) -> Option<u8> {
+        let mut decided = self.look_for_slot(model);
+        if !matches!(decided, Lend::Slot(_)) {
+            let mut steps = Vec::new();
+            if self.plan.clear_taken(&mut steps) {
+                self.carry_out(&steps);
+                decided = self.look_for_slot(model);
+            }
+        }
+        let needed = self.needed(model).len() + 1;
+        self.most_needed[model] = self.most_needed[model].max(needed);
+        let slot = match decided {
+            Lend::Slot(slot) => slot,
+            Lend::Grow => {
+                self.written[model].push(0);
+                self.plan.grown(model)
+            }
+            Lend::Wait => {
+                let slots = self.written[model].len();
+                assert!(
+                    slots >= MAX_SLOTS.into() && slots >= needed,
+                    "waits in vain"
+                );
+                return None;
+            }
+        };
+        let old = self.written[model][usize::from(slot)];
+        assert!(!self.referred(model).contains(&old), "lent while in use");
+        Some(slot)
+    }
+
+    pub(super) fn look_for_slot(&mut self, model: usize) -> Lend {
+        let records = self.observe();
+        let snapshots = self.readers.values().flat_map(|reader| &reader.snapshots);
+        let pins = snapshots
+            .filter(|(one, ..)| *one == model)
+            .fold(SlotSet::default(), |all, (_, slot, _)| all.with(*slot));
+        let pinned = pins.union(self.plan.slots_of(records, model));
+        self.plan.lend(model, pinned, MAX_SLOTS)
+    }
+}

@@ -1,0 +1,131 @@
+//! Lanes that are queues.
+
+use super::*;
+
+#[test]
+fn a_queue_brings_every_version_in_order() {
+    for bound in 1..=2 {
+        for turned in [false, true] {
+            explore(4, move || {
+                let world = World::new(3, 3, 1);
+                let sending = sending(&world, Way::Queue(bound), 3, WHOLE);
+                let receiving = {
+                    let world = world.clone();
+                    move || {
+                        let first = world.receive_next(0, 0, WHOLE)?;
+                        Some((first, world.receive_next(0, 1, WHOLE)))
+                    }
+                };
+                let (_, taken) = beside(turned, sending, receiving);
+                match taken {
+                    // A full queue of one leaves the second out.
+                    Some((1, Some(3))) => assert_eq!(bound, 1),
+                    taken => assert!(matches!(taken, None | Some((1, None | Some(2))))),
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn a_queue_goes_round_without_writing_what_waits() {
+    explore(2, || {
+        // Enough versions that the entries are written a second time.
+        let world = World::new(2, 2, 1);
+        let sender = {
+            let world = world.clone();
+            thread::spawn(move || {
+                let mut sender = Sender::new(&world, Way::Queue(1));
+                for _ in 0..QUEUE + 2 {
+                    let next = sender.version + 1;
+                    sender.send(&world, next, WHOLE);
+                }
+            })
+        };
+        let mut position = 0;
+        for _ in 0..QUEUE + 1 {
+            let taken = world.receive_next(0, position, WHOLE);
+            position += u64::from(taken.is_some());
+            if taken.is_none() {
+                thread::yield_now();
+            }
+        }
+        sender.join().unwrap();
+    });
+}
+
+#[test]
+fn a_reader_stopped_at_any_step_of_its_queue_blocks_no_more_than_it_held() {
+    for steps in 1..=8 {
+        for turned in [false, true] {
+            explore(4, move || {
+                let world = World::new(2, 2, 1);
+                let sending = sending(&world, Way::Queue(1), 3, WHOLE);
+                let receiving = {
+                    let world = world.clone();
+                    move || world.receive_next(0, 0, steps)
+                };
+                let (mut sender, _) = beside(turned, sending, receiving);
+                // With the reader its lane goes too.
+                sender.told[0].clear();
+                may_write_when_dead(&world, &mut sender);
+            });
+        }
+    }
+}
+
+#[test]
+fn a_queue_that_is_shut_gives_back_what_no_data_pin_holds() {
+    explore_turned(4, |turned| {
+        let world = World::new(1, 1, 1);
+        let mut sender = Sender::new(&world, Way::Queue(1));
+        sender.send(&world, 1, WHOLE);
+        let shutting = {
+            let world = world.clone();
+            move || {
+                world.lanes[0].queue.shut();
+                sender.told[0].clear();
+                // The head counts no more.
+                sender.way = Way::Live;
+                let free = sender.held(&world, true).1.is_empty();
+                if free {
+                    world.slots[0].write(0, 2);
+                    world.slots[0].write(1, 2);
+                }
+                free
+            }
+        };
+        let receiving = {
+            let world = world.clone();
+            move || world.receive_next(0, 0, WHOLE)
+        };
+        let (_, found) = beside(turned, shutting, receiving);
+        assert!(matches!(found, None | Some(1)), "{found:?}");
+        assert_eq!(world.receive_next(0, 0, WHOLE), None);
+    });
+}
+
+#[test]
+fn a_sender_stopped_at_any_step_leaves_a_whole_queue() {
+    for steps in 1..=11 {
+        for turned in [false, true] {
+            explore(4, move || {
+                let world = World::new(3, 3, 1);
+                let sending = sending(&world, Way::Queue(2), 3, steps);
+                let receiving = {
+                    let world = world.clone();
+                    move || world.receive_next(0, 0, WHOLE)
+                };
+                let (_, during) = beside(turned, sending, receiving);
+                let after = world.receive_next(0, u64::from(during.is_some()), WHOLE);
+                let sent: Vec<_> = [during, after].into_iter().flatten().collect();
+                assert_eq!(sent, (1..=sent.len() as u64).collect::<Vec<_>>());
+                let finished = (steps - 1) / 5;
+                assert!(
+                    sent.len() as u32 >= finished.min(1),
+                    "{sent:?} of {finished}"
+                );
+            });
+        }
+    }
+}

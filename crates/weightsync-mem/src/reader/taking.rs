@@ -1,0 +1,120 @@
+//! From what a lane says to snapshots: pinned, its slots awaited, checked.
+
+use super::{Member, Reader, Taken};
+use crate::error::Error;
+use crate::pins::Hold;
+use crate::snapshot::Snapshot;
+use crate::wait::Deadline;
+use crate::watch::{Place, Slots};
+use crate::wire::Delivery;
+
+impl Reader {
+    /// Takes what a look has found there, or what has replaced it by now.
+    pub(super) fn take(
+        &mut self,
+        sequence: u64,
+        deadline: Deadline,
+    ) -> Result<Option<Taken>, Error> {
+        match self.delivery {
+            Delivery::Every { .. } => {
+                let hold = self.book.take_queued(self.head);
+                self.head += 1;
+                // Taken back between the look and here if there is none any more;
+                // or it was handed out at another segment, and only its news was
+                // lost.
+                let had = |hold: &Hold| hold.sequence <= self.sequence;
+                if let Some(hold) = hold?.filter(|hold| !had(hold)) {
+                    self.unmapped = Some(hold);
+                    return self.take_unmapped(deadline);
+                }
+                self.book.say_taken(self.sequence)?;
+                match sequence <= self.sequence {
+                    true => self.next(deadline),
+                    false => Ok(None),
+                }
+            }
+            Delivery::Newest | Delivery::Asked => {
+                // One that turns out to be corrupt is passed over as well.
+                let before = std::mem::replace(&mut self.sequence, sequence);
+                let Some(hold) = self.book.take_live()? else {
+                    return Ok(None);
+                };
+                let taken = self.hand_out(hold, deadline);
+                if matches!(taken, Ok(None) | Err(Error::Interrupted)) {
+                    self.sequence = before;
+                }
+                taken
+            }
+        }
+    }
+
+    /// Hands out what was taken from the queue, once its slots have come.
+    pub(super) fn take_unmapped(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
+        match self.unmapped.take() {
+            Some(hold) => self.hand_out(hold, deadline),
+            None => Ok(None),
+        }
+    }
+
+    /// Makes snapshots of what is pinned, and says that it is taken, or that it
+    /// is damaged; of what is beside what is meant for this reader, nothing.
+    ///
+    /// `None` if a slot of it does not come in time, and [`Error::Interrupted`]
+    /// if it is not waited for: then it is as if it had not been taken.
+    pub(super) fn hand_out(
+        &mut self,
+        hold: Hold,
+        deadline: Deadline,
+    ) -> Result<Option<Taken>, Error> {
+        let sequence = hold.sequence;
+        let damaged = |error: &Error| {
+            if sequence > 0 {
+                self.book.refuse_damage(sequence, error);
+            }
+        };
+        let places = match self
+            .watch
+            .slots(&hold.pins, deadline)
+            .inspect_err(damaged)?
+        {
+            Slots::Mapped(places) => places,
+            Slots::Over => return Err(self.why_over()),
+            later @ (Slots::Later | Slots::Interrupted) => {
+                if let Delivery::Every { .. } = self.delivery {
+                    self.unmapped = Some(hold);
+                }
+                return match later {
+                    Slots::Interrupted => Err(Error::Interrupted),
+                    _ => Ok(None),
+                };
+            }
+        };
+        let taken = self.checked(hold, places).inspect_err(damaged);
+        // One that turns out to be damaged is passed over.
+        self.sequence = self.sequence.max(sequence);
+        let taken = taken?;
+        if sequence > 0 {
+            self.book.say_taken(sequence)?;
+        }
+        for member in &taken.members {
+            self.versions[member.model] = member.snapshot.version();
+        }
+        Ok(Some(taken))
+    }
+
+    fn checked(&self, hold: Hold, places: Vec<Place>) -> Result<Taken, Error> {
+        let mut members = Vec::with_capacity(places.len());
+        for (pin, (pages, slot)) in hold.pins.into_iter().zip(places) {
+            let (model, version) = (pin.model, pin.version);
+            members.push(Member {
+                model,
+                changed: self.versions[model] != version,
+                snapshot: Snapshot::new(pin, slot, pages, self.run)?,
+            });
+        }
+        Ok(Taken {
+            sequence: hold.sequence,
+            members,
+        })
+    }
+}

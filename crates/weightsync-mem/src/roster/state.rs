@@ -1,0 +1,213 @@
+//! What changes, under one lock: the plan, who is there, who has gone and who can
+//! use nothing.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use weightsync_core::{Version, WorkerId};
+
+use super::Reader;
+use crate::plan::{Key, Plan, Step};
+use crate::set::Models;
+use crate::slot::Slot;
+use crate::wire::FromSender;
+
+/// How many of those that went are remembered.
+const MAX_GONE: usize = 1 << 16;
+
+/// What changes, under one lock.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) plan: Plan,
+    /// How many models there are.
+    models: usize,
+    pub(crate) readers: BTreeMap<Key, Reader>,
+    /// How many readers have joined so far.
+    pub(crate) joined: u64,
+    /// The readers that went last; with those that nobody has been told of yet.
+    gone: VecDeque<Gone>,
+    /// How many of them nobody has been told of.
+    untold: usize,
+    rejected: Vec<Rejected>,
+    /// The data slots of each model.
+    pub(crate) slots: Vec<Vec<Arc<Slot>>>,
+    /// Kept to be used again.
+    pub(crate) steps: Vec<Step>,
+}
+
+/// What is known of a reader that is not there any more.
+#[derive(Clone, Debug)]
+pub(crate) struct Gone {
+    pub(crate) key: Key,
+    pub(crate) pid: u32,
+    pub(crate) going: Going,
+    pub(crate) applied: u64,
+    pub(crate) models: Models,
+    pub(crate) versions: Vec<Version>,
+    pub(crate) told: bool,
+}
+
+/// How a reader went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Going {
+    /// It closed its end in order.
+    Left,
+    /// Its process died.
+    Died,
+    /// It has not been heard of for too long: a link, or whoever acted for it, is
+    /// gone. It may come back.
+    Lost,
+}
+
+/// A reader that cannot use the models, whatever the version.
+#[derive(Clone, Debug)]
+pub(crate) struct Rejected {
+    pub(crate) key: Key,
+    pub(crate) pid: u32,
+    pub(crate) reason: String,
+}
+
+impl State {
+    pub(super) fn new(plan: Plan, slots: Vec<Vec<Arc<Slot>>>) -> Self {
+        Self {
+            plan,
+            models: slots.len(),
+            readers: BTreeMap::new(),
+            joined: 0,
+            gone: VecDeque::new(),
+            untold: 0,
+            rejected: Vec::new(),
+            slots,
+            steps: Vec::new(),
+        }
+    }
+
+    /// Who can use nothing, of those that nobody has been told of.
+    pub(super) fn rejected(&self) -> &[Rejected] {
+        &self.rejected
+    }
+
+    /// Rejects a reader that has not said itself that it can go no further, and
+    /// tells it so: it would wait for ever.
+    pub(crate) fn turn_away(&mut self, key: Key, reason: String) {
+        if let Some(socket) = self.readers.get(&key).and_then(Reader::socket) {
+            let denied = FromSender::Denied {
+                reason: reason.clone(),
+            };
+            // One that does not read is not helped.
+            let _ = socket.send(&denied.encode(), &[]);
+        }
+        self.reject(key, reason);
+    }
+
+    /// Notes that a reader cannot use the models, once, and shuts its lane: a
+    /// worker that has failed for good must not take slots from the others. What
+    /// it pins goes on counting; pins that were looked for before are to be
+    /// looked for again.
+    pub(crate) fn reject(&mut self, key: Key, reason: String) {
+        let Some(reader) = self.readers.get_mut(&key) else {
+            return;
+        };
+        if reader.unusable.is_none() {
+            self.plan.shut(key);
+            reader.shut();
+            reader.owed.clear();
+        }
+        let reason = reader.unusable.get_or_insert(reason).clone();
+        if std::mem::replace(&mut reader.told, true) {
+            return;
+        }
+        let one = Rejected {
+            key,
+            pid: reader.pid(),
+            reason,
+        };
+        // A sender that never asks forgets the oldest.
+        if self.rejected.len() >= MAX_GONE {
+            self.rejected.remove(0);
+        }
+        self.rejected.push(one);
+    }
+
+    /// The rejections that nobody has been told of, of those `wanted`.
+    pub(crate) fn tell_rejected(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Rejected> {
+        if self.rejected.is_empty() {
+            return Vec::new();
+        }
+        let all = std::mem::take(&mut self.rejected);
+        let (told, kept) = all.into_iter().partition(|one| wanted(one.key.0));
+        self.rejected = kept;
+        told
+    }
+
+    /// Removes a reader, and with it its pins. Called only once its process is
+    /// known to be dead, or once it has closed its end with every snapshot gone.
+    pub(crate) fn bury(&mut self, key: Key, unless_left: Going) {
+        let Some(reader) = self.readers.remove(&key) else {
+            return;
+        };
+        self.plan.leave(key);
+        let versions = reader.versions(self.models);
+        let applied = reader.applied();
+        // Who leaves in order says so first, also one that gives up joining.
+        let going = match reader.has_left() {
+            true => Going::Left,
+            false => unless_left,
+        };
+        let never_joined = going == Going::Left && applied == 0;
+        let told = reader.told || never_joined;
+        if self.gone.len() >= MAX_GONE
+            && let Some(forgotten) = self.gone.pop_front()
+        {
+            self.untold -= usize::from(!forgotten.told);
+        }
+        self.untold += usize::from(!told);
+        self.gone.push_back(Gone {
+            key,
+            pid: reader.pid(),
+            going,
+            applied,
+            models: reader.models,
+            versions,
+            told,
+        });
+    }
+
+    /// What is known of a reader that was there, and whether that was told before;
+    /// nobody need be told again.
+    pub(crate) fn tell_gone(&mut self, key: Key) -> Option<Gone> {
+        let one = self.gone.iter_mut().rev().find(|one| one.key == key)?;
+        let before = one.clone();
+        if !std::mem::replace(&mut one.told, true) {
+            self.untold -= 1;
+        }
+        Some(before)
+    }
+
+    /// Takes back that somebody was told that a reader has gone.
+    pub(crate) fn untell(&mut self, key: Key) {
+        if let Some(reader) = self.readers.get_mut(&key) {
+            reader.told = false;
+        } else if let Some(one) = self.gone.iter_mut().rev().find(|one| one.key == key)
+            && std::mem::replace(&mut one.told, false)
+        {
+            self.untold += 1;
+        }
+    }
+
+    /// Those that went and that nobody has been told of, of those `wanted`.
+    pub(crate) fn tell_untold(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Gone> {
+        if self.untold == 0 {
+            return Vec::new();
+        }
+        let mut told = Vec::new();
+        for one in &mut self.gone {
+            if !one.told && wanted(one.key.0) {
+                one.told = true;
+                self.untold -= 1;
+                told.push(one.clone());
+            }
+        }
+        told
+    }
+}

@@ -1,0 +1,247 @@
+//! The desk at which the thread that receives meets the worker's own threads.
+//!
+//! The receiver lies on the desk while nobody uses it. The thread waits for
+//! weights with it; a thread of the worker that needs it interrupts that wait,
+//! and has it next.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use weightsync_mem::{interrupt, process_id};
+
+use super::status::{BackgroundState, BackgroundStatus};
+use crate::error::Result;
+use crate::receiver::Receiver;
+use crate::transport::Interrupter;
+
+/// Where the thread and the worker's threads meet.
+#[derive(Debug)]
+pub(crate) struct Desk<B> {
+    pub(super) book: Mutex<Book<B>>,
+    pub(super) changed: Condvar,
+    /// The process that opened it. In a forked child there is no thread, and the
+    /// lock may be held for ever.
+    pub(super) owner: u32,
+}
+
+/// What lies on the desk.
+#[derive(Debug)]
+pub(crate) struct Book<B> {
+    pub(crate) board: B,
+    pub(crate) status: BackgroundStatus,
+    /// The receiver, while nobody uses it.
+    pub(super) receiver: Option<Box<Receiver>>,
+    pub(super) interrupter: Interrupter,
+    /// Threads of the worker that wait for the receiver.
+    pub(super) borrowers: usize,
+    /// Counts what the thread has to look at.
+    pub(super) news: u64,
+    pub(super) stop: bool,
+    /// The thread has ended, or there never was one: nothing arrives any more.
+    pub(super) ended: bool,
+    /// The thread uses the desk no more.
+    pub(super) gone: bool,
+}
+
+impl<B> Desk<B> {
+    /// Whether this process opened it.
+    pub(crate) fn is_own(&self) -> bool {
+        self.owner == process_id()
+    }
+
+    pub(crate) fn open(&self) -> MutexGuard<'_, Book<B>> {
+        // Changed in single steps, so it holds after a panic.
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same, if nobody is at it just now.
+    pub(crate) fn try_open(&self) -> Option<MutexGuard<'_, Book<B>>> {
+        match self.book.try_lock() {
+            Ok(book) => Some(book),
+            Err(TryLockError::Poisoned(book)) => Some(book.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Changes something that the thread has to look at, and has it look.
+    pub(crate) fn tell<T>(&self, change: impl FnOnce(&mut Book<B>) -> T) -> T {
+        let mut book = self.open();
+        let told = change(&mut book);
+        book.news += 1;
+        let waiting = book.receiver.is_none().then(|| book.interrupter.clone());
+        drop(book);
+        self.changed.notify_all();
+        if let Some(waiting) = waiting {
+            waiting.interrupt();
+        }
+        told
+    }
+
+    /// Changes something that only threads of the worker wait for.
+    pub(crate) fn note<T>(&self, change: impl FnOnce(&mut Book<B>) -> T) -> T {
+        let noted = change(&mut self.open());
+        self.changed.notify_all();
+        noted
+    }
+
+    /// Waits until `look` finds something, or the deadline comes, or nothing
+    /// will change any more.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`].
+    pub(crate) fn wait<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut look: impl FnMut(&mut Book<B>) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut book = self.open();
+        loop {
+            let found = look(&mut book);
+            if found.is_some() || book.ended {
+                return Ok(found);
+            }
+            book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return Ok(None),
+                left => self.rest(book, left)?,
+            };
+        }
+    }
+
+    /// Uses the receiver from a thread of the worker.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`], and those of `with`.
+    pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> Result<T>) -> Result<T> {
+        self.tell(|book| book.borrowers += 1);
+        let receiver = self.until_lent();
+        // The thread goes on if this was the last that wanted it.
+        self.note(|book| book.borrowers -= 1);
+        let receiver = receiver?;
+        let mut lent = Lent {
+            desk: self,
+            receiver: Some(receiver),
+        };
+        lent.receiver
+            .as_mut()
+            .map(|receiver| with(receiver))
+            .unwrap_or_else(|| unreachable!("it was put there just now"))
+    }
+
+    fn until_lent(&self) -> Result<Box<Receiver>> {
+        let mut book = self.open();
+        loop {
+            match book.receiver.take() {
+                Some(receiver) => return Ok(receiver),
+                None => book = self.rest(book, None)?,
+            }
+        }
+    }
+
+    pub(super) fn until_gone(&self) -> Result<()> {
+        let mut book = self.open();
+        while !book.gone {
+            book = self.rest(book, None)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the receiver for the thread, once no other thread wants it; `None`
+    /// when it is to end. The number is what the thread has seen of the news.
+    pub(super) fn check_out(&self) -> Option<(Box<Receiver>, u64)> {
+        let mut book = self.open();
+        loop {
+            if book.stop {
+                return None;
+            }
+            if book.borrowers == 0
+                && let Some(receiver) = book.receiver.take()
+            {
+                return Some((receiver, book.news));
+            }
+            // Nobody interrupts this thread.
+            book = self.rest(book, None).ok()?;
+        }
+    }
+
+    /// Brings the receiver back, and says what state that leaves.
+    pub(super) fn check_in(
+        &self,
+        receiver: Box<Receiver>,
+        state: Option<BackgroundState>,
+        ended: bool,
+    ) {
+        // After a restarted sender was joined it is another one.
+        let interrupter = receiver.interrupter();
+        self.note(|book| {
+            if let Ok(interrupter) = interrupter {
+                book.interrupter = interrupter;
+            }
+            if let Some(state) = state {
+                book.status.state = state;
+            }
+            book.status.reflect(&receiver);
+            book.receiver = Some(receiver);
+            book.ended |= ended;
+        });
+    }
+
+    /// Waits at most so long for news beyond those seen.
+    pub(super) fn rest_until_news(&self, seen: u64, at_most: Option<Duration>) {
+        let until = at_most.and_then(|left| Instant::now().checked_add(left));
+        let mut book = self.open();
+        while book.news == seen {
+            book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return,
+                left => match self.rest(book, left) {
+                    Ok(book) => book,
+                    Err(_) => return,
+                },
+            };
+        }
+    }
+
+    /// Waits until something changes, at most so long; the caller looks again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`].
+    pub(crate) fn rest<'a>(
+        &'a self,
+        book: MutexGuard<'a, Book<B>>,
+        left: Option<Duration>,
+    ) -> Result<MutexGuard<'a, Book<B>>> {
+        if interrupt::is_due() {
+            // Asked without the lock: the check may want the desk.
+            drop(book);
+            interrupt::ask()?;
+            return Ok(self.open());
+        }
+        Ok(match interrupt::slice(left) {
+            None => {
+                let waited = self.changed.wait(book);
+                waited.unwrap_or_else(PoisonError::into_inner)
+            }
+            Some(left) => {
+                let waited = self.changed.wait_timeout(book, left);
+                waited.unwrap_or_else(PoisonError::into_inner).0
+            }
+        })
+    }
+}
+
+/// The receiver in the hands of a thread of the worker; it comes back to the
+/// desk also if that panics.
+struct Lent<'a, B> {
+    desk: &'a Desk<B>,
+    receiver: Option<Box<Receiver>>,
+}
+
+impl<B> Drop for Lent<'_, B> {
+    fn drop(&mut self) {
+        let receiver = self.receiver.take();
+        self.desk.note(|book| book.receiver = receiver);
+    }
+}

@@ -1,0 +1,157 @@
+//! The models, and how they are changed: by one thread at a time, whole or not at
+//! all.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, RwLock};
+use std::thread::ThreadId;
+
+use weightsync_core::{ModelId, Run, Version};
+
+use super::SafePoints;
+use super::desk::Desk;
+use super::room::Room;
+use super::thread::{Task, Work, message_of};
+use crate::error::{Error, Result};
+use crate::load_set::SetLoader;
+use crate::receiver::Receiver;
+use crate::set::SetSnapshot;
+
+/// The models, and how they are loaded.
+pub(super) struct Hold<M> {
+    pub(super) held: RwLock<Held<M>>,
+    pub(super) loaders: Box<Loaders<M>>,
+}
+
+pub(super) type Loaders<M> = dyn for<'a> Fn(&'a mut M) -> SetLoader<'a> + Send + Sync;
+
+/// The models with what they have.
+pub(super) struct Held<M> {
+    pub(super) models: M,
+    pub(super) versions: Vec<(ModelId, Version)>,
+    pub(super) run: Run,
+    pub(super) whole: bool,
+}
+
+impl<M> Hold<M> {
+    /// Loads a set on behalf of a thread that is alone in the room, and leaves
+    /// the room.
+    pub(super) fn apply(
+        &self,
+        desk: &Desk<Room>,
+        me: ThreadId,
+        receiver: &mut Receiver,
+        set: SetSnapshot,
+    ) -> Result<()> {
+        let done = self.load(receiver, set);
+        desk.note(|book| {
+            book.board.leave(me);
+            book.status.failure = done.as_ref().err().map(ToString::to_string);
+            book.status.reflect(receiver);
+        });
+        done
+    }
+
+    fn load(&self, receiver: &mut Receiver, set: SetSnapshot) -> Result<()> {
+        let mut held = self.held.write().unwrap_or_else(|poisoned| {
+            // Somebody panicked while writing: everything is loaded anew.
+            self.held.clear_poison();
+            receiver.lose_whole();
+            poisoned.into_inner()
+        });
+        let loaded = catch_unwind(AssertUnwindSafe(|| {
+            let mut models = (self.loaders)(&mut held.models);
+            let has = receiver.held();
+            receiver.load_and_report(set.clone(), &mut models, has.as_ref())
+        }));
+        let loaded = loaded.unwrap_or_else(|panic| {
+            let error = Error::Panicked {
+                what: "the loader of this worker's models",
+                message: message_of(&*panic),
+            };
+            let reason = error.to_string();
+            let back = catch_unwind(AssertUnwindSafe(|| {
+                let mut models = (self.loaders)(&mut held.models);
+                receiver.go_back(&set, &mut models, &reason)
+            }));
+            back.unwrap_or_else(|_| {
+                receiver.lose_whole();
+                receiver.refuse_half_loaded(&set, &reason)
+            })?;
+            Err(error)
+        });
+        held.whole = receiver.is_whole();
+        held.versions = receiver.versions().to_vec();
+        held.run = receiver.run();
+        loaded
+    }
+}
+
+/// Keeps models up to date.
+pub(super) struct Keep<M> {
+    pub(super) hold: Arc<Hold<M>>,
+    pub(super) when: SafePoints,
+    /// Whether every version is to be applied.
+    pub(super) every: bool,
+}
+
+impl<M: Send + Sync + 'static> Task for Keep<M> {
+    type Board = Room;
+
+    fn work(&mut self, desk: &Desk<Room>, receiver: &mut Receiver) -> Result<Work> {
+        let me = std::thread::current().id();
+        let waits = match self.when {
+            SafePoints::Declared => desk.open().board.has_staged(),
+            SafePoints::Implied => match enter(desk, me, true) {
+                Entry::Nothing => false,
+                Entry::Taken => true,
+                Entry::Applying(set) => {
+                    // It is in the status, and the sender knows.
+                    if let Err(error) = self.hold.apply(desk, me, receiver, set) {
+                        tracing::warn!(worker = %receiver.worker(), %error, "not applied");
+                    }
+                    false
+                }
+            },
+        };
+        Ok(match (waits, self.every) {
+            (false, _) => Work::Nothing,
+            (true, false) => Work::Replaceable,
+            (true, true) => Work::Full,
+        })
+    }
+
+    fn arrived(&mut self, desk: &Desk<Room>, _: &mut Receiver, set: SetSnapshot) -> Result<()> {
+        let replaced = desk.note(|book| {
+            book.status.staged = set.versions();
+            book.board.stage(set)
+        });
+        drop(replaced);
+        Ok(())
+    }
+}
+
+/// How a thread that wants to apply what is staged finds the room.
+pub(super) enum Entry {
+    Nothing,
+    /// Somebody holds a guard.
+    Taken,
+    /// It is alone in the room, and must leave it.
+    Applying(SetSnapshot),
+}
+
+/// Comes in to apply what is staged, if nobody else is there; otherwise asks to
+/// be told, if it is to.
+pub(super) fn enter(desk: &Desk<Room>, me: ThreadId, ask: bool) -> Entry {
+    desk.note(|book| {
+        if !book.board.has_staged() {
+            return Entry::Nothing;
+        }
+        match book.board.take_staged(me, ask) {
+            None => Entry::Taken,
+            Some(set) => {
+                book.status.staged.clear();
+                Entry::Applying(set)
+            }
+        }
+    })
+}

@@ -1,0 +1,92 @@
+//! Where a background receiver stands.
+
+use std::fmt;
+
+use weightsync_core::{ModelId, Run, Version};
+
+use crate::receiver::Receiver;
+
+/// What a background receiver does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BackgroundState {
+    /// It waits for weights, or applies them.
+    Following,
+    /// The sender is gone, and its successor is looked for. The models serve on.
+    /// If one answers that cannot be followed, why is in the
+    /// [failure](BackgroundStatus::failure).
+    Searching,
+    /// The sender has shut down, and will not come back. The models serve on.
+    Closed,
+    /// The sender has died, and will not come back. The models serve on.
+    Died {
+        /// Its process, if it is known.
+        pid: Option<u32>,
+    },
+    /// Receiving has failed; the sender was told, and sends nothing more to this
+    /// end. The models serve on.
+    Failed {
+        /// Why.
+        reason: String,
+    },
+}
+
+impl fmt::Display for BackgroundState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Following => f.write_str("it follows its sender"),
+            Self::Searching => f.write_str("the sender is gone, and its successor is looked for"),
+            Self::Closed => f.write_str("the sender has shut down"),
+            Self::Died { pid: Some(pid) } => write!(f, "the sender (pid {pid}) has died"),
+            Self::Died { pid: None } => f.write_str("the sender has died"),
+            Self::Failed { reason } => write!(f, "receiving has failed: {reason}"),
+        }
+    }
+}
+
+/// Where a background receiver stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BackgroundStatus {
+    /// What it does.
+    pub state: BackgroundState,
+    /// What this worker runs.
+    pub versions: Vec<(ModelId, Version)>,
+    /// The run of these versions.
+    pub run: Run,
+    /// What was taken, and waits for a safe point; empty if nothing does.
+    pub staged: Vec<(ModelId, Version)>,
+    /// Why the newest version could not be applied, if it could not, or a sender
+    /// that answers cannot be followed.
+    pub failure: Option<String>,
+}
+
+impl BackgroundStatus {
+    pub(super) fn of(receiver: &Receiver) -> Self {
+        Self {
+            state: BackgroundState::Following,
+            versions: receiver.versions().to_vec(),
+            run: receiver.run(),
+            staged: Vec::new(),
+            failure: None,
+        }
+    }
+
+    /// Takes over what the receiver says this worker runs.
+    pub(crate) fn reflect(&mut self, receiver: &Receiver) {
+        self.versions = receiver.versions().to_vec();
+        self.run = receiver.run();
+    }
+
+    /// The version this worker runs, of its first model; `Version::NONE` before
+    /// the first.
+    pub fn version(&self) -> Version {
+        first(&self.versions)
+    }
+}
+
+pub(super) fn first(versions: &[(ModelId, Version)]) -> Version {
+    versions
+        .first()
+        .map_or(Version::NONE, |(_, version)| *version)
+}

@@ -1,0 +1,63 @@
+//! What shared memory says, in this crate's words.
+
+use weightsync_core::ModelId;
+use weightsync_mem::Error as Memory;
+
+use super::Error;
+
+impl From<Memory> for Error {
+    fn from(error: Memory) -> Self {
+        match error {
+            // It came from a source and only passed through the memory.
+            Memory::Fill {
+                tensor: name,
+                source,
+            } => Self::Extract { name, source },
+            Memory::SenderDied { pid } => Self::SenderDied {
+                pid: (pid != 0).then_some(pid),
+            },
+            Memory::SenderClosed => Self::SenderClosed,
+            Memory::Interrupted => Self::Interrupted,
+            Memory::NoSender { address, waited } => Self::NoSender { address, waited },
+            Memory::VersionNotNewer { newest, got } => Self::VersionNotNewer { newest, got },
+            error => Self::Memory(error),
+        }
+    }
+}
+
+impl Error {
+    /// The error of a segment, with a model's name in place of its number.
+    pub(crate) fn of_memory(error: Memory, id: impl Fn(usize) -> Option<ModelId>) -> Self {
+        let model = match &error {
+            Memory::AllSlotsPinned { model, .. }
+            | Memory::Crowded { model, .. }
+            | Memory::Diverged { model, .. }
+            | Memory::NoSuchVersion { model, .. } => id(*model),
+            _ => None,
+        };
+        let Some(model) = model else {
+            return error.into();
+        };
+        match error {
+            Memory::AllSlotsPinned {
+                slots,
+                waited,
+                holders,
+                ..
+            } => Self::AllSlotsPinned {
+                model,
+                slots,
+                waited,
+                holders,
+            },
+            Memory::Crowded { slots, .. } => Self::Crowded { model, slots },
+            Memory::Diverged { versions, .. } => Self::Diverged { model, versions },
+            Memory::NoSuchVersion { asked, known, .. } => Self::NoSuchVersion {
+                model,
+                asked,
+                known,
+            },
+            error => error.into(),
+        }
+    }
+}

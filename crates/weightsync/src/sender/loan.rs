@@ -1,0 +1,165 @@
+//! Room for the trainer to write into itself.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use weightsync_core::{Layout, Version};
+
+use super::{Sender, need};
+use crate::error::{Error, Result};
+use crate::options::SendOptions;
+use crate::pending::Flight;
+use crate::publish::Prepared;
+use crate::report::Report;
+use crate::scheme::AnyScheme;
+use crate::transport::{Staging, Targets};
+
+impl Sender {
+    /// Lends room to write the next version into: the model's own extraction is
+    /// then the only pass over memory. For a sender of several models, the
+    /// first.
+    ///
+    /// # Errors
+    ///
+    /// As [`send`](Self::send), and [`Error::Unsupported`].
+    pub fn loan(&mut self) -> Result<Loan<'_>> {
+        self.loan_of(0)
+    }
+
+    /// As [`loan`](Self::loan), for one of several models.
+    ///
+    /// # Errors
+    ///
+    /// As [`loan`](Self::loan), and [`Error::NoSuchModel`].
+    pub fn loan_model(&mut self, model: &str) -> Result<Loan<'_>> {
+        let index = self.index_of(model)?;
+        self.loan_of(index)
+    }
+
+    fn loan_of(&mut self, model: usize) -> Result<Loan<'_>> {
+        self.need("lending slots", |can| can.loan)?;
+        let since = Instant::now();
+        let deadline = self.setup.deadline;
+        let staging = self
+            .transport
+            .stage(&[model], since.checked_add(deadline))?;
+        Ok(Loan {
+            staging,
+            model,
+            prepared: &self.setup.models[model].prepared,
+            scheme: &self.setup.scheme,
+            deadline,
+            since,
+        })
+    }
+}
+
+/// Room lent to the trainer's own extraction; see [`Sender::loan`].
+///
+/// Dropped without [`publish`](Self::publish), nothing has happened.
+#[derive(Debug)]
+pub struct Loan<'a> {
+    staging: Box<dyn Staging + 'a>,
+    model: usize,
+    prepared: &'a Prepared,
+    scheme: &'a AnyScheme,
+    deadline: Duration,
+    since: Instant,
+}
+
+impl Loan<'_> {
+    /// The tensors to write.
+    pub fn layout(&self) -> &Layout {
+        &self.prepared.layout
+    }
+
+    /// One tensor's place: contiguous, row-major, little-endian. It holds bytes
+    /// of some older version at first: write all of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchTensor`].
+    pub fn tensor_mut(&mut self, name: &str) -> Result<&mut [u8]> {
+        let layout = &self.prepared.layout;
+        let index = layout.index_of(name).ok_or_else(|| Error::NoSuchTensor {
+            name: name.into(),
+            known: layout
+                .tensors()
+                .iter()
+                .map(|tensor| tensor.name.clone())
+                .collect(),
+        })?;
+        Ok(self.staging.tensor_mut(self.model, index))
+    }
+
+    /// Every tensor's place in layout order, to be written in any order and
+    /// from any number of threads.
+    pub fn tensors_mut(&mut self) -> Vec<&mut [u8]> {
+        self.staging.tensors_mut(self.model)
+    }
+
+    /// Makes what was written the next version and waits until every worker has
+    /// loaded it, or has a line in the report that says why not.
+    ///
+    /// # Errors
+    ///
+    /// Those of the memory. As after a [`send`](Sender::send), the version is
+    /// live all the same if it was the wait for the workers that failed.
+    pub fn publish(self) -> Result<Report> {
+        self.publish_with(&SendOptions::new())
+    }
+
+    /// As [`publish`](Self::publish), to the workers, as far and as long as the
+    /// options say; the time since the room was lent counts.
+    ///
+    /// # Errors
+    ///
+    /// As [`publish`](Self::publish), and, before anything is published,
+    /// [`Error::Unsupported`] for what the scheme cannot do,
+    /// [`Error::OtherModel`] if the options name another model, and
+    /// [`Error::WholeLoan`] if they say that it is a part.
+    pub fn publish_with(mut self, options: &SendOptions) -> Result<Report> {
+        let until = self
+            .since
+            .checked_add(options.deadline.unwrap_or(self.deadline));
+        self.check(options)?;
+        if let Some(version) = options.version {
+            self.staging.number(self.model, version)?;
+        }
+        let outstanding = self.staging.publish(&options.targets)?;
+        let version = outstanding
+            .versions()
+            .first()
+            .map_or(Version::NONE, |(_, version)| *version);
+        let flight = Flight {
+            versions: vec![(self.prepared.id.clone(), version)],
+            outstanding: vec![outstanding],
+            bytes: self.prepared.layout.payload_bytes(),
+            partial: None,
+            since: self.since,
+            copied: self.since.elapsed(),
+            deadline: until,
+            settled: Mutex::new(Vec::new()),
+        };
+        flight.finish(options.wait, until)
+    }
+
+    fn check(&self, options: &SendOptions) -> Result<()> {
+        if options.targets != Targets::All {
+            need(self.scheme, "a send to some workers", |can| can.subsets)?;
+        }
+        let id = &self.prepared.id;
+        if let Some(named) = &options.model
+            && named != id.as_str()
+        {
+            return Err(Error::OtherModel {
+                named: named.clone(),
+                got: vec![id.as_str().into()],
+            });
+        }
+        match options.partial {
+            true => Err(Error::WholeLoan { model: id.clone() }),
+            false => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! One publication: way made for it, written into its room, live in one step.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use super::Sender;
+use crate::error::{Error, Result};
+use crate::options::SendOptions;
+use crate::pending::Flight;
+use crate::publish;
+use crate::send_source::{Members, Resolved, resolve};
+use crate::setup::{Pending, SenderSetup};
+use crate::snapshot::Snapshot;
+use crate::transport::{Deadline, Outstanding, SenderTransport, Source, Staging, Targets};
+
+/// How long one of several asynchronous sends is waited for before the others are
+/// looked at.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
+/// The tensors a partial update carried.
+type Carried = Option<Vec<String>>;
+
+impl Sender {
+    /// Makes way for one more asynchronous send, or says that one is pending.
+    pub(super) fn make_way(&mut self, until: Deadline) -> Result<()> {
+        let (allowed, wait) = match self.setup.pending {
+            Pending::Refuse => (1, false),
+            Pending::Queue(bound) => (usize::from(bound.max(1)), true),
+        };
+        loop {
+            self.forget_settled()?;
+            let Some(oldest) = self.flying.first() else {
+                return Ok(());
+            };
+            if self.flying.len() < allowed {
+                return Ok(());
+            }
+            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            if !wait || left.is_some_and(|left| left.is_zero()) {
+                let version = oldest.version();
+                return Err(Error::SendPending { version, allowed });
+            }
+            // Any of them makes way, and one at a time can be waited for.
+            let slice = match self.flying.len() {
+                1 => left,
+                _ => Some(left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN))),
+            };
+            oldest.wait(slice)?;
+        }
+    }
+
+    /// Keeps the asynchronous sends that are still on their way.
+    fn forget_settled(&mut self) -> Result<()> {
+        let mut failed = None;
+        self.flying.retain(|one| match one.is_settled() {
+            Ok(settled) => !settled,
+            Err(error) => {
+                failed = Some(error);
+                true
+            }
+        });
+        self.handed.retain(|one| one.strong_count() > 0);
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Publishes in one step what is to be sent.
+    pub(super) fn publish(
+        &mut self,
+        members: Members<'_>,
+        options: &SendOptions,
+        since: Instant,
+        until: Deadline,
+    ) -> Result<Flight> {
+        if options.targets != Targets::All {
+            self.need("a send to some workers", |can| can.subsets)?;
+        }
+        let models = &self.setup.models;
+        let resolved = resolve(members, options.model.as_deref(), models)?;
+        if resolved.len() > 1 {
+            self.need("several models at once", |can| can.sets)?;
+        }
+        let bytes = resolved.iter().map(|(index, _)| {
+            let layout = &models[*index].prepared.layout;
+            layout.payload_bytes()
+        });
+        let bytes = bytes.sum();
+        let transport = &mut *self.transport;
+        let (outstanding, partial) =
+            stage_and_publish(&self.setup, transport, &resolved, options, until)?;
+        let versions = outstanding.versions().iter();
+        Ok(Flight {
+            versions: versions
+                .map(|(index, version)| (models[*index].prepared.id.clone(), *version))
+                .collect(),
+            outstanding: vec![outstanding],
+            bytes,
+            partial,
+            since,
+            copied: since.elapsed(),
+            deadline: until,
+            settled: Mutex::new(Vec::new()),
+        })
+    }
+}
+
+/// Writes each model into its room and makes all of them live in one step.
+fn stage_and_publish(
+    setup: &SenderSetup,
+    transport: &mut dyn SenderTransport,
+    resolved: &Resolved<'_>,
+    options: &SendOptions,
+    until: Deadline,
+) -> Result<(Box<dyn Outstanding>, Carried)> {
+    let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
+    let mut bases = Vec::new();
+    if options.partial {
+        for index in &indices {
+            bases.push(base(setup, transport, *index, &options.targets)?);
+        }
+    }
+    // The first is compared when it is read; no other may be found wrong
+    // only once there is room.
+    for (index, weights) in &resolved[1..] {
+        let prepared = &setup.models[*index].prepared;
+        publish::check(prepared, *weights, options.partial)?;
+    }
+    let mut carried: Carried = None;
+    let mut transport = Some(transport);
+    let mut staging: Option<Box<dyn Staging + '_>> = None;
+    for (place, (index, weights)) in resolved.iter().enumerate() {
+        let prepared = &setup.models[*index].prepared;
+        let copy = setup.copy;
+        let mut take = |sources: &[Source<'_>]| {
+            // The room for all models, once the first is found to be right.
+            if let Some(transport) = transport.take() {
+                staging = Some(transport.stage(&indices, until)?);
+            }
+            match &mut staging {
+                Some(staging) => staging.write(*index, sources, copy),
+                None => Ok(()),
+            }
+        };
+        match bases.get(place) {
+            None => publish::whole(prepared, *weights, &mut take)?,
+            Some(base) => {
+                let names = publish::partial(prepared, *weights, base, &mut take)?;
+                carried.get_or_insert_default().extend(names);
+            }
+        }
+    }
+    drop(bases);
+    let Some(mut staging) = staging else {
+        return Err(Error::EmptySet);
+    };
+    if let Some(version) = options.version {
+        for index in &indices {
+            staging.number(*index, version)?;
+        }
+    }
+    for index in &indices {
+        let id = &setup.models[*index].prepared.id;
+        let mut numbers = options.numbers.iter();
+        if let Some((_, version)) = numbers.find(|(model, _)| model == id) {
+            staging.number(*index, *version)?;
+        }
+    }
+    Ok((staging.publish(&options.targets)?, carried))
+}
+
+/// The version that a partial update keeps the rest of.
+pub(super) fn base(
+    setup: &SenderSetup,
+    transport: &dyn SenderTransport,
+    model: usize,
+    targets: &Targets,
+) -> Result<Snapshot> {
+    let base = transport.snapshot_for(model, targets);
+    let base = base.map_err(|error| error.by(&setup.scheme))?;
+    base.ok_or_else(|| Error::NothingToKeep {
+        model: setup.models[model].prepared.id.clone(),
+    })
+}

@@ -1,0 +1,302 @@
+//! The trainer's end of models in shared memory.
+
+use std::sync::Arc;
+
+use weightsync_core::{ModelId, Version, WorkerId};
+use weightsync_mem::{
+    CopyOptions, Deadline, Guests, Listener, Publication, SegmentOptions, Source, Waiter, Writer,
+};
+
+use crate::attributes::Attributes;
+use crate::digest::DigestThread;
+use crate::error::{Error, Result};
+use crate::report::{WorkerReport, WorkerStatus};
+use crate::setup::DigestPolicy;
+use crate::snapshot::Snapshot;
+use crate::transport::{Level, ModelSpec, Opening, Outstanding, SenderTransport, Staging, Targets};
+/// The trainer's end of models in shared memory.
+///
+/// It is what the local schemes have, and what a transport has that carries
+/// versions on to other hosts: their workers join as [guests](Self::guests), and
+/// are then told, held, waited for and reported like those of this host.
+#[derive(Debug)]
+pub struct Segment {
+    writer: Writer,
+    digest: Option<DigestThread>,
+    models: Vec<(ModelId, Arc<Attributes>)>,
+}
+
+impl Segment {
+    /// Makes it, for the workers of this host that come to `listener` with the
+    /// endpoint's secret.
+    ///
+    /// # Errors
+    ///
+    /// If memory, sockets or threads are refused.
+    pub fn open(opening: &Opening<'_>, listener: Listener) -> Result<Self> {
+        let specs = Self::specs(opening.models)?;
+        let options = SegmentOptions {
+            slots: opening.options.slots,
+            max_slots: opening.options.max_slots,
+            history: opening.options.history,
+            wait: opening.options.wait,
+        };
+        let secret = *opening.at.secret();
+        let writer = Writer::create_on(listener, secret, opening.run, &specs, options)?;
+        let models = opening
+            .models
+            .iter()
+            .map(|model| (model.id.clone(), Arc::new(model.attributes.clone())));
+        let digest = match opening.options.digest {
+            DigestPolicy::OnRequest => None,
+            DigestPolicy::Background => Some(DigestThread::start()?),
+        };
+        Ok(Self {
+            writer,
+            digest,
+            models: models.collect(),
+        })
+    }
+
+    /// The models as segments know them: attributes are notes there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Attributes`] if attributes cannot be encoded.
+    pub fn specs(models: &[ModelSpec]) -> Result<Vec<weightsync_mem::ModelSpec>> {
+        let specs = models.iter().map(|model| {
+            Ok(weightsync_mem::ModelSpec {
+                layout: model.layout.clone(),
+                note: model.attributes.encode()?,
+            })
+        });
+        specs.collect()
+    }
+
+    /// Where workers of other hosts join.
+    pub fn guests(&self) -> Guests {
+        Guests::of(&self.writer)
+    }
+
+    fn lent(&self, model: usize, held: weightsync_mem::Snapshot) -> Snapshot {
+        let (id, attributes) = &self.models[model];
+        Snapshot::of_slot(id.clone(), attributes.clone(), held)
+    }
+}
+
+impl SenderTransport for Segment {
+    fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
+        let waiter = self.writer.waiter();
+        let (writer, named) = (&mut self.writer, &self.models);
+        let slots = writer.stage(models, deadline);
+        Ok(Box::new(Slots {
+            slots: slots.map_err(|error| by_name(named, error))?,
+            models: named,
+            waiter,
+            digest: self.digest.as_ref(),
+        }))
+    }
+
+    fn version(&self, model: usize) -> Version {
+        self.writer.version(model)
+    }
+
+    fn workers(&self) -> Vec<WorkerStatus> {
+        status(self.writer.readers())
+    }
+
+    fn wait_workers(
+        &mut self,
+        deadline: Deadline,
+        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+    ) -> Result<bool> {
+        Ok(self.writer.wait_readers(deadline, |readers, rejected| {
+            enough(&status(readers.to_vec()), rejected)
+        })?)
+    }
+
+    fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
+        self.writer.take_rejected()
+    }
+
+    fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
+        let held = self.writer.snapshot(model)?;
+        Ok(held.map(|held| self.lent(model, held)))
+    }
+
+    fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
+        let held = self.writer.snapshot_for(model, &targets.into());
+        let held = held.map_err(|error| by_name(&self.models, error))?;
+        Ok(held.map(|held| self.lent(model, held)))
+    }
+
+    fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
+        let Some(held) = self.writer.old_snapshot(model, version)? else {
+            return Err(Error::NoSuchVersion {
+                model: self.models[model].0.clone(),
+                asked: version,
+                known: self.writer.kept(model)?,
+            });
+        };
+        Ok(Some(self.lent(model, held)))
+    }
+
+    fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
+        match hold {
+            true => self.writer.hold(workers)?,
+            false => self.writer.release(workers)?,
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Slots<'a> {
+    slots: weightsync_mem::Staging<'a>,
+    models: &'a [(ModelId, Arc<Attributes>)],
+    waiter: Waiter,
+    digest: Option<&'a DigestThread>,
+}
+
+impl Staging for Slots<'_> {
+    fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
+        self.slots.tensor_mut(model, index)
+    }
+
+    fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
+        self.slots.tensors_mut(model)
+    }
+
+    fn write(&mut self, model: usize, sources: &[Source<'_>], options: CopyOptions) -> Result<()> {
+        Ok(self.slots.write(model, sources, options)?)
+    }
+
+    fn number(&mut self, model: usize, version: Version) -> Result<()> {
+        Ok(self.slots.number(model, version)?)
+    }
+
+    fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
+        let Self {
+            slots,
+            models,
+            waiter,
+            digest,
+        } = *self;
+        let publication = slots.publish(&targets.into());
+        let publication = publication.map_err(|error| by_name(models, error))?;
+        if let Some(thread) = digest {
+            order_digests(&waiter, &publication, thread);
+        }
+        Ok(Box::new(Published {
+            publication,
+            waiter,
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct Published {
+    publication: Publication,
+    waiter: Waiter,
+}
+
+impl Outstanding for Published {
+    fn versions(&self) -> &[(usize, Version)] {
+        &self.publication.versions
+    }
+
+    fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
+        let lines = self
+            .waiter
+            .settle(&self.publication, level.into(), deadline)?;
+        Ok(self.reports(lines))
+    }
+
+    fn is_settled(&self, level: Level) -> Result<bool> {
+        Ok(self.waiter.is_settled(&self.publication, level.into())?)
+    }
+
+    fn decided(&self) -> Result<Vec<WorkerReport>> {
+        Ok(self.reports(self.waiter.decided(&self.publication)?))
+    }
+
+    fn give_up(&self) -> Result<()> {
+        Ok(self.waiter.give_up(&self.publication)?)
+    }
+}
+
+impl Published {
+    fn reports(&self, lines: Vec<weightsync_mem::ReaderOutcome>) -> Vec<WorkerReport> {
+        let lines = lines.into_iter().map(|line| WorkerReport {
+            worker: line.worker,
+            pid: line.pid,
+            outcome: line.outcome.into(),
+            versions: of_published(line.versions, &self.publication.versions),
+            current: line.current,
+            after: line.after,
+        });
+        lines.collect()
+    }
+}
+
+impl From<Level> for weightsync_mem::Level {
+    fn from(level: Level) -> Self {
+        match level {
+            Level::Staged => Self::Staged,
+            Level::Applied => Self::Applied,
+        }
+    }
+}
+
+impl From<&Targets> for weightsync_mem::Targets {
+    fn from(targets: &Targets) -> Self {
+        match targets {
+            Targets::All => Self::All,
+            Targets::Workers(workers) => Self::Workers(workers.clone()),
+        }
+    }
+}
+
+/// An error of the trainer's end with the model's name instead of its number.
+fn by_name(models: &[(ModelId, Arc<Attributes>)], error: weightsync_mem::Error) -> Error {
+    Error::of_memory(error, |model| models.get(model).map(|(id, _)| id.clone()))
+}
+
+/// Of the versions of all models those of the published ones, which are in the
+/// models' order.
+fn of_published(mut versions: Vec<Version>, published: &[(usize, Version)]) -> Vec<Version> {
+    // In place: none is looked for before where the last was put.
+    for (place, (model, _)) in published.iter().enumerate() {
+        versions[place] = versions[*model];
+    }
+    versions.truncate(published.len());
+    versions
+}
+
+/// Has the digests of what was just published made. The versions are live:
+/// they may have to do without, but nothing has failed.
+fn order_digests(waiter: &Waiter, publication: &Publication, thread: &DigestThread) {
+    for (model, version) in &publication.versions {
+        match waiter.snapshot(*model) {
+            // Not what was sent to some workers only.
+            Ok(Some(snapshot)) if snapshot.version() == *version => {
+                thread.digest_next(*model, snapshot);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::warn!(%version, %error, "no digest is made of this version");
+            }
+        }
+    }
+}
+
+fn status(readers: Vec<weightsync_mem::ReaderStatus>) -> Vec<WorkerStatus> {
+    let lines = readers.into_iter().map(|reader| WorkerStatus {
+        worker: reader.worker,
+        pid: reader.pid,
+        device: reader.device,
+        held: reader.held,
+        versions: reader.applied,
+    });
+    lines.collect()
+}
