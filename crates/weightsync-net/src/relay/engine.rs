@@ -1,5 +1,10 @@
 //! What an agent does: it performs what its [plan](super::plan) decides.
 
+mod hear;
+mod perform;
+mod reconnect;
+mod words;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,28 +19,24 @@ use weightsync_mem::{
     WaitStyle,
 };
 
-use super::join::{Before, Joined, dial, greet};
-use super::plan::{Effect, Input, Item, Plan};
-use super::{AgentOptions, Reach, StartError, backoff};
+use self::words::{held, join_message};
+use super::join::Joined;
+use super::plan::{Input, Item, Plan};
+use super::{AgentOptions, StartError, backoff};
 use crate::access::Key;
 use crate::bulk::{
     Came, Connections, Fetch, FetchEnd, Held, Parent, Served, Serving, Store, Threads,
 };
 use crate::link::listen::accept_all;
 use crate::link::{Link, LinkEnd};
-use crate::wire::frame::CHUNK;
 use crate::wire::hello::Role;
-use crate::wire::message::{self, FromRoot, ToRoot, WorkerProgress};
+use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
 
 /// How often it is looked whether there is room, while there was none.
 const ROOM: Duration = Duration::from_millis(20);
 
 /// How long an agent whose sender has shut down goes on with what it was told.
 const LINGER: Duration = Duration::from_secs(5);
-
-/// Handshakes in a row that nobody answered, although somebody listens, before the
-/// sender counts as dead.
-const UNANSWERED: u32 = 5;
 
 /// What an engine hears.
 pub(crate) enum Event {
@@ -306,119 +307,6 @@ impl Engine {
         }
     }
 
-    fn hear(&mut self, message: FromRoot) {
-        match message {
-            FromRoot::Joined { ticket } => self.admit(ticket),
-            FromRoot::Denied { ticket, reason } => {
-                if let Some(joining) = self.joining.remove(&ticket) {
-                    self.relay.deny(joining.ticket, &reason);
-                } else if let Some(who) = self.rejoining.remove(&ticket) {
-                    self.relay.turn_away(who, &reason);
-                }
-            }
-            FromRoot::Tell {
-                sequence,
-                set,
-                workers,
-            } => {
-                let set: Vec<Item> = set.into_iter().map(item).collect();
-                let known = workers.iter().filter_map(|worker| self.workers.get(worker));
-                let told = known.map(|worker| Input::Told {
-                    who: worker.who,
-                    sequence,
-                    set: set.clone(),
-                });
-                let told: Vec<_> = told.collect();
-                self.step(told);
-            }
-            FromRoot::Answer {
-                worker,
-                question,
-                sequence,
-                set,
-            } => {
-                if let Some(worker) = self.workers.get(&worker) {
-                    let answered = Input::Answered {
-                        who: worker.who,
-                        question,
-                        sequence,
-                        set: set.into_iter().map(item).collect(),
-                    };
-                    self.step([answered]);
-                }
-            }
-            FromRoot::NoSuchVersion {
-                worker,
-                question,
-                model,
-                asked,
-                known,
-            } => {
-                if let Some(worker) = self.workers.get(&worker) {
-                    let asked = (usize::from(model), asked);
-                    self.relay
-                        .no_such_version(worker.who, question, asked, known);
-                }
-            }
-            FromRoot::TurnAway {
-                worker,
-                instance,
-                reason,
-            } => self.relay.turn_away(Seated { worker, instance }, &reason),
-            FromRoot::Parent { agent, address } => {
-                let address = match address {
-                    None => Some(self.root),
-                    Some(address) => address.parse().ok(),
-                };
-                match address {
-                    Some(address) => self.follow(Parent { agent, address }),
-                    None => self.say(&ToRoot::ParentLost {
-                        parent: agent,
-                        reason: "its address cannot be read".into(),
-                    }),
-                }
-            }
-            FromRoot::Goodbye => self.closes = Some(Instant::now() + LINGER),
-            // They are of the way in.
-            FromRoot::Welcome { .. }
-            | FromRoot::Model { .. }
-            | FromRoot::Part { .. }
-            | FromRoot::Refused { .. }
-            | FromRoot::Ping => {}
-        }
-    }
-
-    /// Lets a worker in that the sender has agreed to.
-    fn admit(&mut self, ticket: u64) {
-        self.rejoining.remove(&ticket);
-        let Some(joining) = self.joining.remove(&ticket) else {
-            return;
-        };
-        let who = joining.who;
-        if self.relay.admit(joining.ticket).is_err() {
-            self.say(&ToRoot::Gone {
-                worker: who.worker,
-                instance: who.instance,
-                died: false,
-            });
-            return;
-        }
-        let delivery = joining.delivery;
-        self.workers.insert(who.worker, Worker { who, joining });
-        self.step([Input::Joined { who, delivery }]);
-    }
-
-    /// Fetches from another from here on.
-    fn follow(&mut self, parent: Parent) {
-        if self.parent.replace(parent) == Some(parent) && self.fetch.is_some() {
-            return;
-        }
-        // What is fetched from the sender itself goes on.
-        let from_parent = |fetch: &mut (u64, Item, Parent, Fetch)| fetch.2.agent != 0;
-        self.fetch.take_if(from_parent);
-        self.step([Input::NoParent, Input::Parent]);
-    }
-
     fn near(&mut self, events: Vec<mem::Event>) {
         let mut progress = Vec::new();
         let mut inputs = Vec::new();
@@ -624,116 +512,6 @@ impl Engine {
         }
     }
 
-    /// Notes what has happened, and performs what follows from it.
-    fn step(&mut self, inputs: impl IntoIterator<Item = Input>) {
-        let mut effects = self.plan.step(inputs);
-        let mut more = Vec::new();
-        while !effects.is_empty() {
-            for effect in effects.drain(..) {
-                if let Some(input) = self.perform(effect) {
-                    more.push(input);
-                }
-            }
-            if more.is_empty() {
-                return;
-            }
-            effects = self.plan.step(more.drain(..));
-        }
-    }
-
-    fn perform(&mut self, effect: Effect) -> Option<Input> {
-        match effect {
-            Effect::Tell { who, sequence, set } => {
-                if let Some(set) = self.snapshots(&set) {
-                    self.relay.tell(who, sequence, &set);
-                }
-            }
-            Effect::Answer {
-                who,
-                question,
-                sequence,
-                set,
-            } => {
-                if let Some(set) = self.snapshots(&set) {
-                    self.relay.answer(who, question, sequence, &set);
-                }
-            }
-            Effect::Fetch { item, sender } => return self.begin(item, sender),
-            Effect::Stop { item } => {
-                self.fetch.take_if(|(_, of, ..)| *of == item);
-            }
-            Effect::Release { item } => {
-                self.store.remove(item);
-                self.coming.remove(&item);
-                if self.whole.remove(&item).is_some() {
-                    self.say(&ToRoot::Holds {
-                        have: Vec::new(),
-                        dropped: vec![held(item)],
-                    });
-                }
-            }
-            Effect::Refuse { item } => self.store.refuse(item),
-        }
-        None
-    }
-
-    /// Begins a fetch; what has happened instead, if it cannot.
-    fn begin(&mut self, item: Item, sender: bool) -> Option<Input> {
-        let root = Parent {
-            agent: 0,
-            address: self.root,
-        };
-        let parent = match sender {
-            true => Some(root),
-            false => self.parent,
-        };
-        let Some(parent) = parent else {
-            return Some(Input::NoParent);
-        };
-        if !self.coming.contains_key(&item) {
-            let room = match self.relay.room(item.model, item.version, CHUNK as usize) {
-                Ok(Some(room)) => room,
-                Ok(None) => return Some(Input::NoRoom { item }),
-                Err(error) => {
-                    tracing::error!("there is no room for {item:?}: {error}");
-                    return Some(Input::NoRoom { item });
-                }
-            };
-            let coming = Arc::new(Held::coming(room.clone()));
-            self.store.put(item, coming.clone());
-            self.coming.insert(item, (room, coming));
-        }
-        let (room, coming) = self.coming.get(&item)?;
-        self.fetches += 1;
-        let number = self.fetches;
-        let events = self.events.clone();
-        let fetch = Fetch::start(
-            (item, parent),
-            &self.connections,
-            (room.clone(), coming.clone()),
-            &self.store,
-            &self.threads,
-            move |end, came| {
-                let fetched = Fetched {
-                    number,
-                    item,
-                    parent: parent.agent,
-                    end,
-                    came,
-                };
-                let _ = events.blocking_send(Event::Fetched(fetched));
-            },
-        );
-        self.fetch = Some((number, item, parent, fetch));
-        None
-    }
-
-    fn snapshots(&self, set: &[Item]) -> Option<Vec<Snapshot>> {
-        set.iter()
-            .map(|item| self.whole.get(item).cloned())
-            .collect()
-    }
-
     fn say(&mut self, message: &ToRoot) {
         if let Some((_, link)) = &self.link
             && !link.say(message)
@@ -741,128 +519,6 @@ impl Engine {
             tracing::warn!("the sender does not keep up");
         }
     }
-
-    /// Finds the sender again after a link has ended. How the agent ends, if it
-    /// does not come back.
-    async fn reconnect(
-        &mut self,
-        end: &LinkEnd,
-        heard: &mut mpsc::Receiver<Event>,
-    ) -> Option<Ending> {
-        if self.closes.is_some() {
-            return Some(Ending::Closed);
-        }
-        tracing::warn!("the link to the sender has ended: {end}");
-        let (mut failures, mut unanswered) = (0, 0);
-        loop {
-            match self.try_again().await {
-                Ok(()) => return None,
-                Err(Again::Died) => return Some(Ending::Died),
-                Err(Again::Unanswered) => {
-                    unanswered += 1;
-                    if unanswered >= UNANSWERED {
-                        return Some(Ending::Died);
-                    }
-                }
-                Err(Again::Unreachable) => unanswered = 0,
-            }
-            // Workers go on meanwhile with what they have.
-            let until = Instant::now() + backoff(failures);
-            failures += 1;
-            loop {
-                tokio::select! {
-                    event = heard.recv() => match event {
-                        Some(Event::Stop) | None => return Some(Ending::Moved),
-                        Some(Event::Near(events)) => self.near(events),
-                        Some(Event::Fetched(fetched)) => self.fetched(fetched),
-                        Some(Event::Served(served)) => self.served(served),
-                        Some(Event::Root { .. }) => {}
-                    },
-                    () = tokio::time::sleep_until(until) => break,
-                }
-            }
-        }
-    }
-
-    async fn try_again(&mut self) -> Result<(), Again> {
-        let (socket, root) = match dial(&self.options.root, &self.key).await {
-            Ok(reached) => reached,
-            Err(StartError::Refused(_)) => return Err(Again::Died),
-            Err(StartError::Unreachable(reach, _)) => {
-                return Err(match reach {
-                    // Nobody listens where the sender did.
-                    Reach::Refused => Again::Died,
-                    Reach::Unanswered => Again::Unanswered,
-                    Reach::Unknown => Again::Unreachable,
-                });
-            }
-            Err(_) => return Err(Again::Unreachable),
-        };
-        let before = Before {
-            run: Some(self.run),
-            holds: self.whole.keys().copied().collect(),
-        };
-        let number = self.links + 1;
-        let events = self.events.clone();
-        let bulk = (self.bulk, before);
-        let greeted = greet(socket, &self.options, bulk, number, &events).await;
-        let (link, welcome) = match greeted {
-            Ok(greeted) => greeted,
-            Err(StartError::Unreachable(..)) => return Err(Again::Unreachable),
-            Err(_) => return Err(Again::Died),
-        };
-        if welcome.run != self.run {
-            // Its successor: workers look for it by themselves.
-            return Err(Again::Died);
-        }
-        self.links = number;
-        self.link = Some((number, link));
-        self.root = root;
-        self.agent = welcome.agent;
-        let connections = Connections::new(
-            self.key.clone(),
-            self.run,
-            self.agent,
-            self.options.connections,
-        );
-        self.connections = Arc::new(connections);
-        self.come_back();
-        Ok(())
-    }
-
-    /// Tells the sender again who is here.
-    fn come_back(&mut self) {
-        self.rejoining.clear();
-        let workers: Vec<Joining> = self
-            .workers
-            .values()
-            .map(|worker| worker.joining.clone())
-            .collect();
-        for joining in workers {
-            self.tickets += 1;
-            let ticket = self.tickets;
-            self.rejoining.insert(ticket, joining.who);
-            self.say(&join_message(ticket, &joining));
-        }
-        // By this link nobody has been told of them, and some may be there by a way of
-        // their own.
-        self.take_those_who_gave_up();
-        for (ticket, joining) in self.joining.clone() {
-            self.say(&join_message(ticket, &joining));
-        }
-        // And how far they are.
-        self.relay.tell_again();
-    }
-}
-
-/// Why another attempt did not bring the sender back.
-enum Again {
-    /// It is dead, or another one.
-    Died,
-    /// Something listens there, and does not answer.
-    Unanswered,
-    /// It cannot be reached.
-    Unreachable,
 }
 
 /// Watches the workers of this host.
@@ -881,31 +537,4 @@ fn watch(
                 }
             }
         })
-}
-
-fn join_message(ticket: u64, joining: &Joining) -> ToRoot {
-    ToRoot::Join {
-        ticket,
-        worker: joining.who.worker,
-        instance: joining.who.instance,
-        pid: joining.pid,
-        models: joining.models,
-        delivery: joining.delivery.into(),
-        device: joining.device.clone(),
-        seen: joining.seen,
-    }
-}
-
-fn held(item: Item) -> message::Held {
-    message::Held {
-        model: item.model as u8,
-        version: item.version,
-    }
-}
-
-fn item(held: message::Held) -> Item {
-    Item {
-        model: held.model.into(),
-        version: held.version,
-    }
 }

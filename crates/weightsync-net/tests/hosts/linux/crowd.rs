@@ -196,7 +196,6 @@ fn loaded(worker: WorkerId, sequence: u64, set: &[Held]) -> WorkerProgress {
         worker,
         instance: 1,
         taken: sequence,
-        head: 0,
         through: 0,
         loaded: sequence,
         versions: set.to_vec(),

@@ -1,0 +1,125 @@
+//! What the sender says to an agent.
+
+use tokio::time::Instant;
+use weightsync_mem::Seated;
+
+use super::words::item;
+use super::{Engine, LINGER, Worker};
+use crate::bulk::{Fetch, Parent};
+use crate::relay::plan::{Input, Item};
+use crate::wire::message::{FromRoot, ToRoot};
+
+impl Engine {
+    pub(super) fn hear(&mut self, message: FromRoot) {
+        match message {
+            FromRoot::Joined { ticket } => self.admit(ticket),
+            FromRoot::Denied { ticket, reason } => {
+                if let Some(joining) = self.joining.remove(&ticket) {
+                    self.relay.deny(joining.ticket, &reason);
+                } else if let Some(who) = self.rejoining.remove(&ticket) {
+                    self.relay.turn_away(who, &reason);
+                }
+            }
+            FromRoot::Tell {
+                sequence,
+                set,
+                workers,
+            } => {
+                let set: Vec<Item> = set.into_iter().map(item).collect();
+                let known = workers.iter().filter_map(|worker| self.workers.get(worker));
+                let told = known.map(|worker| Input::Told {
+                    who: worker.who,
+                    sequence,
+                    set: set.clone(),
+                });
+                let told: Vec<_> = told.collect();
+                self.step(told);
+            }
+            FromRoot::Answer {
+                worker,
+                question,
+                sequence,
+                set,
+            } => {
+                if let Some(worker) = self.workers.get(&worker) {
+                    let answered = Input::Answered {
+                        who: worker.who,
+                        question,
+                        sequence,
+                        set: set.into_iter().map(item).collect(),
+                    };
+                    self.step([answered]);
+                }
+            }
+            FromRoot::NoSuchVersion {
+                worker,
+                question,
+                model,
+                asked,
+                known,
+            } => {
+                if let Some(worker) = self.workers.get(&worker) {
+                    let asked = (usize::from(model), asked);
+                    self.relay
+                        .no_such_version(worker.who, question, asked, known);
+                }
+            }
+            FromRoot::TurnAway {
+                worker,
+                instance,
+                reason,
+            } => self.relay.turn_away(Seated { worker, instance }, &reason),
+            FromRoot::Parent { agent, address } => {
+                let address = match address {
+                    None => Some(self.root),
+                    Some(address) => address.parse().ok(),
+                };
+                match address {
+                    Some(address) => self.follow(Parent { agent, address }),
+                    None => self.say(&ToRoot::ParentLost {
+                        parent: agent,
+                        reason: "its address cannot be read".into(),
+                    }),
+                }
+            }
+            FromRoot::Goodbye => self.closes = Some(Instant::now() + LINGER),
+            // They are of the way in.
+            FromRoot::Welcome { .. }
+            | FromRoot::Model { .. }
+            | FromRoot::Part { .. }
+            | FromRoot::Refused { .. }
+            | FromRoot::Ping => {}
+        }
+    }
+
+    /// Lets a worker in that the sender has agreed to.
+    fn admit(&mut self, ticket: u64) {
+        self.rejoining.remove(&ticket);
+        let Some(joining) = self.joining.remove(&ticket) else {
+            return;
+        };
+        let who = joining.who;
+        if self.relay.admit(joining.ticket).is_err() {
+            self.say(&ToRoot::Gone {
+                worker: who.worker,
+                instance: who.instance,
+                died: false,
+            });
+            return;
+        }
+        let delivery = joining.delivery;
+        self.workers.insert(who.worker, Worker { who, joining });
+        self.step([Input::Joined { who, delivery }]);
+    }
+
+    /// Fetches from another from here on.
+    fn follow(&mut self, parent: Parent) {
+        if self.parent.replace(parent) == Some(parent) && self.fetch.is_some() {
+            return;
+        }
+        // What is fetched from the sender itself goes on.
+        let from_parent = |fetch: &mut (u64, Item, Parent, Fetch)| fetch.2.agent != 0;
+        self.fetch.take_if(from_parent);
+        self.step([Input::NoParent, Input::Parent]);
+    }
+}

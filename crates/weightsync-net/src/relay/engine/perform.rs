@@ -1,0 +1,124 @@
+//! An agent performs what its [plan](crate::relay::plan) decides.
+
+use std::sync::Arc;
+
+use weightsync_mem::Snapshot;
+
+use super::words::held;
+use super::{Engine, Event, Fetched};
+use crate::bulk::{Fetch, Held, Parent};
+use crate::relay::plan::{Effect, Input, Item};
+use crate::wire::frame::CHUNK;
+use crate::wire::message::ToRoot;
+
+impl Engine {
+    /// Notes what has happened, and performs what follows from it.
+    pub(super) fn step(&mut self, inputs: impl IntoIterator<Item = Input>) {
+        let mut effects = self.plan.step(inputs);
+        let mut more = Vec::new();
+        while !effects.is_empty() {
+            for effect in effects.drain(..) {
+                if let Some(input) = self.perform(effect) {
+                    more.push(input);
+                }
+            }
+            if more.is_empty() {
+                return;
+            }
+            effects = self.plan.step(more.drain(..));
+        }
+    }
+
+    fn perform(&mut self, effect: Effect) -> Option<Input> {
+        match effect {
+            Effect::Tell { who, sequence, set } => {
+                if let Some(set) = self.snapshots(&set) {
+                    self.relay.tell(who, sequence, &set);
+                }
+            }
+            Effect::Answer {
+                who,
+                question,
+                sequence,
+                set,
+            } => {
+                if let Some(set) = self.snapshots(&set) {
+                    self.relay.answer(who, question, sequence, &set);
+                }
+            }
+            Effect::Fetch { item, sender } => return self.begin(item, sender),
+            Effect::Stop { item } => {
+                self.fetch.take_if(|(_, of, ..)| *of == item);
+            }
+            Effect::Release { item } => {
+                self.store.remove(item);
+                self.coming.remove(&item);
+                if self.whole.remove(&item).is_some() {
+                    self.say(&ToRoot::Holds {
+                        have: Vec::new(),
+                        dropped: vec![held(item)],
+                    });
+                }
+            }
+            Effect::Refuse { item } => self.store.refuse(item),
+        }
+        None
+    }
+
+    /// Begins a fetch; what has happened instead, if it cannot.
+    fn begin(&mut self, item: Item, sender: bool) -> Option<Input> {
+        let root = Parent {
+            agent: 0,
+            address: self.root,
+        };
+        let parent = match sender {
+            true => Some(root),
+            false => self.parent,
+        };
+        let Some(parent) = parent else {
+            return Some(Input::NoParent);
+        };
+        if !self.coming.contains_key(&item) {
+            let room = match self.relay.room(item.model, item.version, CHUNK as usize) {
+                Ok(Some(room)) => room,
+                Ok(None) => return Some(Input::NoRoom { item }),
+                Err(error) => {
+                    tracing::error!("there is no room for {item:?}: {error}");
+                    return Some(Input::NoRoom { item });
+                }
+            };
+            let coming = Arc::new(Held::coming(room.clone()));
+            self.store.put(item, coming.clone());
+            self.coming.insert(item, (room, coming));
+        }
+        let (room, coming) = self.coming.get(&item)?;
+        self.fetches += 1;
+        let number = self.fetches;
+        let events = self.events.clone();
+        let fetch = Fetch::start(
+            (item, parent),
+            &self.connections,
+            (room.clone(), coming.clone()),
+            &self.store,
+            &self.threads,
+            move |end, came| {
+                let fetched = Fetched {
+                    number,
+                    item,
+                    parent: parent.agent,
+                    end,
+                    came,
+                };
+                let _ = events.blocking_send(Event::Fetched(fetched));
+            },
+        );
+        self.fetch = Some((number, item, parent, fetch));
+        None
+    }
+
+    fn snapshots(&self, set: &[Item]) -> Option<Vec<Snapshot>> {
+        set.iter()
+            .map(|item| self.whole.get(item).cloned())
+            .collect()
+    }
+}

@@ -1,0 +1,142 @@
+//! An agent's way back to its sender, after a link has ended.
+
+use std::sync::Arc;
+
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use weightsync_mem::Ending;
+
+use super::words::join_message;
+use super::{Engine, Event, Joining};
+use crate::bulk::Connections;
+use crate::link::LinkEnd;
+use crate::relay::join::{Before, dial, greet};
+use crate::relay::{Reach, StartError, backoff};
+
+/// Handshakes in a row that nobody answered, although somebody listens, before the
+/// sender counts as dead.
+const UNANSWERED: u32 = 5;
+
+impl Engine {
+    /// Finds the sender again after a link has ended. How the agent ends, if it
+    /// does not come back.
+    pub(super) async fn reconnect(
+        &mut self,
+        end: &LinkEnd,
+        heard: &mut mpsc::Receiver<Event>,
+    ) -> Option<Ending> {
+        if self.closes.is_some() {
+            return Some(Ending::Closed);
+        }
+        tracing::warn!("the link to the sender has ended: {end}");
+        let (mut failures, mut unanswered) = (0, 0);
+        loop {
+            match self.try_again().await {
+                Ok(()) => return None,
+                Err(Again::Died) => return Some(Ending::Died),
+                Err(Again::Unanswered) => {
+                    unanswered += 1;
+                    if unanswered >= UNANSWERED {
+                        return Some(Ending::Died);
+                    }
+                }
+                Err(Again::Unreachable) => unanswered = 0,
+            }
+            // Workers go on meanwhile with what they have.
+            let until = Instant::now() + backoff(failures);
+            failures += 1;
+            loop {
+                tokio::select! {
+                    event = heard.recv() => match event {
+                        Some(Event::Stop) | None => return Some(Ending::Moved),
+                        Some(Event::Near(events)) => self.near(events),
+                        Some(Event::Fetched(fetched)) => self.fetched(fetched),
+                        Some(Event::Served(served)) => self.served(served),
+                        Some(Event::Root { .. }) => {}
+                    },
+                    () = tokio::time::sleep_until(until) => break,
+                }
+            }
+        }
+    }
+
+    async fn try_again(&mut self) -> Result<(), Again> {
+        let (socket, root) = match dial(&self.options.root, &self.key).await {
+            Ok(reached) => reached,
+            Err(StartError::Refused(_)) => return Err(Again::Died),
+            Err(StartError::Unreachable(reach, _)) => {
+                return Err(match reach {
+                    // Nobody listens where the sender did.
+                    Reach::Refused => Again::Died,
+                    Reach::Unanswered => Again::Unanswered,
+                    Reach::Unknown => Again::Unreachable,
+                });
+            }
+            Err(_) => return Err(Again::Unreachable),
+        };
+        let before = Before {
+            run: Some(self.run),
+            holds: self.whole.keys().copied().collect(),
+        };
+        let number = self.links + 1;
+        let events = self.events.clone();
+        let bulk = (self.bulk, before);
+        let greeted = greet(socket, &self.options, bulk, number, &events).await;
+        let (link, welcome) = match greeted {
+            Ok(greeted) => greeted,
+            Err(StartError::Unreachable(..)) => return Err(Again::Unreachable),
+            Err(_) => return Err(Again::Died),
+        };
+        if welcome.run != self.run {
+            // Its successor: workers look for it by themselves.
+            return Err(Again::Died);
+        }
+        self.links = number;
+        self.link = Some((number, link));
+        self.root = root;
+        self.agent = welcome.agent;
+        let connections = Connections::new(
+            self.key.clone(),
+            self.run,
+            self.agent,
+            self.options.connections,
+        );
+        self.connections = Arc::new(connections);
+        self.come_back();
+        Ok(())
+    }
+
+    /// Tells the sender again who is here.
+    fn come_back(&mut self) {
+        self.rejoining.clear();
+        let workers: Vec<Joining> = self
+            .workers
+            .values()
+            .map(|worker| worker.joining.clone())
+            .collect();
+        for joining in workers {
+            self.tickets += 1;
+            let ticket = self.tickets;
+            self.rejoining.insert(ticket, joining.who);
+            self.say(&join_message(ticket, &joining));
+        }
+        // By this link nobody has been told of them, and some may be there by a way of
+        // their own.
+        self.take_those_who_gave_up();
+        for (ticket, joining) in self.joining.clone() {
+            self.say(&join_message(ticket, &joining));
+        }
+        // And how far they are.
+        self.relay.tell_again();
+    }
+}
+
+/// Why another attempt did not bring the sender back.
+enum Again {
+    /// It is dead, or another one.
+    Died,
+    /// Something listens there, and does not answer.
+    Unanswered,
+    /// It cannot be reached.
+    Unreachable,
+}
