@@ -14,6 +14,10 @@ use crate::tools;
 /// How every part of a group is run.
 const COMMAND: &str = "run --release --package weightsync-cli --bin weightsync -- bench";
 
+/// The same with the commands for many hosts.
+const NET_COMMAND: &str =
+    "run --release --package weightsync-cli --features net --bin weightsync -- bench";
+
 /// Every group; a new one is a line here.
 const GROUPS: &[Group] = &[
     Group {
@@ -33,8 +37,11 @@ const GROUPS: &[Group] = &[
     },
     Group {
         name: "net",
-        about: "what others bring weights over loopback with, beside iperf3",
-        measured: Measured::OverNetwork { peers: "net-peers" },
+        about: "over loopback, beside iperf3 and what others bring weights with; then over hosts",
+        measured: Measured::OverNetwork {
+            own: "net",
+            hosts: "bench --package weightsync-net --bench hosts",
+        },
     },
 ];
 
@@ -60,8 +67,11 @@ enum Measured {
         program: &'static str,
     },
     OverNetwork {
-        /// As with the groups in Rust, in an environment of their own.
-        peers: &'static str,
+        /// The subcommand with the cases over loopback. It takes `--json`, and the Python of the
+        /// peers' own environment.
+        own: &'static str,
+        /// What cargo runs for the cases over hosts. It takes `--json`.
+        hosts: &'static str,
     },
 }
 
@@ -71,7 +81,10 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
     match group.measured {
         Measured::InRust { own, peers } => in_rust(places, own, peers, &flags),
         Measured::InPython { program } => in_python(places, group.name, program, &flags),
-        Measured::OverNetwork { peers } => over_network(places, group.name, peers, &flags),
+        Measured::OverNetwork { own, hosts } => {
+            no_picture(group.name, &flags)?;
+            over_network(places, own, hosts, &flags)
+        }
     }
 }
 
@@ -110,22 +123,30 @@ fn in_python(places: &Places, name: &str, program: &str, flags: &[&str]) -> Resu
     step::run_last(&format!("bench {name}"), &mut command)
 }
 
-/// One that cannot be measured is named, with the reason, and fails the run at its end.
-fn over_network(places: &Places, name: &str, peers: &str, flags: &[&str]) -> Result<(), Error> {
-    no_picture(name, flags)?;
+/// One that cannot be measured is named, with the reason, and fails the run at its end. So does an
+/// environment of the peers that cannot be had: the project's own cases run all the same.
+fn over_network(places: &Places, own: &str, hosts: &str, flags: &[&str]) -> Result<(), Error> {
     tools::IPERF.provide()?;
     for library in tools::MOONCAKE {
         if let Err(error) = library.provide() {
             eprintln!("for Mooncake's engine: {error}");
         }
     }
-    let python = python::NET.provide(places)?;
+    let json = || flags.iter().filter(|flag| **flag == "--json");
+    let environment = python::NET.provide(places);
     let mut command = places.cargo();
-    command.args(COMMAND.split(' ')).arg(peers);
-    command.arg("--python").arg(python);
-    command.args(flags.iter().filter(|flag| **flag == "--json"));
+    command.args(NET_COMMAND.split(' ')).arg(own).args(json());
+    if let Ok(python) = &environment {
+        command.arg("--python").arg(python);
+    }
     command.env("PYTHONDONTWRITEBYTECODE", "1");
-    step::run_last(&format!("bench {name}"), &mut command)
+    let over_loopback = step::run(&format!("bench {own}"), &mut command).map(drop);
+
+    let mut command = places.cargo();
+    command.args(hosts.split(' ')).arg("--").args(json());
+    let over_hosts = step::run_last("bench over hosts", &mut command);
+    // Of several failures the first is the one to look at.
+    environment.map(drop).and(over_loopback).and(over_hosts)
 }
 
 fn no_picture(name: &str, flags: &[&str]) -> Result<(), Error> {

@@ -192,10 +192,10 @@ fn settled(stage: &mut Stage) -> u64 {
 
 /// 16 KiB to so many workers, beside one: how long it takes, and what each costs the
 /// sender's memory. `gather` brings them.
-fn many(what: &str, count: u32, gather: fn(&mut Stage)) -> Vec<Row> {
+fn many(what: &str, hosts: usize, count: u32, gather: fn(&mut Stage)) -> Vec<Row> {
     const BYTES: usize = 16 << 10;
     const SENDS: usize = 15;
-    let mut stage = Stage::alone(1, BYTES);
+    let mut stage = Stage::new(hosts, BYTES);
     let memory = stage.memory(Who::Trainer);
     gather(&mut stage);
     let mut sends = |count: usize| {
@@ -230,14 +230,20 @@ fn many(what: &str, count: u32, gather: fn(&mut Stage)) -> Vec<Row> {
     ]
 }
 
+/// Five hundred on each of four hosts, in five processes by a relay.
 fn real() -> Vec<Row> {
-    many("real", 2000, |stage| {
-        for crowd in 0..20 {
-            stage.start_crowd(crowd, 100 * crowd as u32, 100);
+    many("real", 5, 2000, |stage| {
+        for host in 1..=4 {
+            stage.start_relay(host);
+            for process in 0..5 {
+                let crowd = 5 * (host - 1) + process;
+                stage.start_crowd((crowd, host), 100 * crowd as u32, 100);
+            }
         }
     })
 }
 
+/// A hundred agents of a hundred workers each, which are all there is of them.
 fn simulated() -> Vec<Row> {
-    many("simulated", 10_000, |stage| stage.simulate(100, 100))
+    many("simulated", 1, 10_000, |stage| stage.simulate(100, 100))
 }

@@ -11,7 +11,7 @@ use weightsync::{
     Expect, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot, Tensors, WaitFor,
 };
 use weightsync_net::status::Status;
-use weightsync_net::{Distributed, Relay, RelayNews, Share, Token};
+use weightsync_net::{Distributed, Relay, RelayNews, Token};
 
 use super::logs::Lines;
 use super::scale::PATIENCE;
@@ -67,13 +67,10 @@ pub(crate) fn token() -> Token {
 }
 
 fn train(lead: &Lead) -> Outcome {
-    let mut scheme = Distributed::new()
+    let scheme = Distributed::new()
         .listen(&lead.listen)
         .insecure_plaintext()
         .token(token());
-    if lead.alone {
-        scheme = scheme.share(Share::Nothing);
-    }
     let mut weights = weights(lead.bytes)?;
     fill(&mut weights, lead.word)?;
     let setup = SenderSetup::new("policy", &weights)?

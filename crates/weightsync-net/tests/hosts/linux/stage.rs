@@ -74,8 +74,6 @@ pub(crate) struct Stage {
     pub(crate) hosts: Hosts,
     run_dir: TempDir,
     bytes: usize,
-    /// Whether each worker fetches for itself, also on the trainer's host.
-    alone: bool,
     processes: BTreeMap<Who, Process>,
     lives: u64,
     heard: Receiver<(Who, u64, Option<Said>)>,
@@ -97,22 +95,12 @@ pub(crate) struct Stage {
 impl Stage {
     /// So many hosts, with a trainer on the first that has versions of so many bytes.
     pub(crate) fn new(hosts: usize, bytes: usize) -> Self {
-        Self::with(hosts, bytes, false)
-    }
-
-    /// The same, with workers that fetch each for itself, also on the trainer's host.
-    pub(crate) fn alone(hosts: usize, bytes: usize) -> Self {
-        Self::with(hosts, bytes, true)
-    }
-
-    fn with(hosts: usize, bytes: usize, alone: bool) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
         let (say, heard) = mpsc::channel();
         let mut stage = Self {
             hosts,
             run_dir: tempfile::tempdir().expect("a temporary directory"),
             bytes,
-            alone,
             processes: BTreeMap::new(),
             lives: 0,
             heard,
@@ -140,7 +128,6 @@ impl Stage {
             listen: self.root(),
             run_dir: self.run_dir.path().into(),
             bytes: self.bytes,
-            alone: self.alone,
             word: self.word,
         };
         self.start(Who::Trainer, TRAINERS, &Role::Trainer(lead));
@@ -177,12 +164,11 @@ impl Stage {
         });
     }
 
-    /// Starts so many workers in one process on the trainer's host; they are in on
-    /// return.
-    pub(crate) fn start_crowd(&mut self, crowd: usize, first: u32, count: u32) {
+    /// Starts so many workers in one process on a host; they are in on return.
+    pub(crate) fn start_crowd(&mut self, (crowd, host): (usize, usize), first: u32, count: u32) {
         let info = self.info.clone().expect("a trainer has said how to join");
         let role = Role::Crowd(Crowd { first, count, info });
-        self.gather(crowd, &role, count);
+        self.gather((crowd, host), &role, count);
     }
 
     /// The same of workers that are only said to be there.
@@ -193,12 +179,12 @@ impl Stage {
             agents,
             workers,
         });
-        self.gather(0, &role, agents * workers);
+        self.gather((0, TRAINERS), &role, agents * workers);
     }
 
-    fn gather(&mut self, crowd: usize, role: &Role, count: u32) {
+    fn gather(&mut self, (crowd, host): (usize, usize), role: &Role, count: u32) {
         let who = Who::Crowd(crowd);
-        self.start(who, TRAINERS, role);
+        self.start(who, host, role);
         let mut before = 0;
         while before < count as usize {
             // Many take a while, but there are always some that come.

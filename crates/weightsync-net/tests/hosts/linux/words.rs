@@ -23,7 +23,7 @@ pub(crate) enum Role {
     /// Of the sender at this address.
     Relay(String),
     Worker(Join),
-    /// Many workers, each with a link of its own.
+    /// Many workers.
     Crowd(Crowd),
     /// Many workers that are only said to be there.
     Simulated(Simulated),
@@ -38,8 +38,6 @@ pub(crate) struct Lead {
     pub(crate) run_dir: PathBuf,
     /// Bytes of a version.
     pub(crate) bytes: usize,
-    /// Whether each worker fetches for itself.
-    pub(crate) alone: bool,
     /// The word of its first version.
     pub(crate) word: u64,
 }
