@@ -21,7 +21,9 @@ mod tests;
 /// assert_eq!(weightsync_simd::crc64(b"123456789"), 0xae8b_1486_0a79_9888);
 /// ```
 pub fn crc64(bytes: &[u8]) -> u64 {
-    crc_fast::crc64_nvme(bytes)
+    let mut crc = Crc64::new();
+    crc.update(bytes);
+    crc.value()
 }
 
 /// The checksum of two byte strings laid end to end, from the checksum of each and the length in
@@ -58,7 +60,7 @@ impl Crc64 {
 
     /// Appends `bytes`.
     pub fn update(&mut self, bytes: &[u8]) {
-        self.0.update(bytes);
+        update(&mut self.0, Path::best(), bytes);
     }
 
     /// The checksum of everything fed so far; more may follow.
@@ -152,6 +154,8 @@ enum Path {
     #[cfg(target_arch = "x86_64")]
     Pclmul,
     #[cfg(target_arch = "x86_64")]
+    Vpclmul256,
+    #[cfg(target_arch = "x86_64")]
     Vpclmul512,
 }
 
@@ -160,6 +164,8 @@ impl Path {
     const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
         Self::Vpclmul512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Vpclmul256,
         #[cfg(target_arch = "x86_64")]
         Self::Pclmul,
         Self::Scalar,
@@ -184,6 +190,11 @@ impl Path {
             Self::Scalar => true,
             #[cfg(target_arch = "x86_64")]
             Self::Pclmul => std::arch::is_x86_feature_detected!("pclmulqdq"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Vpclmul256 => {
+                std::arch::is_x86_feature_detected!("avx2")
+                    && std::arch::is_x86_feature_detected!("vpclmulqdq")
+            }
             #[cfg(target_arch = "x86_64")]
             Self::Vpclmul512 => {
                 std::arch::is_x86_feature_detected!("avx512f")
@@ -233,10 +244,11 @@ unsafe fn fold_lines(
     src: *const u8,
     len: usize,
 ) -> usize {
-    let group = if path == Path::Vpclmul512 {
-        x86::GROUP_512
-    } else {
-        x86::GROUP_128
+    use x86::stores::{PLAIN, STREAMS};
+    let group = match path {
+        Path::Vpclmul512 => x86::GROUP_512,
+        Path::Vpclmul256 => x86::GROUP_256,
+        Path::Pclmul | Path::Scalar => x86::GROUP_128,
     };
     let head = dst.align_offset(64).min(len);
     let groups = (len - head) / group;
@@ -263,6 +275,14 @@ unsafe fn fold_lines(
             x86::fold_512::<false>(to, from, groups, state, remainder)
         },
         // SAFETY: likewise.
+        (Path::Vpclmul256, true) => unsafe {
+            x86::fold_256::<{ STREAMS }>(to, from, groups, state, remainder)
+        },
+        // SAFETY: likewise.
+        (Path::Vpclmul256, false) => unsafe {
+            x86::fold_256::<{ PLAIN }>(to, from, groups, state, remainder)
+        },
+        // SAFETY: likewise.
         (_, true) => unsafe { x86::fold_128::<true>(to, from, groups, state, remainder) },
         // SAFETY: likewise.
         (_, false) => unsafe { x86::fold_128::<false>(to, from, groups, state, remainder) },
@@ -271,6 +291,34 @@ unsafe fn fold_lines(
     *crc = crc_fast::Digest::new_with_init_state(Crc64Nvme, 0);
     crc.update(remainder);
     head + groups * group
+}
+
+/// Appends bytes that stay where they are. The library folds by 16 bytes, or by 64 where there is
+/// AVX-512; where there is VPCLMULQDQ without it, 32 at a time are twice as fast.
+fn update(crc: &mut crc_fast::Digest, path: Path, bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if path == Path::Vpclmul256 && bytes.len() >= FOLD_FROM {
+        let groups = bytes.len() / x86::GROUP_256;
+        let (folded, rest) = bytes.split_at(groups * x86::GROUP_256);
+        let mut remainder = [0; x86::GROUP_256];
+        let (nowhere, state) = (core::ptr::null_mut(), crc.get_state());
+        // SAFETY: so many groups are readable, nothing is stored, and the path is available.
+        unsafe {
+            x86::fold_256::<{ x86::stores::NONE }>(
+                nowhere,
+                folded.as_ptr(),
+                groups,
+                state,
+                &mut remainder,
+            );
+        }
+        *crc = crc_fast::Digest::new_with_init_state(Crc64Nvme, 0);
+        crc.update(&remainder);
+        crc.update(rest);
+        return;
+    }
+    let _ = path;
+    crc.update(bytes);
 }
 
 /// Ranges shorter than this many bytes are not worth the fold's start and end.

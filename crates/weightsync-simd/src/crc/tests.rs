@@ -48,6 +48,23 @@ fn the_checksum_is_crc64_nvme() {
 }
 
 #[test]
+fn every_path_checksums_what_stays_where_it_is() {
+    for path in Path::available() {
+        for len in [0, 1, FOLD_FROM - 1, FOLD_FROM, FOLD_FROM + 1, 5000, 70_001] {
+            for offset in [0, 1, 31] {
+                let bytes = &noise(offset + 2 * len, 5)[offset..];
+                let mut crc = Crc64::new();
+                // In two parts: the second begins with a state.
+                for part in [&bytes[..len], &bytes[len..]] {
+                    update(&mut crc.0, path, part);
+                }
+                assert_eq!(crc.value(), reference(bytes), "{path:?} {len} at {offset}");
+            }
+        }
+    }
+}
+
+#[test]
 fn every_path_copies_and_checksums_every_short_length() {
     for path in Path::available() {
         for streams in [false, true] {

@@ -9,8 +9,10 @@
 //! V * x^distance = low * x^(distance + 64) + high * x^distance.
 
 use core::arch::x86_64::{
-    __m128i, __m512i, _MM_HINT_T0, _mm_clmulepi64_si128, _mm_cvtsi64_si128, _mm_loadu_si128,
-    _mm_prefetch, _mm_set_epi64x, _mm_storeu_si128, _mm_stream_si128, _mm_xor_si128,
+    __m128i, __m256i, __m512i, _MM_HINT_T0, _mm_clmulepi64_si128, _mm_cvtsi64_si128,
+    _mm_loadu_si128, _mm_prefetch, _mm_set_epi64x, _mm_storeu_si128, _mm_stream_si128,
+    _mm_xor_si128, _mm256_broadcastsi128_si256, _mm256_clmulepi64_epi128, _mm256_loadu_si256,
+    _mm256_storeu_si256, _mm256_stream_si256, _mm256_xor_si256, _mm256_zextsi128_si256,
     _mm512_broadcast_i32x4, _mm512_clmulepi64_epi128, _mm512_loadu_si512, _mm512_storeu_si512,
     _mm512_stream_si512, _mm512_ternarylogic_epi64, _mm512_xor_si512, _mm512_zextsi128_si512,
 };
@@ -20,6 +22,9 @@ const VECTORS: usize = 8;
 
 /// Bytes a step of [`fold_512`] takes.
 pub(super) const GROUP_512: usize = VECTORS * 64;
+
+/// Bytes a step of [`fold_256`] takes.
+pub(super) const GROUP_256: usize = VECTORS * 32;
 
 /// Bytes a step of [`fold_128`] takes.
 pub(super) const GROUP_128: usize = VECTORS * 16;
@@ -81,6 +86,68 @@ pub(super) unsafe fn fold_512<const STREAMS: bool>(
     for (bytes, lane) in remainder.as_chunks_mut::<64>().0.iter_mut().zip(lanes) {
         // SAFETY: the chunk is 64 writable bytes.
         unsafe { _mm512_storeu_si512(bytes.as_mut_ptr().cast::<__m512i>(), lane) };
+    }
+}
+
+/// What [`fold_256`] does with the bytes beside checksumming them.
+pub(super) mod stores {
+    /// Nothing: `dst` is not used.
+    pub const NONE: u8 = 0;
+    pub const PLAIN: u8 = 1;
+    pub const STREAMS: u8 = 2;
+}
+
+/// [`fold_512`] with 32-byte vectors, which also can leave the copying out: `STORES` is one of
+/// [`stores`].
+///
+/// # Safety
+///
+/// As [`fold_512`] with `GROUP_256`, `dst` only if it is stored to; the processor has AVX2 and
+/// VPCLMULQDQ.
+#[target_feature(enable = "avx2,vpclmulqdq")]
+pub(super) unsafe fn fold_256<const STORES: u8>(
+    dst: *mut u8,
+    src: *const u8,
+    groups: usize,
+    state: u64,
+    remainder: &mut [u8],
+) {
+    const FOLD: Fold = Fold::by_bytes(GROUP_256);
+    let keys = _mm256_broadcastsi128_si256(_mm_set_epi64x(FOLD.high as i64, FOLD.low as i64));
+    let mut lanes = [_mm256_zextsi128_si256(_mm_cvtsi64_si128(0)); VECTORS];
+    for group in 0..groups {
+        for (index, lane) in lanes.iter_mut().enumerate() {
+            let at = group * GROUP_256 + index * 32;
+            if index % 2 == 0 {
+                _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(at + AHEAD).cast());
+            }
+            // SAFETY: `at` counts vectors inside the groups.
+            let from = unsafe { src.add(at) };
+            // SAFETY: 32 readable bytes, any alignment.
+            let data = unsafe { _mm256_loadu_si256(from.cast::<__m256i>()) };
+            if STORES != stores::NONE {
+                // SAFETY: as for the source.
+                let to = unsafe { dst.add(at) }.cast::<__m256i>();
+                if STORES == stores::STREAMS {
+                    // SAFETY: 32 writable bytes, aligned as `dst` is.
+                    unsafe { _mm256_stream_si256(to, data) };
+                } else {
+                    // SAFETY: 32 writable bytes.
+                    unsafe { _mm256_storeu_si256(to, data) };
+                }
+            }
+            let low = _mm256_clmulepi64_epi128::<0x00>(*lane, keys);
+            let high = _mm256_clmulepi64_epi128::<0x11>(*lane, keys);
+            *lane = _mm256_xor_si256(_mm256_xor_si256(low, high), data);
+            if group == 0 && index == 0 {
+                let start = _mm256_zextsi128_si256(_mm_cvtsi64_si128(state as i64));
+                *lane = _mm256_xor_si256(*lane, start);
+            }
+        }
+    }
+    for (bytes, lane) in remainder.as_chunks_mut::<32>().0.iter_mut().zip(lanes) {
+        // SAFETY: the chunk is 32 writable bytes.
+        unsafe { _mm256_storeu_si256(bytes.as_mut_ptr().cast::<__m256i>(), lane) };
     }
 }
 
