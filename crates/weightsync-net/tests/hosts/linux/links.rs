@@ -18,6 +18,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("a_link_is_silent_during_a_transfer", || {
         broken(Hosts::silence, true)
     }),
+    (
+        "a_worker_is_restarted_elsewhere_before_its_host_is_missed",
+        elsewhere,
+    ),
     ("a_slow_link_neither_slows_others_nor_starves", slow),
 ];
 
@@ -79,6 +83,25 @@ fn broken(fault: fn(&Hosts, usize) -> Result<(), HostsError>, busy: bool) {
         });
         stage.send_everywhere();
     }
+}
+
+/// A host falls silent, and its worker is started on another one at once.
+fn elsewhere() {
+    let mut stage = Stage::new(3, MIB);
+    for host in [1, 2] {
+        stage.start_relay(host);
+        stage.start_workers(host, &[10 * host as u32]);
+    }
+    let silenced = stage.hosts.silence(1);
+    silenced.unwrap_or_else(|error| panic!("{error}"));
+    let since = Instant::now();
+    stage.kill(Who::Relay(1));
+    stage.kill(Who::Worker(10));
+    // It fails where it is refused.
+    stage.start_workers(2, &[10]);
+    stage.note(&format!("it is back after {:?}", since.elapsed()));
+    let sent = stage.send();
+    assert_eq!(sent.outcome(10), "Applied", "{sent:?}");
 }
 
 /// The first of a chain gets a link of a thousandth of the others'.
