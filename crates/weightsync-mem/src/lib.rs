@@ -108,6 +108,7 @@ pub use crate::{
     shared::Ending,
     snapshot::Snapshot,
     socket::{Listener, is_served},
+    spans::CHECKSUM_BLOCK,
     staging::Staging,
     wait::{Deadline, WaitStyle},
     watch::{End, Interrupter},

@@ -187,8 +187,37 @@ impl Snapshot {
     /// [`Error::ChecksumMismatch`] names the first chunk that differs,
     /// [`Error::CorruptCommit`] says that the checksums themselves do.
     pub fn verify_checksums(&self) -> Result<bool, Error> {
-        if self.record.checksum_block == 0 {
+        let Some(sums) = self.sums()? else {
             return Ok(false);
+        };
+        let spans = &self.model.spans;
+        for (chunk, (span, sum)) in spans.all().iter().zip(sums).enumerate() {
+            let bytes = &self.bytes()[span.image.clone()];
+            if weightsync_simd::crc64(bytes) != u64::from_le_bytes(*sum) {
+                return Err(Error::ChecksumMismatch {
+                    version: self.version(),
+                    chunk,
+                });
+            }
+        }
+        Ok(true)
+    }
+
+    /// The CRC-64/NVME of every [`CHECKSUM_BLOCK`] bytes of the image, made of the
+    /// checksums that the sender made in its copy pass. `None` if it made none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::CorruptCommit`] if the checksums do not hold.
+    pub fn block_sums(&self) -> Result<Option<Vec<u64>>, Error> {
+        let sums = self.sums()?;
+        Ok(sums.map(|sums| self.model.spans.block_sums(sums)))
+    }
+
+    /// The checksums of the spans, once they have been checked themselves.
+    fn sums(&self) -> Result<Option<&[[u8; 8]]>, Error> {
+        if self.record.checksum_block == 0 {
+            return Ok(None);
         }
         let spans = &self.model.spans;
         self.check_process();
@@ -204,17 +233,7 @@ impl Snapshot {
                 what: "its checksum table does not hold",
             });
         }
-        let sums = table.as_chunks::<8>().0;
-        for (chunk, (span, sum)) in spans.all().iter().zip(sums).enumerate() {
-            let bytes = &self.bytes()[span.image.clone()];
-            if weightsync_simd::crc64(bytes) != u64::from_le_bytes(*sum) {
-                return Err(Error::ChecksumMismatch {
-                    version: self.version(),
-                    chunk,
-                });
-            }
-        }
-        Ok(true)
+        Ok(Some(table.as_chunks::<8>().0))
     }
 
     /// Whose segment it is of, and the number of its slot.

@@ -6,7 +6,9 @@ use std::thread;
 use std::time::Instant;
 
 use weightsync_core::{Version, WorkerId};
-use weightsync_mem::{AttachOptions, CopyOptions, Error, Outcome, Reader, Targets, WaitStyle};
+use weightsync_mem::{
+    AttachOptions, CHECKSUM_BLOCK, CopyOptions, Error, Outcome, Reader, Targets, WaitStyle,
+};
 
 use crate::{address, attach, check, only, pattern, publish, settle, slots, take, within, writer};
 
@@ -179,13 +181,16 @@ fn checksums_cover_every_byte_with_any_number_of_threads() {
                 checksums: true,
             },
         );
-        assert!(take(&mut reader).verify_checksums().unwrap());
+        let snapshot = take(&mut reader);
+        assert!(snapshot.verify_checksums().unwrap());
+        let blocks = snapshot.bytes().chunks(CHECKSUM_BLOCK);
+        let blocks: Vec<u64> = blocks.map(weightsync_simd::crc64).collect();
+        assert_eq!(snapshot.block_sums().unwrap(), Some(blocks));
     }
     publish(&mut writer, 4, CopyOptions::default());
-    assert!(
-        !take(&mut reader).verify_checksums().unwrap(),
-        "none were asked for"
-    );
+    let snapshot = take(&mut reader);
+    assert!(!snapshot.verify_checksums().unwrap(), "none were asked for");
+    assert_eq!(snapshot.block_sums().unwrap(), None);
 }
 
 #[test]

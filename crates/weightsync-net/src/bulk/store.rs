@@ -12,6 +12,9 @@ use weightsync_mem::{Room, Snapshot};
 use crate::relay::Item;
 use crate::wire::frame::CHUNK;
 
+// The checksums of a sender's copy pass are those of chunks.
+const _: () = assert!(CHUNK as usize == weightsync_mem::CHECKSUM_BLOCK);
+
 /// A version that can be served, as far as it is there.
 #[derive(Debug)]
 pub(crate) struct Held {
@@ -41,7 +44,15 @@ impl Held {
     /// A whole version.
     pub(crate) fn whole(snapshot: Snapshot) -> Self {
         let chunks = snapshot.layout().bytes().div_ceil(CHUNK.into()) as usize;
-        Self::with(Source::Whole(snapshot), chunks)
+        let sums = snapshot.block_sums().unwrap_or_else(|error| {
+            tracing::error!("{error}; they are made anew");
+            None
+        });
+        let held = Self::with(Source::Whole(snapshot), chunks);
+        for (index, sum) in sums.into_iter().flatten().enumerate() {
+            held.note_sum(index, sum);
+        }
+        held
     }
 
     /// One that is coming.

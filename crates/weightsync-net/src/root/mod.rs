@@ -55,6 +55,9 @@ impl NetSender {
 
 impl SenderTransport for NetSender {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
+        // What leaves this host needs them, and one pass over memory is cheaper than two.
+        let agents = self.server.agents.load(Ordering::Relaxed);
+        self.segment.set_checksums(agents > 0);
         for model in models {
             let newest = self.segment.version(*model);
             self.server.store.keep_oldest(*model, newest);
@@ -106,6 +109,8 @@ struct Server {
     thread: Option<JoinHandle<()>>,
     store: Arc<Store>,
     children: Arc<Threads>,
+    /// How many agents there are.
+    agents: Arc<AtomicUsize>,
     owner: u32,
 }
 
@@ -140,12 +145,13 @@ impl Server {
             let _ = told.blocking_send(Event::Served(served));
         };
         let run = guests.run();
+        let agents = Arc::<AtomicUsize>::default();
         let listening = Listening {
             key: Key::new(opening.at.secret()),
             events: events.clone(),
             serving: Serving::new(run, store.clone(), children.clone(), tell),
             guests,
-            agents: Arc::default(),
+            agents: agents.clone(),
         };
         let news = Arc::new(News::default());
         let runtime =
@@ -178,6 +184,7 @@ impl Server {
             thread: Some(thread),
             store,
             children,
+            agents,
             owner: std::process::id(),
         })
     }

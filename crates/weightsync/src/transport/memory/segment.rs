@@ -24,6 +24,7 @@ pub struct Segment {
     writer: Writer,
     digest: Option<DigestThread>,
     models: Vec<(ModelId, Arc<Attributes>)>,
+    checksums: bool,
 }
 
 impl Segment {
@@ -55,7 +56,14 @@ impl Segment {
             writer,
             digest,
             models: models.collect(),
+            checksums: false,
         })
+    }
+
+    /// Makes checksums of what is staged from here on in the copy pass, whether or not
+    /// a send asks for them: for who passes versions on with checksums.
+    pub fn set_checksums(&mut self, on: bool) {
+        self.checksums = on;
     }
 
     /// The models as segments know them: attributes are notes there.
@@ -90,6 +98,7 @@ impl SenderTransport for Segment {
         let (writer, named) = (&mut self.writer, &self.models);
         let slots = writer.stage(models, deadline);
         Ok(Box::new(Slots {
+            checksums: self.checksums,
             slots: slots.map_err(|error| by_name(named, error))?,
             models: named,
             waiter,
@@ -156,6 +165,7 @@ struct Slots<'a> {
     models: &'a [(ModelId, Arc<Attributes>)],
     waiter: Waiter,
     digest: Option<&'a DigestThread>,
+    checksums: bool,
 }
 
 impl Staging for Slots<'_> {
@@ -167,7 +177,13 @@ impl Staging for Slots<'_> {
         self.slots.tensors_mut(model)
     }
 
-    fn write(&mut self, model: usize, sources: &[Source<'_>], options: CopyOptions) -> Result<()> {
+    fn write(
+        &mut self,
+        model: usize,
+        sources: &[Source<'_>],
+        mut options: CopyOptions,
+    ) -> Result<()> {
+        options.checksums |= self.checksums;
         Ok(self.slots.write(model, sources, options)?)
     }
 
@@ -181,6 +197,7 @@ impl Staging for Slots<'_> {
             models,
             waiter,
             digest,
+            checksums: _,
         } = *self;
         let publication = slots.publish(&targets.into());
         let publication = publication.map_err(|error| by_name(models, error))?;
