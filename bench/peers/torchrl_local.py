@@ -31,18 +31,27 @@ takes it along when it dies, and it its workers.
 """
 
 import argparse
-import contextlib
-import ctypes
-import json
 import os
-import signal
 import sys
-import threading
 import time
-from multiprocessing import connection
+from pathlib import Path
 
-# PR_SET_PDEATHSIG, before the imports that take seconds; each worker imports this file too.
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+sys.path.insert(0, str(Path(__file__).parent / "net"))
+
+from common import (
+    Answers,
+    Guard,
+    Worker,
+    die_with_parent,
+    difference,
+    memcpy,
+    requests,
+    tensors,
+    value_of,
+)
+
+# Before the imports that take seconds; each worker imports this file too.
+die_with_parent()
 
 import torch
 from tensordict import TensorDict
@@ -60,11 +69,12 @@ MODEL = "policy"
 
 def main():
     args = arguments()
+    answers = Answers()
     context = mp.get_context("spawn")
     elements = args.bytes // DTYPE.itemsize // args.tensors
     # The buffer the workers are bound to, and the weights to send, in memory of their own.
     initial, source, scratch = (
-        tensors(args.tensors, elements, value) for value in (0.0, 1.0, 2.0)
+        weights(args.tensors, elements, value) for value in (0.0, value_of(0), 2.0)
     )
 
     began = time.perf_counter()
@@ -78,26 +88,27 @@ def main():
     )
     first = time.perf_counter() - began
 
-    workers = [Worker(context, scheme, index, args.tensors, elements) for index in range(args.workers)]
-    with Guard(workers, args.deadline) as guard:
-        for worker in workers:
-            worker.hear("ready")
+    workers = [
+        Worker(index, work, (index, scheme, args.tensors, elements), context)
+        for index in range(args.workers)
+    ]
+    with Guard(args.deadline) as guard:
+        guard.watch_over(worker.process for worker in workers)
+        hear(workers, "ready")
         began = time.perf_counter()
-        for worker in workers:
-            worker.tell("connect")
+        tell(workers, "connect")
         scheme.connect()
-        for worker in workers:
-            worker.hear("connected")
+        hear(workers, "connected")
         scheme.send(weights=source)
         first += time.perf_counter() - began
-        check(workers, 1.0)
-        say({"first_s": first})
-        serve(scheme, workers, source, scratch, guard)
+        check(workers, value_of(0))
+        answers.say({"first_s": first})
+        serve(scheme, workers, (source, scratch), guard, answers)
         guard.arm()
         scheme.shutdown()
-
-    for worker in workers:
-        worker.leave(args.deadline)
+        guard.watch_over([])
+        for worker in workers:
+            worker.leave(args.deadline)
 
 
 def arguments():
@@ -115,92 +126,43 @@ def arguments():
     return args
 
 
-def tensors(count, elements, value):
-    """Weights with every page touched."""
-    return TensorDict(
-        {f"layer_{index}": torch.full((elements,), value, dtype=DTYPE) for index in range(count)}
-    )
+def weights(count, elements, value):
+    """Weights of this value, by name."""
+    named = enumerate(tensors((count, elements), value))
+    return TensorDict({f"layer_{index}": tensor for index, tensor in named})
 
 
-def serve(scheme, workers, source, scratch, guard):
+def serve(scheme, workers, memory, guard, answers):
     """Answers requests until the last."""
+    source, scratch = memory
     done = 0
-    while True:
-        guard.rest()
-        request = sys.stdin.readline().split()
-        guard.arm()
-        if not request or request == ["quit"]:
-            return
-        if request[0] != "round" or len(request) > 2:
-            raise ValueError(f"{request}: expected `round`, `round N` or `quit`")
-        count = int(request[1]) if len(request) == 2 else 1
+    for count in requests(guard):
         sends = []
         for _ in range(count):
             done += 1
-            # Whole numbers up to 256 are exact in bfloat16, and neighbours differ.
-            value = float(2 + done % 250)
             for tensor in source.values():
-                tensor.fill_(value)
+                tensor.fill_(value_of(done))
             began = time.perf_counter()
             scheme.send(weights=source)
             sends.append(time.perf_counter() - began)
-        check(workers, value)
-        say({"sends_s": sends, "memcpys_s": [memcpy(source, scratch) for _ in range(count)]})
-
-
-def memcpy(source, scratch):
-    """Seconds that one thread takes to copy the weights once."""
-    pairs = [(scratch[name], source[name]) for name in source.keys()]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    for to, of in pairs:
-        to.copy_(of)
-    took = time.perf_counter() - began
-    torch.set_num_threads(threads)
-    return took
+        check(workers, value_of(done))
+        copies = [memcpy(scratch.values(), source.values()) for _ in range(count)]
+        answers.say({"sends_s": sends, "memcpys_s": copies})
 
 
 def check(workers, value):
+    tell(workers, value)
+    hear(workers, "arrived")
+
+
+def tell(workers, message):
     for worker in workers:
-        worker.tell(value)
+        worker.pipe.send(message)
+
+
+def hear(workers, expected):
     for worker in workers:
-        worker.hear("arrived")
-
-
-def say(answer):
-    print(json.dumps(answer), flush=True)
-
-
-class Worker:
-    """A worker process, as the sender sees it."""
-
-    def __init__(self, context, scheme, index, count, elements):
-        self.index = index
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=work, args=(index, scheme, count, elements, theirs), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-
-    def tell(self, message):
-        self.pipe.send(message)
-
-    def hear(self, expected):
-        got = self.pipe.recv()
-        if got != expected:
-            raise RuntimeError(f"worker {self.index}: expected {expected!r}, got {got!r}")
-
-    def leave(self, deadline):
-        """Ends the process, by force if it does not end itself."""
-        with contextlib.suppress(OSError):
-            self.tell(None)
-        self.process.join(deadline)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-            sys.exit(3)
+        worker.expect(expected)
 
 
 def work(index, scheme, count, elements, pipe):
@@ -212,12 +174,13 @@ def work(index, scheme, count, elements, pipe):
     scheme.init_on_receiver(model_id=MODEL, model=model, worker_idx=index)
     pipe.send("ready")
     try:
-        while (message := pipe.recv()) is not None:
+        while (message := pipe.recv()) != "leave":
             if message == "connect":
                 scheme.connect(worker_idx=index)
                 pipe.send("connected")
             else:
-                pipe.send(model.difference(message) or "arrived")
+                got = list(model.parameters())
+                pipe.send(difference(got, message) or "arrived")
     except EOFError:
         # The sender is gone without a word, and TorchRL's threads would wait for it.
         os._exit(1)
@@ -229,66 +192,6 @@ class Model(nn.Module):
         for index in range(count):
             weights = torch.empty(elements, dtype=DTYPE)
             self.register_parameter(f"layer_{index}", nn.Parameter(weights, requires_grad=False))
-
-    def difference(self, expected):
-        """The first place looked at whose value is not the expected one, in words."""
-        for name, weights in self.named_parameters():
-            for at in (0, weights.numel() // 2, weights.numel() - 1):
-                if (got := weights[at].item()) != expected:
-                    return f"{name}[{at}] is {got}, expected {expected}"
-        return None
-
-
-class Guard:
-    """Ends all processes when a worker dies or an armed deadline passes: TorchRL would wait on."""
-
-    def __init__(self, workers, deadline):
-        self.workers = workers
-        self.deadline = deadline
-        self.orders, self.inbox = mp.Pipe()
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-
-    def __enter__(self):
-        self.thread.start()
-        self.arm()
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if error is not None:
-            # An answer that is wrong leaves workers behind that may never end by themselves.
-            sys.excepthook(kind, error, trace)
-            self.end("the sender failed")
-        self.orders.close()
-        self.thread.join()
-
-    def arm(self):
-        self.orders.send(True)
-
-    def rest(self):
-        self.orders.send(False)
-
-    def watch(self):
-        ends = {worker.process.sentinel: worker for worker in self.workers}
-        until = None
-        while True:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            ready = connection.wait([self.inbox, *ends], timeout=left)
-            if self.inbox in ready:
-                try:
-                    armed = self.inbox.recv()
-                except EOFError:
-                    return
-                until = time.monotonic() + self.deadline if armed else None
-            elif ready:
-                self.end(f"worker {ends[ready[0]].index} died")
-            else:
-                self.end(f"nothing came back within {self.deadline:g} s")
-
-    def end(self, why):
-        print(f"torchrl_local.py: {why}; killing the workers", file=sys.stderr, flush=True)
-        for worker in self.workers:
-            worker.process.kill()
-        os._exit(3)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 
-from common import Answers, Guard, Payload, Way, die_with_parent
+from common import Answers, Guard, Payload, Way, die_with_parent, requests, value_of
 
 #: The module and the class of each.
 SCHEMES = {
@@ -125,33 +124,16 @@ class Bench:
         took = []
         for _ in range(count):
             self.done += 1
-            self.payload.write(self._value())
+            self.payload.write(value_of(self.done))
             began = time.perf_counter()
             self.way.send()
             took.append(time.perf_counter() - began)
-        self.way.check(self._value())
+        self.way.check(value_of(self.done))
         return took
 
     def memcpys(self, count: int) -> list[float]:
         """So many copies of the same bytes, in seconds each."""
         return [self.payload.memcpy() for _ in range(count)]
-
-    def _value(self) -> float:
-        # Whole numbers up to 256 are exact in bfloat16, and neighbours differ.
-        return float(1 + self.done % 250)
-
-
-def requests(guard: Guard) -> Iterator[int]:
-    """How many sends each request asks for."""
-    while True:
-        guard.rest()
-        request = sys.stdin.readline().split()
-        guard.arm()
-        if not request or request == ["quit"]:
-            return
-        if request[0] != "round" or len(request) > 2:
-            raise ValueError(f"{request}: expected `round`, `round N` or `quit`")
-        yield int(request[1]) if len(request) == 2 else 1
 
 
 def serve(bench: Bench, guard: Guard, answers: Answers) -> None:

@@ -1,4 +1,5 @@
-"""What the ways to send have in common: the weights, the worker processes, and how all ends.
+"""What the ways to send have in common: the weights, the worker processes, what is asked and
+answered, and how all ends. Those of TorchRL on one machine use it too.
 
 Only the standard library is imported before a process has asked to die with its parent.
 """
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe, connection, get_context
 from typing import Any, Protocol
 
@@ -58,24 +59,29 @@ class Payload:
 
     def memcpy(self) -> float:
         """Seconds that one thread takes to copy all of them."""
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        began = time.perf_counter()
-        for to, of in zip(self._scratch, self.tensors, strict=True):
-            to.copy_(of)
-        took = time.perf_counter() - began
-        torch.set_num_threads(threads)
-        return took
+        return memcpy(self._scratch, self.tensors)
 
 
-def tensors(shape: tuple[int, int]) -> list[Any]:
-    """So many tensors of so many elements each."""
+def tensors(shape: tuple[int, int], value: float = 0.0) -> list[Any]:
+    """So many tensors of so many elements each, with every page touched."""
     import torch
 
     count, elements = shape
-    return [torch.full((elements,), 0.0, dtype=torch.bfloat16) for _ in range(count)]
+    return [torch.full((elements,), value, dtype=torch.bfloat16) for _ in range(count)]
+
+
+def memcpy(to: Iterable[Any], of: Iterable[Any]) -> float:
+    """Seconds that one thread takes to copy all of these tensors."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    for target, source in zip(to, of, strict=True):
+        target.copy_(source)
+    took = time.perf_counter() - began
+    torch.set_num_threads(threads)
+    return took
 
 
 def difference(got: list[Any], expected: float) -> str | None:
@@ -85,6 +91,12 @@ def difference(got: list[Any], expected: float) -> str | None:
             if (value := tensor[at].item()) != expected:
                 return f"tensor {index}[{at}] is {value}, expected {expected}"
     return None
+
+
+def value_of(send: int) -> float:
+    """What the weights are in a send: whole numbers up to 256 are exact in bfloat16, and
+    neighbours differ."""
+    return float(1 + send % 250)
 
 
 class Receiver:
@@ -115,8 +127,9 @@ class Crew:
     def __init__(self, payload: Payload, workers: int, deadline: float) -> None:
         self.payload = payload
         self.deadline = deadline
+        end = (type(self).__module__, self.receiver)
         self.workers = [
-            Worker(type(self).__module__, self.receiver, index, payload.shape, self.hand(index))
+            Worker(index, work, (*end, index, payload.shape, self.hand(index)))
             for index in range(workers)
         ]
         Guard.now.watch_over(worker.process for worker in self.workers)
@@ -163,27 +176,34 @@ class Crew:
 
     def hear(self, expected: Any) -> None:
         for worker in self.workers:
-            if (got := worker.hear()) != expected:
-                raise RuntimeError(f"worker {worker.index}: expected {expected!r}, got {got!r}")
+            worker.expect(expected)
 
 
 class Worker:
-    """A worker process, as the sender sees it."""
+    """A worker process, as the sender sees it: it runs `target` with its end of a pipe as the last
+    argument."""
 
     def __init__(
-        self, module: str, name: str, index: int, shape: tuple[int, int], handed: Any
+        self,
+        index: int,
+        target: Callable[..., None],
+        args: tuple[Any, ...],
+        context: Any = context,
     ) -> None:
         self.index = index
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=work, args=(module, name, index, shape, handed, theirs), daemon=True
-        )
+        self.process = context.Process(target=target, args=(*args, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
     def hear(self) -> Any:
         """What it says next; the guard sees to it that there is an end to that."""
         return self.pipe.recv()
+
+    def expect(self, expected: Any) -> None:
+        """Fails unless that is what it says next."""
+        if (got := self.hear()) != expected:
+            raise RuntimeError(f"worker {self.index}: expected {expected!r}, got {got!r}")
 
     def leave(self, deadline: float) -> None:
         """Ends the process, by force if it does not end itself."""
@@ -301,3 +321,16 @@ class Guard:
         for process in self.processes:
             process.kill()
         os._exit(3)
+
+
+def requests(guard: Guard) -> Iterator[int]:
+    """How many sends each request asks for."""
+    while True:
+        guard.rest()
+        request = sys.stdin.readline().split()
+        guard.arm()
+        if not request or request == ["quit"]:
+            return
+        if request[0] != "round" or len(request) > 2:
+            raise ValueError(f"{request}: expected `round`, `round N` or `quit`")
+        yield int(request[1]) if len(request) == 2 else 1

@@ -319,7 +319,7 @@ impl Scheme for SharedMem {
         Capabilities {
             push: !self.pull,
             every_version: false,
-            ..Memory::CAPABILITIES
+            ..Capabilities::ALL
         }
     }
 
@@ -366,7 +366,7 @@ impl Scheme for MultiProcess {
         Capabilities {
             every_version: matches!(self.queue, Queue::Every { .. }),
             pull: self.queue == Queue::Newest,
-            ..Memory::CAPABILITIES
+            ..Capabilities::ALL
         }
     }
 

@@ -187,16 +187,11 @@ impl Scheme for Rpc {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let mut can = Capabilities::NONE;
-        can.weights = true;
-        can.push = true;
-        can.sets = true;
-        can.subsets = true;
-        can.hold = true;
-        can.pull = true;
-        can.loan = true;
-        can.restarts = true;
-        can.death = true;
+        let mut can = Capabilities::ALL;
+        // What a worker has not begun to fetch is replaced by what is newer, and is
+        // gone with its sender.
+        can.every_version = false;
+        can.outlives = false;
         can
     }
 

@@ -89,7 +89,7 @@ impl<B> Desk<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::Interrupted`].
+    /// [`Error::Interrupted`](crate::Error::Interrupted).
     pub(crate) fn wait<T>(
         &self,
         timeout: Option<Duration>,
@@ -113,7 +113,7 @@ impl<B> Desk<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::Interrupted`], and those of `with`.
+    /// [`Error::Interrupted`](crate::Error::Interrupted), and those of `with`.
     pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> Result<T>) -> Result<T> {
         self.tell(|book| book.borrowers += 1);
         let receiver = self.until_lent();
@@ -207,7 +207,7 @@ impl<B> Desk<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::Interrupted`].
+    /// [`Error::Interrupted`](crate::Error::Interrupted).
     pub(crate) fn rest<'a>(
         &'a self,
         book: MutexGuard<'a, Book<B>>,

@@ -17,13 +17,14 @@ pub struct ModelGuard<'a, M> {
     pub(super) _seat: Seat<'a>,
 }
 
-/// The models to change; see [`Background::write`].
+/// The models to change; see [`Background::write`](super::Background::write).
 pub struct ModelGuardMut<'a, M> {
     pub(super) held: RwLockWriteGuard<'a, Held<M>>,
     pub(super) _seat: Seat<'a>,
 }
 
-/// Keeps the models of a [`Background`] as they are; see [`Background::hold`].
+/// Keeps the models of a [`Background`](super::Background) as they are; see
+/// [`Background::hold`](super::Background::hold).
 #[derive(Debug)]
 #[must_use = "the models may change as soon as it is dropped"]
 pub struct ModelHold {

@@ -28,8 +28,8 @@ impl Sender {
     }
 
     /// An older version of a model, if it is still kept (see
-    /// [`SenderSetup::history`]). To go back to it, send it: it becomes a new
-    /// version of the same digest.
+    /// [`SenderSetup::history`](crate::SenderSetup::history)). To go back to it, send
+    /// it: it becomes a new version of the same digest.
     ///
     /// # Errors
     ///

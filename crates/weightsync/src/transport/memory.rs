@@ -12,28 +12,12 @@ pub use self::attached::{Attached, Handoff};
 pub use self::segment::Segment;
 use crate::error::Result;
 use crate::run_dir;
-use crate::transport::{
-    Capabilities, Endpoint, Joining, Opening, ReceiverTransport, SenderTransport,
-};
+use crate::transport::{Endpoint, Joining, Opening, ReceiverTransport, SenderTransport};
 
 /// What the local schemes have in common.
 pub(crate) struct Memory;
 
 impl Memory {
-    pub(crate) const CAPABILITIES: Capabilities = Capabilities {
-        weights: true,
-        push: true,
-        sets: true,
-        subsets: true,
-        hold: true,
-        pull: true,
-        every_version: true,
-        loan: true,
-        restarts: true,
-        death: true,
-        outlives: true,
-    };
-
     pub(crate) fn place(models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         Endpoint::fresh(models, run_dir)
     }

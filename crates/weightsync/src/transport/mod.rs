@@ -158,6 +158,22 @@ impl Capabilities {
         death: false,
         outlives: false,
     };
+
+    /// Everything there is, also what a later version of this crate adds: a scheme
+    /// that begins with it says what it cannot do.
+    pub const ALL: Self = Self {
+        weights: true,
+        push: true,
+        sets: true,
+        subsets: true,
+        hold: true,
+        pull: true,
+        every_version: true,
+        loan: true,
+        restarts: true,
+        death: true,
+        outlives: true,
+    };
 }
 
 /// What [`Scheme::open`] opens.
