@@ -309,17 +309,12 @@ impl Scheme for Distributed {
 
     fn capabilities(&self) -> Capabilities {
         let every = matches!(self.queue, Queue::Every { .. });
-        let mut can = Capabilities::NONE;
-        can.weights = true;
+        let mut can = Capabilities::ALL;
         can.push = !self.pull;
-        can.sets = true;
-        can.subsets = true;
-        can.hold = true;
         can.pull = !every;
         can.every_version = every;
-        can.loan = true;
-        can.restarts = true;
-        can.death = true;
+        // What had not left when the trainer was killed is gone with it.
+        can.outlives = false;
         can
     }
 
