@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use weightsync_core::{Layout, TensorSpec};
-use weightsync_simd::Copier;
+use weightsync_simd::{Copier, Crc64};
 
 use crate::error::Error;
 use crate::map::Mapping;
-use crate::spans::{Span, Spans};
+use crate::spans::{CHECKSUM_BLOCK, Span, Spans};
 
 /// Where one tensor's bytes come from.
 pub enum Source<'a> {
@@ -52,7 +52,7 @@ impl Default for CopyOptions {
 }
 
 /// Writes every tensor of an image that starts at `map`'s beginning, with the
-/// sums of its spans if they are wanted; one pass over the sources.
+/// sums of its blocks if they are wanted; one pass over the sources.
 ///
 /// # Safety
 ///
@@ -80,11 +80,11 @@ pub(crate) unsafe fn write_image(
         "a slot of the layout's"
     );
     // Without sums there is no need to cut large tensors that small.
-    let spans = match options.checksums {
-        true => spans.all(),
-        false => spans.joined(),
+    let (spans, blocks) = match options.checksums {
+        true => (spans.all(), spans.blocks()),
+        false => (spans.joined(), 0),
     };
-    let mut sums = vec![0; if options.checksums { spans.len() } else { 0 }];
+    let mut sums = vec![0; blocks];
     let image = Image {
         start: map.as_ptr(),
         layout,
@@ -92,22 +92,28 @@ pub(crate) unsafe fn write_image(
         bytes: layout.bytes() as usize,
     };
     if options.threads <= 1 {
-        image.write(spans, &mut sums)?;
+        image.write(spans, (0, &mut sums))?;
         return Ok(sums);
     }
-    let cuts = cut(spans, sources, options.threads);
+    let cuts = cut(spans, sources, options);
     let (first, others) = cuts
         .split_first()
         .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
     std::thread::scope(|scope| {
-        let wanted = |range: &Range<usize>| if options.checksums { range.len() } else { 0 };
-        let (own, mut rest) = sums.split_at_mut(wanted(&first));
+        // The first block behind a run of spans: none is of two runs.
+        let behind = |range: &Range<usize>| match spans.get(range.end) {
+            Some(next) => (next.image.start / CHECKSUM_BLOCK).min(blocks),
+            None => blocks,
+        };
+        let mut block = behind(&first);
+        let (own, mut rest) = sums.split_at_mut(block);
         let mut threads = Vec::with_capacity(others.len());
         for range in others {
-            let (part, tail) = std::mem::take(&mut rest).split_at_mut(wanted(range));
+            let from = std::mem::replace(&mut block, behind(range));
+            let (part, tail) = std::mem::take(&mut rest).split_at_mut(block - from);
             rest = tail;
             let (image, spans) = (&image, &spans[range.clone()]);
-            let copy = move || image.write(spans, part);
+            let copy = move || image.write(spans, (from, part));
             let thread = std::thread::Builder::new().name("weightsync-copy".into());
             threads.push(
                 thread
@@ -118,7 +124,7 @@ pub(crate) unsafe fn write_image(
                     })?,
             );
         }
-        let mut result = image.write(&spans[first], own);
+        let mut result = image.write(&spans[first], (0, own));
         for thread in threads {
             // A panic of a fill function goes on in the caller.
             let other = thread
@@ -132,16 +138,19 @@ pub(crate) unsafe fn write_image(
 }
 
 /// Cuts the spans into one run per thread, of about the same number of bytes.
-/// A tensor that a function fills is never cut.
-fn cut(spans: &[Span], sources: &[Source<'_>], threads: usize) -> Vec<Range<usize>> {
+/// A tensor that a function fills is never cut, nor a block that is checksummed.
+fn cut(spans: &[Span], sources: &[Source<'_>], options: CopyOptions) -> Vec<Range<usize>> {
+    let CopyOptions { threads, checksums } = options;
     let total: usize = spans.iter().map(|span| span.image.len()).sum();
     let share = total.div_ceil(threads).max(1);
     let mut cuts = Vec::with_capacity(threads);
     let (mut start, mut bytes) = (0, 0);
+    let block = |span: &Span| span.image.start / CHECKSUM_BLOCK;
     for (index, span) in spans.iter().enumerate() {
         bytes += span.image.len();
         let goes_on = spans.get(index + 1).is_some_and(|next| {
-            next.tensors == span.tensors && matches!(sources[span.tensors.start], Source::Fill(_))
+            let fills = matches!(sources[span.tensors.start], Source::Fill(_));
+            next.tensors == span.tensors && fills || checksums && block(next) == block(span)
         });
         if bytes >= share && !goes_on && cuts.len() + 1 < threads {
             cuts.push(start..index + 1);
@@ -150,6 +159,52 @@ fn cut(spans: &[Span], sources: &[Source<'_>], threads: usize) -> Vec<Range<usiz
     }
     cuts.push(start..spans.len());
     cuts
+}
+
+/// The checksums of the blocks that one thread writes, in order.
+struct Sums<'a> {
+    /// Where they go, and which block the first is of; there are none if none are
+    /// wanted.
+    sums: &'a mut [u64],
+    first: usize,
+    /// The block that is being written, its checksum so far, and of how much.
+    open: Option<(usize, Crc64, usize)>,
+    image_bytes: usize,
+}
+
+impl Sums<'_> {
+    /// What the bytes of a span go into, once what lies before it has.
+    fn of(&mut self, span: &Range<usize>) -> Option<&mut Crc64> {
+        if self.sums.is_empty() || span.is_empty() {
+            return None;
+        }
+        let block = span.start / CHECKSUM_BLOCK;
+        if self.open.as_ref().is_none_or(|(open, ..)| *open != block) {
+            self.close();
+            self.open = Some((block, Crc64::new(), block * CHECKSUM_BLOCK));
+        }
+        let (_, crc, at) = self.open.as_mut()?;
+        zeros(crc, span.start - *at);
+        *at = span.end;
+        Some(crc)
+    }
+
+    /// The block is written.
+    fn close(&mut self) {
+        if let Some((block, mut crc, at)) = self.open.take() {
+            let end = self.image_bytes.min((block + 1) * CHECKSUM_BLOCK);
+            zeros(&mut crc, end - at);
+            self.sums[block - self.first] = crc.value();
+        }
+    }
+}
+
+/// The padding between tensors.
+fn zeros(crc: &mut Crc64, count: usize) {
+    const ZEROS: [u8; 64] = [0; 64];
+    for at in (0..count).step_by(ZEROS.len()) {
+        crc.update(&ZEROS[..ZEROS.len().min(count - at)]);
+    }
 }
 
 /// The slot being written, shared by the copying threads.
@@ -165,13 +220,20 @@ struct Image<'a> {
 unsafe impl Sync for Image<'_> {}
 
 impl Image<'_> {
-    /// Writes some spans; with room in `sums`, their checksums too.
-    fn write(&self, spans: &[Span], sums: &mut [u64]) -> Result<(), Error> {
+    /// Writes some spans; with room for them, the checksums of their blocks too, of
+    /// which the first is named.
+    fn write(&self, spans: &[Span], (first, sums): (usize, &mut [u64])) -> Result<(), Error> {
         let total = spans.iter().map(|span| span.image.len()).sum();
         // Its drop orders the streaming stores before this thread is joined.
         let copier = Copier::new(total);
-        for (index, span) in spans.iter().enumerate() {
-            let sum = sums.get_mut(index);
+        let mut sums = Sums {
+            sums,
+            first,
+            open: None,
+            image_bytes: self.bytes,
+        };
+        for span in spans {
+            let crc = sums.of(&span.image);
             match &self.sources[span.tensors.clone()] {
                 [Source::Bytes(source)] => {
                     let tensor = &self.layout.tensors()[span.tensors.start];
@@ -179,11 +241,11 @@ impl Image<'_> {
                     let from = span.image.start - tensor.range.offset as usize;
                     let part = &source[from..from + span.image.len()];
                     let to = self.place(&span.image);
-                    if let Some(sum) = sum {
+                    if let Some(crc) = crc {
                         // SAFETY: `place` checked the range; only this thread
                         // writes the span; the source cannot overlap a slot
                         // that nobody else maps writable.
-                        *sum = unsafe { copier.copy_crc(to, part.as_ptr(), part.len()) };
+                        unsafe { copier.copy_update(crc, to, part.as_ptr(), part.len()) };
                     } else {
                         // SAFETY: as above.
                         unsafe { copier.copy(to, part.as_ptr(), part.len()) };
@@ -191,17 +253,18 @@ impl Image<'_> {
                 }
                 _ => {
                     self.write_tensors(span, &copier)?;
-                    if let Some(sum) = sum {
+                    if let Some(crc) = crc {
                         // SAFETY: this thread has just written the span, and
                         // nobody writes it while it is summed.
                         let bytes = unsafe {
                             std::slice::from_raw_parts(self.place(&span.image), span.image.len())
                         };
-                        *sum = weightsync_simd::crc64(bytes);
+                        crc.update(bytes);
                     }
                 }
             }
         }
+        sums.close();
         Ok(())
     }
 

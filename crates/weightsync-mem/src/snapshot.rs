@@ -190,9 +190,7 @@ impl Snapshot {
         let Some(sums) = self.sums()? else {
             return Ok(false);
         };
-        let spans = &self.model.spans;
-        for (chunk, (span, sum)) in spans.all().iter().zip(sums).enumerate() {
-            let bytes = &self.bytes()[span.image.clone()];
+        for (chunk, (bytes, sum)) in self.bytes().chunks(CHECKSUM_BLOCK).zip(sums).enumerate() {
             if weightsync_simd::crc64(bytes) != u64::from_le_bytes(*sum) {
                 return Err(Error::ChecksumMismatch {
                     version: self.version(),
@@ -203,18 +201,19 @@ impl Snapshot {
         Ok(true)
     }
 
-    /// The CRC-64/NVME of every [`CHECKSUM_BLOCK`] bytes of the image, made of the
-    /// checksums that the sender made in its copy pass. `None` if it made none.
+    /// The CRC-64/NVME of every [`CHECKSUM_BLOCK`] bytes of the image, which the sender
+    /// made in its copy pass. `None` if it made none.
     ///
     /// # Errors
     ///
     /// [`Error::CorruptCommit`] if the checksums do not hold.
     pub fn block_sums(&self) -> Result<Option<Vec<u64>>, Error> {
         let sums = self.sums()?;
-        Ok(sums.map(|sums| self.model.spans.block_sums(sums)))
+        let words = |sums: &[[u8; 8]]| sums.iter().map(|sum| u64::from_le_bytes(*sum)).collect();
+        Ok(sums.map(words))
     }
 
-    /// The checksums of the spans, once they have been checked themselves.
+    /// The checksums, once they have been checked themselves.
     fn sums(&self) -> Result<Option<&[[u8; 8]]>, Error> {
         if self.record.checksum_block == 0 {
             return Ok(None);

@@ -5,12 +5,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::{Dtype, Layout, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CHECKSUM_BLOCK, CopyOptions, Error, Outcome, Reader, Targets, WaitStyle,
+    AttachOptions, CHECKSUM_BLOCK, CopyOptions, Error, ModelSpec, Outcome, Reader, Source, Targets,
+    WaitStyle, Writer,
 };
 
-use crate::{address, attach, check, only, pattern, publish, settle, slots, take, within, writer};
+use crate::{
+    RUN, SECRET, address, attach, check, only, pattern, publish, settle, slots, take, within,
+    writer,
+};
 
 #[test]
 fn versions_arrive_whole_and_are_acknowledged() {
@@ -191,6 +195,60 @@ fn checksums_cover_every_byte_with_any_number_of_threads() {
     let snapshot = take(&mut reader);
     assert!(!snapshot.verify_checksums().unwrap(), "none were asked for");
     assert_eq!(snapshot.block_sums().unwrap(), None);
+}
+
+/// Tensors that cross the ends of blocks, some of them filled by a function, on any
+/// number of threads.
+#[test]
+fn checksums_are_of_blocks_of_the_image_whatever_lies_in_them() {
+    let block = CHECKSUM_BLOCK as u64;
+    for lens in [
+        vec![block - 1, 5, 0, 2 * block + 100, 63, 1, 3 * block],
+        vec![1000; 3000],
+        vec![block, 0],
+        vec![4 * block + 7],
+    ] {
+        let tensors = lens.iter().enumerate();
+        let tensors = tensors.map(|(at, len)| (format!("t{at}"), Dtype::U8, vec![*len]));
+        let model = ModelSpec {
+            layout: Layout::new(tensors).unwrap(),
+            note: Vec::new(),
+        };
+        let mut writer = Writer::create(&address(), SECRET, RUN, &[model], slots(2, 2)).unwrap();
+        for (version, threads) in [(1, 1), (2, 2), (3, 5)] {
+            let bytes = lens.iter().map(|len| pattern(0, Version(version), *len));
+            let bytes: Vec<Vec<u8>> = bytes.collect();
+            let fills = bytes.iter().map(|bytes| {
+                move |to: &mut [u8]| {
+                    to.copy_from_slice(bytes);
+                    Ok(())
+                }
+            });
+            let fills: Vec<_> = fills.collect();
+            let sources = bytes.iter().zip(&fills).enumerate();
+            let sources = sources.map(|(at, (bytes, fill))| match at % 2 {
+                0 => Source::Fill(fill),
+                _ => Source::Bytes(bytes),
+            });
+            let options = CopyOptions {
+                threads,
+                checksums: true,
+            };
+            let mut staging = writer.stage(&[0], within(20)).unwrap();
+            let sources: Vec<_> = sources.collect();
+            staging.write(0, &sources, options).unwrap();
+            staging.publish(&Targets::All).unwrap();
+            let snapshot = writer.snapshot(0).unwrap().unwrap();
+            check(&snapshot);
+            let blocks = snapshot.bytes().chunks(CHECKSUM_BLOCK);
+            let blocks: Vec<u64> = blocks.map(weightsync_simd::crc64).collect();
+            assert_eq!(
+                snapshot.block_sums().unwrap(),
+                Some(blocks),
+                "{threads} threads"
+            );
+        }
+    }
 }
 
 #[test]
