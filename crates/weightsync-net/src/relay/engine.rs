@@ -102,6 +102,8 @@ pub(crate) struct Engine {
 struct Worker {
     who: Seated,
     joining: Joining,
+    /// Its last question.
+    question: u64,
 }
 
 /// A fetch under way.
@@ -351,6 +353,9 @@ impl Engine {
                     question,
                     want,
                 } => {
+                    if let Some(worker) = self.worker(who) {
+                        worker.question = question;
+                    }
                     self.say(&ToRoot::Ask {
                         worker: who.worker,
                         instance: who.instance,
@@ -359,6 +364,10 @@ impl Engine {
                     });
                 }
                 mem::Event::Withdraws { who } => {
+                    if let Some(Worker { question, .. }) = self.worker(who) {
+                        let question = *question;
+                        inputs.push(Input::Withdrawn { who, question });
+                    }
                     self.say(&ToRoot::Withdraw {
                         worker: who.worker,
                         instance: who.instance,
@@ -367,11 +376,7 @@ impl Engine {
                 mem::Event::Gone { who, died } => {
                     // How far it came is told before that.
                     self.say_progress(std::mem::take(&mut progress));
-                    if self
-                        .workers
-                        .get(&who.worker)
-                        .is_some_and(|one| one.who == who)
-                    {
+                    if self.worker(who).is_some() {
                         self.workers.remove(&who.worker);
                     }
                     self.say(&ToRoot::Gone {
@@ -387,6 +392,12 @@ impl Engine {
         // What workers gave back may be room for what comes next.
         inputs.push(Input::MayHaveRoom);
         self.step(inputs);
+    }
+
+    /// A worker that is in, in this life of it.
+    fn worker(&mut self, who: Seated) -> Option<&mut Worker> {
+        let worker = self.workers.get_mut(&who.worker);
+        worker.filter(|one| one.who == who)
     }
 
     /// Asks the sender whether a worker may join.

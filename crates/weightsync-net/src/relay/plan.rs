@@ -51,6 +51,8 @@ pub enum Input {
         sequence: u64,
         set: Vec<Item>,
     },
+    /// A worker does not wait for the answers up to this question any more.
+    Withdrawn { who: Seated, question: u64 },
     /// There is somebody to fetch from (again).
     Parent,
     /// The parent is gone, or has gone silent.
@@ -129,6 +131,8 @@ struct Worker {
     /// What it is to be told once it is whole, oldest first.
     pending: VecDeque<Tell>,
     answer: Option<(u64, Tell)>,
+    /// The last question that it has taken back.
+    withdrawn: u64,
     /// What its lane is on.
     told: Vec<Item>,
     /// What its last answer was.
@@ -182,8 +186,17 @@ impl Plan {
                 sequence,
                 set,
             } => {
-                if let Some(worker) = self.workers.get_mut(&who) {
+                // An answer may have been on its way when the question was taken back.
+                if let Some(worker) = self.workers.get_mut(&who)
+                    && question > worker.withdrawn
+                {
                     worker.answer = Some((question, Tell { sequence, set }));
+                }
+            }
+            Input::Withdrawn { who, question } => {
+                if let Some(worker) = self.workers.get_mut(&who) {
+                    worker.withdrawn = question.max(worker.withdrawn);
+                    worker.answer.take_if(|(of, _)| *of <= question);
                 }
             }
             Input::Parent => {
@@ -407,6 +420,7 @@ impl Worker {
             delivery,
             pending: VecDeque::new(),
             answer: None,
+            withdrawn: 0,
             told: Vec::new(),
             answered: Vec::new(),
             missed: false,

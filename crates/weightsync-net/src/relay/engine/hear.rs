@@ -118,7 +118,11 @@ impl Engine {
             return;
         }
         let delivery = joining.delivery;
-        let worker = Worker { who, joining };
+        let worker = Worker {
+            who,
+            joining,
+            question: 0,
+        };
         self.workers.insert(who.worker, worker);
         self.step([Input::Joined { who, delivery }]);
     }

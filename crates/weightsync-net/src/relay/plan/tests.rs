@@ -120,6 +120,39 @@ fn a_worker_that_asks_is_answered_beside_what_it_is_told() {
 }
 
 #[test]
+fn what_a_worker_does_not_ask_for_any_more_is_not_fetched() {
+    play(
+        "join 1 asked, parent   >
+         answer 1 ?1 #1 a1+b1   > fetch a1, fetch b1
+         whole b1               >
+         withdraw 1 ?1          > stop a1, release a1
+         answer 1 ?2 #2 a2+b1   > fetch a2
+         whole a2               > answer 1 ?2 #2 a2+b1",
+    );
+    // The answer was on its way.
+    play(
+        "join 1 newest, parent  >
+         tell 1 #3 a3           > fetch a3
+         withdraw 1 ?1          >
+         answer 1 ?1 #2 a2      >
+         whole a3               > tell 1 #3 a3
+         answer 1 ?2 #2 a2      > fetch a2
+         withdraw 1 ?1          >
+         left 1                 > stop a2, release a2",
+    );
+    // Who was answered already keeps that.
+    play(
+        "join 1 asked, parent   >
+         answer 1 ?1 #1 a1      > fetch a1
+         whole a1               > answer 1 ?1 #1 a1
+         withdraw 1 ?1          >
+         want a2                > fetch a2
+         whole a2               >
+         left 1                 > release a1",
+    );
+}
+
+#[test]
 fn a_set_is_told_when_all_of_it_is_whole() {
     play(
         "join 1 newest, parent      >

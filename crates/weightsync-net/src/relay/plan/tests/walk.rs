@@ -92,6 +92,13 @@ impl World {
             }
             Op::Again { worker } => self.tell(worker, &mut inputs),
             Op::Answer { worker, back } => self.answer(worker, back, &mut inputs),
+            Op::Withdraw { worker } => {
+                if let Some(known) = self.workers.get_mut(&worker) {
+                    let (who, question) = (known.who, known.question);
+                    known.answer = None;
+                    inputs.push(Input::Withdrawn { who, question });
+                }
+            }
             Op::Parent => {
                 self.has_parent = true;
                 inputs.push(Input::Parent);

@@ -27,6 +27,10 @@ pub(super) enum Op {
         worker: u32,
         back: usize,
     },
+    /// It does not wait for the answer.
+    Withdraw {
+        worker: u32,
+    },
     Parent,
     Reassigned,
     /// How one of the fetches under way ends, if there are any.
@@ -73,6 +77,7 @@ pub(super) fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(models, workers)| Op::Publish { models, workers }),
         1 => worker().prop_map(|worker| Op::Again { worker }),
         2 => (worker(), 0..4usize).prop_map(|(worker, back)| Op::Answer { worker, back }),
+        1 => worker().prop_map(|worker| Op::Withdraw { worker }),
         2 => Just(Op::Parent),
         1 => Just(Op::Reassigned),
         10 => (end, 0..8usize).prop_map(|(end, which)| Op::Ends { end, which }),
