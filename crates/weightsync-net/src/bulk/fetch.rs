@@ -7,7 +7,7 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use weightsync_core::Run;
 use weightsync_mem::Room;
@@ -29,9 +29,6 @@ use crate::wire::message::{ChunkRange, MAX_RANGES, Message, ToChild, ToParent};
 
 /// How much is read before its checksum is made, so that it is still in the cache.
 const GULP: usize = 256 << 10;
-
-/// How often it is looked whether a fetch that was stopped has ended.
-const PAUSE: Duration = Duration::from_millis(1);
 
 /// A process to fetch from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -232,14 +229,11 @@ impl Shared {
 
     /// A fetch that was stopped has all that is missing: it is about to let go of it.
     fn wait_for_the_rest(&self) {
-        let since = Instant::now();
-        while !self.room.is_whole()
-            && self.room.missing().next().is_none()
-            && !self.is_stopped()
-            && since.elapsed() < SUSPECT
-        {
-            std::thread::sleep(PAUSE);
-        }
+        let over = || {
+            let (room, stopped) = (&self.room, self.is_stopped());
+            stopped || room.is_whole() || room.missing().next().is_some()
+        };
+        self.store.wait_until(over, SUSPECT);
     }
 
     fn fetch_by(&self, mut socket: TcpStream, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
@@ -284,7 +278,10 @@ impl Shared {
                 let mut head = [0; CHUNK_HEAD_BYTES];
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
-                self.take(socket, &ChunkHead::decode(&head).map_err(invalid)?)?;
+                let taken = self.take(socket, &ChunkHead::decode(&head).map_err(invalid)?);
+                // It is there, or somebody else may fetch it now.
+                self.store.notify();
+                taken?;
                 continue;
             }
             let mut payload = vec![0; header.len];
@@ -319,7 +316,6 @@ impl Shared {
         self.held.note_sum(index, crc);
         self.bytes.fetch_add(piece.len() as u64, Ordering::Relaxed);
         piece.keep();
-        self.store.notify();
         Ok(())
     }
 
@@ -359,6 +355,7 @@ impl Shared {
                 let _ = socket.shutdown(std::net::Shutdown::Both);
             }
         }
+        self.store.notify();
     }
 
     fn sockets(&self) -> MutexGuard<'_, Vec<TcpStream>> {
