@@ -13,7 +13,8 @@
 //!   worker that wants the newest is told a set, if nothing else happens from [`CALM`]
 //!   before it until then: in twice the time in which it would be due, and as long
 //!   again for each further child of the sender, which serves of what was replaced
-//!   only the oldest on, so that they take turns.
+//!   only the oldest on, so that they take turns; and in three times that if others
+//!   take every version, as their old ones have their part of a slow link as well.
 //! * At the end every worker that lives is at the newest set that was meant for it.
 //! * What the sender itself served is no more than its publications, to as many as
 //!   were its children, which are the arity's number while nothing breaks; and two
@@ -59,8 +60,8 @@ pub(super) struct Facts {
 struct Publication {
     at: Time,
     sequence: u64,
-    /// Children of the sender.
-    children: u64,
+    /// So many times as long a worker may be told nothing.
+    patience: u64,
     /// How long it may take to each worker that wants the newest.
     needs: BTreeMap<Seated, Time>,
 }
@@ -129,7 +130,7 @@ impl World {
         self.facts.publications.push(Publication {
             at: self.clock.now(),
             sequence: self.sender.sequence,
-            children,
+            patience: (1 + children) * if self.options.every { 3 } else { 1 },
             needs,
         });
         if !self.options.faults && self.hosts.iter().skip(1).all(|host| host.serves) {
@@ -255,7 +256,7 @@ impl World {
         for publication in &self.facts.publications {
             let from = publication.at;
             for (who, need) in &publication.needs {
-                let until = from + (1 + publication.children) * need;
+                let until = from + publication.patience * need;
                 if !self.is_calm(from.saturating_sub(CALM), until) {
                     continue;
                 }
