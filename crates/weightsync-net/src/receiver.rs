@@ -1,6 +1,7 @@
 //! A worker's end: it attaches to what there is on its host, or fetches for itself;
 //! and when a relay goes, it looks again.
 
+mod interrupts;
 mod way;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +15,7 @@ use weightsync::transport::{
 };
 use weightsync::{Error, MemoryError, Result, Run, SetSnapshot};
 
+use self::interrupts::Interrupts;
 use self::way::{Found, Way};
 use crate::scheme::Distributed;
 
@@ -34,8 +36,7 @@ struct Shared {
     run: Run,
     state: Mutex<State>,
     changed: Condvar,
-    /// Ends waits from another thread, whichever segment they are in.
-    interrupted: AtomicBool,
+    interrupts: Interrupts,
     closed: AtomicBool,
 }
 
@@ -43,7 +44,6 @@ struct Shared {
 struct State {
     /// The segment, unless a call has it or there is none.
     found: Option<Found>,
-    interrupter: Option<Interrupter>,
     /// What the worker was handed, while there is no segment.
     handoff: Handoff,
     /// What was to be told meanwhile.
@@ -71,7 +71,6 @@ impl NetReceiver {
             way,
             state: Mutex::new(State {
                 found: None,
-                interrupter: None,
                 handoff: Handoff::default(),
                 applied: None,
                 refused: None,
@@ -80,7 +79,7 @@ impl NetReceiver {
                 died: false,
             }),
             changed: Condvar::new(),
-            interrupted: AtomicBool::new(false),
+            interrupts: Interrupts::default(),
             closed: AtomicBool::new(false),
         });
         Shared::take_in(&shared, found);
@@ -101,7 +100,7 @@ impl NetReceiver {
                 return Err(Error::SenderDied { pid: None });
             }
             let Some(mut found) = state.found.take() else {
-                if shared.interrupted.swap(false, Ordering::SeqCst) || over(deadline) {
+                if shared.interrupts.take() || over(deadline) {
                     return Ok(None);
                 }
                 drop(state);
@@ -109,7 +108,7 @@ impl NetReceiver {
                 // Asked without the lock.
                 let pause = interrupt::at_most(left)?;
                 let state = shared.state();
-                if state.found.is_none() && !state.died {
+                if state.found.is_none() && !state.died && !shared.interrupts.is_open() {
                     shared.wait(state, pause);
                 }
                 continue;
@@ -117,6 +116,10 @@ impl NetReceiver {
             drop(state);
             let result = call(&mut found.attached);
             let gone = matches!(result, Err(Error::Memory(MemoryError::RelayGone)));
+            if matches!(result, Ok(None)) {
+                // It has ended a wait, if there was one.
+                shared.interrupts.take();
+            }
             // It may have gone while it was in use here.
             if gone || (result.is_ok() && found.has_lost_its_relay()) {
                 Shared::look_again(shared, found);
@@ -157,7 +160,7 @@ impl Shared {
         if let Some((set, reason)) = state.refused.take() {
             let _ = found.attached.refuse(set.as_ref(), &reason);
         }
-        state.interrupter = found.attached.interrupter().ok();
+        shared.interrupts.go_to(found.attached.interrupter().ok());
         let watched = found.is_a_relays().then(|| {
             let weak = Arc::downgrade(shared);
             move || {
@@ -192,7 +195,7 @@ impl Shared {
     fn look_again(shared: &Arc<Self>, found: Found) {
         let mut state = shared.state();
         state.handoff = found.attached.handoff();
-        state.interrupter = None;
+        shared.interrupts.go_to(None);
         if state.searching || shared.closed.load(Ordering::SeqCst) {
             return;
         }
@@ -293,14 +296,10 @@ impl ReceiverTransport for NetReceiver {
             let Some(shared) = weak.upgrade() else {
                 return;
             };
-            let state = shared.state();
-            match &state.interrupter {
-                Some(interrupter) => interrupter.interrupt(),
-                None => {
-                    shared.interrupted.store(true, Ordering::SeqCst);
-                    shared.changed.notify_all();
-                }
-            }
+            shared.interrupts.interrupt();
+            // Who has just looked waits by now.
+            drop(shared.state());
+            shared.changed.notify_all();
         }))
     }
 

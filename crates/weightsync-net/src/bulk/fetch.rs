@@ -5,15 +5,16 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
 
 use weightsync_core::Run;
 use weightsync_mem::Room;
 use weightsync_simd::Crc64;
 
 use super::SUSPECT;
+use super::meter::{Came, Meter};
 use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{Held, Store};
@@ -28,9 +29,6 @@ use crate::wire::message::{ChunkRange, MAX_RANGES, Message, ToChild, ToParent};
 
 /// How much is read before its checksum is made, so that it is still in the cache.
 const GULP: usize = 256 << 10;
-
-/// How often it is looked whether a fetch that was stopped has ended.
-const PAUSE: Duration = Duration::from_millis(1);
 
 /// A process to fetch from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,18 +55,6 @@ pub(crate) enum FetchEnd {
     Stopped,
 }
 
-/// What came by one fetch, whatever its end.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Came {
-    pub(crate) bytes: u64,
-    /// How long that took, without waits for a parent that did not have it yet: a
-    /// chunk that has begun to come is whole at the parent, so from there on only
-    /// the link holds it up.
-    ///
-    /// The parent could not tell: what it writes may be taken by a buffer at once.
-    pub(crate) busy: Duration,
-}
-
 /// Connections to parents that wait for the next fetch.
 #[derive(Debug)]
 pub(crate) struct Connections {
@@ -79,6 +65,8 @@ pub(crate) struct Connections {
     /// Most connections of one fetch.
     pub(crate) most: usize,
     idle: Mutex<VecDeque<(Parent, TcpStream)>>,
+    /// Of each parent that something comes from.
+    meters: Mutex<Vec<(Parent, Weak<Meter>)>>,
 }
 
 impl Connections {
@@ -89,6 +77,7 @@ impl Connections {
             agent,
             most,
             idle: Mutex::default(),
+            meters: Mutex::default(),
         }
     }
 
@@ -104,6 +93,18 @@ impl Connections {
         if idle.len() < self.most {
             idle.push_back((parent, socket));
         }
+    }
+
+    fn meter(&self, parent: Parent) -> Arc<Meter> {
+        let mut meters = self.meters.lock().unwrap_or_else(PoisonError::into_inner);
+        meters.retain(|(_, meter)| meter.strong_count() > 0);
+        let known = meters.iter().find(|(of, _)| *of == parent);
+        if let Some(meter) = known.and_then(|(_, meter)| meter.upgrade()) {
+            return meter;
+        }
+        let meter = Arc::new(Meter::default());
+        meters.push((parent, Arc::downgrade(&meter)));
+        meter
     }
 
     fn idle(&self) -> MutexGuard<'_, VecDeque<(Parent, TcpStream)>> {
@@ -139,18 +140,20 @@ struct Shared {
     first_end: Mutex<Option<FetchEnd>>,
     /// The connections in use, to be ended when it is stopped.
     sockets: Mutex<Vec<TcpStream>>,
-    came: Mutex<Came>,
-    /// How many connections there were.
-    count: usize,
+    /// What came by this link, of this fetch and of others; and before it began.
+    meter: Arc<Meter>,
+    before: Came,
+    /// What came by this fetch.
+    bytes: AtomicU64,
     done: Box<dyn Fn(FetchEnd, Came) + Send + Sync>,
 }
 
 impl Fetch {
-    /// Begins to fetch what is missing in `room`; `done` is called once, from
-    /// another thread.
+    /// Begins to fetch what is missing in `room`, beside so many `others`; `done` is
+    /// called once, from another thread.
     pub(crate) fn start(
         (item, parent): (Item, Parent),
-        connections: &Arc<Connections>,
+        (connections, others): (&Arc<Connections>, usize),
         (room, held): (Arc<Room>, Arc<Held>),
         store: &Arc<Store>,
         threads: &Arc<Threads>,
@@ -158,7 +161,9 @@ impl Fetch {
     ) -> Self {
         let missing: Vec<usize> = room.missing().collect();
         // A connection each for what is worth one.
-        let count = connections.most.min(missing.len().div_ceil(4)).max(1);
+        let most = connections.most.saturating_sub(others);
+        let count = most.min(missing.len().div_ceil(4)).max(1);
+        let meter = connections.meter(parent);
         let shared = Arc::new(Shared {
             item,
             parent,
@@ -171,8 +176,9 @@ impl Fetch {
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
-            came: Mutex::default(),
-            count,
+            before: meter.came(),
+            meter,
+            bytes: AtomicU64::new(0),
             done: Box::new(done),
         });
         for part in 0..count {
@@ -223,14 +229,11 @@ impl Shared {
 
     /// A fetch that was stopped has all that is missing: it is about to let go of it.
     fn wait_for_the_rest(&self) {
-        let since = Instant::now();
-        while !self.room.is_whole()
-            && self.room.missing().next().is_none()
-            && !self.is_stopped()
-            && since.elapsed() < SUSPECT
-        {
-            std::thread::sleep(PAUSE);
-        }
+        let over = || {
+            let (room, stopped) = (&self.room, self.is_stopped());
+            stopped || room.is_whole() || room.missing().next().is_some()
+        };
+        self.store.wait_until(over, SUSPECT);
     }
 
     fn fetch_by(&self, mut socket: TcpStream, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
@@ -275,7 +278,10 @@ impl Shared {
                 let mut head = [0; CHUNK_HEAD_BYTES];
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
-                self.take(socket, &ChunkHead::decode(&head).map_err(invalid)?)?;
+                let taken = self.take(socket, &ChunkHead::decode(&head).map_err(invalid)?);
+                // It is there, or somebody else may fetch it now.
+                self.store.notify();
+                taken?;
                 continue;
             }
             let mut payload = vec![0; header.len];
@@ -297,22 +303,21 @@ impl Shared {
             && head.image_bytes == self.room.layout().bytes();
         let piece = self.room.take(index).filter(|_| of_this);
         let mut piece = piece.ok_or_else(|| invalid(FrameError::Chunk { head: *head }))?;
-        let since = Instant::now();
+        let coming = self.meter.begin(Instant::now());
         let mut crc = Crc64::new();
         for part in piece.chunks_mut(GULP) {
             read_exact(socket, part)?;
             crc.update(part);
+            // With its checksum: what a buffer has taken before comes at the speed of
+            // memory, and says nothing of the link.
+            coming.more(part.len(), Instant::now());
         }
+        drop(coming);
         let crc = crc.value();
         head.check_crc(crc).map_err(invalid)?;
         self.held.note_sum(index, crc);
-        {
-            let mut came = self.came();
-            came.bytes += piece.len() as u64;
-            came.busy += since.elapsed();
-        }
+        self.bytes.fetch_add(piece.len() as u64, Ordering::Relaxed);
         piece.keep();
-        self.store.notify();
         Ok(())
     }
 
@@ -339,14 +344,9 @@ impl Shared {
             Some(end) => end,
             None => FetchEnd::Partly,
         };
-        let mut came = *self.came();
-        // Connections that went on side by side.
-        came.busy /= self.count as u32;
+        let bytes = self.bytes.load(Ordering::Relaxed);
+        let came = self.meter.came().share(self.before, bytes);
         (self.done)(end, came);
-    }
-
-    fn came(&self) -> MutexGuard<'_, Came> {
-        self.came.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends the connections: what is on its way is not wanted any more.
@@ -357,6 +357,7 @@ impl Shared {
                 let _ = socket.shutdown(std::net::Shutdown::Both);
             }
         }
+        self.store.notify();
     }
 
     fn sockets(&self) -> MutexGuard<'_, Vec<TcpStream>> {

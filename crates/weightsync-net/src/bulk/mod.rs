@@ -4,11 +4,13 @@
 //! slot to the socket and from the socket into a slot, and nowhere else.
 
 mod fetch;
+mod meter;
 mod serve;
 mod stop;
 mod store;
 
-pub(crate) use self::fetch::{Came, Connections, Fetch, FetchEnd, Parent};
+pub(crate) use self::fetch::{Connections, Fetch, FetchEnd, Parent};
+pub(crate) use self::meter::Came;
 pub(crate) use self::serve::{Served, Serving};
 pub(crate) use self::stop::Threads;
 #[cfg(test)]

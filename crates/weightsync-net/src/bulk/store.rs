@@ -264,6 +264,16 @@ impl Store {
         self.changed.notify_all();
     }
 
+    /// Waits until something is so that [is told](Self::notify) of here, or this is
+    /// closed; no longer than that.
+    pub(crate) fn wait_until(&self, is_so: impl Fn() -> bool, patience: Duration) {
+        let waits = |kept: &mut Kept| !kept.closed && !is_so();
+        let waited = self
+            .changed
+            .wait_timeout_while(self.kept(), patience, waits);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
     /// Waits a moment for a version to be known here.
     pub(crate) fn wait_for(&self, item: Item, pause: Duration) {
         let kept = self.kept();
@@ -314,7 +324,42 @@ impl Store {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
+
+    #[test]
+    fn what_is_waited_for_ends_a_wait_at_once_and_so_does_the_end() {
+        const LONG: Duration = Duration::from_secs(60);
+        let since = Instant::now();
+        let (looked, look) = mpsc::channel();
+        let (store, done) = (Store::of_relay(), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let (store, done) = (&store, &done);
+            let wait = |patience| {
+                let looked = looked.clone();
+                let is_so = move || {
+                    let _ = looked.send(());
+                    done.load(Ordering::Acquire)
+                };
+                scope.spawn(move || store.wait_until(is_so, patience))
+            };
+            let waits = wait(LONG);
+            look.recv().unwrap();
+            store.notify();
+            look.recv().unwrap();
+            assert!(!waits.is_finished(), "it is not so yet");
+            done.store(true, Ordering::Release);
+            store.notify();
+            waits.join().unwrap();
+            done.store(false, Ordering::Release);
+            wait(Duration::ZERO).join().unwrap();
+            let waits = wait(LONG);
+            store.close();
+            waits.join().unwrap();
+        });
+        assert!(since.elapsed() < LONG);
+    }
 
     #[test]
     fn of_old_versions_the_oldest_is_served_on_and_what_is_kept_anyway() {

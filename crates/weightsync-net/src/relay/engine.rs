@@ -81,7 +81,7 @@ pub(crate) struct Engine {
     parent: Option<Parent>,
     coming: BTreeMap<Item, (Arc<Room>, Arc<Held>)>,
     whole: BTreeMap<Item, Snapshot>,
-    fetch: Option<(u64, Item, Parent, Fetch)>,
+    fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
     /// Fetches that broke off in a row.
     failures: u32,
@@ -104,6 +104,18 @@ pub(crate) struct Engine {
 struct Worker {
     who: Seated,
     joining: Joining,
+    /// Its last question.
+    question: u64,
+}
+
+/// A fetch under way.
+struct Fetching {
+    number: u64,
+    parent: Parent,
+    /// It comes from the sender in the parent's stead.
+    instead: bool,
+    /// It goes on until this is dropped.
+    _fetch: Fetch,
 }
 
 /// What a worker said when it joined.
@@ -187,7 +199,7 @@ impl Engine {
             parent: None,
             coming: BTreeMap::new(),
             whole: BTreeMap::new(),
-            fetch: None,
+            fetching: BTreeMap::new(),
             fetches: 0,
             failures: 0,
             complain: None,
@@ -260,7 +272,7 @@ impl Engine {
     async fn end(mut self, ending: Ending, mut heard: mpsc::Receiver<Event>) -> Ending {
         self.relay.close(ending);
         self.store.close();
-        self.fetch = None;
+        self.fetching.clear();
         self.threads.stop();
         let (near, threads) = (self.near.take(), self.threads.clone());
         let mut joined = tokio::task::spawn_blocking(move || {
@@ -342,24 +354,31 @@ impl Engine {
                     who,
                     question,
                     want,
-                } => self.say(&ToRoot::Ask {
-                    worker: who.worker,
-                    instance: who.instance,
-                    question,
-                    want: want.into(),
-                }),
-                mem::Event::Withdraws { who } => self.say(&ToRoot::Withdraw {
-                    worker: who.worker,
-                    instance: who.instance,
-                }),
+                } => {
+                    if let Some(worker) = self.worker(who) {
+                        worker.question = question;
+                    }
+                    self.say(&ToRoot::Ask {
+                        worker: who.worker,
+                        instance: who.instance,
+                        question,
+                        want: want.into(),
+                    });
+                }
+                mem::Event::Withdraws { who } => {
+                    if let Some(Worker { question, .. }) = self.worker(who) {
+                        let question = *question;
+                        inputs.push(Input::Withdrawn { who, question });
+                    }
+                    self.say(&ToRoot::Withdraw {
+                        worker: who.worker,
+                        instance: who.instance,
+                    });
+                }
                 mem::Event::Gone { who, died } => {
                     // How far it came is told before that.
                     self.say_progress(std::mem::take(&mut progress));
-                    if self
-                        .workers
-                        .get(&who.worker)
-                        .is_some_and(|one| one.who == who)
-                    {
+                    if self.worker(who).is_some() {
                         self.workers.remove(&who.worker);
                     }
                     self.say(&ToRoot::Gone {
@@ -375,6 +394,12 @@ impl Engine {
         // What workers gave back may be room for what comes next.
         inputs.push(Input::MayHaveRoom);
         self.step(inputs);
+    }
+
+    /// A worker that is in, in this life of it.
+    fn worker(&mut self, who: Seated) -> Option<&mut Worker> {
+        let worker = self.workers.get_mut(&who.worker);
+        worker.filter(|one| one.who == who)
     }
 
     /// Asks the sender whether a worker may join.
@@ -444,14 +469,16 @@ impl Engine {
                 micros: busy.as_micros() as u64,
             });
         }
-        let Some((current, _, parent, _)) = &self.fetch else {
-            return;
-        };
-        if *current != number {
+        let current = self.fetching.get(&item).map(|one| one.number);
+        if current != Some(number) {
             return;
         }
-        let parent = *parent;
-        self.fetch = None;
+        let Some(Fetching {
+            parent, instead, ..
+        }) = self.fetching.remove(&item)
+        else {
+            return;
+        };
         match end {
             FetchEnd::Whole => {
                 let committed = match self.coming.get(&item) {
@@ -495,8 +522,11 @@ impl Engine {
                     "fetching {item:?} from {} broke off: {error}",
                     parent.address
                 );
-                self.complain = Some((Instant::now() + pause, parent.agent, error.to_string()));
-                self.parent = None;
+                // That the parent is lost is worth more than that the sender was.
+                if !instead || self.complain.is_none() {
+                    self.complain = Some((Instant::now() + pause, parent.agent, error.to_string()));
+                }
+                self.leave_parent();
                 self.step([Input::Broken { item }, Input::NoParent]);
             }
             // What is missing still is fetched, from the same parent.

@@ -8,12 +8,19 @@
 //! * A worker that wants the newest is not told what was replaced meanwhile, but
 //!   never misses two in a row: then the transfer that is under way is finished
 //!   first, so that a slow link does not starve its workers.
+//! * Of what is to be told next everything is asked for at once, side by side: what
+//!   was asked for stays above until it has come, and a set is of no use while one of
+//!   its versions is missing. So is, of each model, the oldest that relays below want:
+//!   of those who want different ones it is what makes the first of them whole.
 //! * What is neither told, nor on its way, nor wanted by a relay below is released.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use weightsync_core::Version;
 use weightsync_mem::{Delivery, Seated};
+
+/// Most fetches at once: a set of the most models there may be.
+const SIDE_BY_SIDE: usize = 64;
 
 /// One version of one model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -44,6 +51,8 @@ pub enum Input {
         sequence: u64,
         set: Vec<Item>,
     },
+    /// A worker does not wait for the answers up to this question any more.
+    Withdrawn { who: Seated, question: u64 },
     /// There is somebody to fetch from (again).
     Parent,
     /// The parent is gone, or has gone silent.
@@ -101,7 +110,7 @@ pub struct Plan {
     /// What was refused to them, and how many have not said yet that they want it no
     /// more.
     refused: BTreeMap<Item, u32>,
-    fetching: Option<Item>,
+    fetching: BTreeSet<Item>,
     has_parent: bool,
     /// No room was found; nothing is fetched until there may be some.
     full: bool,
@@ -122,6 +131,8 @@ struct Worker {
     /// What it is to be told once it is whole, oldest first.
     pending: VecDeque<Tell>,
     answer: Option<(u64, Tell)>,
+    /// The last question that it has taken back.
+    withdrawn: u64,
     /// What its lane is on.
     told: Vec<Item>,
     /// What its last answer was.
@@ -175,8 +186,17 @@ impl Plan {
                 sequence,
                 set,
             } => {
-                if let Some(worker) = self.workers.get_mut(&who) {
+                // An answer may have been on its way when the question was taken back.
+                if let Some(worker) = self.workers.get_mut(&who)
+                    && question > worker.withdrawn
+                {
                     worker.answer = Some((question, Tell { sequence, set }));
+                }
+            }
+            Input::Withdrawn { who, question } => {
+                if let Some(worker) = self.workers.get_mut(&who) {
+                    worker.withdrawn = question.max(worker.withdrawn);
+                    worker.answer.take_if(|(of, _)| *of <= question);
                 }
             }
             Input::Parent => {
@@ -184,16 +204,16 @@ impl Plan {
             }
             Input::NoParent => {
                 self.has_parent = false;
-                let from_parent =
-                    |item: &mut Item| self.items.get(item) != Some(&State::FromSender);
-                self.fetching.take_if(from_parent);
+                let items = &self.items;
+                let from_sender = |item: &Item| items.get(item) == Some(&State::FromSender);
+                self.fetching.retain(from_sender);
             }
             Input::Whole { item } => {
                 self.items.insert(item, State::Whole);
-                self.fetching.take_if(|fetching| *fetching == item);
+                self.fetching.remove(&item);
             }
             Input::Broken { item } => {
-                self.fetching.take_if(|fetching| *fetching == item);
+                self.fetching.remove(&item);
                 // Also from the sender: it would be tried again at once, and as often
                 // as that fails. So it waits for a parent, and asks that first.
                 if let Some(state @ State::FromSender) = self.items.get_mut(&item) {
@@ -204,16 +224,16 @@ impl Plan {
                 item,
                 sender: false,
             } => {
-                self.fetching.take_if(|fetching| *fetching == item);
+                self.fetching.remove(&item);
                 self.items.insert(item, State::FromSender);
             }
             Input::NotThere { item, sender: true } => {
-                self.fetching.take_if(|fetching| *fetching == item);
+                self.fetching.remove(&item);
                 self.give_up(item, effects);
             }
             Input::MayHaveRoom => self.full = false,
             Input::NoRoom { item } => {
-                self.fetching.take_if(|fetching| *fetching == item);
+                self.fetching.remove(&item);
                 self.full = true;
             }
             Input::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
@@ -243,8 +263,8 @@ impl Plan {
 
     /// What is being fetched.
     #[cfg(test)]
-    pub(crate) fn fetching(&self) -> Option<Item> {
-        self.fetching
+    pub(crate) fn fetching(&self) -> &BTreeSet<Item> {
+        &self.fetching
     }
 
     /// Whether some worker is still to be told something.
@@ -306,12 +326,13 @@ impl Plan {
             let newest = newest.entry(item.model).or_insert(item.version);
             *newest = item.version.max(*newest);
         }
-        if let Some(item) = self.fetching
-            && !needed.contains(&item)
-        {
-            self.fetching = None;
-            effects.push(Effect::Stop { item });
-        }
+        self.fetching.retain(|item| {
+            let keep = needed.contains(item);
+            if !keep {
+                effects.push(Effect::Stop { item: *item });
+            }
+            keep
+        });
         self.items.retain(|item, state| {
             // For relays below, and for workers to come.
             let kept = *state == State::Whole && newest.get(&item.model) == Some(&item.version);
@@ -323,42 +344,48 @@ impl Plan {
         });
     }
 
-    /// Begins the next fetch, if none is under way.
+    /// Begins what is to be fetched next and is not under way.
     fn fetch(&mut self, effects: &mut Vec<Effect>) {
-        if self.fetching.is_some() || self.full {
+        if self.full {
             return;
         }
-        let Some(item) = self.next() else {
-            return;
-        };
-        let state = *self.items.entry(item).or_insert(State::Begun);
-        let sender = state == State::FromSender;
-        if !sender && !self.has_parent {
-            return;
+        for item in self.next() {
+            if self.fetching.len() >= SIDE_BY_SIDE {
+                return;
+            }
+            let sender = self.items.get(&item) == Some(&State::FromSender);
+            if (sender || self.has_parent) && self.fetching.insert(item) {
+                self.items.entry(item).or_insert(State::Begun);
+                effects.push(Effect::Fetch { item, sender });
+            }
         }
-        self.fetching = Some(item);
-        effects.push(Effect::Fetch { item, sender });
     }
 
-    /// What to fetch next: what a worker has waited for longest, then what relays
-    /// below want, newest first.
-    fn next(&self) -> Option<Item> {
-        let pending = self.workers.values().flat_map(|worker| {
+    /// What to fetch next: of what each worker waits for the first; then of each model
+    /// the oldest that relays below want, unless something older comes anyway. Above
+    /// it would be replaced meanwhile, and its bytes hold up the others.
+    fn next(&self) -> Vec<Item> {
+        let firsts = self.workers.values().flat_map(|worker| {
             let answer = worker.answer.iter().map(|(_, tell)| tell);
-            answer.chain(&worker.pending)
+            answer.chain(worker.pending.front())
         });
-        let missing = |tell: &Tell| {
-            let mut set = tell.set.iter();
-            set.find(|item| !self.is_whole(item)).copied()
-        };
-        let first = pending
-            .filter_map(|tell| Some((tell.sequence, missing(tell)?)))
-            .min();
-        let below = || {
-            let mut wanted = self.wanted.keys().rev();
-            wanted.find(|item| !self.is_whole(item)).copied()
-        };
-        first.map(|(_, item)| item).or_else(below)
+        let mut firsts: Vec<&Tell> = firsts.collect();
+        firsts.sort_by_key(|tell| tell.sequence);
+        let here = firsts.into_iter().flat_map(|tell| &tell.set);
+        let mut next: Vec<Item> = here.filter(|item| !self.is_whole(item)).copied().collect();
+        let mut below = self
+            .wanted
+            .keys()
+            .filter(|item| !self.is_whole(item))
+            .peekable();
+        while let Some(oldest) = below.next() {
+            let older = |one: &Item| one.model == oldest.model && one.version < oldest.version;
+            if !next.iter().any(older) {
+                next.push(*oldest);
+            }
+            while below.next_if(|item| item.model == oldest.model).is_some() {}
+        }
+        next
     }
 
     /// What must not be let go of.
@@ -393,6 +420,7 @@ impl Worker {
             delivery,
             pending: VecDeque::new(),
             answer: None,
+            withdrawn: 0,
             told: Vec::new(),
             answered: Vec::new(),
             missed: false,

@@ -29,8 +29,8 @@ pub(super) struct Agent {
     /// Chunks that came, from the first on.
     pub(super) coming: BTreeMap<Item, u32>,
     pub(super) whole: BTreeSet<Item>,
-    /// The transfer under way.
-    pub(super) fetch: Option<u64>,
+    /// The transfers under way.
+    pub(super) fetching: BTreeMap<Item, Fetching>,
     pub(super) failures: u32,
     /// What the sender is told once it is time, and how many of those there were.
     pub(super) complain: Option<AgentId>,
@@ -39,6 +39,14 @@ pub(super) struct Agent {
     /// Workers that the sender was asked about, by ticket.
     joining: BTreeMap<u64, (Seated, Delivery)>,
     tickets: u64,
+}
+
+/// A transfer under way, as its agent knows it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fetching {
+    pub(super) number: u64,
+    /// It comes from the sender in the parent's stead.
+    pub(super) instead: bool,
 }
 
 /// From where an agent fetches.
@@ -84,7 +92,7 @@ impl World {
             parent: None,
             coming: BTreeMap::new(),
             whole: BTreeSet::new(),
-            fetch: None,
+            fetching: BTreeMap::new(),
             failures: 0,
             complain: None,
             complaints: 0,
@@ -265,15 +273,11 @@ impl World {
 
     fn follow(&mut self, node: Node, parent: Parent) {
         let agent = self.agent_of(node);
-        let before = agent.parent.replace(parent);
-        if before == Some(parent) && agent.fetch.is_some() {
+        if agent.parent == Some(parent) && !agent.fetching.is_empty() {
             return;
         }
-        if let Some(fetch) = agent.fetch
-            && self.transfers[&fetch].parent.agent != 0
-        {
-            self.stop_fetch(node);
-        }
+        self.leave_parent(node);
+        self.agent_of(node).parent = Some(parent);
         self.step(node, vec![Input::NoParent, Input::Parent]);
     }
 }

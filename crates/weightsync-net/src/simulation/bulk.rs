@@ -1,10 +1,10 @@
 //! Transfers: chunk after chunk, each passed on as soon as it has come, over one
 //! connection each.
 
-use super::agent::Parent;
+use super::agent::{Fetching, Parent, ROOT};
 use super::clock::{MS, SECOND, Time};
 use super::control::SUSPECT;
-use super::network::{Health, Node};
+use super::network::{Health, Network, Node, Way};
 use super::perform::FetchEnd;
 use super::{Event, World};
 use crate::relay::Item;
@@ -40,12 +40,22 @@ pub(super) struct Transfer {
     pub(super) found: bool,
     pub(super) revoked: bool,
     /// A chunk is on its way.
-    pub(super) sending: bool,
+    pub(super) sending: Option<Way>,
     /// What has come is held up: a chunk, or the word that there is none.
     pub(super) held: bool,
     pub(super) gone: bool,
     bytes: u64,
     busy: Time,
+}
+
+impl Transfer {
+    /// Its child has closed it.
+    fn close(&mut self, network: &mut Network, now: Time) {
+        self.child_open = false;
+        if let Some(way) = self.sending {
+            network.take_back(self.child.0, way, now);
+        }
+    }
 }
 
 impl World {
@@ -54,12 +64,18 @@ impl World {
         child: (Node, u64),
         item: Item,
         parent: Parent,
-        instead: bool,
+        sender: bool,
     ) {
         self.last_transfer += 1;
         let number = self.last_transfer;
         let agent = self.agent_of(child.0);
-        agent.fetch = Some(number);
+        let fetching = Fetching {
+            number,
+            instead: sender,
+        };
+        let before = agent.fetching.insert(item, fetching);
+        assert!(before.is_none(), "{item:?} is on its way to {child:?}");
+        let instead = sender && agent.parent != Some(ROOT);
         let next = agent.coming[&item];
         let transfer = Transfer {
             child,
@@ -74,7 +90,7 @@ impl World {
             asked: false,
             found: false,
             revoked: false,
-            sending: false,
+            sending: None,
             held: false,
             gone: false,
             bytes: 0,
@@ -135,7 +151,7 @@ impl World {
         let Some(transfer) = self.transfers.get(&number) else {
             return;
         };
-        let open = transfer.parent_open && !transfer.sending && !transfer.held;
+        let open = transfer.parent_open && transfer.sending.is_none() && !transfer.held;
         if !open {
             return;
         }
@@ -171,10 +187,10 @@ impl World {
         };
         transfer.found = true;
         if next < there {
-            transfer.sending = true;
-            let takes = self.network.send(parent.node, to, bytes, now);
-            transfer.busy += takes;
-            self.clock.after(takes, Event::Chunk { number });
+            let way = self.network.send(parent.node, to, bytes, now);
+            transfer.sending = Some(way);
+            transfer.busy += way.busy;
+            self.clock.after(way.whole - now, Event::Chunk { number });
             if parent.node == 0 {
                 let beyond = transfer.instead || transfer.late;
                 self.note_served((item, to), bytes, beyond);
@@ -195,7 +211,7 @@ impl World {
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
         };
-        transfer.sending = false;
+        transfer.sending = None;
         if !transfer.child_open {
             return;
         }
@@ -287,16 +303,17 @@ impl World {
     }
 
     /// A child stops its fetch; its parent hears of it, sooner or later.
-    pub(super) fn stop_fetch(&mut self, node: Node) {
+    pub(super) fn stop_fetch(&mut self, node: Node, item: Item) {
         let latency = self.network.latency;
         let Some(agent) = self.hosts[node].agent.as_mut() else {
             return;
         };
-        let Some(number) = agent.fetch.take() else {
+        let now = self.clock.now();
+        let Some(Fetching { number, .. }) = agent.fetching.remove(&item) else {
             return;
         };
         if let Some(transfer) = self.transfers.get_mut(&number) {
-            transfer.child_open = false;
+            transfer.close(&mut self.network, now);
             let good = self.network.is_good(node, transfer.parent.node);
             let pause = if good { latency } else { STUCK };
             self.clock.after(pause, Event::HungUp { number });
@@ -323,7 +340,7 @@ impl World {
             return;
         };
         let ((node, _), parent, item) = (transfer.child, transfer.parent, transfer.item);
-        transfer.child_open = false;
+        transfer.close(&mut self.network, self.clock.now());
         self.counts.broken += 1;
         self.clock.after(MS, Event::HungUp { number });
         self.fetched(node, item, parent, FetchEnd::Broken);

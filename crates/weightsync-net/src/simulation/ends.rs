@@ -50,7 +50,7 @@ impl World {
             if !self
                 .transfers
                 .get(&number)
-                .is_some_and(|one| one.sending || one.held)
+                .is_some_and(|one| one.sending.is_some() || one.held)
             {
                 self.gone(number);
             }
@@ -94,7 +94,12 @@ impl World {
 
     /// An agent has died: what it fetched, and what was fetched from it.
     pub(super) fn transfers_end(&mut self, node: Node, life: u64) {
-        self.stop_fetch(node);
+        let agent = self.hosts[node].agent.as_ref();
+        let fetching = agent.map(|one| one.fetching.keys().copied().collect());
+        let fetching: Vec<Item> = fetching.unwrap_or_default();
+        for item in fetching {
+            self.stop_fetch(node, item);
+        }
         let latency = self.network.latency;
         let from_it = self
             .transfers

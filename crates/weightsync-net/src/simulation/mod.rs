@@ -9,8 +9,8 @@
 //! silent, and come back; transfers in chunks that are passed on as they come.
 //!
 //! What is not simulated: TCP (a chunk takes its bytes by the slower end's rate, and
-//! what is given to a machine's link goes out in order; a slow receiver holds up
-//! nobody else), several connections of one fetch, the machine itself (memory, slots,
+//! what is given to a machine's link goes out, and comes in, in order; a slow receiver
+//! holds up nobody else), several connections of one fetch, the machine itself (memory, slots,
 //! threads, clocks that differ), handshakes and their limits, bytes that are wrong,
 //! questions of workers, a sender that dies, several agents on one machine.
 

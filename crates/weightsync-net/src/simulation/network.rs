@@ -33,6 +33,10 @@ struct End {
     rate: u64,
     /// When what was given to it has gone out.
     free: Time,
+    /// To whom that goes which was given to it last.
+    last: Node,
+    /// When what is on its way to it has come.
+    comes: Time,
     health: (Health, Time),
 }
 
@@ -41,6 +45,8 @@ impl Network {
         let end = |rate: &u64| End {
             rate: *rate,
             free: 0,
+            last: 0,
+            comes: 0,
             health: (Health::Good, 0),
         };
         Self {
@@ -92,15 +98,49 @@ impl Network {
         }
     }
 
-    /// So much goes from one to the other, behind what is on its way out there; in
-    /// what time.
-    pub(super) fn send(&mut self, from: Node, to: Node, bytes: u64, now: Time) -> Time {
+    /// So much goes from one to the other, behind what is on its way out there, and
+    /// in at the other.
+    pub(super) fn send(&mut self, from: Node, to: Node, bytes: u64, now: Time) -> Way {
         let slower = self.rate(from).min(self.rate(to));
-        let begun = self.ends[from].free.max(now);
         // A slow one takes its share only.
-        self.ends[from].free = begun + taken(bytes, self.rate(from));
-        begun + taken(bytes, slower) - now
+        let out = taken(bytes, self.rate(from));
+        let end = &mut self.ends[from];
+        let begun = end.free.max(now);
+        end.free = begun + out;
+        let last = std::mem::replace(&mut end.last, to);
+        let end = &mut self.ends[to];
+        let first = end.comes.max(begun);
+        end.comes = first + taken(bytes, end.rate);
+        let comes = end.comes;
+        let whole = first + taken(bytes, slower);
+        // Behind what goes elsewhere it comes slowly; behind what comes here too, late.
+        let waits = if last == to { 0 } else { begun - now };
+        Way {
+            first,
+            comes,
+            whole,
+            busy: whole - first + waits,
+        }
     }
+
+    /// What is on its way to one does not come any more.
+    pub(super) fn take_back(&mut self, to: Node, way: Way, now: Time) {
+        let left = way.comes.saturating_sub(way.first.max(now));
+        let comes = &mut self.ends[to].comes;
+        *comes = comes.saturating_sub(left);
+    }
+}
+
+/// When what was given to a link comes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Way {
+    /// Its first byte; and when the other's link is free again.
+    first: Time,
+    comes: Time,
+    /// All of it.
+    pub(super) whole: Time,
+    /// How long it seems to take.
+    pub(super) busy: Time,
 }
 
 /// How long so many bytes take.

@@ -43,9 +43,8 @@ impl World {
             Effect::Answer { .. } => {}
             Effect::Fetch { item, sender } => return self.begin(node, item, sender),
             Effect::Stop { item } => {
-                let fetch = self.agent_of(node).fetch;
-                assert_eq!(fetch.map(|one| self.transfers[&one].item), Some(item));
-                self.stop_fetch(node);
+                assert!(self.agent_of(node).fetching.contains_key(&item));
+                self.stop_fetch(node, item);
             }
             Effect::Release { item } => {
                 let agent = self.agent_of(node);
@@ -74,16 +73,14 @@ impl World {
             return Some(Input::NoRoom { item });
         }
         agent.coming.entry(item).or_insert(0);
-        self.stop_fetch(node);
-        let instead = sender && self.agent_of(node).parent != Some(ROOT);
-        self.start_fetch((node, life), item, parent, instead);
+        self.start_fetch((node, life), item, parent, sender);
         None
     }
 
     /// The transfer under way has ended.
     pub(super) fn fetched(&mut self, node: Node, item: Item, parent: Parent, end: FetchEnd) {
         let agent = self.agent_of(node);
-        agent.fetch = None;
+        let fetching = agent.fetching.remove(&item);
         match end {
             FetchEnd::Whole { bytes, micros } => {
                 agent.failures = 0;
@@ -110,16 +107,32 @@ impl World {
                     failures => crate::relay::backoff(failures).as_micros() as Time,
                 };
                 agent.failures += 1;
-                agent.complaints += 1;
-                agent.complain = Some(parent.agent);
-                agent.parent = None;
+                let instead = fetching.is_some_and(|one| one.instead);
+                if !instead || agent.complain.is_none() {
+                    agent.complaints += 1;
+                    agent.complain = Some(parent.agent);
+                }
                 let (life, number) = (agent.life, agent.complaints);
                 self.clock
                     .after(pause, Event::Complain { node, life, number });
                 self.disturb();
+                self.counts.broken += self.leave_parent(node);
                 self.step(node, vec![Input::Broken { item }, Input::NoParent]);
             }
         }
+    }
+
+    /// Nothing comes from the parent any more; how many fetches that ends.
+    pub(super) fn leave_parent(&mut self, node: Node) -> u64 {
+        let agent = self.agent_of(node);
+        agent.parent = None;
+        let fetching = agent.fetching.iter();
+        let ended = fetching.filter(|(_, one)| !one.instead);
+        let ended: Vec<Item> = ended.map(|(item, _)| *item).collect();
+        for item in &ended {
+            self.stop_fetch(node, *item);
+        }
+        ended.len() as u64
     }
 
     /// It is time to say that a parent is lost.

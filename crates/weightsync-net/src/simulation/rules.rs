@@ -9,6 +9,12 @@
 //!   the worker's way from the sender, a chunk more for each agent on it, and two
 //!   seconds: three, because each agent may first finish a version that was replaced.
 //!   Of two publications in a row that were due for it, a worker was told one.
+//! * **Nobody starves**, however fast sets are published: from each publication on a
+//!   worker that wants the newest is told a set, if nothing else happens from [`CALM`]
+//!   before it until then: in twice the time in which it would be due, and as long
+//!   again for each further child of the sender, which serves of what was replaced
+//!   only the oldest on, so that they take turns; and in three times that if others
+//!   take every version, as their old ones have their part of a slow link as well.
 //! * At the end every worker that lives is at the newest set that was meant for it.
 //! * What the sender itself served is no more than its publications, to as many as
 //!   were its children, which are the arity's number while nothing breaks; and two
@@ -17,9 +23,6 @@
 //!   each fetch that broke off.
 //! * Agents with slow links, if they fetch anything, stand behind those with fast ones,
 //!   once it is known of any that it is fast.
-//!
-//! What is not checked: that a slow machine gets any whole *set* of several models
-//! while they are published faster than it can take one.
 
 use std::collections::BTreeMap;
 
@@ -44,6 +47,8 @@ pub(super) struct Facts {
     publications: Vec<Publication>,
     /// What each life of a worker was told.
     pub(super) told: BTreeMap<Seated, Vec<u64>>,
+    /// And when.
+    told_at: BTreeMap<Seated, Vec<Time>>,
     /// Bytes that the sender may serve, by what has happened.
     allowed: u64,
     pub(super) served: u64,
@@ -55,6 +60,8 @@ pub(super) struct Facts {
 struct Publication {
     at: Time,
     sequence: u64,
+    /// So many times as long a worker may be told nothing.
+    patience: u64,
     /// How long it may take to each worker that wants the newest.
     needs: BTreeMap<Seated, Time>,
 }
@@ -75,6 +82,8 @@ pub(super) struct Counts {
     pub(super) denied: u64,
     /// Pairs of publications that were due.
     pub(super) pairs: u64,
+    /// Stretches in which somebody had to be told something.
+    pub(super) stretches: u64,
     pub(super) chunks: u64,
     pub(super) ordered: u64,
 }
@@ -92,6 +101,7 @@ impl Counts {
         self.lost += other.lost;
         self.denied += other.denied;
         self.pairs += other.pairs;
+        self.stretches += other.stretches;
         self.chunks += other.chunks;
         self.ordered += other.ordered;
     }
@@ -118,13 +128,14 @@ impl World {
                 }
             }
         }
+        let arity = self.options.arity as u64;
+        let children = self.children(0);
         self.facts.publications.push(Publication {
             at: self.clock.now(),
             sequence: self.sender.sequence,
+            patience: (1 + children) * if self.options.every { 3 } else { 1 },
             needs,
         });
-        let arity = self.options.arity as u64;
-        let children = self.children(0);
         let calm = !self.options.faults && !self.options.apart;
         if calm && self.hosts.iter().skip(1).all(|host| host.serves) {
             assert!(children <= arity, "{children} children of the sender");
@@ -200,6 +211,8 @@ impl World {
         }
         self.counts.told += 1;
         self.facts.told.entry(who).or_default().push(sequence);
+        let now = self.clock.now();
+        self.facts.told_at.entry(who).or_default().push(now);
         let pause = self.dice.span(MS, 50 * MS);
         self.clock.after(pause, Event::Taken { node, who });
     }
@@ -210,6 +223,7 @@ impl World {
         assert!(left.is_empty(), "transfers are left over: {left:?}");
         self.check_newest();
         self.check_pairs();
+        self.check_progress();
         self.check_order();
         let broken = self.counts.broken * CHUNK;
         let (served, allowed) = (self.facts.served, self.facts.allowed + broken);
@@ -237,16 +251,37 @@ impl World {
         }
     }
 
+    fn is_calm(&self, from: Time, to: Time) -> bool {
+        let mut disturbed = self.facts.disturbed.iter();
+        !disturbed.any(|at| from <= *at && *at <= to)
+    }
+
+    fn check_progress(&mut self) {
+        for publication in &self.facts.publications {
+            let from = publication.at;
+            for (who, need) in &publication.needs {
+                let until = from + publication.patience * need;
+                if !self.is_calm(from.saturating_sub(CALM), until) {
+                    continue;
+                }
+                self.counts.stretches += 1;
+                let told = self.facts.told_at.get(who).into_iter().flatten();
+                let told: Vec<_> = told.collect();
+                let any = told.iter().any(|at| (from..=until).contains(*at));
+                assert!(
+                    any,
+                    "{who:?} was told nothing from {from} to {until}: {told:?}"
+                );
+            }
+        }
+    }
+
     fn check_pairs(&mut self) {
-        let calm = |from: Time, to: Time| {
-            let mut disturbed = self.facts.disturbed.iter();
-            !disturbed.any(|at| from <= *at && *at <= to)
-        };
         for three in self.facts.publications.windows(3) {
             let [first, second, third] = three else {
                 continue;
             };
-            if !calm(first.at.saturating_sub(CALM), third.at) {
+            if !self.is_calm(first.at.saturating_sub(CALM), third.at) {
                 continue;
             }
             for (who, need) in &first.needs {

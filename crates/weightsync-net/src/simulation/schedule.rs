@@ -34,6 +34,8 @@ pub(super) struct Options {
     pub(super) faults: bool,
     /// Whether some machines never reach each other, as behind a firewall.
     pub(super) apart: bool,
+    /// How often versions come faster than some can take them, in a hundred.
+    pub(super) bursts: u64,
     pub(super) trace: bool,
     /// How many versions are published once everything is well.
     pub(super) last: u32,
@@ -90,6 +92,11 @@ pub(super) enum Op {
     /// Everything is well from now on; versions follow at times that are long
     /// enough, mostly.
     Heal,
+    /// Versions come faster than some can take them.
+    Burst {
+        left: u64,
+        pause: Time,
+    },
     Last {
         left: u32,
     },
@@ -116,6 +123,7 @@ impl Options {
             every: dice.percent(50),
             faults: dice.percent(80),
             apart: dice.percent(20),
+            bursts: 15,
             trace: traced(),
             last: 8,
         }
@@ -132,6 +140,7 @@ impl Options {
             every: false,
             faults: false,
             apart: false,
+            bursts: 0,
             trace: traced(),
             last: 0,
         }
@@ -356,20 +365,37 @@ impl World {
             Op::Between { one, other, health } => self.set_health_between(one, other, health),
             Op::Near => self.network.heal(false, self.clock.now()),
             Op::Reset { node } => {
-                let fetch = self.hosts[node].agent.as_ref().and_then(|one| one.fetch);
-                if let Some(number) = fetch {
-                    self.broken(number);
+                let agent = self.hosts[node].agent.as_ref();
+                let fetching = agent.and_then(|one| one.fetching.values().next());
+                if let Some(fetching) = fetching {
+                    self.broken(fetching.number);
                 }
             }
             Op::Heal => {
                 self.heal();
+                let often = 4 + self.dice.below(17);
+                let burst = match self.dice.percent(self.options.bursts) {
+                    true => 5 * often,
+                    false => 0,
+                };
+                let next = Op::Burst {
+                    left: burst,
+                    pause: self.time_for_all() / often,
+                };
+                self.clock.after(60 * SECOND, Event::Op(next));
+            }
+            Op::Burst { left: 0, .. } => {
                 let left = self.options.last;
-                self.clock.after(60 * SECOND, Event::Op(Op::Last { left }));
+                self.operate(Op::Last { left });
+            }
+            Op::Burst { left, pause } => {
+                self.publish_any();
+                let left = left - 1;
+                let next = Event::Op(Op::Burst { left, pause });
+                self.clock.after(pause, next);
             }
             Op::Last { left } => {
-                let all = (1 << self.sender.sizes.len()) - 1;
-                let models = 1 + self.dice.below(all);
-                self.publish(models);
+                self.publish_any();
                 if left > 1 {
                     let all = self.time_for_all();
                     let pause = match self.dice.below(5) {
@@ -382,6 +408,13 @@ impl World {
                 }
             }
         }
+    }
+
+    /// New versions of any of the models.
+    fn publish_any(&mut self) {
+        let all = (1 << self.sender.sizes.len()) - 1;
+        let models = 1 + self.dice.below(all);
+        self.publish(models);
     }
 
     /// Takes event after event, until nothing happens any more.

@@ -5,7 +5,7 @@ use weightsync_mem::Seated;
 
 use super::words::item;
 use super::{Engine, LINGER, Worker};
-use crate::bulk::{Fetch, Parent};
+use crate::bulk::Parent;
 use crate::relay::plan::{Input, Item};
 use crate::wire::message::{FromRoot, ToRoot};
 
@@ -108,18 +108,22 @@ impl Engine {
             return;
         }
         let delivery = joining.delivery;
-        self.workers.insert(who.worker, Worker { who, joining });
+        let worker = Worker {
+            who,
+            joining,
+            question: 0,
+        };
+        self.workers.insert(who.worker, worker);
         self.step([Input::Joined { who, delivery }]);
     }
 
     /// Fetches from another from here on.
     fn follow(&mut self, parent: Parent) {
-        if self.parent.replace(parent) == Some(parent) && self.fetch.is_some() {
+        if self.parent == Some(parent) && !self.fetching.is_empty() {
             return;
         }
-        // What is fetched from the sender itself goes on.
-        let from_parent = |fetch: &mut (u64, Item, Parent, Fetch)| fetch.2.agent != 0;
-        self.fetch.take_if(from_parent);
+        self.leave_parent();
+        self.parent = Some(parent);
         self.step([Input::NoParent, Input::Parent]);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use weightsync_mem::Snapshot;
 
 use super::words::held;
-use super::{Engine, Event, Fetched};
+use super::{Engine, Event, Fetched, Fetching};
 use crate::bulk::{Fetch, Held, Parent};
 use crate::relay::plan::{Effect, Input, Item};
 use crate::wire::frame::CHUNK;
@@ -48,7 +48,7 @@ impl Engine {
             }
             Effect::Fetch { item, sender } => return self.begin(item, sender),
             Effect::Stop { item } => {
-                self.fetch.take_if(|(_, of, ..)| *of == item);
+                self.fetching.remove(&item);
             }
             Effect::Release { item } => {
                 self.store.remove(item);
@@ -95,9 +95,11 @@ impl Engine {
         self.fetches += 1;
         let number = self.fetches;
         let events = self.events.clone();
+        // Those under way have their connections already.
+        let others = self.fetching.keys().filter(|one| **one != item).count();
         let fetch = Fetch::start(
             (item, parent),
-            &self.connections,
+            (&self.connections, others),
             (room.clone(), coming.clone()),
             &self.store,
             &self.threads,
@@ -112,8 +114,21 @@ impl Engine {
                 let _ = events.blocking_send(Event::Fetched(fetched));
             },
         );
-        self.fetch = Some((number, item, parent, fetch));
+        let fetching = Fetching {
+            number,
+            parent,
+            instead: sender,
+            _fetch: fetch,
+        };
+        self.fetching.insert(item, fetching);
         None
+    }
+
+    /// Nothing comes from the parent any more; what comes from the sender itself in its
+    /// stead goes on.
+    pub(super) fn leave_parent(&mut self) {
+        self.parent = None;
+        self.fetching.retain(|_, one| one.instead);
     }
 
     fn snapshots(&self, set: &[Item]) -> Option<Vec<Snapshot>> {

@@ -61,13 +61,9 @@ fn a_newer_one_that_is_whole_stands_for_those_before_it() {
          tell 1 #1 a1              > fetch a1
          tell 1 #2 a2              > stop a1, release a1, fetch a2
          tell 1 #3 a3              >
-         want a3                   >
-         not-there a2              > fetch a2 sender
-         no-room a2                >
-         join 2 newest             >
-         room                      > fetch a2 sender
-         gone a2                   > release a2, fetch a3
-         whole a3                  > tell 1 #3 a3",
+         join 2 newest, tell 2 #3 a3 > fetch a3
+         want a3, want a4          >
+         whole a3                  > tell 1 #3 a3, tell 2 #3 a3, stop a2, release a2, fetch a4",
     );
 }
 
@@ -87,10 +83,9 @@ fn every_version_comes_in_order() {
          tell 2 #1 a1, tell 2 #2 a2  > fetch a1
          no-room a1                  >
          tell 1 #2 a2                >
-         want a2                     >
-         room                        > fetch a1
-         whole a1                    > tell 2 #1 a1, fetch a2
-         whole a2                    > tell 1 #2 a2, tell 2 #2 a2, release a1",
+         room                        > fetch a1, fetch a2
+         whole a2                    > tell 1 #2 a2
+         whole a1                    > tell 2 #1 a1, tell 2 #2 a2, release a1",
     );
 }
 
@@ -99,8 +94,8 @@ fn a_worker_that_asks_is_answered_beside_what_it_is_told() {
     play(
         "join 1 newest, join 2 asked, parent >
          tell 1 #3 a3           > fetch a3
-         answer 2 ?1 #2 a2      >
-         whole a3               > tell 1 #3 a3, fetch a2
+         answer 2 ?1 #2 a2      > fetch a2
+         whole a3               > tell 1 #3 a3
          whole a2               > answer 2 ?1 #2 a2
          answer 2 ?2 #3 a3      > answer 2 ?2 #3 a3, release a2
          tell 1 #4 a4           > fetch a4
@@ -125,27 +120,121 @@ fn a_worker_that_asks_is_answered_beside_what_it_is_told() {
 }
 
 #[test]
+fn what_a_worker_does_not_ask_for_any_more_is_not_fetched() {
+    play(
+        "join 1 asked, parent   >
+         answer 1 ?1 #1 a1+b1   > fetch a1, fetch b1
+         whole b1               >
+         withdraw 1 ?1          > stop a1, release a1
+         answer 1 ?2 #2 a2+b1   > fetch a2
+         whole a2               > answer 1 ?2 #2 a2+b1",
+    );
+    // The answer was on its way.
+    play(
+        "join 1 newest, parent  >
+         tell 1 #3 a3           > fetch a3
+         withdraw 1 ?1          >
+         answer 1 ?1 #2 a2      >
+         whole a3               > tell 1 #3 a3
+         answer 1 ?2 #2 a2      > fetch a2
+         withdraw 1 ?1          >
+         left 1                 > stop a2, release a2",
+    );
+    // Who was answered already keeps that.
+    play(
+        "join 1 asked, parent   >
+         answer 1 ?1 #1 a1      > fetch a1
+         whole a1               > answer 1 ?1 #1 a1
+         withdraw 1 ?1          >
+         want a2                > fetch a2
+         whole a2               >
+         left 1                 > release a1",
+    );
+}
+
+#[test]
 fn a_set_is_told_when_all_of_it_is_whole() {
     play(
         "join 1 newest, parent      >
-         tell 1 #1 a1+b1+c1         > fetch a1
-         whole a1                   > fetch b1
-         whole b1                   > fetch c1
-         whole c1                   > tell 1 #1 a1+b1+c1
+         tell 1 #1 a1+b1+c1         > fetch a1, fetch b1, fetch c1
+         whole c1                   >
+         whole a1                   >
+         whole b1                   > tell 1 #1 a1+b1+c1
          tell 1 #2 a1+b2+c1         > fetch b2
-         tell 1 #3 a1+b2+c2         >
+         tell 1 #3 a1+b2+c2         > fetch c2
          tell 1 #4 a2+b3+c2         >
-         whole b2                   > fetch c2
-         whole c2                   > tell 1 #3 a1+b2+c2, release b1, release c1, fetch a2",
+         whole b2                   >
+         whole c2  > tell 1 #3 a1+b2+c2, release b1, release c1, fetch a2, fetch b3",
     );
     // What of a set that was passed over is in the next one is not fetched again.
     play(
         "join 1 newest, parent      >
-         tell 1 #1 a1+b1            > fetch a1
-         tell 1 #2 a1+b2            >
-         whole a1                   > fetch b2
+         tell 1 #1 a1+b1            > fetch a1, fetch b1
+         tell 1 #2 a1+b2            > stop b1, release b1, fetch b2
+         whole a1                   >
          whole b2                   > tell 1 #2 a1+b2",
     );
+}
+
+#[test]
+fn what_is_wanted_next_is_asked_for_at_once_and_so_stays_above() {
+    // A relay below that takes a set asks here for all of it, and so does this one
+    // above; else what is asked for late would have been replaced by then.
+    play(
+        "join 1 newest, parent      >
+         tell 1 #4 a4+b4            > fetch a4, fetch b4
+         want a3, want b3           > fetch a3, fetch b3
+         whole a4, whole b4         > tell 1 #4 a4+b4
+         tell 1 #5 a5+b5            > fetch a5, fetch b5
+         whole a3                   >
+         unwant a3                  > release a3
+         whole b3                   >
+         unwant b3                  > release b3",
+    );
+    // Nobody waits until others have all that came before.
+    play(
+        "join 1 every, join 2 newest, join 3 asked, parent  >
+         tell 1 #1 a1, tell 1 #2 a2, tell 1 #3 a3   > fetch a1
+         tell 2 #3 a3               > fetch a3
+         answer 3 ?1 #4 a4          > fetch a4
+         whole a1                   > tell 1 #1 a1, fetch a2
+         whole a3                   > tell 2 #3 a3
+         whole a2  > tell 1 #2 a2, tell 1 #3 a3, release a1, release a2",
+    );
+}
+
+#[test]
+fn no_more_is_fetched_at_once_than_a_set_of_the_most_models_has() {
+    let who = |worker| Seated {
+        worker: weightsync_core::WorkerId(worker),
+        instance: 0,
+    };
+    let set = |version| {
+        let items = (0..40).map(|model| Item {
+            model,
+            version: Version(version),
+        });
+        items.collect::<Vec<_>>()
+    };
+    let mut plan = Plan::new();
+    let joins = (1..=2).map(|worker| Input::Joined {
+        who: who(worker),
+        delivery: Delivery::Newest,
+    });
+    let tells = (1..=2).map(|worker| Input::Told {
+        who: who(worker),
+        sequence: worker.into(),
+        set: set(worker.into()),
+    });
+    let inputs: Vec<Input> = joins.chain(tells).chain([Input::Parent]).collect();
+    assert_eq!(plan.step(inputs).len(), SIDE_BY_SIDE);
+    // The rest comes as others have come.
+    let item = set(1)[0];
+    let expected = Effect::Fetch {
+        item: set(2)[24],
+        sender: false,
+    };
+    assert_eq!(plan.step([Input::Whole { item }]), [expected]);
 }
 
 #[test]
@@ -251,14 +340,14 @@ fn what_is_wanted_below_is_fetched_and_kept_until_it_is_not() {
          join 1' newest             >
          tell 1' #1 a1              > tell 1' #1 a1",
     );
-    // Workers here come first, then the newest.
+    // Workers here come first, then the oldest.
     play(
         "join 1 newest, parent      >
          want a4                    > fetch a4
-         want a2, want a5           >
-         tell 1 #3 a3               >
-         whole a4                   > fetch a3
-         whole a3                   > tell 1 #3 a3, fetch a5",
+         tell 1 #3 a3, want a2, want a5 > fetch a3, fetch a2
+         whole a3                   > tell 1 #3 a3
+         whole a2                   >
+         whole a4                   > fetch a5",
     );
 }
 

@@ -49,6 +49,10 @@ fn input(text: &str) -> Input {
             sequence: number(sequence),
             set: set(members),
         },
+        ["withdraw", worker, question] => Input::Withdrawn {
+            who: who(worker),
+            question: number(question),
+        },
         ["parent"] => Input::Parent,
         ["no-parent"] => Input::NoParent,
         ["room"] => Input::MayHaveRoom,

@@ -56,7 +56,8 @@ struct World {
     sets: Vec<Vec<Item>>,
     versions: [u64; MODELS],
     has_parent: bool,
-    fetching: Option<(Item, bool)>,
+    /// Each with whether it comes from the sender.
+    fetching: BTreeMap<Item, bool>,
     /// The parent said that it does not have them.
     from_sender: BTreeSet<Item>,
     whole: BTreeSet<Item>,
@@ -91,6 +92,13 @@ impl World {
             }
             Op::Again { worker } => self.tell(worker, &mut inputs),
             Op::Answer { worker, back } => self.answer(worker, back, &mut inputs),
+            Op::Withdraw { worker } => {
+                if let Some(known) = self.workers.get_mut(&worker) {
+                    let (who, question) = (known.who, known.question);
+                    known.answer = None;
+                    inputs.push(Input::Withdrawn { who, question });
+                }
+            }
             Op::Parent => {
                 self.has_parent = true;
                 inputs.push(Input::Parent);
@@ -100,7 +108,7 @@ impl World {
                 self.has_parent = true;
                 inputs.extend([Input::NoParent, Input::Parent]);
             }
-            Op::Ends(end) => self.end(end, &mut inputs),
+            Op::Ends { end, which } => self.end(end, which, &mut inputs),
             Op::Room => {
                 self.full = false;
                 inputs.push(Input::MayHaveRoom);
@@ -129,7 +137,7 @@ impl World {
         self.full = false;
         self.step(vec![Input::Parent, Input::MayHaveRoom]);
         let mut fetches = 0;
-        while let Some((item, _)) = self.fetching.take() {
+        while let Some((item, _)) = self.fetching.pop_first() {
             self.whole.insert(item);
             self.step(vec![Input::Whole { item }]);
             fetches += 1;
@@ -206,13 +214,15 @@ impl World {
 
     fn lose_parent(&mut self) {
         self.has_parent = false;
-        self.fetching.take_if(|(_, sender)| !*sender);
+        self.fetching.retain(|_, sender| *sender);
     }
 
-    fn end(&mut self, end: End, inputs: &mut Vec<Input>) {
-        let Some((item, sender)) = self.fetching.take() else {
+    fn end(&mut self, end: End, which: usize, inputs: &mut Vec<Input>) {
+        let mut fetching = self.fetching.iter().cycle().take(which + 1);
+        let Some((&item, &sender)) = fetching.nth(which) else {
             return;
         };
+        self.fetching.remove(&item);
         match end {
             End::Whole => {
                 self.whole.insert(item);
@@ -288,19 +298,19 @@ impl World {
                 known.answered = set;
             }
             Effect::Fetch { item, sender } => {
-                assert_eq!(self.fetching, None, "one fetch at a time");
-                assert!(!self.whole.contains(&item) && self.needed().contains(&item));
+                assert!(!self.whole.contains(&item) && self.next().contains(&item));
                 assert!(!self.full && (sender || self.has_parent));
                 assert_eq!(sender, self.from_sender.contains(&item));
-                self.fetching = Some((item, sender));
+                let before = self.fetching.insert(item, sender);
+                assert_eq!(before, None, "{item:?} is on its way");
             }
             Effect::Stop { item } => {
-                let stopped = self.fetching.take();
-                assert_eq!(stopped.map(|(item, _)| item), Some(item));
+                let stopped = self.fetching.remove(&item);
+                assert!(stopped.is_some(), "{item:?} is not on its way");
             }
             Effect::Release { item } => {
                 assert!(!self.needed().contains(&item), "{item:?} is needed");
-                assert!(self.fetching.is_none_or(|(fetching, _)| fetching != item));
+                assert!(!self.fetching.contains_key(&item));
                 self.whole.remove(&item);
                 self.from_sender.remove(&item);
             }
@@ -314,8 +324,8 @@ impl World {
     fn check(&self) {
         let whole: BTreeSet<Item> = self.plan.whole().collect();
         assert_eq!(whole, self.whole);
-        let fetching = self.fetching.map(|(item, _)| item);
-        assert_eq!(self.plan.fetching(), fetching);
+        let fetching: BTreeSet<Item> = self.fetching.keys().copied().collect();
+        assert_eq!(*self.plan.fetching(), fetching);
         assert_eq!(self.plan.waits_for_room(), self.full);
         for known in self.workers.values() {
             let (_, told) = &known.told;
@@ -330,11 +340,32 @@ impl World {
             }
             assert!(known.answer.iter().all(|(_, _, set)| !whole(set)));
         }
-        // Something is always on its way, if anything can be.
-        if self.fetching.is_none() && self.has_parent && !self.full {
-            let missing: Vec<_> = self.needed().difference(&whole).copied().collect();
+        assert!(fetching.is_subset(&self.needed()), "nobody needs it");
+        // All that comes next is on its way, as far as it can be.
+        if !self.full {
+            let mut missing = self.next();
+            missing.retain(|item| self.has_parent || self.from_sender.contains(item));
+            let missing: Vec<_> = missing.difference(&fetching).copied().collect();
             assert_eq!(missing, [], "it is not fetched");
         }
+    }
+
+    /// What each worker waits for the first, and of each model the oldest that is
+    /// wanted below, unless something older comes.
+    fn next(&self) -> BTreeSet<Item> {
+        let mut next: BTreeSet<Item> = BTreeSet::new();
+        for known in self.workers.values() {
+            next.extend(known.open.first().iter().flat_map(|(_, set)| set));
+            next.extend(known.answer.iter().flat_map(|(_, _, set)| set));
+        }
+        next.retain(|item| !self.whole.contains(item));
+        for model in 0..MODELS {
+            let of_it = |item: &&Item| item.model == model && !self.whole.contains(*item);
+            let here = next.iter().filter(of_it).min().copied();
+            let oldest = self.wanted.iter().filter(of_it).min();
+            next.extend(oldest.filter(|oldest| here.is_none_or(|here| **oldest <= here)));
+        }
+        next
     }
 
     fn needed(&self) -> BTreeSet<Item> {

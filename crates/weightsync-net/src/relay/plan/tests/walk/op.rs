@@ -27,10 +27,17 @@ pub(super) enum Op {
         worker: u32,
         back: usize,
     },
+    /// It does not wait for the answer.
+    Withdraw {
+        worker: u32,
+    },
     Parent,
     Reassigned,
-    /// How the fetch under way ends, if there is one.
-    Ends(End),
+    /// How one of the fetches under way ends, if there are any.
+    Ends {
+        end: End,
+        which: usize,
+    },
     Room,
     Want {
         model: usize,
@@ -70,9 +77,10 @@ pub(super) fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(models, workers)| Op::Publish { models, workers }),
         1 => worker().prop_map(|worker| Op::Again { worker }),
         2 => (worker(), 0..4usize).prop_map(|(worker, back)| Op::Answer { worker, back }),
+        1 => worker().prop_map(|worker| Op::Withdraw { worker }),
         2 => Just(Op::Parent),
         1 => Just(Op::Reassigned),
-        10 => end.prop_map(Op::Ends),
+        10 => (end, 0..8usize).prop_map(|(end, which)| Op::Ends { end, which }),
         2 => Just(Op::Room),
         2 => (0..MODELS, 0..4u64).prop_map(|(model, back)| Op::Want { model, back }),
         2 => (0..8usize).prop_map(|which| Op::Unwant { which }),

@@ -1,0 +1,128 @@
+//! How fast a link is: of all that comes by it side by side, as each alone has only a
+//! part of it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What came, and how long that took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Came {
+    pub(crate) bytes: u64,
+    /// Without waits for a parent that did not have it yet: a chunk that has begun to
+    /// come is whole at the parent, so from there on only the link holds it up.
+    ///
+    /// The parent could not tell: what it writes may be taken by a buffer at once.
+    pub(crate) busy: Duration,
+}
+
+/// One link's.
+#[derive(Debug, Default)]
+pub(super) struct Meter {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    came: Came,
+    /// Chunks that are coming.
+    coming: u32,
+    /// Up to when the time is counted, while any is.
+    counted: Option<Instant>,
+}
+
+/// A chunk that is coming. Dropped, it comes no more.
+#[derive(Debug)]
+pub(super) struct Coming<'a>(&'a Meter);
+
+impl Meter {
+    /// All that has come.
+    pub(super) fn came(&self) -> Came {
+        self.state().came
+    }
+
+    /// A chunk begins to come.
+    pub(super) fn begin(&self, now: Instant) -> Coming<'_> {
+        let mut state = self.state();
+        state.count(now);
+        state.coming += 1;
+        Coming(self)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn count(&mut self, now: Instant) {
+        let before = self.counted.replace(now);
+        if self.coming > 0
+            && let Some(before) = before
+        {
+            self.came.busy += now.saturating_duration_since(before);
+        }
+    }
+}
+
+impl Coming<'_> {
+    /// So much more of it is there.
+    pub(super) fn more(&self, bytes: usize, now: Instant) {
+        let mut state = self.0.state();
+        state.count(now);
+        state.came.bytes += bytes as u64;
+    }
+}
+
+impl Drop for Coming<'_> {
+    fn drop(&mut self) {
+        // What was not counted of it until here did not come.
+        self.0.state().coming -= 1;
+    }
+}
+
+impl Came {
+    /// What so many of the bytes took that came since then.
+    pub(super) fn share(self, before: Self, bytes: u64) -> Self {
+        let all = self.bytes - before.bytes;
+        let busy = self.busy - before.busy;
+        let share = match all {
+            0 => 0.0,
+            all => bytes as f64 / all as f64,
+        };
+        Self {
+            bytes,
+            busy: busy.mul_f64(share),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_comes_side_by_side_is_as_fast_as_all_of_it_together() {
+        let (meter, start) = (Meter::default(), Instant::now());
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let came = |bytes, millis| Came {
+            bytes,
+            busy: Duration::from_millis(millis),
+        };
+        let one = meter.begin(at(0));
+        one.more(10, at(1));
+        let before = meter.came();
+        let other = meter.begin(at(1));
+        other.more(5, at(2));
+        one.more(5, at(2));
+        drop(one);
+        other.more(10, at(3));
+        drop(other);
+        assert_eq!(meter.came(), came(30, 3000));
+        assert_eq!(meter.came().share(before, 15), came(15, 1500));
+        // Nobody waits for what the parent does not have yet.
+        let late = meter.begin(at(60));
+        late.more(10, at(61));
+        assert_eq!(meter.came(), came(40, 4000));
+        assert_eq!(Came::default().share(Came::default(), 0), came(0, 0));
+    }
+}
