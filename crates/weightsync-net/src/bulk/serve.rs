@@ -16,7 +16,7 @@ use super::store::{Held, Look, Store};
 use super::{IDLE, STUCK};
 use crate::relay::Item;
 use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
-use crate::wire::message::{ChunkRange, Message, ToChild, ToParent};
+use crate::wire::message::{Message, ToChild, ToParent};
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -8,6 +8,7 @@ use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
 use super::*;
 use crate::relay::runtime;
+use crate::wire::message::ChunkRange;
 
 const RUN: Run = Run {
     epoch: Epoch(1),
