@@ -25,7 +25,7 @@ use weightsync_mem::{GuestOptions, Guests, Models};
 use self::holdings::Holdings;
 use self::workers::{Asks, Worker};
 use super::seats::{Parting, Process, Seats, Waiter};
-use super::topology::{AgentId, Assigned, Topology};
+use super::topology::{AgentId, Assigned, Place, Topology};
 use crate::link::causes::{self, Causes};
 use crate::link::{Link, LinkEnd};
 use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
@@ -246,7 +246,10 @@ impl Hub {
                     self.turn_away(agent, &refused);
                     return;
                 }
-                let bulk = bulk.map(|port| SocketAddr::new(known.from.ip(), port));
+                let place = bulk.map(|port| Place {
+                    address: SocketAddr::new(known.from.ip(), port),
+                    host,
+                });
                 let mut held = Holdings::new(self.settings.models.len());
                 if run == Some(own) && !held.change(holds, Vec::new()) {
                     self.drop_agent(agent, TOO_MUCH);
@@ -268,7 +271,7 @@ impl Hub {
                 };
                 known.link.say(&welcome);
                 known.link.say_frames(self.settings.descriptions.clone());
-                let assigned = self.topology.join(agent, bulk);
+                let assigned = self.topology.join(agent, place);
                 self.assign(&assigned);
             }
             ToRoot::Join {

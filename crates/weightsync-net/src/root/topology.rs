@@ -53,10 +53,27 @@ pub(crate) struct Topology {
 /// A speed and whose it is: a float that is not negative stands where its bits do.
 type Rank = (u64, AgentId);
 
+/// Where an agent serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// As the sender sees it.
+    pub(crate) address: SocketAddr,
+    /// The same for every process of one host.
+    pub(crate) host: [u8; 16],
+}
+
+impl Place {
+    /// Whether that is where another host finds it: an address of the loopback is of
+    /// whichever host asks there.
+    fn is_found_by(&self, host: [u8; 16]) -> bool {
+        !self.address.ip().is_loopback() || self.host == host
+    }
+}
+
 #[derive(Debug)]
 struct Agent {
     /// Where it serves, if it does.
-    address: Option<SocketAddr>,
+    place: Option<Place>,
     /// Bytes a second by which it could take what was there for it, and from whom it
     /// did so last.
     speed: Option<(f64, AgentId)>,
@@ -123,15 +140,15 @@ impl Topology {
     }
 
     /// An agent has come; it goes to the end.
-    pub(crate) fn join(&mut self, agent: AgentId, address: Option<SocketAddr>) -> Vec<Assigned> {
+    pub(crate) fn join(&mut self, agent: AgentId, place: Option<Place>) -> Vec<Assigned> {
         let fresh = Agent {
-            address,
+            place,
             speed: None,
             parent: None,
             failed: BTreeMap::new(),
         };
         self.agents.insert(agent, fresh);
-        if address.is_none() {
+        if place.is_none() {
             return self.beside(agent);
         }
         self.order.push(agent);
@@ -159,7 +176,7 @@ impl Topology {
     /// An agent is gone.
     pub(crate) fn leave(&mut self, agent: AgentId) -> Vec<Assigned> {
         let gone = self.agents.remove(&agent);
-        let Some(gone) = gone.filter(|gone| gone.address.is_some()) else {
+        let Some(gone) = gone.filter(|gone| gone.place.is_some()) else {
             return Vec::new();
         };
         self.rank(agent, gone.speed, None);
@@ -191,7 +208,7 @@ impl Topology {
         {
             // Asked for again, even if it is the same.
             one.parent = None;
-            if one.address.is_none() {
+            if one.place.is_none() {
                 return self.beside(agent);
             }
             if parent != 0 {
@@ -261,7 +278,7 @@ impl Topology {
         };
         let now = Some((speed, parent));
         let before = std::mem::replace(&mut one.speed, now);
-        if one.address.is_none() || !self.rank(agent, before, now) {
+        if one.place.is_none() || !self.rank(agent, before, now) {
             return Vec::new();
         }
         self.sort();
@@ -272,7 +289,7 @@ impl Topology {
     pub(crate) fn parents(&self) -> impl Iterator<Item = (AgentId, Option<AgentId>)> {
         let order = self.order.iter();
         let serve = order.filter_map(|agent| self.agents.get_key_value(agent));
-        let beside = self.agents.iter().filter(|(_, one)| one.address.is_none());
+        let beside = self.agents.iter().filter(|(_, one)| one.place.is_none());
         serve.chain(beside).map(|(agent, one)| (*agent, one.parent))
     }
 
@@ -280,6 +297,12 @@ impl Topology {
     #[cfg(test)]
     pub(crate) fn order(&self) -> impl Iterator<Item = AgentId> {
         self.order.iter().copied()
+    }
+
+    /// Whether others may fetch from an agent.
+    pub(crate) fn serves(&self, agent: AgentId) -> bool {
+        let one = self.agents.get(&agent);
+        one.is_some_and(|one| one.place.is_some())
     }
 
     /// How fast the link to an agent was measured to be, in bytes a second.
@@ -371,13 +394,14 @@ impl Topology {
     fn assign(&mut self) -> Vec<Assigned> {
         let mut assigned = Vec::new();
         // Who serves, in order, with how many it has below it and where it is.
-        let mut serving: Vec<(AgentId, usize, Option<SocketAddr>)> = vec![(0, 0, None)];
+        let mut serving: Vec<(AgentId, usize, Option<Place>)> = vec![(0, 0, None)];
         // How many of the first have no room.
         let mut full = 0;
         for agent in &self.order {
             let Some(one) = self.agents.get_mut(agent) else {
                 continue;
             };
+            let Some(own) = one.place else { continue };
             while serving
                 .get(full)
                 .is_some_and(|(_, below, _)| *below >= self.arity)
@@ -385,24 +409,26 @@ impl Topology {
                 full += 1;
             }
             // The first with room: by arity 1 the one before.
-            let fits = |(parent, below, _): &&mut (AgentId, usize, _)| {
-                *below < self.arity && !one.avoids(*parent)
+            let fits = |(parent, below, place): &&mut (AgentId, usize, Option<Place>)| {
+                *below < self.arity
+                    && !one.avoids(*parent)
+                    && place.is_none_or(|place| place.is_found_by(own.host))
             };
-            let (parent, address) = match serving[full..].iter_mut().find(fits) {
-                Some((parent, below, address)) => {
+            let (parent, place) = match serving[full..].iter_mut().find(fits) {
+                Some((parent, below, place)) => {
                     *below += 1;
-                    (*parent, *address)
+                    (*parent, *place)
                 }
                 // Nobody else is left.
                 None => (0, None),
             };
-            serving.push((*agent, 0, one.address));
+            serving.push((*agent, 0, one.place));
             if one.parent != Some(parent) {
                 one.parent = Some(parent);
                 assigned.push(Assigned {
                     agent: *agent,
                     parent,
-                    address,
+                    address: place.map(|place| place.address),
                 });
             }
         }

@@ -1,7 +1,10 @@
 use super::*;
 
-fn address(agent: AgentId) -> Option<SocketAddr> {
-    Some(SocketAddr::from(([10, 0, 0, agent as u8], 7)))
+fn address(agent: AgentId) -> Option<Place> {
+    Some(Place {
+        address: SocketAddr::from(([10, 0, 0, agent as u8], 7)),
+        host: [agent as u8; 16],
+    })
 }
 
 fn with(arity: usize, agents: std::ops::RangeInclusive<AgentId>) -> Topology {
@@ -159,6 +162,21 @@ fn who_does_not_serve_is_beside_the_others() {
     assert_eq!(parents(&chain), [(2, 0), (4, 2), (3, 0)]);
 }
 
+/// To another host its address would be that host's own.
+#[test]
+fn who_is_known_by_an_address_of_the_loopback_serves_its_own_host_alone() {
+    let mut chain = Topology::new(1);
+    let near = |port| Place {
+        address: SocketAddr::from(([127, 0, 0, 1], port)),
+        host: [1; 16],
+    };
+    chain.join(1, Some(near(1)));
+    chain.join(2, address(2));
+    chain.join(3, address(3));
+    chain.join(4, Some(near(4)));
+    assert_eq!(parents(&chain), [(1, 0), (2, 0), (3, 2), (4, 1)]);
+}
+
 /// What it costs that so many join, fetch a version each, and are asked what is due.
 fn cost_of(agents: u64, serve: bool) -> Duration {
     let begun = cpu();
@@ -218,7 +236,7 @@ fn a_parent_that_cannot_be_reached_is_not_given_again_at_once() {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (2, 1));
-    assert_eq!(again.address, address(1));
+    assert_eq!(again.address, address(1).map(|place| place.address));
     // One that has gone meanwhile is told nothing.
     assert_eq!(chain.lost(9, 0, SECOND), []);
 }
