@@ -30,6 +30,7 @@ impl Hub {
             let known = one.known.as_ref()?;
             Some(status::Relay {
                 agent,
+                serves: self.topology.serves(agent),
                 parent: parent.unwrap_or(0),
                 name: known.name.clone(),
                 address: one.from.ip().to_string(),
@@ -70,6 +71,7 @@ impl Hub {
                 .filter(|(_, _, by, _)| by.is_none())
                 .map(|(worker, ..)| worker.0)
                 .collect(),
+            left_out: status::LeftOut::default(),
         }
         .to_json()
     }
