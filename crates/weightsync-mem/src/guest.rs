@@ -167,11 +167,8 @@ impl Guests {
             let pid = other.pid();
             return denied(already(worker, pid));
         }
-        let mut guests = state.readers.values();
-        // Counted where there may be too many: it is done under the lock.
-        if state.readers.len() >= MAX_GUESTS
-            && guests.by_ref().filter(|one| one.socket().is_none()).count() >= MAX_GUESTS
-        {
+        let (_, guests) = state.counts();
+        if guests >= MAX_GUESTS {
             return denied(format!(
                 "{MAX_GUESTS} workers are connected from other hosts, which is the most"
             ));
@@ -185,7 +182,7 @@ impl Guests {
             call: Call(Arc::new(move |(worker, _)| call(worker))),
         };
         let reader = Reader::new(end, 0, models, delivery, newcomer.device);
-        state.readers.insert(key, reader);
+        state.seat(key, reader);
         let records = shared.observe(&mut state);
         shared.decide(&mut state, |plan, steps| {
             // It may have been told something before, by another who acted for it.
@@ -295,10 +292,10 @@ impl Guest {
     pub fn ask(&self, question: u64, want: Want) -> Result<(), Error> {
         let mut state = self.shared.state();
         self.shared.open()?;
-        let Some(reader) = state.readers.get_mut(&self.key) else {
+        if state.asks(self.key).is_none() {
             return Ok(());
-        };
-        reader.asks = true;
+        }
+        state.hear(self.key);
         let records = self.shared.observe(&mut state);
         let answer = self.shared.decide(&mut state, |plan, steps| {
             plan.ask(self.key, question, want, records, steps)
@@ -343,9 +340,8 @@ impl Guest {
         control.through.0.fetch_max(through, Ordering::AcqRel);
         self.advance(reader, taken);
         order();
-        if state.plan.anything_waits() {
-            self.shared.deliver(&mut state);
-        }
+        self.deliver(&mut state);
+        state.hear(self.key);
         drop(state);
         self.tell_sender();
     }
@@ -356,7 +352,7 @@ impl Guest {
         if self.shared.header.map.usable().is_err() {
             return;
         }
-        let state = self.shared.state();
+        let mut state = self.shared.state();
         let Some(reader) = self.reader(&state) else {
             return;
         };
@@ -372,6 +368,7 @@ impl Guest {
                 .sequence
                 .store(sequence.max(before), Ordering::Release);
         }
+        state.hear(self.key);
         drop(state);
         self.tell_sender();
     }
@@ -390,6 +387,7 @@ impl Guest {
                     reader.refused = Some((sequence, reason));
                     self.advance(reader, sequence);
                 }
+                state.hear(self.key);
             }
         }
         if state.plan.anything_waits() {
@@ -397,6 +395,15 @@ impl Guest {
         }
         drop(state);
         self.shared.doorbell.ring();
+    }
+
+    /// Has what waits come where this guest has made room: in its own queue, or by a
+    /// record that it has given back.
+    fn deliver(&self, state: &mut State) {
+        let plan = &state.plan;
+        if plan.anything_waits_for(self.key) || plan.lacks_records() {
+            self.shared.deliver(state);
+        }
     }
 
     /// Gives the entries of its queue back up to this sequence number.

@@ -12,26 +12,19 @@ impl Shared {
     /// Takes what the readers' pages say into the plan; gives the records that
     /// some reader pins. Whoever asks for data pins does so after this.
     pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
-        let State { plan, readers, .. } = state;
         let mut records = SlotSet::default();
-        for (key, reader) in readers {
-            let follows = reader.delivery != Delivery::Newest || reader.asks;
-            if reader.socket().is_none() && !follows {
-                // It pins nothing, and is buried by who acts for it. There may be very
-                // many of them.
-                continue;
-            }
+        state.follow(|plan, key, reader| {
             if !reader.retired && reader.has_left() {
                 // Its pins go on counting, but nothing more comes to it.
                 reader.retired = true;
-                plan.leave(*key);
+                plan.leave(key);
             }
             let control = reader.control();
-            if follows {
-                plan.observe(*key, control.head.0.load(), reader.through());
+            if reader.delivery != Delivery::Newest || reader.asks {
+                plan.observe(key, control.head.0.load(), reader.through());
             }
             records = records.union(control.holds.0.records.held());
-        }
+        });
         records
     }
 
@@ -39,11 +32,8 @@ impl Shared {
     /// [`observe`](Self::observe) found pinned before.
     pub(crate) fn pinned(&self, state: &State, model: usize, records: SlotSet) -> SlotSet {
         // A guest pins nothing: whoever acts for it holds what the sender does.
-        let readers = state
-            .readers
-            .values()
-            .filter(|reader| reader.socket().is_some());
-        let pins = readers.map(|reader| reader.control().holds.0.pins[model].held());
+        let readers = state.processes();
+        let pins = readers.map(|(_, reader)| reader.control().holds.0.pins[model].held());
         let held = pins.fold(self.own.held(model), SlotSet::union);
         held.union(state.plan.slots_of(records, model))
     }
@@ -74,13 +64,13 @@ impl Shared {
 
     /// True if there was somebody to ask who had not been asked before. Whoever
     /// takes something gives a record back, so where those are missing all are
-    /// asked.
+    /// asked. Guests need not be: whoever acts for one says it here.
     fn ask_for_room(&self, state: &State) -> bool {
         let mut asked = false;
         let lacking = state.plan.lacks_records();
-        for (key, reader) in &state.readers {
+        for (key, reader) in state.processes() {
             let wants = &reader.lane().wants_room.0;
-            if !wants.sleeping() && (lacking || state.plan.anything_waits_for(*key)) {
+            if !wants.sleeping() && (lacking || state.plan.anything_waits_for(key)) {
                 wants.announce();
                 asked = true;
             }
@@ -166,9 +156,9 @@ impl Shared {
         if state.plan.lacks_records() {
             return;
         }
-        for (key, reader) in &state.readers {
+        for (key, reader) in state.processes() {
             let wants = &reader.lane().wants_room.0;
-            if wants.sleeping() && !state.plan.anything_waits_for(*key) {
+            if wants.sleeping() && !state.plan.anything_waits_for(key) {
                 wants.awake();
             }
         }

@@ -19,7 +19,7 @@ mod publishing;
 mod readers;
 mod records;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use weightsync_core::{Version, WorkerId};
 
@@ -136,6 +136,8 @@ pub(crate) struct Plan {
     meant: Meant,
     records: Records,
     lanes: BTreeMap<WorkerId, Lane>,
+    /// The workers whose lanes wait for room.
+    waiting: BTreeSet<WorkerId>,
 }
 
 /// One model's slots.
@@ -169,6 +171,7 @@ impl Plan {
             meant: Meant::new(history.into()),
             records: Records::new(),
             lanes: BTreeMap::new(),
+            waiting: BTreeSet::new(),
         }
     }
 }
@@ -297,11 +300,6 @@ impl Plan {
         self.slots_of(records, model)
     }
 
-    fn records_told(&self) -> SlotSet {
-        let lanes = self.lanes.values().map(Lane::records);
-        lanes.fold(SlotSet::default(), SlotSet::union)
-    }
-
     fn lane(&self, (worker, joined): Key) -> Option<&Lane> {
         self.lanes.get(&worker).filter(|lane| lane.joined == joined)
     }
@@ -316,7 +314,7 @@ impl Plan {
     /// that a lane is taken off may be pinned by now, and stays in use to the end
     /// of the decision.
     fn teller<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<Step>) -> Teller<'a> {
-        Teller::new(self.records_told().union(record_pins), steps)
+        Teller::new(self.records.told().union(record_pins), steps)
     }
 
     /// Points one lane at a set, by a record that is newer than what it was told.
@@ -336,6 +334,7 @@ impl Plan {
             lane.waiting.pop_back();
             lane.tell(worker, sequence, set, &mut self.records, teller);
         }
+        self.note(worker);
     }
 
     /// Answers a question, by a record that is newer than the answer before.
@@ -348,6 +347,18 @@ impl Plan {
             self.sequence
         });
         lane.answer(worker, (question, sequence), set, &mut self.records, teller);
+        self.note(worker);
+    }
+
+    /// What is counted is what the lanes say.
+    #[cfg(test)]
+    pub(crate) fn check_counts(&self) {
+        let lanes = self.lanes.values();
+        let told = lanes.fold(SlotSet::default(), |all, lane| all.union(lane.records()));
+        assert_eq!(self.records.told(), told);
+        let waiting = self.lanes.iter().filter(|(_, lane)| lane.waits());
+        let waiting: BTreeSet<_> = waiting.map(|(worker, _)| *worker).collect();
+        assert_eq!(self.waiting, waiting);
     }
 }
 

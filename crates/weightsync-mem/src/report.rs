@@ -1,6 +1,6 @@
 //! What became of a publication at each reader.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -242,6 +242,8 @@ impl Waiter {
             after: None,
             publication,
             level,
+            ear: None,
+            guests: BTreeMap::new(),
             pending: publication.fates.clone(),
             lines: Vec::with_capacity(publication.fates.len()),
             told: Vec::new(),
@@ -249,14 +251,14 @@ impl Waiter {
         };
         let done = shared.wait_until(deadline, || {
             settling.look();
-            Ok(settling.pending.is_empty().then_some(()))
+            Ok(settling.is_done().then_some(()))
         });
         let done = done.inspect_err(|_| settling.untell())?;
         if done.is_none() {
             settling.late();
         }
         settling.tell_the_rest();
-        let mut lines = settling.lines;
+        let mut lines = std::mem::take(&mut settling.lines);
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
     }
@@ -295,6 +297,8 @@ impl Waiter {
             after: None,
             publication,
             level: Level::Staged,
+            ear: None,
+            guests: BTreeMap::new(),
             pending: publication.fates.iter().filter(decided).copied().collect(),
             lines: Vec::new(),
             told: Vec::new(),
@@ -302,7 +306,7 @@ impl Waiter {
         };
         settling.look();
         settling.tell_absent();
-        let mut lines = settling.lines;
+        let mut lines = std::mem::take(&mut settling.lines);
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
     }
@@ -325,6 +329,7 @@ impl Waiter {
                 && let Some(mut full) = publication.full()
             {
                 full.insert(*key);
+                state.hear(*key);
             }
         }
         Ok(())
@@ -337,6 +342,11 @@ struct Settling<'a> {
     after: Option<Duration>,
     publication: &'a Publication,
     level: Level,
+    /// By what it [hears](State::hear) of guests, from its first look on.
+    ear: Option<u64>,
+    /// Those that are looked at again only when something is heard of them.
+    guests: BTreeMap<Key, Fate>,
+    /// The others.
     pending: Vec<(Key, Fate)>,
     lines: Vec<ReaderOutcome>,
     /// Of the lines those of readers that went, which are told once.
@@ -346,43 +356,61 @@ struct Settling<'a> {
 }
 
 impl Settling<'_> {
-    /// Moves the readers whose outcome is known from `pending` to `lines`.
+    /// Moves the readers whose outcome is known from `pending` and `guests` to `lines`.
     fn look(&mut self) {
         self.after = None;
         let mut state = self.shared.state();
-        if self.pending.iter().any(|(_, fate)| *fate == Fate::Waiting) {
+        if self.publication.full.is_some() && state.plan.anything_waits() {
             self.shared.deliver(&mut state);
         }
-        let mut pending = std::mem::take(&mut self.pending);
-        pending.retain(|(key, fate)| {
-            // Whoever is removed from the table is put among the gone in the
-            // same step, so a reader is in one of the two, unless thousands went
-            // since.
-            if let Some(reader) = state.readers.get(key) {
-                let fate = (*key, *fate);
-                let known = self
-                    .publication
-                    .outcome(fate, reader, &state.plan, self.level);
-                let Some(outcome) = known else {
-                    return true;
-                };
-                if outcome == Outcome::Left
-                    && let Some(reader) = state.readers.get_mut(key)
-                    && !std::mem::replace(&mut reader.told, true)
-                {
-                    self.told.push(*key);
-                }
-                self.line(&state, *key, outcome);
-                self.answered.push(*key);
-            } else if let Some(gone) = state.tell_gone(*key) {
-                if !gone.told {
-                    self.told.push(*key);
-                }
-                self.gone_line(gone);
+        match self.ear {
+            None => self.ear = Some(state.listen()),
+            Some(ear) => {
+                let heard = state.take_heard(ear);
+                let again = |key| self.guests.remove_entry(&key);
+                self.pending.extend(heard.into_iter().filter_map(again));
             }
-            false
-        });
-        self.pending = pending;
+        }
+        for (key, fate) in std::mem::take(&mut self.pending) {
+            if self.is_known(&mut state, key, fate) {
+                continue;
+            }
+            match state.readers.get(&key).and_then(Reader::socket) {
+                Some(_) => self.pending.push((key, fate)),
+                None => drop(self.guests.insert(key, fate)),
+            }
+        }
+    }
+
+    /// Whether a reader's outcome is known, and then its line is there.
+    fn is_known(&mut self, state: &mut State, key: Key, fate: Fate) -> bool {
+        // Whoever is removed from the table is put among the gone in the same step,
+        // so a reader is in one of the two, unless thousands went since.
+        if let Some(reader) = state.readers.get(&key) {
+            let publication = self.publication;
+            let known = publication.outcome((key, fate), reader, &state.plan, self.level);
+            let Some(outcome) = known else {
+                return false;
+            };
+            if outcome == Outcome::Left
+                && let Some(reader) = state.readers.get_mut(&key)
+                && !std::mem::replace(&mut reader.told, true)
+            {
+                self.told.push(key);
+            }
+            self.line(state, key, outcome);
+            self.answered.push(key);
+        } else if let Some(gone) = state.tell_gone(key) {
+            if !gone.told {
+                self.told.push(key);
+            }
+            self.gone_line(gone);
+        }
+        true
+    }
+
+    fn is_done(&self) -> bool {
+        self.pending.is_empty() && self.guests.is_empty()
     }
 
     /// The lines come to nobody: whoever went is to be told of again.
@@ -397,7 +425,8 @@ impl Settling<'_> {
     fn late(&mut self) {
         self.after = None;
         let state = self.shared.state();
-        for (key, _) in std::mem::take(&mut self.pending) {
+        let guests = std::mem::take(&mut self.guests);
+        for (key, _) in std::mem::take(&mut self.pending).into_iter().chain(guests) {
             self.line(&state, key, Outcome::Late);
             self.answered.push(key);
         }
@@ -508,5 +537,13 @@ impl Settling<'_> {
             versions: gone.versions,
             after,
         });
+    }
+}
+
+impl Drop for Settling<'_> {
+    fn drop(&mut self) {
+        if let Some(ear) = self.ear {
+            self.shared.state().stop_listening(ear);
+        }
     }
 }

@@ -323,6 +323,7 @@ impl Shared {
                     instance,
                 };
                 let admitted = self.admit(&newcomer, seen);
+                let admitted = admitted.and_then(|()| self.has_place());
                 match admitted.and_then(|()| take_control(fds)) {
                     Ok(control) => {
                         let socket = Arc::new(socket);
@@ -437,13 +438,18 @@ impl Shared {
                 return Err(already(worker, pid));
             }
         }
-        let own = state.readers.values().filter(|one| one.socket().is_some());
-        if own.count() >= MAX_READERS {
-            return Err(format!(
-                "{MAX_READERS} workers of this host are connected, which is the most"
-            ));
-        }
         Ok(())
+    }
+
+    /// Whether another process of this host may join.
+    fn has_place(&self) -> Result<(), String> {
+        let (processes, _) = self.state().counts();
+        match processes < MAX_READERS {
+            true => Ok(()),
+            false => Err(format!(
+                "{MAX_READERS} workers of this host are connected, which is the most"
+            )),
+        }
     }
 
     /// Lets a reader in: from here on its pins are looked at, and its lane says
@@ -481,14 +487,14 @@ impl Shared {
         // Entered and sent under one lock: the reader may pin as soon as it has
         // its lane, and the scan for pins takes the same lock. The lane is where
         // it is meant to be before that, so that its first look finds it there.
-        state.readers.insert(key, reader);
+        state.seat(key, reader);
         let records = self.observe(&mut state);
         self.decide(&mut state, |plan, steps| {
             plan.join((key, 0), models, newcomer.delivery, records, steps);
         });
         if let Err(error) = self.hand_out(&state, &socket, models, &lane) {
             state.plan.leave(key);
-            state.readers.remove(&key);
+            state.unseat(key);
             return match error.is_crowded_out() {
                 // Its hang-up has the worker try again.
                 true => Ok(()),

@@ -31,10 +31,22 @@ pub struct Status {
     pub served: u64,
     /// The workers of its own host.
     pub local: Vec<Worker>,
-    /// The relays, in the order in which they fetch.
+    /// The relays, in the order in which they fetch, then workers without one.
     pub relays: Vec<Relay>,
     /// Workers that were not reached a moment ago.
     pub lost: Vec<u32>,
+    /// What an answer has no room for.
+    #[serde(default)]
+    pub left_out: LeftOut,
+}
+
+/// How many are not in an answer that would be too long with them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftOut {
+    /// Relays, and workers without one, each with all that it has.
+    pub relays: usize,
+    /// Workers, of these and of others.
+    pub workers: usize,
 }
 
 /// A model of the sender.
@@ -46,11 +58,15 @@ pub struct Model {
     pub version: u64,
 }
 
-/// A relay: the one process of a host that fetches.
+/// A relay: the one process of a host that fetches; or a worker without one, which does
+/// so for itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Relay {
     /// Its number.
     pub agent: u64,
+    /// Whether others may fetch from it: it is a relay.
+    #[serde(default = "yes")]
+    pub serves: bool,
     /// From whom it fetches; 0 is the sender.
     pub parent: u64,
     /// Its host's name.
@@ -117,21 +133,136 @@ impl Status {
         serde_json::from_str(&json).map_err(io::Error::other)
     }
 
-    /// As JSON, without workers if it would be too long with them.
+    /// As JSON; without those for whom there is no room, who are counted.
     pub(crate) fn to_json(&self) -> String {
-        let whole = serde_json::to_string(self).unwrap_or_default();
+        let whole = json(self);
         if whole.len() <= MAX_JSON {
             return whole;
         }
-        let mut short = self.clone();
-        short.local.clear();
-        for relay in &mut short.relays {
-            relay.workers.clear();
+        let mut short = Self {
+            local: Vec::new(),
+            relays: Vec::new(),
+            lost: Vec::new(),
+            ..self.clone()
+        };
+        let all = |of: &mut LeftOut, relays: usize, workers: usize| {
+            of.relays += relays;
+            of.workers += workers;
+        };
+        // The counts grow, by some digits.
+        let mut room = MAX_JSON.saturating_sub(json(&short).len() + 64);
+        for relay in &self.relays {
+            let bare = Relay {
+                workers: Vec::new(),
+                ..relay.clone()
+            };
+            match takes(&mut room, &bare) {
+                true => short.relays.push(bare),
+                false => all(&mut short.left_out, 1, 0),
+            }
         }
-        let short = serde_json::to_string(&short).unwrap_or_default();
-        match short.len() <= MAX_JSON {
-            true => short,
-            false => "{}".into(),
+        for number in &self.lost {
+            match takes(&mut room, number) {
+                true => short.lost.push(*number),
+                false => all(&mut short.left_out, 0, 1),
+            }
+        }
+        for worker in &self.local {
+            match takes(&mut room, worker) {
+                true => short.local.push(worker.clone()),
+                false => all(&mut short.left_out, 0, 1),
+            }
+        }
+        let mut kept = short.relays.iter_mut().peekable();
+        for relay in &self.relays {
+            let Some(place) = kept.next_if(|one| one.agent == relay.agent) else {
+                all(&mut short.left_out, 0, relay.workers.len());
+                continue;
+            };
+            for worker in &relay.workers {
+                match takes(&mut room, worker) {
+                    true => place.workers.push(worker.clone()),
+                    false => all(&mut short.left_out, 0, 1),
+                }
+            }
+        }
+        json(&short)
+    }
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn json(of: &impl Serialize) -> String {
+    serde_json::to_string(of).unwrap_or_default()
+}
+
+/// Whether there is room for another element of a list, and then it is taken.
+fn takes(room: &mut usize, element: &impl Serialize) -> bool {
+    let bytes = json(element).len() + 1;
+    let left = room.checked_sub(bytes);
+    *room = left.unwrap_or(*room);
+    left.is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn worker(worker: u32) -> Worker {
+        Worker {
+            worker,
+            pid: 4_000_000_000,
+            device: "cuda:0".into(),
+            versions: vec![u64::MAX; 2],
+        }
+    }
+
+    /// A sender with so many workers on each of so many relays.
+    fn status(relays: u64, workers: u32) -> Status {
+        let relay = |agent| Relay {
+            agent,
+            serves: workers > 1,
+            parent: 0,
+            name: "a host of some name".into(),
+            address: "10.200.200.200".into(),
+            pid: 4_000_000_000,
+            received: u64::MAX,
+            bytes_per_second: Some(1e9 / 3.0),
+            holds: vec![(0, u64::MAX); 3],
+            workers: (0..workers).map(worker).collect(),
+        };
+        Status {
+            address: "10.0.0.9:7070".into(),
+            pid: 42,
+            run: "epoch 3".into(),
+            up_seconds: 90.0,
+            models: Vec::new(),
+            served: 1 << 30,
+            local: vec![worker(0)],
+            relays: (1..=relays).map(relay).collect(),
+            lost: vec![7],
+            left_out: LeftOut::default(),
+        }
+    }
+
+    #[test]
+    fn whoever_there_is_no_room_for_is_counted() {
+        for (relays, workers) in [(10, 10), (100, 200), (5000, 1), (16_000, 1), (20_000, 0)] {
+            let whole = status(relays, workers);
+            let json = whole.to_json();
+            assert!(json.len() <= MAX_JSON);
+            let said: Status = serde_json::from_str(&json).unwrap();
+            let there: usize = said.relays.iter().map(|one| one.workers.len()).sum();
+            let all = relays as usize * workers as usize + 2;
+            let listed = there + said.local.len() + said.lost.len();
+            assert_eq!(listed + said.left_out.workers, all, "{relays}, {workers}");
+            assert_eq!(said.relays.len() + said.left_out.relays, relays as usize);
+            let fits = said.left_out == LeftOut::default();
+            assert_eq!(fits, said == whole, "{relays}, {workers}");
+            // There is no room left for one more.
+            assert!(fits || json.len() > MAX_JSON - 1000, "{}", json.len());
         }
     }
 }

@@ -1,8 +1,9 @@
 //! `weightsync status`: the sender, every relay and every worker, as a tree.
 
-use std::{collections::BTreeMap, error::Error, fmt::Write, process::ExitCode, time::Duration};
+use std::collections::BTreeMap;
+use std::{error::Error, fmt::Write, process::ExitCode, time::Duration};
 
-use weightsync_net::status::{Relay, Status, Worker};
+use weightsync_net::status::{LeftOut, Relay, Status, Worker};
 
 use super::{Key, Way, address};
 
@@ -64,10 +65,10 @@ fn text(status: &Status) -> String {
             .map(|one| one.workers.len())
             .sum::<usize>();
     let _ = writeln!(text, "{}  {}", shown(&status.run), models.join(", "));
+    let relays = status.relays.iter().filter(|one| one.serves).count();
     let _ = writeln!(
         text,
-        "{} relays, {workers} workers, {} sent in {}",
-        status.relays.len(),
+        "{relays} relays, {workers} workers, {} sent in {}",
         bytes(status.served),
         seconds(status.up_seconds),
     );
@@ -77,30 +78,43 @@ fn text(status: &Status) -> String {
         shown(&status.address),
         status.pid
     );
-    let mut below: BTreeMap<u64, Vec<&Relay>> = BTreeMap::new();
-    for relay in &status.relays {
-        below.entry(relay.parent).or_default().push(relay);
-    }
-    let tree = Tree {
-        below: &below,
+    let mut tree = Tree {
+        below: BTreeMap::new(),
         newest: &newest,
     };
+    for relay in &status.relays {
+        tree.below.entry(relay.parent).or_default().push(relay);
+    }
     tree.branches(&mut text, "", 0, &status.local);
+    // Nothing of it is hidden, although it is in no tree.
+    while let Some((&parent, _)) = tree.below.first_key_value() {
+        let _ = writeln!(text, "agent {parent}, of which nothing else is known");
+        tree.branches(&mut text, "", parent, &[]);
+    }
     for worker in &status.lost {
         let _ = writeln!(text, "worker {worker} was not reached a moment ago");
+    }
+    let left_out = status.left_out;
+    if left_out != LeftOut::default() {
+        let LeftOut { relays, workers } = left_out;
+        let _ = writeln!(
+            text,
+            "{relays} relays and {workers} workers more, for which the answer has no room"
+        );
     }
     text
 }
 
 struct Tree<'a> {
-    below: &'a BTreeMap<u64, Vec<&'a Relay>>,
+    /// Those not shown yet, by from whom they fetch.
+    below: BTreeMap<u64, Vec<&'a Relay>>,
     newest: &'a [u64],
 }
 
 impl Tree<'_> {
     /// The workers of an agent, then the relays that fetch from it.
-    fn branches(&self, text: &mut String, indent: &str, agent: u64, workers: &[Worker]) {
-        let relays = self.below.get(&agent).map_or(&[][..], |relays| relays);
+    fn branches(&mut self, text: &mut String, indent: &str, agent: u64, workers: &[Worker]) {
+        let relays = self.below.remove(&agent).unwrap_or_default();
         let all = workers.len() + relays.len();
         for (at, worker) in workers.iter().enumerate() {
             let (branch, _) = fork(at + 1 == all);
@@ -128,12 +142,20 @@ impl Tree<'_> {
         let speed = relay
             .bytes_per_second
             .map(|speed| format!(", {}/s", bytes(speed as u64)));
+        let mut held = vec![0; self.newest.len()];
+        for (model, version) in &relay.holds {
+            if let Some(newest) = held.get_mut(usize::from(*model)) {
+                *newest = (*version).max(*newest);
+            }
+        }
         format!(
-            "relay {} on {} ({}, pid {})  {} fetched{}",
+            "{} {} on {} ({}, pid {})  {}, {} fetched{}",
+            if relay.serves { "relay" } else { "agent" },
             relay.agent,
             shown(&relay.name),
             shown(&relay.address),
             relay.pid,
+            self.versions(&held),
             bytes(relay.received),
             speed.unwrap_or_default(),
         )
@@ -209,13 +231,14 @@ mod tests {
     fn relay(agent: u64, parent: u64, workers: Vec<Worker>) -> Relay {
         Relay {
             agent,
+            serves: true,
             parent,
             name: format!("host-{agent}\u{1b}[2J"),
             address: "10.0.0.1".into(),
             pid: 7,
             received: 3 << 20,
             bytes_per_second: (agent == 1).then_some(125e6),
-            holds: Vec::new(),
+            holds: vec![(0, 7), (0, 10 - agent)],
             workers,
         }
     }
@@ -236,21 +259,58 @@ mod tests {
             relays: vec![
                 relay(1, 0, vec![worker(1, 9), worker(2, 7)]),
                 relay(2, 1, vec![worker(3, 0)]),
+                Relay {
+                    serves: false,
+                    holds: Vec::new(),
+                    ..relay(3, 0, vec![worker(5, 8)])
+                },
             ],
             lost: vec![4],
+            left_out: LeftOut::default(),
         };
         let expected = "\
 epoch 3  policy v9
-2 relays, 4 workers, 1.0 GiB sent in 1.5 min
+2 relays, 5 workers, 1.0 GiB sent in 1.5 min
 sender 10.0.0.9:7070 (pid 42)
 ├─ worker 0 (pid 100, cpu)  v9
-└─ relay 1 on host-1?[2J (10.0.0.1, pid 7)  3.0 MiB fetched, 119.2 MiB/s
-   ├─ worker 1 (pid 101, cpu)  v9
-   ├─ worker 2 (pid 102, cpu)  v7 (2 behind)
-   └─ relay 2 on host-2?[2J (10.0.0.1, pid 7)  3.0 MiB fetched
-      └─ worker 3 (pid 103, cpu)  nothing yet
+├─ relay 1 on host-1?[2J (10.0.0.1, pid 7)  v9, 3.0 MiB fetched, 119.2 MiB/s
+│  ├─ worker 1 (pid 101, cpu)  v9
+│  ├─ worker 2 (pid 102, cpu)  v7 (2 behind)
+│  └─ relay 2 on host-2?[2J (10.0.0.1, pid 7)  v8 (1 behind), 3.0 MiB fetched
+│     └─ worker 3 (pid 103, cpu)  nothing yet
+└─ agent 3 on host-3?[2J (10.0.0.1, pid 7)  nothing yet, 3.0 MiB fetched
+   └─ worker 5 (pid 105, cpu)  v8 (1 behind)
 worker 4 was not reached a moment ago
 ";
         assert_eq!(text(&status), expected);
+    }
+
+    #[test]
+    fn whoever_is_in_no_tree_is_shown_once_and_whoever_is_left_out_is_counted() {
+        let status = Status {
+            address: "10.0.0.9:7070".into(),
+            pid: 42,
+            run: "epoch 3".into(),
+            up_seconds: 1.0,
+            models: Vec::new(),
+            served: 0,
+            local: Vec::new(),
+            // Its own parent, one of a parent that is not there, and two in a circle.
+            relays: [(0, 0), (2, 7), (3, 4), (4, 3)]
+                .map(|(agent, parent)| relay(agent, parent, Vec::new()))
+                .into(),
+            lost: Vec::new(),
+            left_out: LeftOut {
+                relays: 2,
+                workers: 5,
+            },
+        };
+        let text = text(&status);
+        for agent in [0, 2, 3, 4] {
+            let name = format!("relay {agent} on");
+            assert_eq!(text.matches(&name).count(), 1, "{name}: {text}");
+        }
+        assert!(text.contains("agent 7, of which"), "{text}");
+        assert!(text.contains("2 relays and 5 workers more"), "{text}");
     }
 }

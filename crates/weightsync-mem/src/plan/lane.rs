@@ -80,9 +80,14 @@ impl<'a> Teller<'a> {
 impl Lane {
     /// The records it refers to.
     pub(super) fn records(&self) -> SlotSet {
+        self.refers().fold(SlotSet::default(), SlotSet::with)
+    }
+
+    /// The same, one as often as it does.
+    pub(super) fn refers(&self) -> impl Iterator<Item = u8> {
         let answer = self.asks.answer.iter().map(|(_, record)| record);
         let records = self.queue.iter().chain(&self.live).chain(answer);
-        records.fold(SlotSet::default(), |all, record| all.with(*record))
+        records.copied()
     }
 
     /// What a publication that concerns this reader is for it.
@@ -137,7 +142,9 @@ impl Lane {
             return;
         };
         self.asks.owed = None;
-        self.asks.answer = Some((question, record));
+        records.refer(record);
+        let before = self.asks.answer.replace((question, record));
+        records.release(before.map(|(_, record)| record));
         self.asks.told = sequence;
         teller.steps.push(Step::Answer {
             key: (worker, self.joined),
@@ -159,7 +166,7 @@ impl Lane {
         if let Some(record) = teller.default
             && self.has_room()
         {
-            self.put(worker, Live { sequence, record }, teller);
+            self.put(worker, Live { sequence, record }, records, teller);
             return Fate::Told;
         }
         let fate = self.tell(worker, sequence, set, records, teller);
@@ -181,7 +188,7 @@ impl Lane {
         if self.has_room()
             && let Some(record) = records.provide(sequence, set, &mut teller.in_use, teller.steps)
         {
-            self.put(worker, Live { sequence, record }, teller);
+            self.put(worker, Live { sequence, record }, records, teller);
             return Fate::Told;
         }
         match self.delivery {
@@ -210,11 +217,16 @@ impl Lane {
                 record,
             };
             self.waiting.pop_front();
-            self.put(worker, live, teller);
+            self.put(worker, live, records, teller);
         }
         if let Some((question, Waiting { sequence, set })) = self.asks.owed.take() {
             self.answer(worker, (question, sequence), &set, records, teller);
         }
+    }
+
+    /// Whether it is to be told or answered something once there is room.
+    pub(super) fn waits(&self) -> bool {
+        self.asks.owed.is_some() || !self.waiting.is_empty()
     }
 
     /// What it is to be told or answered once there is room.
@@ -223,7 +235,8 @@ impl Lane {
         self.waiting.iter().chain(owed).map(|waiting| &waiting.set)
     }
 
-    pub(super) fn shut(&mut self) {
+    pub(super) fn shut(&mut self, records: &mut Records) {
+        records.release(self.refers());
         self.shut = true;
         self.live = None;
         self.queue.clear();
@@ -252,9 +265,16 @@ impl Lane {
         }
     }
 
-    fn put(&mut self, worker: WorkerId, live: Live, teller: &mut Teller<'_>) {
+    fn put(
+        &mut self,
+        worker: WorkerId,
+        live: Live,
+        records: &mut Records,
+        teller: &mut Teller<'_>,
+    ) {
         let key = (worker, self.joined);
         self.told = live.sequence;
+        records.refer(live.record);
         match self.delivery {
             Delivery::Every { .. } => {
                 self.queue.push_back(live.record);
@@ -264,7 +284,7 @@ impl Lane {
                 // A newer set stands for one that still waits.
                 self.waiting
                     .retain(|waiting| waiting.sequence > live.sequence);
-                self.live = Some(live.record);
+                records.release(self.live.replace(live.record));
                 teller.steps.push(Step::Flip { key, live });
             }
         }

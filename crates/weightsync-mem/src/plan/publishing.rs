@@ -1,6 +1,8 @@
 //! Room for the next versions, publications, and what waits for room.
 
-use weightsync_core::Version;
+use std::collections::BTreeSet;
+
+use weightsync_core::{Version, WorkerId};
 
 use super::lane::Lane;
 #[cfg(test)]
@@ -15,7 +17,7 @@ impl Plan {
     /// hold, and what pinned records do ([`slots_of`](Self::slots_of)).
     pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
         let needed = self.meant.slots(model).union(self.told(model));
-        let waiting = self.lanes.values().flat_map(Lane::kept_waiting);
+        let waiting = self.waiting_lanes().flat_map(Lane::kept_waiting);
         let waiting = waiting.filter_map(|set| set.place(model));
         let held = waiting.fold(needed, |all, placed| all.with(placed.slot));
         let Model { slots, lent, .. } = &mut self.models[model];
@@ -105,11 +107,12 @@ impl Plan {
         teller.sequence = self.sequence;
         let mut fates = Vec::with_capacity(self.lanes.len());
         let mut absent = Vec::new();
-        let (meant, records) = (&self.meant, &mut self.records);
+        let (meant, records, waiting) = (&self.meant, &mut self.records, &mut self.waiting);
         let mut concern = |worker, lane: &mut Lane| {
             if !lane.models.and(update.models()).is_empty() {
                 let fate = lane.publish(worker, meant, records, &mut teller);
                 fates.push(((worker, lane.joined), fate));
+                note(waiting, worker, lane);
             }
         };
         match targets {
@@ -147,20 +150,22 @@ impl Plan {
             return;
         }
         let mut teller = self.teller(record_pins, steps);
-        for (worker, lane) in &mut self.lanes {
-            lane.deliver(*worker, &mut self.records, &mut teller);
+        for worker in std::mem::take(&mut self.waiting) {
+            if let Some(lane) = self.lanes.get_mut(&worker) {
+                lane.deliver(worker, &mut self.records, &mut teller);
+                note(&mut self.waiting, worker, lane);
+            }
         }
     }
 
     /// Whether a lane waits that has room, but there was no record for it.
     pub(crate) fn lacks_records(&self) -> bool {
-        self.lanes.values().any(Lane::lacks_record)
+        self.waiting_lanes().any(Lane::lacks_record)
     }
 
     /// Whether anything waits for room anywhere.
     pub(crate) fn anything_waits(&self) -> bool {
-        let mut lanes = self.lanes.values();
-        lanes.any(|lane| lane.kept_waiting().next().is_some())
+        !self.waiting.is_empty()
     }
 
     /// Whether anything waits for room at this reader.
@@ -192,6 +197,28 @@ impl Plan {
         };
         let before = lane.waiting.len();
         lane.waiting.retain(|waiting| waiting.sequence != sequence);
-        lane.waiting.len() < before
+        let gave_up = lane.waiting.len() < before;
+        self.note(key.0);
+        gave_up
     }
+
+    fn waiting_lanes(&self) -> impl Iterator<Item = &Lane> {
+        let waiting = self.waiting.iter();
+        waiting.filter_map(|worker| self.lanes.get(worker))
+    }
+
+    /// Notes whether this worker's lane waits for room, after it may have changed.
+    pub(super) fn note(&mut self, worker: WorkerId) {
+        match self.lanes.get(&worker) {
+            Some(lane) => note(&mut self.waiting, worker, lane),
+            None => drop(self.waiting.remove(&worker)),
+        }
+    }
+}
+
+fn note(waiting: &mut BTreeSet<WorkerId>, worker: WorkerId, lane: &Lane) {
+    match lane.waits() {
+        true => waiting.insert(worker),
+        false => waiting.remove(&worker),
+    };
 }

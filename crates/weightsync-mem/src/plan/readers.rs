@@ -37,7 +37,10 @@ impl Plan {
             asks: Asks::default(),
             shut: false,
         };
-        self.lanes.insert(worker, lane);
+        if let Some(before) = self.lanes.insert(worker, lane) {
+            self.records.release(before.refers());
+        }
+        self.note(worker);
         let set = self.meant.for_worker(worker);
         if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
             self.point(worker, &set, &mut teller);
@@ -59,6 +62,7 @@ impl Plan {
             return false;
         };
         lane.tell(key.0, sequence, set, &mut self.records, &mut teller);
+        self.note(key.0);
         true
     }
 
@@ -78,13 +82,17 @@ impl Plan {
         };
         let question = (question, sequence);
         lane.answer(key.0, question, set, &mut self.records, &mut teller);
+        self.note(key.0);
         true
     }
 
     /// A reader has left or died: its lane holds nothing any more.
     pub(crate) fn leave(&mut self, key: Key) {
-        if self.lane(key).is_some() {
-            self.lanes.remove(&key.0);
+        if self.lane(key).is_some()
+            && let Some(gone) = self.lanes.remove(&key.0)
+        {
+            self.records.release(gone.refers());
+            self.note(key.0);
         }
     }
 
@@ -92,8 +100,9 @@ impl Plan {
     /// more is told to it. The caller shuts its lane in the shared pages, and
     /// looks for pins after that.
     pub(crate) fn shut(&mut self, key: Key) {
-        if let Some(lane) = self.lane_mut(key) {
-            lane.shut();
+        if let Some(lane) = open_lane(&mut self.lanes, key) {
+            lane.shut(&mut self.records);
+            self.note(key.0);
         }
     }
 
@@ -101,13 +110,14 @@ impl Plan {
     /// the last question whose answer it needs no more. Read before its pins,
     /// and before anything here that looks for room.
     pub(crate) fn observe(&mut self, key: Key, head: u64, through: u64) {
-        let Some(lane) = self.lane_mut(key) else {
+        let lane = self.lanes.get_mut(&key.0);
+        let Some(lane) = lane.filter(|lane| lane.joined == key.1) else {
             return;
         };
         // A head that goes back, or beyond the tail, is the reader's lie.
         let gone = head.saturating_sub(lane.head);
         let gone = gone.min(lane.queue.len() as u64);
-        lane.queue.drain(..gone as usize);
+        self.records.release(lane.queue.drain(..gone as usize));
         lane.head += gone;
         lane.asks.through = lane.asks.through.max(through);
     }
@@ -127,12 +137,13 @@ impl Plan {
         };
         lane.asks.wanted = None;
         lane.asks.owed = None;
-        let mine = lane.models;
+        let (mine, delivery) = (lane.models, lane.delivery);
+        self.note(key.0);
         let allowed = match want {
             Want::Newest => true,
             Want::AtLeast { model, .. } | Want::Exactly { model, .. } => mine.contains(model),
         };
-        if !allowed || matches!(lane.delivery, Delivery::Every { .. }) {
+        if !allowed || matches!(delivery, Delivery::Every { .. }) {
             return Answer::NotAllowed;
         }
         let sets = || self.meant.askable(key.0);
@@ -179,6 +190,7 @@ impl Plan {
         if let Some(lane) = self.lane_mut(key) {
             lane.asks.wanted = None;
             lane.asks.owed = None;
+            self.note(key.0);
         }
     }
 
@@ -191,7 +203,8 @@ impl Plan {
         for (worker, lane) in &mut self.lanes {
             let asks = &mut lane.asks;
             let over = |(question, _): &mut (u64, u8)| *question <= asks.through;
-            if asks.answer.take_if(over).is_some() {
+            if let Some((_, record)) = asks.answer.take_if(over) {
+                self.records.release([record]);
                 let key = (*worker, lane.joined);
                 steps.push(Step::Clear { key });
             }

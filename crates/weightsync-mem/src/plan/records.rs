@@ -12,6 +12,8 @@ pub(super) struct Records {
     /// 0: never written.
     sequences: [u64; MAX_RECORDS],
     sets: [ModelSet; MAX_RECORDS],
+    /// How often lanes refer to it.
+    told: [u32; MAX_RECORDS],
 }
 
 impl Records {
@@ -19,7 +21,26 @@ impl Records {
         Self {
             sequences: [0; MAX_RECORDS],
             sets: [ModelSet::EMPTY; MAX_RECORDS],
+            told: [0; MAX_RECORDS],
         }
+    }
+
+    /// A lane refers to this record from now on.
+    pub(super) fn refer(&mut self, record: u8) {
+        self.told[usize::from(record)] += 1;
+    }
+
+    /// A lane refers to these no more.
+    pub(super) fn release(&mut self, records: impl IntoIterator<Item = u8>) {
+        for record in records {
+            self.told[usize::from(record)] -= 1;
+        }
+    }
+
+    /// Those that lanes refer to.
+    pub(super) fn told(&self) -> SlotSet {
+        let told = (0..MAX_RECORDS as u8).filter(|record| self.told[usize::from(*record)] > 0);
+        told.fold(SlotSet::default(), SlotSet::with)
     }
 
     pub(super) fn set(&self, record: u8) -> &ModelSet {

@@ -1,7 +1,7 @@
 //! What changes, under one lock: the plan, who is there, who has gone and who can
 //! use nothing.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use weightsync_core::{Version, WorkerId};
@@ -10,7 +10,7 @@ use super::Reader;
 use crate::plan::{Key, Plan, Step};
 use crate::set::Models;
 use crate::slot::Slot;
-use crate::wire::FromSender;
+use crate::wire::{Delivery, FromSender};
 
 /// How many of those that went are remembered.
 const MAX_GONE: usize = 1 << 16;
@@ -22,6 +22,14 @@ pub(crate) struct State {
     /// How many models there are.
     models: usize,
     pub(crate) readers: BTreeMap<Key, Reader>,
+    /// Those whose pages say something that is not said here as well.
+    followed: BTreeSet<Key>,
+    /// How many of them are processes of this host.
+    processes: usize,
+    /// For each that waits for guests, those of which something has become known.
+    heard: BTreeMap<u64, BTreeSet<Key>>,
+    /// The last number of one that waits.
+    ears: u64,
     /// How many readers have joined so far.
     pub(crate) joined: u64,
     /// The readers that went last; with those that nobody has been told of yet.
@@ -73,12 +81,89 @@ impl State {
             plan,
             models: slots.len(),
             readers: BTreeMap::new(),
+            followed: BTreeSet::new(),
+            processes: 0,
+            heard: BTreeMap::new(),
+            ears: 0,
             joined: 0,
             gone: VecDeque::new(),
             untold: 0,
             rejected: Vec::new(),
             slots,
             steps: Vec::new(),
+        }
+    }
+
+    /// A reader is there from now on.
+    pub(crate) fn seat(&mut self, key: Key, reader: Reader) {
+        let process = reader.socket().is_some();
+        self.processes += usize::from(process);
+        if process || reader.delivery != Delivery::Newest {
+            self.followed.insert(key);
+        }
+        self.readers.insert(key, reader);
+    }
+
+    /// A reader is there no more.
+    pub(crate) fn unseat(&mut self, key: Key) -> Option<Reader> {
+        let reader = self.readers.remove(&key)?;
+        self.processes -= usize::from(reader.socket().is_some());
+        self.followed.remove(&key);
+        Some(reader)
+    }
+
+    /// A reader asks for something, and will again.
+    pub(crate) fn asks(&mut self, key: Key) -> Option<&Reader> {
+        let reader = self.readers.get_mut(&key)?;
+        reader.asks = true;
+        self.followed.insert(key);
+        Some(reader)
+    }
+
+    /// How many readers are processes of this host, and how many are guests.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        (self.processes, self.readers.len() - self.processes)
+    }
+
+    /// Each reader whose pages are to be looked at, with the plan that is to know. A
+    /// guest that only takes the newest pins nothing and is not among them: there may
+    /// be very many.
+    pub(crate) fn follow(&mut self, mut look: impl FnMut(&mut Plan, Key, &mut Reader)) {
+        for key in &self.followed {
+            if let Some(reader) = self.readers.get_mut(key) {
+                look(&mut self.plan, *key, reader);
+            }
+        }
+    }
+
+    /// The readers that are processes of this host.
+    pub(crate) fn processes(&self) -> impl Iterator<Item = (Key, &Reader)> {
+        let followed = self.followed.iter();
+        let readers = followed.filter_map(|key| Some((*key, self.readers.get(key)?)));
+        readers.filter(|(_, reader)| reader.socket().is_some())
+    }
+
+    /// From here on it is [noted](Self::hear) of which guests something becomes known.
+    pub(crate) fn listen(&mut self) -> u64 {
+        self.ears += 1;
+        self.heard.insert(self.ears, BTreeSet::new());
+        self.ears
+    }
+
+    /// Of which something has become known since.
+    pub(crate) fn take_heard(&mut self, ear: u64) -> BTreeSet<Key> {
+        let heard = self.heard.get_mut(&ear);
+        heard.map(std::mem::take).unwrap_or_default()
+    }
+
+    pub(crate) fn stop_listening(&mut self, ear: u64) {
+        self.heard.remove(&ear);
+    }
+
+    /// Something has become known of a guest.
+    pub(crate) fn hear(&mut self, key: Key) {
+        for heard in self.heard.values_mut() {
+            heard.insert(key);
         }
     }
 
@@ -105,6 +190,7 @@ impl State {
     /// it pins goes on counting; pins that were looked for before are to be
     /// looked for again.
     pub(crate) fn reject(&mut self, key: Key, reason: String) {
+        self.hear(key);
         let Some(reader) = self.readers.get_mut(&key) else {
             return;
         };
@@ -143,9 +229,10 @@ impl State {
     /// Removes a reader, and with it its pins. Called only once its process is
     /// known to be dead, or once it has closed its end with every snapshot gone.
     pub(crate) fn bury(&mut self, key: Key, unless_left: Going) {
-        let Some(reader) = self.readers.remove(&key) else {
+        let Some(reader) = self.unseat(key) else {
             return;
         };
+        self.hear(key);
         self.plan.leave(key);
         let versions = reader.versions(self.models);
         let applied = reader.applied();

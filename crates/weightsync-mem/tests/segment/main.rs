@@ -5,6 +5,7 @@ mod asking;
 mod delivery;
 mod faults;
 mod forks;
+mod guests;
 mod hostile;
 mod private;
 mod sets;

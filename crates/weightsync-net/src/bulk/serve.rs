@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use weightsync_core::Run;
 
 use super::stop::Threads;
@@ -16,7 +16,7 @@ use super::store::{Held, Look, Store};
 use super::{IDLE, STUCK};
 use crate::relay::Item;
 use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
-use crate::wire::message::{ChunkRange, Message, ToChild, ToParent};
+use crate::wire::message::{Message, ToChild, ToParent};
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -26,6 +26,16 @@ const OUT_OF_REACH: Duration = Duration::from_secs(12);
 
 /// How many fetches are served at once; others wait for their turn.
 const AT_ONCE: usize = 64;
+
+/// How long a turn is while others wait for theirs: a chunk that has begun is ended.
+const TURN: Duration = Duration::from_millis(250);
+
+/// A child that has asked for nothing for so long loses its connection: it makes
+/// another when it asks again.
+const QUIET: Duration = Duration::from_secs(60);
+
+/// How many children may be connected, whether or not they ask for anything.
+const CHILDREN: usize = 32_768;
 
 /// What a parent notices while it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +56,8 @@ pub(crate) struct Serving {
     pub(crate) threads: Arc<Threads>,
     pub(crate) tell: Arc<dyn Fn(Served) + Send + Sync>,
     at_once: Arc<Semaphore>,
+    children: Arc<Semaphore>,
+    quiet: Duration,
 }
 
 impl Serving {
@@ -61,12 +73,18 @@ impl Serving {
             threads,
             tell: Arc::new(tell),
             at_once: Arc::new(Semaphore::new(AT_ONCE)),
+            children: Arc::new(Semaphore::new(CHILDREN)),
+            quiet: QUIET,
         }
     }
 
-    /// Serves one child until it hangs up. Between two fetches it costs a descriptor
-    /// and no thread.
+    /// Serves one child until it hangs up, or asks for nothing any more. Between two
+    /// fetches it costs a descriptor and no thread.
     pub(crate) async fn child(self, mut socket: tokio::net::TcpStream) {
+        let Ok(_one) = self.children.clone().try_acquire_owned() else {
+            tracing::debug!("a relay below is not served: there are too many");
+            return;
+        };
         if let Err(error) = keep_alive(&socket) {
             tracing::debug!("a relay below is served without an eye on its host: {error}");
         }
@@ -86,67 +104,242 @@ impl Serving {
         &self,
         mut socket: tokio::net::TcpStream,
     ) -> io::Result<Option<tokio::net::TcpStream>> {
-        let Some(fetch) = read_fetch(&mut socket).await? else {
+        let Some(fetch) = read_fetch(&mut socket, self.quiet).await? else {
             return Ok(None);
         };
-        let permit = loop {
-            let permit = self.at_once.clone().acquire_owned();
-            match tokio::time::timeout(IDLE, permit).await {
-                Ok(Ok(permit)) => break permit,
-                Ok(Err(_)) => return Ok(None),
-                // It waits for its turn, and hears that this end is there.
-                Err(_) => socket.write_all(&words(&ToChild::Idle)?).await?,
+        let mut going = Going::new(self.clone(), fetch);
+        loop {
+            let Some(permit) = self.turn(&mut socket).await? else {
+                return Ok(None);
+            };
+            let mut plain = socket.into_std()?;
+            plain.set_nonblocking(false)?;
+            plain.set_write_timeout(Some(STUCK))?;
+            let Some(watched) = self.threads.watch(&plain)? else {
+                return Ok(None);
+            };
+            let (done, served) = oneshot::channel();
+            self.threads.spawn("weightsync-serve", move || {
+                let result = going.go_on(&mut plain);
+                drop((watched, permit));
+                // Whoever waited for it may have gone.
+                let _ = done.send((going, result.map(|over| (plain, over))));
+            })?;
+            let Ok((same, result)) = served.await else {
+                return Ok(None);
+            };
+            let (plain, over) = result?;
+            plain.set_nonblocking(true)?;
+            socket = tokio::net::TcpStream::from_std(plain)?;
+            if over {
+                return Ok(Some(socket));
             }
-        };
-        let mut socket = socket.into_std()?;
-        socket.set_nonblocking(false)?;
-        socket.set_write_timeout(Some(STUCK))?;
-        let Some(watched) = self.threads.watch(&socket)? else {
-            return Ok(None);
-        };
-        let (done, served) = oneshot::channel();
-        let own = self.clone();
-        self.threads.spawn("weightsync-serve", move || {
-            let result = own.serve(&mut socket, &fetch);
-            drop((watched, permit));
-            // Whoever waited for it may have gone.
-            let _ = done.send(result.map(|()| socket));
-        })?;
-        let Ok(socket) = served.await else {
-            return Ok(None);
-        };
-        let socket = socket?;
-        socket.set_nonblocking(true)?;
-        tokio::net::TcpStream::from_std(socket).map(Some)
+            going = same;
+        }
     }
 
-    fn serve(&self, socket: &mut TcpStream, fetch: &ToParent) -> io::Result<()> {
-        let &ToParent::Fetch {
-            run,
-            agent,
-            model,
-            version,
-            ref ranges,
-        } = fetch;
-        let item = Item {
-            model: model.into(),
-            version,
-        };
-        if run != self.run {
-            return say_gone(socket, "it belongs to another run");
-        }
-        (self.tell)(Served::Wanted { item });
-        let sent = serve_one(socket, &self.store, item, ranges);
-        (self.tell)(Served::Unwanted { item });
-        match sent {
-            Ok(0) => {}
-            Ok(bytes) => (self.tell)(Served::Sent { bytes }),
-            Err(error) => {
-                tracing::debug!("agent {agent} has not got all of {item:?}: {error}");
-                return Err(error);
+    /// Waits for its turn, and has the child hear meanwhile that this end is there.
+    async fn turn(
+        &self,
+        socket: &mut tokio::net::TcpStream,
+    ) -> io::Result<Option<OwnedSemaphorePermit>> {
+        // One and the same wait: another would be the last in line again.
+        let permit = self.at_once.clone().acquire_owned();
+        tokio::pin!(permit);
+        loop {
+            match tokio::time::timeout(IDLE, &mut permit).await {
+                Ok(permit) => return Ok(permit.ok()),
+                Err(_) => {
+                    let idle = words(&ToChild::Idle)?;
+                    in_time(STUCK, socket.write_all(&idle)).await?;
+                }
             }
         }
-        Ok(())
+    }
+
+    /// Whether somebody waits for a turn.
+    fn others_wait(&self) -> bool {
+        self.at_once.available_permits() == 0
+    }
+}
+
+/// A fetch that is served, in one turn or several.
+struct Going {
+    serving: Serving,
+    fetch: ToParent,
+    /// When its first turn began.
+    since: Option<Instant>,
+    /// When the child heard something last.
+    said: Instant,
+    held: Option<Arc<Held>>,
+    /// How many of the chunks that were asked for have gone out.
+    done: usize,
+}
+
+/// How a turn has ended.
+enum End {
+    /// The child has all that it gets.
+    Over,
+    /// It is the others' turn.
+    Turn,
+}
+
+impl Going {
+    fn new(serving: Serving, fetch: ToParent) -> Self {
+        Self {
+            serving,
+            fetch,
+            since: None,
+            said: Instant::now(),
+            held: None,
+            done: 0,
+        }
+    }
+
+    fn item(&self) -> Item {
+        let &ToParent::Fetch { model, version, .. } = &self.fetch;
+        Item {
+            model: model.into(),
+            version,
+        }
+    }
+
+    /// Serves until it is over (true), or until it is the others' turn.
+    fn go_on(&mut self, socket: &mut TcpStream) -> io::Result<bool> {
+        let item = self.item();
+        let &ToParent::Fetch { run, agent, .. } = &self.fetch;
+        if run != self.serving.run {
+            say_gone(socket, "it belongs to another run")?;
+            return Ok(true);
+        }
+        if self.since.is_none() {
+            self.since = Some(Instant::now());
+            (self.serving.tell)(Served::Wanted { item });
+        }
+        let mut bytes = 0;
+        let end = self.serve(socket, &mut bytes);
+        if !matches!(end, Ok(End::Turn)) {
+            self.since = None;
+            (self.serving.tell)(Served::Unwanted { item });
+        }
+        if bytes > 0 {
+            (self.serving.tell)(Served::Sent { bytes });
+        }
+        if let Err(error) = &end {
+            tracing::debug!("agent {agent} has not got all of {item:?}: {error}");
+        }
+        end.map(|end| matches!(end, End::Over))
+    }
+
+    /// Sends what was asked for, as far as one turn goes; `sent` is how many bytes of it.
+    fn serve(&mut self, socket: &mut TcpStream, sent: &mut u64) -> io::Result<End> {
+        let begun = Instant::now();
+        let held = match self.held.take() {
+            Some(held) => held,
+            None => match self.find(socket, begun)? {
+                Ok(held) => held,
+                Err(end) => return Ok(end),
+            },
+        };
+        let Some(_going) = held.goes_by(socket)? else {
+            say_gone(socket, "it was replaced by a newer one")?;
+            return Ok(End::Over);
+        };
+        let (item, serving) = (self.item(), self.serving.clone());
+        let ToParent::Fetch { ranges, .. } = &self.fetch;
+        let indices = ranges.iter().flat_map(|range| {
+            let first = range.first as usize;
+            first..first + range.count as usize
+        });
+        let indices: Vec<usize> = indices.skip(self.done).collect();
+        for index in indices {
+            if index >= held.chunks() {
+                say_gone(socket, "it has not so many chunks")?;
+                return Ok(End::Over);
+            }
+            loop {
+                if begun.elapsed() >= TURN && serving.others_wait() {
+                    self.held = Some(held.clone());
+                    return Ok(End::Turn);
+                }
+                match serving.store.chunk(&held, index, IDLE) {
+                    Look::Ready(bytes, crc) => {
+                        let head = ChunkHead {
+                            model: item.model as u8,
+                            version: item.version,
+                            index: index as u32,
+                            bytes: bytes.len() as u32,
+                            crc,
+                            image_bytes: held.image_bytes(),
+                        };
+                        write_both(socket, &head.frame(), bytes)?;
+                        *sent += bytes.len() as u64;
+                        self.said = Instant::now();
+                        self.done += 1;
+                        break;
+                    }
+                    Look::NotYet => self.say_idle(socket)?,
+                    Look::Gone => {
+                        say_gone(socket, "it was replaced by a newer one")?;
+                        return Ok(End::Over);
+                    }
+                }
+            }
+        }
+        say(socket, &ToChild::End)?;
+        Ok(End::Over)
+    }
+
+    /// The version, once there is anything of it here; or how the turn ends without.
+    fn find(
+        &mut self,
+        socket: &mut TcpStream,
+        begun: Instant,
+    ) -> io::Result<Result<Arc<Held>, End>> {
+        let (item, serving) = (self.item(), self.serving.clone());
+        let store = &serving.store;
+        let since = self.since.unwrap_or(begun);
+        loop {
+            if let Some(held) = store.get(item) {
+                return Ok(Ok(held));
+            }
+            let over = store.is_sender() || since.elapsed() > PATIENCE;
+            if over || store.is_refused(item, since) {
+                say_gone(socket, "it is not kept any more")?;
+                return Ok(Err(End::Over));
+            }
+            if begun.elapsed() >= TURN && serving.others_wait() {
+                return Ok(Err(End::Turn));
+            }
+            store.wait_for(item, IDLE);
+            self.say_idle(socket)?;
+        }
+    }
+
+    /// Says that this end is there, if it has said nothing for a while.
+    fn say_idle(&mut self, socket: &mut TcpStream) -> io::Result<()> {
+        if self.said.elapsed() < IDLE {
+            return Ok(());
+        }
+        self.said = Instant::now();
+        say(socket, &ToChild::Idle)
+    }
+}
+
+impl Drop for Going {
+    /// Its child has gone while it waited for its turn.
+    fn drop(&mut self) {
+        if self.since.is_none() {
+            return;
+        }
+        let (tell, item) = (self.serving.tell.clone(), self.item());
+        // Whoever is told may be waited for, which no task may do.
+        let told = self.serving.threads.spawn("weightsync-serve", move || {
+            tell(Served::Unwanted { item });
+        });
+        if let Err(error) = told {
+            tracing::warn!("{item:?} counts as wanted still: {error}");
+        }
     }
 }
 
@@ -158,96 +351,31 @@ fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
     Ok(sockopt::set_tcp_keepcnt(socket, 3)?)
 }
 
-/// Sends what was asked for; how many bytes of it.
-fn serve_one(
-    socket: &mut TcpStream,
-    store: &Store,
-    item: Item,
-    ranges: &[ChunkRange],
-) -> io::Result<u64> {
-    let mut sent = 0;
-    let Some(held) = find(socket, store, item)? else {
-        return Ok(sent);
-    };
-    let indices = ranges.iter().flat_map(|range| {
-        let first = range.first as usize;
-        first..first + range.count as usize
-    });
-    for index in indices {
-        if index >= held.chunks() {
-            say_gone(socket, "it has not so many chunks")?;
-            return Ok(sent);
-        }
-        loop {
-            match store.chunk(&held, index, IDLE) {
-                Look::Ready(bytes, crc) => {
-                    let head = ChunkHead {
-                        model: item.model as u8,
-                        version: item.version,
-                        index: index as u32,
-                        bytes: bytes.len() as u32,
-                        crc,
-                        image_bytes: held.image_bytes(),
-                    };
-                    write_both(socket, &head.frame(), bytes)?;
-                    sent += bytes.len() as u64;
-                    break;
-                }
-                Look::NotYet => say(socket, &ToChild::Idle)?,
-                Look::Gone => {
-                    say_gone(socket, "it was replaced by a newer one")?;
-                    return Ok(sent);
-                }
-            }
-        }
-    }
-    say(socket, &ToChild::End)?;
-    Ok(sent)
-}
-
-/// The version, once there is anything of it here. `None`: the child was told that
-/// there will not be.
-fn find(socket: &mut TcpStream, store: &Store, item: Item) -> io::Result<Option<Arc<Held>>> {
-    let since = Instant::now();
-    let mut said = since;
-    loop {
-        if let Some(held) = store.get(item) {
-            return Ok(Some(held));
-        }
-        let over = store.is_sender() || since.elapsed() > PATIENCE;
-        if over || store.is_refused(item, since) {
-            say_gone(socket, "it is not kept any more")?;
-            return Ok(None);
-        }
-        store.wait_for(item, IDLE);
-        if said.elapsed() >= IDLE {
-            said = Instant::now();
-            say(socket, &ToChild::Idle)?;
-        }
-    }
-}
-
-/// The child's next words; `None` once it has hung up.
-async fn read_fetch(socket: &mut tokio::net::TcpStream) -> io::Result<Option<ToParent>> {
+/// The child's next words; `None` once it has hung up, or been quiet for too long.
+async fn read_fetch(
+    socket: &mut tokio::net::TcpStream,
+    quiet: Duration,
+) -> io::Result<Option<ToParent>> {
     let mut header = [0; HEADER_BYTES];
-    // A child waits for as long as it likes, but what it has begun to say it goes on
-    // saying.
+    // What a child has begun to say it goes on saying.
     let (first, rest) = header.split_at_mut(1);
-    match socket.read_exact(first).await {
-        Ok(_) => {}
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
-        Err(error) => return Err(error),
+    match tokio::time::timeout(quiet, socket.read_exact(first)).await {
+        Err(_) => return Ok(None),
+        Ok(Ok(_)) => {}
+        Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        Ok(Err(error)) => return Err(error),
     }
-    tokio::time::timeout(STUCK, socket.read_exact(rest))
-        .await
-        .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+    in_time(STUCK, socket.read_exact(rest)).await?;
     let header = Header::decode(&header, &[Kind::Bulk]).map_err(invalid)?;
     let mut payload = vec![0; header.len];
-    tokio::time::timeout(STUCK, socket.read_exact(&mut payload))
-        .await
-        .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+    in_time(STUCK, socket.read_exact(&mut payload)).await?;
     header.check(&payload).map_err(invalid)?;
     ToParent::decode(&payload).map(Some).map_err(invalid)
+}
+
+async fn in_time<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    let done = tokio::time::timeout(limit, work).await;
+    done.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
 }
 
 fn say_gone(socket: &mut TcpStream, reason: &str) -> io::Result<()> {
@@ -283,3 +411,6 @@ fn write_both(socket: &mut TcpStream, mut head: &[u8], mut bytes: &[u8]) -> io::
 pub(super) fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
+
+#[cfg(test)]
+mod tests;

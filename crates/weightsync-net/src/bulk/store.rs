@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
+use std::io;
+use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -23,6 +25,21 @@ pub(crate) struct Held {
     sums: Box<[OnceLock<u64>]>,
     /// It is not to be served any more.
     revoked: AtomicBool,
+    /// The connections by which it goes out now, by number.
+    going: Mutex<(u64, HashMap<u64, TcpStream>)>,
+}
+
+/// That a version goes out by a connection.
+#[derive(Debug)]
+pub(super) struct GoingOut<'a> {
+    held: &'a Held,
+    number: u64,
+}
+
+impl Drop for GoingOut<'_> {
+    fn drop(&mut self) {
+        self.held.going().1.remove(&self.number);
+    }
 }
 
 #[derive(Debug)]
@@ -66,7 +83,39 @@ impl Held {
             source,
             sums: (0..chunks).map(|_| OnceLock::new()).collect(),
             revoked: AtomicBool::new(false),
+            going: Mutex::default(),
         }
+    }
+
+    /// From here on until that is dropped it goes out by this connection; `None` if it
+    /// is not to be served any more.
+    pub(super) fn goes_by(&self, socket: &TcpStream) -> io::Result<Option<GoingOut<'_>>> {
+        let socket = socket.try_clone()?;
+        let mut going = self.going();
+        if self.revoked.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        let (last, sockets) = &mut *going;
+        *last += 1;
+        sockets.insert(*last, socket);
+        Ok(Some(GoingOut {
+            held: self,
+            number: *last,
+        }))
+    }
+
+    /// It is not served any more, not even to the end of a chunk: who does not read
+    /// would else hold it for as long.
+    fn cut_off(&self) {
+        let going = self.going();
+        self.revoked.store(true, Ordering::Release);
+        for socket in going.1.values() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn going(&self) -> MutexGuard<'_, (u64, HashMap<u64, TcpStream>)> {
+        self.going.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many chunks there are.
@@ -214,7 +263,8 @@ impl Store {
     }
 
     /// Serves the versions of a model no more that [are replaced](replaced), now that
-    /// another is about to follow `newest`; who is served them now is told so.
+    /// another is about to follow `newest`. Whoever is served them now loses its
+    /// connection, and asks for what it is to have by then.
     pub(crate) fn keep_oldest(&self, model: usize, newest: Version) {
         let Some(find) = &self.find else {
             return;
@@ -228,7 +278,7 @@ impl Store {
             find(item).is_some()
         });
         for item in &replaced {
-            all[item].revoked.store(true, Ordering::Release);
+            all[item].cut_off();
         }
         drop(kept);
         if !replaced.is_empty() {

@@ -9,8 +9,9 @@ mod status;
 mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -19,13 +20,12 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use weightsync_core::WorkerId;
-use weightsync_mem::{Going, GuestOptions, Guests, Models};
+use weightsync_mem::{GuestOptions, Guests, Models};
 
 use self::holdings::Holdings;
 use self::workers::{Asks, Worker};
 use super::seats::{Parting, Process, Seats, Waiter};
-use super::topology::{AgentId, Assigned, Topology};
-use crate::bulk::Served;
+use super::topology::{AgentId, Assigned, Place, Topology};
 use crate::link::causes::{self, Causes};
 use crate::link::{Link, LinkEnd};
 use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
@@ -45,8 +45,6 @@ pub(crate) enum Event {
         agent: AgentId,
         what: Result<ToRoot, LinkEnd>,
     },
-    /// Something was served from here.
-    Served(Served),
     /// Somebody asks how things are.
     Status(oneshot::Sender<String>),
     /// The sender shuts down.
@@ -84,6 +82,8 @@ pub(crate) struct Settings {
     pub(crate) arity: usize,
     /// What every agent is told of the models, as frames.
     pub(crate) descriptions: Arc<[u8]>,
+    /// What went out from here, in bytes.
+    pub(crate) served: Arc<AtomicU64>,
 }
 
 pub(crate) struct Hub {
@@ -100,8 +100,6 @@ pub(crate) struct Hub {
     ending: JoinSet<()>,
     causes: Causes,
     seats: Seats<Worker, Asks>,
-    /// What went out from here, in bytes.
-    served: u64,
     since: Instant,
 }
 
@@ -142,7 +140,6 @@ impl Hub {
             ending: JoinSet::new(),
             causes: Causes::default(),
             seats: Seats::new(),
-            served: 0,
             since: Instant::now(),
         }
     }
@@ -170,6 +167,9 @@ impl Hub {
                             agent.link.say(&FromRoot::Goodbye);
                         }
                     }
+                    // It has said goodbye to everybody: whoever comes now is told so by
+                    // a link that is closed, and looks for the next.
+                    Some(Event::Connected { .. }) if stops.is_some() => {}
                     Some(event) => self.handle(event),
                     None => return,
                 },
@@ -179,8 +179,8 @@ impl Hub {
                     if stops.is_some_and(|at| now >= at) {
                         return;
                     }
-                    for worker in self.seats.late(self.now()) {
-                        worker.guest.leave(Going::Lost);
+                    for (worker, going) in self.seats.late(self.now()) {
+                        worker.guest.leave(going);
                     }
                     let assigned = self.topology.again(self.now());
                     self.assign(&assigned);
@@ -210,8 +210,6 @@ impl Hub {
                 Ok(message) => self.hear(agent, message),
                 Err(end) => self.ended(agent, &end),
             },
-            Event::Served(Served::Sent { bytes }) => self.served += bytes,
-            Event::Served(Served::Wanted { .. } | Served::Unwanted { .. }) => {}
             Event::Status(answer) => {
                 // Who asked may have gone.
                 let _ = answer.send(self.status());
@@ -248,7 +246,10 @@ impl Hub {
                     self.turn_away(agent, &refused);
                     return;
                 }
-                let bulk = bulk.map(|port| SocketAddr::new(known.from.ip(), port));
+                let place = bulk.map(|port| Place {
+                    address: SocketAddr::new(known.from.ip(), port),
+                    host,
+                });
                 let mut held = Holdings::new(self.settings.models.len());
                 if run == Some(own) && !held.change(holds, Vec::new()) {
                     self.drop_agent(agent, TOO_MUCH);
@@ -270,7 +271,7 @@ impl Hub {
                 };
                 known.link.say(&welcome);
                 known.link.say_frames(self.settings.descriptions.clone());
-                let assigned = self.topology.join(agent, bulk);
+                let assigned = self.topology.join(agent, place);
                 self.assign(&assigned);
             }
             ToRoot::Join {
@@ -396,7 +397,10 @@ impl Hub {
             self.warn(cause, agent, &why);
         }
         let how = match end {
-            LinkEnd::HungUp | LinkEnd::Failed(_) => Parting::HungUp,
+            LinkEnd::HungUp => Parting::HungUp,
+            // What a process that is killed has not read is answered by that.
+            LinkEnd::Failed(error) if error.kind() == ErrorKind::ConnectionReset => Parting::HungUp,
+            LinkEnd::Failed(_) => Parting::Cut,
             _ => Parting::Silent,
         };
         self.part(agent, how, &why);

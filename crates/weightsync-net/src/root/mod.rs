@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use weightsync::transport::{
     Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
@@ -19,7 +19,7 @@ use weightsync_mem::{Guests, Listener};
 
 use self::hub::{Event, Hub, News, Settings};
 use crate::access::Key;
-use crate::bulk::{Find, Serving, Store, Threads};
+use crate::bulk::{Find, Served, Serving, Store, Threads};
 use crate::link;
 use crate::link::listen::accept_all;
 use crate::relay::{Item, runtime};
@@ -29,6 +29,9 @@ use crate::wire::message::{FromRoot, Message, Status, model_messages};
 
 /// The most agents.
 const MAX_AGENTS: usize = 16_384;
+
+/// How many may be asking how things are.
+const ASKING: usize = 64;
 
 /// How many events may wait for the hub.
 const EVENTS: usize = 1024;
@@ -138,11 +141,15 @@ impl Server {
             max_slots: opening.options.max_slots,
             arity: scheme.arity,
             descriptions: descriptions(opening.models)?,
+            served: Arc::default(),
         };
         let (events, heard) = mpsc::channel(EVENTS);
-        let told = events.clone();
+        let count = settings.served.clone();
+        // What children want is not asked for anywhere: a sender has it or not.
         let tell = move |served| {
-            let _ = told.blocking_send(Event::Served(served));
+            if let Served::Sent { bytes } = served {
+                count.fetch_add(bytes, Ordering::Relaxed);
+            }
         };
         let run = guests.run();
         let agents = Arc::<AtomicUsize>::default();
@@ -230,6 +237,7 @@ impl Listening {
             guests: _,
             agents,
         } = self;
+        let asking = Arc::new(Semaphore::new(ASKING));
         let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
         let take = move |socket: tokio::net::TcpStream, from: SocketAddr, role| match role {
             Role::Control => {
@@ -241,7 +249,13 @@ impl Listening {
             Role::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
             Role::Status => {
                 let events = events.clone();
-                tokio::spawn(answer_status(socket, events));
+                // Another is hung up on: it asks again.
+                if let Ok(one) = asking.clone().try_acquire_owned() {
+                    tokio::spawn(async move {
+                        answer_status(socket, events).await;
+                        drop(one);
+                    });
+                }
             }
         };
         accept_all(listener, key, busy, take).await;

@@ -6,8 +6,11 @@
 //! says of a worker that is reached by another is not heard. The next life of a
 //! worker waits until it is known whether the one that has the seat is there still:
 //! until something is heard of the agent that reaches it, or that is gone.
+//!
+//! A worker that is its own agent, and whose connection was closed, has most likely
+//! died; it has [`BACK`] to show that it has not.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use weightsync_core::WorkerId;
@@ -18,6 +21,10 @@ use super::topology::AgentId;
 /// How long workers whose agent hung up may take to come back by another way
 /// before they count as lost.
 pub(super) const GRACE: Duration = Duration::from_millis(900);
+
+/// How long one that was its own agent may take to come back after that hung up before
+/// it counts as dead.
+pub(super) const BACK: Duration = Duration::from_millis(300);
 
 /// A process, wherever it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,6 +41,8 @@ pub(crate) enum Parting {
     Left,
     /// Its connection was closed, perhaps because it died.
     HungUp,
+    /// Its connection failed on the way.
+    Cut,
     /// It fell silent, or was given up.
     Silent,
 }
@@ -43,6 +52,8 @@ pub(crate) enum Parting {
 #[derive(Debug)]
 pub(crate) struct Seats<T, W> {
     seats: BTreeMap<WorkerId, Seat<T>>,
+    /// Until when those may come back that are not reached.
+    until: BTreeSet<(Duration, WorkerId)>,
     /// At most one for each seat.
     waiting: BTreeMap<WorkerId, Waiter<W>>,
 }
@@ -66,8 +77,8 @@ struct Seat<T> {
     agent: Option<AgentId>,
     /// By whom it was before, as long as that has not said that it is gone.
     before: Option<AgentId>,
-    /// When it is given up, if it is not reached.
-    until: Option<Duration>,
+    /// When it is given up, if it is not reached, and as what.
+    until: Option<(Duration, Going)>,
 }
 
 /// What a worker that comes is.
@@ -101,6 +112,7 @@ impl<T, W> Seats<T, W> {
     pub(crate) fn new() -> Self {
         Self {
             seats: BTreeMap::new(),
+            until: BTreeSet::new(),
             waiting: BTreeMap::new(),
         }
     }
@@ -132,7 +144,9 @@ impl<T, W> Seats<T, W> {
                     seat.before = seat.agent;
                 }
                 seat.agent = Some(agent);
-                seat.until = None;
+                if let Some((until, _)) = seat.until.take() {
+                    self.until.remove(&(until, worker));
+                }
                 Comer::Back(&mut seat.of)
             }
         }
@@ -181,6 +195,7 @@ impl<T, W> Seats<T, W> {
             before: None,
             until: None,
         };
+        self.take(worker);
         self.seats.insert(worker, seat);
     }
 
@@ -248,14 +263,17 @@ impl<T, W> Seats<T, W> {
                 continue;
             }
             seat.agent = None;
-            match how {
+            let until = match how {
                 // It was its own agent.
-                Parting::HungUp if Some(seat.process) == process => {
-                    over.push((*worker, Going::Died));
+                Parting::HungUp if Some(seat.process) == process => (now + BACK, Going::Died),
+                Parting::HungUp | Parting::Cut | Parting::Left => (now + GRACE, Going::Lost),
+                Parting::Silent => {
+                    over.push((*worker, Going::Lost));
+                    continue;
                 }
-                Parting::HungUp | Parting::Left => seat.until = Some(now + GRACE),
-                Parting::Silent => over.push((*worker, Going::Lost)),
-            }
+            };
+            seat.until = Some(until);
+            self.until.insert((until.0, *worker));
         }
         let over = over.into_iter();
         over.filter_map(|(worker, going)| Some((self.take(worker)?, going)))
@@ -264,15 +282,20 @@ impl<T, W> Seats<T, W> {
 
     /// When somebody is given up next.
     pub(crate) fn due(&self) -> Option<Duration> {
-        self.seats.values().filter_map(|seat| seat.until).min()
+        self.until.first().map(|(until, _)| *until)
     }
 
     /// Gives up who was not reached in time.
-    pub(crate) fn late(&mut self, now: Duration) -> Vec<T> {
-        let late = self
-            .seats
-            .extract_if(.., |_, seat| seat.until.is_some_and(|until| now >= until));
-        late.map(|(_, seat)| seat.of).collect()
+    pub(crate) fn late(&mut self, now: Duration) -> Vec<(T, Going)> {
+        let mut late = Vec::new();
+        while let Some(&(until, worker)) = self.until.first()
+            && now >= until
+        {
+            self.until.pop_first();
+            let seat = self.seats.remove(&worker);
+            late.extend(seat.and_then(|seat| Some((seat.of, seat.until?.1))));
+        }
+        late
     }
 
     /// Everybody, with its process and by whom it is reached.
@@ -289,7 +312,11 @@ impl<T, W> Seats<T, W> {
     }
 
     fn take(&mut self, worker: WorkerId) -> Option<T> {
-        self.seats.remove(&worker).map(|seat| seat.of)
+        let seat = self.seats.remove(&worker)?;
+        if let Some((until, _)) = seat.until {
+            self.until.remove(&(until, worker));
+        }
+        Some(seat.of)
     }
 }
 

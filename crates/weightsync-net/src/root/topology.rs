@@ -6,6 +6,9 @@
 //! another at once. An agent that does not serve (a worker's own) fetches from the
 //! sender, beside the others, and has nobody below it.
 //!
+//! What happens to one costs no more the more there are, unless it moves others: one
+//! that comes, goes or changes its speed so that somebody has another parent by it.
+//!
 //! A slow link slows down everybody behind it, so agents whose link has been
 //! measured as much slower than that of others go to the end, where nobody is
 //! behind them. What comes through a slow one says nothing of the one behind it.
@@ -38,14 +41,39 @@ const MOST_AVOIDED: Duration = Duration::from_secs(960);
 pub(crate) struct Topology {
     /// How many fetch from each.
     arity: usize,
+    /// Those that serve.
     order: Vec<AgentId>,
     agents: BTreeMap<AgentId, Agent>,
+    /// How fast each of those in order is, as far as it is known.
+    speeds: BTreeSet<Rank>,
+    /// Until when whom is not given which parent.
+    avoided: BTreeSet<(Duration, AgentId, AgentId)>,
+}
+
+/// A speed and whose it is: a float that is not negative stands where its bits do.
+type Rank = (u64, AgentId);
+
+/// Where an agent serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// As the sender sees it.
+    pub(crate) address: SocketAddr,
+    /// The same for every process of one host.
+    pub(crate) host: [u8; 16],
+}
+
+impl Place {
+    /// Whether that is where another host finds it: an address of the loopback is of
+    /// whichever host asks there.
+    fn is_found_by(&self, host: [u8; 16]) -> bool {
+        !self.address.ip().is_loopback() || self.host == host
+    }
 }
 
 #[derive(Debug)]
 struct Agent {
     /// Where it serves, if it does.
-    address: Option<SocketAddr>,
+    place: Option<Place>,
     /// Bytes a second by which it could take what was there for it, and from whom it
     /// did so last.
     speed: Option<(f64, AgentId)>,
@@ -70,7 +98,8 @@ impl Agent {
         self.failed.get(&parent).is_some_and(|one| one.avoided)
     }
 
-    fn avoid(&mut self, parent: AgentId, now: Duration) {
+    /// Until when.
+    fn avoid(&mut self, parent: AgentId, now: Duration) -> Duration {
         let before = self.failed.get(&parent);
         // What was well for as long as it was avoided before is well.
         let before = before.filter(|one| now < one.until + one.pause);
@@ -81,6 +110,7 @@ impl Agent {
             pause,
         };
         self.failed.insert(parent, failed);
+        failed.until
     }
 
     fn is_slow(&self, fastest: f64) -> bool {
@@ -104,29 +134,59 @@ impl Topology {
             arity: arity.max(1),
             order: Vec::new(),
             agents: BTreeMap::new(),
+            speeds: BTreeSet::new(),
+            avoided: BTreeSet::new(),
         }
     }
 
     /// An agent has come; it goes to the end.
-    pub(crate) fn join(&mut self, agent: AgentId, address: Option<SocketAddr>) -> Vec<Assigned> {
+    pub(crate) fn join(&mut self, agent: AgentId, place: Option<Place>) -> Vec<Assigned> {
         let fresh = Agent {
-            address,
+            place,
             speed: None,
             parent: None,
             failed: BTreeMap::new(),
         };
         self.agents.insert(agent, fresh);
+        if place.is_none() {
+            return self.beside(agent);
+        }
         self.order.push(agent);
         // Not behind those that are known to be slow.
         self.sort();
         self.assign()
     }
 
+    /// One that does not serve, and is not told, is to fetch from the sender: beside the
+    /// others, where it takes nobody's place.
+    fn beside(&mut self, agent: AgentId) -> Vec<Assigned> {
+        let one = self.agents.get_mut(&agent);
+        let untold = one.filter(|one| one.parent != Some(0));
+        let told = untold.map(|one| {
+            one.parent = Some(0);
+            Assigned {
+                agent,
+                parent: 0,
+                address: None,
+            }
+        });
+        told.into_iter().collect()
+    }
+
     /// An agent is gone.
     pub(crate) fn leave(&mut self, agent: AgentId) -> Vec<Assigned> {
-        self.agents.remove(&agent);
-        for other in self.agents.values_mut() {
-            other.failed.remove(&agent);
+        let gone = self.agents.remove(&agent);
+        let Some(gone) = gone.filter(|gone| gone.place.is_some()) else {
+            return Vec::new();
+        };
+        self.rank(agent, gone.speed, None);
+        for (parent, failed) in gone.failed {
+            self.avoided.remove(&(failed.until, agent, parent));
+        }
+        for (number, other) in &mut self.agents {
+            if let Some(failed) = other.failed.remove(&agent) {
+                self.avoided.remove(&(failed.until, *number, agent));
+            }
         }
         if let Some(at) = self.order.iter().position(|one| *one == agent) {
             match self.arity {
@@ -148,28 +208,44 @@ impl Topology {
         {
             // Asked for again, even if it is the same.
             one.parent = None;
-            if parent != 0 {
-                one.avoid(parent, now);
+            if one.place.is_none() {
+                return self.beside(agent);
             }
+            if parent != 0 {
+                let before = one.failed.get(&parent).map(|failed| failed.until);
+                let until = one.avoid(parent, now);
+                if let Some(before) = before {
+                    self.avoided.remove(&(before, agent, parent));
+                }
+                self.avoided.insert((until, agent, parent));
+            }
+            return self.assign();
         }
-        self.assign()
+        Vec::new()
     }
 
     /// When a parent that could not be fetched from may be given again next.
     pub(crate) fn due(&self) -> Option<Duration> {
-        let failed = self.agents.values().flat_map(|one| one.failed.values());
-        let avoided = failed.filter(|one| one.avoided);
-        avoided.map(|one| one.until).min()
+        self.avoided.first().map(|(until, ..)| *until)
     }
 
     /// Gives parents again that were avoided for long enough.
     pub(crate) fn again(&mut self, now: Duration) -> Vec<Assigned> {
-        for one in self.agents.values_mut() {
-            for failed in one.failed.values_mut() {
-                failed.avoided &= now < failed.until;
+        let mut any = false;
+        while let Some(&(until, agent, parent)) = self.avoided.first()
+            && now >= until
+        {
+            self.avoided.pop_first();
+            let one = self.agents.get_mut(&agent);
+            if let Some(failed) = one.and_then(|one| one.failed.get_mut(&parent)) {
+                failed.avoided = false;
+                any = true;
             }
         }
-        self.assign()
+        match any {
+            true => self.assign(),
+            false => Vec::new(),
+        }
     }
 
     /// So much went from a parent to an agent, while there was something for it.
@@ -200,15 +276,33 @@ impl Topology {
             // slow, and not known to be.
             _ => measured,
         };
-        one.speed = Some((speed, parent));
+        let now = Some((speed, parent));
+        let before = std::mem::replace(&mut one.speed, now);
+        if one.place.is_none() || !self.rank(agent, before, now) {
+            return Vec::new();
+        }
         self.sort();
         self.assign()
     }
 
-    /// The agents in order, each with its parent.
+    /// The agents that serve, in order, then those that do not; each with its parent.
     pub(crate) fn parents(&self) -> impl Iterator<Item = (AgentId, Option<AgentId>)> {
         let order = self.order.iter();
-        order.map(|agent| (*agent, self.agents.get(agent).and_then(|one| one.parent)))
+        let serve = order.filter_map(|agent| self.agents.get_key_value(agent));
+        let beside = self.agents.iter().filter(|(_, one)| one.place.is_none());
+        serve.chain(beside).map(|(agent, one)| (*agent, one.parent))
+    }
+
+    /// The agents that serve, in order.
+    #[cfg(test)]
+    pub(crate) fn order(&self) -> impl Iterator<Item = AgentId> {
+        self.order.iter().copied()
+    }
+
+    /// Whether others may fetch from an agent.
+    pub(crate) fn serves(&self, agent: AgentId) -> bool {
+        let one = self.agents.get(&agent);
+        one.is_some_and(|one| one.place.is_some())
     }
 
     /// How fast the link to an agent was measured to be, in bytes a second.
@@ -217,8 +311,47 @@ impl Topology {
     }
 
     fn fastest(&self) -> Option<f64> {
-        let speeds = self.agents.values().filter_map(|one| one.speed);
-        speeds.map(|(speed, _)| speed).reduce(f64::max)
+        self.speeds.last().map(|(speed, _)| f64::from_bits(*speed))
+    }
+
+    /// One that serves has another speed. Whether that is to move somebody.
+    fn rank(
+        &mut self,
+        agent: AgentId,
+        before: Option<(f64, AgentId)>,
+        after: Option<(f64, AgentId)>,
+    ) -> bool {
+        // Below it a link is slow.
+        let limit = |own: &Self| own.fastest().unwrap_or(0.0) / SLOW;
+        let old = limit(self);
+        let [before, after] = [before, after].map(|speed| speed.map(|(speed, _)| speed));
+        if let Some(speed) = before {
+            self.speeds.remove(&(speed.to_bits(), agent));
+        }
+        let others = |speeds: &BTreeSet<Rank>, one: f64, other: f64| {
+            let (low, high) = (one.min(other).to_bits(), one.max(other).to_bits());
+            speeds
+                .range((low, 0)..=(high, AgentId::MAX))
+                .next()
+                .is_some()
+        };
+        if let Some(speed) = after {
+            self.speeds.insert((speed.to_bits(), agent));
+        }
+        let new = limit(self);
+        let slow = |speed: Option<f64>, limit| speed.filter(|speed| *speed < limit);
+        let moves = match (slow(before, old), slow(after, new)) {
+            (None, None) => false,
+            // Among those that are slow it stands where it stood, or not.
+            (Some(before), Some(after)) => {
+                self.speeds.remove(&(after.to_bits(), agent));
+                let passes = others(&self.speeds, before, after);
+                self.speeds.insert((after.to_bits(), agent));
+                passes
+            }
+            _ => true,
+        };
+        moves || old != new && others(&self.speeds, old, new)
     }
 
     /// Puts the slow ones at the end, slowest last; the others stay as they are.
@@ -226,13 +359,18 @@ impl Topology {
         let Some(fastest) = self.fastest() else {
             return;
         };
-        let slow = self.agents.iter().filter(|(_, one)| one.is_slow(fastest));
-        let slow: BTreeSet<AgentId> = slow.map(|(agent, _)| *agent).collect();
+        let slow = self.speeds.range(..((fastest / SLOW).to_bits(), 0));
+        let slow: BTreeSet<AgentId> = slow.map(|(_, agent)| *agent).collect();
+        if slow.is_empty() {
+            return;
+        }
         for agent in &slow {
             // Measured through one that has turned out to be slow: it is to be
             // measured anew, before that one.
-            if let Some(one) = self.agents.get_mut(agent) {
-                one.speed.take_if(|(_, by)| slow.contains(by));
+            if let Some(one) = self.agents.get_mut(agent)
+                && let Some((speed, _)) = one.speed.take_if(|(_, by)| slow.contains(by))
+            {
+                self.speeds.remove(&(speed.to_bits(), *agent));
             }
         }
         let slow = |agent: &AgentId| {
@@ -255,38 +393,42 @@ impl Topology {
     /// Gives everybody the parent of its place; tells of those that change.
     fn assign(&mut self) -> Vec<Assigned> {
         let mut assigned = Vec::new();
-        // Who serves, in order, with how many it has below it.
-        let mut serving: Vec<(AgentId, usize)> = vec![(0, 0)];
-        for agent in self.order.clone() {
-            let Some(one) = self.agents.get(&agent) else {
+        // Who serves, in order, with how many it has below it and where it is.
+        let mut serving: Vec<(AgentId, usize, Option<Place>)> = vec![(0, 0, None)];
+        // How many of the first have no room.
+        let mut full = 0;
+        for agent in &self.order {
+            let Some(one) = self.agents.get_mut(agent) else {
                 continue;
             };
-            let serves = one.address.is_some();
-            // The first with room: by arity 1 the one before.
-            let fits = |(parent, below): &&mut (AgentId, usize)| {
-                *below < self.arity && !one.avoids(*parent)
-            };
-            let parent = match serving.iter_mut().find(fits) {
-                Some((parent, below)) if serves => {
-                    *below += 1;
-                    *parent
-                }
-                // Nobody else is left; or it passes nothing on, and would only take
-                // the place of one that does.
-                _ => 0,
-            };
-            if serves {
-                serving.push((agent, 0));
-            }
-            let address = self.agents.get(&parent).and_then(|parent| parent.address);
-            if let Some(one) = self.agents.get_mut(&agent)
-                && one.parent != Some(parent)
+            let Some(own) = one.place else { continue };
+            while serving
+                .get(full)
+                .is_some_and(|(_, below, _)| *below >= self.arity)
             {
+                full += 1;
+            }
+            // The first with room: by arity 1 the one before.
+            let fits = |(parent, below, place): &&mut (AgentId, usize, Option<Place>)| {
+                *below < self.arity
+                    && !one.avoids(*parent)
+                    && place.is_none_or(|place| place.is_found_by(own.host))
+            };
+            let (parent, place) = match serving[full..].iter_mut().find(fits) {
+                Some((parent, below, place)) => {
+                    *below += 1;
+                    (*parent, *place)
+                }
+                // Nobody else is left.
+                None => (0, None),
+            };
+            serving.push((*agent, 0, one.place));
+            if one.parent != Some(parent) {
                 one.parent = Some(parent);
                 assigned.push(Assigned {
-                    agent,
+                    agent: *agent,
                     parent,
-                    address,
+                    address: place.map(|place| place.address),
                 });
             }
         }

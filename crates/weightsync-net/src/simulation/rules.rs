@@ -309,8 +309,8 @@ impl World {
         let order: Vec<(AgentId, Node)> = self
             .sender
             .topology
-            .parents()
-            .map(|(agent, _)| (agent, self.sender.agents[&agent].node))
+            .order()
+            .map(|agent| (agent, self.sender.agents[&agent].node))
             .collect();
         let rate = |node: Node| self.network.rate(node);
         // Else nobody knows that there are faster ones.

@@ -14,7 +14,7 @@ use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
 use crate::root::seats::{Comer, Leaver, Parting, Process, Seats, Waiter};
-use crate::root::topology::{AgentId, Assigned, Topology};
+use crate::root::topology::{AgentId, Assigned, Place, Topology};
 use crate::wire::message::{Delivery, FromRoot, Held, ToRoot};
 
 pub(super) struct Sender {
@@ -204,7 +204,10 @@ impl World {
                 host, pid, bulk, ..
             } => {
                 known.process = Some(Process { host, pid });
-                let bulk = bulk.map(|port| address(known.node, port));
+                let bulk = bulk.map(|port| Place {
+                    address: address(known.node, port),
+                    host,
+                });
                 self.say_to(agent, welcome(agent));
                 let assigned = self.sender.topology.join(agent, bulk);
                 self.assign(&assigned);

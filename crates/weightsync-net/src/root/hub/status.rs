@@ -1,5 +1,8 @@
 //! How things are, for who asks.
 
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+
 use super::Hub;
 use super::workers::Worker;
 use crate::root::topology::AgentId;
@@ -12,22 +15,22 @@ impl Hub {
             name: name.clone(),
             version: self.guests.version(index).0,
         });
-        let workers = |agent: AgentId| {
-            let all = self.seats.iter();
-            let mine = all.filter(|(_, _, by, _)| *by == Some(agent));
-            let workers = mine.map(|(worker, process, _, of)| status::Worker {
+        let mut workers: BTreeMap<AgentId, Vec<status::Worker>> = BTreeMap::new();
+        for (worker, process, by, of) in self.seats.iter() {
+            let Some(by) = by else { continue };
+            workers.entry(by).or_default().push(status::Worker {
                 worker: worker.0,
                 pid: process.pid,
                 device: of.device.clone(),
                 versions: self.versions(of),
             });
-            workers.collect::<Vec<_>>()
-        };
+        }
         let relays = self.topology.parents().filter_map(|(agent, parent)| {
             let one = self.agents.get(&agent)?;
             let known = one.known.as_ref()?;
             Some(status::Relay {
                 agent,
+                serves: self.topology.serves(agent),
                 parent: parent.unwrap_or(0),
                 name: known.name.clone(),
                 address: one.from.ip().to_string(),
@@ -39,7 +42,7 @@ impl Hub {
                     .iter()
                     .map(|held| (held.model, held.version.0))
                     .collect(),
-                workers: workers(agent),
+                workers: workers.remove(&agent).unwrap_or_default(),
             })
         });
         let local = self
@@ -59,7 +62,7 @@ impl Hub {
             run: run.to_string(),
             up_seconds: self.since.elapsed().as_secs_f64(),
             models: models.collect(),
-            served: self.served,
+            served: self.settings.served.load(Ordering::Relaxed),
             local: local.collect(),
             relays: relays.collect(),
             lost: self
@@ -68,6 +71,7 @@ impl Hub {
                 .filter(|(_, _, by, _)| by.is_none())
                 .map(|(worker, ..)| worker.0)
                 .collect(),
+            left_out: status::LeftOut::default(),
         }
         .to_json()
     }

@@ -1,22 +1,25 @@
 //! A sender, and agents that are none.
 
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use weightsync::{Expect, InitInfo, Sender, SenderSetup, Tensors};
-use weightsync_core::{Epoch, Version, WorkerId};
+use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use crate::access::Key;
 use crate::link::{self, Link, LinkEnd};
 use crate::relay::runtime;
 use crate::scheme::Distributed;
 use crate::status::Status;
+use crate::wire::frame::CHUNK;
 use crate::wire::hello::Role;
-use crate::wire::message::{Delivery, FromRoot, Held, Message, RefusalRemedy, ToRoot};
+use crate::wire::message::{
+    ChunkRange, Delivery, FromRoot, Held, Message, RefusalRemedy, ToParent, ToRoot,
+};
 
 /// Longer than anything here takes.
 const SOON: Duration = Duration::from_secs(20);
@@ -294,5 +297,88 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
         });
         let speeds: Vec<_> = speeds.await;
         assert_eq!(speeds, [Some(100.0 * 1_048_576.0), Some(104_857.6)]);
+    });
+}
+
+#[test]
+fn a_sender_that_has_said_goodbye_lets_nobody_in() {
+    let (sender, info) = sender();
+    run(async {
+        let mut first = Fake::dial(&info).await;
+        first.say_agent(Epoch(0));
+        let welcome = |word: &FromRoot| matches!(word, FromRoot::Parent { .. });
+        first.hear_until(welcome).await;
+        let ends = tokio::task::spawn_blocking(move || drop(sender));
+        let goodbye = |word: &FromRoot| matches!(word, FromRoot::Goodbye);
+        first.hear_until(goodbye).await;
+        // It still serves what it has announced.
+        let mut late = Fake::dial(&info).await;
+        late.say_agent(Epoch(0));
+        let end = late.hear().await.unwrap_err();
+        assert!(matches!(end, LinkEnd::HungUp | LinkEnd::Failed(_)), "{end}");
+        // So it does not wait for that one.
+        drop(first);
+        ends.await.unwrap();
+    });
+}
+
+/// One that fetches all of the first model's version, and reads only that it comes.
+async fn stuck(info: &InitInfo, run: Run, version: u64) -> TcpStream {
+    let address: SocketAddr = info.endpoint().address().parse().unwrap();
+    let key = Key::new(info.endpoint().secret());
+    let mut socket = link::dial(address, &key, Role::Bulk).await.unwrap();
+    let fetch = ToParent::Fetch {
+        run,
+        agent: 1,
+        model: 0,
+        version: Version(version),
+        ranges: vec![ChunkRange {
+            first: 0,
+            count: LARGE.div_ceil(CHUNK as usize) as u32,
+        }],
+    };
+    socket.write_all(&fetch.frame().unwrap()).await.unwrap();
+    let first = timeout(SOON, socket.read_u8()).await;
+    first.expect("in time").expect("a chunk");
+    socket
+}
+
+/// Bytes of a model that no connection takes without being read.
+const LARGE: usize = 48 << 20;
+
+#[test]
+fn children_that_do_not_read_hold_no_slot_that_the_trainer_needs() {
+    let mut weights = Tensors::new();
+    weights
+        .insert("w", [LARGE as u64 / 4], vec![1.0_f32; LARGE / 4])
+        .unwrap();
+    let setup = SenderSetup::new("policy", &weights).unwrap().slots(3, 3);
+    let setup = setup.scheme(Distributed::new()).unwrap();
+    let info = setup.init_info();
+    let mut sender = setup.connect(&weights, Expect::Count(0), SOON).unwrap();
+    run(async {
+        let mut fake = Fake::dial(&info).await;
+        fake.say_agent(Epoch(0));
+        let FromRoot::Welcome { run, .. } = fake.hear().await.unwrap() else {
+            panic!("it is not welcome")
+        };
+        let mut children = Vec::new();
+        for version in 2..=4 {
+            let begun = Instant::now();
+            sender.send(&weights).unwrap();
+            // The oldest goes on, and of the others one after the other is cut off.
+            assert!(
+                begun.elapsed() < Duration::from_secs(3),
+                "version {version}"
+            );
+            children.push(stuck(&info, run, version).await);
+        }
+        let begun = Instant::now();
+        sender.send(&weights).unwrap();
+        assert!(
+            begun.elapsed() < Duration::from_secs(3),
+            "{:?}",
+            begun.elapsed()
+        );
     });
 }

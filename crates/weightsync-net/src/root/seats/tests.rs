@@ -55,28 +55,34 @@ fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
 
 #[test]
 fn how_an_agent_goes_says_what_becomes_of_its_workers() {
-    // (the agent's process, how it goes, what is over)
+    // (the agent's process, how it goes, after how long what is over)
     let cases = [
-        (Some(process(50)), Parting::HungUp, Some(Going::Died)),
-        (Some(process(51)), Parting::HungUp, None),
-        (None, Parting::HungUp, None),
-        (Some(process(50)), Parting::Left, None),
-        (Some(process(51)), Parting::Silent, Some(Going::Lost)),
+        (Some(process(50)), Parting::HungUp, BACK, Going::Died),
+        (Some(process(51)), Parting::HungUp, GRACE, Going::Lost),
+        (None, Parting::HungUp, GRACE, Going::Lost),
+        (Some(process(50)), Parting::Cut, GRACE, Going::Lost),
+        (Some(process(50)), Parting::Left, GRACE, Going::Lost),
+        (
+            Some(process(51)),
+            Parting::Silent,
+            Duration::ZERO,
+            Going::Lost,
+        ),
     ];
-    for (process, how, going) in cases {
+    for (process, how, after, going) in cases {
         let mut seats = seated();
-        let over: Vec<_> = going.iter().map(|going| ("first", *going)).collect();
-        assert_eq!(
-            seats.part(1, process, how, NOW),
-            over,
-            "{process:?} {how:?}"
-        );
-        assert_eq!(seats.due(), going.is_none().then_some(NOW + GRACE));
+        let over = seats.part(1, process, how, NOW);
         assert_eq!(seats.reached(WORKER), None);
-        let late = seats.late(NOW + GRACE - Duration::from_millis(1));
-        assert_eq!(late, [""; 0]);
-        let late = seats.late(NOW + GRACE);
-        assert_eq!(late.len(), usize::from(going.is_none()));
+        if after.is_zero() {
+            assert_eq!(over, [("first", going)], "{process:?} {how:?}");
+            assert_eq!(seats.due(), None);
+            continue;
+        }
+        assert_eq!(over, [], "{process:?} {how:?}");
+        assert_eq!(seats.due(), Some(NOW + after));
+        assert_eq!(seats.late(NOW + after - Duration::from_millis(1)), []);
+        let late = seats.late(NOW + after);
+        assert_eq!(late, [("first", going)], "{process:?} {how:?}");
         assert_eq!(seats.due(), None);
     }
 }
@@ -89,7 +95,12 @@ fn who_comes_back_in_time_has_its_seat() {
         seats.comes(2, WORKER, 100),
         Comer::Back(&mut "first")
     ));
-    assert_eq!(seats.late(NOW + GRACE), [""; 0]);
+    assert_eq!(seats.due(), None);
+    assert_eq!(seats.late(NOW + GRACE), []);
+    // Also one whose agent it was itself: a link that was cut is not its death.
+    assert_eq!(seats.part(2, Some(process(50)), Parting::HungUp, NOW), []);
+    assert!(matches!(seats.comes(3, WORKER, 100), Comer::Back(_)));
+    assert_eq!(seats.late(NOW + GRACE), []);
 }
 
 #[test]

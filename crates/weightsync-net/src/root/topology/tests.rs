@@ -1,7 +1,10 @@
 use super::*;
 
-fn address(agent: AgentId) -> Option<SocketAddr> {
-    Some(SocketAddr::from(([10, 0, 0, agent as u8], 7)))
+fn address(agent: AgentId) -> Option<Place> {
+    Some(Place {
+        address: SocketAddr::from(([10, 0, 0, agent as u8], 7)),
+        host: [agent as u8; 16],
+    })
 }
 
 fn with(arity: usize, agents: std::ops::RangeInclusive<AgentId>) -> Topology {
@@ -145,7 +148,77 @@ fn who_does_not_serve_is_beside_the_others() {
     chain.join(2, address(2));
     chain.join(3, None);
     chain.join(4, address(4));
-    assert_eq!(parents(&chain), [(1, 0), (2, 0), (3, 0), (4, 2)]);
+    assert_eq!(parents(&chain), [(2, 0), (4, 2), (1, 0), (3, 0)]);
+    // It asks again, or goes, and that is nobody else's concern.
+    let [again] = chain.lost(3, 0, SECOND)[..] else {
+        panic!("it waits for ever");
+    };
+    assert_eq!((again.agent, again.parent), (3, 0));
+    assert_eq!(chain.leave(1), []);
+    // However fast it is, nobody is slow beside it.
+    chain.measured(0, 3, 1000 << 20, SECOND);
+    chain.measured(0, 2, 1 << 20, SECOND);
+    chain.measured(2, 4, 2 << 20, SECOND);
+    assert_eq!(parents(&chain), [(2, 0), (4, 2), (3, 0)]);
+}
+
+/// To another host its address would be that host's own.
+#[test]
+fn who_is_known_by_an_address_of_the_loopback_serves_its_own_host_alone() {
+    let mut chain = Topology::new(1);
+    let near = |port| Place {
+        address: SocketAddr::from(([127, 0, 0, 1], port)),
+        host: [1; 16],
+    };
+    chain.join(1, Some(near(1)));
+    chain.join(2, address(2));
+    chain.join(3, address(3));
+    chain.join(4, Some(near(4)));
+    assert_eq!(parents(&chain), [(1, 0), (2, 0), (3, 2), (4, 1)]);
+}
+
+/// What it costs that so many join, fetch a version each, and are asked what is due.
+fn cost_of(agents: u64, serve: bool) -> Duration {
+    let begun = cpu();
+    let mut chain = Topology::new(1);
+    if serve {
+        // Only what is measured counts here.
+        chain.order = (1..=agents).collect();
+    }
+    for agent in 1..=agents {
+        match serve {
+            true => {
+                let mut one = Topology::new(1);
+                one.join(agent, address(agent));
+                chain.agents.extend(one.agents);
+            }
+            false => drop(chain.join(agent, None)),
+        }
+    }
+    for agent in 1..=agents {
+        let parent = if serve { agent - 1 } else { 0 };
+        let bytes = (100 + agent % 7) << 20;
+        assert_eq!(chain.measured(parent, agent, bytes, SECOND), []);
+        assert_eq!(chain.due(), None);
+    }
+    cpu() - begun
+}
+
+fn cpu() -> Duration {
+    let spent = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(spent.tv_sec as u64, spent.tv_nsec as u32)
+}
+
+#[test]
+fn each_of_many_agents_costs_what_each_of_few_does() {
+    for serve in [false, true] {
+        let best = |agents| (0..3).map(|_| cost_of(agents, serve)).min().unwrap();
+        let (few, many) = (best(300), best(6000));
+        assert!(
+            many < 80 * few,
+            "{many:?} for twenty times as many as {few:?}"
+        );
+    }
 }
 
 #[test]
@@ -163,7 +236,7 @@ fn a_parent_that_cannot_be_reached_is_not_given_again_at_once() {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (2, 1));
-    assert_eq!(again.address, address(1));
+    assert_eq!(again.address, address(1).map(|place| place.address));
     // One that has gone meanwhile is told nothing.
     assert_eq!(chain.lost(9, 0, SECOND), []);
 }

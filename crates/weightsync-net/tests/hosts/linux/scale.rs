@@ -12,6 +12,20 @@ pub(crate) const SECOND: Duration = Duration::from_millis(1500);
 /// The part of the full count that is tried every day.
 const DAILY: f64 = 0.1;
 
+/// The first seed of what is tried every day: the same each time, so that a change
+/// fails for what it changed.
+const EVERY_DAY: u64 = 0x5eed;
+
+/// The first seed of random schedules: the same every day, another when
+/// `WEIGHTSYNC_SOAK` is set, or of an earlier run, if `WEIGHTSYNC_SOAK_SEED` says so.
+pub(crate) fn schedule_seed() -> u64 {
+    let is_set = |name| std::env::var(name).is_ok_and(|text| !text.is_empty());
+    match is_set("WEIGHTSYNC_SOAK") || is_set("WEIGHTSYNC_SOAK_SEED") {
+        true => seed(),
+        false => EVERY_DAY,
+    }
+}
+
 /// `full` rounds, scaled by `WEIGHTSYNC_SOAK`, but at least `least`.
 pub(crate) fn rounds(full: u64, least: u64) -> u64 {
     rounds_of(full, DAILY, least)

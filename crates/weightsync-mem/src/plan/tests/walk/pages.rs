@@ -70,6 +70,7 @@ impl World {
 
     /// What each lane shows is what it must show.
     pub(super) fn check(&mut self) {
+        self.plan.check_counts();
         for (key, reader) in &self.readers {
             if self.key(key.0.0) != Some(*key) {
                 continue;

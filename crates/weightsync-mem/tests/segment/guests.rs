@@ -1,0 +1,109 @@
+//! Readers of other hosts, for whom somebody in the sender's process acts.
+
+use std::thread;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+use weightsync_core::{Epoch, WorkerId};
+use weightsync_mem::{
+    Delivery, Guest, GuestOptions, Guests, Level, Models, Outcome, Targets, Writer,
+};
+
+use crate::{address, outcomes, send, settle, slots, small, within};
+
+fn join(writer: &Writer, worker: u32, delivery: Delivery) -> Guest {
+    let options = GuestOptions {
+        worker: WorkerId(worker),
+        pid: 1,
+        seen: Epoch(0),
+        models: Models::ALL,
+        delivery,
+        device: String::new(),
+    };
+    Guests::of(writer).join(options, |_| ()).unwrap()
+}
+
+/// It has taken and loaded what it was told last.
+fn load(guest: &Guest) {
+    let told = guest.told().unwrap();
+    let last = told.last().unwrap();
+    let versions = last.members.iter().map(|one| (one.model(), one.version()));
+    guest.progress(last.sequence, 0);
+    guest.applied(last.sequence, versions);
+}
+
+fn cpu() -> Duration {
+    let spent = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(spent.tv_sec as u64, spent.tv_nsec as u32)
+}
+
+/// What it costs a sender that so many join, and have one version each, while it waits
+/// for them, beside one that never has room.
+fn cost_of(count: u32) -> Duration {
+    let mut writer = small(&address(), 1, slots(8, 8));
+    let full = join(&writer, count, Delivery::Every { bound: 1 });
+    send(&mut writer, &[0], &Targets::All);
+    let begun = cpu();
+    let guests = (0..count).map(|worker| join(&writer, worker, Delivery::Newest));
+    let guests: Vec<_> = guests.collect();
+    let publication = send(&mut writer, &[0], &Targets::All);
+    let waiter = writer.waiter();
+    let waits = thread::spawn(move || {
+        let begun = cpu();
+        let lines = waiter.settle(&publication, Level::Applied, within(60));
+        (lines.unwrap(), cpu() - begun)
+    });
+    guests.iter().for_each(load);
+    let spent = cpu() - begun;
+    // What waits is told once there is room, and loaded.
+    load(&full);
+    load(&full);
+    let (lines, waited) = waits.join().unwrap();
+    assert_eq!(lines.len(), count as usize + 1);
+    let applied = |line: &weightsync_mem::ReaderOutcome| line.outcome == Outcome::Applied;
+    assert!(lines.iter().all(applied));
+    spent + waited
+}
+
+#[test]
+fn each_of_many_guests_costs_what_each_of_few_does() {
+    let [few, many] = [400, 8000].map(|count| (0..2).map(|_| cost_of(count)).min().unwrap());
+    assert!(
+        many < 80 * few,
+        "{many:?} for twenty times as many as {few:?}"
+    );
+}
+
+#[test]
+fn whatever_is_heard_of_a_guest_while_it_is_waited_for_ends_the_wait() {
+    let mut writer = small(&address(), 1, slots(2, 2));
+    let guests: Vec<_> = (0..4)
+        .map(|worker| join(&writer, worker, Delivery::Newest))
+        .collect();
+    let publication = send(&mut writer, &[0], &Targets::All);
+    let waiter = writer.waiter();
+    let waits = thread::spawn(move || waiter.settle(&publication, Level::Applied, within(20)));
+    let [loads, refuses, unusable, leaves] = <[Guest; 4]>::try_from(guests).unwrap();
+    load(&loads);
+    let sequence = refuses.told().unwrap()[0].sequence;
+    refuses.refuse(Some(sequence), "not this".into());
+    unusable.refuse(None, "nothing".into());
+    leaves.leave(weightsync_mem::Going::Lost);
+    let refused = |reason: &str| Outcome::Refused {
+        reason: reason.into(),
+    };
+    let expected = [
+        (0, Outcome::Applied),
+        (1, refused("not this")),
+        (2, refused("nothing")),
+        (3, Outcome::Lost),
+    ];
+    assert_eq!(outcomes(&waits.join().unwrap().unwrap()), expected);
+    // What became of it in between is not forgotten by the next.
+    let publication = send(&mut writer, &[0], &Targets::All);
+    load(&loads);
+    load(&refuses);
+    let lines = settle(&writer, &publication);
+    assert_eq!(lines[0].outcome, Outcome::Applied);
+    assert_eq!(lines[1].outcome, Outcome::Applied);
+}

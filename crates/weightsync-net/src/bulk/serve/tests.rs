@@ -1,0 +1,191 @@
+//! A process that serves, and children that are sockets.
+
+use std::io::Read;
+use std::sync::atomic::{AtomicIsize, Ordering};
+
+use weightsync_core::{Dtype, Epoch, Layout, Version};
+use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
+
+use super::*;
+use crate::relay::runtime;
+use crate::wire::message::ChunkRange;
+
+const RUN: Run = Run {
+    epoch: Epoch(1),
+    id: [7; 16],
+};
+
+/// Longer than anything here takes.
+const SOON: Duration = Duration::from_secs(10);
+
+fn serving() -> Serving {
+    let (store, threads) = (Arc::new(Store::of_relay()), Arc::default());
+    Serving::new(RUN, store, threads, |_| ())
+}
+
+/// A child of it that asks for a version.
+fn child(serving: &Serving, run: Run, version: u64) -> TcpStream {
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    socket.set_read_timeout(Some(SOON)).unwrap();
+    let (other, _) = listener.accept().unwrap();
+    other.set_nonblocking(true).unwrap();
+    let serving = serving.clone();
+    tokio::spawn(async move {
+        serving
+            .child(tokio::net::TcpStream::from_std(other).unwrap())
+            .await
+    });
+    let fetch = ToParent::Fetch {
+        run,
+        agent: 1,
+        model: 0,
+        version: Version(version),
+        ranges: vec![ChunkRange { first: 0, count: 1 }],
+    };
+    socket.write_all(&fetch.frame().unwrap()).unwrap();
+    socket
+}
+
+/// What it hears next; `None` once it is hung up on.
+fn hear(socket: &mut TcpStream) -> Option<ToChild> {
+    let mut header = [0; HEADER_BYTES];
+    if socket.read(&mut header[..1]).expect("in time") == 0 {
+        return None;
+    }
+    socket.read_exact(&mut header[1..]).unwrap();
+    let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
+    let mut payload = vec![0; header.len];
+    socket.read_exact(&mut payload).unwrap();
+    Some(ToChild::decode(&payload).unwrap())
+}
+
+/// Hears until it is another word than that the other end is there; how often that came.
+fn hear_out(socket: &mut TcpStream) -> (Option<ToChild>, usize) {
+    let mut idle = 0;
+    loop {
+        match hear(socket) {
+            Some(ToChild::Idle) => idle += 1,
+            word => return (word, idle),
+        }
+    }
+}
+
+#[test]
+fn children_that_wait_for_long_take_turns_with_the_others() {
+    let runtime = runtime("weightsync-test").unwrap();
+    let _inside = runtime.enter();
+    let wanted = Arc::new(AtomicIsize::new(0));
+    let mut serving = serving();
+    let count = wanted.clone();
+    serving.tell = Arc::new(move |served| {
+        let by = match served {
+            Served::Wanted { .. } => 1,
+            Served::Unwanted { .. } => -1,
+            Served::Sent { .. } => 0,
+        };
+        count.fetch_add(by, Ordering::Relaxed);
+    });
+    serving.at_once = Arc::new(Semaphore::new(1));
+    let work = std::thread::spawn({
+        let (serving, handle) = (serving.clone(), runtime.handle().clone());
+        move || {
+            let _inside = handle.enter();
+            // These are not there, and may come.
+            let waiting: Vec<_> = (1..=3)
+                .map(|version| child(&serving, RUN, version))
+                .collect();
+            let other = Run { id: [8; 16], ..RUN };
+            let mut quick = child(&serving, other, 1);
+            let (word, _) = hear_out(&mut quick);
+            assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
+            drop(waiting);
+        }
+    });
+    runtime.block_on(async {
+        while !work.is_finished() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
+    work.join().unwrap();
+    // Each is noticed to have gone, also between two turns.
+    let begun = Instant::now();
+    let all_gone = || serving.children.available_permits() == CHILDREN;
+    while !all_gone() || wanted.load(Ordering::Relaxed) != 0 {
+        assert!(begun.elapsed() < SOON, "{wanted:?} are wanted still");
+        runtime.block_on(tokio::time::sleep(Duration::from_millis(5)));
+    }
+}
+
+#[test]
+fn a_child_that_asks_for_nothing_is_hung_up_on() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let mut serving = serving();
+        serving.quiet = Duration::from_millis(50);
+        let other = Run { id: [8; 16], ..RUN };
+        let mut child = child(&serving, other, 1);
+        let heard = tokio::task::spawn_blocking(move || (hear(&mut child), hear(&mut child)));
+        let heard = heard.await.unwrap();
+        assert!(
+            matches!(heard, (Some(ToChild::Gone { .. }), None)),
+            "{heard:?}"
+        );
+    });
+}
+
+#[test]
+fn there_are_only_so_many_children() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let mut serving = serving();
+        serving.children = Arc::new(Semaphore::new(1));
+        let first = child(&serving, RUN, 1);
+        while serving.children.available_permits() > 0 {
+            tokio::task::yield_now().await;
+        }
+        let mut second = child(&serving, RUN, 1);
+        let read = tokio::task::spawn_blocking(move || second.read(&mut [0]));
+        // It is hung up on, without a word.
+        assert!(!matches!(read.await.unwrap(), Ok(1..)));
+        drop(first);
+    });
+}
+
+/// What comes of other versions wakes whoever waits for this one, and is no reason to
+/// say that nothing has come of it.
+#[test]
+fn that_nothing_has_come_is_said_now_and_then() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![100])]).unwrap();
+        let models = [ModelSpec {
+            layout,
+            note: Vec::new(),
+        }];
+        let name = format!("weightsync-test/serve/{}", std::process::id());
+        let listener = Listener::at(&name).unwrap();
+        let options = SegmentOptions::default();
+        let relay = Relay::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
+        let room = relay.room(0, Version(1), CHUNK as usize).unwrap().unwrap();
+        let serving = serving();
+        let item = Item {
+            model: 0,
+            version: Version(1),
+        };
+        serving.store.put(item, Arc::new(Held::coming(room)));
+        let mut child = child(&serving, RUN, 1);
+        let heard = tokio::task::spawn_blocking(move || hear_out(&mut child));
+        let begun = Instant::now();
+        while begun.elapsed() < 3 * IDLE {
+            serving.store.notify();
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let most = begun.elapsed().as_millis() / IDLE.as_millis();
+        serving.store.remove(item);
+        let (word, idle) = heard.await.unwrap();
+        assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
+        assert!(idle as u128 <= most, "{idle}, and at most {most}");
+        serving.store.close();
+    });
+}
