@@ -22,8 +22,10 @@ use std::time::Duration;
 /// How often a parent that has nothing to send says so.
 const IDLE: Duration = Duration::from_millis(200);
 
-/// A link that has been silent for so long is given up.
-pub(crate) const SUSPECT: Duration = Duration::from_millis(800);
+/// A link that has been silent for so long is given up. Longer than for a control link,
+/// by which the sender hears of a host's silence and names another parent: what is lost
+/// at a narrow link may take TCP a second and more to send again.
+pub(crate) const SUSPECT: Duration = Duration::from_millis(2500);
 
 /// A relay below that takes nothing for so long is given up.
 const STUCK: Duration = Duration::from_secs(5);

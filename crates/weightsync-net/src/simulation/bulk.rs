@@ -3,7 +3,6 @@
 
 use super::agent::{Fetching, Parent, ROOT};
 use super::clock::{MS, SECOND, Time};
-use super::control::SUSPECT;
 use super::network::{Health, Network, Node, Way};
 use super::perform::FetchEnd;
 use super::{Event, World};
@@ -15,6 +14,9 @@ pub(super) const CHUNK: u64 = 1 << 20;
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Time = 30 * SECOND;
+
+/// How long a child waits for a parent that says nothing.
+pub(super) const SUSPECT: Time = 2500 * MS;
 
 /// How long a parent waits for a child that takes nothing.
 const STUCK: Time = 5 * SECOND;

@@ -2,8 +2,8 @@
 
 use weightsync_core::Version;
 
+use super::bulk::SUSPECT;
 use super::bulk::Transfer;
-use super::control::SUSPECT;
 use super::network::{Health, Node};
 use super::{Event, World};
 use crate::bulk::replaced;
