@@ -183,7 +183,9 @@ impl Topology {
         for (parent, failed) in gone.failed {
             self.avoided.remove(&(failed.until, agent, parent));
         }
+        let mut measured_by_it = false;
         for (number, other) in &mut self.agents {
+            measured_by_it |= other.speed.is_some_and(|(_, by)| by == agent);
             if let Some(failed) = other.failed.remove(&agent) {
                 self.avoided.remove(&(failed.until, *number, agent));
             }
@@ -195,6 +197,9 @@ impl Topology {
                 // Else that is so if the last takes the place.
                 _ => drop(self.order.swap_remove(at)),
             }
+        }
+        if measured_by_it {
+            self.sort();
         }
         self.assign()
     }
@@ -364,13 +369,16 @@ impl Topology {
         if slow.is_empty() {
             return;
         }
-        for agent in &slow {
-            // Measured through one that has turned out to be slow: it is to be
-            // measured anew, before that one.
-            if let Some(one) = self.agents.get_mut(agent)
-                && let Some((speed, _)) = one.speed.take_if(|(_, by)| slow.contains(by))
-            {
-                self.speeds.remove(&(speed.to_bits(), *agent));
+        // Measured through one that has turned out to be slow, or is gone, and nobody can
+        // tell: to be measured anew, before those that are slow.
+        let doubtful =
+            |by: AgentId| slow.contains(&by) || by != 0 && !self.agents.contains_key(&by);
+        let by = |agent: &AgentId| self.agents.get(agent)?.speed.map(|(_, by)| by);
+        let doubtful = slow.iter().filter(|agent| by(agent).is_some_and(doubtful));
+        for agent in doubtful.copied().collect::<Vec<_>>() {
+            let one = self.agents.get_mut(&agent);
+            if let Some((speed, _)) = one.and_then(|one| one.speed.take()) {
+                self.speeds.remove(&(speed.to_bits(), agent));
             }
         }
         let slow = |agent: &AgentId| {

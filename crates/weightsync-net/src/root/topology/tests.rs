@@ -106,6 +106,20 @@ fn who_was_behind_a_slow_one_is_fast_by_the_next_parent_at_once() {
     assert_eq!(chain.speed(2), Some((100 << 20) as f64));
 }
 
+/// Whether that one was slow is not to be known any more.
+#[test]
+fn who_was_slow_through_one_that_is_gone_is_measured_anew() {
+    let mut chain = with(1, 1..=4);
+    chain.measured(0, 1, 100 << 20, SECOND);
+    chain.measured(3, 4, 1 << 20, SECOND);
+    chain.measured(1, 2, 1 << 20, 2 * SECOND);
+    assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3), (2, 4)]);
+    chain.leave(3);
+    assert_eq!(chain.speed(4), None);
+    // Behind what is known to be slow it would never be measured.
+    assert_eq!(parents(&chain), [(1, 0), (4, 1), (2, 4)]);
+}
+
 #[test]
 fn who_comes_stands_before_those_that_are_slow() {
     let mut chain = with(1, 1..=3);
