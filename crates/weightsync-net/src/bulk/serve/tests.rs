@@ -95,10 +95,14 @@ fn children_that_wait_for_long_take_turns_with_the_others() {
             let waiting: Vec<_> = (1..=3)
                 .map(|version| child(&serving, RUN, version))
                 .collect();
-            let other = Run { id: [8; 16], ..RUN };
+            while serving.at_once.available_permits() > 0 {
+                std::thread::yield_now();
+            }
+            let (other, begun) = (Run { id: [8; 16], ..RUN }, Instant::now());
             let mut quick = child(&serving, other, 1);
             let (word, _) = hear_out(&mut quick);
             assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
+            assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
             drop(waiting);
         }
     });
