@@ -43,8 +43,12 @@ fn off_loopback_takes_a_token_and_the_permission() {
     let token = Token::new("a token of at least 16 bytes").expect("it is long enough");
     let mut access = Access::default();
     let open = |access: &Access| {
-        let scheme = Rpc::default().listen("0.0.0.0:0").access(access.clone());
-        setup(&initial, scheme).connect(&initial, Expect::Count(0), SOON)
+        let scheme = Rpc::default().listen("0.0.0.0:0").advertise("127.0.0.1:0");
+        let setup = SenderSetup::new("policy", &initial).expect("a model");
+        // Refused before the first call that communicates anything.
+        let setup = setup.scheme(scheme.access(access.clone()))?;
+        let sender = setup.connect(&initial, Expect::Count(0), SOON);
+        Ok::<_, Error>(sender.expect("a place that may be used"))
     };
     let error = open(&access).unwrap_err().to_string();
     assert!(error.contains("without a token"), "{error}");
@@ -72,6 +76,28 @@ fn off_loopback_takes_a_token_and_the_permission() {
         let info = serde_json::from_value(info).expect("an init info");
         let error = worker(info, 0).unwrap_err();
         assert!(matches!(error, Error::BadInitInfo(_)), "{address}: {error}");
+    }
+}
+
+#[test]
+fn at_every_address_workers_are_told_the_one_towards_others() {
+    let models = [ModelId::new("policy").expect("a name")];
+    let access = Access {
+        token: Some(Token::new("a token of at least 16 bytes").expect("it is long enough")),
+        insecure_plaintext: true,
+    };
+    let scheme = Rpc::default().listen("0.0.0.0:0").access(access);
+    match scheme.place(&models, None) {
+        Ok(at) => {
+            let (found, listens) = at.address().split_once(" at ").expect("both");
+            let found: std::net::SocketAddr = found.parse().expect("an address");
+            let listens: std::net::SocketAddr = listens.parse().expect("an address");
+            assert!(!found.ip().is_unspecified(), "{found}");
+            assert!(listens.ip().is_unspecified(), "{listens}");
+            assert_eq!(found.port(), listens.port());
+        }
+        // This machine has no way to others.
+        Err(error) => assert!(error.to_string().contains("advertise="), "{error}"),
     }
 }
 

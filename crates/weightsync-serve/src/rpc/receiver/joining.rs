@@ -15,15 +15,15 @@ use weightsync_net::Access;
 use super::desk::{Desk, End};
 use super::{server, wait_for};
 use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, Server};
-use crate::rpc::Places;
 use crate::rpc::error::Trouble;
 use crate::rpc::wire::{
     FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
     of_sender, url,
 };
-use crate::rpc::{PATIENCE, PROBE, SILENCE, passed};
+use crate::rpc::{PATIENCE, PROBE, Places, SILENCE, passed, place};
 
-/// The time between two attempts at a sender that is not there.
+/// The time between two attempts at a sender that is not there; at first, and at most:
+/// each time it is twice as long.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// How long an attempt may take once the deadline has come: whoever only looks whether
@@ -126,7 +126,9 @@ pub(super) fn join(
     let since = Instant::now();
     let sender = Places::of(at)?.found;
     access.may_dial_with_secret(sender).map_err(Trouble::from)?;
-    let own = SocketAddr::new(local_ip(sender), 0);
+    // Where there is no way, nobody can be reached either.
+    let own = place::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
+    let own = SocketAddr::new(own, 0);
     access.may_listen(own).map_err(Trouble::from)?;
     let listener = TcpListener::bind(own);
     let listener = listener.and_then(|listener| Ok((listener.local_addr()?, listener)));
@@ -327,19 +329,4 @@ async fn again(session: &Session, register: &Register) -> Option<Lines> {
         }
         sleep(PAUSE).await;
     }
-}
-
-/// This machine's address on the way to another.
-fn local_ip(to: SocketAddr) -> IpAddr {
-    let any: IpAddr = match to {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    // Nothing is sent by this: the system only looks for the way.
-    let way = UdpSocket::bind((any, 0)).and_then(|socket| {
-        socket.connect(to)?;
-        socket.local_addr()
-    });
-    // Where there is none, nobody can be reached either.
-    way.map_or(Ipv4Addr::LOCALHOST.into(), |own| own.ip())
 }
