@@ -1,11 +1,13 @@
 //! Where a sender listens, and who may.
 
+use std::time::{Duration, Instant};
+
 use weightsync::transport::{FirstWeights, Scheme};
-use weightsync::{AnyScheme, Error, Expect, ModelId, SenderSetup};
+use weightsync::{AnyScheme, Error, Expect, ModelId, ReceiverSetup, SenderSetup};
 use weightsync_net::{Access, Token};
 use weightsync_serve::{Rpc, schemes};
 
-use super::{SOON, at_connect, parts, receive, setup, weights, worker};
+use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 
 #[test]
 fn the_scheme_is_its_text() {
@@ -99,6 +101,29 @@ fn at_every_address_workers_are_told_the_one_towards_others() {
         // This machine has no way to others.
         Err(error) => assert!(error.to_string().contains("advertise="), "{error}"),
     }
+}
+
+#[test]
+fn a_secret_that_is_not_the_senders_is_told_at_once() {
+    let (initial, expect) = (weights(8, 1.0), Expect::Count(0));
+    let sender = setup(&initial, at_connect());
+    let sender = sender.connect(&initial, expect, SOON).expect("a sender");
+    let mut info = serde_json::to_value(sender.init_info()).expect("JSON");
+    let join = |info: serde_json::Value, soon: Duration| {
+        let info = serde_json::from_value(info).expect("an init info");
+        let begun = Instant::now();
+        let joining = ReceiverSetup::new(info, 0).schemes(schemes());
+        (joining.connect(soon).unwrap_err(), begun.elapsed())
+    };
+    info["at"]["secret"] = vec![7; 16].into();
+    let (error, took) = join(info.clone(), 4 * SOON);
+    assert!(error.to_string().contains("secret"), "{error}");
+    assert!(took < SOON, "{took:?}");
+    // Another sender may follow where one restarts: it is asked again, more and more seldom.
+    info["at"]["restarts"] = true.into();
+    let (error, took) = join(info, 4 * BRIEF);
+    assert!(error.to_string().contains("secret"), "{error}");
+    assert!(took >= 4 * BRIEF, "{took:?}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Joining a sender: until it is there, or the deadline comes.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -25,6 +25,10 @@ use crate::rpc::{PATIENCE, PROBE, Places, SILENCE, passed, place};
 /// The time between two attempts at a sender that is not there; at first, and at most:
 /// each time it is twice as long.
 const PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+
+/// The same for one that is there and has turned this worker away.
+const LONGEST_TURNED_AWAY: Duration = Duration::from_secs(1);
 
 /// How long an attempt may take once the deadline has come: whoever only looks whether
 /// a sender is there finds it.
@@ -90,6 +94,9 @@ const OUT_OF_REACH: Duration = Duration::from_secs(10);
 enum NotIn {
     /// Nobody is there, or it does not answer as a sender does.
     Absent(String),
+    /// It does not know this worker's secret. Only a sender that may be followed by
+    /// another at its address is asked again.
+    Stranger,
     /// It cannot be reached, or does not answer: whether it is there is not known.
     Silent(String),
     /// It has no right to be let in, or there is something else that waiting does not
@@ -158,6 +165,7 @@ pub(super) fn join(
         run: None,
     };
     let client = Client::new(sender, Bearer::to_sender(at.secret()));
+    let mut pause = PAUSE;
     loop {
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
         let until = deadline.and(ends);
@@ -178,7 +186,8 @@ pub(super) fn join(
             Some(Err(not_in)) => not_in,
             None => NotIn::Absent("it did not answer in time".into()),
         };
-        if passed(deadline) {
+        let is_final = matches!(not_in, NotIn::Stranger) && !at.restarts();
+        if is_final || passed(deadline) {
             return Err(match not_in {
                 NotIn::Absent(why) | NotIn::Silent(why) => {
                     tracing::debug!(%sender, %why, "no sender");
@@ -187,6 +196,10 @@ pub(super) fn join(
                         waited: since.elapsed(),
                     }
                 }
+                NotIn::Stranger => MemoryError::Denied {
+                    reason: "the init info's secret is not its own".into(),
+                }
+                .into(),
                 NotIn::Denied(reason) => MemoryError::Denied { reason }.into(),
                 NotIn::Fenced(got) => MemoryError::Fenced {
                     seen: joining.seen,
@@ -195,7 +208,13 @@ pub(super) fn join(
                 .into(),
             });
         }
-        interrupt::sleep(PAUSE)?;
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        interrupt::sleep(left.map_or(pause, |left| left.min(pause)))?;
+        let longest = match not_in {
+            NotIn::Absent(_) | NotIn::Silent(_) => LONGEST_PAUSE,
+            NotIn::Stranger | NotIn::Denied(_) | NotIn::Fenced(_) => LONGEST_TURNED_AWAY,
+        };
+        pause = (pause * 2).min(longest);
     }
 }
 
@@ -209,9 +228,7 @@ async fn register_at(
     match reply.status {
         StatusCode::OK => {}
         StatusCode::UNAUTHORIZED => {
-            return Err(NotIn::Denied(
-                "the init info's secret is not its own".into(),
-            ));
+            return Err(NotIn::Stranger);
         }
         status => {
             let problem = reply.json::<Problem>(MAX_BODY, PATIENCE).await;
