@@ -1,0 +1,114 @@
+//! What a worker keeps open at its sender: answers that never end, and versions that it
+//! does not read to their end.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc::{Sender as Stop, channel};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use weightsync::{SendOptions, Sender, WaitFor};
+use weightsync_serve::Rpc;
+
+use super::foreign::{LINES, ask, bearer, line, say, serve};
+use super::{BRIEF, SOON, parts, sender, weights};
+
+/// A worker of sockets alone, that says that it is here until it is dropped.
+struct Foreign {
+    listener: TcpListener,
+    to_worker: String,
+    stop: Option<Stop<()>>,
+    life: Option<JoinHandle<()>>,
+    _registered: std::io::BufReader<TcpStream>,
+}
+
+impl Foreign {
+    fn join(sender: &Sender, worker: u32) -> Self {
+        let (address, secret) = parts(&sender.init_info());
+        let to_worker = bearer(&secret, "worker");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let own = listener.local_addr().expect("an address");
+        let theirs = (
+            listener.try_clone().expect("a descriptor"),
+            to_worker.clone(),
+        );
+        let (stop, stopped) = channel();
+        let life = thread::spawn(move || {
+            let (mut life, _) = theirs.0.accept().expect("the sender");
+            serve(&life, &theirs.1);
+            life.write_all(LINES.as_bytes()).expect("it reads");
+            say(&mut life, &json!({"here": {"worker": worker, "pid": 1}}));
+            while stopped.recv_timeout(BRIEF) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                say(&mut life, &json!({"beat": 1}));
+            }
+        });
+        let register = json!({
+            "protocol": 1, "worker": worker, "pid": 1, "device": "cpu",
+            "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+        });
+        let to_sender = bearer(&secret, "sender");
+        let register = register.to_string();
+        let (head, mut answer) = ask(&address, &to_sender, "POST /v1/workers", &register);
+        assert!(head.starts_with("http/1.1 200"), "{head}");
+        assert!(line(&mut answer).expect("a line")["welcome"].is_object());
+        Self {
+            listener,
+            to_worker,
+            stop: Some(stop),
+            life: Some(life),
+            _registered: answer,
+        }
+    }
+
+    /// Waits to be called, and says that it has what it was called with, and no more.
+    fn called(&self) -> (TcpStream, Value) {
+        let (mut called, _) = self.listener.accept().expect("the sender");
+        let (_, call) = serve(&called, &self.to_worker);
+        called.write_all(LINES.as_bytes()).expect("it reads");
+        let staged = json!({"staged": {"sequence": call["sequence"]}});
+        say(&mut called, &staged);
+        (called, call)
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(life) = self.life.take() {
+            let _ = life.join();
+        }
+    }
+}
+
+/// Whether the other end hangs up in that time; it says nothing.
+fn hangs_up(stream: &mut TcpStream, within: Duration) -> bool {
+    stream.set_read_timeout(Some(within)).expect("a timeout");
+    match stream.read(&mut [0]) {
+        Ok(read) => read == 0,
+        // A reset is a hang-up, too.
+        Err(error) => error.kind() != ErrorKind::WouldBlock,
+    }
+}
+
+#[test]
+fn answers_without_a_last_line_do_not_add_up() {
+    let initial = weights(8, 1.0);
+    let mut sender = sender(&initial, Rpc::default());
+    let foreign = Foreign::join(&sender, 5);
+    let staged = SendOptions::new().wait(WaitFor::Staged);
+    let mut answers: Vec<_> = (0..6)
+        .map(|_| {
+            thread::scope(|scope| {
+                let send = scope.spawn(|| sender.send_with(&initial, &staged));
+                let (answer, _) = foreign.called();
+                let report = send.join().expect("no panic").expect("it is sent");
+                assert!(report.all_reached(), "{report}");
+                answer
+            })
+        })
+        .collect();
+    let (old, new) = answers.split_at_mut(3);
+    assert!(old.iter_mut().all(|answer| hangs_up(answer, SOON)));
+    assert!(new.iter_mut().all(|answer| !hangs_up(answer, BRIEF)));
+}
