@@ -7,6 +7,7 @@ mod faults;
 mod forks;
 mod hostile;
 mod private;
+mod relay;
 mod sets;
 mod swap;
 mod waiters;
