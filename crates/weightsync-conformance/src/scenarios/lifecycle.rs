@@ -55,6 +55,16 @@ pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
     assert_eq!(stock::take(), before);
 }
 
+    // A session that is shut down before it connects lets go of it at once.
+    let mut session = Session::of(info).schemes(subject.schemes.clone());
+    for _ in 0..2 {
+        session
+            .init_on_sender("policy", &WORDS.make(1))
+            .expect("nothing is there yet");
+        session.shutdown();
+        assert_eq!(stock::take(), before);
+    }
+
 /// A scheme that carries nothing goes through the same calls, and waits for
 /// nobody.
 pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject) {
