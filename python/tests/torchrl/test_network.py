@@ -27,6 +27,23 @@ def test_where_workers_find_the_trainer():
     scheme.shutdown()
 
 
+@pytest.mark.parametrize(
+    "advertise, host, port",
+    [
+        ("trainer:7070", "trainer", 7070),
+        ("[::1]:7070", "::1", 7070),
+        ("trainer", "trainer", None),
+        ("[fd00::7]", "fd00::7", None),
+    ],
+)
+def test_what_is_advertised_is_a_host_and_perhaps_a_port(advertise, host, port):
+    scheme = DistributedWeightSyncScheme(advertise=advertise)
+    scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
+    info = scheme.get_store_info()
+    assert (info["host"], info["port"]) == (host, port)
+    scheme.shutdown()
+
+
 def test_off_loopback_a_token_is_wanted(monkeypatch):
     for name in ("WEIGHTSYNC_TOKEN", "WEIGHTSYNC_TOKEN_FILE", "WEIGHTSYNC_INSECURE_PLAINTEXT"):
         monkeypatch.delenv(name, raising=False)
@@ -38,6 +55,11 @@ def test_off_loopback_a_token_is_wanted(monkeypatch):
 def test_when_the_first_weights_come_is_one_of_two():
     with pytest.raises(ValueError, match='"send" or "connect"'):
         RPCWeightSyncScheme(initial="soon")
+
+
+def test_whose_memory_is_shared_is_one_of_three():
+    with pytest.raises(ValueError, match='"all", "relay" or "none".*\'foo\''):
+        DistributedWeightSyncScheme(share="foo")
 
 
 def free_port():
