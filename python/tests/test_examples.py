@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,32 @@ def test_standalone(tmp_path, scheme):
     said = run([program, "--steps", "5", "--scheme", scheme], tmp_path)
     assert said.count("at v6") == 3, said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scheme", ["distributed", "distributed:share=none", "rpc:initial=connect"])
+def test_hosts(tmp_path, scheme):
+    """Each is started by itself, and finds the trainer by a file."""
+    example, info = [sys.executable, ROOT / "examples/torch_hosts.py"], tmp_path / "join.json"
+
+    def start(*arguments):
+        arguments = [*example, *arguments, info]
+        return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+    running = [start("trainer", "--scheme", scheme)]
+    try:
+        until = time.monotonic() + 100
+        while not info.exists():
+            assert time.monotonic() < until and running[0].poll() is None
+            time.sleep(0.05)
+        running += [start("worker", "--number", number) for number in "01"]
+        said = [process.communicate(timeout=until - time.monotonic())[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * 3, said
+    assert said[0].count("applied by 2 of 2 workers") == 3, said
+    assert all("has v4: 3.0" in worker for worker in said[1:]), said
+    assert [path.name for path in tmp_path.iterdir()] == ["join.json"]
 
 
 @pytest.mark.parametrize("scheme", ["shared-mem", "multi-process"])

@@ -41,7 +41,8 @@ class Sender:
             their paths, such as ``["policy", "env.value_net", "transforms[0]"]``.
         context: where paths begin. They are looked up anew at each send.
         scheme: how weights travel: ``"shared-mem"`` (``"shared-mem:pull"``),
-            ``"multi-process"`` (with ``every=N``, ``own-copy``), ``"none"``.
+            ``"multi-process"`` (with ``every=N``, ``own-copy``), ``"none"``; to workers on
+            other hosts ``"distributed"`` or ``"rpc"`` (with ``listen=HOST:PORT``).
         strategy: ``"state_dict"`` leaves out buffers that are not persistent,
             ``"tensordict"`` sends them too. Workers of either take either.
         run_dir: a directory of this user's own: a restarted trainer is found again.
@@ -106,7 +107,7 @@ class Sender:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the first version was published: ``connect`` has returned once."""
+        """Whether ``connect`` has returned once: workers can join."""
         return self._connected
 
     @property
@@ -129,6 +130,10 @@ class Sender:
     ) -> None:
         """Publishes the first version, and returns once the workers have loaded it.
 
+        With ``"rpc"`` the first weights come with the first send, unless it is
+        ``"rpc:initial=connect"``: this compares the weights, sends none of them, and
+        returns once the workers are there.
+
         Args:
             workers: how many, or which; others may join later.
             weights: the model's first weights, in place of its own.
@@ -148,7 +153,7 @@ class Sender:
         logger.debug("connected: %r", self)
 
     def wait_for(self, workers: int | Iterable[int], *, timeout: float | None = 60.0) -> None:
-        """Waits until these workers, too, are there and have loaded something.
+        """Waits until these workers, too, are there and have loaded what was sent.
 
         Raises:
             DeadlineError: naming those that were not there in time.

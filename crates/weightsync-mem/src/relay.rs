@@ -228,7 +228,7 @@ impl Relay {
     /// Tells everything again from here on, as if it had changed: for a sender
     /// that knows nothing of it. Workers that left are not told of again.
     pub fn tell_again(&self) {
-        self.relayed().news().told.clear();
+        self.relayed().news().told.retain(|_, told| told.gone);
         self.shared.doorbell.ring();
     }
 

@@ -357,6 +357,10 @@ impl Scheme for Distributed {
         Endpoint::new(address, secret, fixed || run_dir.is_some())
     }
 
+    fn give_up(&self, at: &Endpoint) {
+        self.listeners().remove(at.address());
+    }
+
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
         let address = opening.at.address();
         let kept = self.listeners().remove(address);

@@ -462,7 +462,9 @@ impl Session {
     /// Ends whatever this is, and leaves nothing of it. Nothing happens the
     /// second time.
     pub fn shutdown(&mut self) {
-        self.state = State::Closed;
+        if let State::PreparedSender(setup) = std::mem::replace(&mut self.state, State::Closed) {
+            setup.give_up();
+        }
     }
 
     fn chosen_or_known(&self) -> Result<AnyScheme> {

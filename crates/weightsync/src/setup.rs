@@ -454,6 +454,11 @@ impl SenderSetup {
         Ok(self)
     }
 
+    /// Lets go of what was taken for it, such as a port, also where its scheme lives on.
+    pub(crate) fn give_up(self) {
+        self.scheme.scheme().give_up(&self.at);
+    }
+
     /// Whether a model of that name was set up.
     pub(crate) fn has(&self, model: &str) -> bool {
         self.models

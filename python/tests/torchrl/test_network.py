@@ -1,9 +1,13 @@
 """What TorchRL's schemes between hosts are asked for, and where they are found."""
 
+import pickle
+import socket
+import threading
+
 import pytest
 import weightsync
-from tiny import policy
-from weightsync.torchrl import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from tiny import One, policy
+from weightsync.torchrl import DistributedWeightSyncScheme, RPCWeightSyncScheme, _group
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi", "ucc"])
@@ -23,6 +27,23 @@ def test_where_workers_find_the_trainer():
     scheme.shutdown()
 
 
+@pytest.mark.parametrize(
+    "advertise, host, port",
+    [
+        ("trainer:7070", "trainer", 7070),
+        ("[::1]:7070", "::1", 7070),
+        ("trainer", "trainer", None),
+        ("[fd00::7]", "fd00::7", None),
+    ],
+)
+def test_what_is_advertised_is_a_host_and_perhaps_a_port(advertise, host, port):
+    scheme = DistributedWeightSyncScheme(advertise=advertise)
+    scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
+    info = scheme.get_store_info()
+    assert (info["host"], info["port"]) == (host, port)
+    scheme.shutdown()
+
+
 def test_off_loopback_a_token_is_wanted(monkeypatch):
     for name in ("WEIGHTSYNC_TOKEN", "WEIGHTSYNC_TOKEN_FILE", "WEIGHTSYNC_INSECURE_PLAINTEXT"):
         monkeypatch.delenv(name, raising=False)
@@ -34,3 +55,78 @@ def test_off_loopback_a_token_is_wanted(monkeypatch):
 def test_when_the_first_weights_come_is_one_of_two():
     with pytest.raises(ValueError, match='"send" or "connect"'):
         RPCWeightSyncScheme(initial="soon")
+
+
+def test_whose_memory_is_shared_is_one_of_three():
+    with pytest.raises(ValueError, match='"all", "relay" or "none".*\'foo\''):
+        DistributedWeightSyncScheme(share="foo")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["distributed:share=none,listen={}", "rpc:initial=connect,listen={}", "rpc:listen={}", "rpc"],
+)
+def test_two_models_are_one_group_at_one_port(word):
+    """Whoever adds the second prepares anew where the first was prepared."""
+    names = ("policy", "critic")
+    group = _group.Group(word.format(f"127.0.0.1:{free_port()}"), "copy")
+    for name in names:
+        group.add(name, "tensordict", [0], lambda: One(1.0))
+    theirs = pickle.loads(pickle.dumps(group))
+    models = {name: One() for name in names}
+
+    def join():
+        for name in names:
+            own = _group.WorkerModel(name, "copy")
+            own.put(models[name])
+            theirs.join(name, 0, own)
+
+    worker = threading.Thread(target=join)
+    worker.start()
+    try:
+        for name in names:
+            group.connect(name, None, None)
+        worker.join()
+        assert theirs.background is not None
+        first = 0.0 if "connect" not in word and word.startswith("rpc") else 1.0
+        assert {float(one.weight.detach()) for one in models.values()} == {first}
+        report = group.send({"policy": One(2.0), "critic": One(3.0)}, None, "applied", 60.0)
+        assert report.all_applied, report
+        assert [float(models[name].weight.detach()) for name in names] == [2.0, 3.0]
+    finally:
+        theirs.shutdown()
+        group.shutdown()
+        worker.join()
+
+
+def test_a_sender_that_is_shut_down_before_it_connects_lets_go_of_its_port():
+    scheme = f"distributed:listen=127.0.0.1:{free_port()}"
+    senders = [weightsync.Sender(One(), scheme=scheme)]
+    senders[0].shutdown()
+    senders.append(weightsync.Sender(One(), scheme=scheme))
+    senders[1].shutdown()
+
+
+def test_who_has_joined_is_not_missing_where_nothing_was_sent_yet(monkeypatch):
+    monkeypatch.setattr(_group, "WEIGHT_SYNC_TIMEOUT", 3.0)
+    group = _group.Group("rpc", "copy")
+    group.add("policy", "tensordict", [0, 1, 2], lambda: One(1.0))
+    info = weightsync.InitInfo.from_json(group.info)
+    there = [weightsync.Receiver(info, number) for number in (0, 2)]
+    joining = [threading.Thread(target=one.connect) for one in there]
+    for thread in joining:
+        thread.start()
+    try:
+        with pytest.raises(weightsync.DeadlineError, match=r"only 2 of 3 .*\(missing: 1\)"):
+            group.connect("policy", None, None)
+    finally:
+        for thread in joining:
+            thread.join()
+        for one in there:
+            one.shutdown()
+        group.shutdown()

@@ -290,7 +290,9 @@ class Group:
         self.models[name] = own
         if len(self.models) < len(self._names):
             # The worker goes on with these while its other models are made.
-            for snapshot, _ in self._first_set.members():
+            # There are none where the first weights come with the first send.
+            members = [] if self._first_set is None else self._first_set.members()
+            for snapshot, _ in members:
                 if snapshot.model == name:
                     snapshot.load_into(own)
             return
@@ -463,8 +465,9 @@ class WorkerModel(Target):
 
 
 def _there(sender: Sender) -> set[int]:
-    """The workers that have loaded something."""
-    return {one.worker for one in sender.workers if any(one.versions)}
+    """The workers that have loaded something; those that are there, before anything is sent."""
+    is_sent = any(sender.versions.values())
+    return {one.worker for one in sender.workers if any(one.versions) or not is_sent}
 
 
 def _ended_workers(context: Any, there: set[int]) -> str:

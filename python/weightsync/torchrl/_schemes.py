@@ -150,6 +150,8 @@ class DistributedWeightSyncScheme(LocalScheme):
         share: Literal["all", "relay", "none"] = "all",
     ) -> None:
         super().__init__(strategy, sync, mode=mode)
+        if share not in ("all", "relay", "none"):
+            raise ValueError(f'share wants "all", "relay" or "none", and got {share!r}')
         if backend not in _OVER_TCP:
             raise UnsupportedError(
                 f"there is no backend {backend!r}: weights go over TCP here, by "
@@ -168,14 +170,14 @@ class DistributedWeightSyncScheme(LocalScheme):
         self._word = f"distributed:{chosen}" if chosen else "distributed"
 
     def get_store_info(self) -> dict[str, Any]:
-        """Where workers find the trainer, once it is set up: its host and port, and the
-        init info as text, with which a :class:`weightsync.Receiver` joins."""
+        """Where workers find the trainer, once it is set up: its host and port, None if
+        ``advertise`` says none, and the init info as text, with which a
+        :class:`weightsync.Receiver` joins."""
         info = self._group.info if self._group is not None else None
         if info is None:
             raise LifecycleError("call init_on_sender first: it decides where workers connect")
         address = json.loads(info)["at"]["address"]
-        host, _, port = address.rpartition(":")
-        return {"host": host, "port": int(port), "init_info": info}
+        return {**_host_and_port(address), "init_info": info}
 
 
 class RPCWeightSyncScheme(LocalScheme):
@@ -227,6 +229,17 @@ class RPCWeightSyncScheme(LocalScheme):
         if context is not None and self._initial is None:
             self._word = self._text("connect")
         return super()._group_in(context)
+
+
+def _host_and_port(address: str) -> dict[str, Any]:
+    """The parts of "host:port", "host" or "[::1]:port"."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or (":" in host and not host.startswith("[")):
+        # There is no port, or what looks like one is the end of an IPv6 address.
+        host, port = address, ""
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    return {"host": host, "port": int(port) if port else None}
 
 
 # What TorchRL calls its backend over TCP, and what it is.

@@ -265,9 +265,20 @@ impl<'a> Script<'a> {
         }
     }
 
+    /// Whether both ends look at the same memory, so that what one does the other sees
+    /// at once.
+    pub(crate) fn is_near(&self) -> bool {
+        self.subject.can.outlives
+    }
+
     /// Looks until the newest that a worker has is this: it may be on its way to one
     /// that is far from its sender.
     pub(crate) fn until_newest(&mut self, worker: u32, word: u64) -> Seen {
+        if self.is_near() {
+            let seen = self.newest(worker);
+            assert_eq!(seen.word(), word, "{seen:?}");
+            return seen;
+        }
         let deadline = Instant::now() + PATIENCE;
         loop {
             let look = match self.subject.pulls() {
@@ -330,6 +341,30 @@ impl<'a> Script<'a> {
                 return status;
             }
             assert!(Instant::now() < deadline, "{status:?}");
+        }
+    }
+
+    /// The sender's view of its workers is as wanted: at once, unless what they do has to
+    /// come to it.
+    pub(crate) fn assert_status(&mut self, wanted: impl Fn(&[Status]) -> bool) {
+        if self.is_near() {
+            let status = self.status();
+            assert!(wanted(&status), "{status:?}");
+        } else {
+            self.until_status(wanted);
+        }
+    }
+
+    /// Takes what comes until it is this, in order. Older ones may be on their way to a
+    /// worker that is far from its sender; a near one is never given them.
+    pub(crate) fn take_until(&mut self, worker: u32, take: &Deed, had: u64, word: u64) {
+        let mut last = had;
+        while last < word {
+            let seen = self.deed(worker, take.clone()).seen();
+            let in_order = (last + 1..=word).contains(&seen.word());
+            assert!(in_order, "{seen:?} after {last}");
+            assert!(!self.is_near() || seen.word() == word, "{seen:?}");
+            last = seen.word();
         }
     }
 

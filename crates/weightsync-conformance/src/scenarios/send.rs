@@ -183,7 +183,7 @@ pub(crate) fn labels_are_true_while_a_load_is_under_way(subject: &Subject) {
     let loaded = script.answer_of(0).loaded();
     assert_eq!((loaded.word(), loaded.runs), (Some(2), vec![2]));
     // The sender learns of it a moment later, if they are apart.
-    script.until_status(|status| status[0].versions == [2]);
+    script.assert_status(|status| status[0].versions == [2]);
     script.close();
 }
 

@@ -527,7 +527,7 @@ pub(crate) fn a_worker_asks_for_a_set(subject: &Subject) {
             (loaded.versions, loaded.runs),
             (Some(versions.to_vec()), versions.to_vec())
         );
-        script.until_status(|all| all.iter().all(|status| status.versions == versions));
+        script.assert_status(|all| all.iter().all(|status| status.versions == versions));
     }
     // A load that fails midway goes back.
     let loaded = script.deed(

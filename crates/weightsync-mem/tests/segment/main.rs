@@ -8,6 +8,7 @@ mod forks;
 mod guests;
 mod hostile;
 mod private;
+mod relay;
 mod sets;
 mod swap;
 mod waiters;

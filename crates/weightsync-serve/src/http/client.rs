@@ -23,8 +23,8 @@ const CONNECT: Duration = Duration::from_secs(2);
 
 /// How long one that nobody uses is kept, and how many. Shorter than a server keeps
 /// it: one that is just being closed costs a request a second attempt.
-const KEEP: Duration = Duration::from_secs(5);
-const KEPT: usize = 4;
+const KEEP: Duration = Duration::from_secs(20);
+const KEPT: usize = 2;
 
 /// How long what was sent may stay unacknowledged before the system gives a connection
 /// up. A full queue on the way may take seconds, so this is long; an end that is silent

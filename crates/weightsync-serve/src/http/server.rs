@@ -16,6 +16,7 @@ use hyper::service::{Service, service_fn};
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use rustix::process::{Resource, getrlimit};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
@@ -27,10 +28,8 @@ use super::{Bearer, Stopping};
 /// What a server bears.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// Connections at a time. More are hung up on.
-    pub(crate) connections: usize,
-    /// Those of them that have not yet sent a request with the right bearer. One more
-    /// takes the place of the oldest.
+    /// Connections at a time that have not yet sent a request with the right bearer.
+    /// One more takes the place of the oldest.
     pub(crate) strangers: usize,
     /// How long one of those may take to send one.
     pub(crate) patience: Duration,
@@ -39,7 +38,6 @@ pub(crate) struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            connections: 1024,
             strangers: 64,
             patience: Duration::from_secs(2),
         }
@@ -135,7 +133,7 @@ impl Server {
                     continue;
                 }
             };
-            if connections.len() >= self.limits.connections {
+            if connections.len() >= room() {
                 self.door.complain(Cause::Connections, &peer);
                 continue;
             }
@@ -154,6 +152,13 @@ impl Server {
         let all = async { while connections.join_next().await.is_some() {} };
         let _ = timeout(LAST_WORDS, all).await;
     }
+}
+
+/// How many connections there may be: as many as workers make, up to half of the
+/// descriptors that this process may have. The calls to them take the other half.
+fn room() -> usize {
+    let most = getrlimit(Resource::Nofile).current;
+    most.map_or(usize::MAX, |most| (most / 2) as usize)
 }
 
 impl Door {
@@ -191,7 +196,10 @@ impl Door {
             Cause::Bearer => "a request without the right bearer is refused",
             Cause::Slow => "a connection that sends no request in time is dropped",
             Cause::Strangers => "too many connections without a request; the oldest is dropped",
-            Cause::Connections => "too many connections; one more is hung up on",
+            Cause::Connections => {
+                "half of this process's descriptors are such connections; one more is hung up \
+                 on: raise the limit (ulimit -n)"
+            }
             Cause::Accept => "a connection cannot be accepted",
         };
         tracing::warn!(from = %about, "{what}; this is said once");

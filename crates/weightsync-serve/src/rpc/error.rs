@@ -36,6 +36,14 @@ pub(super) enum Trouble {
         host: std::net::IpAddr,
         source: std::io::Error,
     },
+    #[error(
+        "{listens} is every address of this machine, and none of them leads to others: say by \
+         advertise=HOST:PORT where workers find it: {source}"
+    )]
+    Outward {
+        listens: SocketAddr,
+        source: std::io::Error,
+    },
     #[error("starting the thread that serves failed: {0}")]
     Thread(std::io::Error),
 }

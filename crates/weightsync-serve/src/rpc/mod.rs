@@ -106,7 +106,8 @@ impl Rpc {
     /// it where there is a run directory.
     ///
     /// Off loopback this takes a token and the permission to send plain text
-    /// ([`Access`]), on every machine.
+    /// ([`Access`]), on every machine. At every address (`0.0.0.0`) workers find it at
+    /// the one that this machine has towards others.
     #[must_use]
     pub fn listen(mut self, at: &str) -> Self {
         self.listen = at.into();
@@ -200,15 +201,17 @@ impl Scheme for Rpc {
     }
 
     fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        let access = self.allowed()?;
+        let listens = place::resolve(&self.listen)?;
+        access.may_listen(listens).map_err(Trouble::from)?;
         let fresh = Endpoint::fresh(models, run_dir)?;
-        let secret = match self.allowed()?.token {
+        let secret = match access.token {
             Some(token) => token.secret(),
             None => *fresh.secret(),
         };
-        let listens = place::resolve(&self.listen)?;
         let listens = place::address(listens, &fresh, run_dir, models)?;
         let mut found = match &self.advertise {
-            None => listens,
+            None => place::reached(listens)?,
             Some(name) => place::resolve(name)?,
         };
         if found.port() == 0 {

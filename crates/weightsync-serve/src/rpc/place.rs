@@ -2,7 +2,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -33,6 +33,37 @@ pub(super) fn resolve(name: &str) -> Result<SocketAddr> {
     let mut found = name.to_socket_addrs().map_err(failed)?;
     let found = found.next();
     Ok(found.ok_or_else(|| failed(io::Error::other("there is no address of that name")))?)
+}
+
+/// Where others reach what listens there: at every address, it is the one that this
+/// machine has towards others.
+///
+/// # Errors
+///
+/// If it has none.
+pub(super) fn reached(listens: SocketAddr) -> Result<SocketAddr> {
+    if !listens.ip().is_unspecified() {
+        return Ok(listens);
+    }
+    // Nobody is there, and nothing is sent.
+    let elsewhere: SocketAddr = match listens {
+        SocketAddr::V4(_) => ([192, 0, 2, 1], 9).into(),
+        SocketAddr::V6(_) => ([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9).into(),
+    };
+    let own = local_ip(elsewhere).map_err(|source| Trouble::Outward { listens, source })?;
+    Ok(SocketAddr::new(own, listens.port()))
+}
+
+/// This machine's address on the way to another.
+pub(super) fn local_ip(to: SocketAddr) -> io::Result<IpAddr> {
+    let any: IpAddr = match to {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    // Nothing is sent by this: the system only looks for the way.
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(to)?;
+    Ok(socket.local_addr()?.ip())
 }
 
 /// The address for a sender that was told this one: where its port is 0, a free port.

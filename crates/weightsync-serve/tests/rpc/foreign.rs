@@ -49,7 +49,7 @@ fn body(head: &str, answer: &mut BufReader<TcpStream>) -> Vec<u8> {
 }
 
 /// The next line of a body in chunks, each of which is a line here.
-fn line(answer: &mut BufReader<TcpStream>) -> Option<Value> {
+pub fn line(answer: &mut BufReader<TcpStream>) -> Option<Value> {
     let mut size = String::new();
     answer.read_line(&mut size).ok()?;
     let size = usize::from_str_radix(size.trim(), 16).ok()?;
@@ -58,13 +58,13 @@ fn line(answer: &mut BufReader<TcpStream>) -> Option<Value> {
     serde_json::from_slice(&chunk).ok()
 }
 
-fn say(stream: &mut TcpStream, value: &Value) {
+pub fn say(stream: &mut TcpStream, value: &Value) {
     let line = format!("{value}\n");
     write!(stream, "{:x}\r\n{line}\r\n", line.len()).expect("it reads");
 }
 
 /// A request that came: its first line, whether the bearer is right, and its body.
-fn serve(stream: &TcpStream, bearer: &str) -> (String, Value) {
+pub fn serve(stream: &TcpStream, bearer: &str) -> (String, Value) {
     let mut request = BufReader::new(stream);
     let (mut first, mut length) = (String::new(), 0);
     let mut is_right = false;
@@ -97,7 +97,7 @@ fn crc64_nvme(bytes: &[u8]) -> u64 {
     })
 }
 
-const LINES: &str = "HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\n\
+pub const LINES: &str = "HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\n\
                      Transfer-Encoding: chunked\r\n\r\n";
 
 #[test]

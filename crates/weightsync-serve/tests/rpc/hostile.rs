@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use weightsync::{Receiver, Sender};
 
@@ -186,6 +187,27 @@ fn connections_that_say_nothing_are_in_nobodys_way() {
         begun.elapsed()
     );
     still_serves(&mut sender, &mut receiver, 3.0);
+}
+
+#[test]
+fn as_many_known_connections_are_served_as_there_are_descriptors() {
+    let most = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: most.maximum,
+        ..most
+    };
+    setrlimit(Resource::Nofile, raised).expect("up to its own limit");
+    let (mut sender, mut receiver, address, secret) = pair();
+    let right = bearer(&secret, "sender");
+    // Both ends of each are here. As 600 workers have, where that many can be made.
+    let count = most.maximum.map_or(1300, |most| (most / 4).min(1300));
+    let known: Vec<_> = (0..count)
+        .map(|_| ask(&address, &right, "GET /v1/models/0", ""))
+        .collect();
+    assert!(known.iter().all(|(head, _)| &head[9..12] == "200"));
+    still_serves(&mut sender, &mut receiver, 2.0);
+    let mut other = worker(sender.init_info(), 1).expect("there is room for one more");
+    assert_eq!(receive(&mut other), 2.0);
 }
 
 #[test]

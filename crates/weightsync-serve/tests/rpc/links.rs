@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use weightsync::{Expect, Outcome, Receiver, SendOptions, Sender, WaitFor};
+use weightsync::{DigestPolicy, Expect, Outcome, Receiver, SendOptions, Sender, WaitFor};
 
 use super::proxy::{Harm, Proxy};
 use super::{SOON, at_connect, parts, receive, setup, weights, worker};
@@ -75,6 +75,43 @@ fn what_is_always_damaged_is_refused_in_words_and_nothing_of_it_is_seen() {
     let next = sender.send_with(&weights(FLOATS, 3.0), &staged());
     assert!(next.expect("it is sent").all_reached());
     assert_eq!(receive(&mut receiver), 3.0);
+}
+
+#[test]
+fn a_way_that_fails_is_no_refusal_and_the_worker_is_called_again() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    // As often as a worker asks for the same bytes, and each time before any has come.
+    proxy.harm(&[Harm::Cut(20); 12]);
+    let report = sender
+        .send_with(&weights(FLOATS, 2.0), &staged())
+        .expect("it is sent");
+    assert!(report.all_reached(), "{report}");
+    assert_eq!(receive(&mut receiver), 2.0);
+}
+
+#[test]
+fn a_digest_made_after_the_send_is_found_by_who_comes_later() {
+    let initial = weights(FLOATS, 1.0);
+    let setup = setup(&initial, at_connect()).digest(DigestPolicy::Background);
+    let mut sender = setup
+        .connect(&initial, Expect::Count(0), SOON)
+        .expect("a sender");
+    sender.send(&weights(FLOATS, 2.0)).expect("it is sent");
+    let sent = sender.snapshot().expect("it was sent");
+    // It is not waited for by the send.
+    let begun = Instant::now();
+    let made = loop {
+        assert!(begun.elapsed() < SOON, "no digest is made");
+        match sent.published_digest() {
+            Some(made) => break made,
+            None => std::thread::yield_now(),
+        }
+    };
+    assert_eq!(made, sent.digest());
+    let mut receiver = worker(sender.init_info(), 0).expect("it joins");
+    let got = receiver.latest().expect("no failure").expect("it has one");
+    assert_eq!(got.published_digest(), Some(made));
 }
 
 #[test]

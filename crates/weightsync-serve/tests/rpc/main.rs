@@ -2,6 +2,7 @@
 
 mod first;
 mod foreign;
+mod greedy;
 mod hostile;
 mod links;
 mod places;

@@ -1,11 +1,13 @@
 //! Where a sender listens, and who may.
 
+use std::time::{Duration, Instant};
+
 use weightsync::transport::{FirstWeights, Scheme};
-use weightsync::{AnyScheme, Error, Expect, ModelId, SenderSetup};
+use weightsync::{AnyScheme, Error, Expect, ModelId, ReceiverSetup, SenderSetup};
 use weightsync_net::{Access, Token};
 use weightsync_serve::{Rpc, schemes};
 
-use super::{SOON, at_connect, parts, receive, setup, weights, worker};
+use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 
 #[test]
 fn the_scheme_is_its_text() {
@@ -43,8 +45,12 @@ fn off_loopback_takes_a_token_and_the_permission() {
     let token = Token::new("a token of at least 16 bytes").expect("it is long enough");
     let mut access = Access::default();
     let open = |access: &Access| {
-        let scheme = Rpc::default().listen("0.0.0.0:0").access(access.clone());
-        setup(&initial, scheme).connect(&initial, Expect::Count(0), SOON)
+        let scheme = Rpc::default().listen("0.0.0.0:0").advertise("127.0.0.1:0");
+        let setup = SenderSetup::new("policy", &initial).expect("a model");
+        // Refused before the first call that communicates anything.
+        let setup = setup.scheme(scheme.access(access.clone()))?;
+        let sender = setup.connect(&initial, Expect::Count(0), SOON);
+        Ok::<_, Error>(sender.expect("a place that may be used"))
     };
     let error = open(&access).unwrap_err().to_string();
     assert!(error.contains("without a token"), "{error}");
@@ -73,6 +79,51 @@ fn off_loopback_takes_a_token_and_the_permission() {
         let error = worker(info, 0).unwrap_err();
         assert!(matches!(error, Error::BadInitInfo(_)), "{address}: {error}");
     }
+}
+
+#[test]
+fn at_every_address_workers_are_told_the_one_towards_others() {
+    let models = [ModelId::new("policy").expect("a name")];
+    let access = Access {
+        token: Some(Token::new("a token of at least 16 bytes").expect("it is long enough")),
+        insecure_plaintext: true,
+    };
+    let scheme = Rpc::default().listen("0.0.0.0:0").access(access);
+    match scheme.place(&models, None) {
+        Ok(at) => {
+            let (found, listens) = at.address().split_once(" at ").expect("both");
+            let found: std::net::SocketAddr = found.parse().expect("an address");
+            let listens: std::net::SocketAddr = listens.parse().expect("an address");
+            assert!(!found.ip().is_unspecified(), "{found}");
+            assert!(listens.ip().is_unspecified(), "{listens}");
+            assert_eq!(found.port(), listens.port());
+        }
+        // This machine has no way to others.
+        Err(error) => assert!(error.to_string().contains("advertise="), "{error}"),
+    }
+}
+
+#[test]
+fn a_secret_that_is_not_the_senders_is_told_at_once() {
+    let (initial, expect) = (weights(8, 1.0), Expect::Count(0));
+    let sender = setup(&initial, at_connect());
+    let sender = sender.connect(&initial, expect, SOON).expect("a sender");
+    let mut info = serde_json::to_value(sender.init_info()).expect("JSON");
+    let join = |info: serde_json::Value, soon: Duration| {
+        let info = serde_json::from_value(info).expect("an init info");
+        let begun = Instant::now();
+        let joining = ReceiverSetup::new(info, 0).schemes(schemes());
+        (joining.connect(soon).unwrap_err(), begun.elapsed())
+    };
+    info["at"]["secret"] = vec![7; 16].into();
+    let (error, took) = join(info.clone(), 4 * SOON);
+    assert!(error.to_string().contains("secret"), "{error}");
+    assert!(took < SOON, "{took:?}");
+    // Another sender may follow where one restarts: it is asked again, more and more seldom.
+    info["at"]["restarts"] = true.into();
+    let (error, took) = join(info, 4 * BRIEF);
+    assert!(error.to_string().contains("secret"), "{error}");
+    assert!(took >= 4 * BRIEF, "{took:?}");
 }
 
 #[test]

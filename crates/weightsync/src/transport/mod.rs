@@ -79,6 +79,12 @@ pub trait Scheme: fmt::Debug + Send + Sync {
     /// If the run directory cannot be used, or the scheme has no restarts.
     fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint>;
 
+    /// Nobody will [`open`](Self::open) this place: whatever keeps it, such as a socket
+    /// whose address the init info names, is let go of.
+    fn give_up(&self, at: &Endpoint) {
+        let _ = at;
+    }
+
     /// Makes the trainer's end; from here on workers can join.
     ///
     /// # Errors

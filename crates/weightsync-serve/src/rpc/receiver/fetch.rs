@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
+use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 use weightsync::transport::{Deadline, Image, ModelSpec, Pull};
 use weightsync::{Digest, Run, Snapshot, Version};
@@ -117,14 +118,18 @@ async fn version(
     let Some(expected) = part.digest else {
         return Ok(snapshot);
     };
-    match snapshot.digest() {
-        got if got != expected => Err(Failure::Digest {
+    // Beside the thread that says that this worker is here.
+    let whole = snapshot.clone();
+    match spawn_blocking(move || whole.digest()).await {
+        Ok(got) if got == expected => Ok(snapshot.with_digest(expected)),
+        Ok(got) => Err(Failure::Digest {
             model,
             version,
             expected,
             got,
         }),
-        _ => Ok(snapshot.with_digest(expected)),
+        // This end is ending.
+        Err(_) => Err(Failure::Replaced),
     }
 }
 

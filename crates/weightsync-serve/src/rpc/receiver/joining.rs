@@ -1,7 +1,7 @@
 //! Joining a sender: until it is there, or the deadline comes.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,16 +15,20 @@ use weightsync_net::Access;
 use super::desk::{Desk, End};
 use super::{server, wait_for};
 use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, Server};
-use crate::rpc::Places;
 use crate::rpc::error::Trouble;
 use crate::rpc::wire::{
     FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
     of_sender, url,
 };
-use crate::rpc::{PATIENCE, PROBE, SILENCE, passed};
+use crate::rpc::{PATIENCE, PROBE, Places, SILENCE, passed, place};
 
-/// The time between two attempts at a sender that is not there.
+/// The time between two attempts at a sender that is not there; at first, and at most:
+/// each time it is twice as long.
 const PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+
+/// The same for one that is there and has turned this worker away.
+const LONGEST_TURNED_AWAY: Duration = Duration::from_secs(1);
 
 /// How long an attempt may take once the deadline has come: whoever only looks whether
 /// a sender is there finds it.
@@ -90,6 +94,9 @@ const OUT_OF_REACH: Duration = Duration::from_secs(10);
 enum NotIn {
     /// Nobody is there, or it does not answer as a sender does.
     Absent(String),
+    /// It does not know this worker's secret. Only a sender that may be followed by
+    /// another at its address is asked again.
+    Stranger,
     /// It cannot be reached, or does not answer: whether it is there is not known.
     Silent(String),
     /// It has no right to be let in, or there is something else that waiting does not
@@ -126,7 +133,9 @@ pub(super) fn join(
     let since = Instant::now();
     let sender = Places::of(at)?.found;
     access.may_dial_with_secret(sender).map_err(Trouble::from)?;
-    let own = SocketAddr::new(local_ip(sender), 0);
+    // Where there is no way, nobody can be reached either.
+    let own = place::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
+    let own = SocketAddr::new(own, 0);
     access.may_listen(own).map_err(Trouble::from)?;
     let listener = TcpListener::bind(own);
     let listener = listener.and_then(|listener| Ok((listener.local_addr()?, listener)));
@@ -156,6 +165,7 @@ pub(super) fn join(
         run: None,
     };
     let client = Client::new(sender, Bearer::to_sender(at.secret()));
+    let mut pause = PAUSE;
     loop {
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
         let until = deadline.and(ends);
@@ -176,7 +186,8 @@ pub(super) fn join(
             Some(Err(not_in)) => not_in,
             None => NotIn::Absent("it did not answer in time".into()),
         };
-        if passed(deadline) {
+        let is_final = matches!(not_in, NotIn::Stranger) && !at.restarts();
+        if is_final || passed(deadline) {
             return Err(match not_in {
                 NotIn::Absent(why) | NotIn::Silent(why) => {
                     tracing::debug!(%sender, %why, "no sender");
@@ -185,6 +196,10 @@ pub(super) fn join(
                         waited: since.elapsed(),
                     }
                 }
+                NotIn::Stranger => MemoryError::Denied {
+                    reason: "the init info's secret is not its own".into(),
+                }
+                .into(),
                 NotIn::Denied(reason) => MemoryError::Denied { reason }.into(),
                 NotIn::Fenced(got) => MemoryError::Fenced {
                     seen: joining.seen,
@@ -193,7 +208,13 @@ pub(super) fn join(
                 .into(),
             });
         }
-        interrupt::sleep(PAUSE)?;
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        interrupt::sleep(left.map_or(pause, |left| left.min(pause)))?;
+        let longest = match not_in {
+            NotIn::Absent(_) | NotIn::Silent(_) => LONGEST_PAUSE,
+            NotIn::Stranger | NotIn::Denied(_) | NotIn::Fenced(_) => LONGEST_TURNED_AWAY,
+        };
+        pause = (pause * 2).min(longest);
     }
 }
 
@@ -207,9 +228,7 @@ async fn register_at(
     match reply.status {
         StatusCode::OK => {}
         StatusCode::UNAUTHORIZED => {
-            return Err(NotIn::Denied(
-                "the init info's secret is not its own".into(),
-            ));
+            return Err(NotIn::Stranger);
         }
         status => {
             let problem = reply.json::<Problem>(MAX_BODY, PATIENCE).await;
@@ -327,19 +346,4 @@ async fn again(session: &Session, register: &Register) -> Option<Lines> {
         }
         sleep(PAUSE).await;
     }
-}
-
-/// This machine's address on the way to another.
-fn local_ip(to: SocketAddr) -> IpAddr {
-    let any: IpAddr = match to {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    // Nothing is sent by this: the system only looks for the way.
-    let way = UdpSocket::bind((any, 0)).and_then(|socket| {
-        socket.connect(to)?;
-        socket.local_addr()
-    });
-    // Where there is none, nobody can be reached either.
-    way.map_or(Ipv4Addr::LOCALHOST.into(), |own| own.ip())
 }

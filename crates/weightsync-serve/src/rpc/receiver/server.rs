@@ -111,6 +111,11 @@ async fn take(desk: &Arc<Desk>, session: &Session, call: Call, lines: &mpsc::Sen
             drop(fetching);
             let told = match failure {
                 Failure::Replaced => Told::PassedOver { sequence },
+                // It is the way that has failed: the answer ends, and the sender calls again.
+                Failure::Fault(fault) => {
+                    tracing::debug!(%fault, sequence, "a version was not fetched");
+                    return;
+                }
                 failure => Told::Refused {
                     sequence,
                     reason: cut(&failure.to_string()),

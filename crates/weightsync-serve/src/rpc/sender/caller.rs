@@ -1,11 +1,13 @@
 //! Calling a worker with what it is meant to run: one at a time until it has it, and
 //! each worker by itself.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::StatusCode;
 use tokio::sync::Notify;
+use tokio::task::JoinHandle;
 use tokio::time::sleep;
 use weightsync::Version;
 
@@ -21,6 +23,10 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// How often a wait for a worker's last line looks whether the worker is still there.
 const LOOK: Duration = Duration::from_secs(5);
 
+/// How many answers of a worker may wait for their last line. One that is as it should
+/// be has two: what it is loading, and what is newest.
+const OPEN: usize = 3;
+
 /// Calls a worker with the newest there is for it, as long as it is here.
 pub(super) async fn call(
     shared: Arc<Shared>,
@@ -28,6 +34,7 @@ pub(super) async fn call(
     client: Arc<Client>,
     bell: Arc<Notify>,
 ) {
+    let mut open: VecDeque<JoinHandle<()>> = VecDeque::new();
     loop {
         let order = shared.lock().next_call(lane);
         let Some(order) = order else {
@@ -40,7 +47,14 @@ pub(super) async fn call(
         let sequence = order.sequence;
         match stage(&shared, lane, (&client, &bell), order).await {
             Ok(Some(lines)) => {
-                tokio::spawn(finish(shared.clone(), lane, lines));
+                open.retain(|answer| !answer.is_finished());
+                if open.len() == OPEN
+                    && let Some(oldest) = open.pop_front()
+                {
+                    // Its connection ends with it.
+                    oldest.abort();
+                }
+                open.push_back(tokio::spawn(finish(shared.clone(), lane, lines)));
             }
             Ok(None) => {}
             Err(why) => {

@@ -54,13 +54,19 @@ impl RpcSender {
             let router = server::router(theirs, stopping.clone());
             server.serve(router, stopping)
         });
+        let thread = thread.map_err(Trouble::Thread)?;
+        if opening.options.digest == DigestPolicy::Background {
+            let task = shared.clone().make_digests();
+            // It ends with the thread.
+            thread.runtime().spawn(task);
+        }
         Ok(Self {
             spare: opening.models.iter().map(|_| None).collect(),
             max_alive: usize::from(opening.options.max_slots.max(2)),
             digests: opening.options.digest,
             owner: Owner::this(),
             shared,
-            _thread: thread.map_err(Trouble::Thread)?,
+            _thread: thread,
         })
     }
 

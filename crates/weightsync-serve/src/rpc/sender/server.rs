@@ -20,7 +20,7 @@ use serde::Deserialize;
 use tokio::time::sleep;
 use weightsync::Version;
 
-use super::state::{Kept, Shared};
+use super::state::{Serving, Shared};
 use super::{caller, lifeline};
 use crate::http::{Stopping, problem, read};
 use crate::rpc::plan::{Answer, LaneId, Want};
@@ -222,7 +222,11 @@ async fn image(
         }
     };
     let (from, to) = (part.start, part.end);
-    let mut response = Response::new(Body::new(ImageBody { kept, left: part }));
+    let body = ImageBody {
+        version: shared.serves(lane, kept),
+        left: part,
+    };
+    let mut response = Response::new(Body::new(body));
     *response.status_mut() = status;
     let headers = response.headers_mut();
     let kind = HeaderValue::from_static("application/octet-stream");
@@ -261,19 +265,19 @@ fn part_of(range: &HeaderValue, all: usize) -> Option<Range<usize>> {
 
 /// Part of a version, which is kept as long as it is sent, and not copied.
 struct ImageBody {
-    kept: Arc<Kept>,
+    version: Arc<Serving>,
     left: Range<usize>,
 }
 
 /// A piece of a version.
 struct Piece {
-    kept: Arc<Kept>,
+    version: Arc<Serving>,
     range: Range<usize>,
 }
 
 impl AsRef<[u8]> for Piece {
     fn as_ref(&self) -> &[u8] {
-        &self.kept.snapshot.bytes()[self.range.clone()]
+        &self.version.bytes()[self.range.clone()]
     }
 }
 
@@ -290,8 +294,8 @@ impl http_body::Body for ImageBody {
             return Poll::Ready(None);
         }
         self.left.start = range.end;
-        let kept = self.kept.clone();
-        let piece = Bytes::from_owner(Piece { kept, range });
+        let version = self.version.clone();
+        let piece = Bytes::from_owner(Piece { version, range });
         Poll::Ready(Some(Ok(Frame::data(piece))))
     }
 

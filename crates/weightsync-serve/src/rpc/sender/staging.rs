@@ -70,15 +70,7 @@ impl<'a> Rooms<'a> {
             image.clear_padding();
             let spec = &shared.models[room.model];
             let snapshot = Snapshot::received(spec, shared.run, room.version, image)?;
-            let digest = match self.sender.digests {
-                DigestPolicy::Background => Some(snapshot.digest()),
-                _ => None,
-            };
-            let snapshot = match digest {
-                Some(digest) => snapshot.with_digest(digest),
-                None => snapshot,
-            };
-            all.push(Arc::new(Kept::new(room.model, snapshot, digest)));
+            all.push(Arc::new(Kept::new(room.model, snapshot)));
         }
         Ok(all)
     }
@@ -126,8 +118,11 @@ impl Staging for Rooms<'_> {
                 .collect();
             (plan.publish(&update, targets, &self.before), replaced)
         });
-        drop((update, kept));
         shared.ring();
+        if self.sender.digests == DigestPolicy::Background {
+            shared.digest_next(&kept);
+        }
+        drop((update, kept));
         self.sender.recycle(replaced);
         Ok(Box::new(Published::new(shared, publication, at)))
     }

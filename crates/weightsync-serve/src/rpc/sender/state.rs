@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use bytes::Bytes;
 use tokio::sync::Notify;
 use weightsync::transport::{Deadline, ModelSpec, Opening};
-use weightsync::{Digest, ModelId, Result, Run, Snapshot, Version, WorkerId};
+use weightsync::{ModelId, Result, Run, Snapshot, Version, WorkerId};
 use weightsync_net::Access;
 use weightsync_simd::crc64;
 
@@ -23,18 +23,16 @@ pub(super) struct Kept {
     pub(super) model: usize,
     pub(super) snapshot: Snapshot,
     crc64: Vec<Crc>,
-    digest: Option<Digest>,
 }
 
 impl Kept {
     /// Makes the checksums: one pass over the version, in this thread.
-    pub(super) fn new(model: usize, snapshot: Snapshot, digest: Option<Digest>) -> Self {
+    pub(super) fn new(model: usize, snapshot: Snapshot) -> Self {
         let chunks = snapshot.bytes().chunks(CHUNK as usize);
         Self {
             model,
             crc64: chunks.map(|chunk| Crc(crc64(chunk))).collect(),
             snapshot,
-            digest,
         }
     }
 
@@ -46,7 +44,7 @@ impl Kept {
             bytes: self.snapshot.bytes().len() as u64,
             chunk_bytes: CHUNK,
             crc64: self.crc64.clone(),
-            digest: self.digest.or_else(|| self.snapshot.published_digest()),
+            digest: self.snapshot.published_digest(),
         }
     }
 }
@@ -63,6 +61,44 @@ struct Fetching {
     versions: BTreeMap<(LaneId, usize), Version>,
     /// Those that have begun.
     begun: BTreeSet<LaneId>,
+    /// Versions whose bytes are on their way to somebody, with how many answers.
+    served: BTreeMap<(LaneId, usize, Version), usize>,
+}
+
+/// A version whose bytes are on their way to a worker, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Serving {
+    shared: Arc<Shared>,
+    lane: LaneId,
+    /// `None` while this is dropped.
+    kept: Option<Arc<Kept>>,
+}
+
+impl Serving {
+    pub(super) fn bytes(&self) -> &[u8] {
+        let kept = self.kept.as_ref();
+        kept.map_or(&[], |kept| kept.snapshot.bytes())
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let Some(kept) = self.kept.take() else {
+            return;
+        };
+        let what = (self.lane, kept.model, kept.number());
+        drop(kept);
+        let mut fetching = self.shared.fetching_now();
+        if let Some(answers) = fetching.served.get_mut(&what) {
+            *answers -= 1;
+            if *answers == 0 {
+                fetching.served.remove(&what);
+            }
+        }
+        drop(fetching);
+        // A send may wait for the room.
+        self.shared.note(|_| ());
+    }
 }
 
 /// The plan of versions as they are kept here.
@@ -80,6 +116,9 @@ pub(super) struct Shared {
     /// Every version that somebody holds, by model.
     alive: Mutex<Vec<Vec<Weak<Kept>>>>,
     fetching: Mutex<Fetching>,
+    /// The version of each model whose digest is to be made next.
+    digests: Mutex<BTreeMap<usize, Weak<Kept>>>,
+    digest: Notify,
     closed: AtomicBool,
     pub(super) models: Vec<ModelSpec>,
     /// Each as JSON, made when it is asked for first.
@@ -101,6 +140,8 @@ impl Shared {
             callers: Mutex::default(),
             alive: Mutex::new(models.iter().map(|_| Vec::new()).collect()),
             fetching: Mutex::default(),
+            digests: Mutex::default(),
+            digest: Notify::new(),
             closed: AtomicBool::new(false),
             described: models.iter().map(|_| OnceLock::new()).collect(),
             models,
@@ -202,19 +243,65 @@ impl Shared {
         self.fetching_now().begun.insert(lane);
     }
 
+    /// A worker is sent the bytes of a version, which stays as long as they are on their way.
+    pub(super) fn serves(self: &Arc<Self>, lane: LaneId, kept: Arc<Kept>) -> Arc<Serving> {
+        let what = (lane, kept.model, kept.number());
+        *self.fetching_now().served.entry(what).or_default() += 1;
+        Arc::new(Serving {
+            shared: self.clone(),
+            lane,
+            kept: Some(kept),
+        })
+    }
+
+    /// Has the digests of these made, unless newer ones come before their turn.
+    pub(super) fn digest_next(&self, kept: &[Arc<Kept>]) {
+        let mut digests = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
+        for one in kept {
+            digests.insert(one.model, Arc::downgrade(one));
+        }
+        drop(digests);
+        self.digest.notify_one();
+    }
+
+    /// Makes digests one after the other, beside whatever else is done.
+    pub(super) async fn make_digests(self: Arc<Self>) {
+        loop {
+            let next = {
+                let mut digests = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
+                digests.pop_first()
+            };
+            let Some((_, next)) = next else {
+                self.digest.notified().await;
+                continue;
+            };
+            let made = tokio::task::spawn_blocking(move || {
+                if let Some(kept) = next.upgrade() {
+                    let _ = kept.snapshot.clone().with_digest(kept.snapshot.digest());
+                }
+            });
+            // A panic there was reported by the panic hook.
+            let _ = made.await;
+            // A send may wait for the room.
+            self.note(|_| ());
+        }
+    }
+
     /// Whether a worker has begun to fetch what it was called with.
     pub(super) fn has_begun(&self, lane: LaneId) -> bool {
         self.fetching_now().begun.contains(&lane)
     }
 
-    /// Who was called with which version of a model and has not got it yet.
+    /// Who was called with which version of a model, or asked for it, and has not got it
+    /// yet.
     pub(super) fn fetching(&self, plan: &Kepts, model: usize) -> Vec<(WorkerId, u32, Version)> {
         let fetching = self.fetching_now();
-        let versions: Vec<_> = fetching
-            .versions
-            .iter()
-            .filter(|((_, of), _)| *of == model)
-            .map(|((lane, _), version)| (*lane, *version))
+        let called = fetching.versions.iter();
+        let called = called.map(|((lane, of), version)| (*lane, *of, *version));
+        let versions: BTreeSet<_> = called
+            .chain(fetching.served.keys().copied())
+            .filter(|(_, of, _)| *of == model)
+            .map(|(lane, _, version)| (lane, version))
             .collect();
         drop(fetching);
         let who = versions.into_iter().filter_map(|(lane, version)| {
