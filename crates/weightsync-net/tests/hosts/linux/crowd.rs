@@ -97,7 +97,15 @@ struct Agent {
 
 impl Agent {
     fn join(root: &str, number: u32) -> Result<Self, Box<dyn Error>> {
-        let mut socket = attacks::let_in(root, &token(), Role::Control, number.into())?;
+        let begun = Instant::now();
+        let mut socket = loop {
+            // So many strangers come at once that the oldest are hung up on.
+            match attacks::let_in(root, &token(), Role::Control, number.into()) {
+                Ok(socket) => break socket,
+                Err(error) if begun.elapsed() > PATIENCE => return Err(error.into()),
+                Err(_) => thread::sleep(BEAT / 10),
+            }
+        };
         let mut host = [0; 16];
         host[..4].copy_from_slice(&number.to_le_bytes());
         let agent = ToRoot::Agent {
