@@ -1,5 +1,6 @@
 //! What an agent does: it performs what its [plan](super::plan) decides.
 
+mod asks;
 mod hear;
 mod perform;
 mod reconnect;
@@ -19,6 +20,7 @@ use weightsync_mem::{
     WaitStyle,
 };
 
+use self::asks::Question;
 use self::words::{held, join_message};
 use super::join::Joined;
 use super::plan::{Input, Item, Plan};
@@ -104,6 +106,8 @@ pub(crate) struct Engine {
 struct Worker {
     who: Seated,
     joining: Joining,
+    /// What it asks, until it is answered.
+    asks: Option<Question>,
 }
 
 /// What a worker said when it joined.
@@ -332,7 +336,10 @@ impl Engine {
                     };
                     self.ask_in(joining);
                 }
-                mem::Event::Progress(one) => progress.push(one),
+                mem::Event::Progress(one) => {
+                    self.is_answered(one.who, one.through);
+                    progress.push(one);
+                }
                 mem::Event::Unusable { who, reason } => self.say(&ToRoot::Unusable {
                     worker: who.worker,
                     instance: who.instance,
@@ -342,16 +349,8 @@ impl Engine {
                     who,
                     question,
                     want,
-                } => self.say(&ToRoot::Ask {
-                    worker: who.worker,
-                    instance: who.instance,
-                    question,
-                    want: want.into(),
-                }),
-                mem::Event::Withdraws { who } => self.say(&ToRoot::Withdraw {
-                    worker: who.worker,
-                    instance: who.instance,
-                }),
+                } => self.asks(who, question, want.into()),
+                mem::Event::Withdraws { who } => self.withdraws(who),
                 mem::Event::Gone { who, died } => {
                     // How far it came is told before that.
                     self.say_progress(std::mem::take(&mut progress));

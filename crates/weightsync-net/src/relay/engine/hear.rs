@@ -41,9 +41,11 @@ impl Engine {
                 sequence,
                 set,
             } => {
-                if let Some(worker) = self.workers.get(&worker) {
+                let who = self.workers.get(&worker).map(|worker| worker.who);
+                // What was asked twice is answered twice.
+                if let Some(who) = who.filter(|who| self.waits_for(*who, question)) {
                     let answered = Input::Answered {
-                        who: worker.who,
+                        who,
                         question,
                         sequence,
                         set: set.into_iter().map(item).collect(),
@@ -58,10 +60,11 @@ impl Engine {
                 asked,
                 known,
             } => {
-                if let Some(worker) = self.workers.get(&worker) {
+                let who = self.workers.get(&worker).map(|worker| worker.who);
+                if let Some(who) = who.filter(|who| self.waits_for(*who, question)) {
+                    self.is_answered(who, question);
                     let asked = (usize::from(model), asked);
-                    self.relay
-                        .no_such_version(worker.who, question, asked, known);
+                    self.relay.no_such_version(who, question, asked, known);
                 }
             }
             FromRoot::TurnAway {
@@ -94,7 +97,9 @@ impl Engine {
 
     /// Lets a worker in that the sender has agreed to.
     fn admit(&mut self, ticket: u64) {
-        self.rejoining.remove(&ticket);
+        if let Some(who) = self.rejoining.remove(&ticket) {
+            self.ask_again(who);
+        }
         let Some(joining) = self.joining.remove(&ticket) else {
             return;
         };
@@ -108,7 +113,14 @@ impl Engine {
             return;
         }
         let delivery = joining.delivery;
-        self.workers.insert(who.worker, Worker { who, joining });
+        self.workers.insert(
+            who.worker,
+            Worker {
+                who,
+                joining,
+                asks: None,
+            },
+        );
         self.step([Input::Joined { who, delivery }]);
     }
 

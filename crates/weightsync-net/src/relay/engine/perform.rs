@@ -43,6 +43,7 @@ impl Engine {
                 set,
             } => {
                 if let Some(set) = self.snapshots(&set) {
+                    self.is_answered(who, question);
                     self.relay.answer(who, question, sequence, &set);
                 }
             }

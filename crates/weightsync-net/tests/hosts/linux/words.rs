@@ -40,6 +40,8 @@ pub(crate) struct Lead {
     pub(crate) bytes: usize,
     /// Whether each worker fetches for itself.
     pub(crate) alone: bool,
+    /// Whether workers ask, and nothing is pushed.
+    pub(crate) pull: bool,
     /// The word of its first version.
     pub(crate) word: u64,
 }
