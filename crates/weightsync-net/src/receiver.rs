@@ -51,7 +51,6 @@ struct State {
     refused: Option<(Option<SetSnapshot>, String)>,
     /// Looks for another way.
     search: Option<JoinHandle<()>>,
-    searching: bool,
     /// The sender is gone, as the search has found.
     died: bool,
 }
@@ -76,7 +75,6 @@ impl NetReceiver {
                 applied: None,
                 refused: None,
                 search: None,
-                searching: false,
                 died: false,
             }),
             changed: Condvar::new(),
@@ -118,12 +116,18 @@ impl NetReceiver {
             let result = call(&mut found.attached);
             let gone = matches!(result, Err(Error::Memory(MemoryError::RelayGone)));
             // It may have gone while it was in use here.
-            if gone || (result.is_ok() && found.has_lost_its_relay()) {
-                Shared::look_again(shared, found);
+            let lost = gone || (result.is_ok() && found.has_lost_its_relay());
+            let mut state = shared.state();
+            if lost {
+                Shared::look_again(shared, &mut state, found);
             } else {
-                shared.state().found = Some(found);
+                state.found = Some(found);
             }
             if !gone {
+                // A wait that an interrupt has ended, and not its deadline.
+                if matches!(result, Ok(None)) && !over(deadline) {
+                    shared.interrupted.store(false, Ordering::SeqCst);
+                }
                 return result;
             }
         }
@@ -158,6 +162,12 @@ impl Shared {
             let _ = found.attached.refuse(set.as_ref(), &reason);
         }
         state.interrupter = found.attached.interrupter().ok();
+        // The segment before, or none, was told of it.
+        if let Some(interrupter) = &state.interrupter
+            && shared.interrupted.load(Ordering::SeqCst)
+        {
+            interrupter.interrupt();
+        }
         let watched = found.is_a_relays().then(|| {
             let weak = Arc::downgrade(shared);
             move || {
@@ -166,7 +176,6 @@ impl Shared {
                 }
             }
         });
-        state.searching = false;
         let end = found.attached.end();
         state.found = Some(found);
         drop(state);
@@ -178,39 +187,39 @@ impl Shared {
 
     /// The segment has ended, while nobody calls it perhaps.
     fn notice(shared: &Arc<Self>) {
-        let found = {
-            let mut state = shared.state();
-            // Whoever has it notices by itself.
-            state.found.take_if(|found| found.has_lost_its_relay())
-        };
-        if let Some(found) = found {
-            Self::look_again(shared, found);
+        let mut state = shared.state();
+        if shared.closed.load(Ordering::SeqCst) {
+            // It ends with its worker, and not here: its own watch must not wait for
+            // itself.
+            return;
+        }
+        // Whoever has it notices by itself.
+        if let Some(found) = state.found.take_if(|found| found.has_lost_its_relay()) {
+            Self::look_again(shared, &mut state, found);
         }
     }
 
     /// Looks for another way, on a thread of its own.
-    fn look_again(shared: &Arc<Self>, found: Found) {
-        let mut state = shared.state();
+    fn look_again(shared: &Arc<Self>, state: &mut State, found: Found) {
         state.handoff = found.attached.handoff();
         state.interrupter = None;
-        if state.searching || shared.closed.load(Ordering::SeqCst) {
-            return;
-        }
         let own = shared.clone();
+        // It ends there, and not here: its own watch may be the one that noticed.
+        let ends = Arc::new(Mutex::new(Some(found)));
+        let theirs = ends.clone();
         let search = std::thread::Builder::new()
             .name("weightsync-way".into())
             .spawn(move || {
-                // Not where it ended: its own watch may be the one that noticed.
-                drop(found);
+                drop(taken(&theirs));
                 own.search();
             });
         match search {
             Ok(search) => {
-                state.searching = true;
                 state.search = Some(search);
             }
             Err(error) => {
                 tracing::error!("no thread to look for another relay: {error}");
+                state.found = taken(&ends);
                 state.died = true;
             }
         }
@@ -234,7 +243,6 @@ impl Shared {
                 }
                 let mut state = self.state();
                 state.died = true;
-                state.searching = false;
                 drop(state);
                 self.changed.notify_all();
             }
@@ -294,12 +302,11 @@ impl ReceiverTransport for NetReceiver {
                 return;
             };
             let state = shared.state();
+            // Also where there is a segment: it may be gone before it hears of it.
+            shared.interrupted.store(true, Ordering::SeqCst);
             match &state.interrupter {
                 Some(interrupter) => interrupter.interrupt(),
-                None => {
-                    shared.interrupted.store(true, Ordering::SeqCst);
-                    shared.changed.notify_all();
-                }
+                None => shared.changed.notify_all(),
             }
         }))
     }
@@ -322,9 +329,9 @@ impl ReceiverTransport for NetReceiver {
 impl Drop for NetReceiver {
     fn drop(&mut self) {
         let shared = &self.shared;
-        shared.closed.store(true, Ordering::SeqCst);
         let (found, search) = {
             let mut state = shared.state();
+            shared.closed.store(true, Ordering::SeqCst);
             (state.found.take(), state.search.take())
         };
         if let Some(search) = search {
@@ -342,6 +349,13 @@ impl Drop for NetReceiver {
     }
 }
 
+fn taken(found: &Mutex<Option<Found>>) -> Option<Found> {
+    found.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
 fn over(deadline: Deadline) -> bool {
     deadline.is_some_and(|at| Instant::now() >= at)
 }
+
+#[cfg(test)]
+mod tests;
