@@ -57,7 +57,7 @@ pub(crate) enum FetchEnd {
     Stopped,
 }
 
-/// What came by one fetch, whatever its end.
+/// What came by one fetch, whatever becomes of it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Came {
     pub(crate) bytes: u64,
@@ -146,8 +146,8 @@ struct Shared {
 }
 
 impl Fetch {
-    /// Begins to fetch what is missing in `room`; `done` is called once, from
-    /// another thread.
+    /// Begins to fetch what is missing in `room`; `done` is called once, with what was
+    /// not [taken](Self::take_came) before, from whichever thread: it must not wait.
     pub(crate) fn start(
         (item, parent): (Item, Parent),
         connections: &Arc<Connections>,
@@ -187,6 +187,12 @@ impl Fetch {
             }
         }
         Self { shared }
+    }
+
+    /// What has come and was not taken before, if it is at least so many bytes;
+    /// otherwise nothing.
+    pub(crate) fn take_came(&self, least: u64) -> Came {
+        self.shared.take_came(least)
     }
 }
 
@@ -257,6 +263,10 @@ impl Shared {
             if let Some(end) = self.receive(&mut socket)? {
                 return Ok(Some(end));
             }
+            // It has said that this was all.
+            if let Some(index) = self.room.missing().find(|index| has(ranges, *index)) {
+                return Err(invalid(Unsent { index }));
+            }
         }
         self.connections.give_back(self.parent, socket);
         Ok(None)
@@ -297,20 +307,20 @@ impl Shared {
             && head.image_bytes == self.room.layout().bytes();
         let piece = self.room.take(index).filter(|_| of_this);
         let mut piece = piece.ok_or_else(|| invalid(FrameError::Chunk { head: *head }))?;
-        let since = Instant::now();
+        let mut since = Instant::now();
         let mut crc = Crc64::new();
         for part in piece.chunks_mut(GULP) {
             read_exact(socket, part)?;
             crc.update(part);
+            let now = Instant::now();
+            let mut came = self.came();
+            came.bytes += part.len() as u64;
+            came.busy += now - since;
+            since = now;
         }
         let crc = crc.value();
         head.check_crc(crc).map_err(invalid)?;
         self.held.note_sum(index, crc);
-        {
-            let mut came = self.came();
-            came.bytes += piece.len() as u64;
-            came.busy += since.elapsed();
-        }
         piece.keep();
         self.store.notify();
         Ok(())
@@ -339,10 +349,19 @@ impl Shared {
             Some(end) => end,
             None => FetchEnd::Partly,
         };
-        let mut came = *self.came();
+        (self.done)(end, self.take_came(0));
+    }
+
+    /// What has come and was not taken here before, if it is so much.
+    fn take_came(&self, least: u64) -> Came {
+        let mut came = self.came();
+        if came.bytes < least {
+            return Came::default();
+        }
+        let mut taken = std::mem::take(&mut *came);
         // Connections that went on side by side.
-        came.busy /= self.count as u32;
-        (self.done)(end, came);
+        taken.busy /= self.count as u32;
+        taken
     }
 
     fn came(&self) -> MutexGuard<'_, Came> {
@@ -366,6 +385,13 @@ impl Shared {
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire) || self.threads.is_stopped()
     }
+}
+
+/// A parent has ended without a chunk that it was asked for.
+#[derive(Debug, thiserror::Error)]
+#[error("all is said to have been sent, and chunk {index} was not")]
+struct Unsent {
+    index: usize,
 }
 
 /// Reads all of it; silence is an error of its own.
@@ -392,6 +418,15 @@ fn is_stale(error: &io::Error) -> bool {
         error.kind(),
         BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof
     )
+}
+
+/// Whether ascending ranges have an index.
+fn has(ranges: &[ChunkRange], index: usize) -> bool {
+    let last = |range: &ChunkRange| (range.first + (range.count - 1)) as usize;
+    let at = ranges.partition_point(|range| last(range) < index);
+    ranges
+        .get(at)
+        .is_some_and(|range| range.first as usize <= index)
 }
 
 /// Ascending indices as ranges.
@@ -422,5 +457,8 @@ mod tests {
             ranges(&[0, 1, 2, 5, 7, 8]),
             [range(0, 3), range(5, 1), range(7, 2)]
         );
+        let some = ranges(&[0, 1, 2, 5, 7, 8]);
+        let found: Vec<usize> = (0..11).filter(|index| has(&some, *index)).collect();
+        assert_eq!(found, [0, 1, 2, 5, 7, 8]);
     }
 }

@@ -25,3 +25,6 @@ pub(crate) const SUSPECT: Duration = Duration::from_millis(800);
 
 /// A relay below that takes nothing for so long is given up.
 const STUCK: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests;

@@ -37,6 +37,12 @@ use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
 /// How often it is looked whether there is room, while there was none.
 const ROOM: Duration = Duration::from_millis(20);
 
+/// How often the sender is told what has come of a version that is coming.
+const MEASURE: Duration = Duration::from_secs(1);
+
+/// Less says little of a link, and is told together with what comes after it.
+const MEASURABLE: u64 = 1 << 20;
+
 /// How long an agent whose sender has shut down goes on with what it was told.
 const LINGER: Duration = Duration::from_secs(5);
 
@@ -85,6 +91,8 @@ pub(crate) struct Engine {
     whole: BTreeMap<Item, Snapshot>,
     fetch: Option<(u64, Item, Parent, Fetch)>,
     fetches: u64,
+    /// When the sender is told what has come of it.
+    measures: Instant,
     /// Fetches that broke off in a row.
     failures: u32,
     /// When the sender is told that a parent is lost.
@@ -193,6 +201,7 @@ impl Engine {
             whole: BTreeMap::new(),
             fetch: None,
             fetches: 0,
+            measures: Instant::now(),
             failures: 0,
             complain: None,
             workers: BTreeMap::new(),
@@ -222,7 +231,9 @@ impl Engine {
             }
             let room = self.plan.waits_for_room().then(|| Instant::now() + ROOM);
             let complain = self.complain.as_ref().map(|(at, ..)| *at);
-            let due = [room, complain, self.closes].into_iter().flatten().min();
+            let measures = self.fetch.is_some().then_some(self.measures);
+            let due = [room, complain, measures, self.closes];
+            let due = due.into_iter().flatten().min();
             let event = tokio::select! {
                 event = heard.recv() => match event {
                     Some(event) => event,
@@ -306,8 +317,28 @@ impl Engine {
         if let Some((_, parent, reason)) = self.complain.take_if(|(at, ..)| now >= *at) {
             self.say(&ToRoot::ParentLost { parent, reason });
         }
+        if let Some((_, item, parent, fetch)) = &self.fetch
+            && now >= self.measures
+        {
+            let (item, parent, came) = (*item, parent.agent, fetch.take_came(MEASURABLE));
+            self.measures = now + MEASURE;
+            self.say_received(item, parent, came);
+        }
         if self.plan.waits_for_room() {
             self.step([Input::MayHaveRoom]);
+        }
+    }
+
+    /// Says how much has come from a parent.
+    fn say_received(&mut self, item: Item, parent: u64, Came { bytes, busy }: Came) {
+        if bytes > 0 {
+            self.say(&ToRoot::Received {
+                model: item.model as u8,
+                version: item.version,
+                parent,
+                bytes,
+                micros: busy.as_micros() as u64,
+            });
         }
     }
 
@@ -432,17 +463,9 @@ impl Engine {
             item,
             parent: by,
             end,
-            came: Came { bytes, busy },
+            came,
         } = fetched;
-        if bytes > 0 {
-            self.say(&ToRoot::Received {
-                model: item.model as u8,
-                version: item.version,
-                parent: by,
-                bytes,
-                micros: busy.as_micros() as u64,
-            });
-        }
+        self.say_received(item, by, came);
         let Some((current, _, parent, _)) = &self.fetch else {
             return;
         };

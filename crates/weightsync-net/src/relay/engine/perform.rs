@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
 use weightsync_mem::Snapshot;
 
 use super::words::held;
-use super::{Engine, Event, Fetched};
+use super::{Engine, Event, Fetched, MEASURE};
 use crate::bulk::{Fetch, Held, Parent};
 use crate::relay::plan::{Effect, Input, Item};
 use crate::wire::frame::CHUNK;
@@ -95,7 +98,7 @@ impl Engine {
         let (room, coming) = self.coming.get(&item)?;
         self.fetches += 1;
         let number = self.fetches;
-        let events = self.events.clone();
+        let tell = tell_later(&self.events);
         let fetch = Fetch::start(
             (item, parent),
             &self.connections,
@@ -110,9 +113,10 @@ impl Engine {
                     end,
                     came,
                 };
-                let _ = events.blocking_send(Event::Fetched(fetched));
+                tell(Event::Fetched(fetched));
             },
         );
+        self.measures = Instant::now() + MEASURE;
         self.fetch = Some((number, item, parent, fetch));
         None
     }
@@ -121,5 +125,37 @@ impl Engine {
         set.iter()
             .map(|item| self.whole.get(item).cloned())
             .collect()
+    }
+}
+
+/// Tells the engine something from whichever thread, also its own: nobody waits.
+fn tell_later(events: &mpsc::Sender<Event>) -> impl Fn(Event) + Send + Sync + 'static {
+    let (events, runtime) = (events.clone(), Handle::current());
+    move |event| {
+        let events = events.clone();
+        runtime.spawn(async move {
+            // An engine that has ended hears nothing.
+            let _ = events.send(event).await;
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_engines_own_thread_can_tell_it_something() {
+        let runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = { runtime }.build().unwrap();
+        runtime.block_on(async {
+            let (events, mut heard) = mpsc::channel(1);
+            let tell = tell_later(&events);
+            // More than there is room for.
+            tell(Event::Stop);
+            tell(Event::Stop);
+            assert!(matches!(heard.recv().await, Some(Event::Stop)));
+            assert!(matches!(heard.recv().await, Some(Event::Stop)));
+        });
     }
 }
