@@ -42,6 +42,8 @@ pub(crate) enum Served {
 #[derive(Clone)]
 pub(crate) struct Serving {
     pub(crate) run: Run,
+    /// How many models there are.
+    pub(crate) models: usize,
     pub(crate) store: Arc<Store>,
     pub(crate) threads: Arc<Threads>,
     pub(crate) tell: Arc<dyn Fn(Served) + Send + Sync>,
@@ -50,13 +52,14 @@ pub(crate) struct Serving {
 
 impl Serving {
     pub(crate) fn new(
-        run: Run,
+        (run, models): (Run, usize),
         store: Arc<Store>,
         threads: Arc<Threads>,
         tell: impl Fn(Served) + Send + Sync + 'static,
     ) -> Self {
         Self {
             run,
+            models,
             store,
             threads,
             tell: Arc::new(tell),
@@ -134,6 +137,9 @@ impl Serving {
         };
         if run != self.run {
             return say_gone(socket, "it belongs to another run");
+        }
+        if item.model >= self.models {
+            return say_gone(socket, "there is no such model");
         }
         (self.tell)(Served::Wanted { item });
         let sent = serve_one(socket, &self.store, item, ranges);

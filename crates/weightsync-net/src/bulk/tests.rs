@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version};
 use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
-use super::{Came, Connections, Fetch, FetchEnd, Held, Parent, Store, Threads};
+use super::{Came, Connections, Fetch, FetchEnd, Held, Parent, Serving, Store, Threads};
 use crate::access::Key;
 use crate::link::listen::accept_all;
 use crate::relay::Item;
@@ -69,6 +69,10 @@ struct Child {
 }
 
 fn child(name: &str, address: SocketAddr, connections: usize) -> Child {
+    child_of(name, address, connections, ITEM)
+}
+
+fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> Child {
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
     let bytes = u64::from(CHUNKS) * u64::from(CHUNK);
     let model = ModelSpec {
@@ -84,7 +88,7 @@ fn child(name: &str, address: SocketAddr, connections: usize) -> Child {
     let parent = Parent { agent: 2, address };
     let (tell, ends) = mpsc::channel();
     let fetch = Fetch::start(
-        (ITEM, parent),
+        (item, parent),
         &Arc::new(connections),
         (room, held),
         &Arc::new(Store::of_relay()),
@@ -160,4 +164,27 @@ fn what_comes_is_told_before_all_of_it_has_come_and_once() {
     assert!(told >= 2 * u64::from(CHUNK), "{told}");
     let heads = whole - u64::from(CHUNKS) * u64::from(CHUNK);
     assert_eq!(told + last.bytes + heads, whole);
+}
+
+#[test]
+fn a_relay_does_not_look_for_a_model_that_there_is_not() {
+    let runtime = runtime();
+    let (tell, served) = mpsc::channel();
+    let tell = move |served| {
+        let _ = tell.send(served);
+    };
+    let store = Arc::new(Store::of_relay());
+    let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), tell);
+    let address = runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let take = move |socket, _, _| drop(tokio::spawn(serving.clone().child(socket)));
+        tokio::spawn(accept_all(listener, Key::new(&SECRET), || false, take));
+        address
+    });
+    let item = Item { model: 1, ..ITEM };
+    let child = child_of("model", address, 1, item);
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
+    assert_eq!(served.try_iter().next(), None);
 }

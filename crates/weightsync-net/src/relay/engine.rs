@@ -29,6 +29,7 @@ use crate::access::Key;
 use crate::bulk::{
     Came, Connections, Fetch, FetchEnd, Held, Parent, Served, Serving, Store, Threads,
 };
+use crate::link::causes::Causes;
 use crate::link::listen::accept_all;
 use crate::link::{Link, LinkEnd};
 use crate::wire::hello::Role;
@@ -97,6 +98,7 @@ pub(crate) struct Engine {
     failures: u32,
     /// When the sender is told that a parent is lost.
     complain: Option<(Instant, u64, String)>,
+    causes: Causes,
     workers: BTreeMap<WorkerId, Worker>,
     joining: BTreeMap<u64, Joining>,
     /// Workers that are told of to a sender that may know them, by ticket.
@@ -175,7 +177,7 @@ impl Engine {
             let tell = move |served| {
                 let _ = told.blocking_send(Event::Served(served));
             };
-            let serving = Serving::new(run, store.clone(), threads.clone(), tell);
+            let serving = Serving::new((run, models.len()), store.clone(), threads.clone(), tell);
             let take = move |socket, _from, role| {
                 if role == Role::Bulk {
                     tokio::spawn(serving.clone().child(socket));
@@ -204,6 +206,7 @@ impl Engine {
             measures: Instant::now(),
             failures: 0,
             complain: None,
+            causes: Causes::default(),
             workers: BTreeMap::new(),
             joining: BTreeMap::new(),
             rejoining: BTreeMap::new(),

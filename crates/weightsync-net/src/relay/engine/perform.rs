@@ -5,11 +5,12 @@ use std::sync::Arc;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
-use weightsync_mem::Snapshot;
+use weightsync_mem::{Error, Snapshot};
 
 use super::words::held;
 use super::{Engine, Event, Fetched, MEASURE};
 use crate::bulk::{Fetch, Held, Parent};
+use crate::link::causes;
 use crate::relay::plan::{Effect, Input, Item};
 use crate::wire::frame::CHUNK;
 use crate::wire::message::ToRoot;
@@ -86,8 +87,17 @@ impl Engine {
             let room = match self.relay.room(item.model, item.version, CHUNK as usize) {
                 Ok(Some(room)) => room,
                 Ok(None) => return Some(Input::NoRoom { item }),
+                // It can never be: nobody has it.
+                Err(error @ Error::BadOption { .. }) => {
+                    tracing::error!("{item:?} is not fetched: {error}");
+                    let sender = true;
+                    return Some(Input::NotThere { item, sender });
+                }
                 Err(error) => {
-                    tracing::error!("there is no room for {item:?}: {error}");
+                    // It is tried again soon, and often.
+                    if let Some(more) = self.causes.logs("room", Instant::now().into_std()) {
+                        causes::warn(more, &format!("there is no room for {item:?}: {error}"));
+                    }
                     return Some(Input::NoRoom { item });
                 }
             };
