@@ -10,7 +10,7 @@ use weightsync::transport::{
     Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Scheme, SenderTransport,
 };
 use weightsync::{AnyScheme, Error, MemoryError, ModelId, Queue, Result, Schemes};
-use weightsync_mem::{Delivery, Listener};
+use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::error::{NetError, transport};
@@ -370,7 +370,7 @@ impl Scheme for Distributed {
             None => self.bind(port_of(address))?,
         };
         let names = local::names(opening.at.secret(), address, Whose::Sender);
-        let local = first_free(&names)?;
+        let (local, _) = local::first_free(&names)?;
         Ok(Box::new(NetSender::open(self, opening, (local, remote))?))
     }
 
@@ -382,23 +382,6 @@ impl Scheme for Distributed {
     ) -> Result<Box<dyn ReceiverTransport>> {
         Ok(Box::new(NetReceiver::join(self, at, joining, deadline)?))
     }
-}
-
-/// The first name that nobody keeps.
-fn first_free(names: &[String]) -> Result<Listener> {
-    let mut last = None;
-    for name in names {
-        match Listener::at(name) {
-            Ok(listener) => return Ok(listener),
-            // One that lives there is another sender at this very address, or what a
-            // dead one's child keeps.
-            Err(error) => last = Some(error),
-        }
-    }
-    Err(last.map_or_else(
-        || Error::BadInitInfo("there is no name to listen at".into()),
-        Error::from,
-    ))
 }
 
 fn in_use(address: SocketAddr, source: io::Error) -> Error {

@@ -2,48 +2,13 @@
 
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
 
 use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
-use weightsync::{
-    AnyScheme, Expect, InitInfo, ModelId, ReceiverSetup, Schemes, Sender, SenderSetup, Tensors,
-};
+use weightsync::{AnyScheme, InitInfo, ModelId, ReceiverSetup, Schemes};
 
 use super::*;
-use crate::relay::{Relay, RelayNews, RelayStop};
+use crate::relay::tests::{LONG, relay, trainer};
 use crate::scheme::Share;
-
-/// More than anything here takes.
-const LONG: Duration = Duration::from_secs(20);
-
-/// A trainer whose workers do not read its memory.
-fn trainer() -> (Sender, InitInfo) {
-    let mut weights = Tensors::new();
-    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
-    let scheme = Distributed::new().share(Share::Relay);
-    let setup = SenderSetup::new("policy", &weights).unwrap();
-    let setup = setup.scheme(scheme).unwrap();
-    let info = setup.init_info();
-    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
-    (sender, info)
-}
-
-/// A relay of this host; it has joined.
-fn relay(info: &InitInfo) -> (RelayStop, thread::JoinHandle<()>) {
-    let relay = Relay::of(info);
-    let stop = relay.stopper();
-    let (joined, has_joined) = std::sync::mpsc::channel();
-    let running = thread::spawn(move || {
-        let tell = move |news| {
-            if matches!(news, RelayNews::Joined { .. }) {
-                let _ = joined.send(());
-            }
-        };
-        relay.run(tell).unwrap();
-    });
-    has_joined.recv_timeout(LONG).unwrap();
-    (stop, running)
-}
 
 /// Hears who joins, and lets nobody in.
 #[derive(Clone, Debug, Default)]

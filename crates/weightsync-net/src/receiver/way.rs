@@ -236,11 +236,7 @@ impl StartError {
     pub(crate) fn into_error(self, address: String) -> Error {
         match self {
             Self::Unreachable(_, reason) => NetError::Unreachable { address, reason }.into(),
-            Self::Taken => NetError::Unreachable {
-                address,
-                reason: "another relay serves this host".into(),
-            }
-            .into(),
+            Self::Taken => NetError::AnotherRelay { address }.into(),
             Self::Fenced { seen, got } => MemoryError::Fenced { seen, got }.into(),
             Self::Memory(error) => error.into(),
             Self::Os { action, source } => Error::Os { action, source },

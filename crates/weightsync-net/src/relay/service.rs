@@ -1,6 +1,7 @@
 //! A relay as a program runs it: it joins, serves, and joins again.
 
 use std::fmt;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,6 +13,7 @@ use weightsync_mem::Ending;
 use super::{Agent, AgentOptions, Place, StartError, Stopper};
 use crate::access::{Access, Token};
 use crate::error::{NetError, transport};
+use crate::wire::hello::HelloError;
 
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
@@ -149,8 +151,8 @@ impl Relay {
     /// # Errors
     ///
     /// [`NetError`] as an [`Error::Transport`](weightsync::Error::Transport) if trying
-    /// again would not help: a wrong token, another program at the address, an
-    /// address that is not to be used as links are; and of the operating system.
+    /// again would not help: a wrong token, another program at the address, another
+    /// relay on this host, an address that is not to be used as links are; and of the operating system.
     pub fn run(&self, mut tell: impl FnMut(RelayNews)) -> Result<()> {
         let mut seen = Epoch::default();
         let mut failures = 0;
@@ -253,10 +255,21 @@ impl Stop {
 }
 
 /// The sender as [`crate::status`] asks it.
-pub(crate) fn unreachable(address: &str, error: &std::io::Error) -> weightsync::Error {
-    NetError::Unreachable {
-        address: address.into(),
-        reason: error.to_string(),
+pub(crate) fn unreachable(address: &str, error: &io::Error) -> weightsync::Error {
+    let address = address.to_owned();
+    let hello = error
+        .get_ref()
+        .and_then(|of| of.downcast_ref::<HelloError>());
+    match hello {
+        Some(source) => NetError::Hello {
+            address,
+            source: source.clone(),
+        },
+        None if error.kind() == io::ErrorKind::UnexpectedEof => NetError::NoAnswer { address },
+        None => NetError::Unreachable {
+            address,
+            reason: error.to_string(),
+        },
     }
     .into()
 }
