@@ -28,7 +28,7 @@ use crate::root::NetSender;
 /// |---|---|
 /// | `listen=HOST:PORT` | where the trainer listens; `127.0.0.1:0` unless it is said |
 /// | `advertise=HOST:PORT` | how workers reach it, if that is another address |
-/// | `insecure-plaintext` | links that leave this machine are fine, although they are not encrypted |
+/// | `insecure-plaintext` | links that leave this machine are fine, although they are not encrypted; workers take it from the init info |
 /// | `every=N` | every version in order, with at most N in a worker's queue (1 to 32) |
 /// | `pull` | workers ask; nothing is pushed |
 /// | `own-copy` | each version is copied into the worker's own memory |
@@ -124,7 +124,8 @@ impl Distributed {
         self
     }
 
-    /// Uses links that leave this machine, although they are not encrypted.
+    /// Uses links that leave this machine, although they are not encrypted. So do the
+    /// workers: the init info says it to them.
     #[must_use]
     pub fn insecure_plaintext(mut self) -> Self {
         self.insecure_plaintext = true;

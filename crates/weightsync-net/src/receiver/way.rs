@@ -7,7 +7,8 @@ use weightsync::transport::{Attached, Deadline, Endpoint, Handoff, Joining, inte
 use weightsync::{Error, MemoryError, Result};
 use weightsync_mem::{AttachOptions, Reader};
 
-use crate::error::NetError;
+use crate::access::Access;
+use crate::error::{NetError, transport};
 use crate::relay::local::{self, Whose};
 use crate::relay::{Agent, AgentOptions, Place, Reach, StartError, left};
 use crate::scheme::{Distributed, Share};
@@ -199,6 +200,8 @@ impl Way {
     fn become_agent(&self, patience: Duration) -> Result<std::result::Result<Agent, Reach>> {
         let [high, low] = [random()?, random()?];
         let address = || self.at.address().to_owned();
+        let access = self.scheme.access()?;
+        self.may_dial(&access)?;
         let options = AgentOptions {
             root: address(),
             secret: *self.at.secret(),
@@ -207,8 +210,8 @@ impl Way {
             place: Place::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
             // What stops a worker must not stop others.
             serves: false,
+            access,
         };
-        self.may_dial()?;
         match Agent::start(options, patience) {
             Ok(agent) => Ok(Ok(agent)),
             Err(StartError::Unreachable(reach, _)) => Ok(Err(reach)),
@@ -217,9 +220,8 @@ impl Way {
     }
 
     /// Whether a link to the sender is one that is wanted as it is.
-    fn may_dial(&self) -> Result<()> {
+    fn may_dial(&self, access: &Access) -> Result<()> {
         use std::net::ToSocketAddrs;
-        let access = self.scheme.access()?;
         // A name that is not found is for the attempt to say.
         let addresses = self.at.address().to_socket_addrs();
         for address in addresses.into_iter().flatten() {
@@ -241,6 +243,7 @@ impl StartError {
             Self::Memory(error) => error.into(),
             Self::Os { action, source } => Error::Os { action, source },
             Self::Refused(source) => NetError::Hello { address, source }.into(),
+            Self::Access(error) => transport(error),
             Self::Denied(reason) => NetError::Denied { address, reason }.into(),
             Self::Broken(reason) => NetError::Broken { address, reason }.into(),
         }

@@ -2,17 +2,17 @@
 //! there are.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use weightsync_core::{Layout, Run};
 use weightsync_mem::ModelSpec;
 
 use super::engine::Event;
 use super::{AgentOptions, Item, Reach, StartError};
-use crate::access::Key;
+use crate::access::{Access, Key};
 use crate::link::{self, DialError, Link, LinkEnd};
 use crate::wire::hello::{HelloError, Role};
 use crate::wire::message::{FromRoot, Held, ModelAssembler, RefusalRemedy, ToRoot};
@@ -31,7 +31,7 @@ pub(crate) struct Joined {
     pub(crate) pid: u32,
     pub(crate) models: Vec<ModelSpec>,
     /// Where this agent serves others, if it does.
-    pub(crate) bulk: Option<tokio::net::TcpListener>,
+    pub(crate) bulk: Option<TcpListener>,
 }
 
 /// What an agent says of itself when it comes back.
@@ -58,9 +58,8 @@ pub(crate) async fn join(
         action: "asking a socket for its address",
         source,
     })?;
-    let any = SocketAddr::new(own.ip(), 0);
     let bulk = match options.serves {
-        true => tokio::net::TcpListener::bind(any).await.ok(),
+        true => listen(own.ip(), &options.access).await?,
         false => None,
     };
     let port = bulk
@@ -93,6 +92,13 @@ pub(crate) async fn join(
         models,
         bulk,
     })
+}
+
+/// Listens for others who fetch, if there is a port.
+async fn listen(own: IpAddr, access: &Access) -> Result<Option<TcpListener>, StartError> {
+    let any = SocketAddr::new(own, 0);
+    access.may_listen(any).map_err(StartError::Access)?;
+    Ok(TcpListener::bind(any).await.ok())
 }
 
 /// What a sender says to an agent that comes.
@@ -281,4 +287,29 @@ pub(crate) fn host_id() -> [u8; 16] {
     let mut id = [0; 16];
     id.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
     id
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn nothing_listens_off_loopback_without_a_token() {
+        let access = |token, insecure_plaintext| Access {
+            token,
+            insecure_plaintext,
+        };
+        let token = || Some(crate::access::Token::new("sixteen bytes or more").unwrap());
+        let own = Access::default();
+        let loopback = listen([127, 0, 0, 1].into(), &own).await;
+        assert!(loopback.unwrap().is_some());
+        // An address of nobody: binding it fails, which is no error.
+        let elsewhere = || [192, 0, 2, 1].into();
+        for refused in [access(None, true), access(token(), false)] {
+            let refused = listen(elsewhere(), &refused).await;
+            assert!(matches!(refused, Err(StartError::Access(_))), "{refused:?}");
+        }
+        let fine = listen(elsewhere(), &access(token(), true)).await;
+        assert!(fine.unwrap().is_none());
+    }
 }

@@ -22,7 +22,7 @@ use self::join::{Joined, join};
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;
 pub use self::service::{Relay, RelayNews, RelayStop};
-use crate::access::Key;
+use crate::access::{Access, AccessError, Key};
 use crate::wire::hello::HelloError;
 
 /// How long tasks have to end, of which none waits.
@@ -45,6 +45,8 @@ pub(crate) struct AgentOptions {
     pub(crate) place: Place,
     /// Whether it passes versions on to other hosts.
     pub(crate) serves: bool,
+    /// Which addresses it may use.
+    pub(crate) access: Access,
 }
 
 /// Where the workers of an agent find it.
@@ -73,6 +75,8 @@ pub(crate) enum StartError {
     },
     /// Another agent serves this host by now.
     Taken,
+    /// It must not listen where others would reach it.
+    Access(AccessError),
     /// What the sender says cannot be.
     Broken(String),
     /// The system refused something.

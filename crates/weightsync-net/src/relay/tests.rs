@@ -6,12 +6,16 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use weightsync::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
+use weightsync_core::{Dtype, Layout};
 
 use super::local::{Whose, names};
 use super::*;
 use crate::error::NetError;
+use crate::link::listen::accept_all;
+use crate::link::{Link, LinkEnd};
 use crate::scheme::{Distributed, Share};
 use crate::status::Status;
+use crate::wire::message::{FromRoot, ToRoot, model_messages};
 
 /// More than anything here takes.
 pub(crate) const LONG: Duration = Duration::from_secs(20);
@@ -125,6 +129,7 @@ fn who_asks_how_things_are_is_told_why_there_is_no_answer() {
         connections: 1,
         place: Place::Own(format!("weightsync/test/asked/{}", std::process::id())),
         serves: true,
+        access: Access::default(),
     };
     let agent = Agent::start(options, LONG).unwrap();
     let port = agent.serves.unwrap().to_string();
@@ -132,4 +137,70 @@ fn who_asks_how_things_are_is_told_why_there_is_no_answer() {
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::NoAnswer { .. }), "{error}");
     assert_eq!(remedy, Remedy::GiveUp);
+}
+
+/// A sender that tells whoever comes of a parent; what it was told after that.
+async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
+    let (told, mut said) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
+    let take = move |socket, _, _| {
+        let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &told, |what| what);
+        link.say(&FromRoot::Welcome {
+            run: Run {
+                epoch: Epoch(1),
+                id: [7; 16],
+            },
+            agent: 1,
+            address: "somewhere".into(),
+            models: 1,
+            slots: 2,
+            max_slots: 4,
+            pid: 1,
+        });
+        let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap();
+        let (layout, note) = (layout.encode(), Vec::new());
+        for message in model_messages(0, &layout, &note).unwrap() {
+            link.say(&message);
+        }
+        link.say(&FromRoot::Parent {
+            agent: 9,
+            address: Some("192.0.2.1:9".into()),
+        });
+        // It stays until the test is over.
+        tokio::spawn(async move {
+            std::future::pending::<()>().await;
+            drop(link);
+        });
+    };
+    tokio::spawn(accept_all(listener, key, || false, take));
+    while let Some(what) = said.recv().await {
+        match what.unwrap() {
+            ToRoot::Agent { .. } | ToRoot::Ping => {}
+            message => return message,
+        }
+    }
+    panic!("it has gone");
+}
+
+#[test]
+fn an_agent_fetches_only_where_it_may() {
+    let runtime = runtime("test").unwrap();
+    let listen = tokio::net::TcpListener::bind("127.0.0.1:0");
+    let listener = runtime.block_on(listen).unwrap();
+    let options = AgentOptions {
+        root: listener.local_addr().unwrap().to_string(),
+        secret: [5; 16],
+        seen: Epoch::default(),
+        connections: 1,
+        place: Place::Own(format!("weightsync/test/led/{}", std::process::id())),
+        serves: false,
+        access: Access::default(),
+    };
+    let said = runtime.spawn(misleads(listener, Key::new(&options.secret)));
+    let _agent = Agent::start(options, LONG).unwrap();
+    let said = runtime.block_on(async { tokio::time::timeout(LONG, said).await });
+    let said = said.expect("it says something").unwrap();
+    assert!(
+        matches!(said, ToRoot::ParentLost { parent: 9, .. }),
+        "{said:?}"
+    );
 }

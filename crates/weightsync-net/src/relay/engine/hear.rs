@@ -77,11 +77,19 @@ impl Engine {
                     None => Some(self.root),
                     Some(address) => address.parse().ok(),
                 };
-                match address {
-                    Some(address) => self.follow(Parent { agent, address }),
-                    None => self.say(&ToRoot::ParentLost {
+                let parent = match address {
+                    None => Err("its address cannot be read".into()),
+                    // The secret is the sender's.
+                    Some(address) => match self.options.access.may_dial_with_secret(address) {
+                        Ok(()) => Ok(Parent { agent, address }),
+                        Err(error) => Err(error.to_string()),
+                    },
+                };
+                match parent {
+                    Ok(parent) => self.follow(parent),
+                    Err(reason) => self.say(&ToRoot::ParentLost {
                         parent: agent,
-                        reason: "its address cannot be read".into(),
+                        reason,
                     }),
                 }
             }
