@@ -223,7 +223,16 @@ impl Shared {
             }
         }
         let address = self.parent.address;
-        let socket = blocking::dial(address, &self.connections.key, Role::Bulk, SUSPECT)?;
+        let mut socket = TcpStream::connect_timeout(&address, SUSPECT)?;
+        let Some(watched) = self.threads.watch(&socket)? else {
+            return Ok(Some(FetchEnd::Stopped));
+        };
+        self.sockets().push(socket.try_clone()?);
+        if self.is_stopped() {
+            return Ok(Some(FetchEnd::Stopped));
+        }
+        blocking::prove(&mut socket, &self.connections.key, Role::Bulk, SUSPECT)?;
+        drop(watched);
         self.fetch_by(socket, waiting)
     }
 

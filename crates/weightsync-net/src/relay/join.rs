@@ -17,6 +17,13 @@ use crate::link::{self, DialError, Link, LinkEnd};
 use crate::wire::hello::{HelloError, Role};
 use crate::wire::message::{FromRoot, Held, ModelAssembler, RefusalRemedy, ToRoot};
 
+/// How long a sender that is there may take for the next part of its welcome: more than
+/// that takes over a link of 1 Mbit/s.
+const NEXT: Duration = Duration::from_secs(10);
+
+/// What is heard by a link, before the engine hears it.
+type Words = mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>;
+
 /// What an agent knows once it is in.
 pub(crate) struct Joined {
     pub(crate) link: Link<ToRoot>,
@@ -141,7 +148,7 @@ pub(crate) async fn greet(
             .collect(),
         run: before.run,
     });
-    let welcome = hear_welcome(&mut words).await?;
+    let welcome = hear_welcome(&mut words, NEXT).await?;
     // What comes from here on goes to the engine.
     tokio::spawn(async move {
         while let Some((number, what)) = words.recv().await {
@@ -153,9 +160,7 @@ pub(crate) async fn greet(
     Ok((link, welcome))
 }
 
-async fn hear_welcome(
-    words: &mut mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>,
-) -> Result<Welcome, StartError> {
+async fn hear_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, StartError> {
     let broken = |what: &str| StartError::Broken(what.into());
     let FromRoot::Welcome {
         run,
@@ -165,7 +170,7 @@ async fn hear_welcome(
         slots,
         max_slots: _,
         pid,
-    } = next(words).await?
+    } = next(words, patience).await?
     else {
         return Err(broken("a welcome was expected first"));
     };
@@ -175,7 +180,7 @@ async fn hear_welcome(
             index,
             layout_bytes,
             note_bytes,
-        } = next(words).await?
+        } = next(words, patience).await?
         else {
             return Err(broken("a model was expected"));
         };
@@ -190,7 +195,7 @@ async fn hear_welcome(
                 Ok(model) => break model,
                 Err(assembler) => assembler,
             };
-            let FromRoot::Part { bytes } = next(words).await? else {
+            let FromRoot::Part { bytes } = next(words, patience).await? else {
                 return Err(broken("a part of a model was expected"));
             };
             assembler.push(&bytes).map_err(unusable)?;
@@ -211,10 +216,13 @@ async fn hear_welcome(
     })
 }
 
-async fn next(
-    words: &mut mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>,
-) -> Result<FromRoot, StartError> {
-    match words.recv().await {
+async fn next(words: &mut Words, patience: Duration) -> Result<FromRoot, StartError> {
+    let heard = tokio::time::timeout(patience, words.recv()).await;
+    let heard = heard.map_err(|_| {
+        let reason = format!("it did not say what models there are within {patience:?}");
+        StartError::Unreachable(Reach::Unknown, reason)
+    })?;
+    match heard {
         Some((_, Ok(FromRoot::Refused { reason, remedy }))) => Err(match remedy {
             RefusalRemedy::Fenced { seen, got } => StartError::Fenced { seen, got },
             RefusalRemedy::Gone => StartError::Unreachable(Reach::Unknown, reason),
@@ -292,6 +300,14 @@ pub(crate) fn host_id() -> [u8; 16] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_sender_that_says_nothing_is_not_waited_for() {
+        let (_kept, mut words) = mpsc::channel(1);
+        let patience = Duration::from_millis(20);
+        let heard = tokio::time::timeout(2 * NEXT, hear_welcome(&mut words, patience)).await;
+        assert!(matches!(heard, Ok(Err(StartError::Unreachable(..)))));
+    }
 
     #[tokio::test]
     async fn nothing_listens_off_loopback_without_a_token() {

@@ -204,3 +204,36 @@ fn an_agent_fetches_only_where_it_may() {
         "{said:?}"
     );
 }
+
+#[test]
+fn an_agent_that_looks_for_its_sender_leaves_at_once() {
+    let runtime = runtime("test").unwrap();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let options = AgentOptions {
+        root: address.to_string(),
+        secret: [5; 16],
+        seen: Epoch::default(),
+        connections: 1,
+        place: Place::Own(format!("weightsync/test/looks/{}", std::process::id())),
+        serves: false,
+        access: Access::default(),
+    };
+    let key = Key::new(&options.secret);
+    let own = listener.try_clone().unwrap();
+    own.set_nonblocking(true).unwrap();
+    let misleads = runtime.spawn(async {
+        let listener = tokio::net::TcpListener::from_std(own).unwrap();
+        misleads(listener, key).await
+    });
+    let agent = Agent::start(options, LONG).unwrap();
+    runtime.block_on(misleads).unwrap();
+    // Its tasks end, and the links. Who comes from here on is not answered.
+    drop(runtime);
+    listener.set_nonblocking(false).unwrap();
+    let (_silent, _) = listener.accept().unwrap();
+    let begun = Instant::now();
+    drop(agent);
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(1), "{took:?}");
+}
