@@ -1,6 +1,7 @@
 //! A worker's end: it attaches to what there is on its host, or fetches for itself;
 //! and when a relay goes, it looks again.
 
+mod moves;
 mod way;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,6 +52,10 @@ struct State {
     refused: Option<(Option<SetSnapshot>, String)>,
     /// Looks for another way.
     search: Option<JoinHandle<()>>,
+    /// Looks for a relay, as long as the worker is its own.
+    looks: Option<JoinHandle<()>>,
+    /// It has found one: the segment is to be left between two calls.
+    moving: bool,
     /// The sender is gone, as the search has found.
     died: bool,
 }
@@ -75,6 +80,8 @@ impl NetReceiver {
                 applied: None,
                 refused: None,
                 search: None,
+                looks: None,
+                moving: false,
                 died: false,
             }),
             changed: Condvar::new(),
@@ -98,7 +105,7 @@ impl NetReceiver {
             if state.died {
                 return Err(Error::SenderDied { pid: None });
             }
-            let Some(mut found) = state.found.take() else {
+            let Some(mut found) = state.take_found() else {
                 if shared.interrupted.swap(false, Ordering::SeqCst) || over(deadline) {
                     return Ok(None);
                 }
@@ -107,7 +114,7 @@ impl NetReceiver {
                 // Asked without the lock.
                 let pause = interrupt::at_most(left)?;
                 let state = shared.state();
-                if state.found.is_none() && !state.died {
+                if (state.found.is_none() || state.moving) && !state.died {
                     shared.wait(state, pause);
                 }
                 continue;
@@ -122,12 +129,15 @@ impl NetReceiver {
                 Shared::look_again(shared, &mut state, found);
             } else {
                 state.found = Some(found);
+                // Who moves it waits for it.
+                shared.changed.notify_all();
             }
-            if !gone {
-                // A wait that an interrupt has ended, and not its deadline.
-                if matches!(result, Ok(None)) && !over(deadline) {
-                    shared.interrupted.store(false, Ordering::SeqCst);
-                }
+            drop(state);
+            // A wait that its deadline has not ended was interrupted: by somebody, or by
+            // who moves the worker to another segment, where it goes on.
+            let cut_short = matches!(result, Ok(None)) && !over(deadline);
+            let goes_on = cut_short && !shared.interrupted.swap(false, Ordering::SeqCst);
+            if !gone && !goes_on {
                 return result;
             }
         }
@@ -177,6 +187,9 @@ impl Shared {
             }
         });
         let end = found.attached.end();
+        if found.is_its_own_agents() {
+            Self::look_out(shared, &mut state);
+        }
         state.found = Some(found);
         drop(state);
         shared.changed.notify_all();
@@ -269,6 +282,13 @@ impl Shared {
     }
 }
 
+impl State {
+    /// The segment, for a call.
+    fn take_found(&mut self) -> Option<Found> {
+        self.found.take_if(|_| !self.moving)
+    }
+}
+
 impl ReceiverTransport for NetReceiver {
     fn models(&self) -> &[ModelSpec] {
         &self.models
@@ -304,9 +324,9 @@ impl ReceiverTransport for NetReceiver {
             let state = shared.state();
             // Also where there is a segment: it may be gone before it hears of it.
             shared.interrupted.store(true, Ordering::SeqCst);
-            match &state.interrupter {
-                Some(interrupter) => interrupter.interrupt(),
-                None => shared.changed.notify_all(),
+            shared.changed.notify_all();
+            if let Some(interrupter) = &state.interrupter {
+                interrupter.interrupt();
             }
         }))
     }
@@ -329,18 +349,20 @@ impl ReceiverTransport for NetReceiver {
 impl Drop for NetReceiver {
     fn drop(&mut self) {
         let shared = &self.shared;
-        let (found, search) = {
+        let (found, threads) = {
             let mut state = shared.state();
             shared.closed.store(true, Ordering::SeqCst);
-            (state.found.take(), state.search.take())
+            let threads = [state.search.take(), state.looks.take()];
+            (state.found.take(), threads)
         };
-        if let Some(search) = search {
+        shared.changed.notify_all();
+        for thread in threads.into_iter().flatten() {
             if shared.way.is_forked() {
                 // The thread is the parent's and does not exist in a forked child.
-                std::mem::forget(search);
+                std::mem::forget(thread);
             } else {
                 // A panic there has been reported by the panic hook already.
-                let _ = search.join();
+                let _ = thread.join();
             }
         }
         let late = shared.state().found.take();

@@ -4,11 +4,12 @@ use std::path::Path;
 use std::thread;
 
 use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
-use weightsync::{AnyScheme, InitInfo, ModelId, ReceiverSetup, Schemes};
+use weightsync::{AnyScheme, InitInfo, ModelId, ReceiverSetup, Schemes, Tensors};
 
 use super::*;
 use crate::relay::tests::{LONG, relay, trainer};
 use crate::scheme::Share;
+use crate::status::Status;
 
 /// Hears who joins, and lets nobody in.
 #[derive(Clone, Debug, Default)]
@@ -109,4 +110,47 @@ fn what_ends_with_its_worker_does_not_end_on_its_own_watch() {
     }
     Shared::notice(&shared);
     assert!(shared.state().found.is_some());
+}
+
+#[test]
+fn a_worker_that_came_first_goes_to_its_hosts_relay() {
+    let (mut sender, info) = trainer();
+    let mut receiver = worker(&info);
+    let shared = receiver.shared.clone();
+    let deadline = || Some(Instant::now() + LONG);
+    let first = receiver.next(deadline()).unwrap().unwrap();
+    receiver.applied(&first).unwrap();
+    assert!(shared.state().found.as_ref().unwrap().is_its_own_agents());
+    // It waits in a call all the time.
+    let waits = thread::spawn(move || {
+        let next = receiver.next(deadline()).unwrap();
+        receiver.applied(next.as_ref().unwrap()).unwrap();
+        (receiver, next)
+    });
+    let (stop, running) = relay(&info);
+    let at = info.endpoint();
+    let until = Instant::now() + LONG;
+    loop {
+        let status = Status::ask(at.address(), at.secret(), LONG).unwrap();
+        let mut relays = status.relays.iter();
+        let own = std::process::id();
+        // Both are this process: the relay is the one that serves.
+        if status.relays.len() == 1 && relays.any(|one| one.workers.len() == 1) {
+            assert_eq!(status.relays[0].pid, own);
+            break;
+        }
+        assert!(Instant::now() < until, "{status:#?}");
+        thread::yield_now();
+    }
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![2.5_f32, 3.5]).unwrap();
+    let report = sender.send(&weights).unwrap();
+    assert!(report.all_applied(), "{report:?}");
+    assert_eq!(report.workers.len(), 1, "{report:?}");
+    let (receiver, next) = waits.join().unwrap();
+    assert_eq!(next.unwrap().members()[0].snapshot.version().0, 2);
+    assert!(shared.state().found.as_ref().unwrap().is_a_relays());
+    drop(receiver);
+    stop.stop();
+    running.join().unwrap();
 }

@@ -58,6 +58,11 @@ impl Found {
     pub(super) fn has_lost_its_relay(&self) -> bool {
         self.is_a_relays() && self.attached.reader().is_gone()
     }
+
+    /// Whether it is that of the worker's own agent.
+    pub(super) fn is_its_own_agents(&self) -> bool {
+        self.agent.is_some()
+    }
 }
 
 /// What came of one look.
@@ -123,6 +128,39 @@ impl Way {
             looks += 1;
         }
         Ok(None)
+    }
+
+    /// Whether the worker reads a relay's memory where there is one.
+    pub(super) fn wants_a_relay(&self) -> bool {
+        self.scheme.share != Share::Nothing
+    }
+
+    /// Whether this host has a relay.
+    pub(super) fn has_a_relay(&self) -> bool {
+        let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
+        self.relays().iter().any(is_served)
+    }
+
+    /// Attaches to the segment of this host's relay, if there is one.
+    pub(super) fn find_relay(&self, handoff: &Handoff) -> Result<Option<Found>> {
+        for name in self.relays() {
+            if !weightsync_mem::is_served(&name).unwrap_or(false) {
+                continue;
+            }
+            match self.attach(&name, handoff, Instant::now() + ANSWER) {
+                Ok(attached) => {
+                    let agent = None;
+                    return Ok(Some(Found { attached, agent }));
+                }
+                Err(Error::NoSender { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+
+    fn relays(&self) -> Vec<String> {
+        local::names(self.at.secret(), self.at.address(), Whose::Host)
     }
 
     fn look(&self, handoff: &Handoff, deadline: Deadline, attempt: Duration) -> Result<Look> {
