@@ -72,7 +72,20 @@ impl Listener {
     /// [`Error::AddressInUse`]; [`Error::BadOption`] for a name of no byte, or of
     /// more than 107; [`Error::Os`].
     pub fn at(name: &str) -> Result<Self, Error> {
-        let until = Instant::now() + GRACE;
+        Self::at_within(name, GRACE)
+    }
+
+    /// The same, and a name that is taken is not tried again: where there are others.
+    ///
+    /// # Errors
+    ///
+    /// As [`at`](Self::at).
+    pub fn at_free(name: &str) -> Result<Self, Error> {
+        Self::at_within(name, Duration::ZERO)
+    }
+
+    fn at_within(name: &str, patience: Duration) -> Result<Self, Error> {
+        let until = Instant::now() + patience;
         let fd = endpoint()?;
         let address = abstract_address(name)?;
         loop {

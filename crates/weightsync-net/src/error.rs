@@ -47,6 +47,21 @@ pub enum NetError {
         /// What is wrong.
         reason: String,
     },
+    /// A host has one relay of a sender.
+    #[error("another relay of this host carries what the sender at {address} sends")]
+    AnotherRelay {
+        /// Where the sender is.
+        address: String,
+    },
+    /// Something is there, and it does not answer what was asked.
+    #[error(
+        "what listens at {address} closed the link without an answer: it is no sender, \
+         but the port of a relay perhaps"
+    )]
+    NoAnswer {
+        /// Where.
+        address: String,
+    },
     /// Nobody answers.
     #[error("nobody answers at {address}: {reason}")]
     Unreachable {

@@ -1,7 +1,7 @@
 //! A worker's end: it attaches to what there is on its host, or fetches for itself;
 //! and when a relay goes, it looks again.
 
-mod interrupts;
+mod moves;
 mod way;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +15,6 @@ use weightsync::transport::{
 };
 use weightsync::{Error, MemoryError, Result, Run, SetSnapshot};
 
-use self::interrupts::Interrupts;
 use self::way::{Found, Way};
 use crate::scheme::Distributed;
 
@@ -36,7 +35,8 @@ struct Shared {
     run: Run,
     state: Mutex<State>,
     changed: Condvar,
-    interrupts: Interrupts,
+    /// Ends waits from another thread, whichever segment they are in.
+    interrupted: AtomicBool,
     closed: AtomicBool,
 }
 
@@ -44,6 +44,7 @@ struct Shared {
 struct State {
     /// The segment, unless a call has it or there is none.
     found: Option<Found>,
+    interrupter: Option<Interrupter>,
     /// What the worker was handed, while there is no segment.
     handoff: Handoff,
     /// What was to be told meanwhile.
@@ -51,7 +52,10 @@ struct State {
     refused: Option<(Option<SetSnapshot>, String)>,
     /// Looks for another way.
     search: Option<JoinHandle<()>>,
-    searching: bool,
+    /// Looks for a relay, as long as the worker is its own.
+    looks: Option<JoinHandle<()>>,
+    /// It has found one: the segment is to be left between two calls.
+    moving: bool,
     /// The sender is gone, as the search has found.
     died: bool,
 }
@@ -71,15 +75,17 @@ impl NetReceiver {
             way,
             state: Mutex::new(State {
                 found: None,
+                interrupter: None,
                 handoff: Handoff::default(),
                 applied: None,
                 refused: None,
                 search: None,
-                searching: false,
+                looks: None,
+                moving: false,
                 died: false,
             }),
             changed: Condvar::new(),
-            interrupts: Interrupts::default(),
+            interrupted: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         });
         Shared::take_in(&shared, found);
@@ -99,8 +105,8 @@ impl NetReceiver {
             if state.died {
                 return Err(Error::SenderDied { pid: None });
             }
-            let Some(mut found) = state.found.take() else {
-                if shared.interrupts.take() || over(deadline) {
+            let Some(mut found) = state.take_found() else {
+                if shared.interrupted.swap(false, Ordering::SeqCst) || over(deadline) {
                     return Ok(None);
                 }
                 drop(state);
@@ -108,7 +114,7 @@ impl NetReceiver {
                 // Asked without the lock.
                 let pause = interrupt::at_most(left)?;
                 let state = shared.state();
-                if state.found.is_none() && !state.died && !shared.interrupts.is_open() {
+                if (state.found.is_none() || state.moving) && !state.died {
                     shared.wait(state, pause);
                 }
                 continue;
@@ -116,17 +122,22 @@ impl NetReceiver {
             drop(state);
             let result = call(&mut found.attached);
             let gone = matches!(result, Err(Error::Memory(MemoryError::RelayGone)));
-            if matches!(result, Ok(None)) {
-                // It has ended a wait, if there was one.
-                shared.interrupts.take();
-            }
             // It may have gone while it was in use here.
-            if gone || (result.is_ok() && found.has_lost_its_relay()) {
-                Shared::look_again(shared, found);
+            let lost = gone || (result.is_ok() && found.has_lost_its_relay());
+            let mut state = shared.state();
+            if lost {
+                Shared::look_again(shared, &mut state, found);
             } else {
-                shared.state().found = Some(found);
+                state.found = Some(found);
+                // Who moves it waits for it.
+                shared.changed.notify_all();
             }
-            if !gone {
+            drop(state);
+            // A wait that its deadline has not ended was interrupted: by somebody, or by
+            // who moves the worker to another segment, where it goes on.
+            let cut_short = matches!(result, Ok(None)) && !over(deadline);
+            let goes_on = cut_short && !shared.interrupted.swap(false, Ordering::SeqCst);
+            if !gone && !goes_on {
                 return result;
             }
         }
@@ -160,7 +171,13 @@ impl Shared {
         if let Some((set, reason)) = state.refused.take() {
             let _ = found.attached.refuse(set.as_ref(), &reason);
         }
-        shared.interrupts.go_to(found.attached.interrupter().ok());
+        state.interrupter = found.attached.interrupter().ok();
+        // The segment before, or none, was told of it.
+        if let Some(interrupter) = &state.interrupter
+            && shared.interrupted.load(Ordering::SeqCst)
+        {
+            interrupter.interrupt();
+        }
         let watched = found.is_a_relays().then(|| {
             let weak = Arc::downgrade(shared);
             move || {
@@ -169,8 +186,10 @@ impl Shared {
                 }
             }
         });
-        state.searching = false;
         let end = found.attached.end();
+        if found.is_its_own_agents() {
+            Self::look_out(shared, &mut state);
+        }
         state.found = Some(found);
         drop(state);
         shared.changed.notify_all();
@@ -181,39 +200,39 @@ impl Shared {
 
     /// The segment has ended, while nobody calls it perhaps.
     fn notice(shared: &Arc<Self>) {
-        let found = {
-            let mut state = shared.state();
-            // Whoever has it notices by itself.
-            state.found.take_if(|found| found.has_lost_its_relay())
-        };
-        if let Some(found) = found {
-            Self::look_again(shared, found);
+        let mut state = shared.state();
+        if shared.closed.load(Ordering::SeqCst) {
+            // It ends with its worker, and not here: its own watch must not wait for
+            // itself.
+            return;
+        }
+        // Whoever has it notices by itself.
+        if let Some(found) = state.found.take_if(|found| found.has_lost_its_relay()) {
+            Self::look_again(shared, &mut state, found);
         }
     }
 
     /// Looks for another way, on a thread of its own.
-    fn look_again(shared: &Arc<Self>, found: Found) {
-        let mut state = shared.state();
+    fn look_again(shared: &Arc<Self>, state: &mut State, found: Found) {
         state.handoff = found.attached.handoff();
-        shared.interrupts.go_to(None);
-        if state.searching || shared.closed.load(Ordering::SeqCst) {
-            return;
-        }
+        state.interrupter = None;
         let own = shared.clone();
+        // It ends there, and not here: its own watch may be the one that noticed.
+        let ends = Arc::new(Mutex::new(Some(found)));
+        let theirs = ends.clone();
         let search = std::thread::Builder::new()
             .name("weightsync-way".into())
             .spawn(move || {
-                // Not where it ended: its own watch may be the one that noticed.
-                drop(found);
+                drop(taken(&theirs));
                 own.search();
             });
         match search {
             Ok(search) => {
-                state.searching = true;
                 state.search = Some(search);
             }
             Err(error) => {
                 tracing::error!("no thread to look for another relay: {error}");
+                state.found = taken(&ends);
                 state.died = true;
             }
         }
@@ -237,7 +256,6 @@ impl Shared {
                 }
                 let mut state = self.state();
                 state.died = true;
-                state.searching = false;
                 drop(state);
                 self.changed.notify_all();
             }
@@ -261,6 +279,13 @@ impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         // Changed in single steps, so it holds after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// The segment, for a call.
+    fn take_found(&mut self) -> Option<Found> {
+        self.found.take_if(|_| !self.moving)
     }
 }
 
@@ -296,10 +321,13 @@ impl ReceiverTransport for NetReceiver {
             let Some(shared) = weak.upgrade() else {
                 return;
             };
-            shared.interrupts.interrupt();
-            // Who has just looked waits by now.
-            drop(shared.state());
+            let state = shared.state();
+            // Also where there is a segment: it may be gone before it hears of it.
+            shared.interrupted.store(true, Ordering::SeqCst);
             shared.changed.notify_all();
+            if let Some(interrupter) = &state.interrupter {
+                interrupter.interrupt();
+            }
         }))
     }
 
@@ -321,18 +349,20 @@ impl ReceiverTransport for NetReceiver {
 impl Drop for NetReceiver {
     fn drop(&mut self) {
         let shared = &self.shared;
-        shared.closed.store(true, Ordering::SeqCst);
-        let (found, search) = {
+        let (found, threads) = {
             let mut state = shared.state();
-            (state.found.take(), state.search.take())
+            shared.closed.store(true, Ordering::SeqCst);
+            let threads = [state.search.take(), state.looks.take()];
+            (state.found.take(), threads)
         };
-        if let Some(search) = search {
+        shared.changed.notify_all();
+        for thread in threads.into_iter().flatten() {
             if shared.way.is_forked() {
                 // The thread is the parent's and does not exist in a forked child.
-                std::mem::forget(search);
+                std::mem::forget(thread);
             } else {
                 // A panic there has been reported by the panic hook already.
-                let _ = search.join();
+                let _ = thread.join();
             }
         }
         let late = shared.state().found.take();
@@ -341,6 +371,13 @@ impl Drop for NetReceiver {
     }
 }
 
+fn taken(found: &Mutex<Option<Found>>) -> Option<Found> {
+    found.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
 fn over(deadline: Deadline) -> bool {
     deadline.is_some_and(|at| Instant::now() >= at)
 }
+
+#[cfg(test)]
+mod tests;

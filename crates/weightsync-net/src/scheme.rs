@@ -10,7 +10,7 @@ use weightsync::transport::{
     Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Scheme, SenderTransport,
 };
 use weightsync::{AnyScheme, Error, MemoryError, ModelId, Queue, Result, Schemes};
-use weightsync_mem::{Delivery, Listener};
+use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::error::{NetError, transport};
@@ -27,8 +27,8 @@ use crate::root::NetSender;
 /// | | |
 /// |---|---|
 /// | `listen=HOST:PORT` | where the trainer listens; `127.0.0.1:0` unless it is said |
-/// | `advertise=HOST:PORT` | how workers reach it, if that is another address |
-/// | `insecure-plaintext` | links that leave this machine are fine, although they are not encrypted |
+/// | `advertise=HOST:PORT` | how workers reach it, if that is another address; port 0 is the one it listens at |
+/// | `insecure-plaintext` | links that leave this machine are fine, although they are not encrypted; workers take it from the init info |
 /// | `every=N` | every version in order, with at most N in a worker's queue (1 to 32) |
 /// | `pull` | workers ask; nothing is pushed |
 /// | `own-copy` | each version is copied into the worker's own memory |
@@ -117,14 +117,16 @@ impl Distributed {
         self
     }
 
-    /// Says that workers reach it at another address than it listens on.
+    /// Says that workers reach it at another address than it listens on: `host:port`,
+    /// port 0 for the one it listens at.
     #[must_use]
     pub fn advertise(mut self, address: impl Into<String>) -> Self {
         self.advertise = Some(address.into());
         self
     }
 
-    /// Uses links that leave this machine, although they are not encrypted.
+    /// Uses links that leave this machine, although they are not encrypted. So do the
+    /// workers: the init info says it to them.
     #[must_use]
     pub fn insecure_plaintext(mut self) -> Self {
         self.insecure_plaintext = true;
@@ -183,8 +185,14 @@ impl Distributed {
         let mut scheme = Self::new();
         for (key, value) in settings {
             match key.as_str() {
-                "listen" => scheme.listen = Some(value.clone()),
-                "advertise" => scheme.advertise = Some(value.clone()),
+                "listen" | "advertise" => {
+                    host_and_port(key, value)?;
+                    let value = Some(value.clone());
+                    match key.as_str() {
+                        "listen" => scheme.listen = value,
+                        _ => scheme.advertise = value,
+                    }
+                }
                 "insecure-plaintext" => scheme.insecure_plaintext = flag(key, value)?,
                 "pull" => scheme.pull = flag(key, value)?,
                 "own-copy" => scheme.own_copy = flag(key, value)?,
@@ -238,6 +246,7 @@ impl Distributed {
     /// Listens where it is said; at `port` if the system may choose.
     fn bind(&self, port: Option<u16>) -> Result<TcpListener> {
         let name = self.listen.as_deref().unwrap_or("127.0.0.1:0");
+        host_and_port("listen", name)?;
         let mut address = resolve(name)?;
         if address.port() == 0 {
             address.set_port(port.unwrap_or(0));
@@ -246,14 +255,25 @@ impl Distributed {
         TcpListener::bind(address).map_err(|source| in_use(address, source))
     }
 
+    /// What is said to workers of where it listens, at this port if none is said.
+    fn advertised(&self, bound: u16) -> Result<Option<String>> {
+        let Some(advertise) = &self.advertise else {
+            return Ok(None);
+        };
+        Ok(Some(match host_and_port("advertise", advertise)? {
+            (host, 0) => format!("{host}:{bound}"),
+            _ => advertise.clone(),
+        }))
+    }
+
     /// How workers reach what listens there.
     fn reached_at(&self, listener: &TcpListener) -> Result<String> {
         let bound = listener.local_addr().map_err(|source| Error::Os {
             action: "asking a socket for its address",
             source,
         })?;
-        if let Some(advertised) = &self.advertise {
-            return Ok(advertised.clone());
+        if let Some(advertised) = self.advertised(bound.port())? {
+            return Ok(advertised);
         }
         match bound.ip().is_unspecified() {
             false => Ok(bound.to_string()),
@@ -335,10 +355,8 @@ impl Scheme for Distributed {
             // Its predecessor is still there, and may be alive: that is for `open`
             // to find.
             Err(Error::Memory(MemoryError::AddressInUse { address })) if known.is_some() => {
-                let address = match &self.advertise {
-                    Some(advertised) => advertised.clone(),
-                    None => address,
-                };
+                let port = port_of(&address).unwrap_or(0);
+                let address = self.advertised(port)?.unwrap_or(address);
                 return Endpoint::new(address, secret, true);
             }
             listener => listener?,
@@ -369,7 +387,7 @@ impl Scheme for Distributed {
             None => self.bind(port_of(address))?,
         };
         let names = local::names(opening.at.secret(), address, Whose::Sender);
-        let local = first_free(&names)?;
+        let (local, _) = local::first_free(&names)?;
         Ok(Box::new(NetSender::open(self, opening, (local, remote))?))
     }
 
@@ -381,23 +399,6 @@ impl Scheme for Distributed {
     ) -> Result<Box<dyn ReceiverTransport>> {
         Ok(Box::new(NetReceiver::join(self, at, joining, deadline)?))
     }
-}
-
-/// The first name that nobody keeps.
-fn first_free(names: &[String]) -> Result<Listener> {
-    let mut last = None;
-    for name in names {
-        match Listener::at(name) {
-            Ok(listener) => return Ok(listener),
-            // One that lives there is another sender at this very address, or what a
-            // dead one's child keeps.
-            Err(error) => last = Some(error),
-        }
-    }
-    Err(last.map_or_else(
-        || Error::BadInitInfo("there is no name to listen at".into()),
-        Error::from,
-    ))
 }
 
 fn in_use(address: SocketAddr, source: io::Error) -> Error {
@@ -434,6 +435,21 @@ fn outward(any: IpAddr) -> Option<IpAddr> {
     };
     socket.connect(elsewhere).ok()?;
     Some(socket.local_addr().ok()?.ip())
+}
+
+/// The parts of `host:port`.
+fn host_and_port<'a>(key: &str, text: &'a str) -> Result<(&'a str, u16)> {
+    let parts = text.rsplit_once(':');
+    let parts = parts.and_then(|(host, port)| Some((host, port.parse().ok()?)));
+    let is_host = |host: &str| {
+        let bare = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'));
+        !host.is_empty() && (bare.is_some() || !host.contains(':'))
+    };
+    parts
+        .filter(|(host, _)| is_host(host))
+        .ok_or_else(|| bad(key, "HOST:PORT, such as 10.0.0.1:7070 or [::1]:7070", text))
 }
 
 fn port_of(address: &str) -> Option<u16> {
@@ -489,5 +505,58 @@ fn bad(setting: &str, expected: &str, got: &str) -> Error {
         setting: setting.chars().take(80).collect(),
         expected: expected.into(),
         got: got.chars().take(80).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(scheme: &Distributed) -> Result<Endpoint> {
+        scheme.place(&["policy".parse()?], None)
+    }
+
+    #[test]
+    fn where_it_listens_and_is_reached_is_a_host_and_a_port() {
+        for key in ["listen", "advertise"] {
+            for wrong in [
+                "127.0.0.1",
+                "myhost",
+                ":7070",
+                "host:",
+                "host:70000",
+                "::1:80",
+                "",
+            ] {
+                let settings = BTreeMap::from([(key.to_owned(), wrong.to_owned())]);
+                let parsed = Distributed::parse(&settings);
+                let built = place(&match key {
+                    "listen" => Distributed::new().listen(wrong),
+                    _ => Distributed::new().advertise(wrong),
+                });
+                for error in [parsed.unwrap_err(), built.unwrap_err()] {
+                    let Error::BadSetting {
+                        setting, expected, ..
+                    } = &error
+                    else {
+                        panic!("{key}={wrong}: {error}");
+                    };
+                    assert_eq!(setting, key);
+                    assert!(expected.starts_with("HOST:PORT"), "{expected}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_advertised_port_of_0_is_the_one_it_listens_at() {
+        let scheme = Distributed::new().advertise("10.0.0.1:0");
+        let at = place(&scheme).unwrap();
+        let (host, port) = host_and_port("advertise", at.address()).unwrap();
+        assert_eq!(host, "10.0.0.1");
+        let bound = scheme.listeners()[at.address()].local_addr().unwrap();
+        assert_eq!(port, bound.port());
+        let said = place(&Distributed::new().advertise("[::1]:9")).unwrap();
+        assert_eq!(said.address(), "[::1]:9");
     }
 }

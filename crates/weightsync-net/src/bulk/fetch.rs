@@ -140,17 +140,19 @@ struct Shared {
     first_end: Mutex<Option<FetchEnd>>,
     /// The connections in use, to be ended when it is stopped.
     sockets: Mutex<Vec<TcpStream>>,
-    /// What came by this link, of this fetch and of others; and before it began.
+    /// What came by this link, of this fetch and of others; and before it began, or what
+    /// has come was taken last.
     meter: Arc<Meter>,
-    before: Came,
-    /// What came by this fetch.
+    before: Mutex<Came>,
+    /// What came by this fetch since then.
     bytes: AtomicU64,
     done: Box<dyn Fn(FetchEnd, Came) + Send + Sync>,
 }
 
 impl Fetch {
     /// Begins to fetch what is missing in `room`, beside so many `others`; `done` is
-    /// called once, from another thread.
+    /// called once, with what was not [taken](Self::take_came) before, from whichever
+    /// thread: it must not wait.
     pub(crate) fn start(
         (item, parent): (Item, Parent),
         (connections, others): (&Arc<Connections>, usize),
@@ -176,7 +178,7 @@ impl Fetch {
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
-            before: meter.came(),
+            before: Mutex::new(meter.came()),
             meter,
             bytes: AtomicU64::new(0),
             done: Box::new(done),
@@ -193,6 +195,12 @@ impl Fetch {
             }
         }
         Self { shared }
+    }
+
+    /// What has come and was not taken before, if it is at least so many bytes;
+    /// otherwise nothing.
+    pub(crate) fn take_came(&self, least: u64) -> Came {
+        self.shared.take_came(least)
     }
 }
 
@@ -223,7 +231,16 @@ impl Shared {
             }
         }
         let address = self.parent.address;
-        let socket = blocking::dial(address, &self.connections.key, Role::Bulk, SUSPECT)?;
+        let mut socket = TcpStream::connect_timeout(&address, SUSPECT)?;
+        let Some(watched) = self.threads.watch(&socket)? else {
+            return Ok(Some(FetchEnd::Stopped));
+        };
+        self.sockets().push(socket.try_clone()?);
+        if self.is_stopped() {
+            return Ok(Some(FetchEnd::Stopped));
+        }
+        blocking::prove(&mut socket, &self.connections.key, Role::Bulk, SUSPECT)?;
+        drop(watched);
         self.fetch_by(socket, waiting)
     }
 
@@ -259,6 +276,10 @@ impl Shared {
             socket.write_all(&bytes)?;
             if let Some(end) = self.receive(&mut socket)? {
                 return Ok(Some(end));
+            }
+            // It has said that this was all.
+            if let Some(index) = self.room.missing().find(|index| has(ranges, *index)) {
+                return Err(invalid(Unsent { index }));
             }
         }
         self.connections.give_back(self.parent, socket);
@@ -311,12 +332,12 @@ impl Shared {
             // With its checksum: what a buffer has taken before comes at the speed of
             // memory, and says nothing of the link.
             coming.more(part.len(), Instant::now());
+            self.bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
         }
         drop(coming);
         let crc = crc.value();
         head.check_crc(crc).map_err(invalid)?;
         self.held.note_sum(index, crc);
-        self.bytes.fetch_add(piece.len() as u64, Ordering::Relaxed);
         piece.keep();
         Ok(())
     }
@@ -344,9 +365,19 @@ impl Shared {
             Some(end) => end,
             None => FetchEnd::Partly,
         };
+        (self.done)(end, self.take_came(0));
+    }
+
+    /// What has come and was not taken here before, if it is so much.
+    fn take_came(&self, least: u64) -> Came {
+        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = self.bytes.load(Ordering::Relaxed);
-        let came = self.meter.came().share(self.before, bytes);
-        (self.done)(end, came);
+        if bytes < least {
+            return Came::default();
+        }
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+        let all = self.meter.came();
+        all.share(std::mem::replace(&mut before, all), bytes)
     }
 
     /// Ends the connections: what is on its way is not wanted any more.
@@ -367,6 +398,13 @@ impl Shared {
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire) || self.threads.is_stopped()
     }
+}
+
+/// A parent has ended without a chunk that it was asked for.
+#[derive(Debug, thiserror::Error)]
+#[error("all is said to have been sent, and chunk {index} was not")]
+struct Unsent {
+    index: usize,
 }
 
 /// Reads all of it; silence is an error of its own.
@@ -393,6 +431,15 @@ fn is_stale(error: &io::Error) -> bool {
         error.kind(),
         BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof
     )
+}
+
+/// Whether ascending ranges have an index.
+fn has(ranges: &[ChunkRange], index: usize) -> bool {
+    let last = |range: &ChunkRange| (range.first + (range.count - 1)) as usize;
+    let at = ranges.partition_point(|range| last(range) < index);
+    ranges
+        .get(at)
+        .is_some_and(|range| range.first as usize <= index)
 }
 
 /// Ascending indices as ranges.
@@ -423,5 +470,8 @@ mod tests {
             ranges(&[0, 1, 2, 5, 7, 8]),
             [range(0, 3), range(5, 1), range(7, 2)]
         );
+        let some = ranges(&[0, 1, 2, 5, 7, 8]);
+        let found: Vec<usize> = (0..11).filter(|index| has(&some, *index)).collect();
+        assert_eq!(found, [0, 1, 2, 5, 7, 8]);
     }
 }

@@ -29,3 +29,6 @@ pub(crate) const SUSPECT: Duration = Duration::from_millis(2500);
 
 /// A relay below that takes nothing for so long is given up.
 const STUCK: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests;

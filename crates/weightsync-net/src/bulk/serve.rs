@@ -52,6 +52,8 @@ pub(crate) enum Served {
 #[derive(Clone)]
 pub(crate) struct Serving {
     pub(crate) run: Run,
+    /// How many models there are.
+    pub(crate) models: usize,
     pub(crate) store: Arc<Store>,
     pub(crate) threads: Arc<Threads>,
     pub(crate) tell: Arc<dyn Fn(Served) + Send + Sync>,
@@ -62,13 +64,14 @@ pub(crate) struct Serving {
 
 impl Serving {
     pub(crate) fn new(
-        run: Run,
+        (run, models): (Run, usize),
         store: Arc<Store>,
         threads: Arc<Threads>,
         tell: impl Fn(Served) + Send + Sync + 'static,
     ) -> Self {
         Self {
             run,
+            models,
             store,
             threads,
             tell: Arc::new(tell),
@@ -210,6 +213,10 @@ impl Going {
         let &ToParent::Fetch { run, agent, .. } = &self.fetch;
         if run != self.serving.run {
             say_gone(socket, "it belongs to another run")?;
+            return Ok(true);
+        }
+        if item.model >= self.serving.models {
+            say_gone(socket, "there is no such model")?;
             return Ok(true);
         }
         if self.since.is_none() {

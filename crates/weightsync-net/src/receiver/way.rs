@@ -7,7 +7,8 @@ use weightsync::transport::{Attached, Deadline, Endpoint, Handoff, Joining, inte
 use weightsync::{Error, MemoryError, Result};
 use weightsync_mem::{AttachOptions, Reader};
 
-use crate::error::NetError;
+use crate::access::Access;
+use crate::error::{NetError, transport};
 use crate::relay::local::{self, Whose};
 use crate::relay::{Agent, AgentOptions, Place, Reach, StartError, left};
 use crate::scheme::{Distributed, Share};
@@ -56,6 +57,11 @@ impl Found {
     /// Whether it was, and that has gone.
     pub(super) fn has_lost_its_relay(&self) -> bool {
         self.is_a_relays() && self.attached.reader().is_gone()
+    }
+
+    /// Whether it is that of the worker's own agent.
+    pub(super) fn is_its_own_agents(&self) -> bool {
+        self.agent.is_some()
     }
 }
 
@@ -122,6 +128,39 @@ impl Way {
             looks += 1;
         }
         Ok(None)
+    }
+
+    /// Whether the worker reads a relay's memory where there is one.
+    pub(super) fn wants_a_relay(&self) -> bool {
+        self.scheme.share != Share::Nothing
+    }
+
+    /// Whether this host has a relay.
+    pub(super) fn has_a_relay(&self) -> bool {
+        let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
+        self.relays().iter().any(is_served)
+    }
+
+    /// Attaches to the segment of this host's relay, if there is one.
+    pub(super) fn find_relay(&self, handoff: &Handoff) -> Result<Option<Found>> {
+        for name in self.relays() {
+            if !weightsync_mem::is_served(&name).unwrap_or(false) {
+                continue;
+            }
+            match self.attach(&name, handoff, Instant::now() + ANSWER) {
+                Ok(attached) => {
+                    let agent = None;
+                    return Ok(Some(Found { attached, agent }));
+                }
+                Err(Error::NoSender { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+
+    fn relays(&self) -> Vec<String> {
+        local::names(self.at.secret(), self.at.address(), Whose::Host)
     }
 
     fn look(&self, handoff: &Handoff, deadline: Deadline, attempt: Duration) -> Result<Look> {
@@ -199,6 +238,8 @@ impl Way {
     fn become_agent(&self, patience: Duration) -> Result<std::result::Result<Agent, Reach>> {
         let [high, low] = [random()?, random()?];
         let address = || self.at.address().to_owned();
+        let access = self.scheme.access()?;
+        self.may_dial(&access)?;
         let options = AgentOptions {
             root: address(),
             secret: *self.at.secret(),
@@ -207,8 +248,8 @@ impl Way {
             place: Place::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
             // What stops a worker must not stop others.
             serves: false,
+            access,
         };
-        self.may_dial()?;
         match Agent::start(options, patience) {
             Ok(agent) => Ok(Ok(agent)),
             Err(StartError::Unreachable(reach, _)) => Ok(Err(reach)),
@@ -217,9 +258,8 @@ impl Way {
     }
 
     /// Whether a link to the sender is one that is wanted as it is.
-    fn may_dial(&self) -> Result<()> {
+    fn may_dial(&self, access: &Access) -> Result<()> {
         use std::net::ToSocketAddrs;
-        let access = self.scheme.access()?;
         // A name that is not found is for the attempt to say.
         let addresses = self.at.address().to_socket_addrs();
         for address in addresses.into_iter().flatten() {
@@ -236,15 +276,12 @@ impl StartError {
     pub(crate) fn into_error(self, address: String) -> Error {
         match self {
             Self::Unreachable(_, reason) => NetError::Unreachable { address, reason }.into(),
-            Self::Taken => NetError::Unreachable {
-                address,
-                reason: "another relay serves this host".into(),
-            }
-            .into(),
+            Self::Taken => NetError::AnotherRelay { address }.into(),
             Self::Fenced { seen, got } => MemoryError::Fenced { seen, got }.into(),
             Self::Memory(error) => error.into(),
             Self::Os { action, source } => Error::Os { action, source },
             Self::Refused(source) => NetError::Hello { address, source }.into(),
+            Self::Access(error) => transport(error),
             Self::Denied(reason) => NetError::Denied { address, reason }.into(),
             Self::Broken(reason) => NetError::Broken { address, reason }.into(),
         }

@@ -1,5 +1,6 @@
 //! What an agent does: it performs what its [plan](super::plan) decides.
 
+mod asks;
 mod hear;
 mod perform;
 mod reconnect;
@@ -19,6 +20,7 @@ use weightsync_mem::{
     WaitStyle,
 };
 
+use self::asks::Question;
 use self::words::{held, join_message};
 use super::join::Joined;
 use super::plan::{Input, Item, Plan};
@@ -27,6 +29,7 @@ use crate::access::Key;
 use crate::bulk::{
     Came, Connections, Fetch, FetchEnd, Held, Parent, Served, Serving, Store, Threads,
 };
+use crate::link::causes::Causes;
 use crate::link::listen::accept_all;
 use crate::link::{Link, LinkEnd};
 use crate::wire::hello::Role;
@@ -34,6 +37,12 @@ use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
 
 /// How often it is looked whether there is room, while there was none.
 const ROOM: Duration = Duration::from_millis(20);
+
+/// How often the sender is told what has come of a version that is coming.
+const MEASURE: Duration = Duration::from_secs(1);
+
+/// Less says little of a link, and is told together with what comes after it.
+const MEASURABLE: u64 = 1 << 20;
 
 /// How long an agent whose sender has shut down goes on with what it was told.
 const LINGER: Duration = Duration::from_secs(5);
@@ -83,10 +92,13 @@ pub(crate) struct Engine {
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
+    /// When the sender is told what has come of it.
+    measures: Instant,
     /// Fetches that broke off in a row.
     failures: u32,
     /// When the sender is told that a parent is lost.
     complain: Option<(Instant, u64, String)>,
+    causes: Causes,
     workers: BTreeMap<WorkerId, Worker>,
     joining: BTreeMap<u64, Joining>,
     /// Workers that are told of to a sender that may know them, by ticket.
@@ -104,8 +116,8 @@ pub(crate) struct Engine {
 struct Worker {
     who: Seated,
     joining: Joining,
-    /// Its last question.
-    question: u64,
+    /// What it asks, until it is answered.
+    asks: Option<Question>,
 }
 
 /// A fetch under way.
@@ -115,7 +127,7 @@ struct Fetching {
     /// It comes from the sender in the parent's stead.
     instead: bool,
     /// It goes on until this is dropped.
-    _fetch: Fetch,
+    fetch: Fetch,
 }
 
 /// What a worker said when it joined.
@@ -175,7 +187,7 @@ impl Engine {
             let tell = move |served| {
                 let _ = told.blocking_send(Event::Served(served));
             };
-            let serving = Serving::new(run, store.clone(), threads.clone(), tell);
+            let serving = Serving::new((run, models.len()), store.clone(), threads.clone(), tell);
             let take = move |socket, _from, role| {
                 if role == Role::Bulk {
                     tokio::spawn(serving.clone().child(socket));
@@ -201,8 +213,10 @@ impl Engine {
             whole: BTreeMap::new(),
             fetching: BTreeMap::new(),
             fetches: 0,
+            measures: Instant::now(),
             failures: 0,
             complain: None,
+            causes: Causes::default(),
             workers: BTreeMap::new(),
             joining: BTreeMap::new(),
             rejoining: BTreeMap::new(),
@@ -230,7 +244,9 @@ impl Engine {
             }
             let room = self.plan.waits_for_room().then(|| Instant::now() + ROOM);
             let complain = self.complain.as_ref().map(|(at, ..)| *at);
-            let due = [room, complain, self.closes].into_iter().flatten().min();
+            let measures = (!self.fetching.is_empty()).then_some(self.measures);
+            let due = [room, complain, measures, self.closes];
+            let due = due.into_iter().flatten().min();
             let event = tokio::select! {
                 event = heard.recv() => match event {
                     Some(event) => event,
@@ -314,8 +330,30 @@ impl Engine {
         if let Some((_, parent, reason)) = self.complain.take_if(|(at, ..)| now >= *at) {
             self.say(&ToRoot::ParentLost { parent, reason });
         }
+        if now >= self.measures {
+            self.measures = now + MEASURE;
+            let fetching = self.fetching.iter();
+            let came = fetching
+                .map(|(item, one)| (*item, one.parent.agent, one.fetch.take_came(MEASURABLE)));
+            for (item, parent, came) in came.collect::<Vec<_>>() {
+                self.say_received(item, parent, came);
+            }
+        }
         if self.plan.waits_for_room() {
             self.step([Input::MayHaveRoom]);
+        }
+    }
+
+    /// Says how much has come from a parent.
+    fn say_received(&mut self, item: Item, parent: u64, Came { bytes, busy }: Came) {
+        if bytes > 0 {
+            self.say(&ToRoot::Received {
+                model: item.model as u8,
+                version: item.version,
+                parent,
+                bytes,
+                micros: busy.as_micros() as u64,
+            });
         }
     }
 
@@ -344,7 +382,10 @@ impl Engine {
                     };
                     self.ask_in(joining);
                 }
-                mem::Event::Progress(one) => progress.push(one),
+                mem::Event::Progress(one) => {
+                    self.is_answered(one.who, one.through);
+                    progress.push(one);
+                }
                 mem::Event::Unusable { who, reason } => self.say(&ToRoot::Unusable {
                     worker: who.worker,
                     instance: who.instance,
@@ -354,27 +395,8 @@ impl Engine {
                     who,
                     question,
                     want,
-                } => {
-                    if let Some(worker) = self.worker(who) {
-                        worker.question = question;
-                    }
-                    self.say(&ToRoot::Ask {
-                        worker: who.worker,
-                        instance: who.instance,
-                        question,
-                        want: want.into(),
-                    });
-                }
-                mem::Event::Withdraws { who } => {
-                    if let Some(Worker { question, .. }) = self.worker(who) {
-                        let question = *question;
-                        inputs.push(Input::Withdrawn { who, question });
-                    }
-                    self.say(&ToRoot::Withdraw {
-                        worker: who.worker,
-                        instance: who.instance,
-                    });
-                }
+                } => self.asks(who, question, want.into()),
+                mem::Event::Withdraws { who } => inputs.extend(self.withdraws(who)),
                 mem::Event::Gone { who, died } => {
                     // How far it came is told before that.
                     self.say_progress(std::mem::take(&mut progress));
@@ -458,17 +480,9 @@ impl Engine {
             item,
             parent: by,
             end,
-            came: Came { bytes, busy },
+            came,
         } = fetched;
-        if bytes > 0 {
-            self.say(&ToRoot::Received {
-                model: item.model as u8,
-                version: item.version,
-                parent: by,
-                bytes,
-                micros: busy.as_micros() as u64,
-            });
-        }
+        self.say_received(item, by, came);
         let current = self.fetching.get(&item).map(|one| one.number);
         if current != Some(number) {
             return;

@@ -2,20 +2,27 @@
 //! there are.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use weightsync_core::{Layout, Run};
 use weightsync_mem::ModelSpec;
 
 use super::engine::Event;
 use super::{AgentOptions, Item, Reach, StartError};
-use crate::access::Key;
+use crate::access::{Access, Key};
 use crate::link::{self, DialError, Link, LinkEnd};
 use crate::wire::hello::{HelloError, Role};
 use crate::wire::message::{FromRoot, Held, ModelAssembler, RefusalRemedy, ToRoot};
+
+/// How long a sender that is there may take for the next part of its welcome: more than
+/// that takes over a link of 1 Mbit/s.
+const NEXT: Duration = Duration::from_secs(10);
+
+/// What is heard by a link, before the engine hears it.
+type Words = mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>;
 
 /// What an agent knows once it is in.
 pub(crate) struct Joined {
@@ -31,7 +38,7 @@ pub(crate) struct Joined {
     pub(crate) pid: u32,
     pub(crate) models: Vec<ModelSpec>,
     /// Where this agent serves others, if it does.
-    pub(crate) bulk: Option<tokio::net::TcpListener>,
+    pub(crate) bulk: Option<TcpListener>,
 }
 
 /// What an agent says of itself when it comes back.
@@ -58,9 +65,8 @@ pub(crate) async fn join(
         action: "asking a socket for its address",
         source,
     })?;
-    let any = SocketAddr::new(own.ip(), 0);
     let bulk = match options.serves {
-        true => tokio::net::TcpListener::bind(any).await.ok(),
+        true => listen(own.ip(), &options.access).await?,
         false => None,
     };
     let port = bulk
@@ -93,6 +99,13 @@ pub(crate) async fn join(
         models,
         bulk,
     })
+}
+
+/// Listens for others who fetch, if there is a port.
+async fn listen(own: IpAddr, access: &Access) -> Result<Option<TcpListener>, StartError> {
+    let any = SocketAddr::new(own, 0);
+    access.may_listen(any).map_err(StartError::Access)?;
+    Ok(TcpListener::bind(any).await.ok())
 }
 
 /// What a sender says to an agent that comes.
@@ -135,7 +148,7 @@ pub(crate) async fn greet(
             .collect(),
         run: before.run,
     });
-    let welcome = hear_welcome(&mut words).await?;
+    let welcome = hear_welcome(&mut words, NEXT).await?;
     // What comes from here on goes to the engine.
     tokio::spawn(async move {
         while let Some((number, what)) = words.recv().await {
@@ -147,9 +160,7 @@ pub(crate) async fn greet(
     Ok((link, welcome))
 }
 
-async fn hear_welcome(
-    words: &mut mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>,
-) -> Result<Welcome, StartError> {
+async fn hear_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, StartError> {
     let broken = |what: &str| StartError::Broken(what.into());
     let FromRoot::Welcome {
         run,
@@ -159,7 +170,7 @@ async fn hear_welcome(
         slots,
         max_slots: _,
         pid,
-    } = next(words).await?
+    } = next(words, patience).await?
     else {
         return Err(broken("a welcome was expected first"));
     };
@@ -169,7 +180,7 @@ async fn hear_welcome(
             index,
             layout_bytes,
             note_bytes,
-        } = next(words).await?
+        } = next(words, patience).await?
         else {
             return Err(broken("a model was expected"));
         };
@@ -184,7 +195,7 @@ async fn hear_welcome(
                 Ok(model) => break model,
                 Err(assembler) => assembler,
             };
-            let FromRoot::Part { bytes } = next(words).await? else {
+            let FromRoot::Part { bytes } = next(words, patience).await? else {
                 return Err(broken("a part of a model was expected"));
             };
             assembler.push(&bytes).map_err(unusable)?;
@@ -205,10 +216,13 @@ async fn hear_welcome(
     })
 }
 
-async fn next(
-    words: &mut mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>,
-) -> Result<FromRoot, StartError> {
-    match words.recv().await {
+async fn next(words: &mut Words, patience: Duration) -> Result<FromRoot, StartError> {
+    let heard = tokio::time::timeout(patience, words.recv()).await;
+    let heard = heard.map_err(|_| {
+        let reason = format!("it did not say what models there are within {patience:?}");
+        StartError::Unreachable(Reach::Unknown, reason)
+    })?;
+    match heard {
         Some((_, Ok(FromRoot::Refused { reason, remedy }))) => Err(match remedy {
             RefusalRemedy::Fenced { seen, got } => StartError::Fenced { seen, got },
             RefusalRemedy::Gone => StartError::Unreachable(Reach::Unknown, reason),
@@ -281,4 +295,37 @@ pub(crate) fn host_id() -> [u8; 16] {
     let mut id = [0; 16];
     id.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
     id
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_sender_that_says_nothing_is_not_waited_for() {
+        let (_kept, mut words) = mpsc::channel(1);
+        let patience = Duration::from_millis(20);
+        let heard = tokio::time::timeout(2 * NEXT, hear_welcome(&mut words, patience)).await;
+        assert!(matches!(heard, Ok(Err(StartError::Unreachable(..)))));
+    }
+
+    #[tokio::test]
+    async fn nothing_listens_off_loopback_without_a_token() {
+        let access = |token, insecure_plaintext| Access {
+            token,
+            insecure_plaintext,
+        };
+        let token = || Some(crate::access::Token::new("sixteen bytes or more").unwrap());
+        let own = Access::default();
+        let loopback = listen([127, 0, 0, 1].into(), &own).await;
+        assert!(loopback.unwrap().is_some());
+        // An address of nobody: binding it fails, which is no error.
+        let elsewhere = || [192, 0, 2, 1].into();
+        for refused in [access(None, true), access(token(), false)] {
+            let refused = listen(elsewhere(), &refused).await;
+            assert!(matches!(refused, Err(StartError::Access(_))), "{refused:?}");
+        }
+        let fine = listen(elsewhere(), &access(token(), true)).await;
+        assert!(fine.unwrap().is_none());
+    }
 }

@@ -22,7 +22,7 @@ use self::join::{Joined, join};
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;
 pub use self::service::{Relay, RelayNews, RelayStop};
-use crate::access::Key;
+use crate::access::{Access, AccessError, Key};
 use crate::wire::hello::HelloError;
 
 /// How long tasks have to end, of which none waits.
@@ -45,6 +45,8 @@ pub(crate) struct AgentOptions {
     pub(crate) place: Place,
     /// Whether it passes versions on to other hosts.
     pub(crate) serves: bool,
+    /// Which addresses it may use.
+    pub(crate) access: Access,
 }
 
 /// Where the workers of an agent find it.
@@ -73,6 +75,8 @@ pub(crate) enum StartError {
     },
     /// Another agent serves this host by now.
     Taken,
+    /// It must not listen where others would reach it.
+    Access(AccessError),
     /// What the sender says cannot be.
     Broken(String),
     /// The system refused something.
@@ -259,22 +263,25 @@ fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String),
         Place::Own(name) => vec![name.clone()],
         Place::Host => local::names(&options.secret, &joined.address, local::Whose::Host),
     };
-    for name in names {
-        match Listener::at(&name) {
-            Ok(listener) => return Ok((listener, name)),
-            // It is another relay's, or a forked child of one that died keeps it.
-            Err(weightsync_mem::Error::AddressInUse { .. }) => {}
-            Err(error) => return Err(StartError::Memory(error)),
-        }
+    let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
+    if names.iter().any(is_served) {
+        return Err(StartError::Taken);
     }
-    Err(StartError::Taken)
+    match local::first_free(&names) {
+        Ok(found) => Ok(found),
+        // Another relay may have come just now.
+        Err(_) if names.iter().any(is_served) => Err(StartError::Taken),
+        Err(error) => Err(StartError::Memory(error)),
+    }
 }
 
 /// The names at which processes of one host find each other.
 pub(crate) mod local {
+    use weightsync_mem::{Error, Listener};
+
     /// How many names there are. One that a forked child of a dead process keeps is
     /// passed over.
-    const NAMES: usize = 8;
+    const NAMES: u8 = 8;
 
     /// Whose they are.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -286,20 +293,39 @@ pub(crate) mod local {
     }
 
     /// The names, in the order in which they are looked at: abstract socket names,
-    /// which belong to the network namespace. Only who has the secret can make them.
+    /// which belong to the network namespace. Only who has the secret can make them;
+    /// everybody on the host can read those in use, and none of the others from them.
     pub(crate) fn names(secret: &[u8; 16], address: &str, whose: Whose) -> Vec<String> {
         let mut hasher = blake3::Hasher::new_derive_key("weightsync-net 2026-11 local names");
         hasher.update(secret);
+        hasher.update(match whose {
+            Whose::Sender => b"sender",
+            Whose::Host => b"host\0\0",
+        });
         hasher.update(address.as_bytes());
-        let hex = hasher.finalize().to_hex();
-        let word = match whose {
-            Whose::Sender => "sender",
-            Whose::Host => "host",
-        };
         let names = 0..NAMES;
         names
-            .map(|number| format!("weightsync/net/{}/{word}/{number}", &hex[..32]))
+            .map(|number| {
+                let hex = hasher.clone().update(&[number]).finalize().to_hex();
+                format!("weightsync/net/{}", &hex[..32])
+            })
             .collect()
+    }
+
+    /// The first name that nobody keeps, of the system's other users neither.
+    pub(crate) fn first_free(names: &[String]) -> Result<(Listener, String), Error> {
+        let mut taken = Vec::new();
+        for name in names {
+            match Listener::at_free(name) {
+                Ok(listener) => return Ok((listener, name.clone())),
+                // Another lives there, or a forked child of one that died keeps it.
+                Err(Error::AddressInUse { address }) => taken.push(address),
+                Err(error) => return Err(error),
+            }
+        }
+        Err(Error::AddressInUse {
+            address: taken.join(", "),
+        })
     }
 }
 
@@ -313,3 +339,6 @@ pub(crate) fn left(until: Option<Instant>, most: Duration) -> Duration {
     let left = until.map_or(most, |at| at.saturating_duration_since(Instant::now()));
     left.clamp(Duration::from_millis(1), most)
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,6 +1,7 @@
 //! A relay as a program runs it: it joins, serves, and joins again.
 
 use std::fmt;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,6 +13,7 @@ use weightsync_mem::Ending;
 use super::{Agent, AgentOptions, Place, StartError, Stopper};
 use crate::access::{Access, Token};
 use crate::error::{NetError, transport};
+use crate::wire::hello::HelloError;
 
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
@@ -39,6 +41,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 pub struct Relay {
     address: String,
     secret: [u8; 16],
+    token: Option<Token>,
     insecure_plaintext: bool,
     connections: usize,
     stop: Arc<Stop>,
@@ -106,10 +109,14 @@ impl fmt::Display for RelayNews {
 impl Relay {
     /// One for the sender at `address` (`host:port`), for who has its token.
     pub fn with_token(address: impl Into<String>, token: &Token) -> Self {
-        Self::new(address.into(), token.secret())
+        Self {
+            token: Some(token.clone()),
+            ..Self::new(address.into(), token.secret())
+        }
     }
 
-    /// One for the sender of an init info.
+    /// One for the sender of an init info. Where others fetch from it over links that
+    /// leave this machine it wants a token too: that of the environment.
     pub fn of(info: &InitInfo) -> Self {
         let at = info.endpoint();
         Self::new(at.address().into(), *at.secret())
@@ -119,6 +126,7 @@ impl Relay {
         Self {
             address,
             secret,
+            token: None,
             insecure_plaintext: false,
             connections: 2,
             stop: Arc::default(),
@@ -149,13 +157,14 @@ impl Relay {
     /// # Errors
     ///
     /// [`NetError`] as an [`Error::Transport`](weightsync::Error::Transport) if trying
-    /// again would not help: a wrong token, another program at the address, an
-    /// address that is not to be used as links are; and of the operating system.
+    /// again would not help: a wrong token, another program at the address, another
+    /// relay on this host, an address that is not to be used as links are; and of the operating system.
     pub fn run(&self, mut tell: impl FnMut(RelayNews)) -> Result<()> {
         let mut seen = Epoch::default();
         let mut failures = 0;
         while !self.stop.state().stopped {
-            self.may_dial()?;
+            let access = self.access()?;
+            self.may_dial(&access)?;
             let options = AgentOptions {
                 root: self.address.clone(),
                 secret: self.secret,
@@ -163,6 +172,7 @@ impl Relay {
                 connections: self.connections,
                 place: Place::Host,
                 serves: true,
+                access,
             };
             let looking = |reason| RelayNews::Looking {
                 address: self.address.clone(),
@@ -212,10 +222,16 @@ impl Relay {
         ending
     }
 
-    fn may_dial(&self) -> Result<()> {
-        use std::net::ToSocketAddrs;
+    /// With the environment's words where nothing else was said.
+    fn access(&self) -> Result<Access> {
         let mut access = Access::from_env().map_err(transport)?;
         access.insecure_plaintext |= self.insecure_plaintext;
+        access.token = self.token.clone().or(access.token);
+        Ok(access)
+    }
+
+    fn may_dial(&self, access: &Access) -> Result<()> {
+        use std::net::ToSocketAddrs;
         // A name that is not found is for the attempt to say.
         for address in self.address.to_socket_addrs().into_iter().flatten() {
             access.may_dial_with_secret(address).map_err(transport)?;
@@ -253,10 +269,21 @@ impl Stop {
 }
 
 /// The sender as [`crate::status`] asks it.
-pub(crate) fn unreachable(address: &str, error: &std::io::Error) -> weightsync::Error {
-    NetError::Unreachable {
-        address: address.into(),
-        reason: error.to_string(),
+pub(crate) fn unreachable(address: &str, error: &io::Error) -> weightsync::Error {
+    let address = address.to_owned();
+    let hello = error
+        .get_ref()
+        .and_then(|of| of.downcast_ref::<HelloError>());
+    match hello {
+        Some(source) => NetError::Hello {
+            address,
+            source: source.clone(),
+        },
+        None if error.kind() == io::ErrorKind::UnexpectedEof => NetError::NoAnswer { address },
+        None => NetError::Unreachable {
+            address,
+            reason: error.to_string(),
+        },
     }
     .into()
 }

@@ -156,7 +156,12 @@ impl Server {
         let listening = Listening {
             key: Key::new(opening.at.secret()),
             events: events.clone(),
-            serving: Serving::new(run, store.clone(), children.clone(), tell),
+            serving: Serving::new(
+                (run, opening.models.len()),
+                store.clone(),
+                children.clone(),
+                tell,
+            ),
             guests,
             agents: agents.clone(),
         };

@@ -20,7 +20,7 @@ const SOON: Duration = Duration::from_secs(10);
 
 fn serving() -> Serving {
     let (store, threads) = (Arc::new(Store::of_relay()), Arc::default());
-    Serving::new(RUN, store, threads, |_| ())
+    Serving::new((RUN, 1), store, threads, |_| ())
 }
 
 /// A child of it that asks for a version.

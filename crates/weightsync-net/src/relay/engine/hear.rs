@@ -41,9 +41,11 @@ impl Engine {
                 sequence,
                 set,
             } => {
-                if let Some(worker) = self.workers.get(&worker) {
+                let who = self.workers.get(&worker).map(|worker| worker.who);
+                // What was asked twice is answered twice.
+                if let Some(who) = who.filter(|who| self.waits_for(*who, question)) {
                     let answered = Input::Answered {
-                        who: worker.who,
+                        who,
                         question,
                         sequence,
                         set: set.into_iter().map(item).collect(),
@@ -58,10 +60,11 @@ impl Engine {
                 asked,
                 known,
             } => {
-                if let Some(worker) = self.workers.get(&worker) {
+                let who = self.workers.get(&worker).map(|worker| worker.who);
+                if let Some(who) = who.filter(|who| self.waits_for(*who, question)) {
+                    self.is_answered(who, question);
                     let asked = (usize::from(model), asked);
-                    self.relay
-                        .no_such_version(worker.who, question, asked, known);
+                    self.relay.no_such_version(who, question, asked, known);
                 }
             }
             FromRoot::TurnAway {
@@ -74,11 +77,19 @@ impl Engine {
                     None => Some(self.root),
                     Some(address) => address.parse().ok(),
                 };
-                match address {
-                    Some(address) => self.follow(Parent { agent, address }),
-                    None => self.say(&ToRoot::ParentLost {
+                let parent = match address {
+                    None => Err("its address cannot be read".into()),
+                    // The secret is the sender's.
+                    Some(address) => match self.options.access.may_dial_with_secret(address) {
+                        Ok(()) => Ok(Parent { agent, address }),
+                        Err(error) => Err(error.to_string()),
+                    },
+                };
+                match parent {
+                    Ok(parent) => self.follow(parent),
+                    Err(reason) => self.say(&ToRoot::ParentLost {
                         parent: agent,
-                        reason: "its address cannot be read".into(),
+                        reason,
                     }),
                 }
             }
@@ -94,7 +105,9 @@ impl Engine {
 
     /// Lets a worker in that the sender has agreed to.
     fn admit(&mut self, ticket: u64) {
-        self.rejoining.remove(&ticket);
+        if let Some(who) = self.rejoining.remove(&ticket) {
+            self.ask_again(who);
+        }
         let Some(joining) = self.joining.remove(&ticket) else {
             return;
         };
@@ -111,7 +124,7 @@ impl Engine {
         let worker = Worker {
             who,
             joining,
-            question: 0,
+            asks: None,
         };
         self.workers.insert(who.worker, worker);
         self.step([Input::Joined { who, delivery }]);

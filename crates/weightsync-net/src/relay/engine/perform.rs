@@ -2,11 +2,15 @@
 
 use std::sync::Arc;
 
-use weightsync_mem::Snapshot;
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use weightsync_mem::{Error, Snapshot};
 
 use super::words::held;
-use super::{Engine, Event, Fetched, Fetching};
+use super::{Engine, Event, Fetched, Fetching, MEASURE};
 use crate::bulk::{Fetch, Held, Parent};
+use crate::link::causes;
 use crate::relay::plan::{Effect, Input, Item};
 use crate::wire::frame::CHUNK;
 use crate::wire::message::ToRoot;
@@ -43,6 +47,7 @@ impl Engine {
                 set,
             } => {
                 if let Some(set) = self.snapshots(&set) {
+                    self.is_answered(who, question);
                     self.relay.answer(who, question, sequence, &set);
                 }
             }
@@ -82,8 +87,17 @@ impl Engine {
             let room = match self.relay.room(item.model, item.version, CHUNK as usize) {
                 Ok(Some(room)) => room,
                 Ok(None) => return Some(Input::NoRoom { item }),
+                // It can never be: nobody has it.
+                Err(error @ Error::BadOption { .. }) => {
+                    tracing::error!("{item:?} is not fetched: {error}");
+                    let sender = true;
+                    return Some(Input::NotThere { item, sender });
+                }
                 Err(error) => {
-                    tracing::error!("there is no room for {item:?}: {error}");
+                    // It is tried again soon, and often.
+                    if let Some(more) = self.causes.logs("room", Instant::now().into_std()) {
+                        causes::warn(more, &format!("there is no room for {item:?}: {error}"));
+                    }
                     return Some(Input::NoRoom { item });
                 }
             };
@@ -94,7 +108,7 @@ impl Engine {
         let (room, coming) = self.coming.get(&item)?;
         self.fetches += 1;
         let number = self.fetches;
-        let events = self.events.clone();
+        let tell = tell_later(&self.events);
         // Those under way have their connections already.
         let others = self.fetching.keys().filter(|one| **one != item).count();
         let fetch = Fetch::start(
@@ -111,14 +125,17 @@ impl Engine {
                     end,
                     came,
                 };
-                let _ = events.blocking_send(Event::Fetched(fetched));
+                tell(Event::Fetched(fetched));
             },
         );
+        if self.fetching.is_empty() {
+            self.measures = Instant::now() + MEASURE;
+        }
         let fetching = Fetching {
             number,
             parent,
             instead: sender,
-            _fetch: fetch,
+            fetch,
         };
         self.fetching.insert(item, fetching);
         None
@@ -135,5 +152,37 @@ impl Engine {
         set.iter()
             .map(|item| self.whole.get(item).cloned())
             .collect()
+    }
+}
+
+/// Tells the engine something from whichever thread, also its own: nobody waits.
+fn tell_later(events: &mpsc::Sender<Event>) -> impl Fn(Event) + Send + Sync + 'static {
+    let (events, runtime) = (events.clone(), Handle::current());
+    move |event| {
+        let events = events.clone();
+        runtime.spawn(async move {
+            // An engine that has ended hears nothing.
+            let _ = events.send(event).await;
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_engines_own_thread_can_tell_it_something() {
+        let runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = { runtime }.build().unwrap();
+        runtime.block_on(async {
+            let (events, mut heard) = mpsc::channel(1);
+            let tell = tell_later(&events);
+            // More than there is room for.
+            tell(Event::Stop);
+            tell(Event::Stop);
+            assert!(matches!(heard.recv().await, Some(Event::Stop)));
+            assert!(matches!(heard.recv().await, Some(Event::Stop)));
+        });
     }
 }

@@ -11,7 +11,7 @@ use super::{Engine, Event, Joining};
 use crate::bulk::Connections;
 use crate::link::LinkEnd;
 use crate::relay::join::{Before, dial, greet};
-use crate::relay::{Reach, StartError, backoff};
+use crate::relay::{EVENTS, Reach, StartError, backoff};
 
 /// Handshakes in a row that nobody answered, although somebody listens, before the
 /// sender counts as dead.
@@ -31,7 +31,15 @@ impl Engine {
         tracing::warn!("the link to the sender has ended: {end}");
         let (mut failures, mut unanswered) = (0, 0);
         loop {
-            match self.try_again().await {
+            let mut meanwhile = Vec::new();
+            let again = tokio::select! {
+                again = self.try_again() => again,
+                () = stop(heard, &mut meanwhile) => return Some(Ending::Moved),
+            };
+            for event in meanwhile {
+                self.hear_meanwhile(event);
+            }
+            match again {
                 Ok(()) => return None,
                 Err(Again::Died) => return Some(Ending::Died),
                 Err(Again::Unanswered) => {
@@ -49,14 +57,22 @@ impl Engine {
                 tokio::select! {
                     event = heard.recv() => match event {
                         Some(Event::Stop) | None => return Some(Ending::Moved),
-                        Some(Event::Near(events)) => self.near(events),
-                        Some(Event::Fetched(fetched)) => self.fetched(fetched),
-                        Some(Event::Served(served)) => self.served(served),
-                        Some(Event::Root { .. }) => {}
+                        Some(event) => self.hear_meanwhile(event),
                     },
                     () = tokio::time::sleep_until(until) => break,
                 }
             }
+        }
+    }
+
+    /// What happens while there is no link.
+    fn hear_meanwhile(&mut self, event: Event) {
+        match event {
+            Event::Near(events) => self.near(events),
+            Event::Fetched(fetched) => self.fetched(fetched),
+            Event::Served(served) => self.served(served),
+            // By a link that has ended.
+            Event::Root { .. } | Event::Stop => {}
         }
     }
 
@@ -129,6 +145,18 @@ impl Engine {
         // And how far they are.
         self.relay.tell_again();
     }
+}
+
+/// Waits until the agent is to leave; what else is heard until then is kept, as far as
+/// there is room for it.
+async fn stop(heard: &mut mpsc::Receiver<Event>, meanwhile: &mut Vec<Event>) {
+    while meanwhile.len() < EVENTS {
+        match heard.recv().await {
+            Some(Event::Stop) | None => return,
+            Some(event) => meanwhile.push(event),
+        }
+    }
+    std::future::pending().await
 }
 
 /// Why another attempt did not bring the sender back.

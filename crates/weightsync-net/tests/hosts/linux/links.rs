@@ -22,6 +22,7 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         "a_worker_is_restarted_elsewhere_before_its_host_is_missed",
         elsewhere,
     ),
+    ("a_question_outlives_the_link_it_was_asked_by", asked),
     ("a_slow_link_neither_slows_others_nor_starves", slow),
 ];
 
@@ -102,6 +103,40 @@ fn elsewhere() {
     stage.note(&format!("it is back after {:?}", since.elapsed()));
     let sent = stage.send();
     assert_eq!(sent.outcome(10), "Applied", "{sent:?}");
+}
+
+/// Workers that wait for the next version are cut off, of a relay and by themselves;
+/// that comes meanwhile.
+fn asked() {
+    let mut stage = Stage::pulled(3, MIB);
+    stage.start_relay(1);
+    stage.start_workers(1, &[10]);
+    stage.start_workers(2, &[20]);
+    for versions in 0..3 {
+        for host in [1, 2] {
+            let cut = stage.hosts.cut(host);
+            cut.unwrap_or_else(|error| panic!("{error}"));
+        }
+        let since = Instant::now();
+        for _ in 0..versions {
+            stage.publish();
+        }
+        stage.listen(since + BROKEN);
+        for host in [1, 2] {
+            let restored = stage.hosts.restore(host);
+            restored.unwrap_or_else(|error| panic!("{error}"));
+        }
+        if versions == 0 {
+            stage.until_status("everybody is reached", |status| {
+                let relays = status.relays.iter();
+                relays.map(|relay| relay.workers.len()).sum::<usize>() == 2
+            });
+            stage.publish();
+        }
+        stage.until_all_newest();
+        stage.publish();
+        stage.until_all_newest();
+    }
 }
 
 /// The first of a chain gets a link of a thousandth of the others'.

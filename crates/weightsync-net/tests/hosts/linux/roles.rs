@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 use weightsync::{
-    Expect, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot, Tensors, WaitFor,
+    Expect, Pull, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot, Tensors, Version,
+    WaitFor,
 };
 use weightsync_net::status::Status;
 use weightsync_net::{Distributed, Relay, RelayNews, Token};
@@ -67,10 +68,13 @@ pub(crate) fn token() -> Token {
 }
 
 fn train(lead: &Lead) -> Outcome {
-    let scheme = Distributed::new()
+    let mut scheme = Distributed::new()
         .listen(&lead.listen)
         .insecure_plaintext()
         .token(token());
+    if lead.pull {
+        scheme = scheme.pull();
+    }
     let mut weights = weights(lead.bytes)?;
     fill(&mut weights, lead.word)?;
     let setup = SenderSetup::new("policy", &weights)?
@@ -143,6 +147,7 @@ fn relay(root: &str) -> Outcome {
 }
 
 fn work(join: Join) -> Outcome {
+    let pulls = join.info.scheme().contains("pull");
     let setup = ReceiverSetup::new(join.info, join.worker).schemes(Distributed::among_schemes());
     let mut receiver = loop {
         match setup.clone().connect(PATIENCE) {
@@ -152,8 +157,17 @@ fn work(join: Join) -> Outcome {
             Err(error) => return Err(error.into()),
         }
     };
+    let mut next = Version(1);
     loop {
-        match receiver.receive(Some(PATIENCE)) {
+        let received = match pulls {
+            // One question, for as long as it takes.
+            true => receiver.pull(Pull::AtLeast(next), None),
+            false => receiver.receive(Some(PATIENCE)),
+        };
+        if let Ok(Some(snapshot)) = &received {
+            next = snapshot.version().next();
+        }
+        match received {
             Ok(Some(snapshot)) => say(&Said::Seen(Seen {
                 epoch: snapshot.run().epoch.0,
                 version: snapshot.version().0,

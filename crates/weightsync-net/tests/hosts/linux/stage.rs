@@ -74,6 +74,8 @@ pub(crate) struct Stage {
     pub(crate) hosts: Hosts,
     run_dir: TempDir,
     bytes: usize,
+    /// Whether workers ask for versions.
+    pull: bool,
     processes: BTreeMap<Who, Process>,
     lives: u64,
     heard: Receiver<(Who, u64, Option<Said>)>,
@@ -95,12 +97,22 @@ pub(crate) struct Stage {
 impl Stage {
     /// So many hosts, with a trainer on the first that has versions of so many bytes.
     pub(crate) fn new(hosts: usize, bytes: usize) -> Self {
+        Self::with(hosts, bytes, false)
+    }
+
+    /// The same, with workers that ask for each version.
+    pub(crate) fn pulled(hosts: usize, bytes: usize) -> Self {
+        Self::with(hosts, bytes, true)
+    }
+
+    fn with(hosts: usize, bytes: usize, pull: bool) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
         let (say, heard) = mpsc::channel();
         let mut stage = Self {
             hosts,
             run_dir: tempfile::tempdir().expect("a temporary directory"),
             bytes,
+            pull,
             processes: BTreeMap::new(),
             lives: 0,
             heard,
@@ -128,6 +140,7 @@ impl Stage {
             listen: self.root(),
             run_dir: self.run_dir.path().into(),
             bytes: self.bytes,
+            pull: self.pull,
             word: self.word,
         };
         self.start(Who::Trainer, TRAINERS, &Role::Trainer(lead));

@@ -38,6 +38,8 @@ pub(crate) struct Lead {
     pub(crate) run_dir: PathBuf,
     /// Bytes of a version.
     pub(crate) bytes: usize,
+    /// Whether workers ask, and nothing is pushed.
+    pub(crate) pull: bool,
     /// The word of its first version.
     pub(crate) word: u64,
 }

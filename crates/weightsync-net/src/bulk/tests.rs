@@ -1,0 +1,190 @@
+//! Fetching from a parent that is not what it should be.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use weightsync_core::{Dtype, Epoch, Layout, Run, Version};
+use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
+
+use super::{Came, Connections, Fetch, FetchEnd, Held, Parent, Serving, Store, Threads};
+use crate::access::Key;
+use crate::link::listen::accept_all;
+use crate::relay::Item;
+use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
+use crate::wire::message::{Message, ToChild};
+
+/// More than anything here takes.
+const LONG: Duration = Duration::from_secs(20);
+
+const SECRET: [u8; 16] = [3; 16];
+
+const RUN: Run = Run {
+    epoch: Epoch(1),
+    id: [7; 16],
+};
+
+const ITEM: Item = Item {
+    model: 0,
+    version: Version(1),
+};
+
+/// How many chunks the version has.
+const CHUNKS: u32 = 6;
+
+/// A parent that answers whatever it is asked by these bytes, `pause` between one piece
+/// and the next; where it listens.
+async fn parent(answer: Vec<u8>, piece: usize, pause: Duration) -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let take = move |mut socket: tokio::net::TcpStream, _, _| {
+        let answer = answer.clone();
+        tokio::spawn(async move {
+            let mut header = [0; HEADER_BYTES];
+            while socket.read_exact(&mut header).await.is_ok() {
+                let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
+                let mut payload = vec![0; header.len];
+                socket.read_exact(&mut payload).await.unwrap();
+                for part in answer.chunks(piece) {
+                    if socket.write_all(part).await.is_err() {
+                        return;
+                    }
+                    tokio::time::sleep(pause).await;
+                }
+            }
+        });
+    };
+    let key = Key::new(&SECRET);
+    tokio::spawn(accept_all(listener, key, || false, take));
+    address
+}
+
+/// What fetches, and its segment.
+struct Child {
+    fetch: Fetch,
+    ends: mpsc::Receiver<(FetchEnd, Came)>,
+    _relay: Relay,
+}
+
+fn child(name: &str, address: SocketAddr, connections: usize) -> Child {
+    child_of(name, address, connections, ITEM)
+}
+
+fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> Child {
+    let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
+    let bytes = u64::from(CHUNKS) * u64::from(CHUNK);
+    let model = ModelSpec {
+        layout: Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]).unwrap(),
+        note: Vec::new(),
+    };
+    let options = SegmentOptions::default();
+    let relay = Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap();
+    let room = relay.room(ITEM.model, ITEM.version, CHUNK as usize);
+    let room = room.unwrap().unwrap();
+    let held = Arc::new(Held::coming(room.clone()));
+    let connections = Connections::new(Key::new(&SECRET), RUN, 1, connections);
+    let parent = Parent { agent: 2, address };
+    let (tell, ends) = mpsc::channel();
+    let fetch = Fetch::start(
+        (item, parent),
+        (&Arc::new(connections), 0),
+        (room, held),
+        &Arc::new(Store::of_relay()),
+        &Arc::new(Threads::default()),
+        move |end, came| {
+            let _ = tell.send((end, came));
+        },
+    );
+    Child {
+        fetch,
+        ends,
+        _relay: relay,
+    }
+}
+
+fn chunk(index: u32) -> Vec<u8> {
+    let bytes = vec![index as u8; CHUNK as usize];
+    let head = ChunkHead {
+        model: 0,
+        version: ITEM.version,
+        index,
+        bytes: CHUNK,
+        crc: weightsync_simd::crc64(&bytes),
+        image_bytes: u64::from(CHUNKS) * u64::from(CHUNK),
+    };
+    [head.frame().as_ref(), &bytes].concat()
+}
+
+fn end() -> Vec<u8> {
+    ToChild::End.frame().unwrap()
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    crate::relay::runtime("test").unwrap()
+}
+
+#[test]
+fn a_parent_that_ends_without_what_it_was_asked_for_is_blamed() {
+    let runtime = runtime();
+    let some: Vec<u8> = [0, 1, 3, 4, 5].map(chunk).concat();
+    for (name, answer) in [("none", end()), ("some", [some, end()].concat())] {
+        let whole = answer.len();
+        let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
+        let child = child(name, address, 1);
+        let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+        assert!(matches!(ended, FetchEnd::Broken(_)), "{name}: {ended:?}");
+    }
+}
+
+#[test]
+fn what_comes_is_told_before_all_of_it_has_come_and_once() {
+    let runtime = runtime();
+    let all: Vec<u8> = (0..CHUNKS).map(chunk).collect::<Vec<_>>().concat();
+    let whole = all.len() as u64;
+    let answer = [all, end()].concat();
+    let pause = Duration::from_millis(5);
+    let address = runtime.block_on(parent(answer, 64 << 10, pause));
+    let child = child("told", address, 1);
+    let mut told = 0;
+    let (ended, last) = loop {
+        let came = child.fetch.take_came(u64::from(CHUNK) / 2);
+        if came.bytes > 0 {
+            assert!(came.bytes >= u64::from(CHUNK) / 2);
+            assert!(came.busy > Duration::ZERO);
+        }
+        told += came.bytes;
+        match child.ends.try_recv() {
+            Ok(end) => break end,
+            Err(_) => std::thread::yield_now(),
+        }
+    };
+    assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
+    assert!(told >= 2 * u64::from(CHUNK), "{told}");
+    let heads = whole - u64::from(CHUNKS) * u64::from(CHUNK);
+    assert_eq!(told + last.bytes + heads, whole);
+}
+
+#[test]
+fn a_relay_does_not_look_for_a_model_that_there_is_not() {
+    let runtime = runtime();
+    let (tell, served) = mpsc::channel();
+    let tell = move |served| {
+        let _ = tell.send(served);
+    };
+    let store = Arc::new(Store::of_relay());
+    let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), tell);
+    let address = runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let take = move |socket, _, _| drop(tokio::spawn(serving.clone().child(socket)));
+        tokio::spawn(accept_all(listener, Key::new(&SECRET), || false, take));
+        address
+    });
+    let item = Item { model: 1, ..ITEM };
+    let child = child_of("model", address, 1, item);
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
+    assert_eq!(served.try_iter().next(), None);
+}

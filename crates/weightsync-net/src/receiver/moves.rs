@@ -1,0 +1,122 @@
+//! A worker that is its own agent goes to its host's relay once there is one.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use weightsync::transport::ReceiverTransport;
+
+use super::way::Found;
+use super::{Shared, State};
+
+/// When a relay is looked for first; later less often.
+const FIRST: Duration = Duration::from_millis(500);
+
+/// The longest pause between two looks.
+const LONGEST: Duration = Duration::from_secs(8);
+
+impl Shared {
+    /// Looks for a relay from here on, unless somebody does.
+    pub(super) fn look_out(shared: &Arc<Self>, state: &mut State) {
+        if state.looks.is_some() || !shared.way.wants_a_relay() {
+            return;
+        }
+        let own = shared.clone();
+        let looks = std::thread::Builder::new()
+            .name("weightsync-look".into())
+            .spawn(move || Self::look_out_for_a_relay(&own));
+        match looks {
+            Ok(looks) => state.looks = Some(looks),
+            // The worker goes on as it is.
+            Err(error) => tracing::warn!("no thread to look for a relay: {error}"),
+        }
+    }
+
+    fn look_out_for_a_relay(shared: &Arc<Self>) {
+        let mut pause = FIRST;
+        while !shared.rest(pause) {
+            pause = (pause * 2).min(LONGEST);
+            if !shared.way.has_a_relay() {
+                continue;
+            }
+            let Some(old) = shared.take_between_calls() else {
+                return;
+            };
+            let (next, left) = shared.at_the_relay(old);
+            shared.state().moving = false;
+            let is_over = left.is_some();
+            // The sender has it there before it leaves here.
+            Self::take_in(shared, next);
+            if is_over {
+                drop(left);
+                let mut state = shared.state();
+                if !shared.closed.load(Ordering::SeqCst) {
+                    state.looks = None;
+                }
+                return;
+            }
+        }
+    }
+
+    /// The segment of the relay, and the one that is left for it; else the one there
+    /// is.
+    fn at_the_relay(&self, old: Found) -> (Found, Option<Found>) {
+        let handoff = old.attached.handoff();
+        match self.way.find_relay(&handoff) {
+            Ok(Some(mut next)) if next.attached.run() == self.run => {
+                if let Err(error) = next.attached.take_over(handoff) {
+                    tracing::error!("going on at a relay: {error}");
+                }
+                (next, Some(old))
+            }
+            Ok(_) => (old, None),
+            Err(error) => {
+                tracing::warn!("this host's relay cannot be used: {error}");
+                (old, None)
+            }
+        }
+    }
+
+    /// The segment, once no call has it; `None` if the worker leaves.
+    fn take_between_calls(&self) -> Option<Found> {
+        let mut state = self.state();
+        state.moving = true;
+        if let Some(interrupter) = &state.interrupter {
+            interrupter.interrupt();
+        }
+        loop {
+            if self.closed.load(Ordering::SeqCst) {
+                return None;
+            }
+            if let Some(found) = state.found.take() {
+                return Some(found);
+            }
+            state = self.wait_for_a_change(state, LONGEST);
+        }
+    }
+
+    /// Waits for so long; whether the worker leaves.
+    fn rest(&self, pause: Duration) -> bool {
+        let since = std::time::Instant::now();
+        let mut state = self.state();
+        loop {
+            if self.closed.load(Ordering::SeqCst) {
+                return true;
+            }
+            let left = pause.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                return false;
+            }
+            state = self.wait_for_a_change(state, left);
+        }
+    }
+
+    fn wait_for_a_change<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        most: Duration,
+    ) -> MutexGuard<'a, State> {
+        let waited = self.changed.wait_timeout(state, most);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}

@@ -1,0 +1,156 @@
+//! A worker between two relays.
+
+use std::path::Path;
+use std::thread;
+
+use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
+use weightsync::{AnyScheme, InitInfo, ModelId, ReceiverSetup, Schemes, Tensors};
+
+use super::*;
+use crate::relay::tests::{LONG, relay, trainer};
+use crate::scheme::Share;
+use crate::status::Status;
+
+/// Hears who joins, and lets nobody in.
+#[derive(Clone, Debug, Default)]
+struct Joins(Arc<Mutex<Option<Joining>>>);
+
+impl Scheme for Joins {
+    fn word(&self) -> &str {
+        "distributed"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Distributed::new().capabilities()
+    }
+
+    fn place(&self, _: &[ModelId], _: Option<&Path>) -> Result<Endpoint> {
+        Err(Error::Interrupted)
+    }
+
+    fn open(&self, _: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+        Err(Error::Interrupted)
+    }
+
+    fn join(
+        &self,
+        _: &Endpoint,
+        joining: &Joining,
+        _: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        *self.0.lock().unwrap() = Some(joining.clone());
+        Err(Error::Interrupted)
+    }
+}
+
+fn worker(info: &InitInfo) -> NetReceiver {
+    let joins = Joins::default();
+    let mut schemes = Schemes::default();
+    let own = joins.clone();
+    schemes.insert("distributed", move |_| Ok(AnyScheme::new(own.clone())));
+    let setup = ReceiverSetup::new(info.clone(), 1).schemes(schemes);
+    setup.connect(LONG).expect_err("it only listens");
+    let joining = joins.0.lock().unwrap().take().unwrap();
+    let scheme = Distributed::new().share(Share::Relay);
+    let deadline = Some(Instant::now() + LONG);
+    NetReceiver::join(&scheme, info.endpoint(), &joining, deadline).unwrap()
+}
+
+#[test]
+fn an_interrupt_ends_a_wait_also_where_the_segment_changes_meanwhile() {
+    let (_sender, info) = trainer();
+    let mut receiver = worker(&info);
+    let deadline = || Some(Instant::now() + LONG);
+    assert!(receiver.next(deadline()).unwrap().is_some());
+    let interrupter = receiver.interrupter().unwrap();
+    for has_segment in [false, true] {
+        // As where a relay goes.
+        let (found, handoff) = {
+            let mut state = receiver.shared.state();
+            let found = state.found.take().unwrap();
+            state.interrupter.take_if(|_| !has_segment);
+            let handoff = found.attached.handoff();
+            (found, handoff)
+        };
+        drop(found);
+        interrupter.interrupt();
+        let mut found = receiver.shared.way.find(&handoff, deadline()).unwrap();
+        found.attached.take_over(handoff).unwrap();
+        Shared::take_in(&receiver.shared, found);
+        let begun = Instant::now();
+        let next = receiver.next(deadline()).unwrap();
+        assert!(next.is_none());
+        assert!(begun.elapsed() < LONG / 2, "{has_segment}: not interrupted");
+        // And no other.
+        assert!(!receiver.shared.interrupted.load(Ordering::SeqCst));
+    }
+}
+
+#[test]
+fn what_ends_with_its_worker_does_not_end_on_its_own_watch() {
+    let (_sender, info) = trainer();
+    let (stop, running) = relay(&info);
+    let receiver = worker(&info);
+    let shared = receiver.shared.clone();
+    // As where the worker leaves just now.
+    shared.closed.store(true, Ordering::SeqCst);
+    stop.stop();
+    running.join().unwrap();
+    let until = Instant::now() + LONG;
+    loop {
+        Shared::notice(&shared);
+        let state = shared.state();
+        let found = state.found.as_ref().expect("it is the worker's to end");
+        if found.has_lost_its_relay() {
+            break;
+        }
+        assert!(Instant::now() < until, "the relay does not go");
+        drop(state);
+        thread::yield_now();
+    }
+    Shared::notice(&shared);
+    assert!(shared.state().found.is_some());
+}
+
+#[test]
+fn a_worker_that_came_first_goes_to_its_hosts_relay() {
+    let (mut sender, info) = trainer();
+    let mut receiver = worker(&info);
+    let shared = receiver.shared.clone();
+    let deadline = || Some(Instant::now() + LONG);
+    let first = receiver.next(deadline()).unwrap().unwrap();
+    receiver.applied(&first).unwrap();
+    assert!(shared.state().found.as_ref().unwrap().is_its_own_agents());
+    // It waits in a call all the time.
+    let waits = thread::spawn(move || {
+        let next = receiver.next(deadline()).unwrap();
+        receiver.applied(next.as_ref().unwrap()).unwrap();
+        (receiver, next)
+    });
+    let (stop, running) = relay(&info);
+    let at = info.endpoint();
+    let until = Instant::now() + LONG;
+    loop {
+        let status = Status::ask(at.address(), at.secret(), LONG).unwrap();
+        let mut relays = status.relays.iter();
+        let own = std::process::id();
+        // Both are this process: the relay is the one that serves.
+        if status.relays.len() == 1 && relays.any(|one| one.workers.len() == 1) {
+            assert_eq!(status.relays[0].pid, own);
+            break;
+        }
+        assert!(Instant::now() < until, "{status:#?}");
+        thread::yield_now();
+    }
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![2.5_f32, 3.5]).unwrap();
+    let report = sender.send(&weights).unwrap();
+    assert!(report.all_applied(), "{report:?}");
+    assert_eq!(report.workers.len(), 1, "{report:?}");
+    let (receiver, next) = waits.join().unwrap();
+    assert_eq!(next.unwrap().members()[0].snapshot.version().0, 2);
+    assert!(shared.state().found.as_ref().unwrap().is_a_relays());
+    drop(receiver);
+    stop.stop();
+    running.join().unwrap();
+}

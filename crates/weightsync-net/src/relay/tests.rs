@@ -1,0 +1,239 @@
+//! Relays of one host.
+
+use std::collections::BTreeSet;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+use weightsync::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
+use weightsync_core::{Dtype, Layout};
+
+use super::local::{Whose, names};
+use super::*;
+use crate::error::NetError;
+use crate::link::listen::accept_all;
+use crate::link::{Link, LinkEnd};
+use crate::scheme::{Distributed, Share};
+use crate::status::Status;
+use crate::wire::message::{FromRoot, ToRoot, model_messages};
+
+/// More than anything here takes.
+pub(crate) const LONG: Duration = Duration::from_secs(20);
+
+/// A trainer whose workers do not read its memory.
+pub(crate) fn trainer() -> (Sender, InitInfo) {
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
+    let scheme = Distributed::new().share(Share::Relay);
+    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let setup = setup.scheme(scheme).unwrap();
+    let info = setup.init_info();
+    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    (sender, info)
+}
+
+/// A relay of this host; it has joined.
+pub(crate) fn relay(info: &InitInfo) -> (RelayStop, thread::JoinHandle<()>) {
+    let relay = Relay::of(info);
+    let stop = relay.stopper();
+    let (joined, has_joined) = std::sync::mpsc::channel();
+    let running = thread::spawn(move || {
+        let tell = move |news| {
+            if matches!(news, RelayNews::Joined { .. }) {
+                let _ = joined.send(());
+            }
+        };
+        relay.run(tell).unwrap();
+    });
+    has_joined.recv_timeout(LONG).unwrap();
+    (stop, running)
+}
+
+/// What an error of this crate is, and what to do about it.
+fn net_error(error: &Error) -> (&NetError, Remedy) {
+    let Error::Transport { source, remedy } = error else {
+        panic!("{error}");
+    };
+    (
+        source.downcast_ref().expect("an error of this crate"),
+        *remedy,
+    )
+}
+
+#[test]
+fn no_name_tells_another() {
+    let secret = [5; 16];
+    let mut all = BTreeSet::new();
+    for whose in [Whose::Sender, Whose::Host] {
+        for name in names(&secret, "10.0.0.1:7070", whose) {
+            let digest = name.strip_prefix("weightsync/net/").unwrap();
+            let is_hex = digest.bytes().all(|byte| byte.is_ascii_hexdigit());
+            assert!(is_hex && digest.len() == 32, "{name}");
+            // Half of it says nothing of the other half of the names either.
+            all.insert(digest[..16].to_owned());
+        }
+    }
+    assert_eq!(all.len(), 16);
+}
+
+#[test]
+fn names_that_others_keep_hold_up_no_relay() {
+    let (_sender, info) = trainer();
+    let at = info.endpoint();
+    let mut kept = Vec::new();
+    for name in &names(at.secret(), at.address(), Whose::Host)[..7] {
+        let kind = (AddressFamily::UNIX, SocketType::SEQPACKET);
+        let socket = rustix::net::socket(kind.0, kind.1, None).unwrap();
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        rustix::net::bind(&socket, &address).unwrap();
+        kept.push(socket);
+    }
+    let begun = Instant::now();
+    let (stop, running) = relay(&info);
+    let took = begun.elapsed();
+    stop.stop();
+    running.join().unwrap();
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
+#[test]
+fn a_host_has_one_relay() {
+    let (_sender, info) = trainer();
+    let (stop, running) = relay(&info);
+    let second = Relay::of(&info).run(|_| {}).unwrap_err();
+    let (error, remedy) = net_error(&second);
+    assert!(matches!(error, NetError::AnotherRelay { .. }), "{error}");
+    assert_eq!(remedy, Remedy::GiveUp);
+    stop.stop();
+    running.join().unwrap();
+    // And the next one, once it has gone.
+    let (stop, running) = relay(&info);
+    stop.stop();
+    running.join().unwrap();
+}
+
+#[test]
+fn who_asks_how_things_are_is_told_why_there_is_no_answer() {
+    let (_sender, info) = trainer();
+    let at = info.endpoint();
+    let another = [9; 16];
+    let error = Status::ask(at.address(), &another, LONG).unwrap_err();
+    let (error, remedy) = net_error(&error);
+    assert!(matches!(error, NetError::Hello { .. }), "{error}");
+    assert_eq!(remedy, Remedy::GiveUp);
+    // A relay's port.
+    let options = AgentOptions {
+        root: at.address().into(),
+        secret: *at.secret(),
+        seen: Epoch::default(),
+        connections: 1,
+        place: Place::Own(format!("weightsync/test/asked/{}", std::process::id())),
+        serves: true,
+        access: Access::default(),
+    };
+    let agent = Agent::start(options, LONG).unwrap();
+    let port = agent.serves.unwrap().to_string();
+    let error = Status::ask(&port, at.secret(), LONG).unwrap_err();
+    let (error, remedy) = net_error(&error);
+    assert!(matches!(error, NetError::NoAnswer { .. }), "{error}");
+    assert_eq!(remedy, Remedy::GiveUp);
+}
+
+/// A sender that tells whoever comes of a parent; what it was told after that.
+async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
+    let (told, mut said) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
+    let take = move |socket, _, _| {
+        let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &told, |what| what);
+        link.say(&FromRoot::Welcome {
+            run: Run {
+                epoch: Epoch(1),
+                id: [7; 16],
+            },
+            agent: 1,
+            address: "somewhere".into(),
+            models: 1,
+            slots: 2,
+            max_slots: 4,
+            pid: 1,
+        });
+        let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap();
+        let (layout, note) = (layout.encode(), Vec::new());
+        for message in model_messages(0, &layout, &note).unwrap() {
+            link.say(&message);
+        }
+        link.say(&FromRoot::Parent {
+            agent: 9,
+            address: Some("192.0.2.1:9".into()),
+        });
+        // It stays until the test is over.
+        tokio::spawn(async move {
+            std::future::pending::<()>().await;
+            drop(link);
+        });
+    };
+    tokio::spawn(accept_all(listener, key, || false, take));
+    while let Some(what) = said.recv().await {
+        match what.unwrap() {
+            ToRoot::Agent { .. } | ToRoot::Ping => {}
+            message => return message,
+        }
+    }
+    panic!("it has gone");
+}
+
+#[test]
+fn an_agent_fetches_only_where_it_may() {
+    let runtime = runtime("test").unwrap();
+    let listen = tokio::net::TcpListener::bind("127.0.0.1:0");
+    let listener = runtime.block_on(listen).unwrap();
+    let options = AgentOptions {
+        root: listener.local_addr().unwrap().to_string(),
+        secret: [5; 16],
+        seen: Epoch::default(),
+        connections: 1,
+        place: Place::Own(format!("weightsync/test/led/{}", std::process::id())),
+        serves: false,
+        access: Access::default(),
+    };
+    let said = runtime.spawn(misleads(listener, Key::new(&options.secret)));
+    let _agent = Agent::start(options, LONG).unwrap();
+    let said = runtime.block_on(async { tokio::time::timeout(LONG, said).await });
+    let said = said.expect("it says something").unwrap();
+    assert!(
+        matches!(said, ToRoot::ParentLost { parent: 9, .. }),
+        "{said:?}"
+    );
+}
+
+#[test]
+fn an_agent_that_looks_for_its_sender_leaves_at_once() {
+    let runtime = runtime("test").unwrap();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let options = AgentOptions {
+        root: address.to_string(),
+        secret: [5; 16],
+        seen: Epoch::default(),
+        connections: 1,
+        place: Place::Own(format!("weightsync/test/looks/{}", std::process::id())),
+        serves: false,
+        access: Access::default(),
+    };
+    let key = Key::new(&options.secret);
+    let own = listener.try_clone().unwrap();
+    own.set_nonblocking(true).unwrap();
+    let misleads = runtime.spawn(async {
+        let listener = tokio::net::TcpListener::from_std(own).unwrap();
+        misleads(listener, key).await
+    });
+    let agent = Agent::start(options, LONG).unwrap();
+    runtime.block_on(misleads).unwrap();
+    // Its tasks end, and the links. Who comes from here on is not answered.
+    drop(runtime);
+    listener.set_nonblocking(false).unwrap();
+    let (_silent, _) = listener.accept().unwrap();
+    let begun = Instant::now();
+    drop(agent);
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(1), "{took:?}");
+}
