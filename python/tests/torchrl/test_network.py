@@ -32,16 +32,21 @@ def test_where_workers_find_the_trainer():
     [
         ("trainer:7070", "trainer", 7070),
         ("[::1]:7070", "::1", 7070),
-        ("trainer", "trainer", None),
-        ("[fd00::7]", "fd00::7", None),
     ],
 )
-def test_what_is_advertised_is_a_host_and_perhaps_a_port(advertise, host, port):
+def test_what_is_advertised_is_a_host_and_a_port(advertise, host, port):
     scheme = DistributedWeightSyncScheme(advertise=advertise)
     scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
     info = scheme.get_store_info()
     assert (info["host"], info["port"]) == (host, port)
     scheme.shutdown()
+
+
+@pytest.mark.parametrize("advertise", ["trainer", "[fd00::7]"])
+def test_an_address_without_a_port_is_refused_in_words(advertise):
+    scheme = DistributedWeightSyncScheme(advertise=advertise)
+    with pytest.raises(weightsync.WeightsyncError, match="wants HOST:PORT"):
+        scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
 
 
 def test_off_loopback_a_token_is_wanted(monkeypatch):

@@ -170,9 +170,8 @@ class DistributedWeightSyncScheme(LocalScheme):
         self._word = f"distributed:{chosen}" if chosen else "distributed"
 
     def get_store_info(self) -> dict[str, Any]:
-        """Where workers find the trainer, once it is set up: its host and port, None if
-        ``advertise`` says none, and the init info as text, with which a
-        :class:`weightsync.Receiver` joins."""
+        """Where workers find the trainer, once it is set up: its host and port, and the
+        init info as text, with which a :class:`weightsync.Receiver` joins."""
         info = self._group.info if self._group is not None else None
         if info is None:
             raise LifecycleError("call init_on_sender first: it decides where workers connect")
@@ -232,14 +231,9 @@ class RPCWeightSyncScheme(LocalScheme):
 
 
 def _host_and_port(address: str) -> dict[str, Any]:
-    """The parts of "host:port", "host" or "[::1]:port"."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or (":" in host and not host.startswith("[")):
-        # There is no port, or what looks like one is the end of an IPv6 address.
-        host, port = address, ""
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    return {"host": host, "port": int(port) if port else None}
+    """The parts of "host:port" or "[::1]:port"."""
+    host, _, port = address.rpartition(":")
+    return {"host": host.removeprefix("[").removesuffix("]"), "port": int(port)}
 
 
 # What TorchRL calls its backend over TCP, and what it is.

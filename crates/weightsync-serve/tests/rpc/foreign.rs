@@ -3,6 +3,8 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -130,6 +132,18 @@ fn a_worker_can_be_written_by_the_description_alone() {
             assert!(head.starts_with("http/1.1 200"), "{head}");
             let welcome = line(&mut answer).expect("a line")["welcome"].clone();
             let (listener, mut life, to_worker) = life.join().expect("no panic");
+            // A busy machine may take long between two calls: the sender would look
+            // whether anybody is there.
+            let stop = Arc::new(AtomicBool::new(false));
+            let beats = std::thread::spawn({
+                let (mut life, stop) = (life.try_clone().expect("a socket"), stop.clone());
+                move || {
+                    while !stop.load(Ordering::SeqCst) {
+                        say(&mut life, &json!({"beat": 1}));
+                        std::thread::sleep(Duration::from_millis(100));
+                    }
+                }
+            });
             let id = welcome["id"].as_str().expect("a name").to_owned();
             assert_eq!(welcome["sequence"], 0, "nothing was sent yet");
             assert!(line(&mut answer).expect("a line")["beat"].is_u64());
@@ -141,7 +155,6 @@ fn a_worker_can_be_written_by_the_description_alone() {
 
             // One call is applied, one refused.
             for refuses in [false, true] {
-                say(&mut life, &json!({"beat": 1}));
                 let (mut called, _) = listener.accept().expect("the sender");
                 let (first, call) = serve(&called, &to_worker);
                 assert_eq!(first.trim(), "POST /v1/weights HTTP/1.1");
@@ -196,6 +209,8 @@ fn a_worker_can_be_written_by_the_description_alone() {
             let post = format!("POST /v1/workers/{id}/words");
             let (head, _) = ask(&address, &to_sender, &post, &words.to_string());
             assert!(head.starts_with("http/1.1 204"), "{head}");
+            stop.store(true, Ordering::SeqCst);
+            beats.join().expect("no panic");
             say(&mut life, &json!({"left": {}}));
             life.write_all(b"0\r\n\r\n").expect("it reads");
         }
