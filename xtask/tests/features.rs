@@ -141,7 +141,7 @@ fn has_test(source: &str, name: &str) -> bool {
         let scenario = line.contains(&with_needs) && line.ends_with("],");
         found
             || line == quoted
-            || (line.starts_with(&paired) && line.ends_with("),"))
+            || (line.starts_with(&paired) && (line.ends_with("),") || line.ends_with('{')))
             || scenario
             || (line.ends_with(&listed) && !line.contains([' ', '(']))
     })

@@ -398,8 +398,18 @@ impl Hub {
         }
         let how = match end {
             LinkEnd::HungUp => Parting::HungUp,
-            // What a process that is killed has not read is answered by that.
-            LinkEnd::Failed(error) if error.kind() == ErrorKind::ConnectionReset => Parting::HungUp,
+            // What a process that is killed has not read is answered by the first of them,
+            // and what is written to it then by the others.
+            LinkEnd::Failed(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::ConnectionReset
+                        | ErrorKind::BrokenPipe
+                        | ErrorKind::ConnectionAborted
+                ) =>
+            {
+                Parting::HungUp
+            }
             LinkEnd::Failed(_) => Parting::Cut,
             _ => Parting::Silent,
         };
