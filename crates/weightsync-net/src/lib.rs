@@ -1,9 +1,9 @@
 //! Weights across machines: links, the [`Distributed`] scheme and relays.
 //!
-//! The trainer listens; workers dial in, whoever starts the transfer. On each host
-//! one process, a relay or the first worker that comes, fetches each version once,
-//! checks it chunk by chunk, passes it on to the next host at once, and shares it
-//! with the workers of its host through a segment of shared memory.
+//! The trainer listens; workers dial in, whoever starts the transfer. On each host a
+//! relay fetches each version once, checks it chunk by chunk, passes it on to the next
+//! host at once, and shares it with the workers of its host through a segment of
+//! shared memory. Where there is no relay, each worker fetches for itself.
 //!
 //! | to | see |
 //! |---|---|
