@@ -17,12 +17,11 @@ pub(crate) struct Came {
 
 /// One link's.
 #[derive(Debug, Default)]
-pub(super) struct Meter {
-    state: Mutex<State>,
-}
+pub(super) struct Meter(Mutex<Gauge>);
 
+/// The same for one thread: plain values in, plain values out.
 #[derive(Debug, Default)]
-struct State {
+pub(crate) struct Gauge {
     came: Came,
     /// Chunks that are coming.
     coming: u32,
@@ -37,23 +36,56 @@ pub(super) struct Coming<'a>(&'a Meter);
 impl Meter {
     /// All that has come.
     pub(super) fn came(&self) -> Came {
-        self.state().came
+        self.gauge().came()
     }
 
     /// A chunk begins to come.
     pub(super) fn begin(&self, now: Instant) -> Coming<'_> {
-        let mut state = self.state();
-        state.count(now);
-        state.coming += 1;
+        self.gauge().begin(now);
         Coming(self)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn gauge(&self) -> MutexGuard<'_, Gauge> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl Coming<'_> {
+    /// So much more of it is there.
+    pub(super) fn more(&self, bytes: usize, now: Instant) {
+        self.0.gauge().more(bytes as u64, now);
+    }
+}
+
+impl Drop for Coming<'_> {
+    fn drop(&mut self) {
+        self.0.gauge().end();
+    }
+}
+
+impl Gauge {
+    /// All that has come.
+    pub(crate) fn came(&self) -> Came {
+        self.came
+    }
+
+    /// A chunk begins to come.
+    pub(crate) fn begin(&mut self, now: Instant) {
+        self.count(now);
+        self.coming += 1;
+    }
+
+    /// So much more of one is there.
+    pub(crate) fn more(&mut self, bytes: u64, now: Instant) {
+        self.count(now);
+        self.came.bytes += bytes;
+    }
+
+    /// One that has begun comes no more: what was not counted of it did not come.
+    pub(crate) fn end(&mut self) {
+        self.coming -= 1;
+    }
+
     fn count(&mut self, now: Instant) {
         let before = self.counted.replace(now);
         if self.coming > 0
@@ -64,25 +96,9 @@ impl State {
     }
 }
 
-impl Coming<'_> {
-    /// So much more of it is there.
-    pub(super) fn more(&self, bytes: usize, now: Instant) {
-        let mut state = self.0.state();
-        state.count(now);
-        state.came.bytes += bytes as u64;
-    }
-}
-
-impl Drop for Coming<'_> {
-    fn drop(&mut self) {
-        // What was not counted of it until here did not come.
-        self.0.state().coming -= 1;
-    }
-}
-
 impl Came {
     /// What so many of the bytes took that came since then.
-    pub(super) fn share(self, before: Self, bytes: u64) -> Self {
+    pub(crate) fn share(self, before: Self, bytes: u64) -> Self {
         let all = self.bytes - before.bytes;
         let busy = self.busy - before.busy;
         let share = match all {

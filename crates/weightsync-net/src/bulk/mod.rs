@@ -11,6 +11,8 @@ mod store;
 
 pub(crate) use self::fetch::{Connections, Fetch, FetchEnd, Parent};
 pub(crate) use self::meter::Came;
+#[cfg(test)]
+pub(crate) use self::meter::Gauge;
 pub(crate) use self::serve::{Served, Serving};
 pub(crate) use self::stop::Threads;
 #[cfg(test)]

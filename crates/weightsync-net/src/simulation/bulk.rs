@@ -6,6 +6,7 @@ use super::clock::{MS, SECOND, Time};
 use super::network::{Health, Network, Node, Way};
 use super::perform::FetchEnd;
 use super::{Event, World};
+use crate::bulk::Came;
 use crate::relay::Item;
 use crate::relay::plan::Input;
 
@@ -46,14 +47,20 @@ pub(super) struct Transfer {
     /// What has come is held up: a chunk, or the word that there is none.
     pub(super) held: bool,
     pub(super) gone: bool,
+    /// Its first byte is there, and the last is not.
+    coming: bool,
     bytes: u64,
-    busy: Time,
+    /// What had come by the link before it began.
+    before: Came,
 }
 
 impl Transfer {
     /// Its child has closed it.
     fn close(&mut self, network: &mut Network, now: Time) {
         self.child_open = false;
+        if std::mem::take(&mut self.coming) {
+            network.gauge(self.child, self.parent.agent).end();
+        }
         if let Some(way) = self.sending {
             network.take_back(self.child.0, way, now);
         }
@@ -79,6 +86,7 @@ impl World {
         assert!(before.is_none(), "{item:?} is on its way to {child:?}");
         let instead = sender && agent.parent != Some(ROOT);
         let next = agent.coming[&item];
+        let before = self.network.gauge(child, parent.agent).came();
         let transfer = Transfer {
             child,
             parent,
@@ -95,8 +103,9 @@ impl World {
             sending: None,
             held: false,
             gone: false,
+            coming: false,
             bytes: 0,
-            busy: 0,
+            before,
         };
         self.trace(|| format!("fetch {number}: {child:?} {item:?} from {parent:?} {next}"));
         self.transfers.insert(number, transfer);
@@ -191,7 +200,8 @@ impl World {
         if next < there {
             let way = self.network.send(parent.node, to, bytes, now);
             transfer.sending = Some(way);
-            transfer.busy += way.busy;
+            let begins = way.whole - way.busy;
+            self.clock.after(begins - now, Event::Begins { number });
             self.clock.after(way.whole - now, Event::Chunk { number });
             if parent.node == 0 {
                 let beyond = transfer.instead || transfer.late;
@@ -206,6 +216,17 @@ impl World {
         all.any(|one| {
             one.parent.node == 0 && one.item == item && one.found && one.parent_open && !one.revoked
         })
+    }
+
+    /// The first byte of a chunk has come.
+    pub(super) fn begins(&mut self, number: u64) {
+        if let Some(transfer) = self.transfers.get_mut(&number)
+            && transfer.child_open
+        {
+            transfer.coming = true;
+            let gauge = self.network.gauge(transfer.child, transfer.parent.agent);
+            gauge.begin(self.clock.instant());
+        }
     }
 
     /// A chunk has come.
@@ -223,9 +244,15 @@ impl World {
             return;
         }
         let before = u64::from(transfer.next) * CHUNK;
+        let bytes = CHUNK.min(self.sender.sizes[item.model] - before);
         transfer.next += 1;
-        transfer.bytes += CHUNK.min(self.sender.sizes[item.model] - before);
-        let (next, bytes, busy) = (transfer.next, transfer.bytes, transfer.busy);
+        transfer.bytes += bytes;
+        transfer.coming = false;
+        let gauge = self.network.gauge(transfer.child, parent.agent);
+        gauge.more(bytes, self.clock.instant());
+        gauge.end();
+        let came = gauge.came().share(transfer.before, transfer.bytes);
+        let next = transfer.next;
         let whole = next == transfer.chunks;
         let served = transfer.parent_open;
         let agent = self.agent_of(node);
@@ -239,15 +266,14 @@ impl World {
         agent.whole.insert(item);
         self.transfers.remove(&number);
         self.pass_on(node, item);
-        let micros = busy;
-        self.fetched(node, item, parent, FetchEnd::Whole { bytes, micros });
+        self.fetched(node, item, parent, FetchEnd::Whole { came });
         if served {
             self.served(item, parent);
         }
     }
 
     /// What has come goes on to whom it is wanted by.
-    fn pass_on(&mut self, node: Node, item: Item) {
+    pub(super) fn pass_on(&mut self, node: Node, item: Item) {
         let below = self
             .transfers
             .iter()

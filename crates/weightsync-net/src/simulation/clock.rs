@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::time::{Duration, Instant};
 
 /// Microseconds since a schedule began.
 pub(super) type Time = u64;
@@ -13,6 +14,8 @@ pub(super) const SECOND: Time = 1000 * MS;
 /// added.
 #[derive(Debug)]
 pub(super) struct Clock<E> {
+    /// What was real when it began: some times are of that kind.
+    began: Instant,
     now: Time,
     added: u64,
     due: BinaryHeap<Reverse<Due<E>>>,
@@ -27,6 +30,7 @@ struct Due<E> {
 impl<E> Clock<E> {
     pub(super) fn new() -> Self {
         Self {
+            began: Instant::now(),
             now: 0,
             added: 0,
             due: BinaryHeap::new(),
@@ -35,6 +39,10 @@ impl<E> Clock<E> {
 
     pub(super) fn now(&self) -> Time {
         self.now
+    }
+
+    pub(super) fn instant(&self) -> Instant {
+        self.began + Duration::from_micros(self.now)
     }
 
     /// This happens so much later.

@@ -65,6 +65,8 @@ enum Event {
     Again,
     /// A fetch reaches the one that is asked.
     Asked { number: u64 },
+    /// The first byte of a chunk has come.
+    Begins { number: u64 },
     /// A chunk has come.
     Chunk { number: u64 },
     /// A child hears that its parent has not what it asked for.
@@ -155,6 +157,7 @@ impl World {
             Event::Late => self.late(),
             Event::Again => self.again(),
             Event::Asked { number } => self.asked(number),
+            Event::Begins { number } => self.begins(number),
             Event::Chunk { number } => self.chunk(number),
             Event::NotThere { number } => self.not_there(number),
             Event::Broken { number } => self.broken(number),

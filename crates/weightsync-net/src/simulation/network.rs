@@ -4,6 +4,8 @@
 use std::collections::BTreeMap;
 
 use super::clock::{SECOND, Time};
+use crate::bulk::Gauge;
+use crate::root::topology::AgentId;
 
 /// A machine's number; 0 is the sender's.
 pub(super) type Node = usize;
@@ -23,6 +25,8 @@ pub(super) struct Network {
     ends: Vec<End>,
     /// Ways between two machines of which something else is wrong than with either.
     between: BTreeMap<(Node, Node), (Health, Time)>,
+    /// What came to each life of a machine's agent from each parent.
+    gauges: BTreeMap<((Node, u64), AgentId), Gauge>,
     /// Of every way, in one direction.
     pub(super) latency: Time,
 }
@@ -52,12 +56,18 @@ impl Network {
         Self {
             ends: rates.iter().map(end).collect(),
             between: BTreeMap::new(),
+            gauges: BTreeMap::new(),
             latency,
         }
     }
 
     pub(super) fn rate(&self, node: Node) -> u64 {
         self.ends[node].rate
+    }
+
+    /// What has come to a child from its parent.
+    pub(super) fn gauge(&mut self, child: (Node, u64), parent: AgentId) -> &mut Gauge {
+        self.gauges.entry((child, parent)).or_default()
     }
 
     /// How it stands between two, and since when.

@@ -4,6 +4,7 @@ use super::agent::{Parent, ROOT};
 use super::clock::{MS, Time};
 use super::network::Node;
 use super::{Event, World};
+use crate::bulk::Came;
 use crate::relay::Item;
 use crate::relay::plan::{Effect, Input};
 use crate::wire::message::ToRoot;
@@ -11,7 +12,7 @@ use crate::wire::message::ToRoot;
 /// How a transfer has ended for the one that fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FetchEnd {
-    Whole { bytes: u64, micros: Time },
+    Whole { came: Came },
     NotThere,
     Broken,
 }
@@ -72,8 +73,13 @@ impl World {
             self.clock.after(20 * MS, Event::Room { node, life });
             return Some(Input::NoRoom { item });
         }
+        let known = agent.coming.contains_key(&item);
         agent.coming.entry(item).or_insert(0);
         self.start_fetch((node, life), item, parent, sender);
+        if !known {
+            // Whoever waits for it finds that it is coming.
+            self.pass_on(node, item);
+        }
         None
     }
 
@@ -82,7 +88,7 @@ impl World {
         let agent = self.agent_of(node);
         let fetching = agent.fetching.remove(&item);
         match end {
-            FetchEnd::Whole { bytes, micros } => {
+            FetchEnd::Whole { came } => {
                 agent.failures = 0;
                 agent.whole.insert(item);
                 self.say(
@@ -91,8 +97,8 @@ impl World {
                         model: item.model as u8,
                         version: item.version,
                         parent: parent.agent,
-                        bytes,
-                        micros,
+                        bytes: came.bytes,
+                        micros: came.busy.as_micros() as Time,
                     },
                 );
                 self.step(node, vec![Input::Whole { item }]);

@@ -6,8 +6,9 @@
 //!   nothing happened (no fault, nobody that came or went, nobody that was given
 //!   another parent) from [`CALM`] before it until the next publication, and if that
 //!   came no earlier than the bytes of three whole sets take by the slowest link on
-//!   the worker's way from the sender, a chunk more for each agent on it, and two
-//!   seconds: three, because each agent may first finish a version that was replaced.
+//!   the worker's way from the sender, a chunk more for each agent on it, two seconds,
+//!   and what it takes to find out that a parent on it cannot be reached: three,
+//!   because each agent may first finish a version that was replaced.
 //!   Of two publications in a row that were due for it, a worker was told one.
 //! * **Nobody starves**, however fast sets are published: from each publication on a
 //!   worker that wants the newest is told a set, if nothing else happens from [`CALM`]
@@ -29,7 +30,7 @@ use std::collections::BTreeMap;
 use weightsync_mem::{Delivery, Seated};
 
 use super::World;
-use super::bulk::CHUNK;
+use super::bulk::{CHUNK, SUSPECT};
 use super::clock::{MS, SECOND, Time};
 use super::network::{Node, taken};
 use super::{Event, Worker};
@@ -152,14 +153,22 @@ impl World {
     /// How long a publication may take to an agent's workers.
     pub(super) fn time_for(&self, agent: AgentId) -> Time {
         let way = self.sender.way(agent);
-        let node = |agent: &AgentId| self.sender.agents[agent].node;
+        let node = |agent: AgentId| self.sender.agents[&agent].node;
         let share =
             |agent: AgentId, node: Node| self.network.rate(node) / self.children(agent).max(1);
-        let rates = way.iter().map(|agent| share(*agent, node(agent)));
+        let rates = way.iter().map(|agent| share(*agent, node(*agent)));
         let slowest = rates.chain([share(0, 0)]).min().unwrap_or(1);
         let set: u64 = self.sender.sizes.iter().sum();
         let bytes = 3 * set + way.len() as u64 * CHUNK;
-        taken(bytes, slowest) + 2 * SECOND
+        // Tried again now and then, and silent: so long it takes to find out, once the
+        // version under way is not replaced any more.
+        let mut before = 0;
+        let mut silent = 0;
+        for one in way.into_iter().map(node) {
+            silent += u64::from(!self.network.is_good(before, one));
+            before = one;
+        }
+        taken(bytes, slowest) + 2 * SECOND + 2 * silent * SUSPECT
     }
 
     pub(super) fn note_assigned(&mut self, assigned: &Assigned) {
