@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use weightsync::{DigestPolicy, Expect, Outcome, Receiver, SendOptions, Sender, WaitFor};
 
-use super::proxy::{Harm, Proxy};
+use super::proxy::{Answer, Harm, Proxy};
 use super::{SOON, at_connect, parts, receive, setup, weights, worker};
 
 /// A few megabytes, so that there are several chunks.
@@ -140,6 +140,40 @@ fn a_worker_goes_on_where_its_connections_broke() {
         assert_eq!(status.len(), 1);
         assert_eq!(status[0].version(), receiver.version());
     }
+}
+
+#[test]
+fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    const REGISTER: &str = "POST /v1/workers ";
+    const BAD_GATEWAY: &str = "502 Bad Gateway\r\nContent-Length: 0";
+    let answers = [
+        Answer::HangUp,
+        Answer::Says(BAD_GATEWAY),
+        Answer::Says("200 OK\r\nContent-Length: 0"),
+        Answer::HangUp,
+    ];
+    proxy.answer(REGISTER, &answers);
+    proxy.cut();
+    let begun = Instant::now();
+    while proxy.answered() < answers.len() as u64 {
+        let end = receiver.receive(Some(Duration::ZERO));
+        end.expect("its sender lives");
+        assert!(begun.elapsed() < SOON, "it does not try again");
+    }
+    while !sends(&mut sender, 2.0) {
+        assert!(begun.elapsed() < SOON, "it does not come back");
+    }
+    assert_eq!(receive(&mut receiver), 2.0);
+}
+
+/// Whether the one worker has what is sent.
+fn sends(sender: &mut Sender, value: f32) -> bool {
+    let report = sender.send_with(&weights(FLOATS, value), &staged());
+    let report = report.expect("it is sent");
+    let line = report.worker(0);
+    line.is_some_and(|line| matches!(line.outcome, Outcome::Staged | Outcome::Applied))
 }
 
 #[test]

@@ -92,12 +92,13 @@ const OUT_OF_REACH: Duration = Duration::from_secs(10);
 
 /// Why an attempt has failed.
 enum NotIn {
-    /// Nobody is there, or it does not answer as a sender does.
+    /// Nobody is there: its system says so.
     Absent(String),
     /// It does not know this worker's secret. Only a sender that may be followed by
     /// another at its address is asked again.
     Stranger,
-    /// It cannot be reached, or does not answer: whether it is there is not known.
+    /// It cannot be reached, hangs up, or does not answer as a sender does: whether it is
+    /// there is not known.
     Silent(String),
     /// It has no right to be let in, or there is something else that waiting does not
     /// mend; but another sender may take the place of this one.
@@ -110,11 +111,10 @@ impl From<Fault> for NotIn {
     fn from(fault: Fault) -> Self {
         let words = fault.to_string();
         match fault {
-            Fault::Silent { .. } => Self::Silent(words),
-            Fault::Connect { source, .. } if source.kind() != ErrorKind::ConnectionRefused => {
-                Self::Silent(words)
+            Fault::Connect { source, .. } if source.kind() == ErrorKind::ConnectionRefused => {
+                Self::Absent(words)
             }
-            _ => Self::Absent(words),
+            _ => Self::Silent(words),
         }
     }
 }
@@ -184,7 +184,7 @@ pub(super) fn join(
                 return Ok((thread, session));
             }
             Some(Err(not_in)) => not_in,
-            None => NotIn::Absent("it did not answer in time".into()),
+            None => NotIn::Silent("it did not answer in time".into()),
         };
         let is_final = matches!(not_in, NotIn::Stranger) && !at.restarts();
         if is_final || passed(deadline) {
@@ -233,19 +233,23 @@ async fn register_at(
         status => {
             let problem = reply.json::<Problem>(MAX_BODY, PATIENCE).await;
             let Ok(problem) = problem else {
-                return Err(NotIn::Absent(format!("it answered {status}")));
+                return Err(NotIn::Silent(format!("it answered {status}")));
             };
-            return Err(match (problem.epoch, status) {
+            let is_slow = matches!(
+                status,
+                StatusCode::FAILED_DEPENDENCY | StatusCode::REQUEST_TIMEOUT
+            );
+            return Err(match (problem.epoch, is_slow) {
                 (Some(epoch), _) => NotIn::Fenced(epoch),
-                (None, StatusCode::FAILED_DEPENDENCY) => NotIn::Silent(problem.error),
-                (None, _) => NotIn::Denied(problem.error),
+                (None, true) => NotIn::Silent(problem.error),
+                (None, false) => NotIn::Denied(problem.error),
             });
         }
     }
     let mut lines = reply.lines();
     let first = lines.next::<FromSender>(PATIENCE).await?;
     let Some(FromSender::Welcome(welcome)) = first else {
-        return Err(NotIn::Absent("it did not welcome this worker".into()));
+        return Err(NotIn::Silent("it did not welcome this worker".into()));
     };
     if welcome.run.epoch < register.seen {
         return Err(NotIn::Fenced(welcome.run.epoch));
@@ -272,7 +276,7 @@ async fn enter(
         let path = of_sender::MODEL.replace("{model}", &place.to_string());
         let reply = client.ask(Ask::get(path), PATIENCE).await?;
         if reply.status != StatusCode::OK {
-            return Err(NotIn::Absent(format!("it answered {}", reply.status)));
+            return Err(NotIn::Silent(format!("it answered {}", reply.status)));
         }
         let spec: ModelSpec = reply.json(MAX_SPEC, PATIENCE).await?;
         if spec.id != *id {
@@ -328,7 +332,8 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
     desk.ended(end);
 }
 
-/// Registers anew with the same sender, if that is there.
+/// Registers anew with the same sender, if that is there. That it hangs up, or that what
+/// is on the way answers for it, does not say that it is not.
 async fn again(session: &Session, register: &Register) -> Option<Lines> {
     let since = Instant::now();
     loop {
