@@ -49,6 +49,17 @@ pub(crate) enum Fault {
         addr: SocketAddr,
         source: hyper::Error,
     },
+    #[error("{addr} answered {status}, which says nothing of what was asked for")]
+    Status {
+        addr: SocketAddr,
+        status: StatusCode,
+    },
+    #[error("{addr} ended its answer after {got} bytes of {expected}")]
+    Short {
+        addr: SocketAddr,
+        expected: u64,
+        got: u64,
+    },
     #[error("{addr} sent more than the {limit} bytes that this answer can have")]
     TooLong { addr: SocketAddr, limit: usize },
     #[error("{addr} sent what is not the JSON expected: {source}")]

@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use weightsync::{DigestPolicy, Expect, Outcome, Receiver, SendOptions, Sender, WaitFor};
+use weightsync::{
+    DigestPolicy, Expect, Outcome, Pull, Receiver, Remedy, SendOptions, Sender, Version, WaitFor,
+};
 
 use super::proxy::{Answer, Harm, Proxy};
 use super::{SOON, at_connect, parts, receive, setup, weights, worker};
@@ -14,7 +16,7 @@ const FLOATS: usize = 1 << 20;
 fn behind(proxy: &Proxy) -> (Sender, Receiver) {
     let initial = weights(FLOATS, 1.0);
     let scheme = at_connect().advertise(&proxy.addr.to_string());
-    let setup = setup(&initial, scheme);
+    let setup = setup(&initial, scheme).history(1);
     let (address, _) = parts(&setup.init_info());
     let (found, listens) = address.split_once(" at ").expect("both");
     assert_eq!(found, proxy.addr.to_string());
@@ -88,6 +90,75 @@ fn a_way_that_fails_is_no_refusal_and_the_worker_is_called_again() {
         .expect("it is sent");
     assert!(report.all_reached(), "{report}");
     assert_eq!(receive(&mut receiver), 2.0);
+}
+
+const IMAGE: &str = "GET /v1/models/0/versions/";
+
+#[test]
+fn an_answer_from_on_the_way_is_no_word_of_the_senders() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    // As often as a worker asks for the same bytes, and more.
+    proxy.answer(
+        IMAGE,
+        &[Answer::Says("502 Bad Gateway\r\nContent-Length: 0"); 12],
+    );
+    assert!(sends(&mut sender, 2.0));
+    assert_eq!(proxy.answered(), 12);
+    assert_eq!(receive(&mut receiver), 2.0);
+    // The question of a worker that asks itself, too.
+    proxy.answer(
+        "GET /v1/workers/",
+        &[Answer::Says("502 Bad Gateway\r\nContent-Length: 0"); 2],
+    );
+    let got = receiver.pull(Pull::Newest, Some(SOON)).expect("an answer");
+    assert_eq!(got.expect("it is there").version().0, 2);
+    assert_eq!(proxy.answered(), 14);
+}
+
+#[test]
+fn a_part_that_comes_as_the_whole_is_taken_from_its_beginning() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    proxy.harm(&[Harm::Cut(3_000_000)]);
+    proxy.answer(IMAGE, &[Answer::All]);
+    assert!(sends(&mut sender, 2.0));
+    assert_eq!(proxy.answered(), 1);
+    assert_eq!(receive(&mut receiver), 2.0);
+}
+
+#[test]
+fn answers_that_bring_nothing_are_not_asked_for_without_a_pause() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    let empty = Answer::Says("200 OK\r\nContent-Length: 0");
+    proxy.answer(IMAGE, &[empty; 12]);
+    let begun = Instant::now();
+    assert!(sends(&mut sender, 2.0));
+    let took = begun.elapsed();
+    assert_eq!(proxy.answered(), 12);
+    assert!(took >= Duration::from_secs(1), "{took:?}");
+    assert_eq!(receive(&mut receiver), 2.0);
+}
+
+#[test]
+fn what_a_worker_asks_for_and_cannot_have_is_an_error_at_once() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    assert!(sends(&mut sender, 2.0));
+    assert_eq!(receive(&mut receiver), 2.0);
+    // As often as a chunk is asked for.
+    proxy.harm(&[Harm::Flip(700_000); 5]);
+    let first = Pull::Exactly(Version::FIRST);
+    let error = receiver.pull(first, None).unwrap_err();
+    let words = error.to_string();
+    assert!(
+        words.contains("chunk 0") && words.contains("damaged"),
+        "{words}"
+    );
+    assert_eq!(error.remedy(), Remedy::Retry);
+    let got = receiver.pull(first, Some(SOON)).expect("an answer");
+    assert_eq!(got.expect("it is kept").version(), Version::FIRST);
 }
 
 #[test]
