@@ -1,13 +1,20 @@
 //! What a network does to what travels.
 
+use std::io::{BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread;
 use std::time::{Duration, Instant};
 
+use serde_json::json;
+use socket2::{Domain, Socket, Type};
 use weightsync::{
     DigestPolicy, Expect, Outcome, Pull, Receiver, Remedy, SendOptions, Sender, Version, WaitFor,
 };
+use weightsync_serve::Rpc;
 
+use super::foreign::{LINES, ask, bearer, say, serve};
 use super::proxy::{Answer, Harm, Proxy};
-use super::{SOON, at_connect, parts, receive, setup, weights, worker};
+use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 
 /// A few megabytes, so that there are several chunks.
 const FLOATS: usize = 1 << 20;
@@ -200,7 +207,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
             let line = report.worker(0).map(|line| line.outcome.clone());
             match line {
                 Some(Outcome::Staged | Outcome::Applied) => break report,
-                Some(Outcome::Died) | None => {}
+                Some(Outcome::Lost) | None => {}
                 Some(other) => panic!("{other:?}"),
             }
             assert!(begun.elapsed() < SOON, "it does not come back");
@@ -245,6 +252,80 @@ fn sends(sender: &mut Sender, value: f32) -> bool {
     let report = report.expect("it is sent");
     let line = report.worker(0);
     line.is_some_and(|line| matches!(line.outcome, Outcome::Staged | Outcome::Applied))
+}
+
+/// A worker of sockets alone that says nothing after its first words.
+struct Mute {
+    listener: TcpListener,
+    life: TcpStream,
+    registered: BufReader<TcpStream>,
+}
+
+impl Mute {
+    fn join(sender: &Sender, worker: u32) -> Self {
+        let (address, secret) = parts(&sender.init_info());
+        // One may wait there at most.
+        let listener = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
+        let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        listener.bind(&here.into()).expect("a port");
+        listener.listen(0).expect("it listens");
+        let listener = TcpListener::from(listener);
+        let own = listener.local_addr().expect("an address");
+        let register = json!({
+            "protocol": 1, "worker": worker, "pid": 1, "device": "cpu",
+            "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+        });
+        let (life, registered) = thread::scope(|scope| {
+            let life = scope.spawn(|| {
+                let (mut life, _) = listener.accept().expect("the sender");
+                serve(&life, &bearer(&secret, "worker"));
+                life.write_all(LINES.as_bytes()).expect("it reads");
+                say(&mut life, &json!({"here": {"worker": worker, "pid": 1}}));
+                life
+            });
+            let (to_sender, register) = (bearer(&secret, "sender"), register.to_string());
+            let (head, answer) = ask(&address, &to_sender, "POST /v1/workers", &register);
+            assert!(head.starts_with("http/1.1 200"), "{head}");
+            (life.join().expect("no panic"), answer)
+        });
+        Self {
+            listener,
+            life,
+            registered,
+        }
+    }
+}
+
+/// What becomes of a worker to which this happens once it was called.
+fn fate<T>(sender: &mut Sender, worker: u32, happens: impl FnOnce(Mute) -> T) -> Outcome {
+    let mute = Mute::join(sender, worker);
+    let report = thread::scope(|scope| {
+        let send = scope.spawn(|| sender.send_with(&weights(8, 1.0), &staged()));
+        let _called = mute.listener.accept().expect("the sender");
+        let _left = happens(mute);
+        send.join().expect("no panic").expect("it is sent")
+    });
+    let line = report.worker(worker).expect("its line");
+    line.outcome.clone()
+}
+
+#[test]
+fn who_hangs_up_is_dead_and_who_cannot_be_reached_is_lost() {
+    let mut sender = super::sender(&weights(8, 1.0), Rpc::default());
+    assert_eq!(fate(&mut sender, 1, drop), Outcome::Died);
+    let nobody_listens = |mute: Mute| (mute.life, mute.registered);
+    assert_eq!(fate(&mut sender, 2, nobody_listens), Outcome::Died);
+    let says_nothing = |mute: Mute| {
+        let own = mute.listener.local_addr().expect("an address");
+        let full = std::iter::from_fn(|| TcpStream::connect_timeout(&own, BRIEF).ok());
+        let full: Vec<_> = full.take(8).collect();
+        assert!(full.len() < 8, "it has room for more");
+        (mute, full)
+    };
+    assert_eq!(fate(&mut sender, 3, says_nothing), Outcome::Lost);
+    // Its lifeline is there.
+    let one_connection = |mute: Mute| (mute.life, mute.listener);
+    assert_eq!(fate(&mut sender, 4, one_connection), Outcome::Lost);
 }
 
 #[test]
