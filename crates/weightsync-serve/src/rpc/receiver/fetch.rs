@@ -328,6 +328,8 @@ pub(super) async fn ask(
             Ok(Some(asked)) => {
                 let _fetching = desk.fetching();
                 match set(&session, &desk, asked.sequence, &asked.models).await {
+                    // Who answered while the sender was not heard may be another.
+                    Ok(_) if session.is_broken() => {}
                     Ok(fetched) => return Ok(Some(fetched)),
                     // It was replaced while it was fetched, or the way has failed: asked
                     // for again.

@@ -18,8 +18,8 @@ use super::state::Shared;
 use crate::http::{Ask, Client, Fault, Lines, LinesBody, Reach, Stopping, problem, read};
 use crate::rpc::plan::{About, LaneId, Life};
 use crate::rpc::wire::{
-    FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome, addr_of,
-    line, of_worker,
+    Digits, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome,
+    addr_of, line, of_worker,
 };
 use crate::rpc::{BEAT, PROBE, PROBE_AGAIN, PROBE_BEHIND, SILENCE};
 
@@ -52,13 +52,19 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
     let bell = shared.enter(lane);
     tokio::spawn(follow(shared.clone(), lane, client.clone(), lines));
     tokio::spawn(caller::call(shared.clone(), lane, client.clone(), bell));
+    let id = shared.name(lane);
+    let proof = register.nonce.map(|nonce| {
+        let proof = shared.proof.proof(nonce.0.as_bytes(), &id);
+        Digits(proof)
+    });
     let welcome = FromSender::Welcome(Welcome {
         protocol: PROTOCOL,
-        id: shared.name(lane),
+        id,
         run: shared.run,
         pid: std::process::id(),
         models: shared.ids().cloned().collect(),
         sequence,
+        proof,
     });
     let (lines, response) = LinesBody::answer(4);
     // There is room for the first.
