@@ -228,6 +228,7 @@ fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
     const BAD_GATEWAY: &str = "502 Bad Gateway\r\nContent-Length: 0";
     let answers = [
         Answer::HangUp,
+        Answer::HangUp,
         Answer::Says(BAD_GATEWAY),
         Answer::Says("200 OK\r\nContent-Length: 0"),
         Answer::HangUp,
@@ -244,6 +245,8 @@ fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
         assert!(begun.elapsed() < SOON, "it does not come back");
     }
     assert_eq!(receive(&mut receiver), 2.0);
+    let more = receiver.receive(Some(BRIEF));
+    assert!(more.expect("its sender lives").is_none());
 }
 
 /// Whether the one worker has what is sent.
