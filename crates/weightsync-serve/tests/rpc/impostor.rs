@@ -106,7 +106,15 @@ impl State {
         }
         stream.write_all(LINES.as_bytes()).expect("it reads");
         say(&mut stream, &json!({"welcome": welcome}));
-        self.open.lock().expect("no panic").push(stream);
+        let open = stream.try_clone().expect("a descriptor");
+        self.open.lock().expect("no panic").push(open);
+        // It is there as long as anybody listens.
+        let beat = b"c\r\n{\"beat\": 1}\n\r\n";
+        thread::spawn(move || {
+            while stream.write_all(beat).is_ok() {
+                thread::sleep(BRIEF);
+            }
+        });
     }
 }
 
