@@ -249,6 +249,26 @@ fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
     assert!(more.expect("its sender lives").is_none());
 }
 
+#[test]
+fn a_worker_that_asks_while_it_registers_again_waits() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    // For longer than the sender keeps a connection that broke.
+    proxy.answer("POST /v1/workers ", &[Answer::HangUp; 80]);
+    proxy.cut();
+    let next = Pull::AtLeast(Version(2));
+    thread::scope(|scope| {
+        let asks = scope.spawn(|| receiver.pull(next, Some(SOON)));
+        let begun = Instant::now();
+        while proxy.answered() < 80 || !sends(&mut sender, 2.0) {
+            assert!(begun.elapsed() < SOON, "it does not come back");
+            thread::yield_now();
+        }
+        let got = asks.join().expect("no panic").expect("its sender lives");
+        assert!(got.is_some_and(|got| got.version() >= Version(2)));
+    });
+}
+
 /// Whether the one worker has what is sent.
 fn sends(sender: &mut Sender, value: f32) -> bool {
     let report = sender.send_with(&weights(FLOATS, value), &staged());

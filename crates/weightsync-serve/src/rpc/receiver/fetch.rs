@@ -324,6 +324,7 @@ pub(super) async fn ask(
             version,
             wait_ms: left.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
         };
+        let id = session.id();
         match asked(&session, &question, left).await {
             Ok(Some(asked)) => {
                 let _fetching = desk.fetching();
@@ -340,6 +341,14 @@ pub(super) async fn ask(
                 }
             }
             Ok(None) => return Ok(None),
+            Err(Some(NoAnswer::Gone)) => {
+                // It may have given up a connection that broke, of which this end knows in
+                // a moment.
+                sleep(PAUSE).await;
+                if !session.is_broken() && session.id() == id {
+                    return Err(NoAnswer::Gone);
+                }
+            }
             Err(Some(no_answer)) => return Err(no_answer),
             Err(None) => {}
         }

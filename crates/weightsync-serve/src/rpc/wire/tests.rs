@@ -329,6 +329,18 @@ fn checksums_and_urls_are_read_as_they_are_written() {
     ] {
         assert!(serde_json::from_str::<Crc>(wrong).is_err(), "{wrong}");
     }
+    let digits = Digits([0x2f; 32].into());
+    let text = serde_json::to_string(&digits).unwrap();
+    assert_eq!(text, format!("\"{}\"", "2f".repeat(32)));
+    assert_eq!(serde_json::from_str::<Digits>(&text).unwrap(), digits);
+    for wrong in [
+        "\"\"",
+        "1",
+        &text.replacen('f', "", 1),
+        &text.replace('f', "g"),
+    ] {
+        assert!(serde_json::from_str::<Digits>(wrong).is_err(), "{wrong}");
+    }
     for addr in ["127.0.0.1:80", "[::1]:65535"] {
         let addr: SocketAddr = addr.parse().unwrap();
         assert_eq!(addr_of(&url(addr)), Some(addr));
