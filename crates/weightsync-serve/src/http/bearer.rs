@@ -1,4 +1,4 @@
-//! What lets a request in.
+//! What lets a request in, and what shows who answers it.
 
 use std::fmt;
 
@@ -9,6 +9,9 @@ const TO_SENDER: &str = "weightsync-serve 2026-11 bearer of requests to a sender
 
 /// What a sender says to a worker.
 const TO_WORKER: &str = "weightsync-serve 2026-11 bearer of requests to a worker";
+
+/// What a sender shows to a worker.
+const OF_SENDER: &str = "weightsync-serve 2026-11 proof of a sender";
 
 /// The value of `Authorization: Bearer`, of an endpoint's secret. The two directions
 /// have different ones: whoever is asked by a worker cannot call workers by that.
@@ -62,6 +65,30 @@ impl Bearer {
 impl fmt::Debug for Bearer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Bearer(..)")
+    }
+}
+
+/// With what a sender proves to a worker that it has an endpoint's secret. The bearer
+/// does not: it is said to whoever listens at the sender's address.
+#[derive(Clone)]
+pub(crate) struct ProofKey([u8; 32]);
+
+impl ProofKey {
+    pub(crate) fn new(secret: &[u8; 16]) -> Self {
+        Self(blake3::derive_key(OF_SENDER, secret))
+    }
+
+    /// The proof that belongs to a worker's nonce and to the name that its connection was
+    /// given. `==` of proofs takes the same time wherever they differ.
+    pub(crate) fn proof(&self, nonce: &[u8; 32], id: &str) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(nonce).update(id.as_bytes()).finalize()
+    }
+}
+
+impl fmt::Debug for ProofKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ProofKey(..)")
     }
 }
 

@@ -1,6 +1,7 @@
 //! Requests to one peer: no proxies, no redirects, no cookies, and no names to be
 //! resolved.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -49,6 +50,17 @@ pub(crate) enum Fault {
         addr: SocketAddr,
         source: hyper::Error,
     },
+    #[error("{addr} answered {status}, which says nothing of what was asked for")]
+    Status {
+        addr: SocketAddr,
+        status: StatusCode,
+    },
+    #[error("{addr} ended its answer after {got} bytes of {expected}")]
+    Short {
+        addr: SocketAddr,
+        expected: u64,
+        got: u64,
+    },
     #[error("{addr} sent more than the {limit} bytes that this answer can have")]
     TooLong { addr: SocketAddr, limit: usize },
     #[error("{addr} sent what is not the JSON expected: {source}")]
@@ -65,6 +77,17 @@ pub(crate) struct Client {
     host: HeaderValue,
     bearer: Bearer,
     idle: Mutex<Vec<(SendRequest<Full<Bytes>>, Instant)>>,
+}
+
+/// Whether a peer can be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// Its system takes connections for it, so its process is there.
+    Here,
+    /// Its system is there, and nobody listens.
+    Refused,
+    /// Nothing is heard of its system.
+    Away,
 }
 
 /// What is asked for.
@@ -144,8 +167,16 @@ impl Client {
     /// Whether the peer's system answers in that time. It does so also for a process that
     /// is stopped.
     pub(crate) async fn is_reachable(&self, patience: Duration) -> bool {
-        let connected = timeout(patience, TcpStream::connect(self.addr)).await;
-        matches!(connected, Ok(Ok(_)))
+        self.reach(patience).await == Reach::Here
+    }
+
+    /// What a connection to the peer comes to in that time.
+    pub(crate) async fn reach(&self, patience: Duration) -> Reach {
+        match timeout(patience, TcpStream::connect(self.addr)).await {
+            Ok(Ok(_)) => Reach::Here,
+            Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused => Reach::Refused,
+            Ok(Err(_)) | Err(_) => Reach::Away,
+        }
     }
 
     async fn ask_by(

@@ -6,8 +6,8 @@ mod client;
 mod server;
 mod thread;
 
-pub(crate) use self::bearer::Bearer;
+pub(crate) use self::bearer::{Bearer, ProofKey};
 pub(crate) use self::body::{LinesBody, problem, read};
-pub(crate) use self::client::{Ask, Client, Fault, Lines};
+pub(crate) use self::client::{Ask, Client, Fault, Lines, Reach};
 pub(crate) use self::server::{Limits, Server};
 pub(crate) use self::thread::{HttpThread, Stopping};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -29,8 +29,9 @@ use super::{Bearer, Stopping};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// Connections at a time that have not yet sent a request with the right bearer.
-    /// One more takes the place of the oldest.
     pub(crate) strangers: usize,
+    /// How many of them may be of one address.
+    pub(crate) of_one: usize,
     /// How long one of those may take to send one.
     pub(crate) patience: Duration,
 }
@@ -38,7 +39,8 @@ pub(crate) struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            strangers: 64,
+            strangers: 256,
+            of_one: 64,
             patience: Duration::from_secs(2),
         }
     }
@@ -79,7 +81,7 @@ pub(crate) struct Server {
 #[derive(Debug)]
 struct Door {
     bearer: Bearer,
-    strangers: Mutex<BTreeMap<u64, Arc<Stranger>>>,
+    strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<Stranger>)>>,
     complaints: AtomicU32,
 }
 
@@ -133,12 +135,17 @@ impl Server {
                     continue;
                 }
             };
-            if connections.len() >= room() {
+            let room = room();
+            if connections.len() >= room {
                 self.door.complain(Cause::Connections, &peer);
                 continue;
             }
             last += 1;
-            let stranger = self.door.clone().enter(last, self.limits.strangers, peer);
+            let limits = Limits {
+                strangers: self.limits.strangers.min(room / 2),
+                ..self.limits
+            };
+            let stranger = self.door.enter(last, &limits, peer);
             connections.spawn(connection(
                 stream,
                 self.door.clone(),
@@ -162,15 +169,18 @@ fn room() -> usize {
 }
 
 impl Door {
-    /// A stranger comes in, and the oldest one goes if there are too many.
-    fn enter(&self, number: u64, limit: usize, peer: SocketAddr) -> Arc<Stranger> {
+    /// A stranger comes in. If they are too many, the oldest of its address goes, or else
+    /// of the address that has the most: one that shows the bearer is quick, and is not
+    /// the oldest for long.
+    fn enter(&self, number: u64, limits: &Limits, peer: SocketAddr) -> Arc<Stranger> {
         let stranger = Arc::new(Stranger::default());
         let mut strangers = self.strangers();
-        strangers.insert(number, stranger.clone());
-        let out = match strangers.len() > limit {
-            true => strangers.pop_first(),
-            false => None,
-        };
+        let out = crowded(&strangers, limits, peer.ip()).and_then(|crowded| {
+            let mut of_it = strangers.iter().filter(|(_, (from, _))| *from == crowded);
+            let oldest = *of_it.next()?.0;
+            strangers.remove(&oldest)
+        });
+        strangers.insert(number, (peer.ip(), stranger.clone()));
         drop(strangers);
         if let Some((_, oldest)) = out {
             self.complain(Cause::Strangers, &peer);
@@ -179,7 +189,7 @@ impl Door {
         stranger
     }
 
-    fn strangers(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Stranger>>> {
+    fn strangers(&self) -> MutexGuard<'_, BTreeMap<u64, (IpAddr, Arc<Stranger>)>> {
         self.strangers
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -204,6 +214,27 @@ impl Door {
         };
         tracing::warn!(from = %about, "{what}; this is said once");
     }
+}
+
+/// At the cost of which address another comes in from there, if of any.
+fn crowded(
+    strangers: &BTreeMap<u64, (IpAddr, Arc<Stranger>)>,
+    limits: &Limits,
+    from: IpAddr,
+) -> Option<IpAddr> {
+    let mut counts: BTreeMap<IpAddr, usize> = BTreeMap::new();
+    for (of, _) in strangers.values() {
+        *counts.entry(*of).or_default() += 1;
+    }
+    if counts
+        .get(&from)
+        .is_some_and(|count| *count >= limits.of_one)
+    {
+        return Some(from);
+    }
+    let most = counts.into_iter().max_by_key(|(_, count)| *count);
+    let most = most.filter(|_| strangers.len() >= limits.strangers);
+    most.map(|(address, _)| address)
 }
 
 async fn connection(
@@ -245,6 +276,8 @@ async fn connection(
     let (mut waits, mut stops) = (true, false);
     loop {
         tokio::select! {
+            // Who has sent its request by then is heard first.
+            biased;
             // What is wrong with a connection is its own affair.
             _ = &mut served => break,
             () = &mut late, if waits => {
@@ -256,7 +289,11 @@ async fn connection(
                     break;
                 }
             }
-            () = stranger.out.notified() => break,
+            () = stranger.out.notified() => {
+                if !stranger.is_known.load(Ordering::Relaxed) {
+                    break;
+                }
+            }
             () = stopping.wait(), if !stops => {
                 stops = true;
                 served.as_mut().graceful_shutdown();
@@ -274,4 +311,82 @@ fn turned_away() -> Response<Body> {
     headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     headers.insert(CONNECTION, HeaderValue::from_static("close"));
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+    use crate::http::HttpThread;
+
+    fn door() -> Arc<Door> {
+        Arc::new(Door {
+            bearer: Bearer::to_sender(&[7; 16]),
+            strangers: Mutex::default(),
+            complaints: AtomicU32::new(0),
+        })
+    }
+
+    #[test]
+    fn strangers_of_one_address_go_at_the_cost_of_each_other() {
+        let limits = Limits {
+            strangers: 6,
+            of_one: 4,
+            ..Limits::default()
+        };
+        let door = door();
+        let enter = |number: u64, last: u8| {
+            door.enter(number, &limits, SocketAddr::from(([10, 0, 0, last], 1)));
+            door.strangers().keys().copied().collect::<Vec<_>>()
+        };
+        assert_eq!(enter(0, 2), [0]);
+        for number in 1..20 {
+            enter(number, 1);
+        }
+        assert_eq!(enter(20, 1), [0, 17, 18, 19, 20]);
+        // Too many in all: at the cost of the address that has the most.
+        assert_eq!(enter(21, 3), [0, 17, 18, 19, 20, 21]);
+        assert_eq!(enter(22, 4), [0, 18, 19, 20, 21, 22]);
+    }
+
+    #[test]
+    fn who_has_become_known_meanwhile_does_not_have_to_go() {
+        let (said, heard) = std::sync::mpsc::channel();
+        let thread = HttpThread::start("test", move |stopping| async move {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let mut client = TcpStream::connect(listener.local_addr().unwrap())
+                .await
+                .unwrap();
+            let (stream, _) = listener.accept().await.unwrap();
+            let stranger = Arc::new(Stranger::default());
+            stranger.is_known.store(true, Ordering::Relaxed);
+            stranger.out.notify_one();
+            let router = Router::new().route("/", get(|| async { "here" }));
+            let served = tokio::spawn(connection(
+                stream,
+                door(),
+                (1, stranger),
+                TowerToHyperService::new(router),
+                stopping,
+                Duration::from_secs(30),
+            ));
+            // Whoever is sent away is so before it has said a word.
+            tokio::task::yield_now().await;
+            let bearer = Bearer::to_sender(&[7; 16]).header();
+            let request = format!(
+                "GET / HTTP/1.1\r\nHost: x\r\nAuthorization: {}\r\nConnection: close\r\n\r\n",
+                bearer.to_str().unwrap()
+            );
+            let mut answer = String::new();
+            let _ = client.write_all(request.as_bytes()).await;
+            let _ = client.read_to_string(&mut answer).await;
+            let _ = said.send(answer);
+            let _ = served.await;
+        });
+        let answer = heard.recv_timeout(Duration::from_secs(30)).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
+        drop(thread);
+    }
 }

@@ -44,6 +44,13 @@ pub(super) enum Trouble {
         listens: SocketAddr,
         source: std::io::Error,
     },
+    #[error(
+        "what answers at {addr} is not the sender of this init info: a proof made with its \
+         secret was expected, and {got} came; nothing was taken from it. Another program has \
+         taken the address, or the sender's weightsync is older than the worker's: start the \
+         sender again, or give this worker the init info of the one that runs"
+    )]
+    WrongSender { addr: SocketAddr, got: &'static str },
     #[error("starting the thread that serves failed: {0}")]
     Thread(std::io::Error),
 }
@@ -51,7 +58,10 @@ pub(super) enum Trouble {
 impl From<Trouble> for Error {
     fn from(trouble: Trouble) -> Self {
         let remedy = match trouble {
-            Trouble::NoPort { .. } | Trouble::Thread(_) => Remedy::Retry,
+            // The sender may come back to its address.
+            Trouble::NoPort { .. } | Trouble::Thread(_) | Trouble::WrongSender { .. } => {
+                Remedy::Retry
+            }
             _ => Remedy::GiveUp,
         };
         Self::Transport {

@@ -47,8 +47,10 @@ pub(crate) enum Life {
     Here,
     /// It said so before it hung up.
     Left,
-    /// It hung up.
+    /// It hung up, or nobody listens there any more.
     Died,
+    /// It cannot be reached, or has lost a connection and is there: it may come back.
+    Lost,
 }
 
 /// What a worker is to be called with.
@@ -166,7 +168,8 @@ impl<V: Clone + Numbered> Plan<V> {
 /// Publishing.
 impl<V: Clone + Numbered> Plan<V> {
     /// Publishes versions as one set. Those of `before` that have gone meanwhile have
-    /// their line, too: they were here when the send began.
+    /// their line, too: they were here when the send began. A process that has registered
+    /// again has the line of its new connection alone.
     pub(crate) fn publish(
         &mut self,
         update: &Set<V>,
@@ -183,6 +186,11 @@ impl<V: Clone + Numbered> Plan<V> {
             Targets::Workers(workers) => workers.contains(worker),
         };
         let mut fates = Vec::new();
+        let pids = self.current.iter().filter_map(|(worker, id)| {
+            let lane = self.lanes.get(id)?;
+            Some((*worker, lane.about.pid))
+        });
+        let pids: BTreeMap<_, _> = pids.collect();
         let (meant, sequence) = (&self.meant, self.sequence);
         for (id, lane) in &mut self.lanes {
             let worker = lane.about.worker;
@@ -193,7 +201,8 @@ impl<V: Clone + Numbered> Plan<V> {
                 continue;
             }
             if self.current.get(&worker) != Some(id) {
-                if before.contains(id) {
+                let is_back = pids.get(&worker) == Some(&lane.about.pid);
+                if before.contains(id) && !is_back {
                     fates.push((*id, Fate::Told));
                 }
                 continue;
@@ -275,7 +284,10 @@ impl<V: Clone + Numbered> Plan<V> {
             Life::Died if level == Level::Applied || lane.staged < sequence => {
                 return Some(Outcome::Died);
             }
-            Life::Died | Life::Here => {}
+            Life::Lost if level == Level::Applied || lane.staged < sequence => {
+                return Some(Outcome::Lost);
+            }
+            Life::Died | Life::Lost | Life::Here => {}
         }
         if let Some((refused, reason)) = &lane.refused
             && *refused >= sequence

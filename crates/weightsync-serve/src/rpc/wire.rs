@@ -56,6 +56,9 @@ pub(crate) struct Register {
     /// on with. Another sender refuses it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) run: Option<Run>,
+    /// New and random for each registration. Who sends one is given a proof.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) nonce: Option<Digits>,
 }
 
 /// A line of the answer to [`Register`], which lasts as long as both ends.
@@ -81,6 +84,9 @@ pub(crate) struct Welcome {
     pub(crate) models: Vec<ModelId>,
     /// The call that will come at once has this number; 0: none will.
     pub(crate) sequence: u64,
+    /// What only who has the secret can make of the worker's nonce and of `id`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) proof: Option<Digits>,
 }
 
 /// A line of a worker's lifeline, which lasts as long as both ends.
@@ -229,6 +235,28 @@ impl TryFrom<String> for Crc {
             (true, Ok(crc)) => Ok(Self(crc)),
             _ => Err("a checksum has 16 hexadecimal digits".into()),
         }
+    }
+}
+
+/// 32 bytes, in JSON as 64 hexadecimal digits. `==` takes the same time wherever they
+/// differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct Digits(pub(crate) blake3::Hash);
+
+impl From<Digits> for String {
+    fn from(digits: Digits) -> Self {
+        digits.0.to_hex().to_string()
+    }
+}
+
+impl TryFrom<String> for Digits {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let hash = blake3::Hash::from_hex(text);
+        hash.map(Self)
+            .map_err(|_| "64 hexadecimal digits were expected".into())
     }
 }
 

@@ -19,6 +19,13 @@ pub fn bearer(secret: &[u8; 16], to: &str) -> String {
     key.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// The proof of a sender, as the description says it.
+pub fn proof(secret: &[u8; 16], nonce: &[u8; 32], id: &str) -> String {
+    let key = blake3::derive_key("weightsync-serve 2026-11 proof of a sender", secret);
+    let of = [nonce, id.as_bytes()].concat();
+    blake3::keyed_hash(&key, &of).to_hex().to_string()
+}
+
 /// One request by a connection of its own; the head of the answer, and the rest.
 pub fn ask(address: &str, bearer: &str, line: &str, body: &str) -> (String, BufReader<TcpStream>) {
     let mut stream = TcpStream::connect(address).expect("somebody listens");
@@ -89,7 +96,7 @@ pub fn serve(stream: &TcpStream, bearer: &str) -> (String, Value) {
 }
 
 /// As the description names it, a bit at a time.
-fn crc64_nvme(bytes: &[u8]) -> u64 {
+pub fn crc64_nvme(bytes: &[u8]) -> u64 {
     let reflected = 0xad93_d235_94c9_3659_u64.reverse_bits();
     !bytes.iter().fold(u64::MAX, |crc, byte| {
         (0..8).fold(crc ^ u64::from(*byte), |crc, _| match crc & 1 {
@@ -117,6 +124,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
             let register = json!({
                 "protocol": 1, "worker": 5, "pid": 4242, "device": "tpu:0",
                 "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+                "nonce": "ab".repeat(32),
             });
             // The sender asks for the lifeline before it answers.
             let life = std::thread::spawn(move || {
@@ -145,6 +153,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
                 }
             });
             let id = welcome["id"].as_str().expect("a name").to_owned();
+            assert_eq!(welcome["proof"], proof(&secret, &[0xab; 32], &id));
             assert_eq!(welcome["sequence"], 0, "nothing was sent yet");
             assert!(line(&mut answer).expect("a line")["beat"].is_u64());
 

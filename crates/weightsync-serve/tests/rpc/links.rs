@@ -1,11 +1,20 @@
 //! What a network does to what travels.
 
+use std::io::{BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use weightsync::{DigestPolicy, Expect, Outcome, Receiver, SendOptions, Sender, WaitFor};
+use serde_json::json;
+use socket2::{Domain, Socket, Type};
+use weightsync::{
+    DigestPolicy, Expect, Outcome, Pull, Receiver, Remedy, SendOptions, Sender, Version, WaitFor,
+};
+use weightsync_serve::Rpc;
 
-use super::proxy::{Harm, Proxy};
-use super::{SOON, at_connect, parts, receive, setup, weights, worker};
+use super::foreign::{LINES, ask, bearer, say, serve};
+use super::proxy::{Answer, Harm, Proxy};
+use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 
 /// A few megabytes, so that there are several chunks.
 const FLOATS: usize = 1 << 20;
@@ -14,7 +23,7 @@ const FLOATS: usize = 1 << 20;
 fn behind(proxy: &Proxy) -> (Sender, Receiver) {
     let initial = weights(FLOATS, 1.0);
     let scheme = at_connect().advertise(&proxy.addr.to_string());
-    let setup = setup(&initial, scheme);
+    let setup = setup(&initial, scheme).history(1);
     let (address, _) = parts(&setup.init_info());
     let (found, listens) = address.split_once(" at ").expect("both");
     assert_eq!(found, proxy.addr.to_string());
@@ -90,6 +99,75 @@ fn a_way_that_fails_is_no_refusal_and_the_worker_is_called_again() {
     assert_eq!(receive(&mut receiver), 2.0);
 }
 
+const IMAGE: &str = "GET /v1/models/0/versions/";
+
+#[test]
+fn an_answer_from_on_the_way_is_no_word_of_the_senders() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    // As often as a worker asks for the same bytes, and more.
+    proxy.answer(
+        IMAGE,
+        &[Answer::Says("502 Bad Gateway\r\nContent-Length: 0"); 12],
+    );
+    assert!(sends(&mut sender, 2.0));
+    assert_eq!(proxy.answered(), 12);
+    assert_eq!(receive(&mut receiver), 2.0);
+    // The question of a worker that asks itself, too.
+    proxy.answer(
+        "GET /v1/workers/",
+        &[Answer::Says("502 Bad Gateway\r\nContent-Length: 0"); 2],
+    );
+    let got = receiver.pull(Pull::Newest, Some(SOON)).expect("an answer");
+    assert_eq!(got.expect("it is there").version().0, 2);
+    assert_eq!(proxy.answered(), 14);
+}
+
+#[test]
+fn a_part_that_comes_as_the_whole_is_taken_from_its_beginning() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    proxy.harm(&[Harm::Cut(3_000_000)]);
+    proxy.answer(IMAGE, &[Answer::All]);
+    assert!(sends(&mut sender, 2.0));
+    assert_eq!(proxy.answered(), 1);
+    assert_eq!(receive(&mut receiver), 2.0);
+}
+
+#[test]
+fn answers_that_bring_nothing_are_not_asked_for_without_a_pause() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    let empty = Answer::Says("200 OK\r\nContent-Length: 0");
+    proxy.answer(IMAGE, &[empty; 12]);
+    let begun = Instant::now();
+    assert!(sends(&mut sender, 2.0));
+    let took = begun.elapsed();
+    assert_eq!(proxy.answered(), 12);
+    assert!(took >= Duration::from_secs(1), "{took:?}");
+    assert_eq!(receive(&mut receiver), 2.0);
+}
+
+#[test]
+fn what_a_worker_asks_for_and_cannot_have_is_an_error_at_once() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    assert!(sends(&mut sender, 2.0));
+    assert_eq!(receive(&mut receiver), 2.0);
+    // As often as a chunk is asked for.
+    proxy.harm(&[Harm::Flip(700_000); 5]);
+    let first = Pull::Exactly(Version::FIRST);
+    let error = receiver.pull(first, None).unwrap_err();
+    let words = error.to_string();
+    assert!(
+        words.contains("chunk 0") && words.contains("damaged"),
+        "{words}"
+    );
+    assert_eq!(error.remedy(), Remedy::Retry);
+    let got = receiver.pull(first, Some(SOON)).expect("an answer");
+    assert_eq!(got.expect("it is kept").version(), Version::FIRST);
+}
+
 #[test]
 fn a_digest_made_after_the_send_is_found_by_who_comes_later() {
     let initial = weights(FLOATS, 1.0);
@@ -129,7 +207,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
             let line = report.worker(0).map(|line| line.outcome.clone());
             match line {
                 Some(Outcome::Staged | Outcome::Applied) => break report,
-                Some(Outcome::Died) | None => {}
+                Some(Outcome::Lost) | None => {}
                 Some(other) => panic!("{other:?}"),
             }
             assert!(begun.elapsed() < SOON, "it does not come back");
@@ -140,6 +218,137 @@ fn a_worker_goes_on_where_its_connections_broke() {
         assert_eq!(status.len(), 1);
         assert_eq!(status[0].version(), receiver.version());
     }
+}
+
+#[test]
+fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    const REGISTER: &str = "POST /v1/workers ";
+    const BAD_GATEWAY: &str = "502 Bad Gateway\r\nContent-Length: 0";
+    let answers = [
+        Answer::HangUp,
+        Answer::HangUp,
+        Answer::Says(BAD_GATEWAY),
+        Answer::Says("200 OK\r\nContent-Length: 0"),
+        Answer::HangUp,
+    ];
+    proxy.answer(REGISTER, &answers);
+    proxy.cut();
+    let begun = Instant::now();
+    while proxy.answered() < answers.len() as u64 {
+        let end = receiver.receive(Some(Duration::ZERO));
+        end.expect("its sender lives");
+        assert!(begun.elapsed() < SOON, "it does not try again");
+    }
+    while !sends(&mut sender, 2.0) {
+        assert!(begun.elapsed() < SOON, "it does not come back");
+    }
+    assert_eq!(receive(&mut receiver), 2.0);
+    let more = receiver.receive(Some(BRIEF));
+    assert!(more.expect("its sender lives").is_none());
+}
+
+#[test]
+fn a_worker_that_asks_while_it_registers_again_waits() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    // For longer than the sender keeps a connection that broke.
+    proxy.answer("POST /v1/workers ", &[Answer::HangUp; 80]);
+    proxy.cut();
+    let next = Pull::AtLeast(Version(2));
+    thread::scope(|scope| {
+        let asks = scope.spawn(|| receiver.pull(next, Some(SOON)));
+        let begun = Instant::now();
+        while proxy.answered() < 80 || !sends(&mut sender, 2.0) {
+            assert!(begun.elapsed() < SOON, "it does not come back");
+            thread::yield_now();
+        }
+        let got = asks.join().expect("no panic").expect("its sender lives");
+        assert!(got.is_some_and(|got| got.version() >= Version(2)));
+    });
+}
+
+/// Whether the one worker has what is sent.
+fn sends(sender: &mut Sender, value: f32) -> bool {
+    let report = sender.send_with(&weights(FLOATS, value), &staged());
+    let report = report.expect("it is sent");
+    let line = report.worker(0);
+    line.is_some_and(|line| matches!(line.outcome, Outcome::Staged | Outcome::Applied))
+}
+
+/// A worker of sockets alone that says nothing after its first words.
+struct Mute {
+    listener: TcpListener,
+    life: TcpStream,
+    registered: BufReader<TcpStream>,
+}
+
+impl Mute {
+    fn join(sender: &Sender, worker: u32) -> Self {
+        let (address, secret) = parts(&sender.init_info());
+        // One may wait there at most.
+        let listener = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
+        let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        listener.bind(&here.into()).expect("a port");
+        listener.listen(0).expect("it listens");
+        let listener = TcpListener::from(listener);
+        let own = listener.local_addr().expect("an address");
+        let register = json!({
+            "protocol": 1, "worker": worker, "pid": 1, "device": "cpu",
+            "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+        });
+        let (life, registered) = thread::scope(|scope| {
+            let life = scope.spawn(|| {
+                let (mut life, _) = listener.accept().expect("the sender");
+                serve(&life, &bearer(&secret, "worker"));
+                life.write_all(LINES.as_bytes()).expect("it reads");
+                say(&mut life, &json!({"here": {"worker": worker, "pid": 1}}));
+                life
+            });
+            let (to_sender, register) = (bearer(&secret, "sender"), register.to_string());
+            let (head, answer) = ask(&address, &to_sender, "POST /v1/workers", &register);
+            assert!(head.starts_with("http/1.1 200"), "{head}");
+            (life.join().expect("no panic"), answer)
+        });
+        Self {
+            listener,
+            life,
+            registered,
+        }
+    }
+}
+
+/// What becomes of a worker to which this happens once it was called.
+fn fate<T>(sender: &mut Sender, worker: u32, happens: impl FnOnce(Mute) -> T) -> Outcome {
+    let mute = Mute::join(sender, worker);
+    let report = thread::scope(|scope| {
+        let send = scope.spawn(|| sender.send_with(&weights(8, 1.0), &staged()));
+        let _called = mute.listener.accept().expect("the sender");
+        let _left = happens(mute);
+        send.join().expect("no panic").expect("it is sent")
+    });
+    let line = report.worker(worker).expect("its line");
+    line.outcome.clone()
+}
+
+#[test]
+fn who_hangs_up_is_dead_and_who_cannot_be_reached_is_lost() {
+    let mut sender = super::sender(&weights(8, 1.0), Rpc::default());
+    assert_eq!(fate(&mut sender, 1, drop), Outcome::Died);
+    let nobody_listens = |mute: Mute| (mute.life, mute.registered);
+    assert_eq!(fate(&mut sender, 2, nobody_listens), Outcome::Died);
+    let says_nothing = |mute: Mute| {
+        let own = mute.listener.local_addr().expect("an address");
+        let full = std::iter::from_fn(|| TcpStream::connect_timeout(&own, BRIEF).ok());
+        let full: Vec<_> = full.take(8).collect();
+        assert!(full.len() < 8, "it has room for more");
+        (mute, full)
+    };
+    assert_eq!(fate(&mut sender, 3, says_nothing), Outcome::Lost);
+    // Its lifeline is there.
+    let one_connection = |mute: Mute| (mute.life, mute.listener);
+    assert_eq!(fate(&mut sender, 4, one_connection), Outcome::Lost);
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod first;
 mod foreign;
 mod greedy;
 mod hostile;
+mod impostor;
 mod links;
 mod places;
 mod proxy;

@@ -16,6 +16,18 @@ pub enum Harm {
     Flip(u64),
 }
 
+/// What becomes of a request in place of being passed on.
+#[derive(Clone, Copy, Debug)]
+pub enum Answer {
+    /// The connection ends.
+    HangUp,
+    /// The proxy answers it itself: the status line, and the headers that say of how
+    /// long a body; then it hangs up.
+    Says(&'static str),
+    /// One for a part is passed on without its `Range`.
+    All,
+}
+
 /// Passes on connections to a sender.
 pub struct Proxy {
     pub addr: SocketAddr,
@@ -27,8 +39,11 @@ struct State {
     to: Mutex<Option<SocketAddr>>,
     /// For the next answers that have so many bytes, each once.
     harms: Mutex<Vec<Harm>>,
+    /// For the next requests that begin so, each once.
+    answers: Mutex<Vec<(&'static str, Answer)>>,
     open: Mutex<Vec<TcpStream>>,
     harmed: AtomicU64,
+    answered: AtomicU64,
     over: AtomicBool,
 }
 
@@ -40,6 +55,8 @@ impl Proxy {
             harms: Mutex::default(),
             open: Mutex::default(),
             harmed: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
+            answers: Mutex::default(),
             over: AtomicBool::new(false),
         });
         let addr = listener.local_addr().expect("an address");
@@ -72,6 +89,17 @@ impl Proxy {
         self.state.harms.lock().expect("no panic").extend(harms);
     }
 
+    /// What becomes of the next requests that begin so.
+    pub fn answer(&self, request: &'static str, answers: &[Answer]) {
+        let mut all = self.state.answers.lock().expect("no panic");
+        all.extend(answers.iter().map(|answer| (request, *answer)));
+    }
+
+    /// How many requests were not passed on as they were.
+    pub fn answered(&self) -> u64 {
+        self.state.answered.load(Ordering::SeqCst)
+    }
+
     /// How many connections were harmed.
     pub fn harmed(&self) -> u64 {
         self.state.harmed.load(Ordering::SeqCst)
@@ -92,10 +120,36 @@ impl State {
         open.extend([clone(worker), clone(sender)]);
         drop(open);
         let (from, to) = (clone(worker), clone(sender));
-        let up = thread::spawn(move || copy(from, to, |_, _| true));
+        let (back, state) = (clone(worker), self.clone());
+        let up = thread::spawn(move || copy(from, to, |_, bytes| state.ask(bytes, &back)));
         let down = (clone(sender), clone(worker));
         copy(down.0, down.1, |from, bytes| self.damage(from, bytes));
         up.join().expect("no panic");
+    }
+
+    /// Passes on a request, unless something else is to become of it; false to hang up.
+    fn ask(&self, bytes: &mut [u8], mut back: &TcpStream) -> bool {
+        let mut answers = self.answers.lock().expect("no panic");
+        let range = bytes.windows(7).position(|name| name == b"range: ");
+        let here = answers.iter().position(|(request, answer)| {
+            let fits = !matches!(answer, Answer::All) || range.is_some();
+            bytes.starts_with(request.as_bytes()) && fits
+        });
+        let Some((_, answer)) = here.map(|place| answers.remove(place)) else {
+            return true;
+        };
+        self.answered.fetch_add(1, Ordering::SeqCst);
+        match answer {
+            Answer::HangUp => {}
+            Answer::Says(head) => {
+                let _ = write!(back, "HTTP/1.1 {head}\r\nConnection: close\r\n\r\n");
+            }
+            Answer::All => {
+                bytes[range.expect("it asks for a part")] = b'_';
+                return true;
+            }
+        }
+        false
     }
 
     /// Harms a part of what passes, if it is to be; false to hang up.

@@ -121,6 +121,42 @@ fn an_end_is_a_line_of_those_it_was_for() {
     assert!(!plan.is_known(id));
 }
 
+#[test]
+fn a_process_that_registers_again_during_a_send_has_one_line() {
+    let mut plan = Of::new(1, 0);
+    let old = plan.join(about(0, &[0]));
+    let before = plan.watch_all();
+    let new = plan.join(about(0, &[0]));
+    let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &before);
+    assert_eq!(sent.fates, [(new, Fate::Told)]);
+    plan.end(old, Life::Lost);
+    plan.unwatch(before);
+    plan.unwatch([new]);
+    // Another process of that number is not the one that was here.
+    let before = plan.watch_all();
+    let mut other = about(0, &[0]);
+    other.pid += 1;
+    let other = plan.join(other);
+    plan.end(new, Life::Died);
+    let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &before);
+    assert_eq!(sent.fates, [(new, Fate::Told), (other, Fate::Told)]);
+    let outcome = |id| plan.outcome(&sent, (id, Fate::Told), Level::Applied);
+    assert_eq!(outcome(new), Some(Outcome::Died));
+}
+
+#[test]
+fn one_that_cannot_be_reached_is_lost_and_not_dead() {
+    let mut plan = Of::new(1, 0);
+    let id = plan.join(about(0, &[0]));
+    let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
+    plan.staged(id, 1);
+    plan.end(id, Life::Lost);
+    plan.end(id, Life::Died);
+    let outcome = |level| plan.outcome(&sent, (id, Fate::Told), level);
+    assert_eq!(outcome(Level::Applied), Some(Outcome::Lost));
+    assert_eq!(outcome(Level::Staged), Some(Outcome::Staged));
+}
+
 impl Of {
     fn is_known(&self, id: LaneId) -> bool {
         self.lanes.contains_key(&id)

@@ -8,7 +8,7 @@ use hyper::StatusCode;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 use weightsync::transport::{Deadline, Image, ModelSpec, Pull};
-use weightsync::{Digest, Run, Snapshot, Version};
+use weightsync::{Digest, Remedy, Run, Snapshot, Version};
 use weightsync_simd::crc64;
 
 use super::desk::{Desk, Fetched};
@@ -55,11 +55,28 @@ pub(super) enum Failure {
     Own(#[from] weightsync::Error),
 }
 
+impl From<Failure> for weightsync::Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Own(error) => error,
+            failure => Self::Transport {
+                source: failure.into(),
+                // The next version may be whole.
+                remedy: Remedy::Retry,
+            },
+        }
+    }
+}
+
 /// Why a question has no answer.
 #[derive(Debug)]
 pub(super) enum NoAnswer {
-    Unknown { known: Vec<Version> },
+    Unknown {
+        known: Vec<Version>,
+    },
     Gone,
+    /// There is one, which this worker cannot have.
+    Failed(Failure),
 }
 
 /// Fetches what a worker does not have of these versions, all of them or none.
@@ -97,16 +114,16 @@ async fn version(
         return Err(Failure::Foreign { model, version });
     }
     let mut filling = Filling::new(desk, &session.run, spec, part);
-    let mut tries = 0;
+    let (mut tries, mut most) = (0, filling.at());
     while filling.checked() < part.bytes as usize {
-        let before = filling.at();
         let Err(failure) = filling.more(session).await else {
             continue;
         };
-        tries = match filling.at() > before {
+        tries = match filling.at() > most {
             true => 0,
             false => tries + 1,
         };
+        most = most.max(filling.at());
         if matches!(failure, Failure::Replaced) || tries == TRIES {
             return Err(failure);
         }
@@ -200,7 +217,8 @@ impl<'a> Filling<'a> {
         partial.image
     }
 
-    /// Asks for what is missing, and takes what comes.
+    /// Asks for what is missing, and takes what comes. It is whole after this, or there is
+    /// an error.
     async fn more(&mut self, session: &Session) -> Result<(), Failure> {
         let (model, version) = (self.part.model, self.part.version);
         let path = format!(
@@ -208,7 +226,7 @@ impl<'a> Filling<'a> {
             version.0,
             session.id()
         );
-        let from = self.at();
+        let (from, addr) = (self.at(), session.client.addr());
         let ask = Ask {
             from: from as u64,
             ..Ask::get(path)
@@ -216,7 +234,13 @@ impl<'a> Filling<'a> {
         let mut reply = session.client.ask(ask, PATIENCE).await?;
         match (reply.status, from) {
             (StatusCode::OK, 0) | (StatusCode::PARTIAL_CONTENT, 1..) => {}
-            _ => return Err(Failure::Replaced),
+            // What is on the way may not pass on which part was asked for.
+            (StatusCode::OK, 1..) => {
+                let partial = self.partial();
+                (partial.at, partial.checked) = (0, 0);
+            }
+            (StatusCode::NOT_FOUND | StatusCode::GONE, _) => return Err(Failure::Replaced),
+            (status, _) => return Err(Fault::Status { addr, status }.into()),
         }
         while let Some(bytes) = reply.next(PATIENCE).await? {
             let part = self.part;
@@ -230,7 +254,16 @@ impl<'a> Filling<'a> {
             partial.check(part)?;
         }
         reply.keep();
-        Ok(())
+        let (expected, got) = (self.part.bytes, self.at() as u64);
+        match got < expected {
+            true => Err(Fault::Short {
+                addr,
+                expected,
+                got,
+            }
+            .into()),
+            false => Ok(()),
+        }
     }
 }
 
@@ -291,16 +324,31 @@ pub(super) async fn ask(
             version,
             wait_ms: left.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
         };
+        let id = session.id();
         match asked(&session, &question, left).await {
             Ok(Some(asked)) => {
                 let _fetching = desk.fetching();
                 match set(&session, &desk, asked.sequence, &asked.models).await {
+                    // Who answered while the sender was not heard may be another.
+                    Ok(_) if session.is_broken() => {}
                     Ok(fetched) => return Ok(Some(fetched)),
-                    // It was replaced while it was fetched: asked for again.
-                    Err(failure) => tracing::debug!(%failure, "an answer was not fetched"),
+                    // It was replaced while it was fetched, or the way has failed: asked
+                    // for again.
+                    Err(failure @ (Failure::Replaced | Failure::Fault(_))) => {
+                        tracing::debug!(%failure, "an answer was not fetched");
+                    }
+                    Err(failure) => return Err(NoAnswer::Failed(failure)),
                 }
             }
             Ok(None) => return Ok(None),
+            Err(Some(NoAnswer::Gone)) => {
+                // It may have given up a connection that broke, of which this end knows in
+                // a moment.
+                sleep(PAUSE).await;
+                if !session.is_broken() && session.id() == id {
+                    return Err(NoAnswer::Gone);
+                }
+            }
             Err(Some(no_answer)) => return Err(no_answer),
             Err(None) => {}
         }
@@ -344,6 +392,8 @@ async fn asked(
             let known = problem.map_err(|_| None)?.known;
             Err(Some(NoAnswer::Unknown { known }))
         }
+        // What is on the way has answered.
+        status if status.is_server_error() => Err(None),
         _ => Err(Some(NoAnswer::Gone)),
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,10 +15,10 @@ use weightsync_net::Access;
 
 use super::desk::{Desk, End};
 use super::{server, wait_for};
-use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, Server};
+use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, ProofKey, Server};
 use crate::rpc::error::Trouble;
 use crate::rpc::wire::{
-    FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
+    Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
     of_sender, url,
 };
 use crate::rpc::{PATIENCE, PROBE, Places, SILENCE, passed, place};
@@ -39,6 +40,9 @@ const ATTEMPT: Duration = Duration::from_millis(500);
 pub(super) struct Session {
     /// Of this worker's connection; another one after a connection broke.
     id: Mutex<String>,
+    /// Whether the connection is broken: what answers then may be another sender.
+    broken: AtomicBool,
+    proof: ProofKey,
     pub(super) run: Run,
     pub(super) pid: u32,
     /// The models this worker takes, in the order it named them, and their places at
@@ -58,6 +62,11 @@ impl Session {
 
     fn renew(&self, new: String) {
         *self.id.lock().unwrap_or_else(PoisonError::into_inner) = new;
+        self.broken.store(false, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
     }
 
     pub(super) fn place_of(&self, model: &ModelId) -> Option<usize> {
@@ -92,12 +101,15 @@ const OUT_OF_REACH: Duration = Duration::from_secs(10);
 
 /// Why an attempt has failed.
 enum NotIn {
-    /// Nobody is there, or it does not answer as a sender does.
+    /// Nobody is there: its system says so.
     Absent(String),
     /// It does not know this worker's secret. Only a sender that may be followed by
     /// another at its address is asked again.
     Stranger,
-    /// It cannot be reached, or does not answer: whether it is there is not known.
+    /// It has not proved that it has the secret: it is no sender. What it gave instead.
+    Wrong(&'static str),
+    /// It cannot be reached, hangs up, or does not answer as a sender does: whether it is
+    /// there is not known.
     Silent(String),
     /// It has no right to be let in, or there is something else that waiting does not
     /// mend; but another sender may take the place of this one.
@@ -110,11 +122,10 @@ impl From<Fault> for NotIn {
     fn from(fault: Fault) -> Self {
         let words = fault.to_string();
         match fault {
-            Fault::Silent { .. } => Self::Silent(words),
-            Fault::Connect { source, .. } if source.kind() != ErrorKind::ConnectionRefused => {
-                Self::Silent(words)
+            Fault::Connect { source, .. } if source.kind() == ErrorKind::ConnectionRefused => {
+                Self::Absent(words)
             }
-            _ => Self::Absent(words),
+            _ => Self::Silent(words),
         }
     }
 }
@@ -163,6 +174,7 @@ pub(super) fn join(
         url: url(own),
         seen: joining.seen,
         run: None,
+        nonce: None,
     };
     let client = Client::new(sender, Bearer::to_sender(at.secret()));
     let mut pause = PAUSE;
@@ -170,7 +182,8 @@ pub(super) fn join(
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
         let until = deadline.and(ends);
         let (done, wait) = sync_channel(1);
-        let attempt = enter(client.clone(), register.clone(), desk.clone());
+        let proof = ProofKey::new(at.secret());
+        let attempt = enter(client.clone(), proof, register.clone(), desk.clone());
         let attempt = thread.runtime().spawn(async move {
             let _ = done.send(attempt.await);
         });
@@ -184,9 +197,9 @@ pub(super) fn join(
                 return Ok((thread, session));
             }
             Some(Err(not_in)) => not_in,
-            None => NotIn::Absent("it did not answer in time".into()),
+            None => NotIn::Silent("it did not answer in time".into()),
         };
-        let is_final = matches!(not_in, NotIn::Stranger) && !at.restarts();
+        let is_final = matches!(not_in, NotIn::Stranger | NotIn::Wrong(_)) && !at.restarts();
         if is_final || passed(deadline) {
             return Err(match not_in {
                 NotIn::Absent(why) | NotIn::Silent(why) => {
@@ -200,6 +213,7 @@ pub(super) fn join(
                     reason: "the init info's secret is not its own".into(),
                 }
                 .into(),
+                NotIn::Wrong(got) => Trouble::WrongSender { addr: sender, got }.into(),
                 NotIn::Denied(reason) => MemoryError::Denied { reason }.into(),
                 NotIn::Fenced(got) => MemoryError::Fenced {
                     seen: joining.seen,
@@ -212,7 +226,9 @@ pub(super) fn join(
         interrupt::sleep(left.map_or(pause, |left| left.min(pause)))?;
         let longest = match not_in {
             NotIn::Absent(_) | NotIn::Silent(_) => LONGEST_PAUSE,
-            NotIn::Stranger | NotIn::Denied(_) | NotIn::Fenced(_) => LONGEST_TURNED_AWAY,
+            NotIn::Stranger | NotIn::Wrong(_) | NotIn::Denied(_) | NotIn::Fenced(_) => {
+                LONGEST_TURNED_AWAY
+            }
         };
         pause = (pause * 2).min(longest);
     }
@@ -221,9 +237,15 @@ pub(super) fn join(
 /// Registers; the sender's first line, and those that follow.
 async fn register_at(
     client: &Arc<Client>,
+    proof: &ProofKey,
     register: &Register,
 ) -> std::result::Result<(Welcome, Lines), NotIn> {
-    let ask = Ask::post(of_sender::WORKERS, register);
+    let nonce = nonce().map_err(|error| NotIn::Silent(format!("no random bytes: {error}")))?;
+    let register = Register {
+        nonce: Some(Digits(nonce.into())),
+        ..register.clone()
+    };
+    let ask = Ask::post(of_sender::WORKERS, &register);
     let reply = client.ask(ask, PATIENCE).await?;
     match reply.status {
         StatusCode::OK => {}
@@ -233,20 +255,31 @@ async fn register_at(
         status => {
             let problem = reply.json::<Problem>(MAX_BODY, PATIENCE).await;
             let Ok(problem) = problem else {
-                return Err(NotIn::Absent(format!("it answered {status}")));
+                return Err(NotIn::Silent(format!("it answered {status}")));
             };
-            return Err(match (problem.epoch, status) {
+            let is_slow = matches!(
+                status,
+                StatusCode::FAILED_DEPENDENCY | StatusCode::REQUEST_TIMEOUT
+            );
+            return Err(match (problem.epoch, is_slow) {
                 (Some(epoch), _) => NotIn::Fenced(epoch),
-                (None, StatusCode::FAILED_DEPENDENCY) => NotIn::Silent(problem.error),
-                (None, _) => NotIn::Denied(problem.error),
+                (None, true) => NotIn::Silent(problem.error),
+                (None, false) => NotIn::Denied(problem.error),
             });
         }
     }
     let mut lines = reply.lines();
     let first = lines.next::<FromSender>(PATIENCE).await?;
     let Some(FromSender::Welcome(welcome)) = first else {
-        return Err(NotIn::Absent("it did not welcome this worker".into()));
+        return Err(NotIn::Silent("it did not welcome this worker".into()));
     };
+    // Before anything else that it says is looked at.
+    let expected = proof.proof(&nonce, &welcome.id);
+    match welcome.proof {
+        Some(Digits(got)) if got == expected => {}
+        Some(_) => return Err(NotIn::Wrong("another")),
+        None => return Err(NotIn::Wrong("none")),
+    }
     if welcome.run.epoch < register.seen {
         return Err(NotIn::Fenced(welcome.run.epoch));
     }
@@ -258,13 +291,25 @@ async fn register_at(
     Ok((welcome, lines))
 }
 
+/// Random bytes for one registration.
+fn nonce() -> std::io::Result<[u8; 32]> {
+    let mut nonce = [0; 32];
+    let mut filled = 0;
+    while filled < nonce.len() {
+        let flags = rustix::rand::GetRandomFlags::empty();
+        filled += rustix::rand::getrandom(&mut nonce[filled..], flags)?;
+    }
+    Ok(nonce)
+}
+
 /// Registers, and reads what the sender has to say of its models.
 async fn enter(
     client: Arc<Client>,
+    proof: ProofKey,
     mut register: Register,
     desk: Arc<Desk>,
 ) -> std::result::Result<Arc<Session>, NotIn> {
-    let (welcome, lines) = register_at(&client, &register).await?;
+    let (welcome, lines) = register_at(&client, &proof, &register).await?;
     let (mut models, mut wanted) = (Vec::new(), Vec::new());
     for id in &register.models {
         let place = welcome.models.iter().position(|model| model == id);
@@ -272,7 +317,7 @@ async fn enter(
         let path = of_sender::MODEL.replace("{model}", &place.to_string());
         let reply = client.ask(Ask::get(path), PATIENCE).await?;
         if reply.status != StatusCode::OK {
-            return Err(NotIn::Absent(format!("it answered {}", reply.status)));
+            return Err(NotIn::Silent(format!("it answered {}", reply.status)));
         }
         let spec: ModelSpec = reply.json(MAX_SPEC, PATIENCE).await?;
         if spec.id != *id {
@@ -283,6 +328,8 @@ async fn enter(
     }
     let session = Arc::new(Session {
         id: Mutex::new(welcome.id),
+        broken: AtomicBool::new(false),
+        proof,
         run: welcome.run,
         pid: welcome.pid,
         models,
@@ -320,6 +367,7 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
             }
             Ok(None) | Err(_) => {}
         }
+        session.broken.store(true, Ordering::Relaxed);
         match again(&session, &register).await {
             Some(new) => (lines, heard, lost) = (new, Instant::now(), false),
             None => break End::Died { pid: session.pid },
@@ -328,16 +376,22 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
     desk.ended(end);
 }
 
-/// Registers anew with the same sender, if that is there.
+/// Registers anew with the same sender, if that is there. That it hangs up, or that what
+/// is on the way answers for it, does not say that it is not.
 async fn again(session: &Session, register: &Register) -> Option<Lines> {
     let since = Instant::now();
     loop {
-        let why = match register_at(&session.client, register).await {
+        let why = match register_at(&session.client, &session.proof, register).await {
             Ok((welcome, lines)) => {
                 session.renew(welcome.id);
                 return Some(lines);
             }
             Err(NotIn::Silent(why)) => why,
+            Err(NotIn::Wrong(got)) => {
+                let addr = session.client.addr();
+                tracing::warn!("{}", Trouble::WrongSender { addr, got });
+                return None;
+            }
             Err(_) => return None,
         };
         if since.elapsed() > OUT_OF_REACH {

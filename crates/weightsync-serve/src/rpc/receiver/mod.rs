@@ -164,6 +164,7 @@ impl ReceiverTransport for RpcReceiver {
                 },
                 known,
             }),
+            Err(fetch::NoAnswer::Failed(failure)) => Err(failure.into()),
             // Its end is known by the other connection, in a moment.
             Err(fetch::NoAnswer::Gone) => {
                 let by = Instant::now().checked_add(HEARD);

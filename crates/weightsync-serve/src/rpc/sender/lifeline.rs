@@ -15,11 +15,11 @@ use weightsync::WorkerId;
 use super::caller;
 use super::server::{App, wrong};
 use super::state::Shared;
-use crate::http::{Ask, Client, Fault, Lines, LinesBody, Stopping, problem, read};
+use crate::http::{Ask, Client, Fault, Lines, LinesBody, Reach, Stopping, problem, read};
 use crate::rpc::plan::{About, LaneId, Life};
 use crate::rpc::wire::{
-    FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome, addr_of,
-    line, of_worker,
+    Digits, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome,
+    addr_of, line, of_worker,
 };
 use crate::rpc::{BEAT, PROBE, PROBE_AGAIN, PROBE_BEHIND, SILENCE};
 
@@ -51,19 +51,25 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
     });
     let bell = shared.enter(lane);
     tokio::spawn(follow(shared.clone(), lane, client.clone(), lines));
-    tokio::spawn(caller::call(shared.clone(), lane, client, bell));
+    tokio::spawn(caller::call(shared.clone(), lane, client.clone(), bell));
+    let id = shared.name(lane);
+    let proof = register.nonce.map(|nonce| {
+        let proof = shared.proof.proof(nonce.0.as_bytes(), &id);
+        Digits(proof)
+    });
     let welcome = FromSender::Welcome(Welcome {
         protocol: PROTOCOL,
-        id: shared.name(lane),
+        id,
         run: shared.run,
         pid: std::process::id(),
         models: shared.ids().cloned().collect(),
         sequence,
+        proof,
     });
     let (lines, response) = LinesBody::answer(4);
     // There is room for the first.
     let _ = lines.try_send(line(&welcome));
-    tokio::spawn(beat(shared, lane, lines, app.stopping));
+    tokio::spawn(beat(shared, lane, client, lines, app.stopping));
     response
 }
 
@@ -163,8 +169,10 @@ async fn follow(shared: Arc<Shared>, lane: LaneId, client: Arc<Client>, mut line
                         true => PROBE_BEHIND,
                         false => PROBE,
                     };
-                    if !client.is_reachable(patience).await {
-                        break Life::Died;
+                    match client.reach(patience).await {
+                        Reach::Here => {}
+                        Reach::Refused => break Life::Died,
+                        Reach::Away => break Life::Lost,
                     }
                 }
             }
@@ -202,6 +210,7 @@ fn end(shared: &Shared, lane: LaneId, life: Life) {
 async fn beat(
     shared: Arc<Shared>,
     lane: LaneId,
+    client: Arc<Client>,
     lines: mpsc::Sender<Bytes>,
     mut stopping: Stopping,
 ) {
@@ -223,7 +232,13 @@ async fn beat(
                 if !shared.lock().is_silent(lane) {
                     sleep(LAST_WORDS).await;
                 }
-                return end(&shared, lane, Life::Died);
+                // A process that ends closes its lifeline with this, which tells first. One
+                // that listens has lost this connection alone, and registers again.
+                let life = match client.reach(PROBE).await {
+                    Reach::Refused => Life::Died,
+                    Reach::Here | Reach::Away => Life::Lost,
+                };
+                return end(&shared, lane, life);
             }
             () = stopping.wait() => {
                 let _ = lines.send(line(&FromSender::Closed {})).await;

@@ -12,7 +12,7 @@ use weightsync::{ModelId, Result, Run, Snapshot, Version, WorkerId};
 use weightsync_net::Access;
 use weightsync_simd::crc64;
 
-use crate::http::Bearer;
+use crate::http::{Bearer, ProofKey};
 use crate::rpc::plan::{LaneId, Numbered, Plan};
 use crate::rpc::wait_on;
 use crate::rpc::wire::{CHUNK, Crc, Part, url};
@@ -128,6 +128,8 @@ pub(super) struct Shared {
     pub(super) access: Access,
     /// For calls to workers.
     pub(super) bearer: Bearer,
+    /// For workers that ask who this is.
+    pub(super) proof: ProofKey,
 }
 
 impl Shared {
@@ -149,6 +151,7 @@ impl Shared {
             url: url(found),
             access,
             bearer: Bearer::to_worker(opening.at.secret()),
+            proof: ProofKey::new(opening.at.secret()),
         }
     }
 

@@ -120,6 +120,7 @@ fn matches(pattern: &str, text: &str) -> bool {
         "^http://" => text.starts_with("http://"),
         "^[0-9a-f]{32}$" => hex(text, 32),
         "^[0-9a-f]{16}$" => hex(text, 16),
+        "^[0-9a-f]{64}$" => hex(text, 64),
         "^[0-9a-f]{16}-[0-9]+$" => {
             let parts = text.split_once('-');
             parts.is_some_and(|(run, lane)| hex(run, 16) && lane.parse::<u64>().is_ok())
@@ -153,20 +154,24 @@ fn what_is_sent_is_what_is_described() {
         url: url("127.0.0.1:7007".parse().unwrap()),
         seen: Epoch(0),
         run: None,
+        nonce: None,
     };
     assert_described("Register", &register);
     register.run = Some(run);
+    register.nonce = Some(Digits([0xcd; 32].into()));
     assert_described("Register", &register);
-    let welcome = Welcome {
+    let welcome = |proof| Welcome {
         protocol: PROTOCOL,
         id: id(),
         run,
         pid: 1,
         models: vec![model()],
         sequence: 0,
+        proof,
     };
     for one in [
-        FromSender::Welcome(welcome),
+        FromSender::Welcome(welcome(None)),
+        FromSender::Welcome(welcome(Some(Digits([0xcd; 32].into())))),
         FromSender::Beat(1),
         FromSender::Closed {},
     ] {
@@ -323,6 +328,18 @@ fn checksums_and_urls_are_read_as_they_are_written() {
         "\"00000000000000000\"",
     ] {
         assert!(serde_json::from_str::<Crc>(wrong).is_err(), "{wrong}");
+    }
+    let digits = Digits([0x2f; 32].into());
+    let text = serde_json::to_string(&digits).unwrap();
+    assert_eq!(text, format!("\"{}\"", "2f".repeat(32)));
+    assert_eq!(serde_json::from_str::<Digits>(&text).unwrap(), digits);
+    for wrong in [
+        "\"\"",
+        "1",
+        &text.replacen('f', "", 1),
+        &text.replace('f', "g"),
+    ] {
+        assert!(serde_json::from_str::<Digits>(wrong).is_err(), "{wrong}");
     }
     for addr in ["127.0.0.1:80", "[::1]:65535"] {
         let addr: SocketAddr = addr.parse().unwrap();
