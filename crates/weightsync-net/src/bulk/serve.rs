@@ -254,16 +254,18 @@ impl Going {
         };
         let (item, serving) = (self.item(), self.serving.clone());
         let ToParent::Fetch { ranges, .. } = &self.fetch;
+        // They ascend, and none is asked for twice: what follows is bounded by this.
+        let behind = ranges.last().and_then(|range| range.end());
+        if behind.is_some_and(|behind| behind as usize > held.chunks()) {
+            say_gone(socket, "it has not so many chunks")?;
+            return Ok(End::Over);
+        }
         let indices = ranges.iter().flat_map(|range| {
             let first = range.first as usize;
             first..first + range.count as usize
         });
         let indices: Vec<usize> = indices.skip(self.done).collect();
         for index in indices {
-            if index >= held.chunks() {
-                say_gone(socket, "it has not so many chunks")?;
-                return Ok(End::Over);
-            }
             loop {
                 if begun.elapsed() >= TURN && serving.others_wait() {
                     self.held = Some(held.clone());

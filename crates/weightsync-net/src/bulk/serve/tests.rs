@@ -25,8 +25,25 @@ fn serving() -> Serving {
 
 /// A child of it that asks for a version.
 fn child(serving: &Serving, run: Run, version: u64) -> TcpStream {
+    let (mut socket, fetch) = (connect(serving), fetch(run, version, (0, 1)));
+    socket.write_all(&fetch.frame().unwrap()).unwrap();
+    socket
+}
+
+fn fetch(run: Run, version: u64, (first, count): (u32, u32)) -> ToParent {
+    ToParent::Fetch {
+        run,
+        agent: 1,
+        model: 0,
+        version: Version(version),
+        ranges: vec![ChunkRange { first, count }],
+    }
+}
+
+/// A child of it that has said nothing yet.
+fn connect(serving: &Serving) -> TcpStream {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     socket.set_read_timeout(Some(SOON)).unwrap();
     let (other, _) = listener.accept().unwrap();
     other.set_nonblocking(true).unwrap();
@@ -36,15 +53,29 @@ fn child(serving: &Serving, run: Run, version: u64) -> TcpStream {
             .child(tokio::net::TcpStream::from_std(other).unwrap())
             .await
     });
-    let fetch = ToParent::Fetch {
-        run,
-        agent: 1,
-        model: 0,
-        version: Version(version),
-        ranges: vec![ChunkRange { first: 0, count: 1 }],
-    };
-    socket.write_all(&fetch.frame().unwrap()).unwrap();
     socket
+}
+
+const ITEM: Item = Item {
+    model: 0,
+    version: Version(1),
+};
+
+/// A segment with room for a version of so many bytes, of which nothing has come.
+fn coming(bytes: u64) -> (Relay, Arc<Held>) {
+    static LAST: AtomicIsize = AtomicIsize::new(0);
+    let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]).unwrap();
+    let models = [ModelSpec {
+        layout,
+        note: Vec::new(),
+    }];
+    let number = LAST.fetch_add(1, Ordering::Relaxed);
+    let name = format!("weightsync-test/serve/{}/{number}", std::process::id());
+    let listener = Listener::at(&name).unwrap();
+    let options = SegmentOptions::default();
+    let relay = Relay::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
+    let room = relay.room(0, ITEM.version, CHUNK as usize);
+    (relay, Arc::new(Held::coming(room.unwrap().unwrap())))
 }
 
 /// What it hears next; `None` once it is hung up on.
@@ -162,22 +193,9 @@ fn there_are_only_so_many_children() {
 fn that_nothing_has_come_is_said_now_and_then() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
-        let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![100])]).unwrap();
-        let models = [ModelSpec {
-            layout,
-            note: Vec::new(),
-        }];
-        let name = format!("weightsync-test/serve/{}", std::process::id());
-        let listener = Listener::at(&name).unwrap();
-        let options = SegmentOptions::default();
-        let relay = Relay::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
-        let room = relay.room(0, Version(1), CHUNK as usize).unwrap().unwrap();
+        let (_relay, held) = coming(100);
         let serving = serving();
-        let item = Item {
-            model: 0,
-            version: Version(1),
-        };
-        serving.store.put(item, Arc::new(Held::coming(room)));
+        serving.store.put(ITEM, held);
         let mut child = child(&serving, RUN, 1);
         let heard = tokio::task::spawn_blocking(move || hear_out(&mut child));
         let begun = Instant::now();
@@ -186,10 +204,33 @@ fn that_nothing_has_come_is_said_now_and_then() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         let most = begun.elapsed().as_millis() / IDLE.as_millis();
-        serving.store.remove(item);
+        serving.store.remove(ITEM);
         let (word, idle) = heard.await.unwrap();
         assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
         assert!(idle as u128 <= most, "{idle}, and at most {most}");
+        serving.store.close();
+    });
+}
+
+/// A few bytes can ask for more chunks than there is memory to count them.
+#[test]
+fn who_asks_for_more_chunks_than_there_are_gets_none() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let (_relay, held) = coming(u64::from(CHUNK) + 1);
+        let serving = serving();
+        serving.store.put(ITEM, held);
+        for range in [(0, u32::MAX), (0, 3), (2, 1), (u32::MAX - 1, 1)] {
+            let mut child = connect(&serving);
+            let fetch = fetch(RUN, 1, range);
+            child.write_all(&fetch.frame().unwrap()).unwrap();
+            // Nothing of it has come: who asked for what there is would wait.
+            let heard = tokio::task::spawn_blocking(move || hear(&mut child)).await;
+            match heard.unwrap() {
+                Some(ToChild::Gone { reason }) => assert!(reason.contains("chunks"), "{reason}"),
+                word => panic!("{range:?}: {word:?}"),
+            }
+        }
         serving.store.close();
     });
 }
