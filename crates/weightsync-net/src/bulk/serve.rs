@@ -37,6 +37,9 @@ const QUIET: Duration = Duration::from_secs(60);
 /// How many children may be connected, whether or not they ask for anything.
 const CHILDREN: usize = 32_768;
 
+/// Why a version is not served to its end.
+const REPLACED: &str = "it was replaced by a newer one";
+
 /// What a parent notices while it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Served {
@@ -112,8 +115,8 @@ impl Serving {
         };
         let mut going = Going::new(self.clone(), fetch);
         loop {
-            let Some(permit) = self.turn(&mut socket).await? else {
-                return Ok(None);
+            let Some(permit) = self.turn(&mut socket, &mut going).await? else {
+                return Ok(Some(socket));
             };
             let mut plain = socket.into_std()?;
             plain.set_nonblocking(false)?;
@@ -141,21 +144,32 @@ impl Serving {
         }
     }
 
-    /// Waits for its turn, and has the child hear meanwhile that this end is there.
+    /// Waits for its turn, and has the child hear meanwhile that this end is there;
+    /// `None` once what it is served is served no more, which it has heard.
     async fn turn(
         &self,
         socket: &mut tokio::net::TcpStream,
+        going: &mut Going,
     ) -> io::Result<Option<OwnedSemaphorePermit>> {
         // One and the same wait: another would be the last in line again.
         let permit = self.at_once.clone().acquire_owned();
         tokio::pin!(permit);
         loop {
-            match tokio::time::timeout(IDLE, &mut permit).await {
-                Ok(permit) => return Ok(permit.ok()),
-                Err(_) => {
-                    let idle = words(&ToChild::Idle)?;
-                    in_time(STUCK, socket.write_all(&idle)).await?;
-                }
+            if let Ok(permit) = tokio::time::timeout(IDLE, &mut permit).await {
+                return Ok(permit.ok());
+            }
+            if going.is_revoked() {
+                // Not for as long as the child takes to hear it.
+                going.held = None;
+                let reason = REPLACED.into();
+                let gone = words(&ToChild::Gone { reason })?;
+                in_time(STUCK, socket.write_all(&gone)).await?;
+                return Ok(None);
+            }
+            let idle = words(&ToChild::Idle)?;
+            tokio::select! {
+                said = in_time(STUCK, socket.write_all(&idle)) => said?,
+                () = going.revoked() => return Err(io::Error::other(REPLACED)),
             }
         }
     }
@@ -249,7 +263,8 @@ impl Going {
             },
         };
         let Some(_going) = held.goes_by(socket)? else {
-            say_gone(socket, "it was replaced by a newer one")?;
+            drop(held);
+            say_gone(socket, REPLACED)?;
             return Ok(End::Over);
         };
         let (item, serving) = (self.item(), self.serving.clone());
@@ -289,7 +304,7 @@ impl Going {
                     }
                     Look::NotYet => self.say_idle(socket)?,
                     Look::Gone => {
-                        say_gone(socket, "it was replaced by a newer one")?;
+                        say_gone(socket, REPLACED)?;
                         return Ok(End::Over);
                     }
                 }
@@ -322,6 +337,18 @@ impl Going {
             }
             store.wait_for(item, IDLE);
             self.say_idle(socket)?;
+        }
+    }
+
+    /// Whether what it is served is served no more.
+    fn is_revoked(&self) -> bool {
+        self.held.as_ref().is_some_and(|held| held.is_revoked())
+    }
+
+    /// Ends once that is so.
+    async fn revoked(&self) {
+        while !self.is_revoked() {
+            tokio::time::sleep(IDLE).await;
         }
     }
 

@@ -92,7 +92,7 @@ impl Held {
     pub(super) fn goes_by(&self, socket: &TcpStream) -> io::Result<Option<GoingOut<'_>>> {
         let socket = socket.try_clone()?;
         let mut going = self.going();
-        if self.revoked.load(Ordering::Acquire) {
+        if self.is_revoked() {
             return Ok(None);
         }
         let (last, sockets) = &mut *going;
@@ -138,8 +138,13 @@ impl Held {
         }
     }
 
+    /// Whether it is not to be served any more.
+    pub(super) fn is_revoked(&self) -> bool {
+        self.revoked.load(Ordering::Acquire)
+    }
+
     fn look(&self, index: usize) -> Look<'_> {
-        if self.revoked.load(Ordering::Acquire) {
+        if self.is_revoked() {
             return Look::Gone;
         }
         let bytes = match &self.source {
@@ -233,7 +238,7 @@ impl Store {
         }
         let known = kept.held.get(&item).cloned();
         let known = known.or_else(|| kept.served.get(&item)?.upgrade());
-        let usable = known.filter(|held| !held.revoked.load(Ordering::Acquire));
+        let usable = known.filter(|held| !held.is_revoked());
         if usable.is_some() {
             return usable;
         }

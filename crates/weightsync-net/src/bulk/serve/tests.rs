@@ -234,3 +234,32 @@ fn who_asks_for_more_chunks_than_there_are_gets_none() {
         serving.store.close();
     });
 }
+
+/// A version of a trainer costs it a slot for as long as somebody is served it.
+#[test]
+fn who_waits_for_its_turn_lets_go_of_what_is_served_no_more() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let (_relay, held) = coming(100);
+        let kept = Arc::downgrade(&held);
+        let mut serving = serving();
+        serving.at_once = Arc::new(Semaphore::new(1));
+        serving.store.put(ITEM, held);
+        let mut child = child(&serving, RUN, 1);
+        while serving.at_once.available_permits() > 0 {
+            tokio::task::yield_now().await;
+        }
+        // Once it has had its first turn there is no other.
+        let _turn = serving.at_once.acquire().await.unwrap();
+        serving.store.remove(ITEM);
+        let begun = Instant::now();
+        while kept.strong_count() > 0 {
+            assert!(begun.elapsed() < SOON, "it waits, and holds it");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let heard = tokio::task::spawn_blocking(move || hear_out(&mut child));
+        let (word, _) = heard.await.unwrap();
+        assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
+        serving.store.close();
+    });
+}
