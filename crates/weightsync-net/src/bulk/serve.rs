@@ -13,13 +13,10 @@ use weightsync_core::Run;
 
 use super::stop::Threads;
 use super::store::{Held, Look, Store};
-use super::{IDLE, STUCK};
+use super::{IDLE, PATIENCE, STUCK};
 use crate::relay::Item;
 use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
 use crate::wire::message::{Message, ToChild, ToParent};
-
-/// How long a relay asks above for a version that it does not have.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// After so long a child that waits and whose host does not answer is given up.
 const OUT_OF_REACH: Duration = Duration::from_secs(12);
