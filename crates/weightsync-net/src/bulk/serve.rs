@@ -27,6 +27,10 @@ const AT_ONCE: usize = 64;
 /// How long a turn is while others wait for theirs: a chunk that has begun is ended.
 const TURN: Duration = Duration::from_millis(250);
 
+/// After so long on its way a chunk is given up while others wait for their turn: over
+/// 1 Mbit/s it takes 8.4 s, and 67 s if eight connections share that.
+const ON_ITS_WAY: Duration = Duration::from_secs(75);
+
 /// A child that has asked for nothing for so long loses its connection: it makes
 /// another when it asks again.
 const QUIET: Duration = Duration::from_secs(60);
@@ -293,7 +297,9 @@ impl Going {
                             crc,
                             image_bytes: held.image_bytes(),
                         };
-                        write_both(socket, &head.frame(), bytes)?;
+                        let begun = Instant::now();
+                        let late = || begun.elapsed() >= ON_ITS_WAY && serving.others_wait();
+                        write_both(socket, &head.frame(), bytes, late)?;
                         *sent += bytes.len() as u64;
                         self.said = Instant::now();
                         self.done += 1;
@@ -424,9 +430,18 @@ fn words(message: &ToChild) -> io::Result<Vec<u8>> {
     message.frame().map_err(invalid)
 }
 
-fn write_both(socket: &mut TcpStream, mut head: &[u8], mut bytes: &[u8]) -> io::Result<()> {
+/// Writes both, unless it is too late for the rest of them.
+fn write_both(
+    socket: &mut TcpStream,
+    mut head: &[u8],
+    mut bytes: &[u8],
+    late: impl Fn() -> bool,
+) -> io::Result<()> {
     debug_assert!(bytes.len() <= CHUNK as usize);
     while !bytes.is_empty() || !head.is_empty() {
+        if late() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         let slices = [IoSlice::new(head), IoSlice::new(bytes)];
         let written = match socket.write_vectored(&slices) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 
 use weightsync_core::{Dtype, Epoch, Layout, Version};
 use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
@@ -262,4 +263,36 @@ fn who_waits_for_its_turn_lets_go_of_what_is_served_no_more() {
         assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
         serving.store.close();
     });
+}
+
+/// One that takes a little now and then would have its turn for ever.
+#[test]
+fn a_chunk_that_is_taken_too_slowly_is_given_up() {
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut reader = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (mut socket, _) = listener.accept().unwrap();
+    // A chunk is more than both take without being read.
+    sockopt::set_socket_send_buffer_size(&socket, 32 << 10).unwrap();
+    socket.set_write_timeout(Some(5 * IDLE)).unwrap();
+    let (stop, stopped) = mpsc::channel::<()>();
+    let slow = std::thread::spawn(move || {
+        let mut some = [0; 16 << 10];
+        while stopped.recv_timeout(Duration::from_millis(40)) == Err(RecvTimeoutError::Timeout) {
+            let _ = reader.read(&mut some);
+        }
+    });
+    let (head, bytes) = ([1; 40], vec![2; CHUNK as usize]);
+    let begun = Instant::now();
+    let late = || begun.elapsed() >= IDLE;
+    for written in 0.. {
+        match write_both(&mut socket, &head, &bytes, late) {
+            Ok(()) => assert!(written < 16, "{:?}", begun.elapsed()),
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+                break;
+            }
+        }
+    }
+    drop((socket, stop));
+    slow.join().unwrap();
 }
