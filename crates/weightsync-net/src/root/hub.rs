@@ -342,7 +342,7 @@ impl Hub {
                 micros,
                 ..
             } => {
-                known.received += bytes;
+                known.received = known.received.saturating_add(bytes);
                 let busy = Duration::from_micros(micros);
                 let assigned = self.topology.measured(parent, agent, bytes, busy);
                 self.assign(&assigned);

@@ -301,6 +301,31 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
 }
 
 #[test]
+fn what_an_agent_says_has_come_may_be_any_number() {
+    let (_sender, info) = sender();
+    run(async {
+        let fake = Fake::dial(&info).await;
+        fake.say_agent(Epoch(0));
+        for micros in [1, 0, u64::MAX] {
+            fake.link.say(&ToRoot::Received {
+                model: 0,
+                version: Version(1),
+                parent: 0,
+                bytes: u64::MAX,
+                micros,
+            });
+        }
+        // More than the first of them has been heard by then.
+        fake.link.say(&join(100));
+        let received = wait_for(&info, |status| {
+            let mut relays = status.relays.iter();
+            Some(relays.find(|one| !one.workers.is_empty())?.received)
+        });
+        assert_eq!(received.await, u64::MAX);
+    });
+}
+
+#[test]
 fn a_sender_that_has_said_goodbye_lets_nobody_in() {
     let (sender, info) = sender();
     run(async {
