@@ -1,18 +1,21 @@
 //! A sender, and agents that are none.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 use weightsync::{Expect, InitInfo, Sender, SenderSetup, Tensors};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
+use super::Event;
 use crate::access::Key;
 use crate::link::{self, Link, LinkEnd};
 use crate::relay::runtime;
+use crate::root::answer_status;
 use crate::scheme::Distributed;
 use crate::status::Status;
 use crate::wire::frame::CHUNK;
@@ -322,6 +325,28 @@ fn what_an_agent_says_has_come_may_be_any_number() {
             Some(relays.find(|one| !one.workers.is_empty())?.received)
         });
         assert_eq!(received.await, u64::MAX);
+    });
+}
+
+#[test]
+fn who_asks_while_many_do_waits_for_its_turn() {
+    run(async {
+        let (events, mut heard) = mpsc::channel(1);
+        let asking = Arc::new(Semaphore::new(1));
+        let others = asking.clone().acquire_owned().await.unwrap();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut asks = TcpStream::connect(address).await.unwrap();
+        let (socket, _) = listener.accept().await.unwrap();
+        tokio::spawn(answer_status(socket, events, asking));
+        let early = timeout(Duration::from_millis(50), asks.read_u8()).await;
+        assert!(early.is_err(), "it is not hung up on: {early:?}");
+        drop(others);
+        let Some(Event::Status(answer)) = heard.recv().await else {
+            panic!("nobody asks");
+        };
+        answer.send("{}".into()).unwrap();
+        timeout(SOON, asks.read_u8()).await.unwrap().unwrap();
     });
 }
 
