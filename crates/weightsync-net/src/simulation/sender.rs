@@ -13,7 +13,7 @@ use super::clock::{MS, SECOND, Time};
 use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
-use crate::root::seats::{Comer, Leaver, Parting, Process, Seats, Waiter};
+use crate::root::seats::{Comer, Leaver, Parted, Parting, Process, Seats, Waiter};
 use crate::root::topology::{AgentId, Assigned, Place, Topology};
 use crate::wire::message::{Delivery, FromRoot, Held, ToRoot};
 
@@ -244,13 +244,8 @@ impl World {
                 died,
             } => {
                 let gone = self.sender.seats.gone(agent, worker, instance, died);
-                if let Leaver::Back(guest) = gone {
-                    guest.told = 0;
-                    guest.handed = 0;
-                    self.tell(BTreeSet::from([worker]));
-                    if let Some(waiter) = self.sender.seats.comes_again(worker) {
-                        self.join(waiter);
-                    }
+                if let Leaver::Back(_) = gone {
+                    self.is_back(worker);
                 }
                 self.seat_again();
             }
@@ -345,6 +340,18 @@ impl World {
         }
     }
 
+    /// A worker is reached by the agent at which it has been all the time.
+    fn is_back(&mut self, worker: WorkerId) {
+        if let Some((_, guest)) = self.sender.seats.reached(worker) {
+            guest.told = 0;
+            guest.handed = 0;
+        }
+        self.tell(BTreeSet::from([worker]));
+        if let Some(waiter) = self.sender.seats.comes_again(worker) {
+            self.join(waiter);
+        }
+    }
+
     fn tell(&mut self, workers: BTreeSet<WorkerId>) {
         let mut tells: BTreeMap<(AgentId, u64), (Vec<Held>, Vec<WorkerId>)> = BTreeMap::new();
         for worker in workers {
@@ -387,7 +394,7 @@ impl World {
         };
         let how = if gone.leaves { Parting::Left } else { how };
         let now = Duration::from_micros(self.clock.now());
-        let over = self.sender.seats.part(agent, gone.process, how, now);
+        let Parted { over, back } = self.sender.seats.part(agent, gone.process, how, now);
         let died = over.iter().filter(|(_, going)| *going == Going::Died);
         self.counts.died += died.count();
         if let Some(due) = self.sender.seats.due() {
@@ -396,6 +403,9 @@ impl World {
         }
         let assigned = self.sender.topology.leave(agent);
         self.assign(&assigned);
+        for worker in back {
+            self.is_back(worker);
+        }
         self.seat_again();
     }
 

@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
-use weightsync::{Expect, InitInfo, Sender, SenderSetup, Tensors};
+use weightsync::{Expect, InitInfo, SendOptions, Sender, SenderSetup, Tensors};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use super::Event;
@@ -232,6 +232,41 @@ fn the_next_life_of_a_worker_waits_for_whoever_reaches_it_by_then() {
         });
         let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
         next.hear_until(denied).await;
+    });
+}
+
+/// An agent that goes while a worker is on its way to it has cost that worker nothing.
+#[test]
+fn who_was_on_its_way_to_an_agent_that_is_gone_hears_by_the_one_it_has() {
+    let (mut sender, info) = sender();
+    let mut weights = Tensors::new();
+    weights
+        .insert("layer.weight", [16, 16], vec![2.0_f32; 256])
+        .unwrap();
+    run(async {
+        let mut agents = Vec::new();
+        for _ in 0..2 {
+            let mut fake = Fake::dial(&info).await;
+            fake.say_agent(Epoch(0));
+            fake.say_join(100);
+            let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
+            fake.hear_until(joined).await;
+            agents.push(fake);
+        }
+        drop(agents.pop());
+        // Longer than one has that is not reached.
+        let held = wait_for(&info, |status| {
+            let relays = status.relays.iter();
+            let lost = status.lost.is_empty() && relays.clone().count() == 1;
+            lost.then(|| relays.map(|relay| relay.workers.len()).sum::<usize>())
+        });
+        assert_eq!(held.await, 1);
+        let sent = sender.send_async(&weights, &SendOptions::new());
+        let _sent = sent.unwrap();
+        let is_new = |held: &Held| held.version == Version(2);
+        let told =
+            |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if set.iter().any(is_new));
+        agents[0].hear_until(told).await;
     });
 }
 

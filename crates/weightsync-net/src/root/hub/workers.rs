@@ -126,16 +126,21 @@ impl Hub {
                 true => Going::Died,
                 false => Going::Left,
             }),
-            Leaver::Back(one) => {
-                one.start_over();
-                self.tell(BTreeSet::from([worker]));
-                if let Some(waiter) = self.seats.comes_again(worker) {
-                    self.join(waiter);
-                }
-            }
+            Leaver::Back(_) => self.is_back(worker),
             Leaver::Elsewhere => {}
         }
         self.seat_again();
+    }
+
+    /// A worker is reached by the agent at which it has been all the time.
+    pub(super) fn is_back(&mut self, worker: WorkerId) {
+        if let Some((_, one)) = self.seats.reached(worker) {
+            one.start_over();
+        }
+        self.tell(BTreeSet::from([worker]));
+        if let Some(waiter) = self.seats.comes_again(worker) {
+            self.join(waiter);
+        }
     }
 
     pub(super) fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
