@@ -92,6 +92,8 @@ pub(crate) struct Engine {
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
+    /// When it is looked whether there is room, if there was none.
+    room: Instant,
     /// When the sender is told what has come of it.
     measures: Instant,
     /// Fetches that broke off in a row.
@@ -213,6 +215,7 @@ impl Engine {
             whole: BTreeMap::new(),
             fetching: BTreeMap::new(),
             fetches: 0,
+            room: Instant::now(),
             measures: Instant::now(),
             failures: 0,
             complain: None,
@@ -242,7 +245,7 @@ impl Engine {
             {
                 break Ending::Closed;
             }
-            let room = self.plan.waits_for_room().then(|| Instant::now() + ROOM);
+            let room = self.plan.waits_for_room().then_some(self.room);
             let complain = self.complain.as_ref().map(|(at, ..)| *at);
             let measures = (!self.fetching.is_empty()).then_some(self.measures);
             let due = [room, complain, measures, self.closes];
@@ -339,7 +342,8 @@ impl Engine {
                 self.say_received(item, parent, came);
             }
         }
-        if self.plan.waits_for_room() {
+        if self.plan.waits_for_room() && now >= self.room {
+            self.room = now + ROOM;
             self.step([Input::MayHaveRoom]);
         }
     }
@@ -582,3 +586,6 @@ fn watch(
             }
         })
 }
+
+#[cfg(test)]
+mod tests;
