@@ -21,7 +21,7 @@ use weightsync_mem::{
 };
 
 use self::asks::Question;
-use self::words::{held, join_message};
+use self::words::join_message;
 use super::join::Joined;
 use super::plan::{Input, Item, Plan};
 use super::{AgentOptions, StartError, backoff};
@@ -469,7 +469,7 @@ impl Engine {
             versions: one
                 .versions
                 .into_iter()
-                .map(|(model, version)| held(Item { model, version }))
+                .map(|(model, version)| Item { model, version })
                 .collect(),
             refused: one.refused,
         });
@@ -508,7 +508,7 @@ impl Engine {
                         self.failures = 0;
                         self.whole.insert(item, snapshot);
                         self.say(&ToRoot::Holds {
-                            have: vec![held(item)],
+                            have: vec![item],
                             dropped: Vec::new(),
                         });
                         self.step([Input::Whole { item }]);

@@ -15,7 +15,7 @@ use super::{Event, World};
 use crate::relay::Item;
 use crate::root::seats::{Comer, Leaver, Parted, Parting, Process, Seats, Waiter};
 use crate::root::topology::{AgentId, Assigned, Place, Topology};
-use crate::wire::message::{Delivery, FromRoot, Held, ToRoot};
+use crate::wire::message::{Delivery, FromRoot, ToRoot};
 
 pub(super) struct Sender {
     /// Bytes of a version of each model.
@@ -45,7 +45,7 @@ pub(super) struct Asks {
     delivery: Delivery,
 }
 
-type Told = (u64, Vec<Held>);
+type Told = (u64, Vec<Item>);
 
 /// What a sender has of a worker elsewhere; as its lane in shared memory.
 pub(super) struct Guest {
@@ -76,12 +76,12 @@ impl Sender {
     }
 
     /// The newest set.
-    pub(super) fn set(&self) -> Vec<Held> {
+    pub(super) fn set(&self) -> Vec<Item> {
         let versions = self.versions.iter().enumerate();
         versions
             .filter(|(_, version)| **version > 0)
-            .map(|(model, version)| Held {
-                model: model as u8,
+            .map(|(model, version)| Item {
+                model,
                 version: Version(*version),
             })
             .collect()
@@ -89,13 +89,9 @@ impl Sender {
 
     /// Whether a version is there by itself, whether or not somebody is served it.
     pub(super) fn keeps(&self, item: Item) -> bool {
-        let wanted = Held {
-            model: item.model as u8,
-            version: item.version,
-        };
         let kept = |guest: &Guest| {
             let mut sets = guest.queue.iter().chain(&guest.waiting);
-            sets.any(|(_, set)| set.contains(&wanted))
+            sets.any(|(_, set)| set.contains(&item))
         };
         self.versions[item.model] == item.version.0
             || self.seats.iter().any(|(_, _, _, guest)| kept(guest))
@@ -353,7 +349,7 @@ impl World {
     }
 
     fn tell(&mut self, workers: BTreeSet<WorkerId>) {
-        let mut tells: BTreeMap<(AgentId, u64), (Vec<Held>, Vec<WorkerId>)> = BTreeMap::new();
+        let mut tells: BTreeMap<(AgentId, u64), (Vec<Item>, Vec<WorkerId>)> = BTreeMap::new();
         for worker in workers {
             let Some((agent, guest)) = self.sender.seats.reached(worker) else {
                 continue;

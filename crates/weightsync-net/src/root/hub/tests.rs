@@ -14,14 +14,14 @@ use weightsync_core::{Epoch, Run, Version, WorkerId};
 use super::Event;
 use crate::access::Key;
 use crate::link::{self, Link, LinkEnd};
-use crate::relay::runtime;
+use crate::relay::{Item, runtime};
 use crate::root::answer_status;
 use crate::scheme::Distributed;
 use crate::status::Status;
 use crate::wire::frame::CHUNK;
 use crate::wire::hello::Role;
 use crate::wire::message::{
-    ChunkRange, Delivery, FromRoot, Held, Message, RefusalRemedy, ToParent, ToRoot,
+    ChunkRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot,
 };
 
 /// Longer than anything here takes.
@@ -167,7 +167,7 @@ fn who_says_that_it_has_more_than_there_can_be_is_given_up() {
         let welcome = |word: &FromRoot| matches!(word, FromRoot::Parent { .. });
         fake.hear_until(welcome).await;
         for page in 0..2 {
-            let have = (1..=50).map(|number| Held {
+            let have = (1..=50).map(|number| Item {
                 model: 0,
                 version: Version(page * 50 + number),
             });
@@ -263,7 +263,7 @@ fn who_was_on_its_way_to_an_agent_that_is_gone_hears_by_the_one_it_has() {
         assert_eq!(held.await, 1);
         let sent = sender.send_async(&weights, &SendOptions::new());
         let _sent = sent.unwrap();
-        let is_new = |held: &Held| held.version == Version(2);
+        let is_new = |item: &Item| item.version == Version(2);
         let told =
             |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if set.iter().any(is_new));
         agents[0].hear_until(told).await;
