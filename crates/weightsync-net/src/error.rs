@@ -55,8 +55,8 @@ pub enum NetError {
     },
     /// Something is there, and it does not answer what was asked.
     #[error(
-        "what listens at {address} closed the link without an answer: it is no sender, \
-         but the port of a relay perhaps"
+        "what listens at {address} closed the link without an answer: it is a sender that \
+         is busy or about to end, or the port of a relay"
     )]
     NoAnswer {
         /// Where.
@@ -80,7 +80,7 @@ impl NetError {
                 weightsync_core::Remedy::Retry => Remedy::Retry,
                 _ => Remedy::GiveUp,
             },
-            Self::Unreachable { .. } => Remedy::Retry,
+            Self::NoAnswer { .. } | Self::Unreachable { .. } => Remedy::Retry,
             Self::Broken { .. } => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }

@@ -29,6 +29,9 @@ const IDLE: Duration = Duration::from_millis(200);
 /// at a narrow link may take TCP a second and more to send again.
 pub(crate) const SUSPECT: Duration = Duration::from_millis(2500);
 
+/// How long a relay asks above for a version that it does not have.
+const PATIENCE: Duration = Duration::from_secs(30);
+
 /// A relay below that takes nothing for so long is given up.
 const STUCK: Duration = Duration::from_secs(5);
 

@@ -13,13 +13,10 @@ use weightsync_core::Run;
 
 use super::stop::Threads;
 use super::store::{Held, Look, Store};
-use super::{IDLE, STUCK};
+use super::{IDLE, PATIENCE, STUCK};
 use crate::relay::Item;
 use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
 use crate::wire::message::{Message, ToChild, ToParent};
-
-/// How long a relay asks above for a version that it does not have.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// After so long a child that waits and whose host does not answer is given up.
 const OUT_OF_REACH: Duration = Duration::from_secs(12);
@@ -30,12 +27,19 @@ const AT_ONCE: usize = 64;
 /// How long a turn is while others wait for theirs: a chunk that has begun is ended.
 const TURN: Duration = Duration::from_millis(250);
 
+/// After so long on its way a chunk is given up while others wait for their turn: over
+/// 1 Mbit/s it takes 8.4 s, and 67 s if eight connections share that.
+const ON_ITS_WAY: Duration = Duration::from_secs(75);
+
 /// A child that has asked for nothing for so long loses its connection: it makes
 /// another when it asks again.
 const QUIET: Duration = Duration::from_secs(60);
 
 /// How many children may be connected, whether or not they ask for anything.
 const CHILDREN: usize = 32_768;
+
+/// Why a version is not served to its end.
+const REPLACED: &str = "it was replaced by a newer one";
 
 /// What a parent notices while it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,8 +116,8 @@ impl Serving {
         };
         let mut going = Going::new(self.clone(), fetch);
         loop {
-            let Some(permit) = self.turn(&mut socket).await? else {
-                return Ok(None);
+            let Some(permit) = self.turn(&mut socket, &mut going).await? else {
+                return Ok(Some(socket));
             };
             let mut plain = socket.into_std()?;
             plain.set_nonblocking(false)?;
@@ -141,21 +145,32 @@ impl Serving {
         }
     }
 
-    /// Waits for its turn, and has the child hear meanwhile that this end is there.
+    /// Waits for its turn, and has the child hear meanwhile that this end is there;
+    /// `None` once what it is served is served no more, which it has heard.
     async fn turn(
         &self,
         socket: &mut tokio::net::TcpStream,
+        going: &mut Going,
     ) -> io::Result<Option<OwnedSemaphorePermit>> {
         // One and the same wait: another would be the last in line again.
         let permit = self.at_once.clone().acquire_owned();
         tokio::pin!(permit);
         loop {
-            match tokio::time::timeout(IDLE, &mut permit).await {
-                Ok(permit) => return Ok(permit.ok()),
-                Err(_) => {
-                    let idle = words(&ToChild::Idle)?;
-                    in_time(STUCK, socket.write_all(&idle)).await?;
-                }
+            if let Ok(permit) = tokio::time::timeout(IDLE, &mut permit).await {
+                return Ok(permit.ok());
+            }
+            if going.is_revoked() {
+                // Not for as long as the child takes to hear it.
+                going.held = None;
+                let reason = REPLACED.into();
+                let gone = words(&ToChild::Gone { reason })?;
+                in_time(STUCK, socket.write_all(&gone)).await?;
+                return Ok(None);
+            }
+            let idle = words(&ToChild::Idle)?;
+            tokio::select! {
+                said = in_time(STUCK, socket.write_all(&idle)) => said?,
+                () = going.revoked() => return Err(io::Error::other(REPLACED)),
             }
         }
     }
@@ -249,21 +264,24 @@ impl Going {
             },
         };
         let Some(_going) = held.goes_by(socket)? else {
-            say_gone(socket, "it was replaced by a newer one")?;
+            drop(held);
+            say_gone(socket, REPLACED)?;
             return Ok(End::Over);
         };
         let (item, serving) = (self.item(), self.serving.clone());
         let ToParent::Fetch { ranges, .. } = &self.fetch;
+        // They ascend, and none is asked for twice: what follows is bounded by this.
+        let behind = ranges.last().and_then(|range| range.end());
+        if behind.is_some_and(|behind| behind as usize > held.chunks()) {
+            say_gone(socket, "it has not so many chunks")?;
+            return Ok(End::Over);
+        }
         let indices = ranges.iter().flat_map(|range| {
             let first = range.first as usize;
             first..first + range.count as usize
         });
         let indices: Vec<usize> = indices.skip(self.done).collect();
         for index in indices {
-            if index >= held.chunks() {
-                say_gone(socket, "it has not so many chunks")?;
-                return Ok(End::Over);
-            }
             loop {
                 if begun.elapsed() >= TURN && serving.others_wait() {
                     self.held = Some(held.clone());
@@ -279,7 +297,9 @@ impl Going {
                             crc,
                             image_bytes: held.image_bytes(),
                         };
-                        write_both(socket, &head.frame(), bytes)?;
+                        let begun = Instant::now();
+                        let late = || begun.elapsed() >= ON_ITS_WAY && serving.others_wait();
+                        write_both(socket, &head.frame(), bytes, late)?;
                         *sent += bytes.len() as u64;
                         self.said = Instant::now();
                         self.done += 1;
@@ -287,7 +307,7 @@ impl Going {
                     }
                     Look::NotYet => self.say_idle(socket)?,
                     Look::Gone => {
-                        say_gone(socket, "it was replaced by a newer one")?;
+                        say_gone(socket, REPLACED)?;
                         return Ok(End::Over);
                     }
                 }
@@ -320,6 +340,18 @@ impl Going {
             }
             store.wait_for(item, IDLE);
             self.say_idle(socket)?;
+        }
+    }
+
+    /// Whether what it is served is served no more.
+    fn is_revoked(&self) -> bool {
+        self.held.as_ref().is_some_and(|held| held.is_revoked())
+    }
+
+    /// Ends once that is so.
+    async fn revoked(&self) {
+        while !self.is_revoked() {
+            tokio::time::sleep(IDLE).await;
         }
     }
 
@@ -398,9 +430,18 @@ fn words(message: &ToChild) -> io::Result<Vec<u8>> {
     message.frame().map_err(invalid)
 }
 
-fn write_both(socket: &mut TcpStream, mut head: &[u8], mut bytes: &[u8]) -> io::Result<()> {
+/// Writes both, unless it is too late for the rest of them.
+fn write_both(
+    socket: &mut TcpStream,
+    mut head: &[u8],
+    mut bytes: &[u8],
+    late: impl Fn() -> bool,
+) -> io::Result<()> {
     debug_assert!(bytes.len() <= CHUNK as usize);
     while !bytes.is_empty() || !head.is_empty() {
+        if late() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         let slices = [IoSlice::new(head), IoSlice::new(bytes)];
         let written = match socket.write_vectored(&slices) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::Version;
 use weightsync_mem::{Room, Snapshot};
 
+use super::PATIENCE;
 use crate::relay::Item;
 use crate::wire::frame::CHUNK;
 
@@ -92,7 +93,7 @@ impl Held {
     pub(super) fn goes_by(&self, socket: &TcpStream) -> io::Result<Option<GoingOut<'_>>> {
         let socket = socket.try_clone()?;
         let mut going = self.going();
-        if self.revoked.load(Ordering::Acquire) {
+        if self.is_revoked() {
             return Ok(None);
         }
         let (last, sockets) = &mut *going;
@@ -138,8 +139,13 @@ impl Held {
         }
     }
 
+    /// Whether it is not to be served any more.
+    pub(super) fn is_revoked(&self) -> bool {
+        self.revoked.load(Ordering::Acquire)
+    }
+
     fn look(&self, index: usize) -> Look<'_> {
-        if self.revoked.load(Ordering::Acquire) {
+        if self.is_revoked() {
             return Look::Gone;
         }
         let bytes = match &self.source {
@@ -233,7 +239,7 @@ impl Store {
         }
         let known = kept.held.get(&item).cloned();
         let known = known.or_else(|| kept.served.get(&item)?.upgrade());
-        let usable = known.filter(|held| !held.revoked.load(Ordering::Acquire));
+        let usable = known.filter(|held| !held.is_revoked());
         if usable.is_some() {
             return usable;
         }
@@ -288,10 +294,14 @@ impl Store {
 
     /// A version that was waited for will not come.
     pub(crate) fn refuse(&self, item: Item) {
+        self.refuse_at(item, Instant::now());
+    }
+
+    fn refuse_at(&self, item: Item, now: Instant) {
         let mut kept = self.kept();
-        let now = Instant::now();
+        // Who waits for its turn hears of it only then, and waits no longer than that.
         kept.refused
-            .retain(|(_, at)| now.duration_since(*at) < Duration::from_secs(2));
+            .retain(|(of, at)| *of != item && now.duration_since(*at) < PATIENCE);
         kept.refused.push((item, now));
         drop(kept);
         self.changed.notify_all();
@@ -409,6 +419,24 @@ mod tests {
             waits.join().unwrap();
         });
         assert!(since.elapsed() < LONG);
+    }
+
+    #[test]
+    fn what_was_refused_is_known_for_as_long_as_anybody_waits_for_it() {
+        let (store, since) = (Store::of_relay(), Instant::now());
+        let [first, second] = [1, 2].map(|version| Item {
+            model: 0,
+            version: Version(version),
+        });
+        store.refuse_at(first, since);
+        store.refuse_at(second, since + PATIENCE / 2);
+        assert!(store.is_refused(first, since));
+        // Of one the last counts, which is the only one that is remembered.
+        store.refuse_at(first, since + PATIENCE / 2);
+        assert!(store.is_refused(first, since + PATIENCE / 2));
+        store.refuse_at(second, since + 2 * PATIENCE);
+        assert!(!store.is_refused(first, since));
+        assert_eq!(store.kept().refused.len(), 1);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::wire::hello::{HelloError, Role};
 const BREATHE: Duration = Duration::from_millis(50);
 
 /// Accepts until it is dropped; `take` is given each connection that has proved
-/// itself, and `busy` says whether there are as many as may be.
+/// itself, and `busy` says whether there are as many control links as may be.
 pub(crate) async fn accept_all(
     listener: TcpListener,
     key: Key,

@@ -21,7 +21,7 @@ use weightsync_mem::{
 };
 
 use self::asks::Question;
-use self::words::{held, join_message};
+use self::words::join_message;
 use super::join::Joined;
 use super::plan::{Input, Item, Plan};
 use super::{AgentOptions, StartError, backoff};
@@ -92,6 +92,8 @@ pub(crate) struct Engine {
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
+    /// When it is looked whether there is room, if there was none.
+    room: Instant,
     /// When the sender is told what has come of it.
     measures: Instant,
     /// Fetches that broke off in a row.
@@ -213,6 +215,7 @@ impl Engine {
             whole: BTreeMap::new(),
             fetching: BTreeMap::new(),
             fetches: 0,
+            room: Instant::now(),
             measures: Instant::now(),
             failures: 0,
             complain: None,
@@ -242,7 +245,7 @@ impl Engine {
             {
                 break Ending::Closed;
             }
-            let room = self.plan.waits_for_room().then(|| Instant::now() + ROOM);
+            let room = self.plan.waits_for_room().then_some(self.room);
             let complain = self.complain.as_ref().map(|(at, ..)| *at);
             let measures = (!self.fetching.is_empty()).then_some(self.measures);
             let due = [room, complain, measures, self.closes];
@@ -339,7 +342,8 @@ impl Engine {
                 self.say_received(item, parent, came);
             }
         }
-        if self.plan.waits_for_room() {
+        if self.plan.waits_for_room() && now >= self.room {
+            self.room = now + ROOM;
             self.step([Input::MayHaveRoom]);
         }
     }
@@ -465,7 +469,7 @@ impl Engine {
             versions: one
                 .versions
                 .into_iter()
-                .map(|(model, version)| held(Item { model, version }))
+                .map(|(model, version)| Item { model, version })
                 .collect(),
             refused: one.refused,
         });
@@ -504,7 +508,7 @@ impl Engine {
                         self.failures = 0;
                         self.whole.insert(item, snapshot);
                         self.say(&ToRoot::Holds {
-                            have: vec![held(item)],
+                            have: vec![item],
                             dropped: Vec::new(),
                         });
                         self.step([Input::Whole { item }]);
@@ -582,3 +586,6 @@ fn watch(
             }
         })
 }
+
+#[cfg(test)]
+mod tests;

@@ -15,7 +15,7 @@ use super::{AgentOptions, Item, Reach, StartError};
 use crate::access::{Access, Key};
 use crate::link::{self, DialError, Link, LinkEnd};
 use crate::wire::hello::{HelloError, Role};
-use crate::wire::message::{FromRoot, Held, ModelAssembler, RefusalRemedy, ToRoot};
+use crate::wire::message::{FromRoot, ModelAssembler, RefusalRemedy, ToRoot};
 
 /// How long a sender that is there may take for the next part of its welcome: more than
 /// that takes over a link of 1 Mbit/s.
@@ -138,14 +138,7 @@ pub(crate) async fn greet(
         pid: std::process::id(),
         bulk,
         seen: options.seen,
-        holds: before
-            .holds
-            .iter()
-            .map(|item| Held {
-                model: item.model as u8,
-                version: item.version,
-            })
-            .collect(),
+        holds: before.holds.clone(),
         run: before.run,
     });
     let welcome = hear_welcome(&mut words, NEXT).await?;

@@ -24,7 +24,7 @@ use weightsync_mem::{GuestOptions, Guests, Models};
 
 use self::holdings::Holdings;
 use self::workers::{Asks, Worker};
-use super::seats::{Parting, Process, Seats, Waiter};
+use super::seats::{Parted, Parting, Process, Seats, Waiter};
 use super::topology::{AgentId, Assigned, Place, Topology};
 use crate::link::causes::{self, Causes};
 use crate::link::{Link, LinkEnd};
@@ -342,7 +342,7 @@ impl Hub {
                 micros,
                 ..
             } => {
-                known.received += bytes;
+                known.received = known.received.saturating_add(bytes);
                 let busy = Duration::from_micros(micros);
                 let assigned = self.topology.measured(parent, agent, bytes, busy);
                 self.assign(&assigned);
@@ -438,7 +438,8 @@ impl Hub {
         self.count.store(self.agents.len(), Ordering::Relaxed);
         let how = if gone.leaves { Parting::Left } else { how };
         let process = gone.known.as_ref().map(|known| known.process);
-        for (worker, going) in self.seats.part(agent, process, how, self.now()) {
+        let Parted { over, back } = self.seats.part(agent, process, how, self.now());
+        for (worker, going) in over {
             worker.guest.leave(going);
         }
         if let Some(known) = &gone.known {
@@ -449,6 +450,9 @@ impl Hub {
             );
             let assigned = self.topology.leave(agent);
             self.assign(&assigned);
+        }
+        for worker in back {
+            self.is_back(worker);
         }
         self.seat_again();
         Some(gone)

@@ -30,7 +30,7 @@ use crate::wire::message::{FromRoot, Message, Status, model_messages};
 /// The most agents.
 const MAX_AGENTS: usize = 16_384;
 
-/// How many may be asking how things are.
+/// How many are told at once how things are; others wait for their turn.
 const ASKING: usize = 64;
 
 /// How many events may wait for the hub.
@@ -253,23 +253,28 @@ impl Listening {
             }
             Role::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
             Role::Status => {
-                let events = events.clone();
-                // Another is hung up on: it asks again.
-                if let Ok(one) = asking.clone().try_acquire_owned() {
-                    tokio::spawn(async move {
-                        answer_status(socket, events).await;
-                        drop(one);
-                    });
-                }
+                drop(tokio::spawn(answer_status(
+                    socket,
+                    events.clone(),
+                    asking.clone(),
+                )));
             }
         };
         accept_all(listener, key, busy, take).await;
     }
 }
 
-/// Says how things are, and hangs up.
-async fn answer_status(socket: tokio::net::TcpStream, events: mpsc::Sender<Event>) {
+/// Says how things are, and hangs up. Who has had no turn for long is hung up on without
+/// that: it asks again.
+async fn answer_status(
+    socket: tokio::net::TcpStream,
+    events: mpsc::Sender<Event>,
+    asking: Arc<Semaphore>,
+) {
     use tokio::io::AsyncWriteExt;
+    let Ok(Ok(_turn)) = tokio::time::timeout(link::HANDSHAKE, asking.acquire()).await else {
+        return;
+    };
     let (answer, answered) = oneshot::channel();
     if events.send(Event::Status(answer)).await.is_err() {
         return;

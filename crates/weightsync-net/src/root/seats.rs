@@ -77,6 +77,9 @@ struct Seat<T> {
     agent: Option<AgentId>,
     /// By whom it was before, as long as that has not said that it is gone.
     before: Option<AgentId>,
+    /// Until when it may come from an agent that it was on its way to and that is gone,
+    /// should it have been there already.
+    went: Option<Duration>,
     /// When it is given up, if it is not reached, and as what.
     until: Option<(Duration, Going)>,
 }
@@ -105,6 +108,15 @@ pub(crate) enum Leaver<'a, T> {
     Back(&'a mut T),
     /// It is reached by another.
     Elsewhere,
+}
+
+/// What becomes of the workers of an agent that is gone.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Parted<T> {
+    /// Those that have no seat any more.
+    pub(crate) over: Vec<(T, Going)>,
+    /// Those that are reached by the agent at which they have been all the time.
+    pub(crate) back: Vec<WorkerId>,
 }
 
 impl<T, W> Seats<T, W> {
@@ -144,6 +156,7 @@ impl<T, W> Seats<T, W> {
                     seat.before = seat.agent;
                 }
                 seat.agent = Some(agent);
+                seat.went = None;
                 if let Some((until, _)) = seat.until.take() {
                     self.until.remove(&(until, worker));
                 }
@@ -193,6 +206,7 @@ impl<T, W> Seats<T, W> {
             process,
             agent: Some(agent),
             before: None,
+            went: None,
             until: None,
         };
         self.take(worker);
@@ -239,6 +253,11 @@ impl<T, W> Seats<T, W> {
         }
         if let Some(before) = seat.before.take_if(|_| !died) {
             seat.agent = Some(before);
+        } else if let Some(until) = seat.went.take_if(|_| !died) {
+            seat.agent = None;
+            seat.until = Some((until, Going::Left));
+            self.until.insert((until, worker));
+            return Leaver::Elsewhere;
         } else if let Some(of) = self.take(worker) {
             return Leaver::Over(of);
         }
@@ -246,23 +265,29 @@ impl<T, W> Seats<T, W> {
         seat.map_or(Leaver::Elsewhere, |seat| Leaver::Back(&mut seat.of))
     }
 
-    /// An agent is gone. Of its workers those are over that went with it, or that
-    /// cannot be told from them; the others have a while to come back.
+    /// An agent is gone. Those of its workers that had not left the agent before it are
+    /// reached by that one again. Of the others those are over that went with it, or that
+    /// cannot be told from them; the rest has a while to come back.
     pub(crate) fn part(
         &mut self,
         agent: AgentId,
         process: Option<Process>,
         how: Parting,
         now: Duration,
-    ) -> Vec<(T, Going)> {
-        let mut over = Vec::new();
+    ) -> Parted<T> {
+        let (mut over, mut back) = (Vec::new(), Vec::new());
         self.waiting.retain(|_, waiter| waiter.agent != agent);
         for (worker, seat) in &mut self.seats {
             seat.before.take_if(|before| *before == agent);
             if seat.agent != Some(agent) {
                 continue;
             }
-            seat.agent = None;
+            seat.agent = seat.before.take();
+            if seat.agent.is_some() {
+                seat.went = Some(now + GRACE);
+                back.push(*worker);
+                continue;
+            }
             let until = match how {
                 // It was its own agent.
                 Parting::HungUp if Some(seat.process) == process => (now + BACK, Going::Died),
@@ -276,8 +301,9 @@ impl<T, W> Seats<T, W> {
             self.until.insert((until.0, *worker));
         }
         let over = over.into_iter();
-        over.filter_map(|(worker, going)| Some((self.take(worker)?, going)))
-            .collect()
+        let over = over.filter_map(|(worker, going)| Some((self.take(worker)?, going)));
+        let over = over.collect();
+        Parted { over, back }
     }
 
     /// When somebody is given up next.

@@ -11,7 +11,7 @@ use super::{Event, World, sender};
 use crate::relay::Item;
 use crate::relay::plan::{Input, Plan};
 use crate::root::topology::AgentId;
-use crate::wire::message::{FromRoot, Held, ToRoot, WorkerProgress};
+use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
 
 /// One agent's process.
 pub(super) struct Agent {
@@ -193,7 +193,6 @@ impl World {
                 set,
                 workers,
             } => {
-                let set: Vec<Item> = set.into_iter().map(item).collect();
                 let known = workers.iter().filter_map(|one| agent.workers.get(one));
                 let told = known.map(|(who, _)| Input::Told {
                     who: *who,
@@ -279,12 +278,5 @@ impl World {
         self.leave_parent(node);
         self.agent_of(node).parent = Some(parent);
         self.step(node, vec![Input::NoParent, Input::Parent]);
-    }
-}
-
-fn item(held: Held) -> Item {
-    Item {
-        model: held.model.into(),
-        version: held.version,
     }
 }

@@ -13,9 +13,9 @@ use super::clock::{MS, SECOND, Time};
 use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
-use crate::root::seats::{Comer, Leaver, Parting, Process, Seats, Waiter};
+use crate::root::seats::{Comer, Leaver, Parted, Parting, Process, Seats, Waiter};
 use crate::root::topology::{AgentId, Assigned, Place, Topology};
-use crate::wire::message::{Delivery, FromRoot, Held, ToRoot};
+use crate::wire::message::{Delivery, FromRoot, ToRoot};
 
 pub(super) struct Sender {
     /// Bytes of a version of each model.
@@ -45,7 +45,7 @@ pub(super) struct Asks {
     delivery: Delivery,
 }
 
-type Told = (u64, Vec<Held>);
+type Told = (u64, Vec<Item>);
 
 /// What a sender has of a worker elsewhere; as its lane in shared memory.
 pub(super) struct Guest {
@@ -76,12 +76,12 @@ impl Sender {
     }
 
     /// The newest set.
-    pub(super) fn set(&self) -> Vec<Held> {
+    pub(super) fn set(&self) -> Vec<Item> {
         let versions = self.versions.iter().enumerate();
         versions
             .filter(|(_, version)| **version > 0)
-            .map(|(model, version)| Held {
-                model: model as u8,
+            .map(|(model, version)| Item {
+                model,
                 version: Version(*version),
             })
             .collect()
@@ -89,13 +89,9 @@ impl Sender {
 
     /// Whether a version is there by itself, whether or not somebody is served it.
     pub(super) fn keeps(&self, item: Item) -> bool {
-        let wanted = Held {
-            model: item.model as u8,
-            version: item.version,
-        };
         let kept = |guest: &Guest| {
             let mut sets = guest.queue.iter().chain(&guest.waiting);
-            sets.any(|(_, set)| set.contains(&wanted))
+            sets.any(|(_, set)| set.contains(&item))
         };
         self.versions[item.model] == item.version.0
             || self.seats.iter().any(|(_, _, _, guest)| kept(guest))
@@ -244,13 +240,8 @@ impl World {
                 died,
             } => {
                 let gone = self.sender.seats.gone(agent, worker, instance, died);
-                if let Leaver::Back(guest) = gone {
-                    guest.told = 0;
-                    guest.handed = 0;
-                    self.tell(BTreeSet::from([worker]));
-                    if let Some(waiter) = self.sender.seats.comes_again(worker) {
-                        self.join(waiter);
-                    }
+                if let Leaver::Back(_) = gone {
+                    self.is_back(worker);
                 }
                 self.seat_again();
             }
@@ -345,8 +336,20 @@ impl World {
         }
     }
 
+    /// A worker is reached by the agent at which it has been all the time.
+    fn is_back(&mut self, worker: WorkerId) {
+        if let Some((_, guest)) = self.sender.seats.reached(worker) {
+            guest.told = 0;
+            guest.handed = 0;
+        }
+        self.tell(BTreeSet::from([worker]));
+        if let Some(waiter) = self.sender.seats.comes_again(worker) {
+            self.join(waiter);
+        }
+    }
+
     fn tell(&mut self, workers: BTreeSet<WorkerId>) {
-        let mut tells: BTreeMap<(AgentId, u64), (Vec<Held>, Vec<WorkerId>)> = BTreeMap::new();
+        let mut tells: BTreeMap<(AgentId, u64), (Vec<Item>, Vec<WorkerId>)> = BTreeMap::new();
         for worker in workers {
             let Some((agent, guest)) = self.sender.seats.reached(worker) else {
                 continue;
@@ -387,7 +390,7 @@ impl World {
         };
         let how = if gone.leaves { Parting::Left } else { how };
         let now = Duration::from_micros(self.clock.now());
-        let over = self.sender.seats.part(agent, gone.process, how, now);
+        let Parted { over, back } = self.sender.seats.part(agent, gone.process, how, now);
         let died = over.iter().filter(|(_, going)| *going == Going::Died);
         self.counts.died += died.count();
         if let Some(due) = self.sender.seats.due() {
@@ -396,6 +399,9 @@ impl World {
         }
         let assigned = self.sender.topology.leave(agent);
         self.assign(&assigned);
+        for worker in back {
+            self.is_back(worker);
+        }
         self.seat_again();
     }
 

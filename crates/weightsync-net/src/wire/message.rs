@@ -29,6 +29,7 @@ pub use self::from_root::{FromRoot, RefusalRemedy};
 pub use self::model::{AssembledModel, ModelAssembler, model_messages};
 pub use self::to_root::{ToRoot, WorkerProgress};
 use super::frame::{self, Kind, MAX_FRAME, MAX_MODELS};
+pub use crate::relay::Item;
 
 /// The number of the messages' format, their first byte.
 pub const FORMAT: u8 = 1;
@@ -109,15 +110,6 @@ pub trait Message: Sized {
         })?;
         Ok(bytes)
     }
-}
-
-/// A version of one of the models.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Held {
-    /// The model's index, below [`MAX_MODELS`].
-    pub model: u8,
-    /// The version, from 1.
-    pub version: Version,
 }
 
 /// Which versions a worker is to be given.
@@ -288,34 +280,38 @@ fn require(
     }
 }
 
-fn check_model(model: u8) -> Result<(), MessageError> {
-    require(model < MAX_MODELS, "a model below 64", || model.to_string())
+fn check_model(model: impl Into<usize>) -> Result<(), MessageError> {
+    let model = model.into();
+    require(model < MAX_MODELS.into(), "a model below 64", || {
+        model.to_string()
+    })
 }
 
 fn check_version(version: Version) -> Result<(), MessageError> {
     require(!version.is_none(), "a version from 1", || "0".into())
 }
 
-fn check_held(held: Held) -> Result<(), MessageError> {
-    check_model(held.model)?;
-    check_version(held.version)
+fn check_item(model: impl Into<usize>, version: Version) -> Result<(), MessageError> {
+    check_model(model)?;
+    check_version(version)
 }
 
-fn check_all_held(what: &'static str, held: &[Held], limit: usize) -> Result<(), MessageError> {
-    within(what, held.len(), limit)?;
-    held.iter().try_for_each(|held| check_held(*held))
+fn check_items(what: &'static str, items: &[Item], limit: usize) -> Result<(), MessageError> {
+    within(what, items.len(), limit)?;
+    let mut items = items.iter();
+    items.try_for_each(|item| check_item(item.model, item.version))
 }
 
 /// A set: no model has two versions in it.
-fn check_set(set: &[Held]) -> Result<(), MessageError> {
-    check_all_held("models of a set", set, MAX_MODELS.into())?;
+fn check_set(set: &[Item]) -> Result<(), MessageError> {
+    check_items("models of a set", set, MAX_MODELS.into())?;
     let mut models = 0_u64;
-    set.iter().try_for_each(|held| {
-        let bit = 1 << held.model;
+    set.iter().try_for_each(|item| {
+        let bit = 1 << item.model;
         let is_new = models & bit == 0;
         models |= bit;
         require(is_new, "each model once in a set", || {
-            format!("model {} twice", held.model)
+            format!("model {} twice", item.model)
         })
     })
 }
@@ -324,7 +320,7 @@ fn check_want(want: Want) -> Result<(), MessageError> {
     match want {
         Want::Newest => Ok(()),
         Want::AtLeast { model, version } | Want::Exactly { model, version } => {
-            check_held(Held { model, version })
+            check_item(model, version)
         }
     }
 }

@@ -4,7 +4,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
-    ChunkRange, Delivery, FromRoot, Held, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
+    ChunkRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
     ToRoot, Want, WorkerProgress,
 };
 
@@ -15,9 +15,9 @@ struct Raw {
     pid: u32,
     n: [u64; 5],
     bytes: [u8; 16],
-    held: Held,
-    list: Vec<Held>,
-    set: Vec<Held>,
+    item: Item,
+    list: Vec<Item>,
+    set: Vec<Item>,
     text: String,
     flag: bool,
     choice: u8,
@@ -27,15 +27,15 @@ fn version() -> impl Strategy<Value = Version> {
     prop_oneof![1_u64..300, 1..=u64::MAX].prop_map(Version)
 }
 
-fn held() -> impl Strategy<Value = Held> {
-    (0_u8..64, version()).prop_map(|(model, version)| Held { model, version })
+fn item() -> impl Strategy<Value = Item> {
+    (0_usize..64, version()).prop_map(|(model, version)| Item { model, version })
 }
 
-fn set() -> impl Strategy<Value = Vec<Held>> {
-    vec(held(), 0..64).prop_map(|mut set| {
+fn set() -> impl Strategy<Value = Vec<Item>> {
+    vec(item(), 0..64).prop_map(|mut set| {
         let mut models = 0_u64;
-        set.retain(|held| {
-            let bit = 1 << held.model;
+        set.retain(|item| {
+            let bit = 1 << item.model;
             let is_new = models & bit == 0;
             models |= bit;
             is_new
@@ -47,10 +47,10 @@ fn set() -> impl Strategy<Value = Vec<Held>> {
 fn raw() -> impl Strategy<Value = Raw> {
     (
         (any::<u32>(), any::<u32>(), any::<[u64; 5]>()),
-        (any::<[u8; 16]>(), held(), vec(held(), 0..20), set()),
+        (any::<[u8; 16]>(), item(), vec(item(), 0..20), set()),
         ("\\PC{0,16}", any::<bool>(), any::<u8>()),
     )
-        .prop_map(|((worker, pid, n), (bytes, held, list, set), rest)| {
+        .prop_map(|((worker, pid, n), (bytes, item, list, set), rest)| {
             let worker = WorkerId(worker);
             let (text, flag, choice) = rest;
             Raw {
@@ -58,7 +58,7 @@ fn raw() -> impl Strategy<Value = Raw> {
                 pid,
                 n,
                 bytes,
-                held,
+                item,
                 list,
                 set,
                 text,
@@ -76,6 +76,10 @@ impl Raw {
         }
     }
 
+    fn model(&self) -> u8 {
+        self.item.model as u8
+    }
+
     fn progress(&self) -> WorkerProgress {
         WorkerProgress {
             worker: self.worker,
@@ -91,7 +95,7 @@ impl Raw {
 
 pub fn to_root() -> impl Strategy<Value = ToRoot> {
     (0..13_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
-        let Held { model, version } = raw.held;
+        let (model, version) = (raw.model(), raw.item.version);
         let [instance, question, ..] = raw.n;
         let worker = raw.worker;
         match variant {
@@ -166,7 +170,7 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
 
 pub fn from_root() -> impl Strategy<Value = FromRoot> {
     (0..13_u8, raw(), vec(any::<u8>(), 1..300)).prop_map(|(variant, raw, bytes)| {
-        let Held { model, .. } = raw.held;
+        let model = raw.model();
         let [instance, sequence, ..] = raw.n;
         let (worker, question) = (raw.worker, raw.n[2]);
         match variant {
@@ -217,7 +221,7 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 question,
                 model,
                 asked: Version(raw.n[0]),
-                known: raw.list.iter().take(16).map(|held| held.version).collect(),
+                known: raw.list.iter().take(16).map(|item| item.version).collect(),
             },
             9 => FromRoot::TurnAway {
                 worker,
@@ -246,8 +250,8 @@ pub fn to_parent() -> impl Strategy<Value = ToParent> {
         ToParent::Fetch {
             run: raw.run(),
             agent: raw.n[0],
-            model: raw.held.model,
-            version: raw.held.version,
+            model: raw.model(),
+            version: raw.item.version,
             ranges: ranges.collect(),
         }
     })

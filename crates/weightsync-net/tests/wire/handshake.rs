@@ -192,6 +192,18 @@ fn a_busy_server_says_so_and_is_tried_again() {
 }
 
 #[test]
+fn a_server_that_takes_no_more_agents_has_room_for_those_that_it_has() {
+    for role in [Role::Control, Role::Bulk, Role::Status] {
+        let client = Client::new(samples::key(), role, Protocols::OURS, [1; 32]);
+        let server = Server::new(samples::key(), Protocols::OURS, true, [2; 32]);
+        let mut talk = Talk::new(client, server);
+        talk.go_on(64, untouched);
+        let is_in = matches!(talk.at_client, Some(Ok(_)));
+        assert_eq!(is_in, role != Role::Control, "{role:?}");
+    }
+}
+
+#[test]
 fn one_version_apart_is_fine_and_two_are_not() {
     let speaks = |newest: u16| Protocols {
         oldest: newest.saturating_sub(1).max(1),

@@ -8,7 +8,7 @@ use weightsync_net::wire::frame::{MAX_FRAME, MAX_MODELS};
 use weightsync_net::wire::message::*;
 
 use crate::any;
-use crate::samples::{self, RUN, held};
+use crate::samples::{self, RUN, item};
 
 fn comes_back<M: Message + PartialEq + Debug>(message: &M) {
     let payload = message.encode().expect("it is within its bounds");
@@ -40,7 +40,7 @@ fn refused<M: Message>(message: &M) -> String {
         .to_string()
 }
 
-fn agent(bulk: Option<u16>, holds: Vec<Held>) -> ToRoot {
+fn agent(bulk: Option<u16>, holds: Vec<Item>) -> ToRoot {
     ToRoot::Agent {
         name: "a".into(),
         host: [0; 16],
@@ -92,7 +92,7 @@ fn welcome(agent: u64, address: &str, models: u8, slots: u8, max_slots: u8) -> F
 
 #[test]
 fn what_the_other_end_would_refuse_is_not_sent() {
-    let many = |count| vec![held(0, 1); count];
+    let many = |count| vec![item(0, 1); count];
     let progress = |workers| ToRoot::Progress { workers };
     let worker = |versions| WorkerProgress {
         worker: WorkerId(0),
@@ -111,8 +111,8 @@ fn what_the_other_end_would_refuse_is_not_sent() {
     };
     for (message, part) in [
         (agent(Some(0), vec![]), "a port from 1"),
-        (agent(None, vec![held(64, 1)]), "a model below 64"),
-        (agent(None, vec![held(0, 0)]), "a version from 1"),
+        (agent(None, vec![item(64, 1)]), "a model below 64"),
+        (agent(None, vec![item(0, 0)]), "a version from 1"),
         (agent(None, many(4097)), "4097 is over the limit of 4096"),
         (join(0, Delivery::Newest), "at least one model"),
         (join(1, Delivery::Every { bound: 0 }), "a bound of 1 to 32"),
@@ -262,7 +262,7 @@ fn what_comes_is_checked_as_well() {
     }
     let tell = FromRoot::Tell {
         sequence: 1,
-        set: vec![held(0, 1), held(1, 1)],
+        set: vec![item(0, 1), item(1, 1)],
         workers: vec![],
     };
     let mut payload = tell.encode().unwrap();
@@ -321,8 +321,8 @@ fn words_for_people_are_cut_between_characters() {
 
 #[test]
 fn the_longest_messages_fit_their_frames() {
-    let versions = (1..=4096).map(|i| held(63, u64::MAX - i));
-    let versions: Vec<Held> = versions.collect();
+    let versions = (1..=4096).map(|i| item(63, u64::MAX - i));
+    let versions: Vec<Item> = versions.collect();
     let everything: [ToRoot; 2] = [
         agent(Some(u16::MAX), versions.clone()),
         ToRoot::Holds {
@@ -333,7 +333,7 @@ fn the_longest_messages_fit_their_frames() {
     for message in everything {
         message.frame().unwrap();
     }
-    let set = (0..MAX_MODELS).map(|model| held(model, u64::MAX)).collect();
+    let set = (0..MAX_MODELS).map(|model| item(model, u64::MAX)).collect();
     let tell = FromRoot::Tell {
         sequence: u64::MAX,
         set,
@@ -360,7 +360,7 @@ fn progress_of_any_number_of_workers_fits() {
             loaded: u64::MAX,
             // Some are long and some are short.
             versions: (0..number as u8 % 65)
-                .map(|model| held(model, u64::MAX))
+                .map(|model| item(model, u64::MAX))
                 .collect(),
             refused: (number % 3 == 0).then(|| (u64::MAX, "x".repeat(2000))),
         })

@@ -7,7 +7,7 @@ use weightsync_net::wire::frame::ChunkHead;
 use weightsync_net::wire::hello::{Client, Next, Protocols, Role, Server, Verdict};
 use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
 use weightsync_net::wire::message::{
-    ChunkRange, Delivery, FromRoot, Held, RefusalRemedy, Status, ToChild, ToParent, ToRoot, Want,
+    ChunkRange, Delivery, FromRoot, Item, RefusalRemedy, Status, ToChild, ToParent, ToRoot, Want,
     WorkerProgress,
 };
 
@@ -16,9 +16,9 @@ pub const RUN: Run = Run {
     id: *b"0123456789abcdef",
 };
 
-pub fn held(model: u8, version: u64) -> Held {
-    Held {
-        model,
+pub fn item(model: u8, version: u64) -> Item {
+    Item {
+        model: model.into(),
         version: Version(version),
     }
 }
@@ -113,7 +113,7 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
                 pid: 4700,
                 bulk: Some(7008),
                 seen: Epoch(7),
-                holds: vec![held(0, 41), held(0, 42), held(63, 1)],
+                holds: vec![item(0, 41), item(0, 42), item(63, 1)],
                 run: Some(RUN),
             },
         ),
@@ -142,7 +142,7 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
                         taken: 12,
                         through: 2,
                         loaded: 11,
-                        versions: vec![held(0, 42), held(2, 7)],
+                        versions: vec![item(0, 42), item(2, 7)],
                         refused: Some((12, "the layout is another".into())),
                     },
                     WorkerProgress {
@@ -180,8 +180,8 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
         (
             "holds",
             ToRoot::Holds {
-                have: vec![held(0, 43)],
-                dropped: vec![held(0, 40), held(0, 41)],
+                have: vec![item(0, 43)],
+                dropped: vec![item(0, 40), item(0, 41)],
             },
         ),
         (
@@ -215,7 +215,7 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
 
 pub fn from_root() -> Vec<(&'static str, FromRoot)> {
     let worker = WorkerId(300);
-    let set = vec![held(0, 42), held(2, 7)];
+    let set = vec![item(0, 42), item(2, 7)];
     let refused = |remedy| FromRoot::Refused {
         reason: "another sender has taken over".into(),
         remedy,

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 
 use weightsync_core::{Dtype, Epoch, Layout, Version};
 use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
@@ -25,8 +26,25 @@ fn serving() -> Serving {
 
 /// A child of it that asks for a version.
 fn child(serving: &Serving, run: Run, version: u64) -> TcpStream {
+    let (mut socket, fetch) = (connect(serving), fetch(run, version, (0, 1)));
+    socket.write_all(&fetch.frame().unwrap()).unwrap();
+    socket
+}
+
+fn fetch(run: Run, version: u64, (first, count): (u32, u32)) -> ToParent {
+    ToParent::Fetch {
+        run,
+        agent: 1,
+        model: 0,
+        version: Version(version),
+        ranges: vec![ChunkRange { first, count }],
+    }
+}
+
+/// A child of it that has said nothing yet.
+fn connect(serving: &Serving) -> TcpStream {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     socket.set_read_timeout(Some(SOON)).unwrap();
     let (other, _) = listener.accept().unwrap();
     other.set_nonblocking(true).unwrap();
@@ -36,15 +54,29 @@ fn child(serving: &Serving, run: Run, version: u64) -> TcpStream {
             .child(tokio::net::TcpStream::from_std(other).unwrap())
             .await
     });
-    let fetch = ToParent::Fetch {
-        run,
-        agent: 1,
-        model: 0,
-        version: Version(version),
-        ranges: vec![ChunkRange { first: 0, count: 1 }],
-    };
-    socket.write_all(&fetch.frame().unwrap()).unwrap();
     socket
+}
+
+const ITEM: Item = Item {
+    model: 0,
+    version: Version(1),
+};
+
+/// A segment with room for a version of so many bytes, of which nothing has come.
+fn coming(bytes: u64) -> (Relay, Arc<Held>) {
+    static LAST: AtomicIsize = AtomicIsize::new(0);
+    let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]).unwrap();
+    let models = [ModelSpec {
+        layout,
+        note: Vec::new(),
+    }];
+    let number = LAST.fetch_add(1, Ordering::Relaxed);
+    let name = format!("weightsync-test/serve/{}/{number}", std::process::id());
+    let listener = Listener::at(&name).unwrap();
+    let options = SegmentOptions::default();
+    let relay = Relay::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
+    let room = relay.room(0, ITEM.version, CHUNK as usize);
+    (relay, Arc::new(Held::coming(room.unwrap().unwrap())))
 }
 
 /// What it hears next; `None` once it is hung up on.
@@ -162,22 +194,9 @@ fn there_are_only_so_many_children() {
 fn that_nothing_has_come_is_said_now_and_then() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
-        let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![100])]).unwrap();
-        let models = [ModelSpec {
-            layout,
-            note: Vec::new(),
-        }];
-        let name = format!("weightsync-test/serve/{}", std::process::id());
-        let listener = Listener::at(&name).unwrap();
-        let options = SegmentOptions::default();
-        let relay = Relay::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
-        let room = relay.room(0, Version(1), CHUNK as usize).unwrap().unwrap();
+        let (_relay, held) = coming(100);
         let serving = serving();
-        let item = Item {
-            model: 0,
-            version: Version(1),
-        };
-        serving.store.put(item, Arc::new(Held::coming(room)));
+        serving.store.put(ITEM, held);
         let mut child = child(&serving, RUN, 1);
         let heard = tokio::task::spawn_blocking(move || hear_out(&mut child));
         let begun = Instant::now();
@@ -186,10 +205,94 @@ fn that_nothing_has_come_is_said_now_and_then() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         let most = begun.elapsed().as_millis() / IDLE.as_millis();
-        serving.store.remove(item);
+        serving.store.remove(ITEM);
         let (word, idle) = heard.await.unwrap();
         assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
         assert!(idle as u128 <= most, "{idle}, and at most {most}");
         serving.store.close();
     });
+}
+
+/// A few bytes can ask for more chunks than there is memory to count them.
+#[test]
+fn who_asks_for_more_chunks_than_there_are_gets_none() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let (_relay, held) = coming(u64::from(CHUNK) + 1);
+        let serving = serving();
+        serving.store.put(ITEM, held);
+        for range in [(0, u32::MAX), (0, 3), (2, 1), (u32::MAX - 1, 1)] {
+            let mut child = connect(&serving);
+            let fetch = fetch(RUN, 1, range);
+            child.write_all(&fetch.frame().unwrap()).unwrap();
+            // Nothing of it has come: who asked for what there is would wait.
+            let heard = tokio::task::spawn_blocking(move || hear(&mut child)).await;
+            match heard.unwrap() {
+                Some(ToChild::Gone { reason }) => assert!(reason.contains("chunks"), "{reason}"),
+                word => panic!("{range:?}: {word:?}"),
+            }
+        }
+        serving.store.close();
+    });
+}
+
+/// A version of a trainer costs it a slot for as long as somebody is served it.
+#[test]
+fn who_waits_for_its_turn_lets_go_of_what_is_served_no_more() {
+    let runtime = runtime("weightsync-test").unwrap();
+    runtime.block_on(async {
+        let (_relay, held) = coming(100);
+        let kept = Arc::downgrade(&held);
+        let mut serving = serving();
+        serving.at_once = Arc::new(Semaphore::new(1));
+        serving.store.put(ITEM, held);
+        let mut child = child(&serving, RUN, 1);
+        while serving.at_once.available_permits() > 0 {
+            tokio::task::yield_now().await;
+        }
+        // Once it has had its first turn there is no other.
+        let _turn = serving.at_once.acquire().await.unwrap();
+        serving.store.remove(ITEM);
+        let begun = Instant::now();
+        while kept.strong_count() > 0 {
+            assert!(begun.elapsed() < SOON, "it waits, and holds it");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let heard = tokio::task::spawn_blocking(move || hear_out(&mut child));
+        let (word, _) = heard.await.unwrap();
+        assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
+        serving.store.close();
+    });
+}
+
+/// One that takes a little now and then would have its turn for ever.
+#[test]
+fn a_chunk_that_is_taken_too_slowly_is_given_up() {
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut reader = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (mut socket, _) = listener.accept().unwrap();
+    // A chunk is more than both take without being read.
+    sockopt::set_socket_send_buffer_size(&socket, 32 << 10).unwrap();
+    socket.set_write_timeout(Some(5 * IDLE)).unwrap();
+    let (stop, stopped) = mpsc::channel::<()>();
+    let slow = std::thread::spawn(move || {
+        let mut some = [0; 16 << 10];
+        while stopped.recv_timeout(Duration::from_millis(40)) == Err(RecvTimeoutError::Timeout) {
+            let _ = reader.read(&mut some);
+        }
+    });
+    let (head, bytes) = ([1; 40], vec![2; CHUNK as usize]);
+    let begun = Instant::now();
+    let late = || begun.elapsed() >= IDLE;
+    for written in 0.. {
+        match write_both(&mut socket, &head, &bytes, late) {
+            Ok(()) => assert!(written < 16, "{:?}", begun.elapsed()),
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+                break;
+            }
+        }
+    }
+    drop((socket, stop));
+    slow.join().unwrap();
 }

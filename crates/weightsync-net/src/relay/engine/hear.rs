@@ -3,10 +3,9 @@
 use tokio::time::Instant;
 use weightsync_mem::Seated;
 
-use super::words::item;
 use super::{Engine, LINGER, Worker};
 use crate::bulk::Parent;
-use crate::relay::plan::{Input, Item};
+use crate::relay::plan::Input;
 use crate::wire::message::{FromRoot, ToRoot};
 
 impl Engine {
@@ -25,7 +24,6 @@ impl Engine {
                 set,
                 workers,
             } => {
-                let set: Vec<Item> = set.into_iter().map(item).collect();
                 let known = workers.iter().filter_map(|worker| self.workers.get(worker));
                 let told = known.map(|worker| Input::Told {
                     who: worker.who,
@@ -48,7 +46,7 @@ impl Engine {
                         who,
                         question,
                         sequence,
-                        set: set.into_iter().map(item).collect(),
+                        set,
                     };
                     self.step([answered]);
                 }

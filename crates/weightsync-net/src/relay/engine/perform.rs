@@ -7,7 +7,6 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_mem::{Error, Snapshot};
 
-use super::words::held;
 use super::{Engine, Event, Fetched, Fetching, MEASURE};
 use crate::bulk::{Fetch, Held, Parent};
 use crate::link::causes;
@@ -61,7 +60,7 @@ impl Engine {
                 if self.whole.remove(&item).is_some() {
                     self.say(&ToRoot::Holds {
                         have: Vec::new(),
-                        dropped: vec![held(item)],
+                        dropped: vec![item],
                     });
                 }
             }

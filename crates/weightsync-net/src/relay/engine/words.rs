@@ -1,8 +1,7 @@
 //! What this process says, as it is said on the wire.
 
 use super::Joining;
-use crate::relay::plan::Item;
-use crate::wire::message::{self, ToRoot};
+use crate::wire::message::ToRoot;
 
 pub(super) fn join_message(ticket: u64, joining: &Joining) -> ToRoot {
     ToRoot::Join {
@@ -14,19 +13,5 @@ pub(super) fn join_message(ticket: u64, joining: &Joining) -> ToRoot {
         delivery: joining.delivery.into(),
         device: joining.device.clone(),
         seen: joining.seen,
-    }
-}
-
-pub(super) fn held(item: Item) -> message::Held {
-    message::Held {
-        model: item.model as u8,
-        version: item.version,
-    }
-}
-
-pub(super) fn item(held: message::Held) -> Item {
-    Item {
-        model: held.model.into(),
-        version: held.version,
     }
 }

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use crate::wire::message::{Held, MAX_SLOTS};
+use crate::relay::Item;
+use crate::wire::message::MAX_SLOTS;
 
 /// The versions one agent has, as far as it says so.
 #[derive(Debug)]
 pub(super) struct Holdings {
     models: usize,
-    versions: BTreeSet<Held>,
+    versions: BTreeSet<Item>,
 }
 
 impl Holdings {
@@ -22,17 +23,17 @@ impl Holdings {
 
     /// It has come to have some, and has others no more. False: that cannot be, as
     /// there is no such model, or they are more than all of its slots.
-    pub(super) fn change(&mut self, have: Vec<Held>, dropped: Vec<Held>) -> bool {
+    pub(super) fn change(&mut self, have: Vec<Item>, dropped: Vec<Item>) -> bool {
         self.versions.extend(have);
-        for held in dropped {
-            self.versions.remove(&held);
+        for item in dropped {
+            self.versions.remove(&item);
         }
-        let known = |held: &Held| usize::from(held.model) < self.models;
+        let known = |item: &Item| item.model < self.models;
         self.versions.len() <= self.models * usize::from(MAX_SLOTS)
             && self.versions.last().is_none_or(known)
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = Held> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = Item> {
         self.versions.iter().copied()
     }
 }
@@ -43,9 +44,9 @@ mod tests {
 
     use super::*;
 
-    fn held(model: u8, versions: std::ops::RangeInclusive<u64>) -> Vec<Held> {
+    fn held(model: usize, versions: std::ops::RangeInclusive<u64>) -> Vec<Item> {
         let versions = versions.map(Version);
-        versions.map(|version| Held { model, version }).collect()
+        versions.map(|version| Item { model, version }).collect()
     }
 
     #[test]

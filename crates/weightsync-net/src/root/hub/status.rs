@@ -40,7 +40,7 @@ impl Hub {
                 holds: known
                     .holds
                     .iter()
-                    .map(|held| (held.model, held.version.0))
+                    .map(|item| (item.model as u8, item.version.0))
                     .collect(),
                 workers: workers.remove(&agent).unwrap_or_default(),
             })

@@ -1,24 +1,27 @@
 //! A sender, and agents that are none.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
-use weightsync::{Expect, InitInfo, Sender, SenderSetup, Tensors};
+use weightsync::{Expect, InitInfo, SendOptions, Sender, SenderSetup, Tensors};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
+use super::Event;
 use crate::access::Key;
 use crate::link::{self, Link, LinkEnd};
-use crate::relay::runtime;
+use crate::relay::{Item, runtime};
+use crate::root::answer_status;
 use crate::scheme::Distributed;
 use crate::status::Status;
 use crate::wire::frame::CHUNK;
 use crate::wire::hello::Role;
 use crate::wire::message::{
-    ChunkRange, Delivery, FromRoot, Held, Message, RefusalRemedy, ToParent, ToRoot,
+    ChunkRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot,
 };
 
 /// Longer than anything here takes.
@@ -164,7 +167,7 @@ fn who_says_that_it_has_more_than_there_can_be_is_given_up() {
         let welcome = |word: &FromRoot| matches!(word, FromRoot::Parent { .. });
         fake.hear_until(welcome).await;
         for page in 0..2 {
-            let have = (1..=50).map(|number| Held {
+            let have = (1..=50).map(|number| Item {
                 model: 0,
                 version: Version(page * 50 + number),
             });
@@ -229,6 +232,41 @@ fn the_next_life_of_a_worker_waits_for_whoever_reaches_it_by_then() {
         });
         let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
         next.hear_until(denied).await;
+    });
+}
+
+/// An agent that goes while a worker is on its way to it has cost that worker nothing.
+#[test]
+fn who_was_on_its_way_to_an_agent_that_is_gone_hears_by_the_one_it_has() {
+    let (mut sender, info) = sender();
+    let mut weights = Tensors::new();
+    weights
+        .insert("layer.weight", [16, 16], vec![2.0_f32; 256])
+        .unwrap();
+    run(async {
+        let mut agents = Vec::new();
+        for _ in 0..2 {
+            let mut fake = Fake::dial(&info).await;
+            fake.say_agent(Epoch(0));
+            fake.say_join(100);
+            let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
+            fake.hear_until(joined).await;
+            agents.push(fake);
+        }
+        drop(agents.pop());
+        // Longer than one has that is not reached.
+        let held = wait_for(&info, |status| {
+            let relays = status.relays.iter();
+            let lost = status.lost.is_empty() && relays.clone().count() == 1;
+            lost.then(|| relays.map(|relay| relay.workers.len()).sum::<usize>())
+        });
+        assert_eq!(held.await, 1);
+        let sent = sender.send_async(&weights, &SendOptions::new());
+        let _sent = sent.unwrap();
+        let is_new = |item: &Item| item.version == Version(2);
+        let told =
+            |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if set.iter().any(is_new));
+        agents[0].hear_until(told).await;
     });
 }
 
@@ -297,6 +335,53 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
         });
         let speeds: Vec<_> = speeds.await;
         assert_eq!(speeds, [Some(100.0 * 1_048_576.0), Some(104_857.6)]);
+    });
+}
+
+#[test]
+fn what_an_agent_says_has_come_may_be_any_number() {
+    let (_sender, info) = sender();
+    run(async {
+        let fake = Fake::dial(&info).await;
+        fake.say_agent(Epoch(0));
+        for micros in [1, 0, u64::MAX] {
+            fake.link.say(&ToRoot::Received {
+                model: 0,
+                version: Version(1),
+                parent: 0,
+                bytes: u64::MAX,
+                micros,
+            });
+        }
+        // More than the first of them has been heard by then.
+        fake.link.say(&join(100));
+        let received = wait_for(&info, |status| {
+            let mut relays = status.relays.iter();
+            Some(relays.find(|one| !one.workers.is_empty())?.received)
+        });
+        assert_eq!(received.await, u64::MAX);
+    });
+}
+
+#[test]
+fn who_asks_while_many_do_waits_for_its_turn() {
+    run(async {
+        let (events, mut heard) = mpsc::channel(1);
+        let asking = Arc::new(Semaphore::new(1));
+        let others = asking.clone().acquire_owned().await.unwrap();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut asks = TcpStream::connect(address).await.unwrap();
+        let (socket, _) = listener.accept().await.unwrap();
+        tokio::spawn(answer_status(socket, events, asking));
+        let early = timeout(Duration::from_millis(50), asks.read_u8()).await;
+        assert!(early.is_err(), "it is not hung up on: {early:?}");
+        drop(others);
+        let Some(Event::Status(answer)) = heard.recv().await else {
+            panic!("nobody asks");
+        };
+        answer.send("{}".into()).unwrap();
+        timeout(SOON, asks.read_u8()).await.unwrap().unwrap();
     });
 }
 

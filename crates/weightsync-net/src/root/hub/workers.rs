@@ -6,9 +6,10 @@ use weightsync_core::{Version, WorkerId};
 use weightsync_mem::{Error as Memory, Going, Guest, GuestOptions, Told};
 
 use super::Hub;
+use crate::relay::Item;
 use crate::root::seats::{Comer, Leaver, Process, Waiter};
 use crate::root::topology::AgentId;
-use crate::wire::message::{FromRoot, Held, Want, WorkerProgress};
+use crate::wire::message::{FromRoot, Want, WorkerProgress};
 
 /// One worker elsewhere.
 pub(super) struct Worker {
@@ -126,16 +127,21 @@ impl Hub {
                 true => Going::Died,
                 false => Going::Left,
             }),
-            Leaver::Back(one) => {
-                one.start_over();
-                self.tell(BTreeSet::from([worker]));
-                if let Some(waiter) = self.seats.comes_again(worker) {
-                    self.join(waiter);
-                }
-            }
+            Leaver::Back(_) => self.is_back(worker),
             Leaver::Elsewhere => {}
         }
         self.seat_again();
+    }
+
+    /// A worker is reached by the agent at which it has been all the time.
+    pub(super) fn is_back(&mut self, worker: WorkerId) {
+        if let Some((_, one)) = self.seats.reached(worker) {
+            one.start_over();
+        }
+        self.tell(BTreeSet::from([worker]));
+        if let Some(waiter) = self.seats.comes_again(worker) {
+            self.join(waiter);
+        }
     }
 
     pub(super) fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
@@ -152,9 +158,7 @@ impl Hub {
         } = progress;
         seat.guest.progress(taken, through);
         if !versions.is_empty() {
-            let versions = versions
-                .into_iter()
-                .map(|held| (usize::from(held.model), held.version));
+            let versions = versions.into_iter().map(|item| (item.model, item.version));
             let versions: Vec<_> = versions.collect();
             seat.versions.extend(versions.iter().copied());
             seat.guest.applied(loaded, versions);
@@ -203,7 +207,7 @@ impl Hub {
     /// same by one message.
     pub(super) fn tell(&mut self, workers: BTreeSet<WorkerId>) {
         // By sequence number first: of one worker the older comes before the newer.
-        let mut tells: BTreeMap<(AgentId, u64, Vec<Held>), Vec<WorkerId>> = BTreeMap::new();
+        let mut tells: BTreeMap<(AgentId, u64, Vec<Item>), Vec<WorkerId>> = BTreeMap::new();
         let mut answers = Vec::new();
         for worker in workers {
             let Some((agent, seat)) = self.seats.reached(worker) else {
@@ -213,7 +217,7 @@ impl Hub {
             for told in seat.guest.told().unwrap_or_default() {
                 if told.sequence > seat.told {
                     seat.told = told.sequence;
-                    let key = (agent, told.sequence, held(&told));
+                    let key = (agent, told.sequence, items(&told));
                     tells.entry(key).or_default().push(worker);
                 }
             }
@@ -225,7 +229,7 @@ impl Hub {
                     worker,
                     question,
                     sequence: told.sequence,
-                    set: held(&told),
+                    set: items(&told),
                 };
                 answers.push((agent, answer));
             }
@@ -253,11 +257,11 @@ impl Worker {
     }
 }
 
-fn held(told: &Told) -> Vec<Held> {
+fn items(told: &Told) -> Vec<Item> {
     let members = told.members.iter();
     members
-        .map(|snapshot| Held {
-            model: snapshot.model() as u8,
+        .map(|snapshot| Item {
+            model: snapshot.model(),
             version: snapshot.version(),
         })
         .collect()

@@ -28,7 +28,7 @@ fn a_worker_is_heard_by_the_agent_that_reaches_it() {
         Comer::Back(&mut "first")
     ));
     assert_eq!(seats.gone(1, WORKER, 100, false), Leaver::Elsewhere);
-    assert_eq!(seats.part(1, None, Parting::Silent, NOW), []);
+    assert_eq!(seats.part(1, None, Parting::Silent, NOW).over, []);
     assert_eq!(seats.reached(WORKER), Some((2, &mut "first")));
     assert_eq!(seats.gone(2, WORKER, 100, false), Leaver::Over("first"));
     assert_eq!(seats.reached(WORKER), None);
@@ -42,7 +42,7 @@ fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
         // What it asked for long ago, while it was not heard there.
         assert!(matches!(seats.comes(2, WORKER, 100), Comer::Back(_)));
         if parts {
-            assert_eq!(seats.part(1, None, Parting::Silent, NOW), []);
+            assert_eq!(seats.part(1, None, Parting::Silent, NOW).over, []);
         }
         match seats.gone(2, WORKER, 100, died) {
             Leaver::Back(of) => assert_eq!((*of, parts, died), ("first", false, false)),
@@ -50,6 +50,41 @@ fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
         }
         let reached = seats.reached(WORKER).map(|(agent, _)| agent);
         assert_eq!(reached, (!parts && !died).then_some(1));
+    }
+}
+
+#[test]
+fn who_was_on_its_way_to_an_agent_that_is_gone_is_where_it_was() {
+    use Parting::{Cut, HungUp, Left, Silent};
+    for how in [Left, HungUp, Cut, Silent] {
+        let on_its_way = || {
+            let mut seats = seated();
+            assert!(matches!(seats.comes(2, WORKER, 100), Comer::Back(_)));
+            let parted = seats.part(2, Some(process(60)), how, NOW);
+            let (over, back) = (Vec::new(), vec![WORKER]);
+            assert_eq!(parted, Parted { over, back }, "{how:?}");
+            assert_eq!(seats.heard(1, WORKER, 100), Some(&mut "first"));
+            assert_eq!(seats.due(), None);
+            seats
+        };
+        // Nowhere else.
+        let parted = on_its_way().part(1, None, Parting::HungUp, NOW);
+        assert_eq!(parted.back, []);
+        assert_eq!(
+            on_its_way().gone(1, WORKER, 100, true),
+            Leaver::Over("first")
+        );
+        // It was there already, and leaves the first: it comes from there by another.
+        let mut seats = on_its_way();
+        assert_eq!(seats.gone(1, WORKER, 100, false), Leaver::Elsewhere);
+        assert_eq!(seats.due(), Some(NOW + GRACE));
+        assert!(matches!(seats.comes(3, WORKER, 100), Comer::Back(_)));
+        assert_eq!(seats.due(), None);
+        assert_eq!(seats.gone(3, WORKER, 100, false), Leaver::Over("first"));
+        // Or has left for good.
+        let mut seats = on_its_way();
+        assert_eq!(seats.gone(1, WORKER, 100, false), Leaver::Elsewhere);
+        assert_eq!(seats.late(NOW + GRACE), [("first", Going::Left)]);
     }
 }
 
@@ -71,7 +106,7 @@ fn how_an_agent_goes_says_what_becomes_of_its_workers() {
     ];
     for (process, how, after, going) in cases {
         let mut seats = seated();
-        let over = seats.part(1, process, how, NOW);
+        let over = seats.part(1, process, how, NOW).over;
         assert_eq!(seats.reached(WORKER), None);
         if after.is_zero() {
             assert_eq!(over, [("first", going)], "{process:?} {how:?}");
@@ -90,7 +125,7 @@ fn how_an_agent_goes_says_what_becomes_of_its_workers() {
 #[test]
 fn who_comes_back_in_time_has_its_seat() {
     let mut seats = seated();
-    assert_eq!(seats.part(1, None, Parting::HungUp, NOW), []);
+    assert_eq!(seats.part(1, None, Parting::HungUp, NOW).over, []);
     assert!(matches!(
         seats.comes(2, WORKER, 100),
         Comer::Back(&mut "first")
@@ -98,7 +133,10 @@ fn who_comes_back_in_time_has_its_seat() {
     assert_eq!(seats.due(), None);
     assert_eq!(seats.late(NOW + GRACE), []);
     // Also one whose agent it was itself: a link that was cut is not its death.
-    assert_eq!(seats.part(2, Some(process(50)), Parting::HungUp, NOW), []);
+    assert_eq!(
+        seats.part(2, Some(process(50)), Parting::HungUp, NOW).over,
+        []
+    );
     assert!(matches!(seats.comes(3, WORKER, 100), Comer::Back(_)));
     assert_eq!(seats.late(NOW + GRACE), []);
 }
@@ -145,7 +183,7 @@ fn the_next_life_waits_until_it_is_known_whether_the_one_before_it_is_there() {
     assert_eq!(seats.in_vain(1), []);
     for how in [Parting::Silent, Parting::HungUp, Parting::Left] {
         let mut seats = contested();
-        let over = seats.part(1, None, how, NOW);
+        let over = seats.part(1, None, how, NOW).over;
         assert_eq!(over.len(), usize::from(how == Parting::Silent));
         assert_eq!(seats.may_come(), [next_life(2, 101)]);
         let left = over.is_empty().then_some("first");
@@ -175,7 +213,7 @@ fn who_waits_gives_up_with_its_agent_and_there_is_one_for_a_seat() {
     assert_eq!(seats.gone(2, WORKER, 101, false), Leaver::Elsewhere);
     assert_eq!(seats.in_vain(1), []);
     let mut seats = contested();
-    assert_eq!(seats.part(2, None, Parting::HungUp, NOW), []);
+    assert_eq!(seats.part(2, None, Parting::HungUp, NOW).over, []);
     assert_eq!(seats.in_vain(1), []);
     let mut seats = contested();
     assert_eq!(seats.wait(next_life(3, 102)), Some(next_life(2, 101)));

@@ -174,8 +174,9 @@ enum ServerState {
 }
 
 impl Server {
-    /// A server for one client. The nonce must be new, and random. One that is `busy` says so to a
-    /// client that speaks its protocol, and no more.
+    /// A server for one client. The nonce must be new, and random. One that is `busy` has no room
+    /// for another control link: it says so to a client that speaks its protocol and wants one,
+    /// and no more. Links of other roles are of those who are in.
     pub fn new(key: Key, ours: Protocols, busy: bool, nonce: [u8; NONCE_BYTES]) -> Self {
         Self {
             key,
@@ -238,7 +239,7 @@ impl Server {
         let Some(role) = Role::from_code(client.role) else {
             return Step::close(malformed("a role of 1 to 3", client.role.to_string()));
         };
-        if self.busy {
+        if self.busy && role == Role::Control {
             return Step::new(answer(Verdict::Busy), Next::Close(HelloError::TurnedAway));
         }
         let hello = answer(Verdict::GoOn { protocol });

@@ -62,7 +62,7 @@ impl ToParent {
             ref ranges,
             ..
         } = self;
-        check_held(Held { model, version })?;
+        check_item(model, version)?;
         within("ranges of one fetch", ranges.len(), MAX_RANGES)?;
         let mut behind = 0;
         ranges.iter().try_for_each(|range| {

@@ -5,10 +5,10 @@ use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Run, Version};
 use weightsync_mem as memory;
 
-use super::{Delivery, Held, Want};
+use super::{Delivery, Item, Want};
 
-/// A [`Held`] on the wire.
-pub(super) type WireHeld = (u8, u64);
+/// An [`Item`] on the wire.
+pub(super) type WireItem = (u8, u64);
 
 /// A [`Run`] on the wire.
 pub(super) type WireRun = (u64, [u8; 16]);
@@ -27,19 +27,22 @@ pub(super) enum WireWant {
     Exactly { model: u8, version: u64 },
 }
 
-pub(super) fn held_to_wire(held: &[Held]) -> Vec<WireHeld> {
-    held.iter()
-        .map(|held| (held.model, held.version.0))
+pub(super) fn items_to_wire(items: &[Item]) -> Vec<WireItem> {
+    let items = items.iter();
+    // What is encoded has been checked.
+    items
+        .map(|item| (item.model as u8, item.version.0))
         .collect()
 }
 
-pub(super) fn held_from_wire(held: Vec<WireHeld>) -> Vec<Held> {
-    let held = held.into_iter();
-    held.map(|(model, version)| Held {
-        model,
-        version: Version(version),
-    })
-    .collect()
+pub(super) fn items_from_wire(items: Vec<WireItem>) -> Vec<Item> {
+    let items = items.into_iter();
+    items
+        .map(|(model, version)| Item {
+            model: model.into(),
+            version: Version(version),
+        })
+        .collect()
 }
 
 pub(super) fn run_to_wire(run: Run) -> WireRun {

@@ -65,7 +65,7 @@ pub enum FromRoot {
         /// Counts what the sender tells.
         sequence: u64,
         /// The set: no model twice.
-        set: Vec<Held>,
+        set: Vec<Item>,
         /// Which workers; at most [`MAX_TOLD`].
         workers: Vec<WorkerId>,
     },
@@ -78,7 +78,7 @@ pub enum FromRoot {
         /// Counts what the sender tells.
         sequence: u64,
         /// The set: no model twice.
-        set: Vec<Held>,
+        set: Vec<Item>,
     },
     /// The answer to a [`ToRoot::Ask`] that cannot be met.
     NoSuchVersion {

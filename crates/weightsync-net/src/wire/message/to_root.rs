@@ -25,7 +25,7 @@ pub enum ToRoot {
         /// The highest epoch it has seen.
         seen: Epoch,
         /// The whole versions it has, of `run`; at most [`MAX_HELD`].
-        holds: Vec<Held>,
+        holds: Vec<Item>,
         /// The run it followed last.
         run: Option<Run>,
     },
@@ -92,9 +92,9 @@ pub enum ToRoot {
     /// Which versions the agent has come to have whole, and has no more.
     Holds {
         /// New ones; at most [`MAX_HELD`].
-        have: Vec<Held>,
+        have: Vec<Item>,
         /// Those given up; at most [`MAX_HELD`].
-        dropped: Vec<Held>,
+        dropped: Vec<Item>,
     },
     /// A transfer has ended.
     Received {
@@ -144,7 +144,7 @@ pub struct WorkerProgress {
     /// The newest sequence it has loaded.
     pub loaded: u64,
     /// What it runs: no model twice.
-    pub versions: Vec<Held>,
+    pub versions: Vec<Item>,
     /// The last sequence it refused, 0 for any, and why; cut to [`MAX_TEXT`].
     pub refused: Option<(u64, String)>,
 }
@@ -189,7 +189,7 @@ impl ToRoot {
         match self {
             Self::Agent { bulk, holds, .. } => {
                 require(*bulk != Some(0), "a port from 1", || "0".into())?;
-                check_all_held("versions an agent has", holds, MAX_HELD)
+                check_items("versions an agent has", holds, MAX_HELD)
             }
             Self::Join {
                 models, delivery, ..
@@ -205,11 +205,11 @@ impl ToRoot {
             }
             Self::Ask { want, .. } => check_want(*want),
             Self::Holds { have, dropped } => {
-                check_all_held("versions an agent has", have, MAX_HELD)?;
-                check_all_held("versions an agent has dropped", dropped, MAX_HELD)
+                check_items("versions an agent has", have, MAX_HELD)?;
+                check_items("versions an agent has dropped", dropped, MAX_HELD)
             }
             &Self::Received { model, version, .. } | &Self::Missing { model, version } => {
-                check_held(Held { model, version })
+                check_item(model, version)
             }
             Self::Gone { .. }
             | Self::Unusable { .. }

@@ -6,10 +6,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
+use weightsync_core::{Epoch, Run, Version};
 use weightsync_net::Token;
 use weightsync_net::access::Key;
-use weightsync_net::wire::frame::{self, Kind};
+use weightsync_net::status::Status;
+use weightsync_net::wire::frame::{self, HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::{Client, HELLO_BYTES, Next, Protocols, Role as LinkRole};
+use weightsync_net::wire::message::{ChunkRange, FromRoot, Message, ToChild, ToParent, ToRoot};
 
 use super::roles::token;
 use super::scale::{Dice, PATIENCE};
@@ -32,9 +35,11 @@ pub(crate) enum Attack {
     /// After a handshake as it should be: frames that end in the middle, are too
     /// long, damaged, of another kind, or of nonsense.
     BadFrames,
+    /// Fetches of more chunks than there can be, by one who is in.
+    HugeFetches,
 }
 
-pub(crate) const ATTACKS: [Attack; 7] = [
+pub(crate) const ATTACKS: [Attack; 8] = [
     Attack::Noise,
     Attack::CutHandshakes,
     Attack::SlowHandshakes,
@@ -42,6 +47,7 @@ pub(crate) const ATTACKS: [Attack; 7] = [
     Attack::WrongTokens,
     Attack::Replays,
     Attack::BadFrames,
+    Attack::HugeFetches,
 ];
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -57,6 +63,7 @@ pub(crate) fn attack(root: &str, attack: Attack, seed: u64) -> Outcome {
         Attack::WrongTokens => wrong_tokens(root, &mut dice),
         Attack::Replays => replays(root, &mut dice),
         Attack::BadFrames => bad_frames(root, &mut dice),
+        Attack::HugeFetches => huge_fetches(root, &mut dice),
     }
 }
 
@@ -156,6 +163,62 @@ fn bad_frames(root: &str, dice: &mut Dice) -> Outcome {
         }
     }
     Ok(())
+}
+
+fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
+    let run = run_of(root, dice)?;
+    let (mut socket, _) = shake(dial(root)?, client(&token(), LinkRole::Bulk, dice))?;
+    for _ in 0..50 {
+        let status = Status::ask(root, &token().secret(), PATIENCE)?;
+        let fetch = ToParent::Fetch {
+            run,
+            agent: 0,
+            model: 0,
+            // It is there, or was a moment ago.
+            version: Version(status.models[0].version),
+            ranges: vec![ChunkRange {
+                first: 0,
+                count: u32::MAX,
+            }],
+        };
+        socket.write_all(&fetch.frame()?)?;
+        let answer = ToChild::decode(&read_frame(&mut socket, Kind::Bulk)?)?;
+        if !matches!(answer, ToChild::Gone { .. }) {
+            return Err(format!("it answers {answer:?}").into());
+        }
+    }
+    Ok(())
+}
+
+/// The trainer's run, as an agent is told it.
+fn run_of(root: &str, dice: &mut Dice) -> Result<Run, Box<dyn std::error::Error>> {
+    let (mut socket, _) = shake(dial(root)?, client(&token(), LinkRole::Control, dice))?;
+    let agent = ToRoot::Agent {
+        name: "an attack".into(),
+        host: [7; 16],
+        pid: 1,
+        bulk: None,
+        seen: Epoch(0),
+        holds: Vec::new(),
+        run: None,
+    };
+    socket.write_all(&agent.frame()?)?;
+    loop {
+        let payload = read_frame(&mut socket, Kind::Control)?;
+        if let FromRoot::Welcome { run, .. } = FromRoot::decode(&payload)? {
+            return Ok(run);
+        }
+    }
+}
+
+fn read_frame(socket: &mut TcpStream, kind: Kind) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
+    let mut header = [0; HEADER_BYTES];
+    socket.read_exact(&mut header)?;
+    let header = Header::decode(&header, &[kind])?;
+    let mut payload = vec![0; header.len];
+    socket.read_exact(&mut payload)?;
+    header.check(&payload)?;
+    Ok(payload)
 }
 
 /// A connection that was let in as it should be.

@@ -14,7 +14,7 @@ use weightsync_core::Epoch;
 use weightsync_net::Distributed;
 use weightsync_net::wire::frame::{HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::Role;
-use weightsync_net::wire::message::{Delivery, FromRoot, Held, Message, ToRoot, WorkerProgress};
+use weightsync_net::wire::message::{Delivery, FromRoot, Item, Message, ToRoot, WorkerProgress};
 
 use super::attacks;
 use super::roles::token;
@@ -199,7 +199,7 @@ impl Agent {
     }
 }
 
-fn loaded(worker: WorkerId, sequence: u64, set: &[Held]) -> WorkerProgress {
+fn loaded(worker: WorkerId, sequence: u64, set: &[Item]) -> WorkerProgress {
     WorkerProgress {
         worker,
         instance: 1,

@@ -38,14 +38,14 @@ enum Wire<'a> {
     },
     Tell {
         sequence: u64,
-        set: Vec<WireHeld>,
+        set: Vec<WireItem>,
         workers: Vec<u32>,
     },
     Answer {
         worker: u32,
         question: u64,
         sequence: u64,
-        set: Vec<WireHeld>,
+        set: Vec<WireItem>,
     },
     NoSuchVersion {
         worker: u32,
@@ -135,7 +135,7 @@ impl FromRoot {
                 ref workers,
             } => Wire::Tell {
                 sequence,
-                set: held_to_wire(set),
+                set: items_to_wire(set),
                 workers: workers.iter().map(|worker| worker.0).collect(),
             },
             Self::Answer {
@@ -147,7 +147,7 @@ impl FromRoot {
                 worker: worker.0,
                 question,
                 sequence,
-                set: held_to_wire(set),
+                set: items_to_wire(set),
             },
             Self::NoSuchVersion {
                 worker,
@@ -226,7 +226,7 @@ impl FromRoot {
                 workers,
             } => Self::Tell {
                 sequence,
-                set: held_from_wire(set),
+                set: items_from_wire(set),
                 workers: workers.into_iter().map(WorkerId).collect(),
             },
             Wire::Answer {
@@ -238,7 +238,7 @@ impl FromRoot {
                 worker: WorkerId(worker),
                 question,
                 sequence,
-                set: held_from_wire(set),
+                set: items_from_wire(set),
             },
             Wire::NoSuchVersion {
                 worker,

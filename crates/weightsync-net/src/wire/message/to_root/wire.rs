@@ -14,7 +14,7 @@ enum Wire<'a> {
         pid: u32,
         bulk: Option<u16>,
         seen: u64,
-        holds: Vec<WireHeld>,
+        holds: Vec<WireItem>,
         run: Option<WireRun>,
     },
     Join {
@@ -52,8 +52,8 @@ enum Wire<'a> {
         instance: u64,
     },
     Holds {
-        have: Vec<WireHeld>,
-        dropped: Vec<WireHeld>,
+        have: Vec<WireItem>,
+        dropped: Vec<WireItem>,
     },
     Received {
         model: u8,
@@ -81,7 +81,7 @@ struct WireProgress<'a> {
     taken: u64,
     through: u64,
     loaded: u64,
-    versions: Vec<WireHeld>,
+    versions: Vec<WireItem>,
     #[serde(borrow)]
     refused: Option<(u64, &'a str)>,
 }
@@ -118,7 +118,7 @@ impl ToRoot {
                 pid,
                 bulk,
                 seen: seen.0,
-                holds: held_to_wire(holds),
+                holds: items_to_wire(holds),
                 run: run.map(run_to_wire),
             },
             Self::Join {
@@ -180,8 +180,8 @@ impl ToRoot {
                 ref have,
                 ref dropped,
             } => Wire::Holds {
-                have: held_to_wire(have),
-                dropped: held_to_wire(dropped),
+                have: items_to_wire(have),
+                dropped: items_to_wire(dropped),
             },
             Self::Received {
                 model,
@@ -225,7 +225,7 @@ impl ToRoot {
                 pid,
                 bulk,
                 seen: Epoch(seen),
-                holds: held_from_wire(holds),
+                holds: items_from_wire(holds),
                 run: run.map(run_from_wire),
             },
             Wire::Join {
@@ -287,8 +287,8 @@ impl ToRoot {
                 instance,
             },
             Wire::Holds { have, dropped } => Self::Holds {
-                have: held_from_wire(have),
-                dropped: held_from_wire(dropped),
+                have: items_from_wire(have),
+                dropped: items_from_wire(dropped),
             },
             Wire::Received {
                 model,
@@ -326,7 +326,7 @@ impl WorkerProgress {
             taken: self.taken,
             through: self.through,
             loaded: self.loaded,
-            versions: held_to_wire(&self.versions),
+            versions: items_to_wire(&self.versions),
             refused: refused.map(|(sequence, reason)| (*sequence, cut(reason, MAX_TEXT))),
         }
     }
@@ -342,7 +342,7 @@ impl WorkerProgress {
             taken: wire.taken,
             through: wire.through,
             loaded: wire.loaded,
-            versions: held_from_wire(wire.versions),
+            versions: items_from_wire(wire.versions),
             refused,
         })
     }
