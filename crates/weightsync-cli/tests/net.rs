@@ -69,6 +69,10 @@ fn a_relay_carries_versions_and_is_in_the_status_until_ctrl_c() {
         assert!(tree.contains(word), "no {word:?} in\n{tree}");
     }
 
+    let help = weightsync(&["status", "--help"]).output();
+    let help = text(&help.expect("it starts").stdout);
+    assert!(help.contains("read the memory that is there"), "{help}");
+
     // Its worker finds another way; of the relay itself nothing is left.
     relay.signal(Signal::INT);
     assert_eq!(relay.end(), Some(130));
