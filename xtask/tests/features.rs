@@ -85,13 +85,22 @@ fn a_function_that_is_no_test_does_not_count() {
                   trials![\n    group::fourth,\n]\nuse group::{fifth, group::sixth,\n};\n\
                   (\n    \"seventh\",\n    seventh,\n)\nsay(\"eighth\", 8);\n\
                   scenarios![\n    group::ninth[One Two],\n    group::tenth[],\n]\n\
-                  &[\n    (\"eleventh\", group::run),\n]\n";
+                  &[\n    (\"eleventh\", group::run),\n]\nlist = &[(\"no\", group::no)];\n\
+                  &[(\"twelfth\", group::run)];\n#[tokio::test]\nasync fn thirteenth() {}\n";
     let names = [
-        "first", "second", "fourth", "seventh", "ninth", "tenth", "eleventh",
+        "first",
+        "second",
+        "fourth",
+        "seventh",
+        "ninth",
+        "tenth",
+        "eleventh",
+        "twelfth",
+        "thirteenth",
     ];
-    assert_eq!(names.map(|name| has_test(source, name)), [true; 7]);
-    let names = ["third", "fir", "sixth", "eighth"];
-    assert_eq!(names.map(|name| has_test(source, name)), [false; 4]);
+    assert_eq!(names.map(|name| has_test(source, name)), [true; 9]);
+    let names = ["third", "fir", "sixth", "eighth", "no"];
+    assert_eq!(names.map(|name| has_test(source, name)), [false; 5]);
     let source = "def test_one():\n    pass\nclass Two:\n    def test_two(self):\n        pass\n\
                   def three():\n    test_four()\n";
     let names = ["test_one", "test_two", "three", "test_four", "test_o"];
@@ -136,12 +145,14 @@ fn has_test(source: &str, name: &str) -> bool {
     let paired = format!("(\"{name}\", ");
     let mut is_test = false;
     source.lines().map(str::trim).any(|line| {
-        let found = is_test && line.starts_with(&function);
-        is_test = line == "#[test]" || (is_test && line.starts_with("#["));
+        let found = is_test && line.trim_start_matches("async ").starts_with(&function);
+        let marked = line == "#[test]" || line.starts_with("#[tokio::test");
+        is_test = marked || (is_test && line.starts_with("#["));
         let scenario = line.contains(&with_needs) && line.ends_with("],");
         found
             || line == quoted
-            || (line.starts_with(&paired) && (line.ends_with("),") || line.ends_with('{')))
+            || (line.trim_start_matches("&[").starts_with(&paired)
+                && ["),", "{", ")];"].iter().any(|end| line.ends_with(end)))
             || scenario
             || (line.ends_with(&listed) && !line.contains([' ', '(']))
     })

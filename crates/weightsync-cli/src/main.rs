@@ -30,6 +30,12 @@ enum What {
     #[cfg(feature = "net")]
     Relay(net::RelayArgs),
     /// Show a sender, every relay and every worker, with their versions
+    ///
+    /// Bytes are those that were fetched over the network. Workers of a relay, and of the
+    /// sender's own host, read the memory that is there, and have none of their own; one
+    /// without a relay fetches for itself, and is below an agent of its own with what it
+    /// has fetched. How far one is behind is shown in versions of each model; with --json
+    /// it is the difference between the version of a model and the worker's.
     #[cfg(feature = "net")]
     Status(net::StatusArgs),
 }

@@ -71,6 +71,7 @@ mod harness;
 pub mod hosts;
 mod scenarios;
 
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::io;
@@ -81,8 +82,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use libtest_mimic::{Arguments, Failed, Trial};
 use weightsync::transport::Interrupter;
 use weightsync::{
-    AnyScheme, Capabilities, Error, Expect, ModelId, ReceiverSetup, Result, Schemes, SenderSetup,
-    Version, worker,
+    AnyScheme, Capabilities, Error, Expect, InitInfo, ModelId, ReceiverSetup, Result, Schemes,
+    SenderSetup, Version, worker,
 };
 
 pub use crate::harness::scale;
@@ -96,8 +97,12 @@ pub struct Subjects {
     schemes: Schemes,
     texts: Vec<String>,
     residue: Residue,
+    beside: Beside,
     corrupt: Option<Corrupt>,
 }
+
+/// What runs beside a sender, until it is dropped.
+pub(crate) type Beside = Arc<dyn Fn(&InitInfo) -> Box<dyn Any> + Send + Sync>;
 
 /// Names what a scheme has left in the system.
 type Residue = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
@@ -127,6 +132,7 @@ impl Subjects {
             schemes,
             texts: Vec::new(),
             residue: Arc::new(Vec::new),
+            beside: Arc::new(|_| Box::new(())),
             corrupt: None,
         }
     }
@@ -144,6 +150,19 @@ impl Subjects {
     #[must_use]
     pub fn residue(mut self, left: impl Fn() -> Vec<String> + Send + Sync + 'static) -> Self {
         self.residue = Arc::new(left);
+        self
+    }
+
+    /// Starts something beside each sender: the relay of its workers' host, say. Called
+    /// in the process of the test, once the sender has said where it will be and before
+    /// anybody joins it. What this returns is dropped when the scenario's processes have
+    /// ended, and has to end all of it.
+    #[must_use]
+    pub fn beside(
+        mut self,
+        start: impl Fn(&InitInfo) -> Box<dyn Any> + Send + Sync + 'static,
+    ) -> Self {
+        self.beside = Arc::new(start);
         self
     }
 
@@ -202,6 +221,7 @@ pub(crate) struct Subject {
     /// Whether records of it can be damaged.
     pub(crate) corrupts: bool,
     pub(crate) residue: Residue,
+    pub(crate) beside: Beside,
     scripts: AtomicU64,
 }
 
@@ -237,6 +257,7 @@ fn run(subjects: &Subjects) -> ExitCode {
             interrupts: interrupts(&subjects.schemes, scheme),
             corrupts: subjects.corrupt.is_some(),
             residue: subjects.residue.clone(),
+            beside: subjects.beside.clone(),
             scripts: AtomicU64::new(0),
         });
         trials.extend(trials_of(&subject));

@@ -7,10 +7,13 @@
 //! weightsync status --info info.json
 //! ```
 //!
-//! Off loopback every host needs `WEIGHTSYNC_TOKEN_FILE` (the trainer) and
-//! `WEIGHTSYNC_INSECURE_PLAINTEXT=1`: links are not encrypted yet.
+//! Off loopback the trainer and each relay need `WEIGHTSYNC_TOKEN_FILE`, as others connect
+//! to them, and every process `WEIGHTSYNC_INSECURE_PLAINTEXT=1`: links are not encrypted yet.
 
 use std::error::Error;
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::Duration;
 
 use weightsync::{Expect, InitInfo, ReceiverSetup, SenderSetup, Tensors};
@@ -33,7 +36,12 @@ fn train(listen: &str, info: &str, versions: u64) -> Result<(), Box<dyn Error>> 
     weights.insert("layer.weight", [1024, 1024], vec![0.0_f32; 1 << 20])?;
     let setup = SenderSetup::new("policy", &weights)?.scheme(Distributed::new().listen(listen))?;
     // Whoever has it gets in: give it to workers as you would a password.
-    std::fs::write(info, serde_json::to_string(&setup.init_info())?)?;
+    let text = serde_json::to_string(&setup.init_info())?;
+    // One of an earlier run may have another mode.
+    let _ = fs::remove_file(info);
+    let mut new = OpenOptions::new();
+    let mut file = new.write(true).create_new(true).mode(0o600).open(info)?;
+    file.write_all(text.as_bytes())?;
     let mut sender = setup.connect(&weights, Expect::Count(0), SOON)?;
     for version in 1..versions {
         std::thread::sleep(Duration::from_secs(1));
@@ -46,7 +54,7 @@ fn train(listen: &str, info: &str, versions: u64) -> Result<(), Box<dyn Error>> 
 }
 
 fn work(info: &str, number: u32) -> Result<(), Box<dyn Error>> {
-    let info: InitInfo = serde_json::from_str(&std::fs::read_to_string(info)?)?;
+    let info: InitInfo = serde_json::from_str(&fs::read_to_string(info)?)?;
     let setup = ReceiverSetup::new(info, number).schemes(Distributed::among_schemes());
     let mut receiver = setup.connect(SOON)?;
     loop {

@@ -27,7 +27,7 @@ pub struct Status {
     pub up_seconds: f64,
     /// Its models, in the order of the set.
     pub models: Vec<Model>,
-    /// What went out from it to relays, in bytes.
+    /// What went out from it to relays and to workers without one, in bytes.
     pub served: u64,
     /// The workers of its own host.
     pub local: Vec<Worker>,
@@ -85,7 +85,9 @@ pub struct Relay {
     pub workers: Vec<Worker>,
 }
 
-/// A worker.
+/// A worker. It has no bytes of its own: it reads the memory of its relay, or of the
+/// trainer, and what one without a relay fetches is counted at its [`Relay`]. How far it is
+/// behind is what its versions are below those of the [`Model`]s.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Worker {
     /// Its number.

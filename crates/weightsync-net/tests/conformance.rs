@@ -1,5 +1,8 @@
 //! The conformance suite, on the scheme of many hosts: through the trainer's own
-//! memory, as on its host, and with a link for each worker, as elsewhere.
+//! memory, as on its host, with a link for each worker, as elsewhere, and with all
+//! workers at one relay, as on a host that has one.
+
+mod relayed;
 
 use std::process::ExitCode;
 
@@ -7,10 +10,19 @@ use weightsync_conformance::Subjects;
 use weightsync_net::Distributed;
 
 fn main() -> ExitCode {
-    let subjects = Subjects::new(Distributed::among_schemes())
+    if let Some(ended) = relayed::run() {
+        return ended;
+    }
+    let mut schemes = Distributed::among_schemes();
+    relayed::add_to(&mut schemes);
+    let subjects = Subjects::new(schemes)
         .with("distributed")
         .with("distributed:share=none")
         .with("distributed:every=3,own-copy,share=none")
-        .with("distributed:pull,share=none");
+        .with("distributed:pull,share=none")
+        .with("relayed")
+        .with("relayed:every=3")
+        .with("relayed:pull")
+        .beside(relayed::start);
     weightsync_conformance::main(&subjects)
 }

@@ -1,5 +1,6 @@
 """What TorchRL's schemes between hosts are asked for, and where they are found."""
 
+import json
 import pickle
 import socket
 import threading
@@ -7,6 +8,7 @@ import threading
 import pytest
 import weightsync
 from tiny import One, policy
+from weightsync import torchrl as ours
 from weightsync.torchrl import DistributedWeightSyncScheme, RPCWeightSyncScheme, _group
 
 
@@ -14,6 +16,78 @@ from weightsync.torchrl import DistributedWeightSyncScheme, RPCWeightSyncScheme,
 def test_a_backend_that_is_not_here_is_named(backend):
     with pytest.raises(weightsync.UnsupportedError, match=f"'{backend}'.*'gloo'"):
         DistributedWeightSyncScheme(backend)
+
+
+@pytest.mark.parametrize(
+    "backend, kind",
+    [
+        ("none", "NoWeightSyncScheme"),
+        ("direct", "NoWeightSyncScheme"),
+        ("shared", "SharedMemWeightSyncScheme"),
+        ("thread", "SharedMemWeightSyncScheme"),
+        ("process", "MultiProcessWeightSyncScheme"),
+        ("multiprocessing", "MultiProcessWeightSyncScheme"),
+        ("distributed", "DistributedWeightSyncScheme"),
+        ("rpc", "RPCWeightSyncScheme"),
+    ],
+)
+def test_a_scheme_is_made_by_its_backend(backend, kind):
+    scheme = ours.WeightSyncScheme.from_backend(backend, strategy="state_dict")
+    assert type(scheme) is getattr(ours, kind)
+    assert scheme.strategy_str == "state_dict"
+
+
+def test_a_backend_that_is_not_here_yet_says_what_to_take():
+    with pytest.raises(weightsync.UnsupportedError, match="'ray'.*'distributed'"):
+        ours.WeightSyncScheme.from_backend("ray")
+
+
+def test_settings_reach_the_workers_and_weights_come_by_them():
+    scheme = DistributedWeightSyncScheme(
+        share="none", arity=3, connections=1, every=4, own_copy=True
+    )
+    scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
+    text = json.loads(scheme.get_store_info()["init_info"])["scheme"]
+    for setting in ("share=none", "arity=3", "connections=1", "every=4", "own-copy"):
+        assert setting in text, text
+    theirs, model = pickle.loads(pickle.dumps(scheme)), policy()
+    theirs.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    worker = threading.Thread(target=theirs.connect, kwargs={"worker_idx": 0})
+    worker.start()
+    try:
+        scheme.connect()
+        worker.join()
+        assert scheme.send(policy(2.0)).all_applied
+        assert {float(one.detach()) for one in model.parameters()} == {2.0}
+    finally:
+        worker.join()
+        theirs.shutdown()
+        scheme.shutdown()
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ({"arity": 65}, "arity.*64"),
+        ({"connections": 9}, "connections.*8"),
+        ({"every": 0}, "every.*32"),
+    ],
+)
+def test_a_setting_out_of_its_bounds_is_refused_in_words(setting, words):
+    scheme = DistributedWeightSyncScheme(**setting)
+    with pytest.raises(weightsync.SettingError, match=words):
+        scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
+
+
+@pytest.mark.parametrize("kind", [DistributedWeightSyncScheme, RPCWeightSyncScheme])
+def test_a_run_directory_keeps_the_place_of_the_trainer(kind, tmp_path):
+    infos = []
+    for _ in range(2):
+        scheme = kind(run_dir=tmp_path)
+        scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
+        infos.append(json.loads(scheme._group.info))
+        scheme.shutdown()
+    assert infos[0]["at"] == infos[1]["at"]
 
 
 def test_where_workers_find_the_trainer():

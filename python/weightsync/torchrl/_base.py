@@ -8,6 +8,8 @@ from typing import Any
 
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 
+from weightsync.errors import UnsupportedError
+
 
 class WeightSyncScheme(_TorchRLScheme):
     """TorchRL's scheme, as a base for schemes over transports of one's own.
@@ -17,7 +19,14 @@ class WeightSyncScheme(_TorchRLScheme):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """The scheme of a backend: ``none``, ``shared`` or ``process``, and TorchRL's aliases."""
+        """The scheme of a backend, and what it is to be made with.
+
+        ``none``, ``shared``, ``process``, ``distributed`` or ``rpc``, and TorchRL's aliases
+        ``direct``, ``thread`` and ``multiprocessing``.
+
+        Raises:
+            UnsupportedError: for ``ray``, which is not here yet.
+        """
         from weightsync.torchrl import _schemes
 
         kinds: dict[str, type[WeightSyncScheme]] = {
@@ -27,7 +36,14 @@ class WeightSyncScheme(_TorchRLScheme):
             "thread": _schemes.SharedMemWeightSyncScheme,
             "process": _schemes.MultiProcessWeightSyncScheme,
             "multiprocessing": _schemes.MultiProcessWeightSyncScheme,
+            "distributed": _schemes.DistributedWeightSyncScheme,
+            "rpc": _schemes.RPCWeightSyncScheme,
         }
+        if backend == "ray":
+            raise UnsupportedError(
+                "there is no backend 'ray' here yet: take 'distributed', and hand the scheme, or "
+                "its init info, to the actors as they are made"
+            )
         if backend not in kinds:
             raise ValueError(
                 f"there is no backend {backend!r} here; there are {', '.join(sorted(kinds))}"

@@ -40,9 +40,10 @@ _ALIVE = 300.0
 class Group:
     """One end's models. It crosses to workers as an init info and nothing else."""
 
-    def __init__(self, word: str, mode: str) -> None:
+    def __init__(self, word: str, mode: str, run_dir: str | None = None) -> None:
         self.word = word
         self.mode = mode
+        self._run_dir = run_dir
         self._pid = os.getpid()
         # Each half has its own: in one process the sender waits while the worker joins.
         self._lock = threading.RLock()
@@ -71,6 +72,10 @@ class Group:
         self._left_worker: set[str] = set()
         self.models: dict[str, WorkerModel] = {}
         self.background: Background | None = None
+
+    def kind(self) -> tuple[str, str, str | None]:
+        """What schemes have in common that share a group."""
+        return self.word, self.mode, self._run_dir
 
     # The trainer's half.
 
@@ -115,6 +120,7 @@ class Group:
         self.sender = Sender(
             models=first,
             scheme=self.word,
+            run_dir=self._run_dir,
             strategy="tensordict" if "tensordict" in strategies else "state_dict",
             pending=8,
             timeout=WEIGHT_SYNC_TIMEOUT,

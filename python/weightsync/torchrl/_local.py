@@ -1,8 +1,9 @@
-"""What TorchRL's schemes on one host share: the trainer's half, and a worker's."""
+"""What TorchRL's schemes share over every transport: the trainer's half, and a worker's."""
 
 from __future__ import annotations
 
 import operator
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -27,7 +28,7 @@ _UPSTREAM_APPLY = WeightStrategy.apply_weights
 
 
 class LocalScheme(WeightSyncScheme):
-    """A scheme on one host. Workers follow it in a thread of their own.
+    """A scheme of this package's engine. Workers follow it in a thread of their own.
 
     The weights of a worker's model change while its forward is not running. A send
     reports on every worker; one that has died or refuses is a line of it, and a
@@ -42,12 +43,14 @@ class LocalScheme(WeightSyncScheme):
         sync: bool = True,
         *,
         mode: Literal["bind", "copy"] = "bind",
+        run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(strategy)
         if mode not in ("bind", "copy"):
             raise ValueError(f'mode wants "bind" or "copy", and got {mode!r}')
         self.sync = sync
         self._mode = mode
+        self._run_dir = None if run_dir is None else os.fspath(run_dir)
         self.per_worker_weights = False
         self.auto_register = True
         self._group: Group | None = None
@@ -126,18 +129,18 @@ class LocalScheme(WeightSyncScheme):
     def _group_in(self, context: Any) -> Group:
         """The group of a collector's schemes that travel as this one does."""
         if context is None:
-            return Group(self._word, self._mode)
+            return Group(*self._kind())
         schemes = getattr(context, "_weight_sync_schemes", None) or {}
         for other in schemes.values():
             group = getattr(other, "_group", None)
             alike = isinstance(other, LocalScheme) and other is not self
-            if alike and group is not None and (group.word, group.mode) == self._kind():
+            if alike and group is not None and group.kind() == self._kind():
                 if not group.is_connected:
                     return group
-        return Group(self._word, self._mode)
+        return Group(*self._kind())
 
-    def _kind(self) -> tuple[str, str]:
-        return self._word, self._mode
+    def _kind(self) -> tuple[str, str, str | None]:
+        return self._word, self._mode, self._run_dir
 
     def _of_context(
         self, context: Any, name: str

@@ -53,6 +53,7 @@ class WeightSender:
                 weights,
                 name=_MODEL,
                 scheme=self._scheme._word,
+                run_dir=self._scheme._run_dir,
                 strategy=self._scheme.strategy_str,
                 pending=8,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any, Literal
 
 from torch import nn
@@ -112,8 +113,15 @@ class DistributedWeightSyncScheme(LocalScheme):
 
     A drop-in for TorchRL's, without a process group, a store or a world size: workers
     join and leave at any time. On the trainer's own host they read its shared memory;
-    on another host that of the host's relay (``weightsync relay``), or they fetch for
-    themselves.
+    on another host that of the host's relay (the command ``weightsync relay``, which is
+    installed from the sources: see ``docs/python.md``), or they fetch for themselves.
+
+    The scheme reaches a worker of another host as it is, pickled, once ``init_on_sender``
+    has been called; or as the init info that :meth:`get_store_info` has.
+
+    There is no ``pull`` here: TorchRL's workers follow what is sent. Workers that ask are
+    :class:`weightsync.Receiver` of a :class:`weightsync.Sender` with
+    ``scheme="distributed:pull"``.
 
     Args:
         backend: "gloo" (or "tcp"): over TCP. There is no "nccl", "mpi" or "ucc" here.
@@ -131,6 +139,12 @@ class DistributedWeightSyncScheme(LocalScheme):
         share: "all": workers read the trainer's memory on its host, and that of their
             host's relay elsewhere; "relay": only the relay's; "none": each fetches a
             copy of its own.
+        arity: how many hosts fetch from each, 1 to 64; one: a chain.
+        connections: connections by which a host fetches, 1 to 8.
+        every: every version in order, with at most so many (1 to 32) in a worker's queue;
+            None: the newest.
+        own_copy: each version is copied into the worker's own memory.
+        run_dir: a directory of the trainer's own: a restarted trainer is found again.
 
     Raises:
         UnsupportedError: for a backend that is not here.
@@ -148,8 +162,13 @@ class DistributedWeightSyncScheme(LocalScheme):
         advertise: str | None = None,
         insecure_plaintext: bool = False,
         share: Literal["all", "relay", "none"] = "all",
+        arity: int = 1,
+        connections: int = 2,
+        every: int | None = None,
+        own_copy: bool = False,
+        run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(strategy, sync, mode=mode)
+        super().__init__(strategy, sync, mode=mode, run_dir=run_dir)
         if share not in ("all", "relay", "none"):
             raise ValueError(f'share wants "all", "relay" or "none", and got {share!r}')
         if backend not in _OVER_TCP:
@@ -165,6 +184,10 @@ class DistributedWeightSyncScheme(LocalScheme):
             f"advertise={advertise}" if advertise else "",
             "insecure-plaintext" if insecure_plaintext else "",
             f"share={share}" if share != "all" else "",
+            f"arity={arity}" if arity != 1 else "",
+            f"connections={connections}" if connections != 2 else "",
+            f"every={every}" if every is not None else "",
+            "own-copy" if own_copy else "",
         ]
         chosen = ",".join(filter(None, settings))
         self._word = f"distributed:{chosen}" if chosen else "distributed"
@@ -197,6 +220,7 @@ class RPCWeightSyncScheme(LocalScheme):
             loopback a token is needed (``WEIGHTSYNC_TOKEN_FILE``), and
             ``WEIGHTSYNC_INSECURE_PLAINTEXT=1``.
         advertise: how workers reach it, if that is another address.
+        run_dir: a directory of the trainer's own: a restarted trainer is found again.
     """
 
     def __init__(
@@ -208,8 +232,9 @@ class RPCWeightSyncScheme(LocalScheme):
         initial: Literal["send", "connect"] | None = None,
         listen: str | None = None,
         advertise: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(strategy, sync, mode=mode)
+        super().__init__(strategy, sync, mode=mode, run_dir=run_dir)
         if initial not in ("send", "connect", None):
             raise ValueError(f'initial wants "send" or "connect", and got {initial!r}')
         self._initial = initial

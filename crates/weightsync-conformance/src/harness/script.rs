@@ -1,6 +1,7 @@
 //! A scenario as a script: puppets, what they are told, and what they answer.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::any::Any;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -28,6 +29,8 @@ pub(crate) struct Script<'a> {
     census: Census,
     dir: TempDir,
     addresses: Vec<String>,
+    /// What runs beside each sender, by its address.
+    beside: BTreeMap<String, Box<dyn Any>>,
     info: Option<InitInfo>,
     /// What each puppet has said that nobody has asked for yet.
     said: Vec<VecDeque<Answer>>,
@@ -59,6 +62,7 @@ impl<'a> Script<'a> {
             census,
             dir,
             addresses: Vec::new(),
+            beside: BTreeMap::new(),
             info: None,
             told: vec![[0; 2]; count],
             said: (0..count).map(|_| VecDeque::new()).collect(),
@@ -84,7 +88,7 @@ impl<'a> Script<'a> {
     /// Has the trainer decide everything; the init info.
     pub(crate) fn prepare(&mut self, lead: Lead) -> InitInfo {
         let info = self.act(Act::Prepare(lead)).info();
-        self.addresses.push(address(&info));
+        self.is_at(&info);
         self.info = Some(info.clone());
         info
     }
@@ -93,8 +97,16 @@ impl<'a> Script<'a> {
     pub(crate) fn head(&mut self, worker: u32, info: &InitInfo) -> InitInfo {
         let own = self.deed(worker, Deed::Head(Box::new(Join::new(info))));
         let own = own.info();
-        self.addresses.push(address(&own));
+        self.is_at(&own);
         own
+    }
+
+    /// There is a sender of this init info, or will be.
+    fn is_at(&mut self, info: &InitInfo) {
+        let address = address(info);
+        self.addresses.push(address.clone());
+        let start = || (self.subject.beside)(info);
+        self.beside.entry(address).or_insert_with(start);
     }
 
     /// The init info of the trainer that was prepared last.
@@ -446,6 +458,7 @@ impl<'a> Script<'a> {
             census,
             dir,
             addresses,
+            beside,
             said,
             doomed,
             asleep,
@@ -462,7 +475,7 @@ impl<'a> Script<'a> {
                 "puppet {puppet} also said {said:?}"
             );
         }
-        drop(workers);
+        drop((workers, beside));
         census.assert_nothing_left(&addresses);
         let residue = (subject.residue)();
         assert!(residue.is_empty(), "the scheme has left {residue:#?}");

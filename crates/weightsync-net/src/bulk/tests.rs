@@ -139,6 +139,26 @@ fn a_parent_that_ends_without_what_it_was_asked_for_is_blamed() {
 }
 
 #[test]
+fn a_chunk_whose_bytes_were_changed_on_their_way_is_not_taken() {
+    let runtime = runtime();
+    let whole = chunk(2).len();
+    let first = whole - CHUNK as usize;
+    for (name, at) in [("first", first), ("middle", whole / 2), ("last", whole - 1)] {
+        let mut chunks: Vec<Vec<u8>> = (0..CHUNKS).map(chunk).collect();
+        chunks[2][at] ^= 1;
+        let answer = [chunks.concat(), end()].concat();
+        let whole = answer.len();
+        let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
+        let child = child(name, address, 1);
+        let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+        let FetchEnd::Broken(error) = ended else {
+            panic!("{name}: {ended:?}");
+        };
+        assert!(error.to_string().contains("checksum"), "{name}: {error}");
+    }
+}
+
+#[test]
 fn what_comes_is_told_before_all_of_it_has_come_and_once() {
     let runtime = runtime();
     let all: Vec<u8> = (0..CHUNKS).map(chunk).collect::<Vec<_>>().concat();

@@ -126,7 +126,8 @@ fn chain() -> Vec<Row> {
                 .map(|sent| sent.took)
                 .collect(),
         );
-        let case = format!("256 MiB at 1 Gbit/s, {hosts} hosts, against line rate");
+        let s = if hosts == 1 { "" } else { "s" };
+        let case = format!("256 MiB at 1 Gbit/s, {hosts} host{s}, against line rate");
         rows.push(Row::beside(&case, (ms(took), "ms"), ms(line)).at_most(1.0 / OF_LINE));
         let one = *one.get_or_insert(took);
         if hosts == 8 {

@@ -4,6 +4,7 @@ use super::stage::{GIGABIT, Stage, Who, chain};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("versions_go_down_a_chain_of_relays_once", relays),
+    ("by_an_arity_of_two_hosts_stand_in_a_tree", tree),
     ("workers_without_a_relay_fetch_for_themselves", alone),
     ("a_late_worker_gets_the_newest", late),
 ];
@@ -40,6 +41,35 @@ fn relays() {
     }
     let (served, name) = (status.served, &chain[3].address);
     stage.note(&format!("served {served} bytes of {once}; {name} is last"));
+}
+
+fn tree() {
+    const SENDS: u64 = 3;
+    let bytes = 2 * MIB;
+    let mut stage = Stage::tree(7, bytes, 2);
+    for host in 1..7 {
+        stage.start_relay(host);
+        stage.start_workers(host, &[host as u32]);
+    }
+    for _ in 0..SENDS {
+        stage.send_everywhere();
+    }
+    // The two that fetch from the sender, and those below.
+    let once = (SENDS + 1) * bytes as u64;
+    let status = stage.until_status("everything is counted", |status| {
+        status.served >= 2 * once && status.relays.iter().all(|one| one.received >= once)
+    });
+    let about = 2 * once..2 * once + once / 5;
+    assert!(about.contains(&status.served), "{status:#?}");
+    let mut parents: Vec<u64> = status.relays.iter().map(|one| one.parent).collect();
+    parents.sort_unstable();
+    let agents: Vec<u64> = status.relays.iter().map(|one| one.agent).collect();
+    assert_eq!(agents.len(), 6, "{status:#?}");
+    // Each has two below it, and the sender too.
+    let below = |agent: u64| parents.iter().filter(|one| **one == agent).count();
+    assert_eq!(below(0), 2, "{status:#?}");
+    let full = agents.iter().filter(|agent| below(**agent) == 2).count();
+    assert_eq!(full, 2, "{status:#?}");
 }
 
 fn alone() {

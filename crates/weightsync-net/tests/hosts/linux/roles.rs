@@ -69,6 +69,7 @@ pub(crate) fn token() -> Token {
 
 fn train(lead: &Lead) -> Outcome {
     let mut scheme = Distributed::new()
+        .arity(lead.arity)
         .listen(&lead.listen)
         .insecure_plaintext()
         .token(token());

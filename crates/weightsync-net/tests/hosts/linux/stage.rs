@@ -76,6 +76,8 @@ pub(crate) struct Stage {
     bytes: usize,
     /// Whether workers ask for versions.
     pull: bool,
+    /// How many hosts fetch from each.
+    arity: usize,
     processes: BTreeMap<Who, Process>,
     lives: u64,
     heard: Receiver<(Who, u64, Option<Said>)>,
@@ -97,15 +99,20 @@ pub(crate) struct Stage {
 impl Stage {
     /// So many hosts, with a trainer on the first that has versions of so many bytes.
     pub(crate) fn new(hosts: usize, bytes: usize) -> Self {
-        Self::with(hosts, bytes, false)
+        Self::with(hosts, bytes, false, 1)
     }
 
     /// The same, with workers that ask for each version.
     pub(crate) fn pulled(hosts: usize, bytes: usize) -> Self {
-        Self::with(hosts, bytes, true)
+        Self::with(hosts, bytes, true, 1)
     }
 
-    fn with(hosts: usize, bytes: usize, pull: bool) -> Self {
+    /// The same, with so many hosts that fetch from each.
+    pub(crate) fn tree(hosts: usize, bytes: usize, arity: usize) -> Self {
+        Self::with(hosts, bytes, false, arity)
+    }
+
+    fn with(hosts: usize, bytes: usize, pull: bool, arity: usize) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
         let (say, heard) = mpsc::channel();
         let mut stage = Self {
@@ -113,6 +120,7 @@ impl Stage {
             run_dir: tempfile::tempdir().expect("a temporary directory"),
             bytes,
             pull,
+            arity,
             processes: BTreeMap::new(),
             lives: 0,
             heard,
@@ -141,6 +149,7 @@ impl Stage {
             run_dir: self.run_dir.path().into(),
             bytes: self.bytes,
             pull: self.pull,
+            arity: self.arity,
             word: self.word,
         };
         self.start(Who::Trainer, TRAINERS, &Role::Trainer(lead));

@@ -40,6 +40,8 @@ pub(crate) struct Lead {
     pub(crate) bytes: usize,
     /// Whether workers ask, and nothing is pushed.
     pub(crate) pull: bool,
+    /// How many hosts fetch from each.
+    pub(crate) arity: usize,
     /// The word of its first version.
     pub(crate) word: u64,
 }

@@ -1,0 +1,281 @@
+//! `weightsync relay` and `weightsync status` as a user meets them: the real binary,
+//! between a trainer and a worker on loopback.
+
+use std::{
+    fs::{self, Permissions},
+    io::{BufRead, BufReader},
+    os::unix::fs::PermissionsExt,
+    path::PathBuf,
+    process::{Child, ChildStdout, Command, Output, Stdio},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+use weightsync::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Tensors};
+use weightsync_net::{Distributed, Share, Token};
+
+/// More than an unoptimised build on a busy machine needs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_relay_carries_versions_and_is_in_the_status_until_ctrl_c() {
+    let mut trainer = Trainer::start();
+    let mut relay = Running::start(trainer.relay());
+    let joined = relay.line_with("joined");
+    assert!(joined.contains("serving the next host at"), "{joined}");
+    let worker = trainer.worker(3);
+    let versions = trainer.send();
+    assert_eq!(versions, 2);
+
+    // The worker reads what the relay has fetched, once.
+    let newest = |status: &Value| {
+        let relay = &status["relays"][0];
+        relay["workers"][0]["versions"] == serde_json::json!([versions])
+            && relay["received"].as_u64() > Some(0)
+    };
+    let status = trainer.until_status(newest);
+    assert_eq!(status["address"], trainer.address.as_str());
+    assert_eq!(status["pid"], std::process::id());
+    assert_eq!(status["models"][0]["name"], "policy");
+    assert_eq!(status["models"][0]["version"], versions);
+    assert_eq!(status["local"], serde_json::json!([]));
+    assert_eq!(status["lost"], serde_json::json!([]));
+    assert!(status["up_seconds"].as_f64() > Some(0.0), "{status}");
+    assert!(status["run"].is_string(), "{status}");
+    let seen = &status["relays"][0];
+    assert_eq!(status["relays"].as_array().map(Vec::len), Some(1));
+    assert_eq!(seen["serves"], true);
+    assert_eq!(seen["parent"], 0);
+    assert_eq!(seen["pid"], relay.child.id());
+    assert_eq!(status["served"], seen["received"]);
+    assert_eq!(seen["workers"].as_array().map(Vec::len), Some(1));
+    assert_eq!(seen["workers"][0]["worker"], 3);
+    assert_eq!(seen["workers"][0]["device"], "cpu");
+
+    // The same as a tree.
+    let tree = trainer.status(&[]);
+    assert_eq!(tree.status.code(), Some(0));
+    let tree = text(&tree.stdout);
+    let pid = relay.child.id();
+    for word in [
+        "1 relays, 1 workers",
+        &format!("sender {} (pid ", trainer.address),
+        &format!("pid {pid})  v{versions}, "),
+        "   └─ worker 3 (pid ",
+    ] {
+        assert!(tree.contains(word), "no {word:?} in\n{tree}");
+    }
+
+    let help = weightsync(&["status", "--help"]).output();
+    let help = text(&help.expect("it starts").stdout);
+    assert!(help.contains("read the memory that is there"), "{help}");
+
+    // Its worker finds another way; of the relay itself nothing is left.
+    relay.signal(Signal::INT);
+    assert_eq!(relay.end(), Some(130));
+    let alone = |status: &Value| {
+        let agents = status["relays"].as_array().expect("a list");
+        agents.len() == 1 && agents[0]["serves"] == false && agents[0]["workers"][0]["worker"] == 3
+    };
+    trainer.until_status(alone);
+    assert_eq!(trainer.send(), versions + 1);
+    drop(trainer);
+    assert_eq!(worker.join().expect("no panic"), versions + 1);
+}
+
+#[test]
+fn whoever_has_another_token_or_none_is_told_so() {
+    let trainer = Trainer::start();
+    let other = trainer.file("other", "another token than the one it has");
+    let open = trainer.file("open", "a token that anybody here can read");
+    fs::set_permissions(&open, Permissions::from_mode(0o644)).expect("it is ours");
+    let cases = [
+        (Some(&other), "the other end refused the token"),
+        (Some(&open), "chmod 600"),
+        (None, "--token-file"),
+    ];
+    for (file, words) in cases {
+        let join = ["--join", trainer.address.as_str()];
+        for command in [&["relay", join[0], join[1]][..], &["status", join[1]]] {
+            let mut asked = weightsync(command);
+            if let Some(file) = file {
+                asked.arg("--token-file").arg(file);
+            }
+            refused(&asked.output().expect("it starts"), words);
+        }
+    }
+}
+
+#[test]
+fn a_sender_that_is_not_there_is_an_error_to_status_and_waited_for_by_a_relay() {
+    let mut trainer = Trainer::start();
+    trainer.sender = None;
+    refused(&trainer.status(&[]), "nobody answers at");
+    let mut relay = Running::start(trainer.relay());
+    let looking = relay.line_with("looking for a sender");
+    assert!(looking.contains(&trainer.address), "{looking}");
+    relay.signal(Signal::INT);
+    assert_eq!(relay.end(), Some(130));
+}
+
+/// It has failed, for this reason and with nothing to show.
+fn refused(ended: &Output, words: &str) {
+    let stderr = text(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(1), "{stderr}");
+    assert!(stderr.starts_with("weightsync: "), "{stderr}");
+    assert!(stderr.contains(words), "no {words:?} in\n{stderr}");
+    assert_eq!(text(&ended.stdout), "");
+}
+
+/// A trainer in this process, and the file with its token.
+struct Trainer {
+    sender: Option<Sender>,
+    weights: Tensors,
+    info: InitInfo,
+    address: String,
+    dir: TempDir,
+    token: PathBuf,
+}
+
+impl Trainer {
+    fn start() -> Self {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let token = write(&dir, "token", "the token of this test alone");
+        let mut weights = Tensors::new();
+        weights
+            .insert("bias", [1 << 10], vec![0.0_f32; 1 << 10])
+            .expect("a tensor");
+        let scheme = Distributed::new()
+            .share(Share::Relay)
+            .token(Token::from_file(&token).expect("it was written"));
+        let setup = SenderSetup::new("policy", &weights).expect("a model");
+        let setup = setup.scheme(scheme).expect("a place");
+        let info = setup.init_info();
+        let sender = setup.connect(&weights, Expect::Count(0), PATIENCE);
+        Self {
+            sender: Some(sender.expect("it waits for nobody")),
+            weights,
+            address: info.endpoint().address().into(),
+            info,
+            dir,
+            token,
+        }
+    }
+
+    fn file(&self, name: &str, token: &str) -> PathBuf {
+        write(&self.dir, name, token)
+    }
+
+    /// A worker that takes what comes until the trainer closes; its last version.
+    fn worker(&self, number: u32) -> JoinHandle<u64> {
+        let setup = ReceiverSetup::new(self.info.clone(), number);
+        let setup = setup.schemes(Distributed::among_schemes());
+        let mut receiver = setup.connect(PATIENCE).expect("the trainer is there");
+        thread::spawn(move || {
+            let mut last = 0;
+            while let Ok(Some(weights)) = receiver.receive(Some(PATIENCE)) {
+                last = weights.version().0;
+            }
+            last
+        })
+    }
+
+    /// The version that everybody has then.
+    fn send(&mut self) -> u64 {
+        let sender = self.sender.as_mut().expect("it is there");
+        let report = sender.send(&self.weights).expect("it is sent");
+        assert!(report.all_applied(), "{report}");
+        report.version().0
+    }
+
+    fn relay(&self) -> Command {
+        let mut relay = weightsync(&["relay", "--join", &self.address]);
+        relay.arg("--token-file").arg(&self.token);
+        relay
+    }
+
+    fn status(&self, arguments: &[&str]) -> Output {
+        let mut status = weightsync(&["status", &self.address]);
+        status.args(arguments).arg("--token-file").arg(&self.token);
+        status.output().expect("it starts")
+    }
+
+    /// Asks until the status is as it should be.
+    fn until_status(&self, done: impl Fn(&Value) -> bool) -> Value {
+        let begun = Instant::now();
+        loop {
+            let status = self.status(&["--json"]);
+            assert_eq!(status.status.code(), Some(0), "{}", text(&status.stderr));
+            let status = serde_json::from_slice(&status.stdout).expect("JSON");
+            if done(&status) {
+                return status;
+            }
+            assert!(begun.elapsed() < PATIENCE, "{status:#}");
+        }
+    }
+}
+
+fn write(dir: &TempDir, name: &str, token: &str) -> PathBuf {
+    let path = dir.path().join(name);
+    fs::write(&path, token).expect("a file");
+    fs::set_permissions(&path, Permissions::from_mode(0o600)).expect("it is ours");
+    path
+}
+
+/// The command, with nothing of this environment's own.
+fn weightsync(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_weightsync"));
+    for variable in ["TOKEN", "TOKEN_FILE", "INSECURE_PLAINTEXT"] {
+        command.env_remove(format!("WEIGHTSYNC_{variable}"));
+    }
+    command.args(arguments);
+    command
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A command whose output is read line by line.
+struct Running {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Running {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().expect("it starts");
+        let lines = BufReader::new(child.stdout.take().expect("it was asked for"));
+        Self { child, lines }
+    }
+
+    fn line_with(&mut self, word: &str) -> String {
+        let mut line = String::new();
+        while !line.contains(word) {
+            line.clear();
+            let read = self.lines.read_line(&mut line).expect("text");
+            assert!(read > 0, "it ended without {word:?}");
+        }
+        line
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).expect("it is our child");
+    }
+
+    /// Waits for its end; the exit code, if it was not a signal that ended it.
+    fn end(&mut self) -> Option<i32> {
+        self.child.wait().expect("it is our child").code()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // After a failed assertion; otherwise it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

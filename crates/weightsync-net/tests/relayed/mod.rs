@@ -1,0 +1,160 @@
+//! `relayed`: `distributed:share=relay` where there is a relay. It runs beside each
+//! sender, in a process of its own, and whoever joins waits until it has joined, so that
+//! workers are readers of its segment from the beginning.
+
+use std::any::Any;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+use std::{env, fs};
+
+use weightsync::transport::{
+    Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Scheme, SenderTransport,
+    interrupt,
+};
+use weightsync::{AnyScheme, InitInfo, ModelId, Result, Schemes};
+use weightsync_net::{Distributed, Relay, RelayNews};
+
+const WORD: &str = "relayed";
+
+/// The init info of a relay's sender, in the environment of the relay.
+const ROLE: &str = "WEIGHTSYNC_TEST_RELAY_OF";
+
+/// How long a relay may take; a sender that does not come is told of by the scheme.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Makes the scheme known.
+pub(crate) fn add_to(schemes: &mut Schemes) {
+    schemes.insert(WORD, |settings| {
+        let settings = settings.iter().map(|(key, value)| match value.is_empty() {
+            true => key.clone(),
+            false => format!("{key}={value}"),
+        });
+        let settings: Vec<_> = settings.chain(["share=relay".into()]).collect();
+        let text = format!("distributed:{}", settings.join(","));
+        let scheme = Distributed::among_schemes().parse(&text)?;
+        Ok(AnyScheme::new(Relayed(scheme)))
+    });
+}
+
+/// Starts the relay of a sender. Dropping what this returns kills it.
+pub(crate) fn start(info: &InitInfo) -> Box<dyn Any> {
+    if !info.scheme().starts_with(WORD) {
+        return Box::new(());
+    }
+    let place = place(info.endpoint());
+    fs::write(&place, "").expect("a temporary file");
+    let program = env::current_exe().expect("this program has a path");
+    let relay = Command::new(program)
+        .env(
+            ROLE,
+            serde_json::to_string(info).expect("it has a JSON form"),
+        )
+        .stdin(Stdio::piped())
+        .stdout(Stdio::inherit())
+        .spawn();
+    Box::new(Running {
+        place,
+        relay: relay.expect("this program starts"),
+    })
+}
+
+/// What a relay's process does; `None` in any other.
+pub(crate) fn run() -> Option<ExitCode> {
+    let info = env::var(ROLE).ok()?;
+    let info: InitInfo = serde_json::from_str(&info).expect("an init info");
+    // It ends with the test, however that ends.
+    std::thread::spawn(|| {
+        let _ = io::copy(&mut io::stdin(), &mut io::sink());
+        std::process::exit(0);
+    });
+    let place = place(info.endpoint());
+    let ran = Relay::of(&info).run(|news| match news {
+        RelayNews::Joined { .. } => tell(&place, "here"),
+        _ => tell(&place, ""),
+    });
+    if let Err(error) = ran {
+        let _ = writeln!(io::stderr(), "the relay: {error}");
+    }
+    Some(ExitCode::FAILURE)
+}
+
+/// Says whether the relay is there, unless it is not wanted any more.
+fn tell(place: &Path, what: &str) {
+    if place.exists() {
+        let _ = fs::write(place, what);
+    }
+}
+
+/// Where it is said whether the relay is there: empty while it is not.
+fn place(at: &Endpoint) -> PathBuf {
+    env::temp_dir().join(format!("weightsync-relay-of-{}", at.address()))
+}
+
+struct Running {
+    place: PathBuf,
+    relay: Child,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.relay.kill();
+        let _ = self.relay.wait();
+        let _ = fs::remove_file(&self.place);
+    }
+}
+
+/// [`Distributed`], in which who joins waits for the relay that is coming.
+#[derive(Debug)]
+struct Relayed(AnyScheme);
+
+impl Relayed {
+    fn scheme(&self) -> &dyn Scheme {
+        self.0.scheme()
+    }
+}
+
+impl Scheme for Relayed {
+    fn word(&self) -> &str {
+        WORD
+    }
+
+    fn settings(&self) -> Vec<(String, String)> {
+        let mut settings = self.scheme().settings();
+        settings.retain(|(key, _)| key != "share");
+        settings
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.scheme().capabilities()
+    }
+
+    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        self.scheme().place(models, run_dir)
+    }
+
+    fn give_up(&self, at: &Endpoint) {
+        self.scheme().give_up(at);
+    }
+
+    fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+        self.scheme().open(opening)
+    }
+
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        let place = place(at);
+        let until = Instant::now() + PATIENCE;
+        let until = deadline.map_or(until, |at| at.min(until));
+        // Without a file nobody has started a relay.
+        while fs::read(&place).is_ok_and(|said| said.is_empty()) && Instant::now() < until {
+            interrupt::sleep(Duration::from_millis(1))?;
+        }
+        self.scheme().join(at, joining, deadline)
+    }
+}
