@@ -39,6 +39,9 @@ use crate::root::NetSender;
 /// Without a [`Token`] (`WEIGHTSYNC_TOKEN_FILE`, `WEIGHTSYNC_TOKEN`, or
 /// [`token`](Self::token)) nothing listens on an address that is not loopback.
 ///
+/// Workers find a trainer that has restarted by its run directory. Without one they
+/// end with it, also where another one comes to the same port.
+///
 /// ```
 /// use weightsync::{AnyScheme, SenderSetup, Tensors};
 /// use weightsync_net::Distributed;
@@ -367,12 +370,9 @@ impl Scheme for Distributed {
         {
             write_port(file, bound.port())?;
         }
-        let fixed = self
-            .listen
-            .as_ref()
-            .is_some_and(|listen| !listen.ends_with(":0"));
         self.listeners().insert(address.clone(), listener);
-        Endpoint::new(address, secret, fixed || run_dir.is_some())
+        // Without a run directory whoever comes to the same port is of another run.
+        Endpoint::new(address, secret, run_dir.is_some())
     }
 
     fn give_up(&self, at: &Endpoint) {

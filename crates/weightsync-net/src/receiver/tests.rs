@@ -1,10 +1,15 @@
 //! A worker between two relays.
 
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::thread;
+use std::process::{Child, Command, Stdio};
+use std::{env, thread};
 
 use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
-use weightsync::{AnyScheme, InitInfo, ModelId, ReceiverSetup, Schemes, Tensors};
+use weightsync::{
+    AnyScheme, BackgroundState, Expect, InitInfo, ModelId, ReceiverSetup, Schemes, SenderSetup,
+    Tensors,
+};
 
 use super::*;
 use crate::relay::tests::{LONG, relay, trainer};
@@ -153,4 +158,74 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
     drop(receiver);
     stop.stop();
     running.join().unwrap();
+}
+
+/// With which scheme a copy of this program is to be a trainer.
+const SCHEME: &str = "WEIGHTSYNC_TEST_SCHEME";
+
+/// What a copy of this program does, until its input ends.
+#[test]
+fn as_a_trainer() {
+    let Ok(scheme) = env::var(SCHEME) else {
+        return;
+    };
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
+    let scheme = Distributed::among_schemes().parse(&scheme).unwrap();
+    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let setup = setup.scheme(scheme).unwrap();
+    println!("\n{}", serde_json::to_string(&setup.init_info()).unwrap());
+    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+    sender.shutdown();
+}
+
+/// A trainer that is a process of its own.
+fn trainer_apart(scheme: &str) -> (Child, InitInfo) {
+    let mut trainer = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "--nocapture", "receiver::tests::as_a_trainer"])
+        .env(SCHEME, scheme)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(trainer.stdout.take().unwrap()).lines();
+    let mut lines = lines.map(Result::unwrap);
+    let info = lines.find(|line| line.starts_with('{')).unwrap();
+    thread::spawn(move || lines.for_each(drop));
+    (trainer, serde_json::from_str(&info).unwrap())
+}
+
+/// Whoever comes to the port after it is of another run, which no worker joins.
+#[test]
+fn a_wait_without_an_end_ends_with_a_trainer_at_a_port_of_its_own() {
+    let [.., high, low] = std::process::id().to_be_bytes();
+    for share in ["all", "none"] {
+        for killed in [false, true] {
+            let scheme = format!("distributed:listen=127.7.{high}.{low}:7070,share={share}");
+            let (mut trainer, info) = trainer_apart(&scheme);
+            let setup = ReceiverSetup::new(info, 1).schemes(Distributed::among_schemes());
+            let receiver = setup.connect(LONG).unwrap();
+            let background = receiver.snapshots_in_background().unwrap();
+            let (tell, ended) = std::sync::mpsc::channel();
+            let waits = thread::spawn(move || {
+                let waited = background.wait(None, |_| false).unwrap();
+                let _ = tell.send(());
+                (waited.is_none(), background.status().unwrap().state)
+            });
+            match killed {
+                true => trainer.kill().unwrap(),
+                false => drop(trainer.stdin.take()),
+            }
+            let ended = ended.recv_timeout(LONG);
+            trainer.wait().unwrap();
+            assert!(ended.is_ok(), "{scheme}, {killed}: it still waits");
+            let (nothing, state) = waits.join().unwrap();
+            let expected = match killed {
+                true => matches!(state, BackgroundState::Died { .. }),
+                false => matches!(state, BackgroundState::Closed),
+            };
+            assert!(nothing && expected, "{scheme}, {killed}: {state:?}");
+        }
+    }
 }
