@@ -17,11 +17,21 @@ pub enum NetError {
     /// An address that workers of other hosts could use is not known.
     #[error(
         "{address} is no address that another host can connect to: say which one is, \
-         by `advertise=HOST:PORT`"
+         by `advertise=HOST:PORT`: {source}"
     )]
     Advertise {
         /// What is listened on.
         address: String,
+        /// Why there is no way to others.
+        source: std::io::Error,
+    },
+    /// A name is no address.
+    #[error("{name:?} is no address one can listen at or connect to: {source}")]
+    Resolve {
+        /// The name, with its port.
+        name: String,
+        /// Why.
+        source: std::io::Error,
     },
     /// The sender, or what answers there, is not one to talk to.
     #[error("{address}: {source}")]
