@@ -241,10 +241,20 @@ impl Distributed {
 
     /// With the environment's words where nothing else was said.
     pub(crate) fn access(&self) -> Result<Access> {
-        let mut access = Access::from_env().map_err(transport)?;
-        if let Some(token) = &self.token {
-            access.token = Some(token.clone());
-        }
+        let token = match &self.token {
+            Some(token) => Some(token.clone()),
+            None => Token::from_env().map_err(transport)?,
+        };
+        self.access_with(token)
+    }
+
+    /// The same for who only dials: the secret of an init info is as good as a token.
+    pub(crate) fn access_to_dial(&self) -> Result<Access> {
+        self.access_with(self.token.clone())
+    }
+
+    fn access_with(&self, token: Option<Token>) -> Result<Access> {
+        let mut access = Access::with_token(token).map_err(transport)?;
         access.insecure_plaintext |= self.insecure_plaintext;
         Ok(access)
     }

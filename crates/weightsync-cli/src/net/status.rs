@@ -35,7 +35,7 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
             (at.address().to_owned(), *at.secret())
         }
     };
-    let mut access = weightsync_net::Access::from_env()?;
+    let mut access = weightsync_net::Access::with_token(None)?;
     access.insecure_plaintext |= args.insecure_plaintext;
     use std::net::ToSocketAddrs;
     for one in address.to_socket_addrs().into_iter().flatten() {

@@ -238,7 +238,7 @@ impl Way {
     fn become_agent(&self, patience: Duration) -> Result<std::result::Result<Agent, Reach>> {
         let [high, low] = [random()?, random()?];
         let address = || self.at.address().to_owned();
-        let access = self.scheme.access()?;
+        let access = self.scheme.access_to_dial()?;
         self.may_dial(&access)?;
         let options = AgentOptions {
             root: address(),

@@ -222,11 +222,21 @@ impl Relay {
         ending
     }
 
-    /// With the environment's words where nothing else was said.
-    fn access(&self) -> Result<Access> {
-        let mut access = Access::from_env().map_err(transport)?;
+    /// With the environment's words where nothing else was said. Where the sender is
+    /// on this machine alone, so is who fetches from here, and no token is wanted.
+    pub(crate) fn access(&self) -> Result<Access> {
+        use std::net::ToSocketAddrs;
+        let addresses = self.address.to_socket_addrs();
+        let mut addresses = addresses.into_iter().flatten().peekable();
+        let is_known = addresses.peek().is_some();
+        let is_here = is_known && addresses.all(|at| at.ip().to_canonical().is_loopback());
+        let token = match &self.token {
+            Some(token) => Some(token.clone()),
+            None if is_here => None,
+            None => Token::from_env().map_err(transport)?,
+        };
+        let mut access = Access::with_token(token).map_err(transport)?;
         access.insecure_plaintext |= self.insecure_plaintext;
-        access.token = self.token.clone().or(access.token);
         Ok(access)
     }
 
