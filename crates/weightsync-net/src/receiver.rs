@@ -56,6 +56,8 @@ struct State {
     looks: Option<JoinHandle<()>>,
     /// It has found one: the segment is to be left between two calls.
     moving: bool,
+    /// It is its own agent, or was when it had a segment last.
+    is_own_agent: bool,
     /// The sender is gone, as the search has found.
     died: bool,
 }
@@ -82,6 +84,7 @@ impl NetReceiver {
                 search: None,
                 looks: None,
                 moving: false,
+                is_own_agent: false,
                 died: false,
             }),
             changed: Condvar::new(),
@@ -187,7 +190,8 @@ impl Shared {
             }
         });
         let end = found.attached.end();
-        if found.is_its_own_agents() {
+        state.is_own_agent = found.is_its_own_agents();
+        if state.is_own_agent {
             Self::look_out(shared, &mut state);
         }
         state.found = Some(found);

@@ -229,3 +229,15 @@ fn a_wait_without_an_end_ends_with_a_trainer_at_a_port_of_its_own() {
         }
     }
 }
+
+#[test]
+fn a_worker_whose_new_relay_goes_at_once_looks_for_the_next_one() {
+    let (_sender, info) = trainer();
+    let receiver = worker(&info);
+    // As where it went to a relay, which has gone before it was done with that.
+    assert!(!receiver.shared.has_looked());
+    assert!(receiver.shared.state().looks.is_some());
+    receiver.shared.state().is_own_agent = false;
+    assert!(receiver.shared.has_looked());
+    assert!(receiver.shared.state().looks.is_none());
+}
