@@ -72,6 +72,12 @@ pub enum NetError {
         /// Where.
         address: String,
     },
+    /// A worker whose relay has gone cannot look for another way.
+    #[error("there is no other way to the sender: {reason}")]
+    NoWay {
+        /// What is in the way.
+        reason: String,
+    },
     /// Nobody answers.
     #[error("nobody answers at {address}: {reason}")]
     Unreachable {
@@ -91,7 +97,7 @@ impl NetError {
                 _ => Remedy::GiveUp,
             },
             Self::Unreachable { .. } => Remedy::Retry,
-            Self::Broken { .. } => Remedy::Reconnect,
+            Self::Broken { .. } | Self::NoWay { .. } => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }
     }

@@ -545,7 +545,7 @@ mod tests {
         let first = first.unwrap();
         let (same, second) = connect();
         assert_eq!((&*at, &same), ("192.0.2.1:9999", &at));
-        let error = second.err().expect("there is one already");
+        let error = second.expect_err("there is one already");
         let is_in_use = matches!(error, Error::Memory(MemoryError::AddressInUse { .. }));
         assert!(is_in_use, "{error}");
         first.shutdown();

@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 use std::{env, thread};
 
 use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
@@ -12,7 +13,7 @@ use weightsync::{
 };
 
 use super::*;
-use crate::relay::tests::{LONG, relay, trainer};
+use crate::relay::tests::{Heard, LONG, drones, long_welcome, relay, trainer};
 use crate::scheme::Share;
 use crate::status::Status;
 
@@ -228,6 +229,94 @@ fn a_wait_without_an_end_ends_with_a_trainer_at_a_port_of_its_own() {
             assert!(nothing && expected, "{scheme}, {killed}: {state:?}");
         }
     }
+}
+
+#[test]
+fn joining_a_sender_that_says_much_slowly_ends_by_its_deadline_and_by_an_interrupt() {
+    let (sender, info) = trainer();
+    let at = info.endpoint().clone();
+    sender.shutdown();
+    let (_runtime, _, _heard) = drones(at.address(), at.secret(), long_welcome());
+    let join = |deadline| {
+        let begun = Instant::now();
+        let setup = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
+        let ended = setup.connect(deadline).unwrap_err();
+        assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
+        ended
+    };
+    let ended = join(Duration::from_millis(100));
+    assert!(matches!(ended, Error::NoSender { .. }), "{ended}");
+    let ended = weightsync::interruptible(|| true, || join(3 * LONG));
+    assert!(matches!(ended, Error::Interrupted), "{ended}");
+}
+
+#[test]
+fn a_background_receiver_that_joins_a_successor_ends_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
+    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let scheme = Distributed::new().share(Share::Nothing);
+    let setup = setup.scheme(scheme).unwrap().run_dir(dir.path()).unwrap();
+    let info = setup.init_info();
+    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    let receiver = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
+    let receiver = receiver.connect(LONG).unwrap();
+    let background = receiver.snapshots_in_background().unwrap();
+    sender.shutdown();
+    let at = info.endpoint();
+    let (_runtime, _, heard) = drones(at.address(), at.secret(), long_welcome());
+    assert_eq!(heard.recv_timeout(LONG).unwrap(), Heard::Came);
+    let begun = Instant::now();
+    drop(background);
+    assert!(begun.elapsed() < LONG / 4, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn what_hinders_one_look_for_another_way_does_not_end_the_search() {
+    let (sender, info) = trainer();
+    let receiver = worker(&info);
+    sender.shutdown();
+    let at = info.endpoint();
+    // What it says cannot be.
+    let (_runtime, _, heard) = drones(at.address(), at.secret(), Vec::new());
+    let shared = receiver.shared.clone();
+    let closed = Arc::new(AtomicBool::new(false));
+    let (own, ends) = (shared.clone(), closed.clone());
+    let search = thread::spawn(move || own.way.find_again(&Handoff::default(), &ends));
+    for _ in 0..3 {
+        for expected in [Heard::Came, Heard::Left] {
+            assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
+        }
+    }
+    closed.store(true, Ordering::SeqCst);
+    assert!(search.join().unwrap().unwrap().is_none());
+}
+
+#[test]
+fn a_sender_that_answers_nobody_for_long_is_dead() {
+    let (sender, info) = trainer();
+    let receiver = worker(&info);
+    sender.shutdown();
+    // As the forked child of a dead one keeps it.
+    let _kept = std::net::TcpListener::bind(info.endpoint().address()).unwrap();
+    let begun = Instant::now();
+    let closed = AtomicBool::new(false);
+    let found = receiver.shared.way.find_again(&Handoff::default(), &closed);
+    assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
+    assert!(begun.elapsed() < LONG, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_call_says_why_there_is_no_other_way() {
+    let (_sender, info) = trainer();
+    let mut receiver = worker(&info);
+    receiver.shared.state().ended = Some(Ended::Hindered("no room".into()));
+    let error = receiver.next(Some(Instant::now() + LONG)).unwrap_err();
+    assert!(error.to_string().contains("no room"), "{error}");
+    receiver.shared.state().ended = Some(Ended::Died);
+    let error = receiver.next(Some(Instant::now() + LONG)).unwrap_err();
+    assert!(matches!(error, Error::SenderDied { .. }), "{error}");
 }
 
 #[test]
