@@ -61,7 +61,7 @@ fn a_relay_carries_versions_and_is_in_the_status_until_ctrl_c() {
     let tree = text(&tree.stdout);
     let pid = relay.child.id();
     for word in [
-        "1 relays, 1 workers",
+        "1 relay, 1 worker",
         &format!("sender {} (pid ", trainer.address),
         &format!("pid {pid})  v{versions}, "),
         "   └─ worker 3 (pid ",

@@ -252,8 +252,18 @@ impl Access {
     /// Those of [`Token::from_env`]; [`AccessError::PlaintextVariable`] if that variable is neither
     /// 0 nor 1, nor empty.
     pub fn from_env() -> Result<Self, AccessError> {
+        Self::with_token(Token::from_env()?)
+    }
+
+    /// This token, or none, and what the environment says besides: its token is not read, and
+    /// may be one that nobody could use.
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::PlaintextVariable`].
+    pub fn with_token(token: Option<Token>) -> Result<Self, AccessError> {
         Ok(Self {
-            token: Token::from_env()?,
+            token,
             insecure_plaintext: is_set(std::env::var_os(PLAINTEXT_VARIABLE))?,
         })
     }

@@ -17,11 +17,21 @@ pub enum NetError {
     /// An address that workers of other hosts could use is not known.
     #[error(
         "{address} is no address that another host can connect to: say which one is, \
-         by `advertise=HOST:PORT`"
+         by `advertise=HOST:PORT`: {source}"
     )]
     Advertise {
         /// What is listened on.
         address: String,
+        /// Why there is no way to others.
+        source: std::io::Error,
+    },
+    /// A name is no address.
+    #[error("{name:?} is no address one can listen at or connect to: {source}")]
+    Resolve {
+        /// The name, with its port.
+        name: String,
+        /// Why.
+        source: std::io::Error,
     },
     /// The sender, or what answers there, is not one to talk to.
     #[error("{address}: {source}")]
@@ -62,6 +72,12 @@ pub enum NetError {
         /// Where.
         address: String,
     },
+    /// A worker whose relay has gone cannot look for another way.
+    #[error("there is no other way to the sender: {reason}")]
+    NoWay {
+        /// What is in the way.
+        reason: String,
+    },
     /// Nobody answers.
     #[error("nobody answers at {address}: {reason}")]
     Unreachable {
@@ -81,7 +97,7 @@ impl NetError {
                 _ => Remedy::GiveUp,
             },
             Self::NoAnswer { .. } | Self::Unreachable { .. } => Remedy::Retry,
-            Self::Broken { .. } => Remedy::Reconnect,
+            Self::Broken { .. } | Self::NoWay { .. } => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }
     }

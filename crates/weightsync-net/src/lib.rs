@@ -21,6 +21,8 @@ pub mod access;
 mod bulk;
 mod error;
 mod link;
+#[doc(hidden)] // for the schemes of this workspace
+pub mod place;
 mod receiver;
 mod relay;
 mod root;

@@ -16,6 +16,7 @@ use weightsync::transport::{
 use weightsync::{Error, MemoryError, Result, Run, SetSnapshot};
 
 use self::way::{Found, Way};
+use crate::error::NetError;
 use crate::scheme::Distributed;
 
 /// A worker's end.
@@ -56,8 +57,19 @@ struct State {
     looks: Option<JoinHandle<()>>,
     /// It has found one: the segment is to be left between two calls.
     moving: bool,
-    /// The sender is gone, as the search has found.
-    died: bool,
+    /// It is its own agent, or was when it had a segment last.
+    is_own_agent: bool,
+    /// Nobody looks for another way any more.
+    ended: Option<Ended>,
+}
+
+/// How a search has ended that found no way.
+#[derive(Debug)]
+enum Ended {
+    /// The sender is gone.
+    Died,
+    /// It cannot be looked for, and why.
+    Hindered(String),
 }
 
 impl NetReceiver {
@@ -82,7 +94,8 @@ impl NetReceiver {
                 search: None,
                 looks: None,
                 moving: false,
-                died: false,
+                is_own_agent: false,
+                ended: None,
             }),
             changed: Condvar::new(),
             interrupted: AtomicBool::new(false),
@@ -102,8 +115,8 @@ impl NetReceiver {
         let shared = &self.shared;
         loop {
             let mut state = shared.state();
-            if state.died {
-                return Err(Error::SenderDied { pid: None });
+            if let Some(ended) = &state.ended {
+                return Err(shared.lost(ended));
             }
             let Some(mut found) = state.take_found() else {
                 if shared.interrupted.swap(false, Ordering::SeqCst) || over(deadline) {
@@ -114,7 +127,7 @@ impl NetReceiver {
                 // Asked without the lock.
                 let pause = interrupt::at_most(left)?;
                 let state = shared.state();
-                if (state.found.is_none() || state.moving) && !state.died {
+                if (state.found.is_none() || state.moving) && state.ended.is_none() {
                     shared.wait(state, pause);
                 }
                 continue;
@@ -187,7 +200,8 @@ impl Shared {
             }
         });
         let end = found.attached.end();
-        if found.is_its_own_agents() {
+        state.is_own_agent = found.is_its_own_agents();
+        if state.is_own_agent {
             Self::look_out(shared, &mut state);
         }
         state.found = Some(found);
@@ -233,7 +247,7 @@ impl Shared {
             Err(error) => {
                 tracing::error!("no thread to look for another relay: {error}");
                 state.found = taken(&ends);
-                state.died = true;
+                state.ended = Some(Ended::Hindered(format!("no thread for it: {error}")));
             }
         }
     }
@@ -251,14 +265,28 @@ impl Shared {
             Ok(None) => {}
             // Its sender's successor, or nobody: the one above looks anew.
             other => {
-                if let Err(error) = other {
-                    tracing::warn!("there is no other way to the sender: {error}");
-                }
-                let mut state = self.state();
-                state.died = true;
-                drop(state);
+                let ended = match other {
+                    Err(error) if !matches!(error, Error::SenderDied { .. }) => {
+                        tracing::warn!("there is no other way to the sender: {error}");
+                        Ended::Hindered(error.to_string())
+                    }
+                    _ => Ended::Died,
+                };
+                self.state().ended = Some(ended);
                 self.changed.notify_all();
             }
+        }
+    }
+
+    /// What a call says that has no segment. Whose sender may restart looks anew after
+    /// a death, and hears there what hinders it.
+    fn lost(&self, ended: &Ended) -> Error {
+        match ended {
+            Ended::Hindered(reason) if !self.way.restarts() => {
+                let reason = reason.clone();
+                NetError::NoWay { reason }.into()
+            }
+            _ => Error::SenderDied { pid: None },
         }
     }
 

@@ -1,9 +1,9 @@
 //! The scheme of many hosts.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::{self, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use weightsync::transport::{
@@ -14,6 +14,7 @@ use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::error::{NetError, transport};
+use crate::place::{PortFile, bad, host_and_port, reached, resolve};
 use crate::receiver::NetReceiver;
 use crate::relay::local::{self, Whose};
 use crate::root::NetSender;
@@ -39,6 +40,9 @@ use crate::root::NetSender;
 /// Without a [`Token`] (`WEIGHTSYNC_TOKEN_FILE`, `WEIGHTSYNC_TOKEN`, or
 /// [`token`](Self::token)) nothing listens on an address that is not loopback.
 ///
+/// Workers find a trainer that has restarted by its run directory. Without one they
+/// end with it, also where another one comes to the same port.
+///
 /// ```
 /// use weightsync::{AnyScheme, SenderSetup, Tensors};
 /// use weightsync_net::Distributed;
@@ -61,8 +65,16 @@ pub struct Distributed {
     pub(crate) arity: usize,
     pub(crate) connections: usize,
     pub(crate) token: Option<Token>,
-    /// Sockets that listen already, so that their addresses can be told; by these.
-    listeners: Arc<Mutex<HashMap<String, TcpListener>>>,
+    /// Where it listens, by the addresses that were told.
+    spots: Arc<Mutex<HashMap<String, Spot>>>,
+}
+
+/// Where a trainer that was placed listens: not always where workers find it.
+#[derive(Debug)]
+struct Spot {
+    address: SocketAddr,
+    /// What listens there already, so that its address could be told.
+    listener: Option<TcpListener>,
 }
 
 /// Whose memory a worker reads. Where there is nobody's, it fetches a copy of its
@@ -106,7 +118,7 @@ impl Distributed {
             arity: 1,
             connections: 2,
             token: None,
-            listeners: Arc::default(),
+            spots: Arc::default(),
         }
     }
 
@@ -229,61 +241,50 @@ impl Distributed {
 
     /// With the environment's words where nothing else was said.
     pub(crate) fn access(&self) -> Result<Access> {
-        let mut access = Access::from_env().map_err(transport)?;
-        if let Some(token) = &self.token {
-            access.token = Some(token.clone());
-        }
+        let token = match &self.token {
+            Some(token) => Some(token.clone()),
+            None => Token::from_env().map_err(transport)?,
+        };
+        self.access_with(token)
+    }
+
+    /// The same for who only dials: the secret of an init info is as good as a token.
+    pub(crate) fn access_to_dial(&self) -> Result<Access> {
+        self.access_with(self.token.clone())
+    }
+
+    fn access_with(&self, token: Option<Token>) -> Result<Access> {
+        let mut access = Access::with_token(token).map_err(transport)?;
         access.insecure_plaintext |= self.insecure_plaintext;
         Ok(access)
     }
 
-    fn listeners(&self) -> MutexGuard<'_, HashMap<String, TcpListener>> {
-        self.listeners
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    fn spots(&self) -> MutexGuard<'_, HashMap<String, Spot>> {
+        self.spots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Listens where it is said; at `port` if the system may choose.
-    fn bind(&self, port: Option<u16>) -> Result<TcpListener> {
+    /// Where it is to listen; the port may be for the system to choose.
+    fn listens(&self) -> Result<SocketAddr> {
         let name = self.listen.as_deref().unwrap_or("127.0.0.1:0");
         host_and_port("listen", name)?;
-        let mut address = resolve(name)?;
-        if address.port() == 0 {
-            address.set_port(port.unwrap_or(0));
-        }
+        resolve(name)
+    }
+
+    /// Listens there.
+    fn bind(&self, address: SocketAddr) -> Result<TcpListener> {
         self.access()?.may_listen(address).map_err(transport)?;
         TcpListener::bind(address).map_err(|source| in_use(address, source))
     }
 
-    /// What is said to workers of where it listens, at this port if none is said.
-    fn advertised(&self, bound: u16) -> Result<Option<String>> {
-        let Some(advertise) = &self.advertise else {
-            return Ok(None);
-        };
-        Ok(Some(match host_and_port("advertise", advertise)? {
-            (host, 0) => format!("{host}:{bound}"),
-            _ => advertise.clone(),
-        }))
-    }
-
     /// How workers reach what listens there.
-    fn reached_at(&self, listener: &TcpListener) -> Result<String> {
-        let bound = listener.local_addr().map_err(|source| Error::Os {
-            action: "asking a socket for its address",
-            source,
-        })?;
-        if let Some(advertised) = self.advertised(bound.port())? {
-            return Ok(advertised);
-        }
-        match bound.ip().is_unspecified() {
-            false => Ok(bound.to_string()),
-            true => {
-                let ip = outward(bound.ip()).ok_or_else(|| NetError::Advertise {
-                    address: bound.to_string(),
-                })?;
-                Ok(SocketAddr::new(ip, bound.port()).to_string())
-            }
-        }
+    fn reached_at(&self, bound: SocketAddr) -> Result<String> {
+        let Some(advertise) = &self.advertise else {
+            return Ok(reached(bound)?.to_string());
+        };
+        Ok(match host_and_port("advertise", advertise)? {
+            (host, 0) => format!("{host}:{}", bound.port()),
+            _ => advertise.clone(),
+        })
     }
 }
 
@@ -346,45 +347,62 @@ impl Scheme for Distributed {
             Some(token) => token.secret(),
             None => *fresh.secret(),
         };
-        let file = run_dir.map(|dir| port_file(dir, models));
-        let known = file.as_deref().and_then(read_port);
+        let mut address = self.listens()?;
+        let file = match (run_dir, address.port()) {
+            (Some(dir), 0) => Some(PortFile::new(dir, WORD, models)),
+            _ => None,
+        };
+        if let Some(port) = file.as_ref().map(PortFile::kept).transpose()?.flatten() {
+            address.set_port(port);
+        }
         // A setup that was placed before, without its run directory perhaps, listens
         // at the very address that is wanted now.
-        self.listeners().clear();
-        let listener = match self.bind(known) {
+        self.spots().clear();
+        let mut listener = match self.bind(address) {
             // Its predecessor is still there, and may be alive: that is for `open`
             // to find.
-            Err(Error::Memory(MemoryError::AddressInUse { address })) if known.is_some() => {
-                let port = port_of(&address).unwrap_or(0);
-                let address = self.advertised(port)?.unwrap_or(address);
-                return Endpoint::new(address, secret, true);
-            }
-            listener => listener?,
+            Err(Error::Memory(MemoryError::AddressInUse { .. })) if run_dir.is_some() => None,
+            listener => Some(listener?),
         };
-        let address = self.reached_at(&listener)?;
-        if let (Some(file), Ok(bound)) = (&file, listener.local_addr())
-            && known != Some(bound.port())
-        {
-            write_port(file, bound.port())?;
+        if let Some(listener) = &listener {
+            address = local_address(listener)?;
         }
-        let fixed = self
-            .listen
-            .as_ref()
-            .is_some_and(|listen| !listen.ends_with(":0"));
-        self.listeners().insert(address.clone(), listener);
-        Endpoint::new(address, secret, fixed || run_dir.is_some())
+        if let Some(file) = file {
+            let port = file.keep(address.port())?;
+            if port != address.port() {
+                // Another one was quicker.
+                listener = None;
+                address.set_port(port);
+            }
+        }
+        let spot = Spot { address, listener };
+        let address = self.reached_at(address)?;
+        self.spots().insert(address.clone(), spot);
+        // Without a run directory whoever comes to the same port is of another run.
+        Endpoint::new(address, secret, run_dir.is_some())
     }
 
     fn give_up(&self, at: &Endpoint) {
-        self.listeners().remove(at.address());
+        self.spots().remove(at.address());
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
         let address = opening.at.address();
-        let kept = self.listeners().remove(address);
+        let kept = {
+            let mut spots = self.spots();
+            let spot = spots.get_mut(address);
+            spot.map(|spot| (spot.address, spot.listener.take()))
+        };
         let remote = match kept {
-            Some(listener) => listener,
-            None => self.bind(port_of(address))?,
+            Some((_, Some(listener))) => listener,
+            Some((listens, None)) => self.bind(listens)?,
+            None => {
+                let mut listens = self.listens()?;
+                if listens.port() == 0 {
+                    listens.set_port(port_of(address).unwrap_or(0));
+                }
+                self.bind(listens)?
+            }
         };
         let names = local::names(opening.at.secret(), address, Whose::Sender);
         let (local, _) = local::first_free(&names)?;
@@ -415,75 +433,15 @@ fn in_use(address: SocketAddr, source: io::Error) -> Error {
     }
 }
 
-fn resolve(name: &str) -> Result<SocketAddr> {
-    use std::net::ToSocketAddrs;
-    let not_found = |source| NetError::Listen {
-        address: name.into(),
+fn local_address(listener: &TcpListener) -> Result<SocketAddr> {
+    listener.local_addr().map_err(|source| Error::Os {
+        action: "asking a socket for its address",
         source,
-    };
-    let mut addresses = name.to_socket_addrs().map_err(not_found)?;
-    let none = || not_found(io::ErrorKind::NotFound.into());
-    Ok(addresses.next().ok_or_else(none)?)
-}
-
-/// The address of this machine towards others: nothing is sent to find it.
-fn outward(any: IpAddr) -> Option<IpAddr> {
-    let socket = UdpSocket::bind(SocketAddr::new(any, 0)).ok()?;
-    let elsewhere: SocketAddr = match any {
-        IpAddr::V4(_) => ([192, 0, 2, 1], 9).into(),
-        IpAddr::V6(_) => ([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9).into(),
-    };
-    socket.connect(elsewhere).ok()?;
-    Some(socket.local_addr().ok()?.ip())
-}
-
-/// The parts of `host:port`.
-fn host_and_port<'a>(key: &str, text: &'a str) -> Result<(&'a str, u16)> {
-    let parts = text.rsplit_once(':');
-    let parts = parts.and_then(|(host, port)| Some((host, port.parse().ok()?)));
-    let is_host = |host: &str| {
-        let bare = host
-            .strip_prefix('[')
-            .and_then(|host| host.strip_suffix(']'));
-        !host.is_empty() && (bare.is_some() || !host.contains(':'))
-    };
-    parts
-        .filter(|(host, _)| is_host(host))
-        .ok_or_else(|| bad(key, "HOST:PORT, such as 10.0.0.1:7070 or [::1]:7070", text))
+    })
 }
 
 fn port_of(address: &str) -> Option<u16> {
     address.rsplit_once(':')?.1.parse().ok()
-}
-
-/// Where senders of a run directory note their port.
-fn port_file(dir: &Path, models: &[ModelId]) -> PathBuf {
-    let mut hasher = blake3::Hasher::new();
-    for model in models {
-        hasher.update(model.to_string().as_bytes());
-        hasher.update(&[0]);
-    }
-    dir.join(format!("port-{}", &hasher.finalize().to_hex()[..16]))
-}
-
-fn read_port(file: &Path) -> Option<u16> {
-    std::fs::read_to_string(file).ok()?.trim().parse().ok()
-}
-
-fn write_port(file: &Path, port: u16) -> Result<()> {
-    let failed = |source: io::Error| Error::File {
-        action: "noting the port in",
-        path: file.into(),
-        source: source.into(),
-    };
-    let part = file.with_extension(format!("{}.part", std::process::id()));
-    let write = || {
-        let mut new = std::fs::File::create(&part)?;
-        writeln!(new, "{port}")?;
-        new.sync_all()?;
-        std::fs::rename(&part, file)
-    };
-    write().map_err(failed)
 }
 
 fn flag(key: &str, value: &str) -> Result<bool> {
@@ -500,16 +458,12 @@ fn number(key: &str, value: &str, least: usize, most: usize) -> Result<usize> {
     number.ok_or_else(|| bad(key, &format!("a number from {least} to {most}"), value))
 }
 
-fn bad(setting: &str, expected: &str, got: &str) -> Error {
-    Error::BadSetting {
-        setting: setting.chars().take(80).collect(),
-        expected: expected.into(),
-        got: got.chars().take(80).collect(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use weightsync::{Expect, SenderSetup, Tensors};
+
     use super::*;
 
     fn place(scheme: &Distributed) -> Result<Endpoint> {
@@ -554,9 +508,47 @@ mod tests {
         let at = place(&scheme).unwrap();
         let (host, port) = host_and_port("advertise", at.address()).unwrap();
         assert_eq!(host, "10.0.0.1");
-        let bound = scheme.listeners()[at.address()].local_addr().unwrap();
+        let bound = scheme.spots()[at.address()].address;
         assert_eq!(port, bound.port());
         let said = place(&Distributed::new().advertise("[::1]:9")).unwrap();
         assert_eq!(said.address(), "[::1]:9");
+    }
+    #[test]
+    fn a_port_file_that_is_none_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let models = ["policy".parse().unwrap()];
+        let place = || Distributed::new().place(&models, Some(dir.path()));
+        place().unwrap();
+        let files = std::fs::read_dir(dir.path()).unwrap().flatten();
+        let mut files = files.map(|entry| entry.path());
+        let is_ports = |path: &std::path::PathBuf| path.to_string_lossy().contains("port");
+        let file = files.find(is_ports).unwrap();
+        std::fs::write(file, "seven").unwrap();
+        let error = place().unwrap_err().to_string();
+        assert!(error.contains("is no port"), "{error}");
+    }
+
+    #[test]
+    fn a_second_trainer_finds_the_first_also_behind_an_address_of_another_port() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut weights = Tensors::new();
+        weights.insert("bias", [1], vec![0.5_f32]).unwrap();
+        let connect = || {
+            let setup = SenderSetup::new("policy", &weights).unwrap();
+            let scheme = Distributed::new().advertise("192.0.2.1:9999");
+            let setup = setup.scheme(scheme).unwrap().run_dir(dir.path()).unwrap();
+            let at = setup.init_info().endpoint().address().to_owned();
+            let waits = Duration::from_secs(20);
+            (at, setup.connect(&weights, Expect::Count(0), waits))
+        };
+        let (at, first) = connect();
+        let first = first.unwrap();
+        let (same, second) = connect();
+        assert_eq!((&*at, &same), ("192.0.2.1:9999", &at));
+        let error = second.expect_err("there is one already");
+        let is_in_use = matches!(error, Error::Memory(MemoryError::AddressInUse { .. }));
+        assert!(is_in_use, "{error}");
+        first.shutdown();
+        connect().1.unwrap();
     }
 }

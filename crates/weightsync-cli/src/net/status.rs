@@ -35,7 +35,7 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
             (at.address().to_owned(), *at.secret())
         }
     };
-    let mut access = weightsync_net::Access::from_env()?;
+    let mut access = weightsync_net::Access::with_token(None)?;
     access.insecure_plaintext |= args.insecure_plaintext;
     use std::net::ToSocketAddrs;
     for one in address.to_socket_addrs().into_iter().flatten() {
@@ -68,7 +68,9 @@ fn text(status: &Status) -> String {
     let relays = status.relays.iter().filter(|one| one.serves).count();
     let _ = writeln!(
         text,
-        "{relays} relays, {workers} workers, {} sent in {}",
+        "{}, {}, {} sent in {}",
+        counted(relays, "relay"),
+        counted(workers, "worker"),
         bytes(status.served),
         seconds(status.up_seconds),
     );
@@ -99,10 +101,19 @@ fn text(status: &Status) -> String {
         let LeftOut { relays, workers } = left_out;
         let _ = writeln!(
             text,
-            "{relays} relays and {workers} workers more, for which the answer has no room"
+            "{} and {} more, for which the answer has no room",
+            counted(relays, "relay"),
+            counted(workers, "worker"),
         );
     }
     text
+}
+
+fn counted(count: usize, what: &str) -> String {
+    match count {
+        1 => format!("1 {what}"),
+        count => format!("{count} {what}s"),
+    }
 }
 
 struct Tree<'a> {

@@ -2,7 +2,10 @@
 
 use std::fs::{self, Permissions};
 
+use weightsync::{InitInfo, SenderSetup, Tensors};
+
 use super::*;
+use crate::{Distributed, Relay};
 
 const TEXT: &str = "0123456789abcdef";
 
@@ -219,4 +222,44 @@ fn plain_links_are_allowed_by_a_clear_word_only() {
         let got = is_set(value.map(Into::into));
         assert_eq!(got.ok(), expected, "{value:?}");
     }
+}
+
+/// Where a copy of this program is told that it is one.
+const IS_A_COPY: &str = "WEIGHTSYNC_TEST_COPY";
+
+#[test]
+fn the_environments_token_is_read_only_where_it_is_wanted() {
+    if std::env::var_os(IS_A_COPY).is_none() {
+        let name = "access::tests::the_environments_token_is_read_only_where_it_is_wanted";
+        let copy = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name])
+            .env(IS_A_COPY, "")
+            .env(TOKEN_FILE_VARIABLE, "/nowhere/token")
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&copy.stdout);
+        assert!(said.contains("1 passed"), "{copy:?}");
+        return;
+    }
+    let token = Token::new("sixteen bytes or more").unwrap();
+    let trainer = Distributed::new();
+    assert!(trainer.access().is_err());
+    assert!(trainer.access_to_dial().is_ok());
+    let access = trainer.token(token.clone()).access().unwrap();
+    assert_eq!(access.token.as_ref(), Some(&token));
+    let relay = |address: &str| Relay::of(&info_of(address)).access();
+    assert!(relay("127.0.0.1:9").is_ok());
+    assert!(relay("192.0.2.1:9").is_err());
+    let relay = Relay::with_token("192.0.2.1:9", &token).access();
+    assert_eq!(relay.unwrap().token, Some(token));
+}
+
+/// The init info of a trainer that is found there.
+fn info_of(address: &str) -> InitInfo {
+    let mut weights = Tensors::new();
+    weights.insert("bias", [1], vec![0.5_f32]).unwrap();
+    let info = SenderSetup::new("policy", &weights).unwrap().init_info();
+    let mut info = serde_json::to_value(info).unwrap();
+    info["at"]["address"] = address.into();
+    serde_json::from_value(info).unwrap()
 }

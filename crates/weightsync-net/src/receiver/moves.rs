@@ -49,13 +49,25 @@ impl Shared {
             Self::take_in(shared, next);
             if is_over {
                 drop(left);
-                let mut state = shared.state();
-                if !shared.closed.load(Ordering::SeqCst) {
-                    state.looks = None;
+                if shared.has_looked() {
+                    return;
                 }
-                return;
+                pause = FIRST;
             }
         }
+    }
+
+    /// Ends the looks for a relay, unless the one that was found has gone meanwhile and
+    /// the worker is its own agent again.
+    pub(super) fn has_looked(&self) -> bool {
+        let mut state = self.state();
+        if self.closed.load(Ordering::SeqCst) {
+            return true;
+        }
+        if !state.is_own_agent {
+            state.looks = None;
+        }
+        !state.is_own_agent
     }
 
     /// The segment of the relay, and the one that is left for it; else the one there

@@ -1,13 +1,19 @@
 //! A worker between two relays.
 
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::thread;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+use std::{env, thread};
 
 use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
-use weightsync::{AnyScheme, InitInfo, ModelId, ReceiverSetup, Schemes, Tensors};
+use weightsync::{
+    AnyScheme, BackgroundState, Expect, InitInfo, ModelId, ReceiverSetup, Schemes, SenderSetup,
+    Tensors,
+};
 
 use super::*;
-use crate::relay::tests::{LONG, relay, trainer};
+use crate::relay::tests::{Heard, LONG, drones, long_welcome, relay, trainer};
 use crate::scheme::Share;
 use crate::status::Status;
 
@@ -153,4 +159,174 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
     drop(receiver);
     stop.stop();
     running.join().unwrap();
+}
+
+/// With which scheme a copy of this program is to be a trainer.
+const SCHEME: &str = "WEIGHTSYNC_TEST_SCHEME";
+
+/// What a copy of this program does, until its input ends.
+#[test]
+fn as_a_trainer() {
+    let Ok(scheme) = env::var(SCHEME) else {
+        return;
+    };
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
+    let scheme = Distributed::among_schemes().parse(&scheme).unwrap();
+    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let setup = setup.scheme(scheme).unwrap();
+    println!("\n{}", serde_json::to_string(&setup.init_info()).unwrap());
+    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+    sender.shutdown();
+}
+
+/// A trainer that is a process of its own.
+fn trainer_apart(scheme: &str) -> (Child, InitInfo) {
+    let mut trainer = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "--nocapture", "receiver::tests::as_a_trainer"])
+        .env(SCHEME, scheme)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(trainer.stdout.take().unwrap()).lines();
+    let mut lines = lines.map(Result::unwrap);
+    let info = lines.find(|line| line.starts_with('{')).unwrap();
+    thread::spawn(move || lines.for_each(drop));
+    (trainer, serde_json::from_str(&info).unwrap())
+}
+
+/// Whoever comes to the port after it is of another run, which no worker joins.
+#[test]
+fn a_wait_without_an_end_ends_with_a_trainer_at_a_port_of_its_own() {
+    let [.., high, low] = std::process::id().to_be_bytes();
+    for share in ["all", "none"] {
+        for killed in [false, true] {
+            let scheme = format!("distributed:listen=127.7.{high}.{low}:7070,share={share}");
+            let (mut trainer, info) = trainer_apart(&scheme);
+            let setup = ReceiverSetup::new(info, 1).schemes(Distributed::among_schemes());
+            let receiver = setup.connect(LONG).unwrap();
+            let background = receiver.snapshots_in_background().unwrap();
+            let (tell, ended) = std::sync::mpsc::channel();
+            let waits = thread::spawn(move || {
+                let waited = background.wait(None, |_| false).unwrap();
+                let _ = tell.send(());
+                (waited.is_none(), background.status().unwrap().state)
+            });
+            match killed {
+                true => trainer.kill().unwrap(),
+                false => drop(trainer.stdin.take()),
+            }
+            let ended = ended.recv_timeout(LONG);
+            trainer.wait().unwrap();
+            assert!(ended.is_ok(), "{scheme}, {killed}: it still waits");
+            let (nothing, state) = waits.join().unwrap();
+            let expected = match killed {
+                true => matches!(state, BackgroundState::Died { .. }),
+                false => matches!(state, BackgroundState::Closed),
+            };
+            assert!(nothing && expected, "{scheme}, {killed}: {state:?}");
+        }
+    }
+}
+
+#[test]
+fn joining_a_sender_that_says_much_slowly_ends_by_its_deadline_and_by_an_interrupt() {
+    let (sender, info) = trainer();
+    let at = info.endpoint().clone();
+    sender.shutdown();
+    let (_runtime, _, _heard) = drones(at.address(), at.secret(), long_welcome());
+    let join = |deadline| {
+        let begun = Instant::now();
+        let setup = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
+        let ended = setup.connect(deadline).unwrap_err();
+        assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
+        ended
+    };
+    let ended = join(Duration::from_millis(100));
+    assert!(matches!(ended, Error::NoSender { .. }), "{ended}");
+    let ended = weightsync::interruptible(|| true, || join(3 * LONG));
+    assert!(matches!(ended, Error::Interrupted), "{ended}");
+}
+
+#[test]
+fn a_background_receiver_that_joins_a_successor_ends_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
+    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let scheme = Distributed::new().share(Share::Nothing);
+    let setup = setup.scheme(scheme).unwrap().run_dir(dir.path()).unwrap();
+    let info = setup.init_info();
+    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    let receiver = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
+    let receiver = receiver.connect(LONG).unwrap();
+    let background = receiver.snapshots_in_background().unwrap();
+    sender.shutdown();
+    let at = info.endpoint();
+    let (_runtime, _, heard) = drones(at.address(), at.secret(), long_welcome());
+    assert_eq!(heard.recv_timeout(LONG).unwrap(), Heard::Came);
+    let begun = Instant::now();
+    drop(background);
+    assert!(begun.elapsed() < LONG / 4, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn what_hinders_one_look_for_another_way_does_not_end_the_search() {
+    let (sender, info) = trainer();
+    let receiver = worker(&info);
+    sender.shutdown();
+    let at = info.endpoint();
+    // What it says cannot be.
+    let (_runtime, _, heard) = drones(at.address(), at.secret(), Vec::new());
+    let shared = receiver.shared.clone();
+    let closed = Arc::new(AtomicBool::new(false));
+    let (own, ends) = (shared.clone(), closed.clone());
+    let search = thread::spawn(move || own.way.find_again(&Handoff::default(), &ends));
+    for _ in 0..3 {
+        for expected in [Heard::Came, Heard::Left] {
+            assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
+        }
+    }
+    closed.store(true, Ordering::SeqCst);
+    assert!(search.join().unwrap().unwrap().is_none());
+}
+
+#[test]
+fn a_sender_that_answers_nobody_for_long_is_dead() {
+    let (sender, info) = trainer();
+    let receiver = worker(&info);
+    sender.shutdown();
+    // As the forked child of a dead one keeps it.
+    let _kept = std::net::TcpListener::bind(info.endpoint().address()).unwrap();
+    let begun = Instant::now();
+    let closed = AtomicBool::new(false);
+    let found = receiver.shared.way.find_again(&Handoff::default(), &closed);
+    assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
+    assert!(begun.elapsed() < LONG, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_call_says_why_there_is_no_other_way() {
+    let (_sender, info) = trainer();
+    let mut receiver = worker(&info);
+    receiver.shared.state().ended = Some(Ended::Hindered("no room".into()));
+    let error = receiver.next(Some(Instant::now() + LONG)).unwrap_err();
+    assert!(error.to_string().contains("no room"), "{error}");
+    receiver.shared.state().ended = Some(Ended::Died);
+    let error = receiver.next(Some(Instant::now() + LONG)).unwrap_err();
+    assert!(matches!(error, Error::SenderDied { .. }), "{error}");
+}
+
+#[test]
+fn a_worker_whose_new_relay_goes_at_once_looks_for_the_next_one() {
+    let (_sender, info) = trainer();
+    let receiver = worker(&info);
+    // As where it went to a relay, which has gone before it was done with that.
+    assert!(!receiver.shared.has_looked());
+    assert!(receiver.shared.state().looks.is_some());
+    receiver.shared.state().is_own_agent = false;
+    assert!(receiver.shared.has_looked());
+    assert!(receiver.shared.state().looks.is_none());
 }

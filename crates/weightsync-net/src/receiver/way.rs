@@ -9,15 +9,13 @@ use weightsync_mem::{AttachOptions, Reader};
 
 use crate::access::Access;
 use crate::error::{NetError, transport};
+use crate::link::causes::{self, Causes};
 use crate::relay::local::{self, Whose};
-use crate::relay::{Agent, AgentOptions, Place, Reach, StartError, left};
+use crate::relay::{Agent, AgentOptions, Patience, Place, Reach, StartError, left};
 use crate::scheme::{Distributed, Share};
 
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
-
-/// The same where the worker may be asked to end meanwhile.
-const SHORT_ATTEMPT: Duration = Duration::from_secs(1);
 
 /// How long what lives at a name of this host has to answer before a worker looks
 /// elsewhere.
@@ -28,6 +26,10 @@ const MOMENT: Duration = Duration::from_millis(300);
 
 /// After so many refusals in a row nobody listens where the sender did.
 const REFUSALS: u32 = 5;
+
+/// And after so many handshakes in a row that nobody answered, although somebody
+/// listens, it is dead: some ten seconds.
+const UNANSWERED: u32 = 5;
 
 /// The way of one worker.
 #[derive(Debug)]
@@ -92,7 +94,8 @@ impl Way {
         let since = Instant::now();
         let mut looks = 0;
         loop {
-            if let Look::Found(found) = self.look(handoff, deadline, ATTEMPT)? {
+            let goes_on = || interrupt::at_most(None).is_ok();
+            if let Look::Found(found) = self.look(handoff, deadline, goes_on)? {
                 return Ok(*found);
             }
             if deadline.is_some_and(|at| Instant::now() >= at) {
@@ -108,20 +111,31 @@ impl Way {
     }
 
     /// The same after a relay has gone: until it is `closed`, or the sender is gone
-    /// as well.
+    /// as well. What hinders one look may be over at the next.
     pub(super) fn find_again(
         &self,
         handoff: &Handoff,
         closed: &AtomicBool,
     ) -> Result<Option<Found>> {
-        let (mut looks, mut refusals) = (0, 0);
-        while !closed.load(Ordering::SeqCst) {
-            match self.look(handoff, None, SHORT_ATTEMPT)? {
-                Look::Found(found) => return Ok(Some(*found)),
-                Look::Nothing(Reach::Refused) => refusals += 1,
-                Look::Nothing(_) => refusals = 0,
-            }
-            if refusals >= REFUSALS {
+        let (mut looks, mut refusals, mut unanswered) = (0, 0, 0);
+        let mut hindrances = Causes::default();
+        let goes_on = || !closed.load(Ordering::SeqCst);
+        while goes_on() {
+            let reach = match self.look(handoff, None, goes_on) {
+                Ok(Look::Found(found)) => return Ok(Some(*found)),
+                Ok(Look::Nothing(reach)) => reach,
+                Err(error) => {
+                    let hindrance = passing(error)?;
+                    if let Some(more) = hindrances.logs(&hindrance, Instant::now()) {
+                        causes::warn(more, &format!("no way to the sender now: {hindrance}"));
+                    }
+                    Reach::Unknown
+                }
+            };
+            let more = |count: u32, what| if reach == what { count + 1 } else { 0 };
+            refusals = more(refusals, Reach::Refused);
+            unanswered = more(unanswered, Reach::Unanswered);
+            if refusals >= REFUSALS || unanswered >= UNANSWERED {
                 return Err(Error::SenderDied { pid: None });
             }
             std::thread::sleep(pause(looks));
@@ -163,7 +177,17 @@ impl Way {
         local::names(self.at.secret(), self.at.address(), Whose::Host)
     }
 
-    fn look(&self, handoff: &Handoff, deadline: Deadline, attempt: Duration) -> Result<Look> {
+    /// Whether the sender may have a successor at the same place.
+    pub(super) fn restarts(&self) -> bool {
+        self.at.restarts()
+    }
+
+    fn look(
+        &self,
+        handoff: &Handoff,
+        deadline: Deadline,
+        goes_on: impl FnMut() -> bool,
+    ) -> Result<Look> {
         for name in self.names() {
             if !weightsync_mem::is_served(&name).unwrap_or(false) {
                 continue;
@@ -175,8 +199,16 @@ impl Way {
                 Err(error) => return Err(error),
             }
         }
-        // Who only looks gives one that is there a moment to answer.
-        let agent = match self.become_agent(left(deadline, attempt).max(MOMENT))? {
+        let now = Instant::now();
+        let patience = Patience {
+            // Who only looks gives one that is there a moment to answer.
+            dial: left(deadline, ATTEMPT).max(MOMENT),
+            // And hears it out: it would never get to the end otherwise.
+            until: deadline
+                .filter(|at| *at > now)
+                .map(|at| at.max(now + ANSWER)),
+        };
+        let agent = match self.become_agent(patience, goes_on)? {
             Ok(agent) => agent,
             Err(reach) => return Ok(Look::Nothing(reach)),
         };
@@ -235,10 +267,14 @@ impl Way {
     }
 
     /// Reaches the sender itself; how it is that that is not possible now.
-    fn become_agent(&self, patience: Duration) -> Result<std::result::Result<Agent, Reach>> {
+    fn become_agent(
+        &self,
+        patience: Patience,
+        goes_on: impl FnMut() -> bool,
+    ) -> Result<std::result::Result<Agent, Reach>> {
         let [high, low] = [random()?, random()?];
         let address = || self.at.address().to_owned();
-        let access = self.scheme.access()?;
+        let access = self.scheme.access_to_dial()?;
         self.may_dial(&access)?;
         let options = AgentOptions {
             root: address(),
@@ -250,7 +286,7 @@ impl Way {
             serves: false,
             access,
         };
-        match Agent::start(options, patience) {
+        match Agent::start(options, patience, goes_on) {
             Ok(agent) => Ok(Ok(agent)),
             Err(StartError::Unreachable(reach, _)) => Ok(Err(reach)),
             Err(error) => Err(error.into_error(address())),
@@ -290,6 +326,35 @@ impl StartError {
 
 fn found(attached: Attached, agent: Option<Agent>) -> Look {
     Look::Found(Box::new(Found { attached, agent }))
+}
+
+/// What hindered a look and may be over at the next one.
+///
+/// # Errors
+///
+/// The error, if it would be the same then; that the sender has died, if another one
+/// is where it was.
+fn passing(error: Error) -> Result<String> {
+    let is_passing = match &error {
+        Error::Memory(MemoryError::Fenced { .. }) => None,
+        Error::Os { .. } | Error::Memory(_) | Error::SenderClosed | Error::SenderDied { .. } => {
+            Some(true)
+        }
+        Error::Transport { source, .. } => match source.downcast_ref() {
+            Some(NetError::Hello { .. }) => None,
+            Some(NetError::Broken { .. } | NetError::Denied { .. }) => Some(true),
+            _ => Some(false),
+        },
+        _ => Some(false),
+    };
+    match is_passing {
+        Some(true) => Ok(error.to_string()),
+        Some(false) => Err(error),
+        None => {
+            tracing::warn!("another one is where the sender was: {error}");
+            Err(Error::SenderDied { pid: None })
+        }
+    }
 }
 
 /// The pause after so many looks.

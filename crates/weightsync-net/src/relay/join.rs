@@ -11,7 +11,7 @@ use weightsync_core::{Layout, Run};
 use weightsync_mem::ModelSpec;
 
 use super::engine::Event;
-use super::{AgentOptions, Item, Reach, StartError};
+use super::{AgentOptions, Item, Patience, Reach, StartError};
 use crate::access::{Access, Key};
 use crate::link::{self, DialError, Link, LinkEnd};
 use crate::wire::hello::{HelloError, Role};
@@ -53,11 +53,15 @@ pub(crate) async fn join(
     options: &AgentOptions,
     key: &Key,
     events: &mpsc::Sender<Event>,
-    patience: Duration,
+    patience: Patience,
 ) -> Result<Joined, StartError> {
-    let dialled = tokio::time::timeout(patience, dial(&options.root, key)).await;
+    let Patience {
+        dial: within,
+        until,
+    } = patience;
+    let dialled = tokio::time::timeout(within, dial(&options.root, key)).await;
     let (socket, root) = dialled.unwrap_or_else(|_| {
-        let reason = format!("{} did not answer within {patience:?}", options.root);
+        let reason = format!("{} did not answer within {within:?}", options.root);
         Err(StartError::Unreachable(Reach::Unknown, reason))
     })?;
     // Reached by the way the sender is.
@@ -73,7 +77,17 @@ pub(crate) async fn join(
         .as_ref()
         .and_then(|bulk| Some(bulk.local_addr().ok()?.port()));
     let before = (port, Before::default());
-    let (link, welcome) = greet(socket, options, before, 0, events).await?;
+    let greeted = greet(socket, options, before, 0, events);
+    let (link, welcome) = match until {
+        None => greeted.await?,
+        Some(until) => {
+            let greeted = tokio::time::timeout_at(until.into(), greeted).await;
+            greeted.unwrap_or_else(|_| {
+                let reason = "it did not say in time what models there are".into();
+                Err(StartError::Unreachable(Reach::Unknown, reason))
+            })?
+        }
+    };
     if welcome.run.epoch < options.seen {
         return Err(StartError::Fenced {
             seen: options.seen,

@@ -10,10 +10,11 @@ pub(crate) mod plan;
 mod service;
 
 use std::net::SocketAddr;
+use std::sync::mpsc::RecvTimeoutError;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use weightsync_core::{Epoch, Run};
 use weightsync_mem::{Ending, Listener};
 
@@ -27,6 +28,9 @@ use crate::wire::hello::HelloError;
 
 /// How long tasks have to end, of which none waits.
 const END: Duration = Duration::from_secs(1);
+
+/// How often it is asked whether a joining is to go on.
+const SLICE: Duration = Duration::from_millis(50);
 
 /// How many events may wait for the engine.
 const EVENTS: usize = 1024;
@@ -56,6 +60,21 @@ pub(crate) enum Place {
     Host,
     /// Only who knows the name.
     Own(String),
+}
+
+/// How long a joining may take.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// Until the sender is reached.
+    pub(crate) dial: Duration,
+    /// Until it has said all it says to who comes; as long as that takes without one.
+    pub(crate) until: Option<Instant>,
+}
+
+impl From<Duration> for Patience {
+    fn from(dial: Duration) -> Self {
+        Self { dial, until: None }
+    }
 }
 
 /// Why an agent did not start.
@@ -112,18 +131,24 @@ pub(crate) struct Agent {
 }
 
 impl Agent {
-    /// Connects to the sender, within `patience`, hears what models there are, and
-    /// starts.
-    pub(crate) fn start(options: AgentOptions, patience: Duration) -> Result<Self, StartError> {
+    /// Connects to the sender, hears what models there are, and starts; that is given
+    /// up once it is not to go on.
+    pub(crate) fn start(
+        options: AgentOptions,
+        patience: Patience,
+        mut goes_on: impl FnMut() -> bool,
+    ) -> Result<Self, StartError> {
         let (events, heard) = mpsc::channel(EVENTS);
         let (started, start) = std::sync::mpsc::sync_channel(1);
+        let (give_up, given_up) = oneshot::channel();
         let runtime = runtime("weightsync-link").map_err(|source| StartError::Os {
             action: "starting the relay's threads",
             source,
         })?;
         let own = events.clone();
         let work = move || {
-            let ending = runtime.block_on(run(options, patience, (own, heard), started));
+            let ending =
+                runtime.block_on(run(options, (patience, given_up), (own, heard), started));
             // Tasks end with it; nothing of them waits.
             runtime.shutdown_timeout(END);
             ending
@@ -135,8 +160,19 @@ impl Agent {
                 action: "starting the relay's thread",
                 source,
             })?;
-        match start.recv() {
-            Ok(Ok(Started {
+        let begun = loop {
+            match start.recv_timeout(SLICE) {
+                Err(RecvTimeoutError::Timeout) if goes_on() => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    drop(give_up);
+                    // It may have started just now.
+                    break start.recv().ok();
+                }
+                begun => break begun.ok(),
+            }
+        };
+        match begun {
+            Some(Ok(Started {
                 address,
                 run,
                 serves,
@@ -148,11 +184,11 @@ impl Agent {
                 serves,
                 owner: std::process::id(),
             }),
-            Ok(Err(error)) => {
+            Some(Err(error)) => {
                 let _ = thread.join();
                 Err(error)
             }
-            Err(_) => {
+            None => {
                 let _ = thread.join();
                 Err(StartError::Broken("its thread ended".into()))
             }
@@ -227,12 +263,18 @@ type Events = (mpsc::Sender<Event>, mpsc::Receiver<Event>);
 
 async fn run(
     options: AgentOptions,
-    patience: Duration,
+    (patience, given_up): (Patience, oneshot::Receiver<()>),
     (events, heard): Events,
     started: std::sync::mpsc::SyncSender<Result<Started, StartError>>,
 ) -> Ending {
     let key = Key::new(&options.secret);
-    let joined = join(&options, &key, &events, patience).await;
+    let joined = tokio::select! {
+        joined = join(&options, &key, &events, patience) => joined,
+        _ = given_up => {
+            let reason = "it was given up".into();
+            Err(StartError::Unreachable(Reach::Unknown, reason))
+        }
+    };
     let made = joined.and_then(|joined| {
         let (listener, address) = listen(&options, &joined)?;
         let run = joined.run;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::mem::{Discriminant, discriminant};
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -67,7 +68,7 @@ struct StopState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RelayNews {
-    /// The sender cannot be reached, and why; said once until it is.
+    /// The sender was not joined, and why; each kind of reason is said once until it is.
     Looking {
         /// Where it is looked for.
         address: String,
@@ -158,12 +159,13 @@ impl Relay {
     ///
     /// [`NetError`] as an [`Error::Transport`](weightsync::Error::Transport) if trying
     /// again would not help: a wrong token, another program at the address, another
-    /// relay on this host, an address that is not to be used as links are; and of the operating system.
+    /// relay on this host, an address that is not to be used as links are.
     pub fn run(&self, mut tell: impl FnMut(RelayNews)) -> Result<()> {
         let mut seen = Epoch::default();
-        let mut failures = 0;
-        while !self.stop.state().stopped {
-            let access = self.access()?;
+        let (mut failures, mut told) = (0, Vec::new());
+        let access = self.access()?;
+        let goes_on = || !self.stop.state().stopped;
+        while goes_on() {
             self.may_dial(&access)?;
             let options = AgentOptions {
                 root: self.address.clone(),
@@ -172,15 +174,11 @@ impl Relay {
                 connections: self.connections,
                 place: Place::Host,
                 serves: true,
-                access,
+                access: access.clone(),
             };
-            let looking = |reason| RelayNews::Looking {
-                address: self.address.clone(),
-                reason,
-            };
-            let reason = match Agent::start(options, ATTEMPT) {
+            let (kind, reason) = match Agent::start(options, ATTEMPT.into(), goes_on) {
                 Ok(agent) => {
-                    failures = 0;
+                    (failures, told) = (0, Vec::new());
                     seen = agent.run.epoch;
                     let (run, serves) = (agent.run, agent.serves);
                     tell(RelayNews::Joined { run, serves });
@@ -191,20 +189,39 @@ impl Relay {
                     }
                     continue;
                 }
-                Err(StartError::Unreachable(_, reason)) => reason,
-                Err(StartError::Fenced { seen, got }) => {
-                    format!("the sender there has {got}, and {seen} has been seen")
-                }
-                Err(error) => return Err(error.into_error(self.address.clone())),
+                Err(_) if !goes_on() => break,
+                Err(error) => self.passing(error)?,
             };
-            if failures == 0 {
-                tell(looking(reason));
+            if !told.contains(&kind) {
+                told.push(kind);
+                let address = self.address.clone();
+                tell(RelayNews::Looking { address, reason });
             }
             self.stop
                 .wait((super::backoff(failures) * 2).min(LONGEST_PAUSE));
             failures += 1;
         }
         Ok(())
+    }
+
+    /// Of what kind an error is that may be over the next time, and why it came; else
+    /// what it is to a caller.
+    fn passing(&self, error: StartError) -> Result<(Discriminant<StartError>, String)> {
+        let kind = discriminant(&error);
+        Ok(match error {
+            StartError::Unreachable(_, reason) => (kind, reason),
+            StartError::Fenced { seen, got } => {
+                let reason = format!("the sender there has {got}, and {seen} has been seen");
+                (kind, reason)
+            }
+            StartError::Denied(_)
+            | StartError::Broken(_)
+            | StartError::Os { .. }
+            | StartError::Memory(_) => (kind, error.into_error(self.address.clone()).to_string()),
+            StartError::Refused(_) | StartError::Taken | StartError::Access(_) => {
+                return Err(error.into_error(self.address.clone()));
+            }
+        })
     }
 
     fn serve(&self, agent: Agent) -> Ending {
@@ -222,11 +239,21 @@ impl Relay {
         ending
     }
 
-    /// With the environment's words where nothing else was said.
-    fn access(&self) -> Result<Access> {
-        let mut access = Access::from_env().map_err(transport)?;
+    /// With the environment's words where nothing else was said. Where the sender is
+    /// on this machine alone, so is who fetches from here, and no token is wanted.
+    pub(crate) fn access(&self) -> Result<Access> {
+        use std::net::ToSocketAddrs;
+        let addresses = self.address.to_socket_addrs();
+        let mut addresses = addresses.into_iter().flatten().peekable();
+        let is_known = addresses.peek().is_some();
+        let is_here = is_known && addresses.all(|at| at.ip().to_canonical().is_loopback());
+        let token = match &self.token {
+            Some(token) => Some(token.clone()),
+            None if is_here => None,
+            None => Token::from_env().map_err(transport)?,
+        };
+        let mut access = Access::with_token(token).map_err(transport)?;
         access.insecure_plaintext |= self.insecure_plaintext;
-        access.token = self.token.clone().or(access.token);
         Ok(access)
     }
 

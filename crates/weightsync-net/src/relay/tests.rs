@@ -131,7 +131,7 @@ fn who_asks_how_things_are_is_told_why_there_is_no_answer() {
         serves: true,
         access: Access::default(),
     };
-    let agent = Agent::start(options, LONG).unwrap();
+    let agent = Agent::start(options, LONG.into(), || true).unwrap();
     let port = agent.serves.unwrap().to_string();
     let error = Status::ask(&port, at.secret(), LONG).unwrap_err();
     let (error, remedy) = net_error(&error);
@@ -197,7 +197,7 @@ fn an_agent_fetches_only_where_it_may() {
         access: Access::default(),
     };
     let said = runtime.spawn(misleads(listener, Key::new(&options.secret)));
-    let _agent = Agent::start(options, LONG).unwrap();
+    let _agent = Agent::start(options, LONG.into(), || true).unwrap();
     let said = runtime.block_on(async { tokio::time::timeout(LONG, said).await });
     let said = said.expect("it says something").unwrap();
     assert!(
@@ -227,7 +227,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
         let listener = tokio::net::TcpListener::from_std(own).unwrap();
         misleads(listener, key).await
     });
-    let agent = Agent::start(options, LONG).unwrap();
+    let agent = Agent::start(options, LONG.into(), || true).unwrap();
     runtime.block_on(misleads).unwrap();
     // Its tasks end, and the links. Who comes from here on is not answered.
     drop(runtime);
@@ -237,4 +237,144 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     drop(agent);
     let took = begun.elapsed();
     assert!(took < Duration::from_secs(1), "{took:?}");
+}
+
+/// What a sender that is none hears of who comes.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Heard {
+    Came,
+    Left,
+}
+
+/// Listens there as a sender that says this to whoever comes, and then a byte at a time.
+pub(crate) fn drones(
+    at: &str,
+    secret: &[u8; 16],
+    first: Vec<FromRoot>,
+) -> (
+    tokio::runtime::Runtime,
+    String,
+    std::sync::mpsc::Receiver<Heard>,
+) {
+    let runtime = runtime("test").unwrap();
+    let listener = runtime.block_on(tokio::net::TcpListener::bind(at)).unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let (hears, heard) = std::sync::mpsc::channel();
+    let take = move |socket, _, _| {
+        let (told, mut said) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
+        let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &told, |what| what);
+        for word in &first {
+            link.say(word);
+        }
+        let hears = hears.clone();
+        let _ = hears.send(Heard::Came);
+        tokio::spawn(async move {
+            loop {
+                tokio::select! {
+                    what = said.recv() => if !matches!(what, Some(Ok(_))) {
+                        let _ = hears.send(Heard::Left);
+                        return;
+                    },
+                    () = tokio::time::sleep(Duration::from_millis(20)) => {
+                        link.say(&FromRoot::Part { bytes: vec![0] });
+                    }
+                }
+            }
+        });
+    };
+    runtime.spawn(accept_all(listener, Key::new(secret), || false, take));
+    (runtime, address, heard)
+}
+
+/// The beginning of a welcome to which there is no end.
+pub(crate) fn long_welcome() -> Vec<FromRoot> {
+    let run = Run {
+        epoch: Epoch(100),
+        id: [7; 16],
+    };
+    let welcome = FromRoot::Welcome {
+        run,
+        agent: 1,
+        address: "somewhere".into(),
+        models: 1,
+        slots: 2,
+        max_slots: 4,
+        pid: 1,
+    };
+    let model = FromRoot::Model {
+        index: 0,
+        layout_bytes: 1 << 20,
+        note_bytes: 0,
+    };
+    vec![welcome, model]
+}
+
+fn joining(root: &str) -> AgentOptions {
+    AgentOptions {
+        root: root.into(),
+        secret: [5; 16],
+        seen: Epoch::default(),
+        connections: 1,
+        place: Place::Own(format!("weightsync/test/joins/{}", std::process::id())),
+        serves: false,
+        access: Access::default(),
+    }
+}
+
+#[test]
+fn a_joining_ends_at_its_deadline_and_when_it_is_given_up() {
+    let (_runtime, root, heard) = drones("127.0.0.1:0", &[5; 16], long_welcome());
+    let came_and_left = || {
+        for expected in [Heard::Came, Heard::Left] {
+            assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
+        }
+    };
+    let begun = Instant::now();
+    let patience = |until| Patience { dial: LONG, until };
+    let soon = patience(Some(begun + Duration::from_millis(300)));
+    let ended = Agent::start(joining(&root), soon, || true).unwrap_err();
+    assert!(matches!(ended, StartError::Unreachable(..)), "{ended:?}");
+    came_and_left();
+    let ended = Agent::start(joining(&root), patience(None), || false).unwrap_err();
+    assert!(matches!(ended, StartError::Unreachable(..)), "{ended:?}");
+    came_and_left();
+    assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_relay_that_joins_stops_at_once() {
+    let token = crate::Token::new("sixteen bytes or more").unwrap();
+    let (_runtime, root, heard) = drones("127.0.0.1:0", &token.secret(), long_welcome());
+    let relay = Relay::with_token(root, &token);
+    let stop = relay.stopper();
+    let running = thread::spawn(move || relay.run(|news| panic!("{news}")));
+    assert_eq!(heard.recv_timeout(LONG).unwrap(), Heard::Came);
+    let begun = Instant::now();
+    stop.stop();
+    running.join().unwrap().unwrap();
+    assert!(begun.elapsed() < LONG / 4, "{:?}", begun.elapsed());
+}
+
+/// A sender that says what cannot be may have one after it that does not.
+#[test]
+fn a_relay_looks_for_its_sender_whatever_hinders_it() {
+    let token = crate::Token::new("sixteen bytes or more").unwrap();
+    let (_runtime, root, heard) = drones("127.0.0.1:0", &token.secret(), Vec::new());
+    let relay = Relay::with_token(root, &token);
+    let stop = relay.stopper();
+    let running = thread::spawn(move || {
+        let mut told = Vec::new();
+        let ran = relay.run(|news| told.push(news.to_string()));
+        (told, ran)
+    });
+    for _ in 0..3 {
+        for expected in [Heard::Came, Heard::Left] {
+            assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
+        }
+    }
+    stop.stop();
+    let (told, ran) = running.join().unwrap();
+    ran.unwrap();
+    assert_eq!(told.len(), 1, "once: {told:#?}");
+    assert!(told[0].contains("cannot be"), "{told:#?}");
 }

@@ -1,7 +1,6 @@
 //! What can go wrong here and nowhere else.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 
 use weightsync::{Error, MemoryError, Remedy};
 use weightsync_net::AccessError;
@@ -20,28 +19,9 @@ pub(super) enum Trouble {
         addr: SocketAddr,
         source: std::io::Error,
     },
-    #[error("{name:?} is no address one can listen at or connect to: {source}")]
-    Resolve {
-        name: String,
-        source: std::io::Error,
-    },
-    #[error("{action} {path}: {source}", path = path.display())]
-    File {
-        action: &'static str,
-        path: PathBuf,
-        source: std::io::Error,
-    },
     #[error("no free port was found at {host}: {source}")]
     NoPort {
         host: std::net::IpAddr,
-        source: std::io::Error,
-    },
-    #[error(
-        "{listens} is every address of this machine, and none of them leads to others: say by \
-         advertise=HOST:PORT where workers find it: {source}"
-    )]
-    Outward {
-        listens: SocketAddr,
         source: std::io::Error,
     },
     #[error(

@@ -139,13 +139,18 @@ impl Rpc {
                 match (key.as_str(), value.as_str()) {
                     ("initial", "connect") => scheme.initial = FirstWeights::AtConnect,
                     ("initial", "send") => scheme.initial = FirstWeights::AtFirstSend,
-                    ("initial", _) => return Err(bad(key, "connect or send", value)),
-                    ("listen", at) => scheme.listen = host_and_port(key, at)?,
-                    ("advertise", at) => scheme.advertise = Some(host_and_port(key, at)?),
+                    ("initial", _) => return Err(place::bad(key, "connect or send", value)),
+                    ("listen" | "advertise", at) => {
+                        place::host_and_port(key, at)?;
+                        match key.as_str() {
+                            "listen" => scheme.listen = at.into(),
+                            _ => scheme.advertise = Some(at.into()),
+                        }
+                    }
                     _ => {
                         let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
                                      advertise=HOST:PORT";
-                        return Err(bad(key, known, key));
+                        return Err(place::bad(key, known, key));
                     }
                 }
             }
@@ -270,25 +275,6 @@ impl fmt::Display for Places {
             true => Ok(()),
             false => write!(f, " at {}", self.listens),
         }
-    }
-}
-
-fn host_and_port(key: &str, at: &str) -> Result<String> {
-    let port = at
-        .rsplit_once(':')
-        .map(|(host, port)| (host, port.parse::<u16>()));
-    match port {
-        Some((host, Ok(_))) if !host.is_empty() => Ok(at.into()),
-        _ => Err(bad(key, "HOST:PORT", at)),
-    }
-}
-
-fn bad(setting: &str, expected: &str, got: &str) -> Error {
-    let cut = |text: &str| text.chars().take(80).collect();
-    Error::BadSetting {
-        setting: cut(setting),
-        expected: expected.into(),
-        got: cut(got),
     }
 }
 

@@ -1,13 +1,14 @@
 //! Where a sender is found: an address that is final before anybody listens there.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::path::Path;
 
 use weightsync::transport::Endpoint;
 use weightsync::{ModelId, Result};
+use weightsync_net::place::PortFile;
+pub(super) use weightsync_net::place::{bad, host_and_port, local_ip, reached, resolve};
 
 use super::error::Trouble;
 
@@ -19,52 +20,6 @@ const LOWEST: u16 = 20_000;
 
 /// The ports from which the system serves programs that name none.
 const RANGE: &str = "/proc/sys/net/ipv4/ip_local_port_range";
-
-/// The address of a host and a port, as a person writes it.
-///
-/// # Errors
-///
-/// If there is none.
-pub(super) fn resolve(name: &str) -> Result<SocketAddr> {
-    let failed = |source| Trouble::Resolve {
-        name: name.into(),
-        source,
-    };
-    let mut found = name.to_socket_addrs().map_err(failed)?;
-    let found = found.next();
-    Ok(found.ok_or_else(|| failed(io::Error::other("there is no address of that name")))?)
-}
-
-/// Where others reach what listens there: at every address, it is the one that this
-/// machine has towards others.
-///
-/// # Errors
-///
-/// If it has none.
-pub(super) fn reached(listens: SocketAddr) -> Result<SocketAddr> {
-    if !listens.ip().is_unspecified() {
-        return Ok(listens);
-    }
-    // Nobody is there, and nothing is sent.
-    let elsewhere: SocketAddr = match listens {
-        SocketAddr::V4(_) => ([192, 0, 2, 1], 9).into(),
-        SocketAddr::V6(_) => ([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9).into(),
-    };
-    let own = local_ip(elsewhere).map_err(|source| Trouble::Outward { listens, source })?;
-    Ok(SocketAddr::new(own, listens.port()))
-}
-
-/// This machine's address on the way to another.
-pub(super) fn local_ip(to: SocketAddr) -> io::Result<IpAddr> {
-    let any: IpAddr = match to {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    // Nothing is sent by this: the system only looks for the way.
-    let socket = UdpSocket::bind((any, 0))?;
-    socket.connect(to)?;
-    Ok(socket.local_addr()?.ip())
-}
 
 /// The address for a sender that was told this one: where its port is 0, a free port.
 /// With a run directory the port is kept there, and is the same for every sender of
@@ -90,15 +45,13 @@ pub(super) fn address(
     let Some(dir) = run_dir else {
         return Ok(at(free_port(listen.ip(), fresh)?));
     };
-    let file = port_file(dir, models);
-    if let Some(port) = kept(&file)? {
-        return Ok(at(port));
-    }
-    keep(&file, free_port(listen.ip(), fresh)?)?;
-    // Another one may have been quicker.
-    let port = kept(&file)?;
-    let failed = || failed("reading", &file)(io::Error::other("it has no port in it"));
-    Ok(at(port.ok_or_else(failed)?))
+    let file = PortFile::new(dir, "rpc", models);
+    let port = match file.kept()? {
+        Some(port) => port,
+        // Another one may be quicker.
+        None => file.keep(free_port(listen.ip(), fresh)?)?,
+    };
+    Ok(at(port))
 }
 
 /// Listens at a place.
@@ -144,55 +97,4 @@ fn free_port(host: IpAddr, fresh: &Endpoint) -> Result<u16> {
 fn ephemeral_from() -> Option<u16> {
     let text = fs::read_to_string(RANGE).ok()?;
     text.split_whitespace().next()?.parse().ok()
-}
-
-fn port_file(dir: &Path, models: &[ModelId]) -> PathBuf {
-    let names: Vec<_> = models.iter().map(ModelId::as_str).collect();
-    let hash = blake3::hash(names.join("\0").as_bytes()).to_hex();
-    dir.join(format!("rpc-port-{}", &hash[..16]))
-}
-
-/// The port in a file; `None` without one.
-fn kept(file: &Path) -> Result<Option<u16>> {
-    let mut text = String::new();
-    let read = fs::File::open(file).and_then(|file| file.take(64).read_to_string(&mut text));
-    match read {
-        Ok(_) => {}
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed("reading", file)(error).into()),
-    }
-    let port = text.trim().parse().ok().filter(|port| *port != 0);
-    let wrong = || {
-        let words = format!("{text:?} is no port; remove it while no trainer runs");
-        failed("reading", file)(io::Error::new(ErrorKind::InvalidData, words))
-    };
-    Ok(Some(port.ok_or_else(wrong)?))
-}
-
-/// Puts a port into a file, whole or not at all, unless there is one already.
-fn keep(file: &Path, port: u16) -> Result<()> {
-    let beside = file.with_extension(format!("{}.new", std::process::id()));
-    let put = || -> io::Result<()> {
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true).mode(0o600);
-        let mut made = options.open(&beside)?;
-        made.write_all(format!("{port}\n").as_bytes())?;
-        made.sync_all()?;
-        match fs::hard_link(&beside, file) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
-            _ => Ok(()),
-        }
-    };
-    let put = put().map_err(failed("writing", file));
-    let _ = fs::remove_file(&beside);
-    Ok(put?)
-}
-
-fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Trouble {
-    let path = path.to_owned();
-    move |source| Trouble::File {
-        action,
-        path,
-        source,
-    }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use weightsync_mem::{Error as Memory, process_id};
+use weightsync_mem::{Error as Memory, interrupt, process_id};
 
 use super::desk::{Book, Desk};
 use super::status::{BackgroundState, BackgroundStatus};
@@ -277,7 +277,15 @@ fn turn<T: Task>(
     if work == Work::Full {
         return Ok(Turn::Rest);
     }
-    match receiver.follow()? {
+    let followed = match receiver.has_lost_sender() {
+        false => receiver.follow(),
+        // Who ends this thread does not wait for a sender that says much slowly.
+        true => match interrupt::with(|| desk.open().stop, || receiver.follow()) {
+            Err(Error::Interrupted) => Ok(Followed::Interrupted),
+            followed => followed,
+        },
+    };
+    match followed? {
         Followed::Set(set) => {
             task.arrived(desk, receiver, set)?;
             Ok(Turn::Again)

@@ -1,0 +1,205 @@
+//! Where a sender is found: what schemes at ports have in common.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use weightsync::{Error, ModelId, Result};
+
+use crate::error::NetError;
+
+/// The parts of `host:port`, which a setting is.
+///
+/// # Errors
+///
+/// [`Error::BadSetting`].
+pub fn host_and_port<'a>(setting: &str, text: &'a str) -> Result<(&'a str, u16)> {
+    let parts = text.rsplit_once(':');
+    let parts = parts.and_then(|(host, port)| Some((host, port.parse().ok()?)));
+    let is_host = |host: &str| {
+        let bare = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'));
+        !host.is_empty() && (bare.is_some() || !host.contains(':'))
+    };
+    let wanted = "HOST:PORT, such as 10.0.0.1:7070 or [::1]:7070";
+    parts
+        .filter(|(host, _)| is_host(host))
+        .ok_or_else(|| bad(setting, wanted, text))
+}
+
+/// A setting that is not as it is expected to be.
+pub fn bad(setting: &str, expected: &str, got: &str) -> Error {
+    let cut = |text: &str| text.chars().take(80).collect();
+    Error::BadSetting {
+        setting: cut(setting),
+        expected: expected.into(),
+        got: cut(got),
+    }
+}
+
+/// The address of a host and a port, as a person writes it.
+///
+/// # Errors
+///
+/// [`NetError::Resolve`] if there is none.
+pub fn resolve(name: &str) -> Result<SocketAddr> {
+    let failed = |source| NetError::Resolve {
+        name: name.into(),
+        source,
+    };
+    let mut found = name.to_socket_addrs().map_err(failed)?;
+    let found = found.next();
+    Ok(found.ok_or_else(|| failed(io::Error::other("there is no address of that name")))?)
+}
+
+/// Where others reach what listens there: at every address, it is the one that this
+/// machine has towards others.
+///
+/// # Errors
+///
+/// [`NetError::Advertise`] if it has none.
+pub fn reached(listens: SocketAddr) -> Result<SocketAddr> {
+    if !listens.ip().is_unspecified() {
+        return Ok(listens);
+    }
+    // Nobody is there, and nothing is sent.
+    let elsewhere: SocketAddr = match listens {
+        SocketAddr::V4(_) => ([192, 0, 2, 1], 9).into(),
+        SocketAddr::V6(_) => ([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9).into(),
+    };
+    let own = local_ip(elsewhere).map_err(|source| NetError::Advertise {
+        address: listens.to_string(),
+        source,
+    })?;
+    Ok(SocketAddr::new(own, listens.port()))
+}
+
+/// This machine's address on the way to another.
+///
+/// # Errors
+///
+/// Of the operating system, if there is no way.
+pub fn local_ip(to: SocketAddr) -> io::Result<IpAddr> {
+    let any: IpAddr = match to {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    // Nothing is sent by this: the system only looks for the way.
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(to)?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// Where the senders of a run directory keep the port that was chosen for them.
+#[derive(Debug)]
+pub struct PortFile(PathBuf);
+
+impl PortFile {
+    /// That of a scheme and of these models.
+    pub fn new(run_dir: &Path, scheme: &str, models: &[ModelId]) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        for model in models {
+            hasher.update(model.as_str().as_bytes());
+            hasher.update(&[0]);
+        }
+        let hash = hasher.finalize().to_hex();
+        Self(run_dir.join(format!("{scheme}-port-{}", &hash[..16])))
+    }
+
+    /// The port; `None` where none was chosen yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`], also if there is something else in it.
+    pub fn kept(&self) -> Result<Option<u16>> {
+        let mut text = String::new();
+        let read = fs::File::open(&self.0).and_then(|file| file.take(64).read_to_string(&mut text));
+        match read {
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(self.failed("reading", error)),
+        }
+        let port = text.trim().parse().ok().filter(|port| *port != 0);
+        let wrong = || {
+            let words = format!("{text:?} is no port; remove it while no trainer runs");
+            self.failed("reading", io::Error::new(ErrorKind::InvalidData, words))
+        };
+        Ok(Some(port.ok_or_else(wrong)?))
+    }
+
+    /// Keeps a port, whole or not at all, unless one is kept already; the one that is.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`].
+    pub fn keep(&self, port: u16) -> Result<u16> {
+        let beside = self.0.with_extension(format!("{}.new", std::process::id()));
+        let put = || -> io::Result<()> {
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(true).mode(0o600);
+            let mut made = options.open(&beside)?;
+            made.write_all(format!("{port}\n").as_bytes())?;
+            made.sync_all()?;
+            match fs::hard_link(&beside, &self.0) {
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+                _ => Ok(()),
+            }
+        };
+        let put = put().map_err(|error| self.failed("writing", error));
+        let _ = fs::remove_file(&beside);
+        put?;
+        let none = || self.failed("reading", io::Error::other("it has no port in it"));
+        self.kept()?.ok_or_else(none)
+    }
+
+    fn failed(&self, action: &'static str, source: io::Error) -> Error {
+        Error::File {
+            action,
+            path: self.0.clone(),
+            source: source.into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_the_senders_of_a_run_directory_the_first_chooses_the_port() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |scheme, models: &[&str]| {
+            let models: Vec<_> = models.iter().map(|name| name.parse().unwrap()).collect();
+            PortFile::new(dir.path(), scheme, &models)
+        };
+        let first = file("rpc", &["policy"]);
+        assert_eq!(first.kept().unwrap(), None);
+        assert_eq!(first.keep(7070).unwrap(), 7070);
+        assert_eq!(file("rpc", &["policy"]).keep(8080).unwrap(), 7070);
+        assert_eq!(first.kept().unwrap(), Some(7070));
+        for (scheme, models) in [
+            ("distributed", &["policy"][..]),
+            ("rpc", &["critic"]),
+            ("rpc", &["policy", "critic"]),
+        ] {
+            assert_eq!(file(scheme, models).kept().unwrap(), None, "{models:?}");
+        }
+        let names = std::fs::read_dir(dir.path()).unwrap();
+        assert_eq!(names.count(), 1, "nothing is left beside it");
+    }
+
+    #[test]
+    fn what_is_no_port_is_said_to_be_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = PortFile::new(dir.path(), "rpc", &["policy".parse().unwrap()]);
+        for wrong in ["", "seven", "0", "70000"] {
+            std::fs::write(&file.0, wrong).unwrap();
+            for error in [file.kept().unwrap_err(), file.keep(7070).unwrap_err()] {
+                assert!(error.to_string().contains("is no port"), "{wrong}: {error}");
+            }
+        }
+    }
+}
