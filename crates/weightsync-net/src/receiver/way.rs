@@ -31,6 +31,10 @@ const REFUSALS: u32 = 5;
 /// listens, it is dead: some ten seconds.
 const UNANSWERED: u32 = 5;
 
+/// For so long a worker is turned away before it takes that for an answer: the next
+/// look may find what was told of it meanwhile.
+const DENIED: Duration = Duration::from_secs(10);
+
 /// The way of one worker.
 #[derive(Debug)]
 pub(super) struct Way {
@@ -119,12 +123,21 @@ impl Way {
     ) -> Result<Option<Found>> {
         let (mut looks, mut refusals, mut unanswered) = (0, 0, 0);
         let mut hindrances = Causes::default();
+        // Since when it has been turned away at each look.
+        let mut denied: Option<Instant> = None;
         let goes_on = || !closed.load(Ordering::SeqCst);
         while goes_on() {
             let reach = match self.look(handoff, None, goes_on) {
                 Ok(Look::Found(found)) => return Ok(Some(*found)),
-                Ok(Look::Nothing(reach)) => reach,
+                Ok(Look::Nothing(reach)) => {
+                    denied = None;
+                    reach
+                }
                 Err(error) => {
+                    denied = is_denied(&error).then(|| denied.unwrap_or_else(Instant::now));
+                    if denied.is_some_and(|since| since.elapsed() >= DENIED) {
+                        return Err(error);
+                    }
                     let hindrance = passing(error)?;
                     if let Some(more) = hindrances.logs(&hindrance, Instant::now()) {
                         causes::warn(more, &format!("no way to the sender now: {hindrance}"));
@@ -326,6 +339,17 @@ impl StartError {
 
 fn found(attached: Attached, agent: Option<Agent>) -> Look {
     Look::Found(Box::new(Found { attached, agent }))
+}
+
+/// Whether somebody who is there turns this worker away: another has its number, say.
+fn is_denied(error: &Error) -> bool {
+    match error {
+        Error::Memory(MemoryError::Denied { .. }) => true,
+        Error::Transport { source, .. } => {
+            matches!(source.downcast_ref(), Some(NetError::Denied { .. }))
+        }
+        _ => false,
+    }
 }
 
 /// What hindered a look and may be over at the next one.

@@ -237,6 +237,7 @@ impl<T, W> Seats<T, W> {
         worker: WorkerId,
         instance: u64,
         died: bool,
+        now: Duration,
     ) -> Leaver<'_, T> {
         let this = |waiter: &Waiter<W>| (waiter.agent, waiter.instance) == (agent, instance);
         if self.waiting.get(&worker).is_some_and(this) {
@@ -253,7 +254,7 @@ impl<T, W> Seats<T, W> {
         }
         if let Some(before) = seat.before.take_if(|_| !died) {
             seat.agent = Some(before);
-        } else if let Some(until) = seat.went.take_if(|_| !died) {
+        } else if let Some(until) = seat.went.take_if(|until| !died && now < *until) {
             seat.agent = None;
             seat.until = Some((until, Going::Left));
             self.until.insert((until, worker));

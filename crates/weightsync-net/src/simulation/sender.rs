@@ -239,10 +239,12 @@ impl World {
                 instance,
                 died,
             } => {
-                let gone = self.sender.seats.gone(agent, worker, instance, died);
+                let now = Duration::from_micros(self.clock.now());
+                let gone = self.sender.seats.gone(agent, worker, instance, died, now);
                 if let Leaver::Back(_) = gone {
                     self.is_back(worker);
                 }
+                self.late_when_due(now);
                 self.seat_again();
             }
             ToRoot::ParentLost { parent, .. } => {
@@ -393,10 +395,7 @@ impl World {
         let Parted { over, back } = self.sender.seats.part(agent, gone.process, how, now);
         let died = over.iter().filter(|(_, going)| *going == Going::Died);
         self.counts.died += died.count();
-        if let Some(due) = self.sender.seats.due() {
-            let pause = due.saturating_sub(now).as_micros() as Time;
-            self.clock.after(pause, Event::Late);
-        }
+        self.late_when_due(now);
         let assigned = self.sender.topology.leave(agent);
         self.assign(&assigned);
         for worker in back {
@@ -410,6 +409,10 @@ impl World {
         let now = Duration::from_micros(self.clock.now());
         self.counts.lost += self.sender.seats.late(now).len();
         // Whoever is left is due later.
+        self.late_when_due(now);
+    }
+
+    fn late_when_due(&mut self, now: Duration) {
         if let Some(due) = self.sender.seats.due() {
             let pause = due.saturating_sub(now).as_micros() as Time;
             self.clock.after(pause.max(MS), Event::Late);

@@ -16,6 +16,7 @@ mod lanes;
 mod meant;
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
 use weightsync::transport::{Level, Targets};
 use weightsync::{Outcome, Version, WorkerId, WorkerStatus};
@@ -36,6 +37,9 @@ pub(crate) type LaneId = u64;
 pub(crate) struct About {
     pub(crate) worker: WorkerId,
     pub(crate) pid: u32,
+    /// Where it is called: another process of that number, in another container say, has
+    /// another place.
+    pub(crate) addr: SocketAddr,
     pub(crate) device: String,
     /// The models it takes, by their places in the sender's set.
     pub(crate) wanted: Vec<usize>,
@@ -186,11 +190,11 @@ impl<V: Clone + Numbered> Plan<V> {
             Targets::Workers(workers) => workers.contains(worker),
         };
         let mut fates = Vec::new();
-        let pids = self.current.iter().filter_map(|(worker, id)| {
-            let lane = self.lanes.get(id)?;
-            Some((*worker, lane.about.pid))
+        let places = self.current.iter().filter_map(|(worker, id)| {
+            let About { pid, addr, .. } = self.lanes.get(id)?.about;
+            Some((*worker, (pid, addr)))
         });
-        let pids: BTreeMap<_, _> = pids.collect();
+        let places: BTreeMap<_, _> = places.collect();
         let (meant, sequence) = (&self.meant, self.sequence);
         for (id, lane) in &mut self.lanes {
             let worker = lane.about.worker;
@@ -201,7 +205,8 @@ impl<V: Clone + Numbered> Plan<V> {
                 continue;
             }
             if self.current.get(&worker) != Some(id) {
-                let is_back = pids.get(&worker) == Some(&lane.about.pid);
+                let place = (lane.about.pid, lane.about.addr);
+                let is_back = places.get(&worker) == Some(&place);
                 if before.contains(id) && !is_back {
                     fates.push((*id, Fate::Told));
                 }

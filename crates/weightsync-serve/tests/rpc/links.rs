@@ -226,10 +226,13 @@ fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
     let (mut sender, mut receiver) = behind(&proxy);
     const REGISTER: &str = "POST /v1/workers ";
     const BAD_GATEWAY: &str = "502 Bad Gateway\r\nContent-Length: 0";
+    const UNAVAILABLE: &str = "503 Service Unavailable\r\nContent-Length: 25\r\n\r\n\
+                               {\"error\":\"upstream down\"}";
     let answers = [
         Answer::HangUp,
         Answer::HangUp,
         Answer::Says(BAD_GATEWAY),
+        Answer::Says(UNAVAILABLE),
         Answer::Says("200 OK\r\nContent-Length: 0"),
         Answer::HangUp,
     ];

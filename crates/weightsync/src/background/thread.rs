@@ -280,17 +280,14 @@ fn turn<T: Task>(
     let followed = match receiver.has_lost_sender() {
         false => receiver.follow(),
         // Who ends this thread does not wait for a sender that says much slowly.
-        true => match interrupt::with(|| desk.open().stop, || receiver.follow()) {
-            Err(Error::Interrupted) => Ok(Followed::Interrupted),
-            followed => followed,
-        },
+        true => interrupt::with(|| desk.open().stop, || receiver.follow()),
     };
     match followed? {
         Followed::Set(set) => {
             task.arrived(desk, receiver, set)?;
             Ok(Turn::Again)
         }
-        Followed::Interrupted => Ok(Turn::Again),
+        Followed::Interrupted | Followed::NoSender(Error::Interrupted) => Ok(Turn::Again),
         Followed::NoSender(Error::NoSender { .. }) => Ok(Turn::Search(None)),
         Followed::NoSender(error) => Ok(Turn::Search(Some(error.to_string()))),
     }

@@ -122,7 +122,8 @@ impl Hub {
     /// An agent says that a worker is gone.
     pub(super) fn gone(&mut self, agent: AgentId, who: (WorkerId, u64), died: bool) {
         let (worker, instance) = who;
-        match self.seats.gone(agent, worker, instance, died) {
+        let now = self.now();
+        match self.seats.gone(agent, worker, instance, died, now) {
             Leaver::Over(worker) => worker.guest.leave(match died {
                 true => Going::Died,
                 false => Going::Left,

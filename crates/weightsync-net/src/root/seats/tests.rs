@@ -27,10 +27,13 @@ fn a_worker_is_heard_by_the_agent_that_reaches_it() {
         seats.comes(2, WORKER, 100),
         Comer::Back(&mut "first")
     ));
-    assert_eq!(seats.gone(1, WORKER, 100, false), Leaver::Elsewhere);
+    assert_eq!(seats.gone(1, WORKER, 100, false, NOW), Leaver::Elsewhere);
     assert_eq!(seats.part(1, None, Parting::Silent, NOW).over, []);
     assert_eq!(seats.reached(WORKER), Some((2, &mut "first")));
-    assert_eq!(seats.gone(2, WORKER, 100, false), Leaver::Over("first"));
+    assert_eq!(
+        seats.gone(2, WORKER, 100, false, NOW),
+        Leaver::Over("first")
+    );
     assert_eq!(seats.reached(WORKER), None);
 }
 
@@ -44,7 +47,7 @@ fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
         if parts {
             assert_eq!(seats.part(1, None, Parting::Silent, NOW).over, []);
         }
-        match seats.gone(2, WORKER, 100, died) {
+        match seats.gone(2, WORKER, 100, died, NOW) {
             Leaver::Back(of) => assert_eq!((*of, parts, died), ("first", false, false)),
             gone => assert_eq!((gone, parts || died), (Leaver::Over("first"), true)),
         }
@@ -71,20 +74,30 @@ fn who_was_on_its_way_to_an_agent_that_is_gone_is_where_it_was() {
         let parted = on_its_way().part(1, None, Parting::HungUp, NOW);
         assert_eq!(parted.back, []);
         assert_eq!(
-            on_its_way().gone(1, WORKER, 100, true),
+            on_its_way().gone(1, WORKER, 100, true, NOW),
             Leaver::Over("first")
         );
         // It was there already, and leaves the first: it comes from there by another.
         let mut seats = on_its_way();
-        assert_eq!(seats.gone(1, WORKER, 100, false), Leaver::Elsewhere);
+        assert_eq!(seats.gone(1, WORKER, 100, false, NOW), Leaver::Elsewhere);
         assert_eq!(seats.due(), Some(NOW + GRACE));
         assert!(matches!(seats.comes(3, WORKER, 100), Comer::Back(_)));
         assert_eq!(seats.due(), None);
-        assert_eq!(seats.gone(3, WORKER, 100, false), Leaver::Over("first"));
+        assert_eq!(
+            seats.gone(3, WORKER, 100, false, NOW),
+            Leaver::Over("first")
+        );
         // Or has left for good.
         let mut seats = on_its_way();
-        assert_eq!(seats.gone(1, WORKER, 100, false), Leaver::Elsewhere);
+        assert_eq!(seats.gone(1, WORKER, 100, false, NOW), Leaver::Elsewhere);
         assert_eq!(seats.late(NOW + GRACE), [("first", Going::Left)]);
+        // So long after that it has been nowhere else: it leaves.
+        let (mut seats, late) = (on_its_way(), NOW + GRACE);
+        assert_eq!(
+            seats.gone(1, WORKER, 100, false, late),
+            Leaver::Over("first")
+        );
+        assert_eq!(seats.due(), None);
     }
 }
 
@@ -194,7 +207,7 @@ fn the_next_life_waits_until_it_is_known_whether_the_one_before_it_is_there() {
     }
     // The one before it was over already, and that is said now.
     let mut seats = contested();
-    assert_eq!(seats.gone(1, WORKER, 100, true), Leaver::Over("first"));
+    assert_eq!(seats.gone(1, WORKER, 100, true, NOW), Leaver::Over("first"));
     assert_eq!(seats.may_come(), [next_life(2, 101)]);
     // It has come by another way, so it is there.
     let mut seats = contested();
@@ -210,14 +223,14 @@ fn who_is_heard_just_now_is_there() {
 #[test]
 fn who_waits_gives_up_with_its_agent_and_there_is_one_for_a_seat() {
     let mut seats = contested();
-    assert_eq!(seats.gone(2, WORKER, 101, false), Leaver::Elsewhere);
+    assert_eq!(seats.gone(2, WORKER, 101, false, NOW), Leaver::Elsewhere);
     assert_eq!(seats.in_vain(1), []);
     let mut seats = contested();
     assert_eq!(seats.part(2, None, Parting::HungUp, NOW).over, []);
     assert_eq!(seats.in_vain(1), []);
     let mut seats = contested();
     assert_eq!(seats.wait(next_life(3, 102)), Some(next_life(2, 101)));
-    assert_eq!(seats.gone(2, WORKER, 101, false), Leaver::Elsewhere);
+    assert_eq!(seats.gone(2, WORKER, 101, false, NOW), Leaver::Elsewhere);
     assert_eq!(seats.in_vain(1), [next_life(3, 102)]);
 }
 
@@ -230,7 +243,7 @@ fn who_waits_comes_again_when_another_reaches_the_one_before_it() {
     assert_eq!(seats.wait(next_life(2, 101)), None);
     // It gave up waiting there, and is where it was.
     assert_eq!(
-        seats.gone(3, WORKER, 100, false),
+        seats.gone(3, WORKER, 100, false, NOW),
         Leaver::Back(&mut "first")
     );
     assert_eq!(seats.comes_again(WORKER), Some(next_life(2, 101)));

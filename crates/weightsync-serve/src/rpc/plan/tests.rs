@@ -12,6 +12,7 @@ fn about(worker: u32, wanted: &[usize]) -> About {
     About {
         worker: WorkerId(worker),
         pid: worker,
+        addr: ([127, 0, 0, 1], 1000).into(),
         device: "cpu".into(),
         wanted: wanted.to_vec(),
     }
@@ -135,7 +136,7 @@ fn a_process_that_registers_again_during_a_send_has_one_line() {
     // Another process of that number is not the one that was here.
     let before = plan.watch_all();
     let mut other = about(0, &[0]);
-    other.pid += 1;
+    other.addr.set_port(1001);
     let other = plan.join(other);
     plan.end(new, Life::Died);
     let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &before);

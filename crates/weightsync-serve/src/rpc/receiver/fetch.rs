@@ -14,8 +14,8 @@ use weightsync_simd::crc64;
 use super::desk::{Desk, Fetched};
 use super::joining::Session;
 use crate::http::{Ask, Fault};
-use crate::rpc::PATIENCE;
 use crate::rpc::wire::{Asked, CHUNK, MAX_BODY, Part, Problem, Question, WantWord, max_set};
+use crate::rpc::{PATIENCE, PROBE, SILENCE};
 
 /// How often a version is asked for again without anything having come.
 const TRIES: usize = 5;
@@ -342,20 +342,21 @@ pub(super) async fn ask(
             }
             Ok(None) => return Ok(None),
             Err(Some(NoAnswer::Gone)) => {
-                // It may have given up a connection that broke, of which this end knows in
-                // a moment.
-                sleep(PAUSE).await;
-                if !session.is_broken() && session.id() == id {
-                    return Err(NoAnswer::Gone);
+                // It may have given up a connection that broke, which this end finds out
+                // a little later.
+                let until = Instant::now() + SILENCE + 2 * PROBE + PAUSE;
+                let knows = || session.is_broken() || session.id() != id || has_ended(&desk);
+                while !knows() {
+                    if Instant::now() >= until {
+                        return Err(NoAnswer::Gone);
+                    }
+                    sleep(PAUSE).await;
                 }
             }
             Err(Some(no_answer)) => return Err(no_answer),
             Err(None) => {}
         }
-        if desk
-            .end_by(Some(Instant::now()))
-            .is_ok_and(|end| end.is_some())
-        {
+        if has_ended(&desk) {
             return Err(NoAnswer::Gone);
         }
         if crate::rpc::passed(deadline) {
@@ -363,6 +364,12 @@ pub(super) async fn ask(
         }
         sleep(PAUSE).await;
     }
+}
+
+/// Whether it is known that the sender has gone.
+fn has_ended(desk: &Desk) -> bool {
+    let end = desk.end_by(Some(Instant::now()));
+    end.is_ok_and(|end| end.is_some())
 }
 
 /// One question; an error without words may be asked again.

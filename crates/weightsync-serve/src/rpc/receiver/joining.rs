@@ -257,11 +257,13 @@ async fn register_at(
             let Ok(problem) = problem else {
                 return Err(NotIn::Silent(format!("it answered {status}")));
             };
-            let is_slow = matches!(
-                status,
-                StatusCode::FAILED_DEPENDENCY | StatusCode::REQUEST_TIMEOUT
-            );
-            return Err(match (problem.epoch, is_slow) {
+            // The sender itself has no words with such a status: what is on the way has.
+            let passes = status.is_server_error()
+                || matches!(
+                    status,
+                    StatusCode::FAILED_DEPENDENCY | StatusCode::REQUEST_TIMEOUT
+                );
+            return Err(match (problem.epoch, passes) {
                 (Some(epoch), _) => NotIn::Fenced(epoch),
                 (None, true) => NotIn::Silent(problem.error),
                 (None, false) => NotIn::Denied(problem.error),

@@ -1,6 +1,5 @@
 //! Workers that register, and the connections that tell whether they live.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,11 +34,11 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         Ok(register) => register,
         Err((status, error)) => return wrong(status, error),
     };
-    let (about, addr) = match check(&app.shared, &register) {
-        Ok(checked) => checked,
+    let about = match check(&app.shared, &register) {
+        Ok(about) => about,
         Err(refusal) => return *refusal,
     };
-    let client = Client::new(addr, app.shared.bearer.clone());
+    let client = Client::new(about.addr, app.shared.bearer.clone());
     let lines = match call_back(&client, &register).await {
         Ok(lines) => lines,
         Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
@@ -74,7 +73,7 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
 }
 
 /// What a registration says, if this sender can have such a worker.
-fn check(shared: &Shared, register: &Register) -> Result<(About, SocketAddr), Box<Response>> {
+fn check(shared: &Shared, register: &Register) -> Result<About, Box<Response>> {
     let refuse = |status, words: String| Err(Box::new(wrong(status, words)));
     if register.protocol != PROTOCOL {
         let words = format!(
@@ -123,10 +122,11 @@ fn check(shared: &Shared, register: &Register) -> Result<(About, SocketAddr), Bo
     let about = About {
         worker: WorkerId(register.worker),
         pid: register.pid,
+        addr,
         device: register.device.clone(),
         wanted,
     };
-    Ok((about, addr))
+    Ok(about)
 }
 
 /// Calls a worker that registers, and keeps its lifeline.
