@@ -276,7 +276,9 @@ impl World {
             return;
         }
         self.leave_parent(node);
-        self.agent_of(node).parent = Some(parent);
+        let agent = self.agent_of(node);
+        agent.parent = Some(parent);
+        agent.complain = None;
         self.step(node, vec![Input::NoParent, Input::Parent]);
     }
 }

@@ -17,6 +17,22 @@ const EVERY_DAY: u64 = 0x5eed;
 /// How many schedules, every day; ten times as many with `WEIGHTSYNC_SOAK=full`.
 const SCHEDULES: u64 = 1000;
 
+/// Schedules that failed before what they found was mended.
+const FAILED: [u64; 5] = [
+    1_795_323_496_109_698_690,
+    1_795_325_658_197_831_334,
+    1_795_325_737_480_550_198,
+    1_795_325_850_539_912_993,
+    1_795_332_254_656_112_629,
+];
+
+#[test]
+fn schedules_that_failed_once_do_not_again() {
+    for seed in FAILED {
+        run(World::random(seed));
+    }
+}
+
 #[test]
 fn every_schedule_ends_with_every_worker_at_the_newest() {
     let (first, schedules) = (seed(), schedules());

@@ -135,6 +135,9 @@ impl Engine {
         }
         self.leave_parent();
         self.parent = Some(parent);
+        // What was to be said is of one before it: the sender would not act on that, and
+        // what breaks off from here on is to be said.
+        self.complain = None;
         self.step([Input::NoParent, Input::Parent]);
     }
 }
