@@ -234,8 +234,8 @@ impl World {
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
         };
-        transfer.sending = None;
         if !transfer.child_open {
+            transfer.sending = None;
             return;
         }
         let ((node, _), parent, item) = (transfer.child, transfer.parent, transfer.item);
@@ -243,6 +243,7 @@ impl World {
             transfer.held = true;
             return;
         }
+        transfer.sending = None;
         let before = u64::from(transfer.next) * CHUNK;
         let bytes = CHUNK.min(self.sender.sizes[item.model] - before);
         transfer.next += 1;
