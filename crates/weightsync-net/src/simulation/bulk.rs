@@ -56,13 +56,13 @@ pub(super) struct Transfer {
 
 impl Transfer {
     /// Its child has closed it.
-    fn close(&mut self, network: &mut Network, now: Time) {
+    fn close(&mut self, network: &mut Network) {
         self.child_open = false;
         if std::mem::take(&mut self.coming) {
             network.gauge(self.child, self.parent.agent).end();
         }
         if let Some(way) = self.sending {
-            network.take_back(self.child.0, way, now);
+            network.take_back(self.child.0, way);
         }
     }
 }
@@ -337,12 +337,11 @@ impl World {
         let Some(agent) = self.hosts[node].agent.as_mut() else {
             return;
         };
-        let now = self.clock.now();
         let Some(Fetching { number, .. }) = agent.fetching.remove(&item) else {
             return;
         };
         if let Some(transfer) = self.transfers.get_mut(&number) {
-            transfer.close(&mut self.network, now);
+            transfer.close(&mut self.network);
             let good = self.network.is_good(node, transfer.parent.node);
             let pause = if good { latency } else { STUCK };
             self.clock.after(pause, Event::HungUp { number });
@@ -369,7 +368,7 @@ impl World {
             return;
         };
         let ((node, _), parent, item) = (transfer.child, transfer.parent, transfer.item);
-        transfer.close(&mut self.network, self.clock.now());
+        transfer.close(&mut self.network);
         self.counts.broken += 1;
         self.clock.after(MS, Event::HungUp { number });
         self.fetched(node, item, parent, FetchEnd::Broken);

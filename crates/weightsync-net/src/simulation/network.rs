@@ -31,7 +31,7 @@ pub(super) struct Network {
     pub(super) latency: Time,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct End {
     /// Bytes a second, each way.
     rate: u64,
@@ -39,8 +39,8 @@ struct End {
     free: Time,
     /// To whom that goes which was given to it last.
     last: Node,
-    /// When what is on its way to it has come.
-    comes: Time,
+    /// When each chunk that is on its way to it has come.
+    coming: Vec<Time>,
     health: (Health, Time),
 }
 
@@ -50,7 +50,7 @@ impl Network {
             rate: *rate,
             free: 0,
             last: 0,
-            comes: 0,
+            coming: Vec::new(),
             health: (Health::Good, 0),
         };
         Self {
@@ -119,33 +119,33 @@ impl Network {
         end.free = begun + out;
         let last = std::mem::replace(&mut end.last, to);
         let end = &mut self.ends[to];
-        let first = end.comes.max(begun);
-        end.comes = first + taken(bytes, end.rate);
-        let comes = end.comes;
+        end.coming.retain(|comes| *comes > now);
+        let first = end.coming.iter().fold(begun, |one, other| one.max(*other));
+        let comes = first + taken(bytes, end.rate);
+        end.coming.push(comes);
         let whole = first + taken(bytes, slower);
         // Behind what goes elsewhere it comes slowly; behind what comes here too, late.
         let waits = if last == to { 0 } else { begun - now };
         Way {
-            first,
             comes,
             whole,
             busy: whole - first + waits,
         }
     }
 
-    /// What is on its way to one does not come any more.
-    pub(super) fn take_back(&mut self, to: Node, way: Way, now: Time) {
-        let left = way.comes.saturating_sub(way.first.max(now));
-        let comes = &mut self.ends[to].comes;
-        *comes = comes.saturating_sub(left);
+    /// What is on its way to one does not come any more, and nothing waits for it.
+    pub(super) fn take_back(&mut self, to: Node, way: Way) {
+        let coming = &mut self.ends[to].coming;
+        if let Some(at) = coming.iter().position(|comes| *comes == way.comes) {
+            coming.swap_remove(at);
+        }
     }
 }
 
 /// When what was given to a link comes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Way {
-    /// Its first byte; and when the other's link is free again.
-    first: Time,
+    /// When the other's link is free again.
     comes: Time,
     /// All of it.
     pub(super) whole: Time,
