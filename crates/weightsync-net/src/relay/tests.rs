@@ -211,15 +211,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     let runtime = runtime("test").unwrap();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let options = AgentOptions {
-        root: address.to_string(),
-        secret: [5; 16],
-        seen: Epoch::default(),
-        connections: 1,
-        place: Place::Own(format!("weightsync/test/looks/{}", std::process::id())),
-        serves: false,
-        access: Access::default(),
-    };
+    let options = joining(&address.to_string());
     let key = Key::new(&options.secret);
     let own = listener.try_clone().unwrap();
     own.set_nonblocking(true).unwrap();
