@@ -254,7 +254,7 @@ impl Shared {
 
     fn search(self: Arc<Self>) {
         let handoff = self.state().handoff.clone();
-        let found = self.way.find_again(&handoff, &self.closed);
+        let found = self.way.find_again(&handoff, &self.closed, way::DENIED);
         match found {
             Ok(Some(mut found)) if found.attached.run() == self.run => {
                 if let Err(error) = found.attached.take_over(handoff) {

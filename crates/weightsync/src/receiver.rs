@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Run, Version, WorkerId};
 use weightsync_mem::{Deadline, Error as Memory, WaitStyle};
 
+use self::inner::Search;
 use crate::error::{Error, Remedy, Result};
 use crate::init_info::InitInfo;
 use crate::load::WeightLoader;
@@ -208,7 +209,7 @@ impl Receiver {
         self.initial = None;
         if self.sender_lost && self.restarts() {
             // Why a successor cannot be joined is the next receive's to say.
-            if let Err(Error::Interrupted) = self.rejoin(Some(Instant::now())) {
+            if let Err(Error::Interrupted) = self.rejoin(Search::Until(Some(Instant::now()))) {
                 return Err(Error::Interrupted);
             }
         }
@@ -399,7 +400,7 @@ impl Receiver {
         if !self.sender_lost || !self.setup.info.at.restarts() {
             return Ok(true);
         }
-        match self.rejoin(deadline.or(Some(Instant::now() + REJOIN))) {
+        match self.rejoin(Search::Until(deadline.or(Some(Instant::now() + REJOIN)))) {
             Ok(()) => Ok(true),
             Err(Error::NoSender { .. }) if may_fail => Ok(false),
             Err(error) => Err(error),

@@ -1,7 +1,7 @@
 //! A scenario as a script: puppets, what they are told, and what they answer.
 
 use std::any::Any;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -22,6 +22,9 @@ use crate::Subject;
 /// The puppet that leads, in every script. Worker number n is puppet n + 1.
 pub(crate) const TRAINER: usize = 0;
 
+/// Beside how many senders something runs at the same time.
+const BESIDE: usize = 4;
+
 /// The processes of one scenario. Dropping it ends them.
 pub(crate) struct Script<'a> {
     subject: &'a Subject,
@@ -29,8 +32,8 @@ pub(crate) struct Script<'a> {
     census: Census,
     dir: TempDir,
     addresses: Vec<String>,
-    /// What runs beside each sender, by its address.
-    beside: BTreeMap<String, Box<dyn Any>>,
+    /// What runs beside each of the last senders, by its address.
+    beside: VecDeque<(String, Box<dyn Any>)>,
     info: Option<InitInfo>,
     /// What each puppet has said that nobody has asked for yet.
     said: Vec<VecDeque<Answer>>,
@@ -62,7 +65,7 @@ impl<'a> Script<'a> {
             census,
             dir,
             addresses: Vec::new(),
-            beside: BTreeMap::new(),
+            beside: VecDeque::new(),
             info: None,
             told: vec![[0; 2]; count],
             said: (0..count).map(|_| VecDeque::new()).collect(),
@@ -105,8 +108,13 @@ impl<'a> Script<'a> {
     fn is_at(&mut self, info: &InitInfo) {
         let address = address(info);
         self.addresses.push(address.clone());
-        let start = || (self.subject.beside)(info);
-        self.beside.entry(address).or_insert_with(start);
+        if self.beside.iter().any(|(known, _)| *known == address) {
+            return;
+        }
+        // No scenario has as many at a time, and some have thousands in a row.
+        self.beside.truncate(BESIDE - 1);
+        let started = (self.subject.beside)(info);
+        self.beside.push_front((address, started));
     }
 
     /// The init info of the trainer that was prepared last.

@@ -49,14 +49,19 @@ impl Scheme for Joins {
     }
 }
 
-fn worker(info: &InitInfo) -> NetReceiver {
+/// What worker 1 says as it joins.
+fn joining(info: &InitInfo) -> Joining {
     let joins = Joins::default();
     let mut schemes = Schemes::default();
     let own = joins.clone();
     schemes.insert("distributed", move |_| Ok(AnyScheme::new(own.clone())));
     let setup = ReceiverSetup::new(info.clone(), 1).schemes(schemes);
     setup.connect(LONG).expect_err("it only listens");
-    let joining = joins.0.lock().unwrap().take().unwrap();
+    joins.0.lock().unwrap().take().unwrap()
+}
+
+fn worker(info: &InitInfo) -> NetReceiver {
+    let joining = joining(info);
     let scheme = Distributed::new().share(Share::Relay);
     let deadline = Some(Instant::now() + LONG);
     NetReceiver::join(&scheme, info.endpoint(), &joining, deadline).unwrap()
@@ -283,7 +288,7 @@ fn what_hinders_one_look_for_another_way_does_not_end_the_search() {
     let shared = receiver.shared.clone();
     let closed = Arc::new(AtomicBool::new(false));
     let (own, ends) = (shared.clone(), closed.clone());
-    let search = thread::spawn(move || own.way.find_again(&Handoff::default(), &ends));
+    let search = thread::spawn(move || own.way.find_again(&Handoff::default(), &ends, LONG));
     for _ in 0..3 {
         for expected in [Heard::Came, Heard::Left] {
             assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
@@ -302,9 +307,75 @@ fn a_sender_that_answers_nobody_for_long_is_dead() {
     let _kept = std::net::TcpListener::bind(info.endpoint().address()).unwrap();
     let begun = Instant::now();
     let closed = AtomicBool::new(false);
-    let found = receiver.shared.way.find_again(&Handoff::default(), &closed);
+    let found = receiver
+        .shared
+        .way
+        .find_again(&Handoff::default(), &closed, LONG);
     assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
     assert!(begun.elapsed() < LONG, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_worker_whose_number_is_taken_for_long_is_told_so() {
+    let (_sender, info) = trainer();
+    let first = worker(&info);
+    let scheme = Distributed::new().share(Share::Relay);
+    let way = Way::new(&scheme, info.endpoint(), &joining(&info)).unwrap();
+    let closed = AtomicBool::new(false);
+    let look = |patience| way.find_again(&Handoff::default(), &closed, patience);
+    let found = look(Duration::from_millis(100));
+    let is_denied = matches!(&found, Err(Error::Memory(MemoryError::Denied { .. })));
+    assert!(is_denied, "{found:?}");
+    // It may be that the sender has not heard yet that the other has gone.
+    let found = thread::scope(|scope| {
+        let search = scope.spawn(|| look(LONG));
+        drop(first);
+        search.join().unwrap()
+    });
+    assert!(matches!(found, Ok(Some(_))), "{found:?}");
+}
+
+#[test]
+fn who_is_in_its_senders_place_for_a_while_does_not_end_a_background_receiver() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
+    let trainer = || {
+        let setup = SenderSetup::new("policy", &weights).unwrap();
+        let scheme = Distributed::new().share(Share::Nothing);
+        setup.scheme(scheme).unwrap().run_dir(dir.path()).unwrap()
+    };
+    let setup = trainer();
+    let info = setup.init_info();
+    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    let receiver = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
+    let receiver = receiver.connect(LONG).unwrap();
+    let background = receiver.snapshots_in_background().unwrap();
+    sender.shutdown();
+    let at = info.endpoint();
+    // What it says cannot be; it has another token.
+    for (secret, complaint) in [(*at.secret(), "cannot be"), ([9; 16], "refused the token")] {
+        let (runtime, ..) = drones(at.address(), &secret, Vec::new());
+        let until = Instant::now() + LONG;
+        loop {
+            let status = background.status().unwrap();
+            let says = status.failure.is_some_and(|why| why.contains(complaint));
+            match status.state {
+                BackgroundState::Searching | BackgroundState::Following => {}
+                state => panic!("{state:?}"),
+            }
+            if says {
+                break;
+            }
+            assert!(Instant::now() < until, "{complaint}");
+            thread::yield_now();
+        }
+        drop(runtime);
+    }
+    // Which it has joined by then.
+    let sender = trainer().connect(&weights, Expect::Count(1), LONG).unwrap();
+    drop(background);
+    sender.shutdown();
 }
 
 #[test]

@@ -33,7 +33,7 @@ const UNANSWERED: u32 = 5;
 
 /// For so long a worker is turned away before it takes that for an answer: the next
 /// look may find what was told of it meanwhile.
-const DENIED: Duration = Duration::from_secs(10);
+pub(super) const DENIED: Duration = Duration::from_secs(10);
 
 /// The way of one worker.
 #[derive(Debug)]
@@ -115,11 +115,13 @@ impl Way {
     }
 
     /// The same after a relay has gone: until it is `closed`, or the sender is gone
-    /// as well. What hinders one look may be over at the next.
+    /// as well. What hinders one look may be over at the next; that it is turned away for
+    /// so long is an answer.
     pub(super) fn find_again(
         &self,
         handoff: &Handoff,
         closed: &AtomicBool,
+        patience: Duration,
     ) -> Result<Option<Found>> {
         let (mut looks, mut refusals, mut unanswered) = (0, 0, 0);
         let mut hindrances = Causes::default();
@@ -135,7 +137,7 @@ impl Way {
                 }
                 Err(error) => {
                     denied = is_denied(&error).then(|| denied.unwrap_or_else(Instant::now));
-                    if denied.is_some_and(|since| since.elapsed() >= DENIED) {
+                    if denied.is_some_and(|since| since.elapsed() >= patience) {
                         return Err(error);
                     }
                     let hindrance = passing(error)?;
@@ -212,14 +214,13 @@ impl Way {
                 Err(error) => return Err(error),
             }
         }
-        let now = Instant::now();
-        let patience = Patience {
-            // Who only looks gives one that is there a moment to answer.
-            dial: left(deadline, ATTEMPT).max(MOMENT),
-            // And hears it out: it would never get to the end otherwise.
-            until: deadline
-                .filter(|at| *at > now)
-                .map(|at| at.max(now + ANSWER)),
+        let patience = match self.joining.hears_out {
+            true => ATTEMPT.into(),
+            false => Patience {
+                // Who only looks gives one that is there a moment to answer.
+                dial: left(deadline, ATTEMPT).max(MOMENT),
+                until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
+            },
         };
         let agent = match self.become_agent(patience, goes_on)? {
             Ok(agent) => agent,

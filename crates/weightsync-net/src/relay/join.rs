@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use weightsync_core::{Layout, Run};
+use weightsync_core::{Layout, Remedy, Run};
 use weightsync_mem::ModelSpec;
 
 use super::engine::Event;
@@ -280,7 +280,7 @@ pub(crate) async fn dial(name: &str, key: &Key) -> Result<(TcpStream, SocketAddr
 
 /// Whether what answers there will not become the sender by waiting.
 fn is_final(error: &HelloError) -> bool {
-    !matches!(error, HelloError::Busy | HelloError::HungUp { .. })
+    error.remedy() != Remedy::Retry
 }
 
 /// This machine's name, for people to read.

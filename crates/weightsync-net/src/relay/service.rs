@@ -158,8 +158,9 @@ impl Relay {
     /// # Errors
     ///
     /// [`NetError`] as an [`Error::Transport`](weightsync::Error::Transport) if trying
-    /// again would not help: a wrong token, another program at the address, another
-    /// relay on this host, an address that is not to be used as links are.
+    /// again would not help: a wrong token or another program at the address where it
+    /// has never found its sender there, another relay on this host, an address that is
+    /// not to be used as links are.
     pub fn run(&self, mut tell: impl FnMut(RelayNews)) -> Result<()> {
         let mut seen = Epoch::default();
         let (mut failures, mut told) = (0, Vec::new());
@@ -190,7 +191,7 @@ impl Relay {
                     continue;
                 }
                 Err(_) if !goes_on() => break,
-                Err(error) => self.passing(error)?,
+                Err(error) => self.passing(error, seen)?,
             };
             if !told.contains(&kind) {
                 told.push(kind);
@@ -206,8 +207,13 @@ impl Relay {
 
     /// Of what kind an error is that may be over the next time, and why it came; else
     /// what it is to a caller.
-    fn passing(&self, error: StartError) -> Result<(Discriminant<StartError>, String)> {
+    fn passing(
+        &self,
+        error: StartError,
+        seen: Epoch,
+    ) -> Result<(Discriminant<StartError>, String)> {
         let kind = discriminant(&error);
+        let was_in = seen != Epoch::default();
         Ok(match error {
             StartError::Unreachable(_, reason) => (kind, reason),
             StartError::Fenced { seen, got } => {
@@ -218,6 +224,10 @@ impl Relay {
             | StartError::Broken(_)
             | StartError::Os { .. }
             | StartError::Memory(_) => (kind, error.into_error(self.address.clone()).to_string()),
+            // Somebody else is in its sender's place for now.
+            StartError::Refused(_) if was_in => {
+                (kind, error.into_error(self.address.clone()).to_string())
+            }
             StartError::Refused(_) | StartError::Taken | StartError::Access(_) => {
                 return Err(error.into_error(self.address.clone()));
             }

@@ -347,6 +347,33 @@ fn a_relay_that_joins_stops_at_once() {
     assert!(begun.elapsed() < LONG / 4, "{:?}", begun.elapsed());
 }
 
+#[test]
+fn a_relay_that_was_in_outlasts_another_program_in_its_senders_place() {
+    let (sender, info) = trainer();
+    let at = info.endpoint();
+    let relay = Relay::of(&info);
+    let stop = relay.stopper();
+    let (tells, told) = std::sync::mpsc::channel();
+    let running = thread::spawn(move || {
+        relay.run(|news| {
+            let _ = tells.send(news);
+        })
+    });
+    let next = || told.recv_timeout(LONG).expect("it goes on");
+    assert!(matches!(next(), RelayNews::Joined { .. }));
+    sender.shutdown();
+    let (_runtime, ..) = drones(at.address(), &[9; 16], Vec::new());
+    loop {
+        match next() {
+            RelayNews::Looking { reason, .. } if reason.contains("refused the token") => break,
+            RelayNews::Looking { .. } | RelayNews::Closed => {}
+            news => panic!("{news}"),
+        }
+    }
+    stop.stop();
+    running.join().unwrap().unwrap();
+}
+
 /// A sender that says what cannot be may have one after it that does not.
 #[test]
 fn a_relay_looks_for_its_sender_whatever_hinders_it() {

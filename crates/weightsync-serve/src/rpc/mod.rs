@@ -164,6 +164,17 @@ impl Rpc {
             None => Ok(Access::from_env().map_err(Trouble::from)?),
         }
     }
+
+    /// The same for a worker: where its sender is on this machine it wants no token, and
+    /// one of the environment may be for something else.
+    fn allowed_to(&self, sender: SocketAddr) -> Result<Access> {
+        match self.access {
+            None if sender.ip().to_canonical().is_loopback() => {
+                Ok(Access::with_token(None).map_err(Trouble::from)?)
+            }
+            _ => self.allowed(),
+        }
+    }
 }
 
 /// The schemes built in, and this one.
@@ -237,7 +248,8 @@ impl Scheme for Rpc {
         joining: &Joining,
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
-        let receiver = receiver::RpcReceiver::join(at, joining, &self.allowed()?, deadline)?;
+        let access = self.allowed_to(Places::of(at)?.found)?;
+        let receiver = receiver::RpcReceiver::join(at, joining, &access, deadline)?;
         Ok(Box::new(receiver))
     }
 }

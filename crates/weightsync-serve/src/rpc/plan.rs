@@ -192,7 +192,8 @@ impl<V: Clone + Numbered> Plan<V> {
         let mut fates = Vec::new();
         let places = self.current.iter().filter_map(|(worker, id)| {
             let About { pid, addr, .. } = self.lanes.get(id)?.about;
-            Some((*worker, (pid, addr)))
+            // It listens elsewhere each time that it joins anew.
+            Some((*worker, (pid, addr.ip())))
         });
         let places: BTreeMap<_, _> = places.collect();
         let (meant, sequence) = (&self.meant, self.sequence);
@@ -205,7 +206,7 @@ impl<V: Clone + Numbered> Plan<V> {
                 continue;
             }
             if self.current.get(&worker) != Some(id) {
-                let place = (lane.about.pid, lane.about.addr);
+                let place = (lane.about.pid, lane.about.addr.ip());
                 let is_back = places.get(&worker) == Some(&place);
                 if before.contains(id) && !is_back {
                     fates.push((*id, Fate::Told));

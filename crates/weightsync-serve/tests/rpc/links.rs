@@ -228,11 +228,14 @@ fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
     const BAD_GATEWAY: &str = "502 Bad Gateway\r\nContent-Length: 0";
     const UNAVAILABLE: &str = "503 Service Unavailable\r\nContent-Length: 25\r\n\r\n\
                                {\"error\":\"upstream down\"}";
+    const TOO_MANY: &str = "429 Too Many Requests\r\nContent-Length: 21\r\n\r\n\
+                            {\"error\":\"slow down\"}";
     let answers = [
         Answer::HangUp,
         Answer::HangUp,
         Answer::Says(BAD_GATEWAY),
         Answer::Says(UNAVAILABLE),
+        Answer::Says(TOO_MANY),
         Answer::Says("200 OK\r\nContent-Length: 0"),
         Answer::HangUp,
     ];
@@ -266,6 +269,32 @@ fn a_worker_that_asks_while_it_registers_again_waits() {
         while proxy.answered() < 80 || !sends(&mut sender, 2.0) {
             assert!(begun.elapsed() < SOON, "it does not come back");
             thread::yield_now();
+        }
+        let got = asks.join().expect("no panic").expect("its sender lives");
+        assert!(got.is_some_and(|got| got.version() >= Version(2)));
+    });
+}
+
+/// The sender knows that a connection broke before its worker does.
+#[test]
+fn a_worker_whose_connection_was_given_up_asks_again() {
+    let proxy = Proxy::new();
+    let (mut sender, mut receiver) = behind(&proxy);
+    proxy.answer(
+        "GET /v1/workers/",
+        &[Answer::Says("410 Gone\r\nContent-Length: 0")],
+    );
+    let next = Pull::AtLeast(Version(2));
+    thread::scope(|scope| {
+        let asks = scope.spawn(|| receiver.pull(next, Some(SOON)));
+        let begun = Instant::now();
+        while proxy.answered() < 1 {
+            assert!(begun.elapsed() < SOON, "it does not ask");
+            thread::yield_now();
+        }
+        proxy.cut();
+        while !sends(&mut sender, 2.0) {
+            assert!(begun.elapsed() < SOON, "it does not come back");
         }
         let got = asks.join().expect("no panic").expect("its sender lives");
         assert!(got.is_some_and(|got| got.version() >= Version(2)));

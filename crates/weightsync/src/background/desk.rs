@@ -63,6 +63,12 @@ impl<B> Desk<B> {
         }
     }
 
+    /// Whether the thread is to end, or to let go of the receiver.
+    pub(super) fn is_wanted(&self) -> bool {
+        let book = self.open();
+        book.stop || book.borrowers > 0
+    }
+
     /// Changes something that the thread has to look at, and has it look.
     pub(crate) fn tell<T>(&self, change: impl FnOnce(&mut Book<B>) -> T) -> T {
         let mut book = self.open();

@@ -279,8 +279,9 @@ fn turn<T: Task>(
     }
     let followed = match receiver.has_lost_sender() {
         false => receiver.follow(),
-        // Who ends this thread does not wait for a sender that says much slowly.
-        true => interrupt::with(|| desk.open().stop, || receiver.follow()),
+        // Who ends this thread, or wants the receiver, does not wait for a sender that
+        // says much slowly.
+        true => interrupt::with(|| desk.is_wanted(), || receiver.follow()),
     };
     match followed? {
         Followed::Set(set) => {

@@ -3,6 +3,26 @@
 
 use super::*;
 
+/// How a sender is looked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Search {
+    /// Until then.
+    Until(Deadline),
+    /// Once, by a caller that looks again and can be interrupted: whoever is there is
+    /// heard out.
+    Once,
+}
+
+/// Whether a search may find somebody although it came to this: it says something of
+/// who answered this time, or of this moment, and not of what this worker is.
+fn may_pass(error: &Error) -> bool {
+    let of_another = matches!(
+        error,
+        Error::Transport { .. } | Error::Memory(_) | Error::Os { .. }
+    );
+    of_another || error.remedy() != Remedy::GiveUp
+}
+
 impl Receiver {
     /// As [`next`](Self::next) without a timeout, for a thread that has to end
     /// when it is told to: what can be waited for here can be interrupted, and a
@@ -16,10 +36,10 @@ impl Receiver {
             let next = self.next(None)?;
             return Ok(next.map_or(Followed::Interrupted, Followed::Set));
         }
-        match self.rejoin(Some(Instant::now())) {
+        match self.rejoin(Search::Once) {
             // Its waits are ended by another interrupter from here on.
             Ok(()) => Ok(Followed::Interrupted),
-            Err(error) if error.remedy() == Remedy::Retry => Ok(Followed::NoSender(error)),
+            Err(error) if may_pass(&error) => Ok(Followed::NoSender(error)),
             Err(error) => Err(error),
         }
     }
@@ -107,13 +127,13 @@ impl Receiver {
 
     /// Joins the successor of a sender that is gone. Its run has a higher
     /// epoch, and its versions count anew.
-    pub(super) fn rejoin(&mut self, deadline: Deadline) -> Result<()> {
+    pub(super) fn rejoin(&mut self, search: Search) -> Result<()> {
         let knew = self.transport.run();
         // One that was refused for its epoch need not be joined to be refused
         // again: only a higher one will do.
         let above = u64::from(self.conflicting.is_some());
         let seen = Epoch(knew.epoch.0.saturating_add(above));
-        let joined = self.setup.join_transport(&self.scheme, seen, deadline);
+        let joined = self.setup.join_transport(&self.scheme, seen, search);
         let mut transport = match (joined, self.conflicting) {
             (Err(Error::Memory(Memory::Denied { .. } | Memory::Fenced { .. })), Some(got)) => {
                 return Err(Error::ConflictingRun { knew, got });

@@ -197,7 +197,7 @@ impl ReceiverSetup {
         since: Instant,
         until: Deadline,
     ) -> Result<(Box<dyn ReceiverTransport>, Option<SetSnapshot>)> {
-        let mut transport = self.join_transport(scheme, Epoch(0), until)?;
+        let mut transport = self.join_transport(scheme, Epoch(0), Search::Until(until))?;
         let waits = scheme.scheme().first_weights() == FirstWeights::AtConnect;
         if !scheme.capabilities().weights || !waits {
             return Ok((transport, None));
@@ -217,8 +217,12 @@ impl ReceiverSetup {
         &self,
         scheme: &AnyScheme,
         seen: Epoch,
-        deadline: Deadline,
+        search: Search,
     ) -> Result<Box<dyn ReceiverTransport>> {
+        let (deadline, hears_out) = match search {
+            Search::Until(deadline) => (deadline, false),
+            Search::Once => (Some(Instant::now()), true),
+        };
         let joining = Joining {
             worker: self.worker,
             seen,
@@ -226,6 +230,7 @@ impl ReceiverSetup {
             wanted: self.wanted()?,
             device: self.device.clone(),
             wait: self.wait,
+            hears_out,
         };
         let insists = self.insists(&joining.wanted)?;
         let mut transport = scheme.scheme().join(&self.info.at, &joining, deadline)?;

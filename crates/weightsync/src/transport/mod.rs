@@ -259,6 +259,10 @@ pub struct Joining {
     pub device: String,
     /// How it waits.
     pub wait: WaitStyle,
+    /// Whether a sender that is there is heard out although the deadline has come: the
+    /// caller only looks whether there is one, looks again if not, and ends by an
+    /// [interrupt] what takes too long.
+    pub hears_out: bool,
 }
 
 /// Which workers a publication is for.

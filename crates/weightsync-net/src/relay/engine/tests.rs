@@ -13,52 +13,85 @@ const SOON: Duration = Duration::from_secs(10);
 
 const SECRET: [u8; 16] = [3; 16];
 
+const ITEM: Item = Item {
+    model: 0,
+    version: Version(1),
+};
+
+/// An engine, and what is around it.
+struct Around {
+    engine: Engine,
+    events: mpsc::Sender<Event>,
+    heard: mpsc::Receiver<Event>,
+    /// Where its sender is, and its parent.
+    listener: TcpListener,
+    address: SocketAddr,
+    /// The sender's end of its link.
+    _sender: (Link<FromRoot>, mpsc::Receiver<Result<ToRoot, LinkEnd>>),
+}
+
+async fn engine(name: &str) -> Around {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (socket, other) = tokio::join!(TcpStream::connect(address), listener.accept());
+    let (events, heard) = mpsc::channel(1 << 16);
+    let root = |what| Event::Root { number: 0, what };
+    // It says that it is there.
+    let (said, words) = mpsc::channel(64);
+    let sender = Link::<FromRoot>::start::<ToRoot, _>(other.unwrap().0, &said, |what| what);
+    let name = format!("weightsync/test/engine/{name}/{}", std::process::id());
+    let options = AgentOptions {
+        root: address.to_string(),
+        secret: SECRET,
+        seen: Epoch::default(),
+        connections: 1,
+        place: Place::Own(name.clone()),
+        serves: false,
+        access: Access::default(),
+    };
+    let joined = Joined {
+        link: Link::start(socket.unwrap(), &events, root),
+        root: address,
+        run: Run {
+            epoch: Epoch(1),
+            id: [7; 16],
+        },
+        agent: 1,
+        address: address.to_string(),
+        slots: 3,
+        pid: 1,
+        models: vec![ModelSpec {
+            layout: Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap(),
+            note: Vec::new(),
+        }],
+        bulk: None,
+    };
+    let near = Listener::at(&name).unwrap();
+    let key = Key::new(&SECRET);
+    let mut engine = Engine::start(&options, key, joined, near, events.clone()).unwrap();
+    engine.parent = Some(Parent { agent: 2, address });
+    Around {
+        engine,
+        events,
+        heard,
+        listener,
+        address,
+        _sender: (sender, words),
+    }
+}
+
 #[test]
 fn it_is_looked_for_room_however_much_there_is_to_hear() {
     runtime("weightsync-test").unwrap().block_on(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (socket, other) = tokio::join!(TcpStream::connect(address), listener.accept());
-        let (events, heard) = mpsc::channel(1 << 16);
-        let root = |what| Event::Root { number: 0, what };
-        // It says that it is there.
-        let (said, _words) = mpsc::channel(64);
-        let _sender = Link::<FromRoot>::start::<ToRoot, _>(other.unwrap().0, &said, |what| what);
-        let name = format!("weightsync/test/engine/{}", std::process::id());
-        let options = AgentOptions {
-            root: address.to_string(),
-            secret: SECRET,
-            seen: Epoch::default(),
-            connections: 1,
-            place: Place::Own(name.clone()),
-            serves: false,
-            access: Access::default(),
-        };
-        let joined = Joined {
-            link: Link::start(socket.unwrap(), &events, root),
-            root: address,
-            run: Run {
-                epoch: Epoch(1),
-                id: [7; 16],
-            },
-            agent: 1,
-            address: address.to_string(),
-            slots: 3,
-            pid: 1,
-            models: vec![ModelSpec {
-                layout: Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap(),
-                note: Vec::new(),
-            }],
-            bulk: None,
-        };
-        let near = Listener::at(&name).unwrap();
-        let key = Key::new(&SECRET);
-        let mut engine = Engine::start(&options, key, joined, near, events.clone()).unwrap();
-        let item = Item {
-            model: 0,
-            version: Version(1),
-        };
-        engine.parent = Some(Parent { agent: 2, address });
+        let Around {
+            mut engine,
+            events,
+            heard,
+            listener,
+            _sender,
+            ..
+        } = engine("room").await;
+        let item = ITEM;
         engine.plan.step([Input::Parent, Input::Wanted { item }]);
         engine.plan.step([Input::NoRoom { item }]);
         assert!(engine.plan.waits_for_room());
@@ -77,5 +110,43 @@ fn it_is_looked_for_room_however_much_there_is_to_hear() {
         assert!(events.send(Event::Stop).await.is_ok());
         runs.await.unwrap();
         talks.join().unwrap();
+    });
+}
+
+/// The sender acts on what is said of the parent that it has given, and on nothing else.
+#[test]
+fn what_was_to_be_said_of_a_parent_is_not_said_of_the_next_one() {
+    runtime("weightsync-test").unwrap().block_on(async {
+        let Around {
+            mut engine,
+            events,
+            heard,
+            address,
+            _sender,
+            ..
+        } = engine("complaint").await;
+        let item = ITEM;
+        engine.step([Input::Parent, Input::Wanted { item }]);
+        // The parent does not have it: it comes from the sender in its stead.
+        let sender = false;
+        engine.step([Input::NotThere { item, sender }]);
+        assert!(engine.fetching[&item].instead);
+        engine.complain = Some((Instant::now() + SOON, 2, "it broke off".into()));
+        engine.hear(FromRoot::Parent {
+            agent: 3,
+            address: Some(address.to_string()),
+        });
+        assert_eq!(engine.parent.map(|parent| parent.agent), Some(3));
+        engine.fetched(Fetched {
+            number: engine.fetching[&item].number,
+            item,
+            parent: 0,
+            end: FetchEnd::Broken(std::io::Error::other("cut")),
+            came: Came::default(),
+        });
+        let complains = engine.complain.as_ref().map(|(_, of, _)| *of);
+        assert_eq!(complains, Some(0));
+        assert!(events.send(Event::Stop).await.is_ok());
+        engine.run(heard).await;
     });
 }

@@ -127,16 +127,19 @@ fn a_process_that_registers_again_during_a_send_has_one_line() {
     let mut plan = Of::new(1, 0);
     let old = plan.join(about(0, &[0]));
     let before = plan.watch_all();
-    let new = plan.join(about(0, &[0]));
+    // It has joined anew, and listens elsewhere.
+    let mut new = about(0, &[0]);
+    new.addr.set_port(1001);
+    let new = plan.join(new);
     let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &before);
     assert_eq!(sent.fates, [(new, Fate::Told)]);
     plan.end(old, Life::Lost);
     plan.unwatch(before);
     plan.unwatch([new]);
-    // Another process of that number is not the one that was here.
+    // A process of another host is not the one that was here.
     let before = plan.watch_all();
     let mut other = about(0, &[0]);
-    other.addr.set_port(1001);
+    other.addr.set_ip([10, 0, 0, 2].into());
     let other = plan.join(other);
     plan.end(new, Life::Died);
     let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &before);

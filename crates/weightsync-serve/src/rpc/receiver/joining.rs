@@ -179,7 +179,8 @@ pub(super) fn join(
     let client = Client::new(sender, Bearer::to_sender(at.secret()));
     let mut pause = PAUSE;
     loop {
-        let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
+        let attempt = if joining.hears_out { PATIENCE } else { ATTEMPT };
+        let ends = Instant::now().checked_add(attempt).max(deadline);
         let until = deadline.and(ends);
         let (done, wait) = sync_channel(1);
         let proof = ProofKey::new(at.secret());
@@ -257,16 +258,20 @@ async fn register_at(
             let Ok(problem) = problem else {
                 return Err(NotIn::Silent(format!("it answered {status}")));
             };
-            // The sender itself has no words with such a status: what is on the way has.
-            let passes = status.is_server_error()
-                || matches!(
-                    status,
-                    StatusCode::FAILED_DEPENDENCY | StatusCode::REQUEST_TIMEOUT
-                );
-            return Err(match (problem.epoch, passes) {
+            // With another status it is what is on the way that has no room for it now, or
+            // the sender that could not reach this worker or was not told all in time.
+            let is_word = matches!(
+                status,
+                StatusCode::BAD_REQUEST
+                    | StatusCode::FORBIDDEN
+                    | StatusCode::CONFLICT
+                    | StatusCode::PAYLOAD_TOO_LARGE
+                    | StatusCode::UNPROCESSABLE_ENTITY
+            );
+            return Err(match (problem.epoch, is_word) {
                 (Some(epoch), _) => NotIn::Fenced(epoch),
-                (None, true) => NotIn::Silent(problem.error),
-                (None, false) => NotIn::Denied(problem.error),
+                (None, true) => NotIn::Denied(problem.error),
+                (None, false) => NotIn::Silent(problem.error),
             });
         }
     }
