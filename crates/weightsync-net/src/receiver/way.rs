@@ -17,9 +17,13 @@ use crate::scheme::{Distributed, Share};
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// How long what lives at a name of this host has to answer before a worker looks
-/// elsewhere.
+/// How long what lives at a name of this host has to answer before a worker asks anew.
 const ANSWER: Duration = Duration::from_secs(1);
+
+/// And a relay, before the worker looks elsewhere: it has all its room to make first,
+/// which takes a second for each gigabyte, and may be stopped. A trainer is waited for
+/// as long as it lives: what it does not give here it does not give over a link either.
+const SETTLES: Duration = Duration::from_secs(10);
 
 /// What one attempt has at the least.
 const MOMENT: Duration = Duration::from_millis(300);
@@ -201,18 +205,28 @@ impl Way {
         &self,
         handoff: &Handoff,
         deadline: Deadline,
-        goes_on: impl FnMut() -> bool,
+        mut goes_on: impl FnMut() -> bool,
     ) -> Result<Look> {
-        for name in self.names() {
-            if !weightsync_mem::is_served(&name).unwrap_or(false) {
-                continue;
+        // Who hears out whoever is there does so here, too.
+        let until = deadline.filter(|_| !self.joining.hears_out);
+        // Whoever has come there meanwhile is seen before this worker fetches for itself.
+        let mut nearer = Vec::new();
+        'names: for (whose, name) in self.names() {
+            let since = Instant::now();
+            while weightsync_mem::is_served(&name).unwrap_or(false) {
+                match self.attach(&name, handoff, Instant::now() + left(until, ANSWER)) {
+                    Ok(attached) => return Ok(found(attached, None)),
+                    // It does not answer, or is about to go.
+                    Err(Error::NoSender { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+                let is_over = until.is_some_and(|at| Instant::now() >= at);
+                let settles = whose == Whose::Sender || since.elapsed() < SETTLES;
+                if is_over || !settles || !goes_on() {
+                    continue 'names;
+                }
             }
-            match self.attach(&name, handoff, Instant::now() + left(deadline, ANSWER)) {
-                Ok(attached) => return Ok(found(attached, None)),
-                // It does not answer, or is about to go.
-                Err(Error::NoSender { .. }) => {}
-                Err(error) => return Err(error),
-            }
+            nearer.push(name);
         }
         let patience = match self.joining.hears_out {
             true => ATTEMPT.into(),
@@ -222,24 +236,10 @@ impl Way {
                 until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
             },
         };
-        let agent = match self.become_agent(patience, goes_on)? {
+        let agent = match self.become_agent(nearer, patience, goes_on)? {
             Ok(agent) => agent,
             Err(reach) => return Ok(Look::Nothing(reach)),
         };
-        if self.scheme.share == Share::All {
-            // The sender may be on this host, and was not there a moment ago.
-            let names = local::names(self.at.secret(), self.at.address(), Whose::Sender);
-            for name in names {
-                if !weightsync_mem::is_served(&name).unwrap_or(false) {
-                    continue;
-                }
-                match self.attach(&name, handoff, Instant::now() + ANSWER) {
-                    Ok(attached) => return Ok(found(attached, None)),
-                    Err(Error::NoSender { .. }) => {}
-                    Err(error) => return Err(error),
-                }
-            }
-        }
         let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
         match self.attach(&agent.address, handoff, until) {
             Ok(attached) => Ok(found(attached, Some(agent))),
@@ -250,8 +250,14 @@ impl Way {
     }
 
     /// The names at which this worker looks for others, in order.
-    fn names(&self) -> Vec<String> {
-        let names = |whose| local::names(self.at.secret(), self.at.address(), whose);
+    fn names(&self) -> Vec<(Whose, String)> {
+        let names = |whose| {
+            let names = local::names(self.at.secret(), self.at.address(), whose);
+            names
+                .into_iter()
+                .map(|name| (whose, name))
+                .collect::<Vec<_>>()
+        };
         match self.scheme.share {
             Share::All => {
                 let mut all = names(Whose::Sender);
@@ -283,6 +289,7 @@ impl Way {
     /// Reaches the sender itself; how it is that that is not possible now.
     fn become_agent(
         &self,
+        nearer: Vec<String>,
         patience: Patience,
         goes_on: impl FnMut() -> bool,
     ) -> Result<std::result::Result<Agent, Reach>> {
@@ -299,10 +306,13 @@ impl Way {
             // What stops a worker must not stop others.
             serves: false,
             access,
+            nearer,
         };
         match Agent::start(options, patience, goes_on) {
             Ok(agent) => Ok(Ok(agent)),
             Err(StartError::Unreachable(reach, _)) => Ok(Err(reach)),
+            // It was about to be there when this worker looked.
+            Err(StartError::Nearer) => Ok(Err(Reach::Unknown)),
             Err(error) => Err(error.into_error(address())),
         }
     }
@@ -326,6 +336,11 @@ impl StartError {
     pub(crate) fn into_error(self, address: String) -> Error {
         match self {
             Self::Unreachable(_, reason) => NetError::Unreachable { address, reason }.into(),
+            Self::Nearer => NetError::Unreachable {
+                address,
+                reason: "it is on this host".into(),
+            }
+            .into(),
             Self::Taken => NetError::AnotherRelay { address }.into(),
             Self::Fenced { seen, got } => MemoryError::Fenced { seen, got }.into(),
             Self::Memory(error) => error.into(),

@@ -25,6 +25,7 @@ pub(crate) use self::service::unreachable;
 pub use self::service::{Relay, RelayNews, RelayStop};
 use crate::access::{Access, AccessError, Key};
 use crate::wire::hello::HelloError;
+use crate::wire::message::ToRoot;
 
 /// How long tasks have to end, of which none waits.
 const END: Duration = Duration::from_secs(1);
@@ -51,6 +52,9 @@ pub(crate) struct AgentOptions {
     pub(crate) serves: bool,
     /// Which addresses it may use.
     pub(crate) access: Access,
+    /// Where one of these names of this host is served, what it would fetch can be read
+    /// there, and it does not start.
+    pub(crate) nearer: Vec<String>,
 }
 
 /// Where the workers of an agent find it.
@@ -94,6 +98,8 @@ pub(crate) enum StartError {
     },
     /// Another agent serves this host by now.
     Taken,
+    /// What it would fetch can be read on this host.
+    Nearer,
     /// It must not listen where others would reach it.
     Access(AccessError),
     /// What the sender says cannot be.
@@ -274,6 +280,16 @@ async fn run(
             let reason = "it was given up".into();
             Err(StartError::Unreachable(Reach::Unknown, reason))
         }
+    };
+    let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
+    let joined = match joined {
+        // Before it makes room for all of that.
+        Ok(joined) if options.nearer.iter().any(is_served) => {
+            joined.link.say(&ToRoot::Goodbye);
+            joined.link.finish().await;
+            Err(StartError::Nearer)
+        }
+        joined => joined,
     };
     let made = joined.and_then(|joined| {
         let (listener, address) = listen(&options, &joined)?;

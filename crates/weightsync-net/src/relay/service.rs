@@ -176,6 +176,7 @@ impl Relay {
                 place: Place::Host,
                 serves: true,
                 access: access.clone(),
+                nearer: Vec::new(),
             };
             let (kind, reason) = match Agent::start(options, ATTEMPT.into(), goes_on) {
                 Ok(agent) => {
@@ -228,7 +229,10 @@ impl Relay {
             StartError::Refused(_) if was_in => {
                 (kind, error.into_error(self.address.clone()).to_string())
             }
-            StartError::Refused(_) | StartError::Taken | StartError::Access(_) => {
+            StartError::Refused(_)
+            | StartError::Taken
+            | StartError::Nearer
+            | StartError::Access(_) => {
                 return Err(error.into_error(self.address.clone()));
             }
         })

@@ -130,6 +130,7 @@ fn who_asks_how_things_are_is_told_why_there_is_no_answer() {
         place: Place::Own(format!("weightsync/test/asked/{}", std::process::id())),
         serves: true,
         access: Access::default(),
+        nearer: Vec::new(),
     };
     let agent = Agent::start(options, LONG.into(), || true).unwrap();
     let port = agent.serves.unwrap().to_string();
@@ -195,6 +196,7 @@ fn an_agent_fetches_only_where_it_may() {
         place: Place::Own(format!("weightsync/test/led/{}", std::process::id())),
         serves: false,
         access: Access::default(),
+        nearer: Vec::new(),
     };
     let said = runtime.spawn(misleads(listener, Key::new(&options.secret)));
     let _agent = Agent::start(options, LONG.into(), || true).unwrap();
@@ -204,6 +206,27 @@ fn an_agent_fetches_only_where_it_may() {
         matches!(said, ToRoot::ParentLost { parent: 9, .. }),
         "{said:?}"
     );
+}
+
+#[test]
+fn nothing_is_fetched_that_can_be_read_on_this_host() {
+    let (_sender, info) = trainer();
+    let at = info.endpoint();
+    let own = format!("weightsync/test/nearer/{}", std::process::id());
+    let options = AgentOptions {
+        root: at.address().into(),
+        secret: *at.secret(),
+        place: Place::Own(own.clone()),
+        nearer: names(at.secret(), at.address(), Whose::Sender),
+        ..joining("")
+    };
+    let ended = Agent::start(options.clone(), LONG.into(), || true).unwrap_err();
+    assert!(matches!(ended, StartError::Nearer), "{ended:?}");
+    assert!(!weightsync_mem::is_served(&own).unwrap());
+    // The sender goes on; where nobody is at a name, there is no other way.
+    let nearer = names(at.secret(), at.address(), Whose::Host);
+    let agent = Agent::start(AgentOptions { nearer, ..options }, LONG.into(), || true);
+    assert!(agent.is_ok(), "{agent:?}");
 }
 
 #[test]
@@ -310,6 +333,7 @@ fn joining(root: &str) -> AgentOptions {
         place: Place::Own(format!("weightsync/test/joins/{}", std::process::id())),
         serves: false,
         access: Access::default(),
+        nearer: Vec::new(),
     }
 }
 

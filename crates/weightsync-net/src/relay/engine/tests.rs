@@ -48,6 +48,7 @@ async fn engine(name: &str) -> Around {
         place: Place::Own(name.clone()),
         serves: false,
         access: Access::default(),
+        nearer: Vec::new(),
     };
     let joined = Joined {
         link: Link::start(socket.unwrap(), &events, root),
