@@ -108,7 +108,10 @@ impl<'a> Script<'a> {
     fn is_at(&mut self, info: &InitInfo) {
         let address = address(info);
         self.addresses.push(address.clone());
-        if self.beside.iter().any(|(known, _)| *known == address) {
+        if let Some(known) = self.beside.iter().position(|(known, _)| *known == address) {
+            let last = self.beside.remove(known);
+            self.beside.extend(last);
+            self.beside.rotate_right(1);
             return;
         }
         // No scenario has as many at a time, and some have thousands in a row.

@@ -13,6 +13,7 @@ use weightsync::{
 };
 
 use super::*;
+use crate::relay::local::{self, Whose};
 use crate::relay::tests::{Heard, LONG, drones, long_welcome, relay, trainer};
 use crate::scheme::Share;
 use crate::status::Status;
@@ -313,6 +314,43 @@ fn a_sender_that_answers_nobody_for_long_is_dead() {
         .find_again(&Handoff::default(), &closed, LONG);
     assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
     assert!(begun.elapsed() < LONG, "{:?}", begun.elapsed());
+}
+
+/// It has its room to make before it answers, here and over a link.
+#[test]
+fn a_worker_waits_for_a_trainer_of_its_host_and_does_not_dial_meanwhile() {
+    let (_other, info) = trainer();
+    let secret = [6; 16];
+    let (_runtime, root, heard) = drones("127.0.0.1:0", &secret, long_welcome());
+    let names = local::names(&secret, &root, Whose::Sender);
+    let at = Endpoint::new(root, secret, false).unwrap();
+    let way = Way::new(&Distributed::new(), &at, &joining(&info)).unwrap();
+    let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
+    for patience in [Duration::ZERO, Duration::from_millis(1200)] {
+        let deadline = Some(Instant::now() + patience);
+        let found = way.find(&Handoff::default(), deadline);
+        assert!(matches!(found, Err(Error::NoSender { .. })), "{found:?}");
+    }
+    assert!(heard.try_recv().is_err(), "it dials");
+}
+
+/// Whatever is at another of its names: a process that a dead one has forked, say.
+#[test]
+fn a_worker_finds_its_trainer_at_whichever_name_it_has() {
+    let mut weights = Tensors::new();
+    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
+    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let setup = setup.scheme(Distributed::new()).unwrap();
+    let info = setup.init_info();
+    let at = info.endpoint();
+    let names = local::names(at.secret(), at.address(), Whose::Sender);
+    let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
+    let _sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    let way = Way::new(&Distributed::new(), at, &joining(&info)).unwrap();
+    let found = way
+        .find(&Handoff::default(), Some(Instant::now() + LONG))
+        .unwrap();
+    assert!(!found.is_its_own_agents() && !found.is_a_relays());
 }
 
 #[test]

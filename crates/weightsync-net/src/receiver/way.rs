@@ -20,9 +20,10 @@ const ATTEMPT: Duration = Duration::from_secs(3);
 /// How long what lives at a name of this host has to answer before a worker asks anew.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// And a relay, before the worker looks elsewhere: it has all its room to make first,
-/// which takes a second for each gigabyte, and may be stopped. A trainer is waited for
-/// as long as it lives: what it does not give here it does not give over a link either.
+/// And a relay, before the worker looks elsewhere, of half the time it has: a relay has
+/// all its room to make first, which takes a second for each gigabyte, and may be
+/// stopped. A trainer is waited for as long as it lives: what it does not give here it
+/// does not give over a link either.
 const SETTLES: Duration = Duration::from_secs(10);
 
 /// What one attempt has at the least.
@@ -106,6 +107,7 @@ impl Way {
             if let Look::Found(found) = self.look(handoff, deadline, goes_on)? {
                 return Ok(*found);
             }
+            interrupt::at_most(None)?;
             if deadline.is_some_and(|at| Instant::now() >= at) {
                 return Err(Error::NoSender {
                     address: self.at.address().into(),
@@ -209,25 +211,34 @@ impl Way {
     ) -> Result<Look> {
         // Who hears out whoever is there does so here, too.
         let until = deadline.filter(|_| !self.joining.hears_out);
-        // Whoever has come there meanwhile is seen before this worker fetches for itself.
-        let mut nearer = Vec::new();
-        'names: for (whose, name) in self.names() {
-            let since = Instant::now();
-            while weightsync_mem::is_served(&name).unwrap_or(false) {
-                match self.attach(&name, handoff, Instant::now() + left(until, ANSWER)) {
+        let settles = Instant::now() + SETTLES.min(left(until, 2 * SETTLES) / 2);
+        let mut nearer = self.names();
+        loop {
+            let mut silent = Vec::new();
+            for (whose, name) in &nearer {
+                if !weightsync_mem::is_served(name).unwrap_or(false) {
+                    continue;
+                }
+                match self.attach(name, handoff, Instant::now() + left(until, ANSWER)) {
                     Ok(attached) => return Ok(found(attached, None)),
                     // It does not answer, or is about to go.
-                    Err(Error::NoSender { .. }) => {}
+                    Err(Error::NoSender { .. }) => silent.push((*whose, name.clone())),
                     Err(error) => return Err(error),
                 }
-                let is_over = until.is_some_and(|at| Instant::now() >= at);
-                let settles = whose == Whose::Sender || since.elapsed() < SETTLES;
-                if is_over || !settles || !goes_on() {
-                    continue 'names;
-                }
             }
-            nearer.push(name);
+            let is_trainer = silent.iter().any(|(whose, _)| *whose == Whose::Sender);
+            let is_over = until.is_some_and(|at| Instant::now() >= at) || !goes_on();
+            if is_over && is_trainer {
+                return Ok(Look::Nothing(Reach::Unknown));
+            }
+            if silent.is_empty() || is_over || !is_trainer && Instant::now() >= settles {
+                // Whoever comes to another one meanwhile is seen before this worker
+                // fetches for itself.
+                nearer.retain(|one| !silent.contains(one));
+                break;
+            }
         }
+        let nearer = nearer.into_iter().map(|(_, name)| name).collect();
         let patience = match self.joining.hears_out {
             true => ATTEMPT.into(),
             false => Patience {

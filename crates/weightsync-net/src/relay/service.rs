@@ -158,8 +158,8 @@ impl Relay {
     /// # Errors
     ///
     /// [`NetError`] as an [`Error::Transport`](weightsync::Error::Transport) if trying
-    /// again would not help: a wrong token or another program at the address where it
-    /// has never found its sender there, another relay on this host, an address that is
+    /// again would not help: a wrong token or another program at an address where its
+    /// sender was never found, another relay on this host, an address that is
     /// not to be used as links are.
     pub fn run(&self, mut tell: impl FnMut(RelayNews)) -> Result<()> {
         let mut seen = Epoch::default();

@@ -179,9 +179,9 @@ pub(super) fn join(
     let client = Client::new(sender, Bearer::to_sender(at.secret()));
     let mut pause = PAUSE;
     loop {
-        let attempt = if joining.hears_out { PATIENCE } else { ATTEMPT };
-        let ends = Instant::now().checked_add(attempt).max(deadline);
-        let until = deadline.and(ends);
+        let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
+        // Who is heard out has its own time for each step, and the caller can end it.
+        let until = deadline.and(ends).filter(|_| !joining.hears_out);
         let (done, wait) = sync_channel(1);
         let proof = ProofKey::new(at.secret());
         let attempt = enter(client.clone(), proof, register.clone(), desk.clone());
