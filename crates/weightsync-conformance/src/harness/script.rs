@@ -108,10 +108,9 @@ impl<'a> Script<'a> {
     fn is_at(&mut self, info: &InitInfo) {
         let address = address(info);
         self.addresses.push(address.clone());
-        if let Some(known) = self.beside.iter().position(|(known, _)| *known == address) {
-            let last = self.beside.remove(known);
-            self.beside.extend(last);
-            self.beside.rotate_right(1);
+        let known = self.beside.iter().position(|(known, _)| *known == address);
+        if let Some(known) = known.and_then(|known| self.beside.remove(known)) {
+            self.beside.push_front(known);
             return;
         }
         // No scenario has as many at a time, and some have thousands in a row.

@@ -9,7 +9,7 @@ use std::{env, thread};
 use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
 use weightsync::{
     AnyScheme, BackgroundState, Expect, InitInfo, ModelId, ReceiverSetup, Schemes, SenderSetup,
-    Tensors,
+    SnapshotsInBackground, Tensors,
 };
 
 use super::*;
@@ -256,20 +256,35 @@ fn joining_a_sender_that_says_much_slowly_ends_by_its_deadline_and_by_an_interru
     assert!(matches!(ended, Error::Interrupted), "{ended}");
 }
 
-#[test]
-fn a_background_receiver_that_joins_a_successor_ends_at_once() {
-    let dir = tempfile::tempdir().unwrap();
+fn weights() -> Tensors {
     let mut weights = Tensors::new();
     weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
-    let setup = SenderSetup::new("policy", &weights).unwrap();
+    weights
+}
+
+/// A trainer that has the place of those before it of this run directory.
+fn restarted(dir: &Path) -> SenderSetup {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
     let scheme = Distributed::new().share(Share::Nothing);
-    let setup = setup.scheme(scheme).unwrap().run_dir(dir.path()).unwrap();
+    setup.scheme(scheme).unwrap().run_dir(dir).unwrap()
+}
+
+/// A background receiver whose trainer has gone.
+fn searching(dir: &Path) -> (InitInfo, SnapshotsInBackground) {
+    let setup = restarted(dir);
     let info = setup.init_info();
-    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    let sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
     let receiver = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
     let receiver = receiver.connect(LONG).unwrap();
     let background = receiver.snapshots_in_background().unwrap();
     sender.shutdown();
+    (info, background)
+}
+
+#[test]
+fn a_background_receiver_that_joins_a_successor_ends_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let (info, background) = searching(dir.path());
     let at = info.endpoint();
     let (_runtime, _, heard) = drones(at.address(), at.secret(), long_welcome());
     assert_eq!(heard.recv_timeout(LONG).unwrap(), Heard::Came);
@@ -337,15 +352,13 @@ fn a_worker_waits_for_a_trainer_of_its_host_and_does_not_dial_meanwhile() {
 /// Whatever is at another of its names: a process that a dead one has forked, say.
 #[test]
 fn a_worker_finds_its_trainer_at_whichever_name_it_has() {
-    let mut weights = Tensors::new();
-    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
-    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
     let at = info.endpoint();
     let names = local::names(at.secret(), at.address(), Whose::Sender);
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
-    let _sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    let _sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
     let way = Way::new(&Distributed::new(), at, &joining(&info)).unwrap();
     let found = way
         .find(&Handoff::default(), Some(Instant::now() + LONG))
@@ -376,20 +389,7 @@ fn a_worker_whose_number_is_taken_for_long_is_told_so() {
 #[test]
 fn who_is_in_its_senders_place_for_a_while_does_not_end_a_background_receiver() {
     let dir = tempfile::tempdir().unwrap();
-    let mut weights = Tensors::new();
-    weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
-    let trainer = || {
-        let setup = SenderSetup::new("policy", &weights).unwrap();
-        let scheme = Distributed::new().share(Share::Nothing);
-        setup.scheme(scheme).unwrap().run_dir(dir.path()).unwrap()
-    };
-    let setup = trainer();
-    let info = setup.init_info();
-    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
-    let receiver = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
-    let receiver = receiver.connect(LONG).unwrap();
-    let background = receiver.snapshots_in_background().unwrap();
-    sender.shutdown();
+    let (info, background) = searching(dir.path());
     let at = info.endpoint();
     // What it says cannot be; it has another token.
     for (secret, complaint) in [(*at.secret(), "cannot be"), ([9; 16], "refused the token")] {
@@ -411,7 +411,8 @@ fn who_is_in_its_senders_place_for_a_while_does_not_end_a_background_receiver() 
         drop(runtime);
     }
     // Which it has joined by then.
-    let sender = trainer().connect(&weights, Expect::Count(1), LONG).unwrap();
+    let setup = restarted(dir.path());
+    let sender = setup.connect(&weights(), Expect::Count(1), LONG).unwrap();
     drop(background);
     sender.shutdown();
 }

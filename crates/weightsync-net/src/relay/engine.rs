@@ -166,7 +166,7 @@ impl Engine {
             ..
         } = joined;
         let segment = SegmentOptions {
-            // One that is live, one that comes, one that a slow relay below takes.
+            // One that is live, one that comes; and one that a slow relay below takes.
             slots: slots.max(if options.serves { 3 } else { 2 }),
             // A worker that holds on to versions holds up nobody on other hosts; here
             // it costs memory.

@@ -180,8 +180,9 @@ pub(super) fn join(
     let mut pause = PAUSE;
     loop {
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
+        let soon = deadline.and(ends);
         // Who is heard out has its own time for each step, and the caller can end it.
-        let until = deadline.and(ends).filter(|_| !joining.hears_out);
+        let until = soon.filter(|_| !joining.hears_out);
         let (done, wait) = sync_channel(1);
         let proof = ProofKey::new(at.secret());
         let attempt = enter(client.clone(), proof, register.clone(), desk.clone());
@@ -194,7 +195,7 @@ pub(super) fn join(
         }
         let not_in = match entered? {
             Some(Ok(session)) => {
-                desk.wait_for(session.sequence, until)?;
+                desk.wait_for(session.sequence, soon)?;
                 return Ok((thread, session));
             }
             Some(Err(not_in)) => not_in,
