@@ -12,12 +12,14 @@
 //! | go from dotted to nested names and back | [`names`] |
 //! | decide which tensors travel together | [`chunk`] |
 //! | read a trainer's tensors: cast, contiguous, in one pass | [`extract`] |
+//! | write down what changed between two versions, and put it into the older one | [`delta`] |
 //! | identify a version's bytes | [`digest`] |
 //! | describe a version and who writes it | [`manifest`] |
 //! | mark a version in shared memory as whole | [`record`] |
 #![forbid(unsafe_code)]
 
 pub mod chunk;
+pub mod delta;
 pub mod digest;
 pub mod dtype;
 pub mod error;

@@ -66,6 +66,26 @@ pub fn digest_lines(bytes: &[u8], first_line: u64) -> [u64; 2] {
     sum_with(Path::best(), bytes, first_line)
 }
 
+/// The digest sum of some lines of `bytes`: those numbered `which` from its first, which is line
+/// `first_line` of the image. A line named twice counts twice.
+///
+/// # Panics
+///
+/// If a line named begins behind the end of `bytes`.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{digest_add, digest_lines, digest_lines_at};
+///
+/// let image: Vec<u8> = (0..=255).collect();
+/// let parts = digest_add(digest_lines(&image[64..128], 1), digest_lines(&image[192..], 3));
+/// assert_eq!(digest_lines_at(&image, &[1, 3], 0), parts);
+/// ```
+pub fn digest_lines_at(bytes: &[u8], which: &[u16], first_line: u64) -> [u64; 2] {
+    sum_at_with(Path::best(), bytes, which, first_line)
+}
+
 /// What to add to an image's sum when `old` becomes `new`, both beginning at line `first_line`.
 ///
 /// # Example
@@ -157,6 +177,36 @@ impl Path {
                 std::arch::is_x86_feature_detected!("avx512f")
                     && std::arch::is_x86_feature_detected!("vaes")
             }
+        }
+    }
+}
+
+/// `path` must be available.
+fn sum_at_with(path: Path, bytes: &[u8], which: &[u16], first_line: u64) -> [u64; 2] {
+    let (lines, rest) = bytes.as_chunks::<LINE_BYTES>();
+    // Only the last of the bytes may be less than a line.
+    if !rest.is_empty() {
+        let one = |line: &u16| {
+            let line = usize::from(*line);
+            let behind = bytes.len().min((line + 1) * LINE_BYTES);
+            let bytes = &bytes[line * LINE_BYTES..behind];
+            sum_with(path, bytes, first_line.wrapping_add(line as u64))
+        };
+        return which.iter().map(one).fold([0; 2], digest_add);
+    }
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has AVX-512F and VAES.
+        Path::Vaes512 => unsafe { x86::sum_at_512(lines, which, first_line) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has AES-NI.
+        Path::AesNi => unsafe { x86::sum_at_128(lines, which, first_line) },
+        Path::Scalar => {
+            let one = |line: &u16| {
+                let index = first_line.wrapping_add(u64::from(*line));
+                scalar::sum(&[lines[usize::from(*line)]], index)
+            };
+            which.iter().map(one).fold([0; 2], digest_add)
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The kernels of weightsync: copy, checksum, digest and cast.
+//! The kernels of weightsync: copy, checksum, digest, cast and changes.
 //!
 //! Everything here is a pure function over bytes: no allocation, no formats, no policy. Each kernel
 //! has a portable scalar twin, and the widest path the processor offers is chosen at run time; all
@@ -10,18 +10,24 @@
 //! | copy past the cache | [`stream_copy`], [`stream_copy_slice`], [`Copier`] |
 //! | copy and checksum in one pass | [`stream_copy_crc`], [`stream_copy_crc_slice`] |
 //! | checksum (CRC-64/NVME) | [`crc64`], [`Crc64`], [`crc64_combine`] |
-//! | digest of lines | [`digest_lines`], [`digest_line_delta`], [`digest_add`] |
+//! | digest of lines | [`digest_lines`], [`digest_lines_at`], [`digest_line_delta`], [`digest_add`] |
+//! | what changed, and putting it in | [`compare`], [`expand`], [`prefetch`] |
+//! | classes of exponents | [`classes`], [`rank`], [`select`] |
 //! | casts and gathers | [`cast`], [`cast_strided`], [`gather`] |
 
 mod cast;
+mod classes;
 mod copy;
 mod crc;
+mod delta;
 mod digest;
 
 #[cfg(test)]
 mod testing;
 
 pub use cast::{Float, cast, cast_strided, gather};
+pub use classes::{CLASSES, Exponents, classes, rank, select};
 pub use copy::{Copier, STREAM_THRESHOLD, stream_copy, stream_copy_slice};
 pub use crc::{Crc64, crc64, crc64_combine, stream_copy_crc, stream_copy_crc_slice};
-pub use digest::{LINE_BYTES, digest_add, digest_line_delta, digest_lines};
+pub use delta::{BLOCK, SLACK, Word, compare, expand, prefetch};
+pub use digest::{LINE_BYTES, digest_add, digest_line_delta, digest_lines, digest_lines_at};

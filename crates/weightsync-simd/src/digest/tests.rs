@@ -29,6 +29,24 @@ fn every_path_gives_the_same_sum() {
     }
 }
 
+#[test]
+fn some_lines_give_the_sum_of_each() {
+    let bytes = noise(64 * 40 + 17, 7);
+    for whole in [64 * 40, bytes.len()] {
+        let bytes = &bytes[..whole];
+        let last = (whole.div_ceil(64) - 1) as u16;
+        let which = [0, 3, 4, 17, 17, last];
+        let each = which.iter().map(|&line| {
+            let at = usize::from(line) * 64;
+            sum_with(Path::Scalar, &bytes[at..whole.min(at + 64)], 9 + u64::from(line))
+        });
+        let expected = each.fold([0; 2], digest_add);
+        for path in Path::available() {
+            assert_eq!(sum_at_with(path, bytes, &which, 9), expected, "{path:?}");
+        }
+    }
+}
+
 /// The digest is an identity that outlives a build: these never change.
 #[test]
 fn known_answers() {

@@ -73,6 +73,44 @@ pub(super) fn sum_512(lines: &[Line], first_line: u64) -> [u64; 2] {
     words.into_iter().fold([0; 2], digest_add)
 }
 
+/// The sum of the lines numbered `which`; the first of `lines` has index `first_line`.
+#[target_feature(enable = "aes")]
+pub(super) fn sum_at_128(lines: &[Line], which: &[u16], first_line: u64) -> [u64; 2] {
+    which.iter().fold([0; 2], |sum, &line| {
+        let index = first_line.wrapping_add(u64::from(line));
+        let line = core::slice::from_ref(&lines[usize::from(line)]);
+        digest_add(sum, sum_128(line, index))
+    })
+}
+
+/// [`sum_at_128`], four blocks to a vector.
+#[target_feature(enable = "avx512f,vaes")]
+pub(super) fn sum_at_512(lines: &[Line], which: &[u16], first_line: u64) -> [u64; 2] {
+    let keys =
+        KEYS.map(|[low, high]| _mm512_broadcast_i32x4(_mm_set_epi64x(high as i64, low as i64)));
+    let blocks = vector([0, 1, 2, 3].map(tweak));
+    let mut sum = _mm512_setzero_si512();
+    for &line in which {
+        let index = first_line.wrapping_add(u64::from(line));
+        let [low, high] = tweak(index.wrapping_mul(BLOCKS));
+        let first = _mm512_broadcast_i32x4(_mm_set_epi64x(high as i64, low as i64));
+        let tweak = _mm512_add_epi64(first, blocks);
+        // SAFETY: the line is 64 readable bytes; the load takes any alignment.
+        let data = unsafe { _mm512_loadu_si512(lines[usize::from(line)].as_ptr().cast()) };
+        let exchanged = _mm512_shuffle_epi32::<_MM_PERM_BADC>(tweak);
+        let mut state = _mm512_ternarylogic_epi64::<XOR3>(data, keys[0], tweak);
+        state = _mm512_aesenc_epi128(state, keys[1]);
+        state = _mm512_aesenc_epi128(state, _mm512_xor_si512(keys[2], exchanged));
+        state = _mm512_aesenc_epi128(state, keys[3]);
+        state = _mm512_aesenc_epi128(state, keys[4]);
+        sum = _mm512_add_epi64(sum, state);
+    }
+    let mut words = [[0; 2]; BLOCKS as usize];
+    // SAFETY: the eight words are 64 writable bytes.
+    unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast::<__m512i>(), sum) };
+    words.into_iter().fold([0; 2], digest_add)
+}
+
 /// The truth table of a three-way exclusive or.
 const XOR3: i32 = 0x96;
 

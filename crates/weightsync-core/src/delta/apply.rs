@@ -1,0 +1,188 @@
+//! Putting a delta into an older version of its span.
+
+use weightsync_simd::{
+    LINE_BYTES, Word, digest_add, digest_lines, digest_lines_at, expand, prefetch,
+};
+
+use super::fast::{self, Places};
+use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span, thin};
+
+/// What applying a delta has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// Changes that were put in.
+    pub changes: u64,
+    /// What to add to the sum of the image's digest, if it was asked for; see
+    /// [`Digest::changed_by`](crate::digest::Digest::changed_by).
+    pub digest: [u64; 2],
+}
+
+/// Puts one delta into `image`, the older version of its span; an empty one changes nothing.
+///
+/// With `first_line`, the number of the span's first 64-byte line in the whole image, it also finds
+/// by how much the digest changes: cheaper than a new digest while few lines are touched.
+///
+/// # Errors
+///
+/// [`DeltaError`], if these are not the bytes of a delta for such a span. The span may have been
+/// changed in part then, and is not to be used: make it anew.
+pub fn apply(
+    pattern: Pattern,
+    delta: &[u8],
+    image: &mut [u8],
+    first_line: Option<u64>,
+    scratch: &mut Scratch,
+) -> Result<Applied, DeltaError> {
+    check_span(pattern, image.len())?;
+    let Some(&tag) = delta.first() else {
+        return Ok(Applied::default());
+    };
+    check_width(tag, pattern)?;
+    let mut target = Target::new(image, first_line);
+    let taken = match tag & !3 {
+        fast::TAG => by_width!(pattern, scratch, apply_fast(&delta[1..], &mut target)),
+        thin::TAG => {
+            let lists = &mut scratch.thin;
+            let delta = &delta[1..];
+            match pattern.width() {
+                1 => thin::apply(&mut scratch.w1, lists, pattern, delta, &mut target),
+                2 => thin::apply(&mut scratch.w2, lists, pattern, delta, &mut target),
+                4 => thin::apply(&mut scratch.w4, lists, pattern, delta, &mut target),
+                _ => thin::apply(&mut scratch.w8, lists, pattern, delta, &mut target),
+            }
+        }
+        _ => return Err(DeltaError::Codec { byte: tag }),
+    }?;
+    match delta.len() - 1 - taken {
+        0 => Ok(target.applied),
+        extra => Err(DeltaError::Trailing { extra }),
+    }
+}
+
+/// Whether a delta is of the elements that are meant.
+pub(super) fn check_width(tag: u8, pattern: Pattern) -> Result<(), DeltaError> {
+    let (expected, got) = (pattern.width(), 1 << (tag & 3));
+    match expected == got {
+        true => Ok(()),
+        false => Err(DeltaError::Width { expected, got }),
+    }
+}
+
+/// Block by block, each of them read while the lines that the one before it touches are on their
+/// way.
+fn apply_fast<W: Word>(
+    work: &mut Work<W>,
+    delta: &[u8],
+    target: &mut Target<'_>,
+) -> Result<usize, DeltaError> {
+    work.now.reserve();
+    work.before.reserve();
+    let (block, len) = (BLOCK * W::BYTES, target.image.len());
+    let mut at = 0;
+    let mut waiting = None;
+    for begin in (0..len).step_by(block) {
+        let here = begin..len.min(begin + block);
+        let elements = here.len() / W::BYTES;
+        let (taken, places) = fast::read_block(&delta[at..], elements, &mut work.now)?;
+        at += taken;
+        if places == Places::Listed {
+            prefetch::<W>(&target.image[here.clone()], work.now.places());
+        }
+        if let Some((here, places)) = waiting.replace((here, places)) {
+            target.put(here, places, &work.before);
+        }
+        std::mem::swap(&mut work.now, &mut work.before);
+    }
+    if let Some((here, places)) = waiting {
+        target.put(here, places, &work.before);
+    }
+    Ok(at)
+}
+
+/// A span that changes are put into.
+pub(super) struct Target<'a> {
+    pub(super) image: &'a mut [u8],
+    first_line: Option<u64>,
+    /// The lines of a block that are touched.
+    lines: Vec<u16>,
+    applied: Applied,
+}
+
+impl<'a> Target<'a> {
+    fn new(image: &'a mut [u8], first_line: Option<u64>) -> Self {
+        Self {
+            image,
+            first_line,
+            lines: Vec::new(),
+            applied: Applied::default(),
+        }
+    }
+
+    /// Puts the changes of a block into it.
+    pub(super) fn put<W: Word>(
+        &mut self,
+        here: std::ops::Range<usize>,
+        places: Places,
+        changes: &Changes<W>,
+    ) {
+        if places == Places::None {
+            return;
+        }
+        self.applied.changes += changes.count as u64;
+        let before = self.digest_of::<W>(&here, places, changes);
+        let block = &mut self.image[here.clone()];
+        match places {
+            Places::Masks => {
+                expand(block, &changes.masks, &changes.steps);
+            }
+            _ => scatter(block, changes.places(), changes.steps()),
+        }
+        if let Some([low, high]) = before {
+            let minus = [low.wrapping_neg(), high.wrapping_neg()];
+            self.applied.digest = digest_add(self.applied.digest, minus);
+            let after = self.digest_of_same(&here, places);
+            self.applied.digest = digest_add(self.applied.digest, after);
+        }
+    }
+
+    /// The digest of the lines that will change; of all if the changes are many.
+    fn digest_of<W: Word>(
+        &mut self,
+        here: &std::ops::Range<usize>,
+        places: Places,
+        changes: &Changes<W>,
+    ) -> Option<[u64; 2]> {
+        self.first_line?;
+        if places == Places::Listed {
+            self.lines.clear();
+            self.lines.resize(changes.count, 0);
+            let mut count = 0;
+            let mut last = u16::MAX;
+            for &place in changes.places() {
+                let line = (usize::from(place) * W::BYTES / LINE_BYTES) as u16;
+                // Written in any case, and kept if it is another one: no branch.
+                count += usize::from(line != last);
+                self.lines[count - 1] = line;
+                last = line;
+            }
+            self.lines.truncate(count);
+        }
+        Some(self.digest_of_same(here, places))
+    }
+
+    fn digest_of_same(&self, here: &std::ops::Range<usize>, places: Places) -> [u64; 2] {
+        let block = &self.image[here.clone()];
+        let first = self.first_line.unwrap_or_default() + (here.start / LINE_BYTES) as u64;
+        match places {
+            Places::Listed => digest_lines_at(block, &self.lines, first),
+            _ => digest_lines(block, first),
+        }
+    }
+}
+
+fn scatter<W: Word>(block: &mut [u8], places: &[u16], steps: &[W]) {
+    for (&place, &step) in places.iter().zip(steps) {
+        let element = &mut block[usize::from(place) * W::BYTES..];
+        W::read(element).plus(step).write(element);
+    }
+}

@@ -1,0 +1,104 @@
+//! Comparing two versions of a span, and writing down what changed.
+
+use weightsync_simd::Word;
+
+use super::{BLOCK, DeltaError, Pattern, Scratch, Work, by_width, check_span, fast, thin};
+
+/// How a delta is written down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Codec {
+    /// Near the speed of memory.
+    Fast,
+    /// In few bytes: it needs the old values to be read.
+    Thin,
+}
+
+/// What encoding has made of a span.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Encoded {
+    /// Elements of the span.
+    pub elements: u64,
+    /// How many of them changed.
+    pub changes: u64,
+    /// Bytes that were appended; none if nothing changed.
+    pub bytes: u64,
+}
+
+/// Compares two versions of a span in one pass, and appends what changed to `out`: nothing if
+/// nothing has.
+///
+/// # Errors
+///
+/// [`DeltaError::Span`] if the two are not of one length, longer than [`super::SPAN`] or not of whole
+/// elements.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_core::Dtype;
+/// use weightsync_core::delta::{Codec, Pattern, Scratch, apply, encode};
+///
+/// let (old, new) = ([0_u8; 1024], { let mut new = [0; 1024]; new[500] = 1; new });
+/// let (pattern, mut scratch, mut delta) = (Pattern::of(Dtype::BF16), Scratch::new(), Vec::new());
+/// let made = encode(pattern, Codec::Fast, &old, &new, &mut delta, &mut scratch)?;
+/// assert_eq!((made.changes, made.elements), (1, 512));
+///
+/// let mut image = old;
+/// apply(pattern, &delta, &mut image, None, &mut scratch)?;
+/// assert_eq!(image, new);
+/// # Ok::<(), weightsync_core::delta::DeltaError>(())
+/// ```
+pub fn encode(
+    pattern: Pattern,
+    codec: Codec,
+    old: &[u8],
+    new: &[u8],
+    out: &mut Vec<u8>,
+    scratch: &mut Scratch,
+) -> Result<Encoded, DeltaError> {
+    let elements = check_span(pattern, new.len())?;
+    check_span(pattern, old.len())?;
+    if old.len() != new.len() {
+        return Err(DeltaError::Span {
+            limit: new.len() as u64,
+            got: old.len() as u64,
+        });
+    }
+    let begin = out.len();
+    let changes = match codec {
+        Codec::Fast => by_width!(pattern, scratch, fast(old, new, out)),
+        Codec::Thin => {
+            let lists = &mut scratch.thin;
+            match pattern.width() {
+                1 => thin::encode(&mut scratch.w1, lists, pattern, old, new, out),
+                2 => thin::encode(&mut scratch.w2, lists, pattern, old, new, out),
+                4 => thin::encode(&mut scratch.w4, lists, pattern, old, new, out),
+                _ => thin::encode(&mut scratch.w8, lists, pattern, old, new, out),
+            }
+        }
+    };
+    if changes == 0 {
+        out.truncate(begin);
+    }
+    Ok(Encoded {
+        elements: elements as u64,
+        changes: changes as u64,
+        bytes: (out.len() - begin) as u64,
+    })
+}
+
+fn fast<W: Word>(work: &mut Work<W>, old: &[u8], new: &[u8], out: &mut Vec<u8>) -> usize {
+    work.now.reserve();
+    fast::begin::<W>(out);
+    let block = BLOCK * W::BYTES;
+    let mut all = 0;
+    for (old, new) in old.chunks(block).zip(new.chunks(block)) {
+        let now = &mut work.now;
+        let (masks, places, steps) = (&mut now.masks, &mut now.places, &mut now.steps);
+        now.count = weightsync_simd::compare(old, new, masks, places, steps);
+        all += now.count;
+        fast::write_block(now, new.len() / W::BYTES, out);
+    }
+    all
+}

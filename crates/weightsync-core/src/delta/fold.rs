@@ -1,0 +1,144 @@
+//! Several consecutive deltas as one.
+
+use weightsync_simd::Word;
+
+use super::apply::check_width;
+use super::fast::{self, Places};
+use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span};
+
+/// Appends to `out` what `first` and then `second` do to a span of `bytes` bytes, as one fast delta:
+/// steps at the same place are added, and where they cancel nothing is left. Both are fast ones, or
+/// empty. To fold more, fold the result again.
+///
+/// # Errors
+///
+/// [`DeltaError`], if one of the two is not a fast delta for such a span; `out` is as it was then.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_core::Dtype;
+/// use weightsync_core::delta::{Codec, Pattern, Scratch, apply, encode, fold};
+///
+/// let (pattern, mut scratch) = (Pattern::of(Dtype::F32), Scratch::new());
+/// let [one, two, three] = [[1_u8; 64], [2; 64], [3; 64]];
+/// let (mut first, mut second, mut both) = (Vec::new(), Vec::new(), Vec::new());
+/// encode(pattern, Codec::Fast, &one, &two, &mut first, &mut scratch)?;
+/// encode(pattern, Codec::Fast, &two, &three, &mut second, &mut scratch)?;
+/// fold(pattern, 64, &first, &second, &mut both, &mut scratch)?;
+///
+/// let mut image = one;
+/// apply(pattern, &both, &mut image, None, &mut scratch)?;
+/// assert_eq!(image, three);
+/// # Ok::<(), weightsync_core::delta::DeltaError>(())
+/// ```
+pub fn fold(
+    pattern: Pattern,
+    bytes: usize,
+    first: &[u8],
+    second: &[u8],
+    out: &mut Vec<u8>,
+    scratch: &mut Scratch,
+) -> Result<u64, DeltaError> {
+    let elements = check_span(pattern, bytes)?;
+    for delta in [first, second] {
+        let Some(&tag) = delta.first() else { continue };
+        check_width(tag, pattern)?;
+        if tag & !3 != fast::TAG {
+            return Err(DeltaError::Codec { byte: tag });
+        }
+    }
+    let begin = out.len();
+    let folded = by_width!(pattern, scratch, fold_as(elements, first, second, out));
+    if !matches!(folded, Ok(1..)) {
+        out.truncate(begin);
+    }
+    folded
+}
+
+fn fold_as<W: Word>(
+    work: &mut Work<W>,
+    elements: usize,
+    first: &[u8],
+    second: &[u8],
+    out: &mut Vec<u8>,
+) -> Result<u64, DeltaError> {
+    let Work { now, before, sum } = work;
+    for changes in [&mut *now, &mut *before, &mut *sum] {
+        changes.reserve();
+    }
+    let (mut first, mut second) = (first.get(1..), second.get(1..));
+    let mut changes = 0;
+    fast::begin::<W>(out);
+    for begin in (0..elements).step_by(BLOCK) {
+        let elements = BLOCK.min(elements - begin);
+        listed(&mut first, elements, before)?;
+        listed(&mut second, elements, now)?;
+        add(before, now, sum);
+        set_masks(sum, elements);
+        fast::write_block(sum, elements, out);
+        changes += sum.count as u64;
+    }
+    for rest in [first, second].into_iter().flatten() {
+        if !rest.is_empty() {
+            return Err(DeltaError::Trailing { extra: rest.len() });
+        }
+    }
+    Ok(changes)
+}
+
+/// The next block of a delta, its places as a list; of no delta, no change.
+fn listed<W: Word>(
+    delta: &mut Option<&[u8]>,
+    elements: usize,
+    changes: &mut Changes<W>,
+) -> Result<(), DeltaError> {
+    let Some(bytes) = delta else {
+        changes.count = 0;
+        return Ok(());
+    };
+    let (taken, places) = fast::read_block(bytes, elements, changes)?;
+    *bytes = &bytes[taken..];
+    if places == Places::Masks {
+        let mut count = 0;
+        for (index, &mask) in changes.masks[..elements.div_ceil(64)].iter().enumerate() {
+            let mut mask = mask;
+            while mask != 0 {
+                changes.places[count] = (index * 64) as u16 + mask.trailing_zeros() as u16;
+                count += 1;
+                mask &= mask - 1;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Merges two lists; what cancels is left out.
+fn add<W: Word>(first: &Changes<W>, second: &Changes<W>, sum: &mut Changes<W>) {
+    sum.count = 0;
+    let mut one = first.places().iter().zip(first.steps()).peekable();
+    let mut two = second.places().iter().zip(second.steps()).peekable();
+    loop {
+        let place = match (one.peek(), two.peek()) {
+            (Some((one, _)), Some((two, _))) => **one.min(two),
+            (Some((place, _)), None) | (None, Some((place, _))) => **place,
+            (None, None) => return,
+        };
+        let mut step = W::default();
+        for side in [&mut one, &mut two] {
+            if let Some((_, more)) = side.next_if(|(at, _)| **at == place) {
+                step = step.plus(*more);
+            }
+        }
+        if step != W::default() {
+            sum.push(place, step);
+        }
+    }
+}
+
+fn set_masks<W: Word>(changes: &mut Changes<W>, elements: usize) {
+    changes.masks[..elements.div_ceil(64)].fill(0);
+    for &place in &changes.places[..changes.count] {
+        changes.masks[usize::from(place / 64)] |= 1 << (place % 64);
+    }
+}

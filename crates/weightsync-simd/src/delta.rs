@@ -1,0 +1,279 @@
+//! What changed between two images of the same elements, and putting it into a third.
+//!
+//! A *change* is a place and a step. The step is the difference of the two bit patterns, taken as
+//! unsigned integers of the element's width, wrapping: so it is exact for every pattern (negative
+//! zero, every NaN), needs no float, and steps of consecutive changes add up.
+//!
+//! A *block* is at most [`BLOCK`] elements, so that a place within one fits 16 bits.
+
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+#[cfg(test)]
+mod tests;
+
+/// Elements of a block at most.
+pub const BLOCK: usize = 1 << 16;
+
+/// How many more elements than there can be changes the outputs of [`compare`] must hold, and the
+/// steps given to [`expand`] too: they are stored and loaded by whole vectors.
+pub const SLACK: usize = 64;
+
+/// An element's bit pattern: an unsigned integer of its width.
+pub trait Word: sealed::Sealed + Copy + Default + Eq + Send + Sync + 'static {
+    /// Its width.
+    const BYTES: usize;
+
+    /// The element that begins `bytes`, little-endian.
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer bytes.
+    fn read(bytes: &[u8]) -> Self;
+
+    /// Puts it at the start of `bytes`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no room for it.
+    fn write(self, bytes: &mut [u8]);
+
+    /// The sum, wrapping.
+    #[must_use]
+    fn plus(self, step: Self) -> Self;
+
+    /// The difference, wrapping.
+    #[must_use]
+    fn minus(self, step: Self) -> Self;
+
+    /// The same number in 64 bits.
+    fn widen(self) -> u64;
+
+    /// The lowest bits of a number.
+    fn narrow(wide: u64) -> Self;
+}
+
+/// Finds the changes of one block: which elements differ (`masks`, one bit each, 64 to a word, the
+/// lowest first), where those are (`places`, ascending) and by how much (`steps`). Returns how many
+/// there are; what lies behind that many places and steps is undefined.
+///
+/// # Panics
+///
+/// If `old` and `new` are not equally long, not whole elements or more than a block, or if an
+/// output is too short: `masks` for one bit per element, `places` and `steps` for all elements and
+/// [`SLACK`] more.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{SLACK, compare};
+///
+/// let old: Vec<u8> = [7_u16, 8, 9].iter().flat_map(|word| word.to_le_bytes()).collect();
+/// let new: Vec<u8> = [7_u16, 5, 9].iter().flat_map(|word| word.to_le_bytes()).collect();
+/// let (mut masks, mut places, mut steps) = ([0], [0; 3 + SLACK], [0_u16; 3 + SLACK]);
+/// assert_eq!(compare(&old, &new, &mut masks, &mut places, &mut steps), 1);
+/// assert_eq!((masks[0], places[0], steps[0]), (0b010, 1, 5_u16.wrapping_sub(8)));
+/// ```
+pub fn compare<W: Word>(
+    old: &[u8],
+    new: &[u8],
+    masks: &mut [u64],
+    places: &mut [u16],
+    steps: &mut [W],
+) -> usize {
+    compare_with(Path::best(), old, new, masks, places, steps)
+}
+
+/// Adds to every element of a block whose bit is set in `masks` the next of `steps`, wrapping;
+/// returns how many it has taken.
+///
+/// # Panics
+///
+/// If `bytes` are not whole elements or more than a block, if `masks` has not one word for every 64
+/// elements begun, or if there are fewer steps than bits set and [`SLACK`] more. Bits beyond the
+/// last element count for nothing.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{SLACK, expand};
+///
+/// let mut bytes = [10_u8, 20, 30];
+/// let mut steps = [0_u8; 2 + SLACK];
+/// steps[..2].copy_from_slice(&[1, 255]);
+/// assert_eq!(expand(&mut bytes, &[0b101], &steps), 2);
+/// assert_eq!(bytes, [11, 20, 29]);
+/// ```
+pub fn expand<W: Word>(bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
+    expand_with(Path::best(), bytes, masks, steps)
+}
+
+/// Has the processor fetch the lines of a block in which `places` lie, to be written.
+///
+/// A hint: places beyond the block are passed over.
+pub fn prefetch<W: Word>(bytes: &[u8], places: &[u16]) {
+    #[cfg(target_arch = "x86_64")]
+    x86::prefetch(bytes, places, W::BYTES);
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (bytes, places);
+}
+
+mod sealed {
+    /// What a [`Word`](super::Word) is, is decided here.
+    pub trait Sealed {}
+}
+
+macro_rules! words {
+    ($($type:ty),*) => {$(
+        impl sealed::Sealed for $type {}
+
+        impl Word for $type {
+            const BYTES: usize = size_of::<$type>();
+
+            #[inline(always)]
+            fn read(bytes: &[u8]) -> Self {
+                let mut array = [0; size_of::<$type>()];
+                array.copy_from_slice(&bytes[..size_of::<$type>()]);
+                Self::from_le_bytes(array)
+            }
+
+            #[inline(always)]
+            fn write(self, bytes: &mut [u8]) {
+                bytes[..size_of::<$type>()].copy_from_slice(&self.to_le_bytes());
+            }
+
+            #[inline(always)]
+            fn plus(self, step: Self) -> Self {
+                self.wrapping_add(step)
+            }
+
+            #[inline(always)]
+            fn minus(self, step: Self) -> Self {
+                self.wrapping_sub(step)
+            }
+
+            #[inline(always)]
+            fn widen(self) -> u64 {
+                u64::from(self)
+            }
+
+            #[inline(always)]
+            fn narrow(wide: u64) -> Self {
+                wide as Self
+            }
+        }
+    )*};
+}
+
+words!(u8, u16, u32, u64);
+
+/// The instruction sets the kernels can use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Path {
+    Scalar,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// With compress and expand of bytes and 16-bit words (VBMI2).
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Path {
+    /// Every path of this target, the fastest first.
+    const ALL: &[Self] = &[
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx2,
+        Self::Scalar,
+    ];
+
+    /// The fastest path this processor has.
+    #[inline]
+    pub(crate) fn best() -> Self {
+        Self::available().next().unwrap_or(Self::Scalar)
+    }
+
+    /// The paths this processor has, the fastest first.
+    #[inline]
+    pub(crate) fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|path| path.is_available())
+    }
+
+    /// Whether the processor has the instructions; detected once, then remembered.
+    #[inline]
+    fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                std::arch::is_x86_feature_detected!("avx2")
+                    && std::arch::is_x86_feature_detected!("bmi1")
+                    && std::arch::is_x86_feature_detected!("bmi2")
+                    && std::arch::is_x86_feature_detected!("popcnt")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                std::arch::is_x86_feature_detected!("avx512f")
+                    && std::arch::is_x86_feature_detected!("avx512bw")
+                    && std::arch::is_x86_feature_detected!("avx512vl")
+                    && std::arch::is_x86_feature_detected!("avx512vbmi2")
+                    && Self::Avx2.is_available()
+            }
+        }
+    }
+}
+
+/// `path` must be available.
+fn compare_with<W: Word>(
+    path: Path,
+    old: &[u8],
+    new: &[u8],
+    masks: &mut [u64],
+    places: &mut [u16],
+    steps: &mut [W],
+) -> usize {
+    assert_eq!(old.len(), new.len(), "the two images differ in length");
+    let elements = elements::<W>(old, masks);
+    let room = places.len().min(steps.len());
+    assert!(room >= elements + SLACK, "too little room for the changes");
+    match path {
+        Path::Scalar => scalar::compare(old, new, masks, places, steps),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has its instructions; the lengths are
+        // checked above.
+        Path::Avx2 => unsafe { x86::compare_avx2(old, new, masks, places, steps) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: likewise.
+        Path::Avx512 => unsafe { x86::compare_avx512(old, new, masks, places, steps) },
+    }
+}
+
+/// `path` must be available.
+fn expand_with<W: Word>(path: Path, bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
+    let elements = elements::<W>(bytes, masks);
+    let (whole, rest) = (elements / 64, elements % 64);
+    let bits: u32 = masks[..whole].iter().map(|mask| mask.count_ones()).sum();
+    let last = masks.get(whole).map_or(0, |mask| mask & ((1 << rest) - 1));
+    let changes = (bits + last.count_ones()) as usize;
+    assert!(steps.len() >= changes + SLACK, "too few steps");
+    let taken = match path {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has its instructions; as many words of
+        // `masks` as are taken were counted above, so the steps suffice.
+        Path::Avx512 => unsafe { x86::expand_avx512(bytes, &masks[..whole], steps) },
+        _ => scalar::expand(bytes, &masks[..whole], steps),
+    };
+    let tail = &mut bytes[whole * 64 * W::BYTES..];
+    taken + scalar::expand(tail, &[last][..rest.min(1)], &steps[taken..])
+}
+
+/// How many elements a block has, once its lengths are checked.
+fn elements<W: Word>(bytes: &[u8], masks: &[u64]) -> usize {
+    let elements = bytes.len() / W::BYTES;
+    assert_eq!(bytes.len(), elements * W::BYTES, "not whole elements");
+    assert!(elements <= BLOCK, "more than a block");
+    assert!(masks.len() >= elements.div_ceil(64), "too few masks");
+    elements
+}
