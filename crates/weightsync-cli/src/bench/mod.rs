@@ -4,6 +4,7 @@
 //! knows that the version is live on every worker, beside one `memcpy` of the
 //! same bytes in the same round.
 
+mod delta;
 mod group;
 #[cfg(feature = "net")]
 mod iperf;
@@ -45,6 +46,9 @@ enum Scheme {
     /// TorchRL's schemes beside ours, in the same run (`cargo xtask bench mem`)
     #[command(hide = true)]
     Peers(peers::Args),
+    /// Deltas of bf16 weights: compare, code, apply, fold (`cargo xtask bench delta`)
+    #[command(hide = true)]
+    Delta(delta::Args),
     /// Over loopback, beside what others bring weights with (`cargo xtask bench net`)
     #[cfg(feature = "net")]
     #[command(hide = true)]
@@ -71,6 +75,7 @@ pub fn run(args: Args) -> Result<ExitCode, Box<dyn Error>> {
         Scheme::Distributed(args) => local::run(&args.scheme()?, &args.case)?,
         Scheme::Mem(args) => group::run(&args)?,
         Scheme::Peers(args) => peers::run(&args)?,
+        Scheme::Delta(args) => delta::run(&args)?,
         #[cfg(feature = "net")]
         Scheme::Net(args) => net::run(&args)?,
         Scheme::Reader => reader::run()?,

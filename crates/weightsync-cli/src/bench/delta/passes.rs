@@ -1,0 +1,272 @@
+//! The passes over two versions, timed in turns.
+
+use std::error::Error;
+use std::hint::black_box;
+use std::time::Instant;
+
+use weightsync::Dtype;
+use weightsync_core::delta::{Codec, DeltaError, Pattern, SPAN, Scratch, apply, encode, fold};
+use weightsync_simd::{BLOCK, SLACK, compare, digest_lines};
+
+use super::steps::Steps;
+
+const SPAN_BYTES: usize = SPAN as usize;
+
+/// Elements compared at once, as the codecs do.
+const AT_ONCE: usize = BLOCK / 2;
+
+/// One pass: the median of its times, and of its times over the memcpy of their rounds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pass {
+    pub seconds: f64,
+    pub ratio: f64,
+}
+
+/// What was measured at one density.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Figures {
+    /// The median time of a memcpy, in seconds.
+    pub memcpy: f64,
+    pub compare: Pass,
+    pub fast: Pass,
+    /// Bytes a change.
+    pub fast_bytes: f64,
+    pub fast_apply: Pass,
+    pub fold: Pass,
+    pub folded_apply: Pass,
+    /// What keeping the digest up adds to applying.
+    pub kept_up: Pass,
+    pub digest: Pass,
+    pub thin: Pass,
+    pub thin_2: Pass,
+    pub thin_bytes: f64,
+    pub thin_apply: Pass,
+    pub thin_apply_2: Pass,
+}
+
+/// One delta for each span of an image.
+type Deltas = Vec<Vec<u8>>;
+
+/// Memory for all passes, faulted in.
+pub struct Passes {
+    image: Vec<u8>,
+    masks: Vec<u64>,
+    places: Vec<u16>,
+    steps: Vec<u16>,
+    scratch: [Scratch; 2],
+}
+
+/// The times of each pass, by round.
+#[derive(Default)]
+struct Times(Vec<(f64, f64)>);
+
+impl Times {
+    fn push(&mut self, since: Instant, memcpy: f64) {
+        let seconds = since.elapsed().as_secs_f64();
+        self.0.push((seconds, seconds / memcpy));
+    }
+
+    fn median(&self) -> Pass {
+        let middle = |values: Vec<f64>| {
+            let mut values = values;
+            values.sort_by(f64::total_cmp);
+            values.get(values.len() / 2).copied().unwrap_or_default()
+        };
+        Pass {
+            seconds: middle(self.0.iter().map(|(seconds, _)| *seconds).collect()),
+            ratio: middle(self.0.iter().map(|(_, ratio)| *ratio).collect()),
+        }
+    }
+}
+
+impl Passes {
+    pub fn new(bytes: usize) -> Self {
+        Self {
+            image: vec![1; bytes],
+            masks: vec![0; AT_ONCE / 64],
+            places: vec![0; AT_ONCE + SLACK],
+            steps: vec![0; AT_ONCE + SLACK],
+            scratch: Default::default(),
+        }
+    }
+
+    /// Measures every pass; those of the thin codec once only unless `thin` says otherwise.
+    pub fn measure(
+        &mut self,
+        versions: &Steps,
+        rounds: usize,
+        thin_rounds: bool,
+    ) -> Result<Figures, Box<dyn Error>> {
+        let (old, new, newer) = (&versions.old, &versions.new, &versions.newer);
+        let spans = old.len().div_ceil(SPAN_BYTES);
+        let empty = || vec![Vec::new(); spans];
+        let (mut fast, mut second, mut folded, mut thin) = (empty(), empty(), empty(), empty());
+        code(Codec::Fast, new, newer, &mut second, &mut self.scratch[..1])?;
+        let mut times: [Times; 13] = Default::default();
+        let mut figures = Figures::default();
+        // The first round warms caches and faults memory in.
+        for round in 0..rounds + 1 {
+            if round == 1 {
+                times = Default::default();
+            }
+            let [
+                memcpy_t, compare_t, fast_t, apply_t, fold_t, folded_t, kept_t, digest_t, thin_t,
+                thin2_t, thin_apply_t, thin_apply2_t, _,
+            ] = &mut times;
+            let begun = Instant::now();
+            self.image.copy_from_slice(black_box(old));
+            let memcpy = begun.elapsed().as_secs_f64();
+            memcpy_t.0.push((memcpy, 1.0));
+
+            let begun = Instant::now();
+            black_box(self.compare(old, new));
+            compare_t.push(begun, memcpy);
+
+            let begun = Instant::now();
+            let changes = code(Codec::Fast, old, new, &mut fast, &mut self.scratch[..1])?;
+            fast_t.push(begun, memcpy);
+            figures.fast_bytes = each(&fast, changes);
+
+            let begun = Instant::now();
+            put(&fast, &mut self.image, false, &mut self.scratch[..1])?;
+            apply_t.push(begun, memcpy);
+            let alone = begun.elapsed().as_secs_f64();
+            check(&self.image, new)?;
+
+            self.image.copy_from_slice(old);
+            let begun = Instant::now();
+            put(&fast, &mut self.image, true, &mut self.scratch[..1])?;
+            let more = (begun.elapsed().as_secs_f64() - alone).max(0.0);
+            kept_t.0.push((more, more / memcpy));
+
+            let begun = Instant::now();
+            for ((first, second), out) in fast.iter().zip(&second).zip(&mut folded) {
+                out.clear();
+                let bytes = SPAN_BYTES.min(old.len());
+                fold(BF16, bytes, first, second, out, &mut self.scratch[0])?;
+            }
+            fold_t.push(begun, memcpy);
+
+            self.image.copy_from_slice(old);
+            let begun = Instant::now();
+            put(&folded, &mut self.image, false, &mut self.scratch[..1])?;
+            folded_t.push(begun, memcpy);
+            check(&self.image, newer)?;
+
+            let begun = Instant::now();
+            black_box(digest_lines(black_box(old), 0));
+            digest_t.push(begun, memcpy);
+
+            if round > 1 && !thin_rounds {
+                continue;
+            }
+            for (threads, times, applied) in
+                [(1, thin_t, thin_apply_t), (2, thin2_t, thin_apply2_t)]
+            {
+                let begun = Instant::now();
+                code(Codec::Thin, old, new, &mut thin, &mut self.scratch[..threads])?;
+                times.push(begun, memcpy);
+                self.image.copy_from_slice(old);
+                let begun = Instant::now();
+                put(&thin, &mut self.image, false, &mut self.scratch[..threads])?;
+                applied.push(begun, memcpy);
+                check(&self.image, new)?;
+            }
+            figures.thin_bytes = each(&thin, changes);
+        }
+        let [
+            memcpy, compare, fast, fast_apply, fold, folded_apply, kept_up, digest, thin, thin_2,
+            thin_apply, thin_apply_2, _,
+        ] = times.map(|times| times.median());
+        Ok(Figures {
+            memcpy: memcpy.seconds,
+            compare,
+            fast,
+            fast_apply,
+            fold,
+            folded_apply,
+            kept_up,
+            digest,
+            thin,
+            thin_2,
+            thin_apply,
+            thin_apply_2,
+            ..figures
+        })
+    }
+
+    fn compare(&mut self, old: &[u8], new: &[u8]) -> usize {
+        let blocks = old.chunks(2 * AT_ONCE).zip(new.chunks(2 * AT_ONCE));
+        let (masks, places, steps) = (&mut self.masks, &mut self.places, &mut self.steps);
+        blocks
+            .map(|(old, new)| compare::<u16>(old, new, masks, places, steps))
+            .sum()
+    }
+}
+
+const BF16: Pattern = Pattern::of(Dtype::BF16);
+
+fn each(deltas: &Deltas, changes: u64) -> f64 {
+    let bytes: usize = deltas.iter().map(Vec::len).sum();
+    bytes as f64 / changes.max(1) as f64
+}
+
+fn check(image: &[u8], expected: &[u8]) -> Result<(), Box<dyn Error>> {
+    match image == expected {
+        true => Ok(()),
+        false => Err("applying a delta has not made the version it leads to".into()),
+    }
+}
+
+/// Codes every span, by a thread for each scratch; returns how many changes there are.
+fn code(
+    codec: Codec,
+    old: &[u8],
+    new: &[u8],
+    out: &mut Deltas,
+    scratch: &mut [Scratch],
+) -> Result<u64, DeltaError> {
+    let share = out.len().div_ceil(scratch.len());
+    let part = share * SPAN_BYTES;
+    let work = |old: &[u8], new: &[u8], out: &mut [Vec<u8>], scratch: &mut Scratch| {
+        let spans = old.chunks(SPAN_BYTES).zip(new.chunks(SPAN_BYTES)).zip(out);
+        let changes = spans.map(|((old, new), out)| {
+            out.clear();
+            Ok(encode(BF16, codec, old, new, out, scratch)?.changes)
+        });
+        changes.sum::<Result<u64, DeltaError>>()
+    };
+    let parts = old.chunks(part).zip(new.chunks(part));
+    let parts = parts.zip(out.chunks_mut(share)).zip(scratch);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = parts
+            .map(|(((old, new), out), scratch)| scope.spawn(move || work(old, new, out, scratch)))
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+    })
+}
+
+/// Puts the delta of every span into it, by a thread for each scratch.
+fn put(
+    deltas: &Deltas,
+    image: &mut [u8],
+    digest: bool,
+    scratch: &mut [Scratch],
+) -> Result<(), DeltaError> {
+    let share = deltas.len().div_ceil(scratch.len());
+    let parts = deltas.chunks(share).zip(image.chunks_mut(share * SPAN_BYTES));
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = parts
+            .zip(scratch)
+            .map(|((deltas, image), scratch)| {
+                scope.spawn(move || {
+                    for (delta, span) in deltas.iter().zip(image.chunks_mut(SPAN_BYTES)) {
+                        apply(BF16, delta, span, digest.then_some(0), scratch)?;
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
+}
