@@ -39,8 +39,8 @@ use weightsync_simd::SLACK;
 pub const SPAN: u64 = 4 << 20;
 
 /// Elements that are compared, coded and applied together: both versions of them stay in the
-/// second-level cache, and a place within takes 15 bits.
-const BLOCK: usize = 1 << 15;
+/// second-level cache, and a place within takes 16 bits.
+const BLOCK: usize = 1 << 16;
 
 /// Why bytes are not the delta that they should be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -157,6 +157,9 @@ struct Changes<W> {
     steps: Vec<W>,
     /// The same places as bits, where they came or go as such.
     masks: Vec<u64>,
+    /// What is written in a fixed number of bits, and what in unary.
+    parts: Vec<u16>,
+    highs: Vec<u16>,
 }
 
 impl<W: weightsync_simd::Word> Changes<W> {
@@ -165,6 +168,8 @@ impl<W: weightsync_simd::Word> Changes<W> {
         self.places.resize(BLOCK + SLACK, 0);
         self.steps.resize(BLOCK + SLACK, W::default());
         self.masks.resize(BLOCK / 64, 0);
+        self.parts.resize(BLOCK, 0);
+        self.highs.resize(BLOCK, 0);
     }
 
     fn places(&self) -> &[u16] {

@@ -52,6 +52,14 @@ pub trait Word: sealed::Sealed + Copy + Default + Eq + Send + Sync + 'static {
 
     /// The lowest bits of a number.
     fn narrow(wide: u64) -> Self;
+
+    /// As a signed step: 1, -1, 2, -2 … are 1, 2, 3, 4 …; 0 is 0, and so is the one that is furthest
+    /// from it.
+    #[must_use]
+    fn zigzag(self) -> Self;
+
+    /// The way back from [`zigzag`](Self::zigzag), for one that is below 65,536.
+    fn unzigzag(code: u16) -> Self;
 }
 
 /// Finds the changes of one block: which elements differ (`masks`, one bit each, 64 to a word, the
@@ -161,6 +169,24 @@ macro_rules! words {
             #[inline(always)]
             fn narrow(wide: u64) -> Self {
                 wide as Self
+            }
+
+            #[inline(always)]
+            fn zigzag(self) -> Self {
+                // All ones if it is negative.
+                let negative = (0 as Self).wrapping_sub(self >> (Self::BITS - 1));
+                let far = (self ^ negative).wrapping_sub(negative);
+                let twice = far.wrapping_add(far);
+                let code = twice.wrapping_sub(1).wrapping_sub(negative);
+                if self == 0 { 0 } else { code }
+            }
+
+            #[inline(always)]
+            fn unzigzag(code: u16) -> Self {
+                let code = code as Self;
+                let far = (code >> 1).wrapping_add(code & 1);
+                let negative = (0 as Self).wrapping_sub(!code & 1);
+                (far ^ negative).wrapping_sub(negative)
             }
         }
     )*};

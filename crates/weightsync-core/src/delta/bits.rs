@@ -58,6 +58,10 @@ impl<'a> BitWriter<'a> {
     #[inline(always)]
     pub(super) fn put_gamma(&mut self, number: u64) {
         let below = 63 - number.leading_zeros();
+        if below < MOST / 2 {
+            let rest = number & !(1 << below);
+            return self.put(1 << below | rest << (below + 1), 2 * below + 1);
+        }
         self.put_unary(u64::from(below));
         let rest = number & !(1 << below);
         self.put(rest & ((1 << 32) - 1), below.min(32));

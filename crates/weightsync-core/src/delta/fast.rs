@@ -1,6 +1,8 @@
 //! The fast codec: block by block, either gaps between places or one bit for each element.
 
-use weightsync_simd::{SLACK, Word};
+use weightsync_simd::{
+    PACK_BITS, PACK_SLACK, SLACK, Word, pack, pack_unary, unpack, unpack_unary, unzigzag, zigzag,
+};
 
 use super::bits::{BitReader, BitWriter, MOST, bits_at};
 use super::{Changes, DeltaError};
@@ -21,7 +23,7 @@ pub(super) fn begin<W: Word>(out: &mut Vec<u8>) {
 }
 
 /// Appends one block; the masks must be those of its places.
-pub(super) fn write_block<W: Word>(changes: &Changes<W>, elements: usize, out: &mut Vec<u8>) {
+pub(super) fn write_block<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<u8>) {
     match changes.count {
         0 => out.push(NOTHING),
         count if count * SPARSE <= elements => write_gaps(changes, elements, out),
@@ -84,12 +86,14 @@ pub(super) fn join<W: Word>(negative: u64, beyond: u64) -> W {
     if negative == 0 { far } else { other }
 }
 
-/// How many of a gap's bits are written as they are, for so many changes among so many elements:
-/// what is above them is then about one more bit.
-pub(super) fn low_bits(count: usize, elements: usize) -> u32 {
-    // The mean gap, times ln 2.
-    let gap = elements as u64 * 177 / (256 * count.max(1) as u64);
-    gap.max(1).ilog2()
+/// How many of a gap's bits are written as they are, for so many changes among so many elements: with
+/// geometric gaps of that mean, the rest in unary takes least then (R. G. Gallager and D. C. Van
+/// Voorhis, "Optimal source codes for geometrically distributed integer alphabets", 1975).
+fn low_bits(count: usize, elements: usize) -> u32 {
+    // The mean gap, times the logarithm of the golden ratio.
+    let gap = elements as u64 * 123 / (256 * count.max(1) as u64);
+    let bits = gap.max(1).next_power_of_two().ilog2();
+    bits.min(PACK_BITS - 2)
 }
 
 /// How many of a step's lowest bits are written as they are: about as many as most have.
@@ -102,44 +106,51 @@ fn step_bits<W: Word>(steps: &[W]) -> u32 {
     (lengths / some.len().max(1) as u32).min(36)
 }
 
-fn write_gaps<W: Word>(changes: &Changes<W>, elements: usize, out: &mut Vec<u8>) {
-    let (count, places, steps) = (changes.count, changes.places(), changes.steps());
+fn write_gaps<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<u8>) {
+    let count = changes.count;
+    let (parts, highs) = (&mut changes.parts[..count], &mut changes.highs[..count]);
+    let (places, steps) = (&changes.places[..count], &changes.steps[..count]);
     let low = low_bits(count, elements);
     let short = step_bits(steps);
     out.push(GAPS | (short as u8) << 2);
     out.extend_from_slice(&(count as u16).to_le_bytes());
-    // Each change: a fixed part, and of its gap at most so many zeros and a one.
-    let fixed = low + 2 + short;
-    let bits = count * (fixed as usize + 1) + (elements >> low);
-    let mut writer = BitWriter::new(out, bits / 8);
-    let mut far = 0;
-    let mut next = 0;
-    for (&place, &step) in places.iter().zip(steps) {
-        let gap = u64::from(place) - next;
-        next = u64::from(place) + 1;
+
+    // Where the one before is, as if another block came before this one.
+    let mut before = u16::MAX;
+    let mask = (1 << low) - 1;
+    for (((part, high), &place), &step) in parts.iter_mut().zip(&mut *highs).zip(places).zip(steps) {
+        let gap = place.wrapping_sub(before).wrapping_sub(1);
+        before = place;
         let (negative, beyond) = split(step);
-        let more = u64::from(beyond >> short != 0);
-        far += more;
-        let lowest = gap & ((1 << low) - 1);
-        let shortest = beyond & ((1 << short) - 1);
-        let part = lowest | negative << low | more << (low + 1) | shortest << (low + 2);
-        writer.put(part, fixed);
+        let far = u16::from(beyond >> short != 0);
+        *part = gap & mask | (negative as u16 | far << 1) << low;
+        *high = gap >> low;
     }
-    next = 0;
-    for &place in places {
-        let gap = u64::from(place) - next;
-        next = u64::from(place) + 1;
-        writer.put_unary(gap >> low);
-    }
-    if far > 0 {
+    append(out, count * 2, |out| pack(parts, low + 2, out));
+    let unary = count + (elements >> low);
+    append(out, unary / 8 + 1, |out| pack_unary(highs, out));
+
+    let mut writer = BitWriter::new(out, count);
+    if short > 0 {
         for &step in steps {
-            let above = split(step).1 >> short;
-            if above != 0 {
-                writer.put_gamma(above);
-            }
+            writer.put(split(step).1 & ((1 << short) - 1), short);
+        }
+    }
+    for &step in steps {
+        let above = split(step).1 >> short;
+        if above != 0 {
+            writer.put_gamma(above);
         }
     }
     writer.finish();
+}
+
+/// Appends what a kernel writes, which is at most so many bytes.
+fn append(out: &mut Vec<u8>, most: usize, write: impl FnOnce(&mut [u8]) -> usize) {
+    let begin = out.len();
+    out.resize(begin + most + PACK_SLACK, 0);
+    let used = write(&mut out[begin..]);
+    out.truncate(begin + used);
 }
 
 fn read_gaps<W: Word>(
@@ -148,99 +159,103 @@ fn read_gaps<W: Word>(
     short: u32,
     changes: &mut Changes<W>,
 ) -> Result<usize, DeltaError> {
-    let ends = DeltaError::Ends { at: bytes.len() };
-    let (count, bytes) = bytes.split_first_chunk::<2>().ok_or(ends.clone())?;
+    let ends = || DeltaError::Ends { at: bytes.len() };
+    let (count, rest) = bytes.split_first_chunk::<2>().ok_or_else(ends)?;
     let count = usize::from(u16::from_le_bytes(*count));
     if count == 0 || count > elements {
         return Err(DeltaError::Malformed {
             what: "a block with no change, or with more than it has elements",
         });
     }
-    let low = low_bits(count, elements);
-    let fixed = low + 2 + short;
-    if fixed > MOST || short >= 8 * W::BYTES as u32 {
+    if short >= 8 * W::BYTES as u32 || short > MOST {
         return Err(DeltaError::Malformed {
             what: "steps of more bits than an element has",
         });
     }
-    let mut ones = BitReader::new(bytes);
-    ones.seek(count * fixed as usize);
-    if (count * fixed as usize).div_ceil(8) > bytes.len() {
-        return Err(ends);
-    }
+    let (parts, highs) = (&mut changes.parts[..count], &mut changes.highs[..count]);
     let (places, steps) = (&mut changes.places[..count], &mut changes.steps[..count]);
-    let (low_mask, short_mask) = ((1_u64 << low) - 1, (1_u64 << short) - 1);
-    let mut next = 0_u64;
-    let mut far = 0_u64;
-    for (index, (place, step)) in places.iter_mut().zip(steps.iter_mut()).enumerate() {
-        let part = bits_at(bytes, index * fixed as usize);
-        let high = ones.take_unary().ok_or(ends.clone())?;
-        next += high << low | part & low_mask;
+    let low = low_bits(count, elements);
+    let packed = (count * (low as usize + 2)).div_ceil(8);
+    let (packed, rest) = rest.split_at_checked(packed).ok_or_else(ends)?;
+    unpack(packed, low + 2, parts);
+    let unary = unpack_unary(rest, highs).ok_or_else(ends)?;
+
+    let (mut next, mask) = (0_u64, (1_u16 << low) - 1);
+    for ((&part, &high), place) in parts.iter().zip(&*highs).zip(places) {
+        next += u64::from(high) << low | u64::from(part & mask);
         *place = next as u16;
         next += 1;
-        *step = join(part >> low & 1, part >> (low + 2) & short_mask);
-        far += part >> (low + 1) & 1;
     }
     // They ascend: if the last one has its place, all have.
     if next > elements as u64 {
         let got = next - 1;
         return Err(DeltaError::Place { elements, got });
     }
-    if far > 0 {
-        for (index, step) in steps.iter_mut().enumerate() {
-            let part = bits_at(bytes, index * fixed as usize);
-            if part >> (low + 1) & 1 == 0 {
-                continue;
-            }
-            let above = ones.take_gamma().ok_or(ends.clone())?;
-            let beyond = above << short | part >> (low + 2) & short_mask;
-            if above.leading_zeros() <= short || beyond >> (8 * W::BYTES - 1) != 0 {
-                return Err(DeltaError::Malformed {
-                    what: "a step of more bits than an element has",
-                });
-            }
-            *step = join(part >> low & 1, beyond);
+
+    let mut wide = BitReader::new(&rest[unary..]);
+    let shorts = wide;
+    wide.seek(count * short as usize);
+    if wide.is_past_the_end() {
+        return Err(ends());
+    }
+    let negative = |part: u16| u64::from(part >> low & 1);
+    for (step, &part) in steps.iter_mut().zip(&*parts) {
+        *step = join(negative(part), 0);
+    }
+    if short > 0 {
+        let mut shorts = shorts;
+        for (step, &part) in steps.iter_mut().zip(&*parts) {
+            *step = join(negative(part), shorts.take(short));
         }
     }
-    if ones.is_past_the_end() {
-        return Err(ends);
+    for (step, &part) in steps.iter_mut().zip(&*parts) {
+        if part >> (low + 1) == 0 {
+            continue;
+        }
+        let above = wide.take_gamma().ok_or_else(ends)?;
+        let beyond = above << short | split(*step).1;
+        if above.leading_zeros() <= short || beyond >> (8 * W::BYTES - 1) != 0 {
+            return Err(DeltaError::Malformed {
+                what: "a step of more bits than an element has",
+            });
+        }
+        *step = join(negative(part), beyond);
+    }
+    if wide.is_past_the_end() {
+        return Err(ends());
     }
     changes.count = count;
-    Ok(2 + ones.bytes())
+    Ok(bytes.len() - rest.len() + unary + wide.bytes())
 }
 
-/// A step as a number above zero, small where the step is.
-#[inline(always)]
-fn zigzag<W: Word>(step: W) -> u64 {
-    let (negative, beyond) = split(step);
-    // At most twice the largest step, which 64 bits may not hold: such a one is escaped.
-    (beyond << 1 | negative).wrapping_add(1)
-}
-
-fn write_bitmap<W: Word>(changes: &Changes<W>, elements: usize, out: &mut Vec<u8>) {
-    let steps = changes.steps();
-    let wide = 8 * W::BYTES as u32;
+fn write_bitmap<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<u8>) {
+    let count = changes.count;
+    let steps = &changes.steps[..count];
     let bits = bitmap_bits(steps);
     out.push(BITMAP | (bits as u8) << 2);
+    let begin = out.len();
     for mask in &changes.masks[..elements.div_ceil(64)] {
         out.extend_from_slice(&mask.to_le_bytes());
     }
-    out.truncate(out.len() - (elements.div_ceil(64) * 8 - elements.div_ceil(8)));
-    let mut writer = BitWriter::new(out, changes.count * bits as usize / 8);
-    let limit = 1_u64 << bits;
-    let mut escaped = 0;
-    for &step in steps {
-        let zigzag = zigzag(step);
-        let fits = bits < wide && zigzag < limit && zigzag != 0;
-        escaped += usize::from(!fits);
-        writer.put(if fits { zigzag } else { 0 }, bits);
-    }
-    writer.finish();
-    if escaped > 0 {
-        out.reserve(escaped * W::BYTES);
+    out.truncate(begin + elements.div_ceil(8));
+    let escapes = if bits < PACK_BITS {
+        let codes = &mut changes.parts[..count];
+        let escapes = zigzag(steps, 1 << bits, codes);
+        append(out, (count * bits as usize).div_ceil(8), |out| pack(codes, bits, out));
+        escapes > 0
+    } else {
+        let mut writer = BitWriter::new(out, count * bits as usize / 8);
         for &step in steps {
-            let zigzag = zigzag(step);
-            if zigzag >= limit || zigzag == 0 {
+            let code = step.zigzag().widen();
+            writer.put(if code < 1 << bits { code } else { 0 }, bits);
+        }
+        writer.finish();
+        true
+    };
+    if escapes {
+        for &step in steps {
+            let code = step.zigzag().widen();
+            if code >= 1 << bits || code == 0 {
                 out.extend_from_slice(&step.widen().to_le_bytes()[..W::BYTES]);
             }
         }
@@ -252,19 +267,17 @@ fn bitmap_bits<W: Word>(steps: &[W]) -> u32 {
     let wide = 8 * W::BYTES as u32;
     let stride = (steps.len() / 256).max(1);
     let mut lengths = [0_u32; 65];
-    let mut some = 0;
+    let mut longer = 0;
     for step in steps.iter().step_by(stride) {
-        lengths[64 - zigzag(*step).leading_zeros() as usize] += 1;
-        some += 1;
+        lengths[64 - step.zigzag().widen().leading_zeros() as usize] += 1;
+        longer += 1;
     }
-    let mut best = (u32::MAX, 0);
-    let mut longer = some;
-    for bits in 1..wide.min(MOST) {
+    let some = longer;
+    let costs = (1..wide.min(MOST)).map(|bits| {
         longer -= lengths[bits as usize];
-        let cost = some * bits + longer * wide;
-        best = best.min((cost, bits));
-    }
-    best.1
+        (some * bits + longer * wide, bits)
+    });
+    costs.min().map_or(1, |(_, bits)| bits)
 }
 
 fn read_bitmap<W: Word>(
@@ -273,8 +286,10 @@ fn read_bitmap<W: Word>(
     bits: u32,
     changes: &mut Changes<W>,
 ) -> Result<usize, DeltaError> {
-    let ends = DeltaError::Ends { at: bytes.len() };
-    let map = bytes.get(..elements.div_ceil(8)).ok_or(ends.clone())?;
+    let ends = || DeltaError::Ends { at: bytes.len() };
+    let (map, rest) = bytes
+        .split_at_checked(elements.div_ceil(8))
+        .ok_or_else(ends)?;
     let (mut count, mut last) = (0, 0);
     for (mask, part) in changes.masks.iter_mut().zip(map.chunks(8)) {
         let mut word = [0; 8];
@@ -289,26 +304,28 @@ fn read_bitmap<W: Word>(
             what: "a bitmap with changes behind its last element, or with steps of no known width",
         });
     }
-    let rest = &bytes[map.len()..];
     let packed = (count * bits as usize).div_ceil(8);
-    let mut escaped = rest.get(packed..).ok_or(ends.clone())?;
-    let limit = (1_u64 << bits) - 1;
-    let mut escapes = 0;
-    for (index, step) in changes.steps[..count].iter_mut().enumerate() {
-        let zigzag = bits_at(rest, index * bits as usize) & limit;
-        escapes += usize::from(zigzag == 0);
-        let less = zigzag.wrapping_sub(1);
-        *step = match zigzag {
-            0 => W::default(),
-            _ => join(less & 1, less >> 1),
-        };
+    let (packed, mut escaped) = rest.split_at_checked(packed).ok_or_else(ends)?;
+    let steps = &mut changes.steps[..count];
+    if bits < PACK_BITS {
+        let codes = &mut changes.parts[..count];
+        unpack(packed, bits, codes);
+        unzigzag(codes, steps);
+    } else {
+        let limit = (1_u64 << bits) - 1;
+        for (index, step) in steps.iter_mut().enumerate() {
+            let code = bits_at(packed, index * bits as usize) & limit;
+            let beyond = code.wrapping_sub(1);
+            *step = match code {
+                0 => W::default(),
+                _ => join(beyond & 1, beyond >> 1),
+            };
+        }
     }
-    if escapes > 0 {
-        for step in changes.steps[..count].iter_mut() {
-            if *step == W::default() {
-                let whole = escaped.split_off(..W::BYTES).ok_or(ends.clone())?;
-                *step = W::read(whole);
-            }
+    for step in steps {
+        if *step == W::default() {
+            let whole = escaped.split_off(..W::BYTES).ok_or_else(ends)?;
+            *step = W::read(whole);
         }
     }
     changes.count = count;

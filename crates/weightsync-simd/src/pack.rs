@@ -1,0 +1,157 @@
+//! Small numbers in few bits: as they are, in unary, and steps as small numbers.
+//!
+//! Bits fill bytes from the lowest up. All of it is of 16-bit numbers, which is what places within a
+//! block and most steps fit.
+
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+#[cfg(test)]
+mod tests;
+
+use crate::delta::{Path, Word};
+
+/// How many bytes more than are written or read the kernels want to be there.
+pub const PACK_SLACK: usize = 16;
+
+/// Most bits of a packed number.
+pub const PACK_BITS: u32 = 16;
+
+/// Writes the lowest `bits` of each number, which have no others; returns how many bytes that takes.
+///
+/// # Panics
+///
+/// If `bits` is above [`PACK_BITS`], or `out` has not [`PACK_SLACK`] bytes more.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{PACK_SLACK, pack, unpack};
+///
+/// let mut bytes = [0; 2 + PACK_SLACK];
+/// assert_eq!(pack(&[1, 2, 3], 5, &mut bytes), 2);
+/// let mut numbers = [0; 3];
+/// unpack(&bytes[..2], 5, &mut numbers);
+/// assert_eq!(numbers, [1, 2, 3]);
+/// ```
+pub fn pack(numbers: &[u16], bits: u32, out: &mut [u8]) -> usize {
+    pack_with(Path::best(), numbers, bits, out)
+}
+
+/// Reads numbers of so many bits each; behind the end of `bytes` there are zeros.
+///
+/// # Panics
+///
+/// If `bits` is above [`PACK_BITS`].
+pub fn unpack(bytes: &[u8], bits: u32, numbers: &mut [u16]) {
+    unpack_with(Path::best(), bytes, bits, numbers);
+}
+
+/// Writes each number as so many zeros and a one; returns how many bytes that takes.
+///
+/// # Panics
+///
+/// If `out` has not [`PACK_SLACK`] bytes more.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{PACK_SLACK, pack_unary, unpack_unary};
+///
+/// let mut bytes = [0; 2 + PACK_SLACK];
+/// assert_eq!(pack_unary(&[3, 0, 5], &mut bytes), 2);
+/// assert_eq!(bytes[..2], [0b0001_1000, 0b0000_0100]);
+/// let mut numbers = [0; 3];
+/// assert_eq!(unpack_unary(&bytes[..2], &mut numbers), Some(2));
+/// assert_eq!(numbers, [3, 0, 5]);
+/// ```
+pub fn pack_unary(numbers: &[u16], out: &mut [u8]) -> usize {
+    scalar::pack_unary(numbers, out)
+}
+
+/// Reads numbers that [`pack_unary`] wrote; returns how many bytes they took, or nothing if the bytes
+/// do not suffice. A number beyond 65,535 is read as that.
+pub fn unpack_unary(bytes: &[u8], numbers: &mut [u16]) -> Option<usize> {
+    match Path::best() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: these paths were chosen because the processor has their instructions.
+        Path::Avx2 | Path::Avx512 => unsafe { x86::unpack_unary(bytes, numbers) },
+        Path::Scalar => scalar::unpack_unary(bytes, numbers),
+    }
+}
+
+/// Writes each step as a small number: 1, -1, 2, -2 … as 1, 2, 3, 4 …, and as 0 if that is not below
+/// `limit`. Returns how many are 0.
+///
+/// # Panics
+///
+/// If there is not a code for each step.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{unzigzag, zigzag};
+///
+/// let (steps, mut codes) = ([1_u16, 0xffff, 2, 0x8000], [0; 4]);
+/// assert_eq!(zigzag(&steps, 16, &mut codes), 1);
+/// assert_eq!(codes, [1, 2, 3, 0]);
+/// let mut again = [0; 4];
+/// unzigzag(&codes, &mut again);
+/// assert_eq!(again, [1, 0xffff, 2, 0]);
+/// ```
+pub fn zigzag<W: Word>(steps: &[W], limit: u16, codes: &mut [u16]) -> usize {
+    assert_eq!(steps.len(), codes.len(), "a code for each step");
+    match Path::best() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has its instructions.
+        Path::Avx512 => unsafe { x86::zigzag_avx512(steps, limit, codes) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: likewise.
+        Path::Avx2 => unsafe { x86::zigzag_avx2(steps, limit, codes) },
+        Path::Scalar => scalar::zigzag(steps, limit, codes),
+    }
+}
+
+/// The way back from [`zigzag`]; 0 becomes no step.
+///
+/// # Panics
+///
+/// If there is not a step for each code.
+pub fn unzigzag<W: Word>(codes: &[u16], steps: &mut [W]) {
+    assert_eq!(steps.len(), codes.len(), "a step for each code");
+    match Path::best() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has its instructions.
+        Path::Avx512 => unsafe { x86::unzigzag_avx512(codes, steps) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: likewise.
+        Path::Avx2 => unsafe { x86::unzigzag_avx2(codes, steps) },
+        Path::Scalar => scalar::unzigzag(codes, steps),
+    }
+}
+
+/// `path` must be available.
+fn pack_with(path: Path, numbers: &[u16], bits: u32, out: &mut [u8]) -> usize {
+    assert!(bits <= PACK_BITS, "at most 16 bits each");
+    let bytes = (numbers.len() * bits as usize).div_ceil(8);
+    assert!(out.len() >= bytes + PACK_SLACK, "too little room");
+    match path {
+        Path::Scalar => scalar::pack(numbers, bits, out),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: these paths were chosen because the processor has their instructions.
+        Path::Avx2 | Path::Avx512 => unsafe { x86::pack(numbers, bits, out) },
+    }
+    bytes
+}
+
+/// `path` must be available.
+fn unpack_with(path: Path, bytes: &[u8], bits: u32, numbers: &mut [u16]) {
+    assert!(bits <= PACK_BITS, "at most 16 bits each");
+    match path {
+        Path::Scalar => scalar::unpack(bytes, 0, bits, numbers),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: these paths were chosen because the processor has their instructions.
+        Path::Avx2 | Path::Avx512 => unsafe { x86::unpack(bytes, bits, numbers) },
+    }
+}
