@@ -67,7 +67,11 @@ pub fn select(
 
 /// `path` must be available.
 fn classes_with<W: Word>(path: Path, bytes: &[u8], exponents: Exponents, out: &mut [u8]) {
-    assert_eq!(bytes.len(), out.len() * W::BYTES, "one class for each element");
+    assert_eq!(
+        bytes.len(),
+        out.len() * W::BYTES,
+        "one class for each element"
+    );
     assert!(out.len() <= BLOCK, "more than a block");
     match path {
         Path::Scalar => scalar::classes::<W>(bytes, exponents, out),

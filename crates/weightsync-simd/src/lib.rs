@@ -13,7 +13,7 @@
 //! | digest of lines | [`digest_lines`], [`digest_lines_at`], [`digest_line_delta`], [`digest_add`] |
 //! | what changed, and putting it in | [`compare`], [`expand`], [`prefetch`] |
 //! | classes of exponents | [`classes`], [`rank`], [`select`] |
-//! | small numbers in few bits | [`pack`], [`unpack`], [`pack_unary`], [`unpack_unary`], [`zigzag`], [`unzigzag`] |
+//! | small numbers in few bits | [`pack`], [`unpack`], [`pack_unary`], [`unpack_unary`], [`zigzag`], [`unzigzag`], [`zeros`] |
 //! | casts and gathers | [`cast`], [`cast_strided`], [`gather`] |
 
 mod cast;
@@ -32,7 +32,7 @@ pub use classes::{CLASSES, Exponents, classes, rank, select};
 pub use copy::{Copier, STREAM_THRESHOLD, stream_copy, stream_copy_slice};
 pub use crc::{Crc64, crc64, crc64_combine, stream_copy_crc, stream_copy_crc_slice};
 pub use delta::{BLOCK, SLACK, Word, compare, expand, prefetch};
-pub use pack::{
-    PACK_BITS, PACK_SLACK, pack, pack_unary, unpack, unpack_unary, unzigzag, zigzag,
-};
 pub use digest::{LINE_BYTES, digest_add, digest_line_delta, digest_lines, digest_lines_at};
+pub use pack::{
+    PACK_BITS, PACK_SLACK, pack, pack_unary, unpack, unpack_unary, unzigzag, zeros, zigzag,
+};

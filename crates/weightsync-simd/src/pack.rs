@@ -10,7 +10,7 @@ mod x86;
 #[cfg(test)]
 mod tests;
 
-use crate::delta::{Path, Word};
+use crate::delta::{BLOCK, Path, SLACK, Word};
 
 /// How many bytes more than are written or read the kernels want to be there.
 pub const PACK_SLACK: usize = 16;
@@ -128,6 +128,38 @@ pub fn unzigzag<W: Word>(codes: &[u16], steps: &mut [W]) {
         // SAFETY: likewise.
         Path::Avx2 => unsafe { x86::unzigzag_avx2(codes, steps) },
         Path::Scalar => scalar::unzigzag(codes, steps),
+    }
+}
+
+/// Finds which of at most 65,536 numbers are 0; returns how many, and writes their indices.
+///
+/// # Panics
+///
+/// If there are more numbers, or `places` has not room for all of them and [`SLACK`](crate::SLACK)
+/// more.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{SLACK, zeros};
+///
+/// let mut places = [0; 4 + SLACK];
+/// assert_eq!(zeros(&[3, 0, 7, 0], &mut places), 2);
+/// assert_eq!(places[..2], [1, 3]);
+/// ```
+pub fn zeros(numbers: &[u16], places: &mut [u16]) -> usize {
+    zeros_with(Path::best(), numbers, places)
+}
+
+/// `path` must be available.
+fn zeros_with(path: Path, numbers: &[u16], places: &mut [u16]) -> usize {
+    assert!(numbers.len() <= BLOCK, "more than a block");
+    assert!(places.len() >= numbers.len() + SLACK, "too little room");
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has its instructions; there is room.
+        Path::Avx512 => unsafe { x86::zeros_avx512(numbers, places) },
+        _ => scalar::zeros(numbers, 0, places),
     }
 }
 

@@ -1,7 +1,8 @@
 //! The fast codec: block by block, either gaps between places or one bit for each element.
 
 use weightsync_simd::{
-    PACK_BITS, PACK_SLACK, SLACK, Word, pack, pack_unary, unpack, unpack_unary, unzigzag, zigzag,
+    PACK_BITS, PACK_SLACK, SLACK, Word, pack, pack_unary, unpack, unpack_unary, unzigzag, zeros,
+    zigzag,
 };
 
 use super::bits::{BitReader, BitWriter, MOST, bits_at};
@@ -44,8 +45,14 @@ pub(super) fn read_block<W: Word>(
     let parameter = u32::from(head >> 2);
     let (taken, places) = match head & 3 {
         NOTHING if parameter == 0 => (0, Places::None),
-        GAPS => (read_gaps(rest, elements, parameter, changes)?, Places::Listed),
-        BITMAP => (read_bitmap(rest, elements, parameter, changes)?, Places::Masks),
+        GAPS => (
+            read_gaps(rest, elements, parameter, changes)?,
+            Places::Listed,
+        ),
+        BITMAP => (
+            read_bitmap(rest, elements, parameter, changes)?,
+            Places::Masks,
+        ),
         _ => {
             return Err(DeltaError::Malformed {
                 what: "a block of no known kind",
@@ -118,7 +125,8 @@ fn write_gaps<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<
     // Where the one before is, as if another block came before this one.
     let mut before = u16::MAX;
     let mask = (1 << low) - 1;
-    for (((part, high), &place), &step) in parts.iter_mut().zip(&mut *highs).zip(places).zip(steps) {
+    for (((part, high), &place), &step) in parts.iter_mut().zip(&mut *highs).zip(places).zip(steps)
+    {
         let gap = place.wrapping_sub(before).wrapping_sub(1);
         before = place;
         let (negative, beyond) = split(step);
@@ -238,11 +246,18 @@ fn write_bitmap<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Ve
         out.extend_from_slice(&mask.to_le_bytes());
     }
     out.truncate(begin + elements.div_ceil(8));
-    let escapes = if bits < PACK_BITS {
+    if bits < PACK_BITS {
         let codes = &mut changes.parts[..count];
-        let escapes = zigzag(steps, 1 << bits, codes);
-        append(out, (count * bits as usize).div_ceil(8), |out| pack(codes, bits, out));
-        escapes > 0
+        let escaped = zigzag(steps, 1 << bits, codes);
+        append(out, (count * bits as usize).div_ceil(8), |out| {
+            pack(codes, bits, out)
+        });
+        if escaped > 0 {
+            let escaped = zeros(codes, &mut changes.places);
+            for &index in &changes.places[..escaped] {
+                put_whole(steps[usize::from(index)], out);
+            }
+        }
     } else {
         let mut writer = BitWriter::new(out, count * bits as usize / 8);
         for &step in steps {
@@ -250,16 +265,17 @@ fn write_bitmap<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Ve
             writer.put(if code < 1 << bits { code } else { 0 }, bits);
         }
         writer.finish();
-        true
-    };
-    if escapes {
         for &step in steps {
             let code = step.zigzag().widen();
             if code >= 1 << bits || code == 0 {
-                out.extend_from_slice(&step.widen().to_le_bytes()[..W::BYTES]);
+                put_whole(step, out);
             }
         }
     }
+}
+
+fn put_whole<W: Word>(step: W, out: &mut Vec<u8>) {
+    out.extend_from_slice(&step.widen().to_le_bytes()[..W::BYTES]);
 }
 
 /// How many bits a step takes in a bitmap's block: the fewest in all, by a sample.
@@ -307,28 +323,33 @@ fn read_bitmap<W: Word>(
     let packed = (count * bits as usize).div_ceil(8);
     let (packed, mut escaped) = rest.split_at_checked(packed).ok_or_else(ends)?;
     let steps = &mut changes.steps[..count];
+    let mut whole = || {
+        let whole = escaped.split_off(..W::BYTES).ok_or_else(ends)?;
+        Ok(W::read(whole))
+    };
     if bits < PACK_BITS {
         let codes = &mut changes.parts[..count];
         unpack(packed, bits, codes);
         unzigzag(codes, steps);
+        let escapes = zeros(codes, &mut changes.places);
+        for &index in &changes.places[..escapes] {
+            steps[usize::from(index)] = whole()?;
+        }
     } else {
         let limit = (1_u64 << bits) - 1;
         for (index, step) in steps.iter_mut().enumerate() {
             let code = bits_at(packed, index * bits as usize) & limit;
             let beyond = code.wrapping_sub(1);
             *step = match code {
-                0 => W::default(),
+                0 => whole()?,
                 _ => join(beyond & 1, beyond >> 1),
             };
         }
     }
-    for step in steps {
-        if *step == W::default() {
-            let whole = escaped.split_off(..W::BYTES).ok_or_else(ends)?;
-            *step = W::read(whole);
-        }
-    }
     changes.count = count;
-    debug_assert!(changes.steps.len() >= count + SLACK, "room for whole vectors");
+    debug_assert!(
+        changes.steps.len() >= count + SLACK,
+        "room for whole vectors"
+    );
     Ok(bytes.len() - escaped.len())
 }

@@ -70,7 +70,11 @@ fn trained(pattern: Pattern, old: &[u8], kind: Kind, share: u64, seed: u64) -> V
         let is = match kind {
             Kind::Near => {
                 let far = 1 + u64::from((dice >> 8 | 1 << 30).trailing_zeros()) / 3;
-                if dice & 1 == 0 { was.wrapping_add(far) } else { was.wrapping_sub(far) }
+                if dice & 1 == 0 {
+                    was.wrapping_add(far)
+                } else {
+                    was.wrapping_sub(far)
+                }
             }
             Kind::Any => dice,
             Kind::Special => match dice % 5 {
@@ -106,7 +110,10 @@ fn encoded(pattern: Pattern, codec: Codec, old: &[u8], new: &[u8]) -> Vec<u8> {
     assert_eq!(out[..3], [7; 3], "what was there stays");
     assert_eq!(made.bytes as usize, out.len() - 3);
     let pairs = old.chunks(pattern.width()).zip(new.chunks(pattern.width()));
-    assert_eq!(made.changes as usize, pairs.filter(|(old, new)| old != new).count());
+    assert_eq!(
+        made.changes as usize,
+        pairs.filter(|(old, new)| old != new).count()
+    );
     out.split_off(3)
 }
 
@@ -241,7 +248,12 @@ fn every_cut_of_a_fast_delta_is_refused() {
     let pattern = Pattern::of(Dtype::BF16);
     let old = weights(pattern, 70_000, 1);
     for share in [110, 3300] {
-        let delta = encoded(pattern, Codec::Fast, &old, &trained(pattern, &old, Kind::Near, share, 2));
+        let delta = encoded(
+            pattern,
+            Codec::Fast,
+            &old,
+            &trained(pattern, &old, Kind::Near, share, 2),
+        );
         for cut in (1..delta.len()).step_by(7) {
             let mut scratch = Scratch::new();
             let cut = apply(pattern, &delta[..cut], &mut old.clone(), None, &mut scratch);
@@ -255,7 +267,11 @@ fn a_delta_takes_about_as_many_bytes_as_there_is_to_tell() {
     let pattern = Pattern::of(Dtype::BF16);
     let old = weights(pattern, SPAN as usize / 2, 3);
     let new = trained(pattern, &old, Kind::Near, 110, 4);
-    let changes = old.chunks(2).zip(new.chunks(2)).filter(|(a, b)| a != b).count() as f64;
+    let changes = old
+        .chunks(2)
+        .zip(new.chunks(2))
+        .filter(|(a, b)| a != b)
+        .count() as f64;
     for (codec, most) in [(Codec::Fast, 1.4), (Codec::Thin, 1.3)] {
         let each = encoded(pattern, codec, &old, &new).len() as f64 / changes;
         assert!(each < most, "{codec:?}: {each} bytes");
@@ -267,17 +283,31 @@ fn a_bomb_is_refused_before_anything_is_allocated() {
     let pattern = Pattern::of(Dtype::BF16);
     let mut scratch = Scratch::new();
     // 2^35 - 1 changes in the first class.
-    let bomb = [&[thin::TAG | 1, 0, 0][..], &[0xff, 0xff, 0xff, 0xff, 0x7f], &[0; 60]].concat();
+    let bomb = [
+        &[thin::TAG | 1, 0, 0][..],
+        &[0xff, 0xff, 0xff, 0xff, 0x7f],
+        &[0; 60],
+    ]
+    .concat();
     let refused = apply(pattern, &bomb, &mut [0; 4096], None, &mut scratch);
-    assert!(matches!(refused, Err(DeltaError::Malformed { .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(DeltaError::Malformed { .. })),
+        "{refused:?}"
+    );
     // A number that does not end.
     let bomb = [&[thin::TAG | 1, 0, 0][..], &[0xff; 60]].concat();
     let refused = apply(pattern, &bomb, &mut [0; 4096], None, &mut scratch);
-    assert!(matches!(refused, Err(DeltaError::Ends { .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(DeltaError::Ends { .. })),
+        "{refused:?}"
+    );
     // 65,535 changes among 2,048 elements.
     let bomb = [&[fast::TAG | 1, 1][..], &[0xff; 60]].concat();
     let refused = apply(pattern, &bomb, &mut [0; 4096], None, &mut scratch);
-    assert!(matches!(refused, Err(DeltaError::Malformed { .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(DeltaError::Malformed { .. })),
+        "{refused:?}"
+    );
 }
 
 #[test]
@@ -286,18 +316,30 @@ fn a_delta_for_other_elements_is_refused() {
     let delta = encoded(of, Codec::Fast, &[0; 64], &[1; 64]);
     let mut scratch = Scratch::new();
     let refused = apply(other, &delta, &mut [0; 64], None, &mut scratch);
-    assert_eq!(refused, Err(DeltaError::Width { expected: 4, got: 2 }));
+    assert_eq!(
+        refused,
+        Err(DeltaError::Width {
+            expected: 4,
+            got: 2
+        })
+    );
 }
 
 #[test]
 fn a_thin_delta_does_not_fit_another_base() {
     let pattern = Pattern::of(Dtype::BF16);
     let mut scratch = Scratch::new();
-    let ones: Vec<u8> = [0x3f80_u16; 100].iter().flat_map(|one| one.to_le_bytes()).collect();
+    let ones: Vec<u8> = [0x3f80_u16; 100]
+        .iter()
+        .flat_map(|one| one.to_le_bytes())
+        .collect();
     let delta = encoded(pattern, Codec::Thin, &ones, &[2; 200]);
     let mut zeros = [0; 200];
     let refused = apply(pattern, &delta, &mut zeros, None, &mut scratch);
-    assert!(matches!(refused, Err(DeltaError::Base { .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(DeltaError::Base { .. })),
+        "{refused:?}"
+    );
 }
 
 #[test]

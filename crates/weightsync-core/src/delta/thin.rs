@@ -168,7 +168,10 @@ pub(super) fn apply<W: Word>(
         }
         target.put(here, Places::Unordered, now);
     }
-    let all = ranks.iter().zip(found).all(|(ranks, found)| ranks.len() == found);
+    let all = ranks
+        .iter()
+        .zip(found)
+        .all(|(ranks, found)| ranks.len() == found);
     match all {
         true => Ok(taken),
         false => Err(DeltaError::Base {

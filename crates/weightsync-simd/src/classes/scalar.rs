@@ -23,7 +23,10 @@ pub(super) fn rank(
     let mut done = 0;
     for (number, &class) in (first..).zip(classes) {
         let total = &mut totals[usize::from(class)];
-        if places.get(done).is_some_and(|place| usize::from(*place) == number) {
+        if places
+            .get(done)
+            .is_some_and(|place| usize::from(*place) == number)
+        {
             ranks[done] = *total;
             done += 1;
         }

@@ -78,9 +78,8 @@ macro_rules! by_masks {
             places: &mut [u16],
         ) -> usize {
             let next = |class: usize, taken: usize| ranks[class].get(taken).copied();
-            let mut wanted: [u32; CLASSES] = core::array::from_fn(|class| {
-                next(class, taken[class]).unwrap_or(u32::MAX)
-            });
+            let mut wanted: [u32; CLASSES] =
+                core::array::from_fn(|class| next(class, taken[class]).unwrap_or(u32::MAX));
             let mut found = 0;
             for (index, group) in classes.as_chunks::<64>().0.iter().enumerate() {
                 for class in 0..CLASSES {
@@ -107,12 +106,7 @@ by_masks!(
     "avx512f,avx512bw,avx512vl,avx512vbmi2,avx2,bmi1,bmi2,popcnt",
     mask_avx512
 );
-by_masks!(
-    rank_avx2,
-    select_avx2,
-    "avx2,bmi1,bmi2,popcnt",
-    mask_avx2
-);
+by_masks!(rank_avx2, select_avx2, "avx2,bmi1,bmi2,popcnt", mask_avx2);
 
 /// Which of 64 elements are of a class.
 #[inline]

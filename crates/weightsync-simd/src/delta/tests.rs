@@ -50,7 +50,10 @@ fn all_paths<W: Word>(elements: usize, offset: usize, seed: u64, density: u64) {
         let mut image = Arena::new(offset, old.len());
         image.bytes_mut().copy_from_slice(&old);
         prefetch::<W>(image.bytes(), &places[..changes]);
-        assert_eq!(expand_with(path, image.bytes_mut(), &masks, &steps), changes);
+        assert_eq!(
+            expand_with(path, image.bytes_mut(), &masks, &steps),
+            changes
+        );
         assert!(image.bytes() == new, "{path:?} makes something else");
         assert!(image.guards_intact(), "{path:?} writes beside its block");
     }

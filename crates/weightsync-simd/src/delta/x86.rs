@@ -33,7 +33,10 @@ pub(super) unsafe fn compare_avx2<W: Word>(
     let whole = old.len() / group;
     let mut changes = 0;
     for (index, mask) in masks.iter_mut().enumerate().take(whole) {
-        let (old, new) = (&old[index * group..][..group], &new[index * group..][..group]);
+        let (old, new) = (
+            &old[index * group..][..group],
+            &new[index * group..][..group],
+        );
         // SAFETY: 64 elements are readable in both.
         *mask = unsafe { mask_avx2(old.as_ptr(), new.as_ptr(), W::BYTES) };
         if *mask != 0 {
@@ -222,11 +225,7 @@ pub(super) unsafe fn compare_avx512<W: Word>(
 /// As [`compare_avx512`]; `bytes` hold 64 elements for every word of `masks`, and `steps` as many
 /// as bits are set and `SLACK` more.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,avx2,bmi1,bmi2,popcnt")]
-pub(super) unsafe fn expand_avx512<W: Word>(
-    bytes: &mut [u8],
-    masks: &[u64],
-    steps: &[W],
-) -> usize {
+pub(super) unsafe fn expand_avx512<W: Word>(bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
     let vectors = W::BYTES;
     let lanes = 64 / W::BYTES;
     let mut taken = 0;

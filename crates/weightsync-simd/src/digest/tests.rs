@@ -38,7 +38,11 @@ fn some_lines_give_the_sum_of_each() {
         let which = [0, 3, 4, 17, 17, last];
         let each = which.iter().map(|&line| {
             let at = usize::from(line) * 64;
-            sum_with(Path::Scalar, &bytes[at..whole.min(at + 64)], 9 + u64::from(line))
+            sum_with(
+                Path::Scalar,
+                &bytes[at..whole.min(at + 64)],
+                9 + u64::from(line),
+            )
         });
         let expected = each.fold([0; 2], digest_add);
         for path in Path::available() {

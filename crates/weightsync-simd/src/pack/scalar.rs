@@ -115,3 +115,23 @@ pub(super) fn unzigzag<W: Word>(codes: &[u16], steps: &mut [W]) {
         *step = W::unzigzag(*code);
     }
 }
+
+/// The first of `numbers` has index `first`.
+pub(super) fn zeros(numbers: &[u16], first: usize, places: &mut [u16]) -> usize {
+    let mut found = 0;
+    for (part, index) in numbers.chunks(32).zip((first..).step_by(32)) {
+        let none = part
+            .iter()
+            .fold(0, |some, number| some | u16::from(*number == 0))
+            == 0;
+        if none {
+            continue;
+        }
+        for (number, index) in part.iter().zip(index..) {
+            // Written in any case, and kept if it is one: no branch.
+            places[found] = index as u16;
+            found += usize::from(*number == 0);
+        }
+    }
+    found
+}

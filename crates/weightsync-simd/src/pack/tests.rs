@@ -24,6 +24,19 @@ proptest! {
     }
 
     #[test]
+    fn every_path_finds_the_zeros(
+        numbers in proptest::collection::vec(prop_oneof![Just(0_u16), 0_u16..9], 0..300),
+    ) {
+        let pairs = numbers.iter().zip(0_u16..);
+        let expected: Vec<u16> = pairs.filter(|(number, _)| **number == 0).map(|(_, at)| at).collect();
+        for path in Path::available() {
+            let mut places = vec![9; numbers.len() + SLACK];
+            let found = zeros_with(path, &numbers, &mut places);
+            prop_assert_eq!(&places[..found], &expected, "{:?}", path);
+        }
+    }
+
+    #[test]
     fn unary_numbers_come_back(
         numbers in proptest::collection::vec(prop_oneof![0_u16..4, any::<u16>()], 0..200),
         any in proptest::collection::vec(any::<u8>(), 0..100),

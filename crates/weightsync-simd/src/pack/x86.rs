@@ -1,6 +1,9 @@
 //! The loops of x86-64: four numbers at a time by parallel extract and deposit.
 
-use core::arch::x86_64::{_pdep_u64, _pext_u64};
+use core::arch::x86_64::{
+    _mm512_add_epi16, _mm512_loadu_si512, _mm512_maskz_compress_epi16, _mm512_set_epi16,
+    _mm512_set1_epi16, _mm512_storeu_si512, _mm512_testn_epi16_mask, _pdep_u64, _pext_u64,
+};
 
 use super::scalar::{self, Writer, word_at};
 use crate::delta::Word;
@@ -58,6 +61,36 @@ pub(super) fn unpack(bytes: &[u8], bits: u32, numbers: &mut [u16]) {
 #[target_feature(enable = "bmi1,bmi2,popcnt")]
 pub(super) fn unpack_unary(bytes: &[u8], numbers: &mut [u16]) -> Option<usize> {
     scalar::unpack_unary(bytes, numbers)
+}
+
+/// Thirty-two numbers at a time, without a branch.
+///
+/// # Safety
+///
+/// The processor has the features; `places` has room for all numbers and `SLACK` more.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,avx2,bmi1,bmi2,popcnt")]
+pub(super) unsafe fn zeros_avx512(numbers: &[u16], places: &mut [u16]) -> usize {
+    let (vectors, rest) = numbers.as_chunks::<32>();
+    let mut indices = _mm512_set_epi16(
+        31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9,
+        8, 7, 6, 5, 4, 3, 2, 1, 0,
+    );
+    let advance = _mm512_set1_epi16(32);
+    let mut found = 0;
+    for vector in vectors {
+        // SAFETY: the vector is 64 readable bytes; the load takes any alignment.
+        let vector = unsafe { _mm512_loadu_si512(vector.as_ptr().cast()) };
+        let zero = _mm512_testn_epi16_mask(vector, vector);
+        let some = _mm512_maskz_compress_epi16(zero, indices);
+        // SAFETY: no more were found than numbers seen, and there is room for a vector more.
+        let place = unsafe { places.as_mut_ptr().add(found) };
+        // SAFETY: so there is room for it.
+        unsafe { _mm512_storeu_si512(place.cast(), some) };
+        found += zero.count_ones() as usize;
+        indices = _mm512_add_epi16(indices, advance);
+    }
+    let first = vectors.len() * 32;
+    found + scalar::zeros(rest, first, &mut places[found..])
 }
 
 macro_rules! wide {

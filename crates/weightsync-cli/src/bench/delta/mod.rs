@@ -118,7 +118,12 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         let label = format!("{name} changed ({:.2} measured)", changed * 100.0);
         let figures = passes.measure(&steps, args.rounds, targets.percent < 20.0)?;
         if !digested {
-            let row = timed("digest, full", &figures.digest, figures.memcpy, Some(1.0 / 1.5));
+            let row = timed(
+                "digest, full",
+                &figures.digest,
+                figures.memcpy,
+                Some(1.0 / 1.5),
+            );
             group::print(args.json, &row)?;
             digested = true;
         }
@@ -144,9 +149,17 @@ fn rows(label: &str, got: &Figures, targets: Targets) -> Vec<Row> {
     ];
     rows.push(timed("thin, compare + encode", &got.thin, targets.thin));
     rows.push(bytes(label, "thin", got.thin_bytes, targets.thin_bytes));
-    rows.push(timed("thin, decode + apply", &got.thin_apply, targets.thin_apply));
+    rows.push(timed(
+        "thin, decode + apply",
+        &got.thin_apply,
+        targets.thin_apply,
+    ));
     let half = |target: Option<f64>| target.map(|target| target / 2.0);
-    let two = timed("thin, compare + encode, 2 threads", &got.thin_2, half(targets.thin));
+    let two = timed(
+        "thin, compare + encode, 2 threads",
+        &got.thin_2,
+        half(targets.thin),
+    );
     rows.push(two);
     let what = "thin, decode + apply, 2 threads";
     rows.push(timed(what, &got.thin_apply_2, half(targets.thin_apply)));

@@ -110,8 +110,19 @@ impl Passes {
                 times = Default::default();
             }
             let [
-                memcpy_t, compare_t, fast_t, apply_t, fold_t, folded_t, kept_t, digest_t, thin_t,
-                thin2_t, thin_apply_t, thin_apply2_t, _,
+                memcpy_t,
+                compare_t,
+                fast_t,
+                apply_t,
+                fold_t,
+                folded_t,
+                kept_t,
+                digest_t,
+                thin_t,
+                thin2_t,
+                thin_apply_t,
+                thin_apply2_t,
+                _,
             ] = &mut times;
             let begun = Instant::now();
             self.image.copy_from_slice(black_box(old));
@@ -164,7 +175,13 @@ impl Passes {
                 [(1, thin_t, thin_apply_t), (2, thin2_t, thin_apply2_t)]
             {
                 let begun = Instant::now();
-                code(Codec::Thin, old, new, &mut thin, &mut self.scratch[..threads])?;
+                code(
+                    Codec::Thin,
+                    old,
+                    new,
+                    &mut thin,
+                    &mut self.scratch[..threads],
+                )?;
                 times.push(begun, memcpy);
                 self.image.copy_from_slice(old);
                 let begun = Instant::now();
@@ -175,8 +192,19 @@ impl Passes {
             figures.thin_bytes = each(&thin, changes);
         }
         let [
-            memcpy, compare, fast, fast_apply, fold, folded_apply, kept_up, digest, thin, thin_2,
-            thin_apply, thin_apply_2, _,
+            memcpy,
+            compare,
+            fast,
+            fast_apply,
+            fold,
+            folded_apply,
+            kept_up,
+            digest,
+            thin,
+            thin_2,
+            thin_apply,
+            thin_apply_2,
+            _,
         ] = times.map(|times| times.median());
         Ok(Figures {
             memcpy: memcpy.seconds,
@@ -242,7 +270,10 @@ fn code(
         let threads: Vec<_> = parts
             .map(|(((old, new), out), scratch)| scope.spawn(move || work(old, new, out, scratch)))
             .collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+        threads
+            .into_iter()
+            .map(|thread| thread.join().expect("no panic"))
+            .sum()
     })
 }
 
@@ -254,7 +285,9 @@ fn put(
     scratch: &mut [Scratch],
 ) -> Result<(), DeltaError> {
     let share = deltas.len().div_ceil(scratch.len());
-    let parts = deltas.chunks(share).zip(image.chunks_mut(share * SPAN_BYTES));
+    let parts = deltas
+        .chunks(share)
+        .zip(image.chunks_mut(share * SPAN_BYTES));
     std::thread::scope(|scope| {
         let threads: Vec<_> = parts
             .zip(scratch)
@@ -267,6 +300,9 @@ fn put(
                 })
             })
             .collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        threads
+            .into_iter()
+            .map(|thread| thread.join().expect("no panic"))
+            .collect()
     })
 }

@@ -45,14 +45,18 @@ impl Steps {
         let (mut low, mut high) = (1e-12_f32, 1.0_f32);
         for _ in 0..40 {
             let middle = (low * high).sqrt();
-            let changed = (0..some).filter(|&at| self.after(at, middle, 1) != self.after(at, 0.0, 1));
+            let changed =
+                (0..some).filter(|&at| self.after(at, middle, 1) != self.after(at, 0.0, 1));
             match changed.count() as f64 / some as f64 > share {
                 true => high = middle,
                 false => low = middle,
             }
         }
         let elements = self.master.len();
-        let (mut new, mut newer) = (std::mem::take(&mut self.new), std::mem::take(&mut self.newer));
+        let (mut new, mut newer) = (
+            std::mem::take(&mut self.new),
+            std::mem::take(&mut self.newer),
+        );
         let half = elements / 2;
         let (this, scale) = (&*self, (low * high).sqrt());
         let write = |first: usize, out: &mut [u8], steps: u32| {
