@@ -78,14 +78,13 @@ fn rest<W: Word>(
 unsafe fn mask_avx2(old: *const u8, new: *const u8, width: usize) -> u64 {
     let equal = |vector: usize| {
         // SAFETY: the caller's: vectors are counted within the 64 elements.
-        let (old, new) = unsafe { (old.add(vector * 32), new.add(vector * 32)) };
+        let old = unsafe { old.add(vector * 32) };
+        // SAFETY: likewise.
+        let new = unsafe { new.add(vector * 32) };
         // SAFETY: one vector is readable there; the load takes any alignment.
-        let (old, new) = unsafe {
-            (
-                _mm256_loadu_si256(old.cast()),
-                _mm256_loadu_si256(new.cast()),
-            )
-        };
+        let old = unsafe { _mm256_loadu_si256(old.cast()) };
+        // SAFETY: likewise.
+        let new = unsafe { _mm256_loadu_si256(new.cast()) };
         match width {
             1 => _mm256_cmpeq_epi8(old, new),
             2 => _mm256_cmpeq_epi16(old, new),
@@ -145,14 +144,13 @@ pub(super) unsafe fn compare_avx512<W: Word>(
         for vector in 0..vectors {
             let at = (index * vectors + vector) * 64;
             // SAFETY: `at` counts vectors within whole groups of 64 elements, in both images.
-            let (old, new) = unsafe { (old.as_ptr().add(at), new.as_ptr().add(at)) };
+            let old = unsafe { old.as_ptr().add(at) };
+            // SAFETY: likewise.
+            let new = unsafe { new.as_ptr().add(at) };
             // SAFETY: one vector is readable there; the load takes any alignment.
-            let (old, new) = unsafe {
-                (
-                    _mm512_loadu_si512(old.cast()),
-                    _mm512_loadu_si512(new.cast()),
-                )
-            };
+            let old = unsafe { _mm512_loadu_si512(old.cast()) };
+            // SAFETY: likewise.
+            let new = unsafe { _mm512_loadu_si512(new.cast()) };
             // SAFETY: at most as many changes as elements came before, and both outputs have room
             // for `SLACK` more, which is a vector of bytes.
             let place = unsafe { places.as_mut_ptr().add(changes) };
