@@ -314,7 +314,7 @@ fn read_bitmap<W: Word>(
         count += mask.count_ones() as usize;
         last = *mask;
     }
-    let behind = elements % 64 != 0 && last >> (elements % 64) != 0;
+    let behind = !elements.is_multiple_of(64) && last >> (elements % 64) != 0;
     if behind || bits == 0 || bits >= 8 * W::BYTES as u32 || bits > MOST {
         return Err(DeltaError::Malformed {
             what: "a bitmap with changes behind its last element, or with steps of no known width",
