@@ -28,7 +28,7 @@ mod thin;
 #[cfg(test)]
 mod tests;
 
-pub use self::apply::{Applied, apply};
+pub use self::apply::{Applied, apply, apply_onto};
 pub use self::encode::{Codec, Encoded, encode};
 pub use self::fold::fold;
 pub use self::pattern::Pattern;

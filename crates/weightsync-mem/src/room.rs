@@ -38,12 +38,12 @@ pub struct Room {
     committed: OnceLock<Snapshot>,
 }
 
-/// One piece of a [`Room`], to be written by whoever took it. Dropped without
-/// [`keep`](Self::keep), it is missing again.
+/// One piece of a [`Room`], or several that follow each other, to be written by whoever
+/// took it. Dropped without [`keep`](Self::keep), it is missing again.
 #[derive(Debug)]
 pub struct Piece {
     room: Arc<Room>,
-    index: usize,
+    indices: Range<usize>,
     kept: bool,
 }
 
@@ -130,16 +130,30 @@ impl Room {
     /// Takes a piece that is missing, to write it; `None` if it is not, or there
     /// is no such piece.
     pub fn take(self: &Arc<Self>, index: usize) -> Option<Piece> {
-        let state = self.pieces.get(index)?;
-        let order = (Ordering::Acquire, Ordering::Relaxed);
-        state
-            .compare_exchange(MISSING, TAKEN, order.0, order.1)
-            .ok()?;
-        Some(Piece {
+        self.take_all(index..index.checked_add(1)?)
+    }
+
+    /// Takes pieces that follow each other, to write them as one; `None` if one of
+    /// them is not missing, or there are no such pieces.
+    pub fn take_all(self: &Arc<Self>, indices: Range<usize>) -> Option<Piece> {
+        let states = self.pieces.get(indices.clone())?;
+        if states.is_empty() {
+            return None;
+        }
+        let mut taken = Piece {
             room: self.clone(),
-            index,
+            indices: indices.start..indices.start,
             kept: false,
-        })
+        };
+        for state in states {
+            let order = (Ordering::Acquire, Ordering::Relaxed);
+            // Those before it are missing again, once what was taken is dropped.
+            state
+                .compare_exchange(MISSING, TAKEN, order.0, order.1)
+                .ok()?;
+            taken.indices.end += 1;
+        }
+        Some(taken)
     }
 
     /// A piece that is kept.
@@ -234,16 +248,25 @@ impl fmt::Debug for Room {
 }
 
 impl Piece {
-    /// Its number.
-    pub fn index(&self) -> usize {
-        self.index
+    /// Their numbers.
+    pub fn indices(&self) -> Range<usize> {
+        self.indices.clone()
     }
 
     /// It is written, and checked: from here on it can be read.
     pub fn keep(mut self) {
         self.kept = true;
-        self.room.pieces[self.index].store(KEPT, Ordering::Release);
-        self.room.missing.fetch_sub(1, Ordering::AcqRel);
+        for state in &self.room.pieces[self.indices.clone()] {
+            state.store(KEPT, Ordering::Release);
+        }
+        let count = self.indices.len();
+        self.room.missing.fetch_sub(count, Ordering::AcqRel);
+    }
+
+    /// Where it belongs in the image, in bytes.
+    pub fn range(&self) -> Range<usize> {
+        let (first, last) = (self.indices.start, self.indices.end - 1);
+        self.room.range(first).start..self.room.range(last).end
     }
 }
 
@@ -251,10 +274,10 @@ impl Deref for Piece {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        let range = self.room.range(self.index);
+        let range = self.range();
         let start = self.room.at(&range);
-        // SAFETY: the range lies in the mapping; the piece is taken by this value
-        // alone (`Room::take`), pieces do not overlap, and the slot is lent to the
+        // SAFETY: the range lies in the mapping; its pieces are taken by this value
+        // alone (`Room::take_all`), pieces do not overlap, and the slot is lent to the
         // room, so that no reader reads it.
         unsafe { std::slice::from_raw_parts(start, range.len()) }
     }
@@ -262,10 +285,10 @@ impl Deref for Piece {
 
 impl DerefMut for Piece {
     fn deref_mut(&mut self) -> &mut [u8] {
-        let range = self.room.range(self.index);
+        let range = self.range();
         let start = self.room.at(&range);
         // SAFETY: as in `deref`; a relay's own mapping is writable, and `&mut
-        // self` is the only way to this piece.
+        // self` is the only way to these pieces.
         unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
     }
 }
@@ -273,7 +296,9 @@ impl DerefMut for Piece {
 impl Drop for Piece {
     fn drop(&mut self) {
         if !self.kept {
-            self.room.pieces[self.index].store(MISSING, Ordering::Release);
+            for state in &self.room.pieces[self.indices.clone()] {
+                state.store(MISSING, Ordering::Release);
+            }
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod attach;
 mod checkpoint;
+mod delta;
 mod init;
 mod layout;
 mod manifest;

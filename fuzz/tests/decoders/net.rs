@@ -9,7 +9,8 @@ use weightsync_fuzz::fuzz;
 use weightsync_net::Token;
 use weightsync_net::access::Key;
 use weightsync_net::wire::frame::{
-    CHUNK_HEAD_BYTES, ChunkHead, Decoder, HEADER_BYTES, Kind, encode,
+    CHUNK_HEAD_BYTES, ChunkHead, DELTA_HEAD_BYTES, Decoder, DeltaHead, HEADER_BYTES, Kind, SPAN,
+    encode,
 };
 use weightsync_net::wire::hello::{
     Client, ClientHello, HELLO_BYTES, Next, Protocols, Role, Server, ServerHello,
@@ -18,7 +19,7 @@ use weightsync_net::wire::message::{
     FromRoot, Message, ModelAssembler, Status, ToChild, ToParent, ToRoot,
 };
 
-const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Chunk];
+const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Chunk, Kind::Delta];
 
 #[test]
 fn net_hello() {
@@ -89,10 +90,7 @@ fn frames_of(bytes: &[u8], piece: usize) -> Vec<(Kind, Vec<u8>)> {
 
 #[test]
 fn net_chunk() {
-    let seeds = golden("frame")
-        .into_iter()
-        .filter(|seed| seed.len() > HEADER_BYTES);
-    let seeds = seeds.map(|seed| seed[HEADER_BYTES..][..CHUNK_HEAD_BYTES].to_vec());
+    let seeds = heads(Kind::Chunk, CHUNK_HEAD_BYTES);
     fuzz!("net_chunk", seeds, |bytes: &[u8]| {
         if let Ok(head) = ChunkHead::decode(bytes) {
             assert_eq!(head.frame()[HEADER_BYTES..], *bytes);
@@ -100,6 +98,28 @@ fn net_chunk() {
             assert!(head.offset() + u64::from(head.bytes) <= head.image_bytes);
         }
     });
+}
+
+#[test]
+fn net_delta() {
+    let seeds = heads(Kind::Delta, DELTA_HEAD_BYTES);
+    fuzz!("net_delta", seeds, |bytes: &[u8]| {
+        if let Ok(head) = DeltaHead::decode(bytes) {
+            assert_eq!(head.frame()[HEADER_BYTES..], *bytes);
+            assert!(head.model < 64 && !head.base.is_none() && head.base < head.version);
+            assert!(u64::from(head.index) * SPAN < head.image_bytes);
+            assert!(u64::from(head.bytes) < SPAN);
+        }
+    });
+}
+
+/// The heads in golden frames of a kind.
+fn heads(kind: Kind, bytes: usize) -> Vec<Vec<u8>> {
+    let frames = golden("frame").into_iter();
+    let of_kind = frames.filter(|frame| frame.len() > HEADER_BYTES && frame[4] == kind.code());
+    of_kind
+        .map(|frame| frame[HEADER_BYTES..][..bytes].to_vec())
+        .collect()
 }
 
 #[test]

@@ -33,22 +33,79 @@ pub fn apply(
     first_line: Option<u64>,
     scratch: &mut Scratch,
 ) -> Result<Applied, DeltaError> {
-    check_span(pattern, image.len())?;
+    put(
+        pattern,
+        delta,
+        Target::new(image, None, first_line),
+        scratch,
+    )
+}
+
+/// Makes the newer version of a span in `image`, of which nothing is read, from the older one in
+/// `base` and the delta between the two: in one pass, block by block.
+///
+/// # Errors
+///
+/// As [`apply`]; and [`DeltaError::Span`] if the two are not equally long.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_core::Dtype;
+/// use weightsync_core::delta::{Codec, Pattern, Scratch, apply_onto, encode};
+///
+/// let (old, new) = ([1_u8; 256], [[1; 100], [3; 100]].concat());
+/// let new = [&new[..], &[1; 56]].concat();
+/// let (pattern, mut scratch, mut delta) = (Pattern::of(Dtype::F32), Scratch::new(), Vec::new());
+/// encode(pattern, Codec::Fast, &old, &new, &mut delta, &mut scratch)?;
+/// let mut image = [0; 256];
+/// apply_onto(pattern, &delta, &old, &mut image, &mut scratch)?;
+/// assert_eq!(image[..], new);
+/// # Ok::<(), weightsync_core::delta::DeltaError>(())
+/// ```
+pub fn apply_onto(
+    pattern: Pattern,
+    delta: &[u8],
+    base: &[u8],
+    image: &mut [u8],
+    scratch: &mut Scratch,
+) -> Result<Applied, DeltaError> {
+    if base.len() != image.len() {
+        return Err(DeltaError::Span {
+            limit: base.len() as u64,
+            got: image.len() as u64,
+        });
+    }
+    put(
+        pattern,
+        delta,
+        Target::new(image, Some(base), None),
+        scratch,
+    )
+}
+
+fn put(
+    pattern: Pattern,
+    delta: &[u8],
+    mut target: Target<'_>,
+    scratch: &mut Scratch,
+) -> Result<Applied, DeltaError> {
+    check_span(pattern, target.image.len())?;
     let Some(&tag) = delta.first() else {
+        target.seed(0..target.image.len());
         return Ok(Applied::default());
     };
     check_width(tag, pattern)?;
-    let mut target = Target::new(image, first_line);
     let taken = match tag & !3 {
         fast::TAG => by_width!(pattern, scratch, apply_fast(&delta[1..], &mut target)),
         thin::TAG => {
             let lists = &mut scratch.thin;
-            let delta = &delta[1..];
+            let (delta, target) = (&delta[1..], &mut target);
             match pattern.width() {
-                1 => thin::apply(&mut scratch.w1, lists, pattern, delta, &mut target),
-                2 => thin::apply(&mut scratch.w2, lists, pattern, delta, &mut target),
-                4 => thin::apply(&mut scratch.w4, lists, pattern, delta, &mut target),
-                _ => thin::apply(&mut scratch.w8, lists, pattern, delta, &mut target),
+                1 => thin::apply(&mut scratch.w1, lists, pattern, delta, target),
+                2 => thin::apply(&mut scratch.w2, lists, pattern, delta, target),
+                4 => thin::apply(&mut scratch.w4, lists, pattern, delta, target),
+                _ => thin::apply(&mut scratch.w8, lists, pattern, delta, target),
             }
         }
         _ => return Err(DeltaError::Codec { byte: tag }),
@@ -85,6 +142,12 @@ fn apply_fast<W: Word>(
         let elements = here.len() / W::BYTES;
         let (taken, places) = fast::read_block(&delta[at..], elements, &mut work.now)?;
         at += taken;
+        if target.base.is_some() {
+            // What was copied is in the cache: nothing is gained by waiting.
+            target.seed(here.clone());
+            target.put(here, places, &work.now);
+            continue;
+        }
         if places == Places::Listed {
             prefetch::<W>(&target.image[here.clone()], work.now.places());
         }
@@ -102,6 +165,8 @@ fn apply_fast<W: Word>(
 /// A span that changes are put into.
 pub(super) struct Target<'a> {
     pub(super) image: &'a mut [u8],
+    /// What it is made from, if that is elsewhere.
+    base: Option<&'a [u8]>,
     first_line: Option<u64>,
     /// The lines of a block that are touched.
     lines: Vec<u16>,
@@ -109,12 +174,20 @@ pub(super) struct Target<'a> {
 }
 
 impl<'a> Target<'a> {
-    fn new(image: &'a mut [u8], first_line: Option<u64>) -> Self {
+    fn new(image: &'a mut [u8], base: Option<&'a [u8]>, first_line: Option<u64>) -> Self {
         Self {
             image,
+            base,
             first_line,
             lines: Vec::new(),
             applied: Applied::default(),
+        }
+    }
+
+    /// Brings the older version of these bytes here, if it is elsewhere.
+    pub(super) fn seed(&mut self, here: std::ops::Range<usize>) {
+        if let Some(base) = self.base {
+            self.image[here.clone()].copy_from_slice(&base[here]);
         }
     }
 

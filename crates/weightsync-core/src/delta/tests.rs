@@ -139,6 +139,9 @@ proptest! {
         for codec in [Codec::Fast, Codec::Thin] {
             let delta = encoded(pattern, codec, &old, &new);
             prop_assert_eq!(delta.is_empty(), old == new);
+            let mut made = vec![0xa5; old.len()];
+            let onto = apply_onto(pattern, &delta, &old, &mut made, &mut Scratch::new());
+            prop_assert!(onto.is_ok() && made == new, "{codec:?} makes something else elsewhere");
             for first_line in [None, Some(0)] {
                 let mut image = old.clone();
                 let mut scratch = Scratch::new();

@@ -154,6 +154,7 @@ pub(super) fn apply<W: Word>(
     let mut put = [0; CLASSES];
     for begin in (0..len).step_by(block) {
         let here = begin..len.min(begin + block);
+        target.seed(here.clone());
         let old = &target.image[here.clone()];
         let of_each = &mut lists.classes[..old.len() / W::BYTES];
         classes::<W>(old, exponents, of_each);

@@ -7,13 +7,15 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
-use weightsync_mem::Room;
+use weightsync_core::delta::{Pattern, Scratch, apply_onto};
+use weightsync_mem::{Room, Snapshot};
 use weightsync_simd::Crc64;
 
 use super::SUSPECT;
+use super::delta::{Delta, Span};
 use super::meter::{Came, Meter};
 use super::serve::invalid;
 use super::stop::Threads;
@@ -22,7 +24,8 @@ use crate::access::Key;
 use crate::link::blocking;
 use crate::relay::Item;
 use crate::wire::frame::{
-    self, CHUNK_HEAD_BYTES, ChunkHead, FrameError, HEADER_BYTES, Header, Kind,
+    self, CHUNK_HEAD_BYTES, ChunkHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES,
+    Header, Kind, SPAN_CHUNKS,
 };
 use crate::wire::hello::Role;
 use crate::wire::message::{ChunkRange, MAX_RANGES, Message, ToChild, ToParent};
@@ -112,6 +115,14 @@ impl Connections {
     }
 }
 
+/// What a version can be made from: an older one that is whole here.
+#[derive(Clone, Debug)]
+pub(crate) struct Base {
+    pub(crate) snapshot: Snapshot,
+    /// Where what came is kept to be passed on, if it is.
+    pub(crate) passed_on: Option<Arc<Delta>>,
+}
+
 /// A fetch under way. Dropped, it is stopped; its threads end by themselves.
 pub(crate) struct Fetch {
     shared: Arc<Shared>,
@@ -132,6 +143,7 @@ struct Shared {
     connections: Arc<Connections>,
     room: Arc<Room>,
     held: Arc<Held>,
+    base: Option<Base>,
     store: Arc<Store>,
     threads: Arc<Threads>,
     stopped: AtomicBool,
@@ -144,8 +156,10 @@ struct Shared {
     /// has come was taken last.
     meter: Arc<Meter>,
     before: Mutex<Came>,
-    /// What came by this fetch since then.
+    /// What came by this fetch since then: of chunks, and of deltas, whose bytes are too
+    /// few to tell how fast the link is.
     bytes: AtomicU64,
+    coded: AtomicU64,
     done: Box<dyn Fn(FetchEnd, Came) + Send + Sync>,
 }
 
@@ -156,7 +170,7 @@ impl Fetch {
     pub(crate) fn start(
         (item, parent): (Item, Parent),
         (connections, others): (&Arc<Connections>, usize),
-        (room, held): (Arc<Room>, Arc<Held>),
+        (room, held, base): (Arc<Room>, Arc<Held>, Option<Base>),
         store: &Arc<Store>,
         threads: &Arc<Threads>,
         done: impl Fn(FetchEnd, Came) + Send + Sync + 'static,
@@ -172,6 +186,7 @@ impl Fetch {
             connections: connections.clone(),
             room,
             held,
+            base,
             store: store.clone(),
             threads: threads.clone(),
             stopped: AtomicBool::new(false),
@@ -181,10 +196,18 @@ impl Fetch {
             before: Mutex::new(meter.came()),
             meter,
             bytes: AtomicU64::new(0),
+            coded: AtomicU64::new(0),
             done: Box::new(done),
         });
         for part in 0..count {
-            let mine: Vec<usize> = missing.iter().copied().skip(part).step_by(count).collect();
+            let turns = missing.iter().copied().enumerate();
+            // What comes as one delta comes by one connection.
+            let turn = |(turn, index): &(usize, usize)| match &shared.base {
+                Some(_) => index / SPAN_CHUNKS,
+                None => *turn,
+            };
+            let mine = turns.filter(|one| turn(one) % count == part);
+            let mine: Vec<usize> = mine.map(|(_, index)| index).collect();
             let own = shared.clone();
             let work = move || {
                 let end = own.fetch(&mine);
@@ -268,6 +291,7 @@ impl Shared {
                 agent: self.connections.agent,
                 model: self.item.model as u8,
                 version: self.item.version,
+                base: self.base.as_ref().map(|base| base.snapshot.version()),
                 ranges: ranges.to_vec(),
             };
             let mut bytes = Vec::new();
@@ -288,13 +312,28 @@ impl Shared {
 
     /// Takes chunks until the parent has sent all that was asked for.
     fn receive(&self, socket: &mut TcpStream) -> io::Result<Option<FetchEnd>> {
+        let allowed = match self.base {
+            Some(_) => &[Kind::Bulk, Kind::Chunk, Kind::Delta][..],
+            None => &[Kind::Bulk, Kind::Chunk],
+        };
+        let mut scratch = Scratch::new();
         loop {
             if self.is_stopped() {
                 return Ok(Some(FetchEnd::Stopped));
             }
             let mut header = [0; HEADER_BYTES];
             read_exact(socket, &mut header)?;
-            let header = Header::decode(&header, &[Kind::Bulk, Kind::Chunk]).map_err(invalid)?;
+            let header = Header::decode(&header, allowed).map_err(invalid)?;
+            if header.kind == Kind::Delta {
+                let mut head = [0; DELTA_HEAD_BYTES];
+                read_exact(socket, &mut head)?;
+                header.check(&head).map_err(invalid)?;
+                let head = DeltaHead::decode(&head).map_err(invalid)?;
+                let made = self.make(socket, &head, &mut scratch);
+                self.store.notify();
+                made?;
+                continue;
+            }
             if header.kind == Kind::Chunk {
                 let mut head = [0; CHUNK_HEAD_BYTES];
                 read_exact(socket, &mut head)?;
@@ -342,6 +381,51 @@ impl Shared {
         Ok(())
     }
 
+    /// Reads one delta, and makes its span of it.
+    fn make(
+        &self,
+        socket: &mut TcpStream,
+        head: &DeltaHead,
+        scratch: &mut Scratch,
+    ) -> io::Result<()> {
+        let wrong = || invalid(FrameError::Delta { head: *head });
+        let base = self.base.as_ref().ok_or_else(wrong)?;
+        let of_this = usize::from(head.model) == self.item.model
+            && head.version == self.item.version
+            && head.base == base.snapshot.version()
+            && head.image_bytes == self.room.layout().bytes();
+        let first = head.index as usize * SPAN_CHUNKS;
+        let chunks = first..self.room.pieces().min(first + SPAN_CHUNKS);
+        let piece = self.room.take_all(chunks).filter(|_| of_this);
+        let mut piece = piece.ok_or_else(wrong)?;
+
+        // Less than the span has: the head says so.
+        let mut bytes = vec![0; head.bytes as usize];
+        read_exact(socket, &mut bytes)?;
+        head.check(&bytes).map_err(invalid)?;
+        let came = (DELTA_HEAD_BYTES + bytes.len()) as u64;
+        self.coded.fetch_add(came, Ordering::Relaxed);
+
+        let range = piece.range();
+        let old = &base.snapshot.bytes()[range.clone()];
+        let pattern = Pattern::of_span(self.room.layout(), range.start as u64);
+        if let Some(passed_on) = &base.passed_on {
+            // Relays below need not wait until it is put in here.
+            let (index, span) = (head.index as usize, Span::Coded(bytes.into(), head.crc));
+            passed_on.note(index, span);
+            self.store.notify();
+            let Some(Span::Coded(bytes, _)) = passed_on.span(index, self.room.layout(), scratch)
+            else {
+                return Err(wrong());
+            };
+            apply_onto(pattern, bytes, old, &mut piece, scratch).map_err(invalid)?;
+        } else {
+            apply_onto(pattern, &bytes, old, &mut piece, scratch).map_err(invalid)?;
+        }
+        piece.keep();
+        Ok(())
+    }
+
     fn end(&self, end: io::Result<Option<FetchEnd>>) {
         let end = match end {
             Ok(end) => end,
@@ -372,12 +456,20 @@ impl Shared {
     fn take_came(&self, least: u64) -> Came {
         let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = self.bytes.load(Ordering::Relaxed);
-        if bytes < least {
+        let coded = self.coded.load(Ordering::Relaxed);
+        if bytes + coded < least {
             return Came::default();
         }
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.coded.fetch_sub(coded, Ordering::Relaxed);
         let all = self.meter.came();
-        all.share(std::mem::replace(&mut before, all), bytes)
+        let mut came = all.share(std::mem::replace(&mut before, all), bytes);
+        if coded > bytes / 8 {
+            // No time is no measure.
+            came.busy = Duration::ZERO;
+        }
+        came.bytes += coded;
+        came
     }
 
     /// Ends the connections: what is on its way is not wanted any more.

@@ -3,13 +3,15 @@
 //! Plain threads that read and write sockets, a few per host: each chunk goes from a
 //! slot to the socket and from the socket into a slot, and nowhere else.
 
+mod delta;
 mod fetch;
 mod meter;
 mod serve;
 mod stop;
 mod store;
 
-pub(crate) use self::fetch::{Connections, Fetch, FetchEnd, Parent};
+pub(crate) use self::delta::{Delta, RING};
+pub(crate) use self::fetch::{Base, Connections, Fetch, FetchEnd, Parent};
 pub(crate) use self::meter::Came;
 #[cfg(test)]
 pub(crate) use self::meter::Gauge;

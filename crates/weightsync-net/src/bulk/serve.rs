@@ -9,13 +9,17 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
-use weightsync_core::Run;
+use weightsync_core::delta::Scratch;
+use weightsync_core::{Run, Version};
 
+use super::delta::{Delta, Span};
 use super::stop::Threads;
 use super::store::{Held, Look, Store};
 use super::{IDLE, PATIENCE, STUCK};
 use crate::relay::Item;
-use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
+use crate::wire::frame::{
+    CHUNK, ChunkHead, DeltaHead, HEADER_BYTES, Header, Kind, SPAN, SPAN_CHUNKS,
+};
 use crate::wire::message::{Message, ToChild, ToParent};
 
 /// After so long a child that waits and whose host does not answer is given up.
@@ -175,9 +179,77 @@ impl Serving {
         }
     }
 
+    /// Looks for what changed in a span, and waits a moment for it if that is not known.
+    fn look<'a>(
+        &self,
+        delta: &'a Delta,
+        held: &Held,
+        index: usize,
+        scratch: &mut Scratch,
+    ) -> LookDelta<'a> {
+        let chunks = index * SPAN_CHUNKS..held.chunks().min((index + 1) * SPAN_CHUNKS);
+        // One that comes dense here is passed on so.
+        let came_dense = || !held.is_whole() && chunks.clone().all(|chunk| held.has(chunk));
+        if held.is_revoked() {
+            return LookDelta::Gone;
+        }
+        match delta.span(index, held.layout(), scratch) {
+            Some(Span::Coded(bytes, crc)) => LookDelta::Ready(bytes, *crc),
+            Some(Span::Dense) => LookDelta::Dense,
+            None if came_dense() => LookDelta::Dense,
+            None => {
+                let known = || delta.is_known(index) || came_dense() || held.is_revoked();
+                self.store.wait_until(known, IDLE);
+                match self.store.is_closed() {
+                    true => LookDelta::Gone,
+                    false => LookDelta::NotYet,
+                }
+            }
+        }
+    }
+
     /// Whether somebody waits for a turn.
     fn others_wait(&self) -> bool {
         self.at_once.available_permits() == 0
+    }
+}
+
+/// What a look for a span's delta finds.
+enum LookDelta<'a> {
+    /// The delta, and its checksum.
+    Ready(&'a [u8], u64),
+    /// Its chunks are to be sent.
+    Dense,
+    NotYet,
+    /// The version will not come.
+    Gone,
+}
+
+/// Whether what is on its way is to be given up.
+struct Lateness<'a> {
+    serving: &'a Serving,
+    begun: Instant,
+}
+
+impl<'a> Lateness<'a> {
+    fn new(serving: &'a Serving) -> Self {
+        let begun = Instant::now();
+        Self { serving, begun }
+    }
+
+    fn is_so(&self) -> bool {
+        self.begun.elapsed() >= ON_ITS_WAY && self.serving.others_wait()
+    }
+}
+
+/// The chunks of a whole span, if `left` begins with all of them; otherwise none.
+fn span_of(left: &[usize], chunks: usize) -> &[usize] {
+    let first = left.first().copied().unwrap_or_default();
+    let count = SPAN_CHUNKS.min(chunks.saturating_sub(first));
+    let begins = first.is_multiple_of(SPAN_CHUNKS) && left.len() >= count && count > 0;
+    match begins && left[count - 1] == first + count - 1 {
+        true => &left[..count],
+        false => &[],
     }
 }
 
@@ -281,35 +353,71 @@ impl Going {
             first..first + range.count as usize
         });
         let indices: Vec<usize> = indices.skip(self.done).collect();
-        for index in indices {
-            loop {
-                if begun.elapsed() >= TURN && serving.others_wait() {
-                    self.held = Some(held.clone());
-                    return Ok(End::Turn);
-                }
-                match serving.store.chunk(&held, index, IDLE) {
-                    Look::Ready(bytes, crc) => {
-                        let head = ChunkHead {
+        let delta = self.base().and_then(|base| {
+            let deltas = serving.store.deltas();
+            let known = || !deltas.is_announced();
+            serving.store.wait_until(known, IDLE);
+            deltas.find(item, base)
+        });
+        let mut scratch = Scratch::new();
+        let mut left = &indices[..];
+        while let Some(&index) = left.first() {
+            if begun.elapsed() >= TURN && serving.others_wait() {
+                self.held = Some(held.clone());
+                return Ok(End::Turn);
+            }
+            let late = Lateness::new(&serving);
+            let span = span_of(left, held.chunks());
+            let whole = delta.as_ref().filter(|_| !span.is_empty());
+            if let Some(delta) = whole {
+                let index = index / SPAN_CHUNKS;
+                match serving.look(delta, &held, index, &mut scratch) {
+                    LookDelta::Ready(bytes, crc) => {
+                        let head = DeltaHead {
                             model: item.model as u8,
                             version: item.version,
+                            base: delta.base(),
                             index: index as u32,
                             bytes: bytes.len() as u32,
                             crc,
                             image_bytes: held.image_bytes(),
                         };
-                        let begun = Instant::now();
-                        let late = || begun.elapsed() >= ON_ITS_WAY && serving.others_wait();
-                        write_both(socket, &head.frame(), bytes, late)?;
-                        *sent += bytes.len() as u64;
-                        self.said = Instant::now();
-                        self.done += 1;
-                        break;
+                        write_both(socket, &head.frame(), bytes, || late.is_so())?;
+                        *sent += (head.frame().len() + bytes.len()) as u64;
+                        self.went(span.len());
+                        left = &left[span.len()..];
+                        continue;
                     }
-                    Look::NotYet => self.say_idle(socket)?,
-                    Look::Gone => {
+                    LookDelta::NotYet => {
+                        self.say_idle(socket)?;
+                        continue;
+                    }
+                    LookDelta::Gone => {
                         say_gone(socket, REPLACED)?;
                         return Ok(End::Over);
                     }
+                    LookDelta::Dense => {}
+                }
+            }
+            match serving.store.chunk(&held, index, IDLE) {
+                Look::Ready(bytes, crc) => {
+                    let head = ChunkHead {
+                        model: item.model as u8,
+                        version: item.version,
+                        index: index as u32,
+                        bytes: bytes.len() as u32,
+                        crc,
+                        image_bytes: held.image_bytes(),
+                    };
+                    write_both(socket, &head.frame(), bytes, || late.is_so())?;
+                    *sent += bytes.len() as u64;
+                    self.went(1);
+                    left = &left[1..];
+                }
+                Look::NotYet => self.say_idle(socket)?,
+                Look::Gone => {
+                    say_gone(socket, REPLACED)?;
+                    return Ok(End::Over);
                 }
             }
         }
@@ -341,6 +449,18 @@ impl Going {
             store.wait_for(item, IDLE);
             self.say_idle(socket)?;
         }
+    }
+
+    /// The older version that the child has.
+    fn base(&self) -> Option<Version> {
+        let ToParent::Fetch { base, .. } = self.fetch;
+        base
+    }
+
+    /// So many chunks have gone out.
+    fn went(&mut self, chunks: usize) {
+        self.said = Instant::now();
+        self.done += chunks;
     }
 
     /// Whether what it is served is served no more.
@@ -437,7 +557,7 @@ fn write_both(
     mut bytes: &[u8],
     late: impl Fn() -> bool,
 ) -> io::Result<()> {
-    debug_assert!(bytes.len() <= CHUNK as usize);
+    debug_assert!(bytes.len() <= (CHUNK as usize).max(SPAN as usize));
     while !bytes.is_empty() || !head.is_empty() {
         if late() {
             return Err(io::ErrorKind::TimedOut.into());

@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use weightsync_core::Version;
+use weightsync_core::{Layout, Version};
 use weightsync_mem::{Room, Snapshot};
 
 use super::PATIENCE;
+use super::delta::Ring;
 use crate::relay::Item;
 use crate::wire::frame::CHUNK;
 
@@ -126,9 +127,27 @@ impl Held {
 
     /// Bytes of the whole image.
     pub(crate) fn image_bytes(&self) -> u64 {
+        self.layout().bytes()
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
         match &self.source {
-            Source::Whole(snapshot) => snapshot.layout().bytes(),
-            Source::Coming(room) => room.layout().bytes(),
+            Source::Whole(snapshot) => snapshot.layout(),
+            Source::Coming(room) => room.layout(),
+        }
+    }
+
+    /// Whether it was whole from the start: what is asked for is there then, and what
+    /// changed is made beside it.
+    pub(super) fn is_whole(&self) -> bool {
+        matches!(self.source, Source::Whole(_))
+    }
+
+    /// Whether a chunk is there.
+    pub(super) fn has(&self, index: usize) -> bool {
+        match &self.source {
+            Source::Whole(_) => true,
+            Source::Coming(room) => room.read(index).is_some(),
         }
     }
 
@@ -190,6 +209,8 @@ pub(crate) struct Store {
     changed: Condvar,
     /// Finds whole versions of a sender.
     find: Option<Find>,
+    /// What changed between versions.
+    deltas: Ring,
 }
 
 /// Finds a version, and pins it.
@@ -228,7 +249,18 @@ impl Store {
             held: Mutex::default(),
             changed: Condvar::new(),
             find,
+            deltas: Ring::default(),
         }
+    }
+
+    /// What changed between versions.
+    pub(crate) fn deltas(&self) -> &Ring {
+        &self.deltas
+    }
+
+    /// Whether nothing is served any more.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.kept().closed
     }
 
     /// What there is of a version.

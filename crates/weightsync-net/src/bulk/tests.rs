@@ -90,7 +90,7 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
     let fetch = Fetch::start(
         (item, parent),
         (&Arc::new(connections), 0),
-        (room, held),
+        (room, held, None),
         &Arc::new(Store::of_relay()),
         &Arc::new(Threads::default()),
         move |end, came| {

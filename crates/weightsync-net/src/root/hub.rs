@@ -84,6 +84,9 @@ pub(crate) struct Settings {
     pub(crate) descriptions: Arc<[u8]>,
     /// What went out from here, in bytes.
     pub(crate) served: Arc<AtomicU64>,
+    /// How fast the slowest link is by which it goes out, in bytes a second; 0 before
+    /// that is known.
+    pub(crate) rate: Arc<AtomicU64>,
 }
 
 pub(crate) struct Hub {
@@ -345,6 +348,8 @@ impl Hub {
                 known.received = known.received.saturating_add(bytes);
                 let busy = Duration::from_micros(micros);
                 let assigned = self.topology.measured(parent, agent, bytes, busy);
+                let rate = self.topology.slowest_of(0).unwrap_or(0.0);
+                self.settings.rate.store(rate as u64, Ordering::Relaxed);
                 self.assign(&assigned);
             }
             ToRoot::ParentLost { parent, .. } => {

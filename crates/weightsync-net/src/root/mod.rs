@@ -1,6 +1,7 @@
 //! The sender's end of the network: it listens, tells agents what their workers are
 //! to run, and serves the first of them.
 
+mod compare;
 mod hub;
 pub(crate) mod seats;
 pub(crate) mod topology;
@@ -17,6 +18,7 @@ use weightsync::transport::{
 use weightsync::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::{Guests, Listener};
 
+use self::compare::{Compared, Deltas};
 use self::hub::{Event, Hub, News, Settings};
 use crate::access::Key;
 use crate::bulk::{Find, Served, Serving, Store, Threads};
@@ -58,14 +60,31 @@ impl NetSender {
 
 impl SenderTransport for NetSender {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
-        // What leaves this host needs them, and one pass over memory is cheaper than two.
-        let agents = self.server.agents.load(Ordering::Relaxed);
-        self.segment.set_checksums(agents > 0);
+        let agents = self.server.agents.load(Ordering::Relaxed) > 0;
+        let deltas = self.server.store.deltas();
+        // What leaves this host needs them, and one pass over memory is cheaper than two;
+        // unless it leaves as deltas.
+        let dense = models.iter().any(|model| !deltas.pays(*model));
+        self.segment.set_checksums(agents && dense);
+        let mut bases = Vec::new();
         for model in models {
             let newest = self.segment.version(*model);
             self.server.store.keep_oldest(*model, newest);
+            match agents {
+                true => bases.extend(self.server.deltas.base(*model, newest)),
+                false => deltas.forget(*model),
+            }
         }
-        self.segment.stage(models, deadline)
+        let inner = self.segment.stage(models, deadline)?;
+        let deltas = self.server.deltas.clone();
+        Ok(match bases.is_empty() {
+            true => inner,
+            false => Box::new(Compared {
+                inner,
+                bases,
+                deltas,
+            }),
+        })
     }
 
     fn version(&self, model: usize) -> Version {
@@ -114,6 +133,7 @@ struct Server {
     children: Arc<Threads>,
     /// How many agents there are.
     agents: Arc<AtomicUsize>,
+    deltas: Deltas,
     owner: u32,
 }
 
@@ -142,6 +162,13 @@ impl Server {
             arity: scheme.arity,
             descriptions: descriptions(opening.models)?,
             served: Arc::default(),
+            rate: Arc::default(),
+        };
+        let deltas = Deltas {
+            guests: guests.clone(),
+            store: store.clone(),
+            threads: children.clone(),
+            rate: settings.rate.clone(),
         };
         let (events, heard) = mpsc::channel(EVENTS);
         let count = settings.served.clone();
@@ -197,6 +224,7 @@ impl Server {
             store,
             children,
             agents,
+            deltas,
             owner: std::process::id(),
         })
     }

@@ -290,6 +290,17 @@ impl Topology {
         self.assign()
     }
 
+    /// The slowest link by which something came from a parent to those that still fetch
+    /// from it, in bytes a second; 0 is the sender.
+    pub(crate) fn slowest_of(&self, parent: AgentId) -> Option<f64> {
+        let of_it = self
+            .agents
+            .values()
+            .filter(|one| one.parent == Some(parent));
+        let speeds = of_it.filter_map(|one| one.speed.filter(|(_, by)| *by == parent));
+        speeds.map(|(speed, _)| speed).min_by(f64::total_cmp)
+    }
+
     /// The agents that serve, in order, then those that do not; each with its parent.
     pub(crate) fn parents(&self) -> impl Iterator<Item = (AgentId, Option<AgentId>)> {
         let order = self.order.iter();

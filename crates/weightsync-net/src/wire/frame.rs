@@ -6,24 +6,36 @@
 //!
 //! Numbers are little-endian. A frame of kind [`Kind::Chunk`] has a [`ChunkHead`] for its payload,
 //! and the chunk's bytes behind it: they belong to no frame, so that they can be received straight
-//! into their place, and have a checksum of their own.
+//! into their place, and have a checksum of their own. One of kind [`Kind::Delta`] has a
+//! [`DeltaHead`] and the bytes of a delta in the same way.
 //!
 //! The checksums guard against accidents. Whoever wants to change a frame on its way can.
 
 mod chunk;
 mod decoder;
+mod delta;
 
 use weightsync_core::Remedy;
 use weightsync_simd::Crc64;
 
 pub use self::chunk::{ChunkHead, chunks};
 pub use self::decoder::{Decoder, Frame};
+pub use self::delta::DeltaHead;
 
 /// Bytes of a [`Header`].
 pub const HEADER_BYTES: usize = 16;
 
 /// Bytes of a [`ChunkHead`].
 pub const CHUNK_HEAD_BYTES: usize = 40;
+
+/// Bytes of a [`DeltaHead`].
+pub const DELTA_HEAD_BYTES: usize = 48;
+
+/// Bytes of an image that one delta covers; of its last span, what is left.
+pub const SPAN: u64 = weightsync_core::delta::SPAN;
+
+/// Chunks of a span.
+pub const SPAN_CHUNKS: usize = (SPAN / CHUNK as u64) as usize;
 
 /// Bytes of every chunk of an image but its last, which may be shorter.
 pub const CHUNK: u32 = 1 << 20;
@@ -46,6 +58,8 @@ pub enum Kind {
     Bulk,
     /// The head of a chunk, of a bulk link.
     Chunk,
+    /// The head of a delta, of a bulk link.
+    Delta,
 }
 
 impl Kind {
@@ -55,12 +69,13 @@ impl Kind {
             Self::Control => 1,
             Self::Bulk => 2,
             Self::Chunk => 3,
+            Self::Delta => 4,
         }
     }
 
     /// The kind of a byte on the wire.
     pub fn from_code(code: u8) -> Option<Self> {
-        [Self::Control, Self::Bulk, Self::Chunk]
+        [Self::Control, Self::Bulk, Self::Chunk, Self::Delta]
             .into_iter()
             .find(|kind| kind.code() == code)
     }
@@ -71,6 +86,7 @@ impl Kind {
             Self::Control => MAX_FRAME,
             Self::Bulk => MAX_BULK_FRAME,
             Self::Chunk => CHUNK_HEAD_BYTES,
+            Self::Delta => DELTA_HEAD_BYTES,
         }
     }
 
@@ -79,6 +95,7 @@ impl Kind {
         match self {
             Self::Control | Self::Bulk => 1,
             Self::Chunk => CHUNK_HEAD_BYTES,
+            Self::Delta => DELTA_HEAD_BYTES,
         }
     }
 }
@@ -246,6 +263,15 @@ pub enum FrameError {
     Chunk {
         /// What its head says.
         head: ChunkHead,
+    },
+    /// A delta that cannot be.
+    #[error(
+        "a delta cannot be {} bytes for span {} of {} of model {}, made from {}, whose image has {} bytes",
+        head.bytes, head.index, head.version, head.model, head.base, head.image_bytes
+    )]
+    Delta {
+        /// What its head says.
+        head: DeltaHead,
     },
     /// An image with more chunks than can be counted.
     #[error("an image of {bytes} bytes has more chunks of 1 MiB than 32 bits can count")]

@@ -252,6 +252,8 @@ pub fn to_parent() -> impl Strategy<Value = ToParent> {
             agent: raw.n[0],
             model: raw.model(),
             version: raw.item.version,
+            base: Some(Version(raw.n[1]))
+                .filter(|base| !base.is_none() && *base < raw.item.version),
             ranges: ranges.collect(),
         }
     })

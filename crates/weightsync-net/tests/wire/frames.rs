@@ -97,6 +97,57 @@ fn a_damaged_chunk_is_noticed() {
 }
 
 #[test]
+fn deltas_that_cannot_be_are_refused() {
+    let head = samples::delta();
+    let (version, base) = (Version::NONE, Version::NONE);
+    for wrong in [
+        DeltaHead { model: 64, ..head },
+        DeltaHead { version, ..head },
+        DeltaHead { base, ..head },
+        DeltaHead {
+            base: head.version,
+            ..head
+        },
+        DeltaHead {
+            base: Version(43),
+            ..head
+        },
+        // As many bytes as the span has are sent as they are.
+        DeltaHead { bytes: 64, ..head },
+        DeltaHead {
+            bytes: u32::MAX,
+            ..head
+        },
+        DeltaHead { index: 2, ..head },
+        DeltaHead {
+            index: u32::MAX,
+            ..head
+        },
+        DeltaHead {
+            image_bytes: 0,
+            ..head
+        },
+    ] {
+        let decoded = DeltaHead::decode(&wrong.frame()[HEADER_BYTES..]);
+        assert_eq!(decoded, Err(FrameError::Delta { head: wrong }));
+    }
+    let frame = head.frame();
+    for at in 1..8 {
+        let mut payload = frame[HEADER_BYTES..].to_vec();
+        payload[at] = 1;
+        assert_eq!(DeltaHead::decode(&payload), Err(FrameError::Zeros));
+    }
+    assert!(DeltaHead::decode(&frame[HEADER_BYTES..][1..]).is_err());
+    for bit in 0..8 * samples::DELTA_DATA.len() {
+        let mut data = samples::DELTA_DATA.to_vec();
+        data[bit / 8] ^= 1 << (bit % 8);
+        let error = head.check(&data).unwrap_err();
+        assert!(matches!(error, FrameError::Checksum { bytes: 7, .. }));
+    }
+    assert!(head.check(&samples::DELTA_DATA[1..]).is_err());
+}
+
+#[test]
 fn chunks_that_cannot_be_are_refused() {
     let head = samples::chunk();
     let version = Version::NONE;
@@ -144,12 +195,13 @@ fn lengths_are_within_the_bounds_of_the_kind() {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&len.to_le_bytes());
         bytes[4] = kind.code();
-        Header::decode(&bytes, &[Kind::Control, Kind::Bulk, Kind::Chunk])
+        Header::decode(&bytes, &[Kind::Control, Kind::Bulk, Kind::Chunk, Kind::Delta])
     };
     for (kind, least, most) in [
         (Kind::Control, 1, 1 << 20),
         (Kind::Bulk, 1, 64 << 10),
         (Kind::Chunk, 40, 40),
+        (Kind::Delta, 48, 48),
     ] {
         for len in [least, most] {
             assert_eq!(header(kind, len).unwrap().len, len as usize);

@@ -8,7 +8,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use weightsync_net::wire::frame::{CHUNK_HEAD_BYTES, ChunkHead, HEADER_BYTES, Header, Kind};
+use weightsync_net::wire::frame::{
+    CHUNK_HEAD_BYTES, ChunkHead, DELTA_HEAD_BYTES, DeltaHead, HEADER_BYTES, Header, Kind,
+};
 use weightsync_net::wire::hello::{ClientHello, Protocols, Role, ServerHello, Verdict};
 use weightsync_net::wire::message::Message;
 
@@ -31,6 +33,8 @@ pub fn all() -> BTreeMap<String, Vec<u8>> {
     all.insert("frame/header".into(), ping[..HEADER_BYTES].into());
     let chunk = [&samples::chunk().frame(), samples::CHUNK_DATA].concat();
     all.insert("frame/chunk".into(), chunk);
+    let delta = [&samples::delta().frame()[..], samples::DELTA_DATA].concat();
+    all.insert("frame/delta".into(), delta);
     all.insert("status/status".into(), frame(&samples::status()));
     add(&mut all, "to_root", &samples::to_root());
     add(&mut all, "from_root", &samples::from_root());
@@ -169,5 +173,13 @@ fn golden_hellos_and_chunks_say_what_they_said() {
     header.check(head).expect("its checksum");
     let head = ChunkHead::decode(head).expect("a chunk");
     assert_eq!(head, samples::chunk());
+    head.check(data).expect("its checksum");
+    let bytes = read("frame/delta");
+    let (header, rest) = bytes.split_first_chunk().expect("a header");
+    let (head, data) = rest.split_at(DELTA_HEAD_BYTES);
+    let header = Header::decode(header, &[Kind::Delta]).expect("a header");
+    header.check(head).expect("its checksum");
+    let head = DeltaHead::decode(head).expect("a delta");
+    assert_eq!(head, samples::delta());
     head.check(data).expect("its checksum");
 }

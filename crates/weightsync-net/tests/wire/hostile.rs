@@ -9,7 +9,7 @@ use weightsync_net::wire::message::*;
 use crate::golden::{all, frames};
 use crate::samples;
 
-const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Chunk];
+const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Chunk, Kind::Delta];
 
 /// Every golden file that begins with a whole frame.
 fn golden_frames() -> impl Iterator<Item = (String, Vec<u8>)> {
@@ -22,6 +22,9 @@ fn every_cut_and_every_flipped_bit_of_a_frame_is_noticed() {
     for (name, mut bytes) in golden_frames() {
         if name == "frame/chunk" {
             bytes.truncate(HEADER_BYTES + CHUNK_HEAD_BYTES);
+        }
+        if name == "frame/delta" {
+            bytes.truncate(HEADER_BYTES + DELTA_HEAD_BYTES);
         }
         for len in 0..bytes.len() {
             let mut decoder = Decoder::new(ALL);
@@ -75,6 +78,14 @@ fn payloads_bear_damage_that_the_checksum_does_not_show() {
         let mut payload = frame[HEADER_BYTES..].to_vec();
         payload[bit / 8] ^= 1 << (bit % 8);
         if let Ok(head) = ChunkHead::decode(&payload) {
+            assert_eq!(head.frame()[HEADER_BYTES..], payload);
+        }
+    }
+    let frame = samples::delta().frame();
+    for bit in 0..8 * DELTA_HEAD_BYTES {
+        let mut payload = frame[HEADER_BYTES..].to_vec();
+        payload[bit / 8] ^= 1 << (bit % 8);
+        if let Ok(head) = DeltaHead::decode(&payload) {
             assert_eq!(head.frame()[HEADER_BYTES..], payload);
         }
     }

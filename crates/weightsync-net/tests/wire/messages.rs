@@ -72,6 +72,7 @@ fn fetch(ranges: &[(u32, u32)]) -> ToParent {
         agent: 1,
         model: 0,
         version: Version(1),
+        base: None,
         ranges: ranges
             .map(|&(first, count)| ChunkRange { first, count })
             .collect(),

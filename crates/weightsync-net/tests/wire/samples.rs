@@ -3,7 +3,7 @@
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::Token;
 use weightsync_net::access::Key;
-use weightsync_net::wire::frame::ChunkHead;
+use weightsync_net::wire::frame::{ChunkHead, DeltaHead};
 use weightsync_net::wire::hello::{Client, Next, Protocols, Role, Server, Verdict};
 use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
 use weightsync_net::wire::message::{
@@ -82,6 +82,21 @@ pub fn chunk() -> ChunkHead {
         bytes: CHUNK_DATA.len() as u32,
         crc: weightsync_simd::crc64(CHUNK_DATA),
         image_bytes: (1 << 20) + CHUNK_DATA.len() as u64,
+    }
+}
+
+/// A delta's bytes: of the last span of an image of one whole span and 64 bytes.
+pub const DELTA_DATA: &[u8] = b"changes";
+
+pub fn delta() -> DeltaHead {
+    DeltaHead {
+        model: 2,
+        version: Version(42),
+        base: Version(40),
+        index: 1,
+        bytes: DELTA_DATA.len() as u32,
+        crc: weightsync_simd::crc64(DELTA_DATA),
+        image_bytes: (4 << 20) + 64,
     }
 }
 
@@ -311,19 +326,21 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
 }
 
 pub fn to_parent() -> Vec<(&'static str, ToParent)> {
-    let fetch = |ranges: &[(u32, u32)]| ToParent::Fetch {
+    let fetch = |base: Option<u64>, ranges: &[(u32, u32)]| ToParent::Fetch {
         run: RUN,
         agent: 3,
         model: 2,
         version: Version(42),
+        base: base.map(Version),
         ranges: ranges
             .iter()
             .map(|&(first, count)| ChunkRange { first, count })
             .collect(),
     };
     vec![
-        ("fetch", fetch(&[(0, 1), (1, 5), (300, 70_000)])),
-        ("fetch_nothing", fetch(&[])),
+        ("fetch", fetch(None, &[(0, 1), (1, 5), (300, 70_000)])),
+        ("fetch_changes", fetch(Some(40), &[(0, 8)])),
+        ("fetch_nothing", fetch(None, &[])),
     ]
 }
 

@@ -302,7 +302,6 @@ fn put(
             .collect();
         threads
             .into_iter()
-            .map(|thread| thread.join().expect("no panic"))
-            .collect()
+            .try_for_each(|thread| thread.join().expect("no panic"))
     })
 }

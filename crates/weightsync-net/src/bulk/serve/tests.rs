@@ -37,6 +37,7 @@ fn fetch(run: Run, version: u64, (first, count): (u32, u32)) -> ToParent {
         agent: 1,
         model: 0,
         version: Version(version),
+        base: None,
         ranges: vec![ChunkRange { first, count }],
     }
 }

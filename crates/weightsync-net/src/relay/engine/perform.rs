@@ -5,10 +5,11 @@ use std::sync::Arc;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
+use weightsync_core::Version;
 use weightsync_mem::{Error, Snapshot};
 
 use super::{Engine, Event, Fetched, Fetching, MEASURE};
-use crate::bulk::{Fetch, Held, Parent};
+use crate::bulk::{Base, Delta, Fetch, Held, Parent, RING};
 use crate::link::causes;
 use crate::relay::plan::{Effect, Input, Item};
 use crate::wire::frame::CHUNK;
@@ -104,6 +105,7 @@ impl Engine {
             self.store.put(item, coming.clone());
             self.coming.insert(item, (room, coming));
         }
+        let base = self.base_of(item);
         let (room, coming) = self.coming.get(&item)?;
         self.fetches += 1;
         let number = self.fetches;
@@ -113,7 +115,7 @@ impl Engine {
         let fetch = Fetch::start(
             (item, parent),
             (&self.connections, others),
-            (room.clone(), coming.clone()),
+            (room.clone(), coming.clone(), base),
             &self.store,
             &self.threads,
             move |end, came| {
@@ -138,6 +140,30 @@ impl Engine {
         };
         self.fetching.insert(item, fetching);
         None
+    }
+
+    /// What a version can be made from, the newest older one that is whole here. What
+    /// comes is passed on to relays below, as far as this one serves any.
+    fn base_of(&self, item: Item) -> Option<Base> {
+        let first = Item {
+            version: Version::NONE,
+            ..item
+        };
+        let (of, snapshot) = self.whole.range(first..item).next_back()?;
+        let ring = self.store.deltas();
+        let passed_on = self.serves.is_some().then(|| {
+            let known = ring.step(item, of.version);
+            known.unwrap_or_else(|| {
+                let layout = snapshot.layout();
+                let fresh = Arc::new(Delta::new(of.version, item.version, layout));
+                ring.put(item.model, fresh.clone(), layout.bytes() / RING);
+                fresh
+            })
+        });
+        Some(Base {
+            snapshot: snapshot.clone(),
+            passed_on,
+        })
     }
 
     /// Nothing comes from the parent any more; what comes from the sender itself in its

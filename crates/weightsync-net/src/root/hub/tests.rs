@@ -417,6 +417,7 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> TcpStream {
         agent: 1,
         model: 0,
         version: Version(version),
+        base: None,
         ranges: vec![ChunkRange {
             first: 0,
             count: LARGE.div_ceil(CHUNK as usize) as u32,

@@ -8,8 +8,8 @@ use super::*;
 /// What a child says to its parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToParent {
-    /// It wants chunks of a version. The parent sends each as soon as it has it, then
-    /// [`ToChild::End`].
+    /// It wants chunks of a version. The parent sends each as soon as it has it, or a delta in
+    /// place of all chunks of a span, then [`ToChild::End`].
     Fetch {
         /// The run the version belongs to.
         run: Run,
@@ -19,6 +19,8 @@ pub enum ToParent {
         model: u8,
         /// The version.
         version: Version,
+        /// An older one that the child has, from which it can be made by deltas.
+        base: Option<Version>,
         /// Which chunks: ascending, none twice, at most [`MAX_RANGES`] ranges.
         ranges: Vec<ChunkRange>,
     },
@@ -59,10 +61,17 @@ impl ToParent {
         let &Self::Fetch {
             model,
             version,
+            base,
             ref ranges,
             ..
         } = self;
         check_item(model, version)?;
+        if base.is_some_and(|base| base.is_none() || base >= version) {
+            return Err(MessageError::OutOfRange {
+                expected: "an older version than the one that is fetched, or none",
+                got: format!("{base:?} for {version}"),
+            });
+        }
         within("ranges of one fetch", ranges.len(), MAX_RANGES)?;
         let mut behind = 0;
         ranges.iter().try_for_each(|range| {
@@ -93,6 +102,7 @@ enum WireToParent {
         agent: u64,
         model: u8,
         version: u64,
+        base: Option<u64>,
         ranges: Vec<(u32, u32)>,
     },
 }
@@ -115,6 +125,7 @@ impl Message for ToParent {
             agent,
             model,
             version,
+            base,
             ref ranges,
         } = self;
         let ranges = ranges.iter().map(|range| (range.first, range.count));
@@ -123,6 +134,7 @@ impl Message for ToParent {
             agent,
             model,
             version: version.0,
+            base: base.map(|base| base.0),
             ranges: ranges.collect(),
         })
     }
@@ -133,6 +145,7 @@ impl Message for ToParent {
             agent,
             model,
             version,
+            base,
             ranges,
         } = from_payload(payload)?;
         let ranges = ranges
@@ -143,6 +156,7 @@ impl Message for ToParent {
             agent,
             model,
             version: Version(version),
+            base: base.map(Version),
             ranges: ranges.collect(),
         };
         message.check()?;

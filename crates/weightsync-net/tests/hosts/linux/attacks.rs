@@ -176,6 +176,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
             model: 0,
             // It is there, or was a moment ago.
             version: Version(status.models[0].version),
+            base: None,
             ranges: vec![ChunkRange {
                 first: 0,
                 count: u32::MAX,

@@ -1,0 +1,121 @@
+use weightsync_core::Dtype;
+
+use super::*;
+
+const V: [Version; 5] = [Version(0), Version(1), Version(2), Version(3), Version(4)];
+
+fn layout(bytes: u64) -> Layout {
+    Layout::new([("w".to_owned(), Dtype::BF16, vec![bytes / 2])]).unwrap()
+}
+
+fn item(model: usize, version: Version) -> Item {
+    Item { model, version }
+}
+
+/// A delta of one span of 64 KiB, in which everything at a place goes up by one.
+fn step(from: usize, place: usize) -> Arc<Delta> {
+    let delta = Delta::new(V[from], V[from + 1], &layout(64 << 10));
+    let (old, mut new) = (vec![0; 64 << 10], vec![0; 64 << 10]);
+    new[2 * place] = 1;
+    let (pattern, mut bytes) = (Pattern::of(Dtype::BF16), Vec::new());
+    let scratch = &mut Scratch::new();
+    delta::encode(pattern, Codec::Fast, &old, &new, &mut bytes, scratch).unwrap();
+    delta.note(0, Span::coded(bytes));
+    Arc::new(delta)
+}
+
+/// What a delta makes of zeros; nothing while it is not known, or dense.
+fn applied(delta: &Delta) -> Option<Vec<usize>> {
+    let (layout, mut scratch) = (layout(64 << 10), Scratch::new());
+    let Span::Coded(bytes, crc) = delta.span(0, &layout, &mut scratch)? else {
+        return None;
+    };
+    assert_eq!(*crc, weightsync_simd::crc64(bytes));
+    let mut image = vec![0; 64 << 10];
+    let pattern = Pattern::of(Dtype::BF16);
+    delta::apply(pattern, bytes, &mut image, None, &mut scratch).unwrap();
+    let changed = image.iter().enumerate().filter(|(_, byte)| **byte != 0);
+    Some(
+        changed
+            .map(|(at, byte)| at / 2 * 100 + usize::from(*byte))
+            .collect(),
+    )
+}
+
+#[test]
+fn deltas_that_follow_each_other_are_found_as_one() {
+    let ring = Ring::default();
+    for (from, place) in [(1, 5), (2, 5), (3, 7)] {
+        ring.put(0, step(from, place), 1 << 20);
+    }
+    let cases = [
+        (V[1], V[2], Some(vec![501])),
+        (V[1], V[3], Some(vec![502])),
+        (V[1], V[4], Some(vec![502, 701])),
+        (V[2], V[4], Some(vec![501, 701])),
+        (V[0], V[2], None),
+    ];
+    for (base, version, expected) in cases {
+        // Found twice, it is the same one.
+        for _ in 0..2 {
+            let found = ring.find(item(0, version), base);
+            let made = found.as_deref().and_then(applied);
+            assert_eq!(made, expected, "{base} to {version}");
+        }
+    }
+    assert!(ring.find(item(1, V[2]), V[1]).is_none(), "another model");
+}
+
+#[test]
+fn a_fold_waits_for_all_of_its_parts_and_is_dense_where_one_is() {
+    let ring = Ring::default();
+    let coming = Arc::new(Delta::new(V[2], V[3], &layout(64 << 10)));
+    ring.put(0, step(1, 5), 1 << 20);
+    ring.put(0, coming.clone(), 1 << 20);
+    let both = ring.find(item(0, V[3]), V[1]).unwrap();
+    assert!(!both.is_known(0));
+    assert!(
+        both.span(0, &layout(64 << 10), &mut Scratch::new())
+            .is_none()
+    );
+    coming.end();
+    assert!(both.is_known(0));
+    let span = both.span(0, &layout(64 << 10), &mut Scratch::new());
+    assert!(matches!(span, Some(Span::Dense)));
+    // What has gaps is not worth folding from the start.
+    ring.put(0, step(3, 7), 1 << 20);
+    assert!(ring.find(item(0, V[4]), V[2]).is_none());
+}
+
+#[test]
+fn the_oldest_go_when_there_are_too_many_bytes_but_not_the_newest_of_a_model() {
+    let ring = Ring::default();
+    ring.put(1, step(1, 1), 1);
+    for from in 1..4 {
+        ring.put(0, step(from, 5), 1);
+    }
+    let there = |model, from: usize| ring.step(item(model, V[from + 1]), V[from]).is_some();
+    assert!(there(1, 1) && there(0, 3), "the newest of each");
+    assert!(!there(0, 1) && !there(0, 2));
+    ring.forget(0);
+    assert!(there(1, 1) && !there(0, 3));
+}
+
+#[test]
+fn what_takes_longer_than_the_bytes_themselves_does_not_pay() {
+    let ms = Duration::from_millis;
+    // (took, coded, whole, rate, pays)
+    let cases = [
+        (ms(10), 1 << 20, 100 << 20, None, true),
+        (ms(60), 1 << 20, 100 << 20, None, false),
+        (ms(60), 1 << 20, 100 << 20, Some(100 << 20), true),
+        (ms(0), 100 << 20, 100 << 20, Some(1), false),
+    ];
+    for (took, coded, whole, rate, expected) in cases {
+        assert_eq!(
+            pays(took, coded, whole, rate),
+            expected,
+            "{took:?} {coded} {rate:?}"
+        );
+    }
+}

@@ -1,0 +1,119 @@
+//! What was published is compared with what came before it, for those who have that.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use weightsync::transport::{CopyOptions, Outstanding, Source, Staging, Targets};
+use weightsync::{Result, Version};
+use weightsync_mem::{Guests, Snapshot};
+
+use crate::bulk::{Delta, RING, Store, Threads};
+use crate::relay::Item;
+
+/// Where the deltas of a sender are made, and kept.
+#[derive(Clone, Debug)]
+pub(super) struct Deltas {
+    pub(super) guests: Guests,
+    pub(super) store: Arc<Store>,
+    pub(super) threads: Arc<Threads>,
+    /// How fast the slowest link is, in bytes a second; 0 before that is known.
+    pub(super) rate: Arc<AtomicU64>,
+}
+
+/// Room for versions that are compared with those before them, once they are published.
+#[derive(Debug)]
+pub(super) struct Compared<'a> {
+    pub(super) inner: Box<dyn Staging + 'a>,
+    /// The version before it, of each model that has one.
+    pub(super) bases: Vec<Snapshot>,
+    pub(super) deltas: Deltas,
+}
+
+impl Staging for Compared<'_> {
+    fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
+        self.inner.tensors_mut(model)
+    }
+
+    fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
+        self.inner.tensor_mut(model, index)
+    }
+
+    fn write(&mut self, model: usize, sources: &[Source<'_>], options: CopyOptions) -> Result<()> {
+        self.inner.write(model, sources, options)
+    }
+
+    fn number(&mut self, model: usize, version: Version) -> Result<()> {
+        self.inner.number(model, version)
+    }
+
+    fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
+        let Self {
+            inner,
+            bases,
+            deltas,
+        } = *self;
+        // Who asks for it before it is known what it is waits until that is.
+        let announced = Announced::new(&deltas.store);
+        let published = inner.publish(targets)?;
+        for base in bases {
+            let mut versions = published.versions().iter();
+            let own = versions.find(|(model, _)| *model == base.model());
+            if let Some((model, version)) = own.copied() {
+                deltas.start(base, Item { model, version });
+            }
+        }
+        drop(announced);
+        Ok(published)
+    }
+}
+
+impl Deltas {
+    /// A version that what comes next is compared with, if it is there.
+    pub(super) fn base(&self, model: usize, version: Version) -> Option<Snapshot> {
+        if version.is_none() {
+            return None;
+        }
+        self.guests.snapshot(model, version).ok().flatten()
+    }
+
+    /// Has a version compared with the one before it, on a thread of its own.
+    fn start(&self, base: Snapshot, item: Item) {
+        let found = self.guests.snapshot(item.model, item.version);
+        // Replaced already, or nobody is to run it.
+        let Some(new) = found.ok().flatten() else {
+            return self.store.deltas().forget(item.model);
+        };
+        let layout = new.layout();
+        let delta = Arc::new(Delta::new(base.version(), item.version, layout));
+        let ring = self.store.deltas();
+        ring.put(item.model, delta.clone(), layout.bytes() / RING);
+        let rate = self.rate.load(Ordering::Relaxed);
+        let (store, threads, own) = (self.store.clone(), self.threads.clone(), delta.clone());
+        let work = move || {
+            let told = || store.notify();
+            let rate = (rate > 0).then_some(rate);
+            own.make((&base, &new), rate, told, || threads.is_stopped());
+        };
+        if let Err(error) = self.threads.spawn("weightsync-delta", work) {
+            tracing::warn!("{item:?} is sent whole, as no thread can be started: {error}");
+            delta.end();
+        }
+    }
+}
+
+/// That a version is being published of which it is not known yet what changed.
+struct Announced<'a>(&'a Store);
+
+impl<'a> Announced<'a> {
+    fn new(store: &'a Store) -> Self {
+        store.deltas().announce(true);
+        Self(store)
+    }
+}
+
+impl Drop for Announced<'_> {
+    fn drop(&mut self) {
+        self.0.deltas().announce(false);
+        self.0.notify();
+    }
+}

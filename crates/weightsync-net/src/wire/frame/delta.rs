@@ -1,0 +1,120 @@
+//! Which changes to an image a delta is.
+
+use weightsync_core::Version;
+
+use super::*;
+
+/// Which bytes come behind a delta's frame.
+///
+/// | bytes | |
+/// |---|---|
+/// | 0 | model |
+/// | 1..8 | zeros |
+/// | 8..16 | version |
+/// | 16..24 | the older version that is changed into it |
+/// | 24..28 | index of the span: it begins at `index` × [`SPAN`] of the image |
+/// | 28..32 | bytes of the delta; 0 if the span is the same in both |
+/// | 32..40 | CRC-64/NVME of them |
+/// | 40..48 | bytes of the whole image |
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaHead {
+    /// The model's index, below [`MAX_MODELS`].
+    pub model: u8,
+    /// The version.
+    pub version: Version,
+    /// The version it is made from: an older one, from 1.
+    pub base: Version,
+    /// Which span of the image, from 0.
+    pub index: u32,
+    /// How many bytes follow: none, or fewer than the span has.
+    pub bytes: u32,
+    /// Their checksum.
+    pub crc: u64,
+    /// Bytes of the whole image.
+    pub image_bytes: u64,
+}
+
+impl DeltaHead {
+    /// The whole frame: what to send before the delta's bytes.
+    pub fn frame(&self) -> [u8; HEADER_BYTES + DELTA_HEAD_BYTES] {
+        let mut payload = [0; DELTA_HEAD_BYTES];
+        payload[0] = self.model;
+        payload[8..16].copy_from_slice(&self.version.0.to_le_bytes());
+        payload[16..24].copy_from_slice(&self.base.0.to_le_bytes());
+        payload[24..28].copy_from_slice(&self.index.to_le_bytes());
+        payload[28..32].copy_from_slice(&self.bytes.to_le_bytes());
+        payload[32..40].copy_from_slice(&self.crc.to_le_bytes());
+        payload[40..].copy_from_slice(&self.image_bytes.to_le_bytes());
+        let mut frame = [0; HEADER_BYTES + DELTA_HEAD_BYTES];
+        frame[..HEADER_BYTES].copy_from_slice(&header(Kind::Delta, &payload));
+        frame[HEADER_BYTES..].copy_from_slice(&payload);
+        frame
+    }
+
+    /// Reads the payload of a delta's frame.
+    ///
+    /// # Errors
+    ///
+    /// [`FrameError::Length`] if it is no head's, [`FrameError::Zeros`], and [`FrameError::Delta`]
+    /// for a model, a version, a base or a place in the image that cannot be.
+    pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
+        let bytes: &[u8; DELTA_HEAD_BYTES] =
+            payload.try_into().map_err(|_| FrameError::Length {
+                kind: Kind::Delta,
+                got: u32::try_from(payload.len()).unwrap_or(u32::MAX),
+                least: DELTA_HEAD_BYTES,
+                most: DELTA_HEAD_BYTES,
+            })?;
+        let [model, zeros @ ..] = bytes[..8].as_array::<8>().copied().unwrap_or_default();
+        if zeros != [0; 7] {
+            return Err(FrameError::Zeros);
+        }
+        let word = |at: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(word)
+        };
+        let place = word(24);
+        let head = Self {
+            model,
+            version: Version(word(8)),
+            base: Version(word(16)),
+            index: place as u32,
+            bytes: (place >> 32) as u32,
+            crc: word(32),
+            image_bytes: word(40),
+        };
+        match head.is_possible() {
+            true => Ok(head),
+            false => Err(FrameError::Delta { head }),
+        }
+    }
+
+    /// Whether these are the bytes that were sent.
+    ///
+    /// # Errors
+    ///
+    /// [`FrameError::Checksum`].
+    pub fn check(&self, delta: &[u8]) -> Result<(), FrameError> {
+        let same = delta.len() as u64 == u64::from(self.bytes);
+        match same && weightsync_simd::crc64(delta) == self.crc {
+            true => Ok(()),
+            false => Err(FrameError::Checksum {
+                what: "a delta",
+                bytes: self.bytes.into(),
+            }),
+        }
+    }
+
+    /// How many bytes of the image the span has.
+    fn span(&self) -> Option<u64> {
+        let left = self.image_bytes.checked_sub(u64::from(self.index) * SPAN)?;
+        Some(left.min(SPAN)).filter(|left| *left > 0)
+    }
+
+    fn is_possible(&self) -> bool {
+        let shorter = self.span().is_some_and(|span| u64::from(self.bytes) < span);
+        let older = !self.base.is_none() && self.base < self.version;
+        shorter && older && self.model < MAX_MODELS
+    }
+}

@@ -1,0 +1,77 @@
+//! Deltas of both codecs: put into a span, and folded.
+
+use weightsync_core::Dtype;
+use weightsync_core::delta::{Codec, Pattern, Scratch, apply, apply_onto, encode, fold};
+use weightsync_fuzz::fuzz;
+
+/// Bytes of the span: not whole blocks, nor whole words of a mask.
+const BYTES: usize = 200 * 8;
+
+#[test]
+fn delta_fast() {
+    put("delta_fast", Codec::Fast);
+}
+
+#[test]
+fn delta_thin() {
+    put("delta_thin", Codec::Thin);
+}
+
+/// The first byte of an input says of which elements the span is.
+fn put(name: &str, codec: Codec) {
+    let mut scratch = Scratch::new();
+    fuzz!(name, samples(codec), |bytes: &[u8]| {
+        let Some((&kind, delta)) = bytes.split_first() else {
+            return;
+        };
+        let pattern = Pattern::of(PATTERNS[usize::from(kind) % PATTERNS.len()]);
+        let old = older();
+        let mut image = old.clone();
+        let mut other = vec![0xa5; BYTES];
+        let here = apply(pattern, delta, &mut image, Some(7), &mut scratch);
+        let there = apply_onto(pattern, delta, &old, &mut other, &mut scratch);
+        assert_eq!(here.is_ok(), there.is_ok());
+        if here.is_ok() {
+            assert_eq!(image, other, "in place or elsewhere");
+        }
+        let mut both = Vec::new();
+        match fold(pattern, BYTES, delta, delta, &mut both, &mut scratch) {
+            Ok(_) => {
+                // Twice the same steps.
+                let mut twice = old;
+                for _ in 0..2 {
+                    apply(pattern, delta, &mut twice, None, &mut scratch).expect("it folds");
+                }
+                let mut image = older();
+                apply(pattern, &both, &mut image, None, &mut scratch).expect("what was folded");
+                assert_eq!(image, twice);
+            }
+            Err(_) => assert!(both.is_empty()),
+        }
+    });
+}
+
+const PATTERNS: [Dtype; 4] = [Dtype::BF16, Dtype::F32, Dtype::U8, Dtype::F64];
+
+fn older() -> Vec<u8> {
+    (0..BYTES).map(|at| (at * 37 >> 2) as u8).collect()
+}
+
+fn samples(codec: Codec) -> Vec<Vec<u8>> {
+    let mut samples = Vec::new();
+    for (kind, dtype) in PATTERNS.into_iter().enumerate() {
+        for every in [3, 40, 700] {
+            let old = older();
+            let mut new = old.clone();
+            for byte in new.iter_mut().step_by(every) {
+                *byte = byte.wrapping_mul(5).wrapping_add(1);
+            }
+            let mut bytes = vec![kind as u8];
+            let pattern = Pattern::of(dtype);
+            let scratch = &mut Scratch::new();
+            encode(pattern, codec, &old, &new, &mut bytes, scratch).expect("a span");
+            samples.push(bytes);
+        }
+    }
+    samples
+}
