@@ -3,6 +3,8 @@
 use std::error::Error;
 use std::time::{Duration, Instant};
 
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
 use serde::Serialize;
 use weightsync::worker::{Spawn, Workers};
 use weightsync::{
@@ -43,6 +45,10 @@ pub struct Args {
     /// Let both ends sleep in the kernel at once instead of yielding first
     #[arg(long)]
     pub sleep: bool,
+    /// How many percent of the elements change before each send, by one unit in the last
+    /// place; by 100 all become others. Nothing changes by default, and over a network all
+    #[arg(long)]
+    pub changed: Option<f64>,
     /// Print one line of JSON
     #[arg(long)]
     pub json: bool,
@@ -61,6 +67,7 @@ impl Args {
             threads: 1,
             loan: false,
             sleep: false,
+            changed: None,
             json: false,
         }
     }
@@ -88,11 +95,18 @@ pub struct DistributedArgs {
     #[arg(long, default_value = "")]
     settings: String,
     #[command(flatten)]
-    pub case: Args,
+    case: Args,
 }
 
 #[cfg(feature = "net")]
 impl DistributedArgs {
+    /// What is sent: other bytes each time, unless something else is asked for.
+    pub fn case(&self) -> Args {
+        let mut case = self.case.clone();
+        case.changed.get_or_insert(100.0);
+        case
+    }
+
     /// The scheme that is asked for.
     pub fn scheme(&self) -> Result<AnyScheme, weightsync::Error> {
         let text = match self.settings.is_empty() {
@@ -254,6 +268,8 @@ pub fn measure(scheme: &AnyScheme, args: &Args) -> Result<Figures, Box<dyn Error
 /// A connected sender with its workers and what it sends.
 pub struct Running {
     pub source: Source,
+    changed: Option<f64>,
+    sent: u64,
     /// How long `connect` took, with the first send and the workers' start.
     pub first: Duration,
     loan: bool,
@@ -273,6 +289,8 @@ impl Running {
         Ok(Self {
             first: began.elapsed(),
             source,
+            changed: args.changed,
+            sent: 0,
             loan: args.loan,
             sender,
             workers,
@@ -298,6 +316,8 @@ impl Running {
         let running = Self {
             first: began.elapsed(),
             source,
+            changed: args.changed,
+            sent: 0,
             loan: args.loan,
             sender,
             workers,
@@ -308,6 +328,10 @@ impl Running {
     /// One send: how long until the version was live everywhere, and how much of
     /// that came after it was live here.
     pub fn send(&mut self) -> Result<(Duration, Duration), Box<dyn Error>> {
+        if let Some(percent) = self.changed {
+            self.sent += 1;
+            self.source.change(percent, self.sent)?;
+        }
         let report = if self.loan {
             let mut loan = self.sender.loan()?;
             let (_, source) = &self.source.models[0];
@@ -421,14 +445,39 @@ impl Source {
             .try_fold(setup, |setup, (model, weights)| setup.and(model, weights))
     }
 
-    /// Writes one value everywhere.
-    pub fn fill(&mut self, value: u8) -> Result<(), weightsync::Error> {
+    /// Changes so many percent of the elements, in every round others, by one unit in the
+    /// last place; by 100 all become others, about which those before say nothing.
+    pub fn change(&mut self, percent: f64, round: u64) -> Result<(), weightsync::Error> {
+        let mut random = SmallRng::seed_from_u64(round);
         for (_, tensors) in &mut self.models {
             let names: Vec<String> = tensors.names().map(str::to_owned).collect();
             for name in names {
-                tensors
-                    .slice_mut::<half::bf16>(&name)?
-                    .fill(half::bf16::from(value));
+                let elements = tensors.slice_mut::<half::bf16>(&name)?;
+                if percent >= 100.0 {
+                    for some in elements.chunks_mut(4) {
+                        let bits: u64 = random.random();
+                        for (element, shift) in some.iter_mut().zip([0, 16, 32, 48]) {
+                            *element = half::bf16::from_bits((bits >> shift) as u16);
+                        }
+                    }
+                    continue;
+                }
+                // From one change to the next.
+                let all = (1.0 - percent / 100.0).ln();
+                let mut at = 0;
+                while percent > 0.0 {
+                    let dice: f64 = random.random();
+                    at += ((1.0 - dice).ln() / all) as usize;
+                    let Some(element) = elements.get_mut(at) else {
+                        break;
+                    };
+                    let bits = element.to_bits();
+                    *element = half::bf16::from_bits(match dice.to_bits() & 1 {
+                        0 => bits.wrapping_add(1),
+                        _ => bits.wrapping_sub(1),
+                    });
+                    at += 1;
+                }
             }
         }
         Ok(())

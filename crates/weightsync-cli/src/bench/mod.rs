@@ -72,7 +72,7 @@ pub fn run(args: Args) -> Result<ExitCode, Box<dyn Error>> {
         Scheme::SharedMem(args) => local::run(&SharedMem::default().into(), &args)?,
         Scheme::MultiProcess(args) => local::run(&args.scheme()?, &args.case)?,
         #[cfg(feature = "net")]
-        Scheme::Distributed(args) => local::run(&args.scheme()?, &args.case)?,
+        Scheme::Distributed(args) => local::run(&args.scheme()?, &args.case())?,
         Scheme::Mem(args) => group::run(&args)?,
         Scheme::Peers(args) => peers::run(&args)?,
         Scheme::Delta(args) => delta::run(&args)?,

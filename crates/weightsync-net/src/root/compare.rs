@@ -117,3 +117,6 @@ impl Drop for Announced<'_> {
         self.0.notify();
     }
 }
+
+#[cfg(test)]
+mod tests;
