@@ -91,6 +91,15 @@ impl Guests {
         self.shared.state().plan.version(model)
     }
 
+    /// Bytes of each version of a model.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such model.
+    pub fn bytes(&self, model: usize) -> u64 {
+        self.shared.models[model].model.layout.bytes()
+    }
+
     /// A version of a model, as long as anybody is to run it or it is kept;
     /// otherwise `None`.
     ///

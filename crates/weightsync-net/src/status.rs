@@ -56,6 +56,16 @@ pub struct Model {
     pub name: String,
     /// The newest version that was published; 0 before the first.
     pub version: u64,
+    /// Bytes of a version.
+    #[serde(default)]
+    pub bytes: u64,
+    /// The share of its elements that changed since the version before, from 0 to 1, where
+    /// it is sent as what changed.
+    #[serde(default)]
+    pub changed: Option<f64>,
+    /// The bytes that takes.
+    #[serde(default)]
+    pub delta_bytes: Option<u64>,
 }
 
 /// A relay: the one process of a host that fetches; or a worker without one, which does

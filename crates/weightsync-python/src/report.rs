@@ -39,6 +39,20 @@ impl Report {
         self.0.partial.clone()
     }
 
+    /// The share of the elements that changed since the versions before, from 0 to 1; None
+    /// where no changes were sent.
+    #[getter]
+    fn changed(&self) -> Option<f64> {
+        self.0.changes.map(|changes| changes.share())
+    }
+
+    /// Bytes that say what changed, to each host that has the versions before; None where
+    /// no changes were sent.
+    #[getter]
+    fn delta_bytes(&self) -> Option<u64> {
+        self.0.changes.map(|changes| changes.bytes)
+    }
+
     /// Seconds until the version was live.
     #[getter]
     fn copied(&self) -> f64 {

@@ -108,7 +108,7 @@ pub use crate::{
     pending::PendingSend,
     plain::{ExtraState, Plain, PlainError},
     receiver::{Joined, Receiver, ReceiverSetup},
-    report::{Outcome, Report, WaitFor, WorkerReport, WorkerStatus},
+    report::{Changes, Outcome, Report, WaitFor, WorkerReport, WorkerStatus},
     safetensors_file::SafetensorsFile,
     scheme::{AnyScheme, MultiProcess, Queue, Schemes, SharedMem},
     send_source::{Members, Registered, SendSource, Set},

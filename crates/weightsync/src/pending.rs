@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{ModelId, Version};
 
 use crate::error::{Error, Result};
-use crate::report::{Outcome, Report, WaitFor, WorkerReport};
+use crate::report::{Changes, Outcome, Report, WaitFor, WorkerReport};
 use crate::transport::{Deadline, Level, Outstanding};
 
 /// A send that has been published and may not have reached every worker yet;
@@ -164,6 +164,7 @@ impl Flight {
             versions: self.versions,
             bytes: self.bytes,
             partial: self.partial,
+            changes: changes(&self.outstanding),
             copied: self.copied,
             took: self.since.elapsed(),
             level: wait,
@@ -258,12 +259,20 @@ impl Flight {
             versions: self.versions.clone(),
             bytes: self.bytes,
             partial: self.partial.clone(),
+            changes: changes(&self.outstanding),
             copied: self.copied,
             took: self.since.elapsed(),
             level,
             workers,
         }
     }
+}
+
+/// What has changed by all publications of a send, if that is known of each.
+fn changes(outstanding: &[Box<dyn Outstanding>]) -> Option<Changes> {
+    let each = outstanding.iter().map(|one| one.changes());
+    each.sum::<Option<Changes>>()
+        .filter(|changes| changes.whole > 0)
 }
 
 /// How far the transport is to wait, if at all.

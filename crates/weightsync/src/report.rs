@@ -18,6 +18,9 @@ pub struct Report {
     /// The tensors that a partial update carried; none for a whole one. Of
     /// different weights to different workers, those that any of them carried.
     pub partial: Option<Vec<String>>,
+    /// What has changed since the versions before, as far as it is sent so; `None`
+    /// where it is not, or nobody needs it.
+    pub changes: Option<Changes>,
     /// From the call of `send` until the version was live: the wait for room
     /// and the pass over the source.
     pub copied: Duration,
@@ -30,6 +33,81 @@ pub struct Report {
     /// alone that were decided without: of workers that will not get the version
     /// (`Full`), or not now (`Held`, `Absent`).
     pub workers: Vec<WorkerReport>,
+}
+
+/// What has changed from one version to the next, and what that takes on its way to
+/// another host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Changes {
+    /// Elements of the tensors.
+    pub elements: u64,
+    /// How many of them are others than before, by their bits.
+    pub changed: u64,
+    /// Bytes that say so, to each host that has the version before.
+    pub bytes: u64,
+    /// Bytes of the versions as a whole.
+    pub whole: u64,
+}
+
+impl Changes {
+    /// Of so many elements so many have changed, which takes so many bytes in place of
+    /// the whole.
+    pub const fn new(elements: u64, changed: u64, bytes: u64, whole: u64) -> Self {
+        Self {
+            elements,
+            changed,
+            bytes,
+            whole,
+        }
+    }
+
+    /// The share of the elements that changed, from 0 to 1.
+    pub fn share(&self) -> f64 {
+        self.changed as f64 / self.elements.max(1) as f64
+    }
+
+    /// How many times fewer bytes that takes than the whole.
+    pub fn ratio(&self) -> f64 {
+        self.whole as f64 / self.bytes.max(1) as f64
+    }
+}
+
+impl std::iter::Sum for Changes {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |sum, one| Self {
+            elements: sum.elements + one.elements,
+            changed: sum.changed + one.changed,
+            bytes: sum.bytes + one.bytes,
+            whole: sum.whole + one.whole,
+        })
+    }
+}
+
+impl fmt::Display for Changes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:.2} % changed, {} for {} ({:.0} : 1)",
+            100.0 * self.share(),
+            Bytes(self.bytes),
+            Bytes(self.whole),
+            self.ratio()
+        )
+    }
+}
+
+/// A number of bytes for people.
+struct Bytes(u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+        match units.into_iter().find(|(unit, _)| self.0 >= *unit) {
+            Some((unit, name)) => write!(f, "{:.1} {name}", self.0 as f64 / unit as f64),
+            None => write!(f, "{} B", self.0),
+        }
+    }
 }
 
 /// How far a send waits. Each level includes the one before.
@@ -298,6 +376,9 @@ impl fmt::Display for Report {
                 )?;
             }
         }
+        if let Some(changes) = &self.changes {
+            write!(f, "; {changes}")?;
+        }
         let rest = self.workers.iter().filter(|line| !self.reached(line));
         rest.into_iter().try_for_each(|line| {
             f.write_str("\n  ")?;
@@ -408,11 +489,27 @@ mod tests {
             versions: vec![(ModelId::new("policy").unwrap(), Version(3))],
             bytes: 0,
             partial: None,
+            changes: None,
             copied: Duration::ZERO,
             took: Duration::ZERO,
             level: WaitFor::Applied,
             workers,
         }
+    }
+
+    #[test]
+    fn what_changed_is_told_in_one_line() {
+        let mut told = report(vec![line(0, 10, Outcome::Applied)]);
+        let parts = [
+            Changes::new(400_000_000, 4_400_000, 5 << 20, 800_000_000),
+            Changes::new(112_000_000, 1_100_000, 5 << 20, 224_000_000),
+        ];
+        told.changes = Some(parts.into_iter().sum());
+        let text = told.to_string();
+        let expected = "; 1.07 % changed, 10.0 MiB for 976.6 MiB (98 : 1)";
+        assert!(text.ends_with(expected), "{text}");
+        let none = Changes::new(10, 0, 0, 20).to_string();
+        assert_eq!(none, "0.00 % changed, 0 B for 20 B (20 : 1)");
     }
 
     #[test]

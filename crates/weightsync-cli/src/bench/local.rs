@@ -465,7 +465,10 @@ impl Source {
                 // From one change to the next.
                 let all = (1.0 - percent / 100.0).ln();
                 let mut at = 0;
-                while percent > 0.0 {
+                if percent <= 0.0 {
+                    continue;
+                }
+                loop {
                     let dice: f64 = random.random();
                     at += ((1.0 - dice).ln() / all) as usize;
                     let Some(element) = elements.get_mut(at) else {

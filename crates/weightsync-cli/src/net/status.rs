@@ -56,7 +56,18 @@ fn text(status: &Status) -> String {
     let models: Vec<_> = status
         .models
         .iter()
-        .map(|model| format!("{} v{}", shown(&model.name), model.version))
+        .map(|model| {
+            let changed = match (model.changed, model.delta_bytes) {
+                (Some(share), Some(delta)) => format!(
+                    " ({:.2} % changed, {} for {})",
+                    100.0 * share,
+                    bytes(delta),
+                    bytes(model.bytes)
+                ),
+                _ => String::new(),
+            };
+            format!("{} v{}{changed}", shown(&model.name), model.version)
+        })
         .collect();
     let workers = status.local.len()
         + status
@@ -264,6 +275,9 @@ mod tests {
             models: vec![Model {
                 name: "policy".into(),
                 version: 9,
+                bytes: 1 << 30,
+                changed: Some(0.0111),
+                delta_bytes: Some(8 << 20),
             }],
             served: 1 << 30,
             local: vec![worker(0, 9)],
@@ -280,7 +294,7 @@ mod tests {
             left_out: LeftOut::default(),
         };
         let expected = "\
-epoch 3  policy v9
+epoch 3  policy v9 (1.11 % changed, 8.0 MiB for 1.0 GiB)
 2 relays, 5 workers, 1.0 GiB sent in 1.5 min
 sender 10.0.0.9:7070 (pid 42)
 ├─ worker 0 (pid 100, cpu)  v9

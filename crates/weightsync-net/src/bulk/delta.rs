@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use weightsync::Changes;
 use weightsync_core::delta::{self, Codec, Pattern, Scratch};
 use weightsync_core::{Layout, Version};
 use weightsync_mem::Snapshot;
@@ -32,7 +33,11 @@ pub(crate) struct Delta {
     spans: Box<[OnceLock<Span>]>,
     /// The deltas that this one does the work of, where it does; oldest first.
     parts: Vec<Arc<Delta>>,
+    /// Bytes of the image.
+    whole: u64,
     bytes: AtomicU64,
+    /// Elements, and how many of them changed.
+    elements: AtomicU64,
     changes: AtomicU64,
     /// Something of it is not known, and never will be: it is dense.
     gaps: AtomicBool,
@@ -62,7 +67,9 @@ impl Delta {
             version,
             spans: (0..spans).map(|_| OnceLock::new()).collect(),
             parts: Vec::new(),
+            whole: layout.bytes(),
             bytes: AtomicU64::new(0),
+            elements: AtomicU64::new(0),
             changes: AtomicU64::new(0),
             gaps: AtomicBool::new(false),
         }
@@ -75,8 +82,10 @@ impl Delta {
             base: first.base,
             version: last.version,
             spans: first.spans.iter().map(|_| OnceLock::new()).collect(),
+            whole: first.whole,
             parts,
             bytes: AtomicU64::new(0),
+            elements: AtomicU64::new(0),
             changes: AtomicU64::new(0),
             gaps: AtomicBool::new(false),
         })
@@ -171,6 +180,21 @@ impl Delta {
         }
     }
 
+    /// What has changed, once all of it is known and none of it is sent whole.
+    pub(crate) fn changes(&self) -> Option<Changes> {
+        let known = self.spans.iter().all(|span| span.get().is_some());
+        if !known || self.gaps.load(Ordering::Relaxed) {
+            return None;
+        }
+        let number = |of: &AtomicU64| of.load(Ordering::Relaxed);
+        Some(Changes::new(
+            number(&self.elements),
+            number(&self.changes),
+            self.bytes(),
+            self.whole,
+        ))
+    }
+
     /// Bytes it takes, as far as it is known.
     fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
@@ -198,6 +222,7 @@ impl Delta {
             let mut bytes = Vec::new();
             match delta::encode(pattern, Codec::Fast, old, new, &mut bytes, scratch) {
                 Ok(made) if is_worth(bytes.len(), index, layout) => {
+                    self.elements.fetch_add(made.elements, Ordering::Relaxed);
                     self.changes.fetch_add(made.changes, Ordering::Relaxed);
                     self.note(index, Span::coded(bytes));
                 }
@@ -341,16 +366,15 @@ impl Ring {
         newest.is_some_and(|(_, delta)| !delta.gaps.load(Ordering::Relaxed))
     }
 
-    /// How many elements changed, and how many bytes that takes, from one version to the
-    /// next; `None` if that is not known.
-    pub(crate) fn changed(&self, item: Item) -> Option<(u64, u64)> {
+    /// What has changed in a version since the one before it; `None` if that is not known,
+    /// or some of it is sent whole.
+    pub(crate) fn changes(&self, item: Item) -> Option<Changes> {
         let deltas = self.deltas();
         let mut of = deltas.iter().filter(|(model, delta)| {
             *model == item.model && delta.version == item.version && delta.parts.is_empty()
         });
         let (_, delta) = of.next_back()?;
-        let gaps = delta.gaps.load(Ordering::Relaxed);
-        (!gaps).then(|| (delta.changes.load(Ordering::Relaxed), delta.bytes()))
+        delta.changes()
     }
 
     fn deltas(&self) -> MutexGuard<'_, VecDeque<(usize, Arc<Delta>)>> {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use weightsync::transport::{CopyOptions, Outstanding, Source, Staging, Targets};
-use weightsync::{Result, Version};
+use weightsync::transport::{CopyOptions, Deadline, Level, Outstanding, Source, Staging, Targets};
+use weightsync::{Changes, Result, Version, WorkerReport};
 use weightsync_mem::{Guests, Snapshot};
 
 use crate::bulk::{Delta, RING, Store, Threads};
@@ -55,15 +55,19 @@ impl Staging for Compared<'_> {
         // Who asks for it before it is known what it is waits until that is.
         let announced = Announced::new(&deltas.store);
         let published = inner.publish(targets)?;
+        let mut made = Vec::new();
         for base in bases {
             let mut versions = published.versions().iter();
             let own = versions.find(|(model, _)| *model == base.model());
             if let Some((model, version)) = own.copied() {
-                deltas.start(base, Item { model, version });
+                made.extend(deltas.start(base, Item { model, version }));
             }
         }
         drop(announced);
-        Ok(published)
+        Ok(Box::new(Told {
+            inner: published,
+            made,
+        }))
     }
 }
 
@@ -77,11 +81,12 @@ impl Deltas {
     }
 
     /// Has a version compared with the one before it, on a thread of its own.
-    fn start(&self, base: Snapshot, item: Item) {
+    fn start(&self, base: Snapshot, item: Item) -> Option<Arc<Delta>> {
         let found = self.guests.snapshot(item.model, item.version);
         // Replaced already, or nobody is to run it.
         let Some(new) = found.ok().flatten() else {
-            return self.store.deltas().forget(item.model);
+            self.store.deltas().forget(item.model);
+            return None;
         };
         let layout = new.layout();
         let delta = Arc::new(Delta::new(base.version(), item.version, layout));
@@ -98,6 +103,40 @@ impl Deltas {
             tracing::warn!("{item:?} is sent whole, as no thread can be started: {error}");
             delta.end();
         }
+        Some(delta)
+    }
+}
+
+/// A publication, and what changed by it.
+#[derive(Debug)]
+struct Told {
+    inner: Box<dyn Outstanding>,
+    made: Vec<Arc<Delta>>,
+}
+
+impl Outstanding for Told {
+    fn versions(&self) -> &[(usize, Version)] {
+        self.inner.versions()
+    }
+
+    fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
+        self.inner.settle(level, deadline)
+    }
+
+    fn is_settled(&self, level: Level) -> Result<bool> {
+        self.inner.is_settled(level)
+    }
+
+    fn changes(&self) -> Option<Changes> {
+        self.made.iter().map(|delta| delta.changes()).sum()
+    }
+
+    fn decided(&self) -> Result<Vec<WorkerReport>> {
+        self.inner.decided()
+    }
+
+    fn give_up(&self) -> Result<()> {
+        self.inner.give_up()
     }
 }
 

@@ -26,6 +26,7 @@ use self::holdings::Holdings;
 use self::workers::{Asks, Worker};
 use super::seats::{Parted, Parting, Process, Seats, Waiter};
 use super::topology::{AgentId, Assigned, Place, Topology};
+use crate::bulk::Store;
 use crate::link::causes::{self, Causes};
 use crate::link::{Link, LinkEnd};
 use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
@@ -84,6 +85,8 @@ pub(crate) struct Settings {
     pub(crate) descriptions: Arc<[u8]>,
     /// What went out from here, in bytes.
     pub(crate) served: Arc<AtomicU64>,
+    /// What it goes out from.
+    pub(crate) store: Arc<Store>,
     /// How fast the slowest link is by which it goes out, in bytes a second; 0 before
     /// that is known.
     pub(crate) rate: Arc<AtomicU64>,

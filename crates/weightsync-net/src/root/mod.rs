@@ -162,6 +162,7 @@ impl Server {
             arity: scheme.arity,
             descriptions: descriptions(opening.models)?,
             served: Arc::default(),
+            store: store.clone(),
             rate: Arc::default(),
         };
         let deltas = Deltas {

@@ -195,7 +195,10 @@ fn lengths_are_within_the_bounds_of_the_kind() {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&len.to_le_bytes());
         bytes[4] = kind.code();
-        Header::decode(&bytes, &[Kind::Control, Kind::Bulk, Kind::Chunk, Kind::Delta])
+        Header::decode(
+            &bytes,
+            &[Kind::Control, Kind::Bulk, Kind::Chunk, Kind::Delta],
+        )
     };
     for (kind, least, most) in [
         (Kind::Control, 1, 1 << 20),

@@ -133,6 +133,7 @@ impl Sender {
                 versions: Vec::new(),
                 bytes: 0,
                 partial: None,
+                changes: None,
                 copied: Duration::ZERO,
                 took: Duration::ZERO,
                 level: options.wait,

@@ -37,7 +37,7 @@ pub use self::memory::{Attached, Handoff, Segment};
 pub use self::none::NoSync;
 use crate::attributes::Attributes;
 use crate::error::{Error, Result, UNNAMED};
-use crate::report::{WaitFor, WorkerReport, WorkerStatus};
+use crate::report::{Changes, WaitFor, WorkerReport, WorkerStatus};
 use crate::set::SetSnapshot;
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
@@ -453,6 +453,12 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
         let lines = self.settle(level, Some(Instant::now()))?;
         let mut lines = lines.iter();
         Ok(lines.all(|line| line.outcome.is_final(wait)))
+    }
+
+    /// What has changed since the versions before, as far as it is sent so and known by
+    /// now.
+    fn changes(&self) -> Option<Changes> {
+        None
     }
 
     /// The lines that publishing alone has decided, of workers that will not get

@@ -16,7 +16,9 @@ fn weights() -> Tensors {
     let bf16 = vec![half::bf16::from_f32(0.02); 3_000_000];
     weights.insert("embed", [3000, 1000], bf16).unwrap();
     weights.insert("norm", [1001], vec![1.0_f32; 1001]).unwrap();
-    weights.insert("head", [700, 1001], vec![0.25_f32; 700_700]).unwrap();
+    weights
+        .insert("head", [700, 1001], vec![0.25_f32; 700_700])
+        .unwrap();
     weights.insert("steps", [3], vec![7_i64; 3]).unwrap();
     weights
 }
@@ -50,17 +52,17 @@ fn bytes_of(snapshot: &Snapshot) -> Vec<Vec<u8>> {
 }
 
 /// A worker that fetches for itself, and what it got.
-fn worker(
-    info: &InitInfo,
-    number: u32,
-) -> (JoinHandle<()>, mpsc::Receiver<(u64, Vec<Vec<u8>>)>) {
+fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<(u64, Vec<Vec<u8>>)>) {
     let (got, gets) = mpsc::channel();
     let info = info.clone();
     let work = move || {
         let setup = ReceiverSetup::new(info, number).schemes(Distributed::among_schemes());
         let mut receiver = setup.connect(LONG).unwrap();
         while let Ok(Some(snapshot)) = receiver.receive(None) {
-            if got.send((snapshot.version().0, bytes_of(&snapshot))).is_err() {
+            if got
+                .send((snapshot.version().0, bytes_of(&snapshot)))
+                .is_err()
+            {
                 return;
             }
         }
@@ -81,7 +83,9 @@ fn connect(weights: &Tensors) -> (InitInfo, impl FnOnce() -> Sender) {
     let setup = setup.scheme(scheme).unwrap();
     let info = setup.init_info();
     let weights = weights.clone();
-    (info, move || setup.connect(&weights, Expect::Count(1), LONG).unwrap())
+    (info, move || {
+        setup.connect(&weights, Expect::Count(1), LONG).unwrap()
+    })
 }
 
 #[test]
@@ -93,11 +97,17 @@ fn a_version_comes_as_what_changed_and_is_the_same_to_the_bit() {
     let (first, got) = gets.recv_timeout(LONG).unwrap();
     assert!(first == 1 && got == bytes(&weights));
     let mut last = received(&info);
-    for (step, every) in [100, 90, 1000, 3_000_000, 3, 100, 100].into_iter().enumerate() {
+    for (step, every) in [100, 90, 1000, 3_000_000, 3, 100, 100]
+        .into_iter()
+        .enumerate()
+    {
         train(&mut weights, step, every);
         let report = sender.send(&weights).unwrap();
         assert!(report.all_applied(), "{report}");
-        let (version, got) = gets.iter().find(|(version, _)| *version == report.version().0).unwrap();
+        let (version, got) = gets
+            .iter()
+            .find(|(version, _)| *version == report.version().0)
+            .unwrap();
         assert!(got == bytes(&weights), "version {version}");
         // What has come is told at the latest when it is whole.
         let all = received(&info);

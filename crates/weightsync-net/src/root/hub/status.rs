@@ -5,15 +5,27 @@ use std::sync::atomic::Ordering;
 
 use super::Hub;
 use super::workers::Worker;
+use crate::relay::Item;
 use crate::root::topology::AgentId;
 use crate::status;
 
 impl Hub {
     pub(super) fn status(&self) -> String {
         let models = self.settings.models.iter().enumerate();
-        let models = models.map(|(index, name)| status::Model {
-            name: name.clone(),
-            version: self.guests.version(index).0,
+        let models = models.map(|(index, name)| {
+            let version = self.guests.version(index);
+            let item = Item {
+                model: index,
+                version,
+            };
+            let changes = self.settings.store.deltas().changes(item);
+            status::Model {
+                name: name.clone(),
+                version: version.0,
+                bytes: self.guests.bytes(index),
+                changed: changes.map(|changes| changes.share()),
+                delta_bytes: changes.map(|changes| changes.bytes),
+            }
         });
         let mut workers: BTreeMap<AgentId, Vec<status::Worker>> = BTreeMap::new();
         for (worker, process, by, of) in self.seats.iter() {
