@@ -1,8 +1,12 @@
 //! Pictures, as SVG documents.
 
+mod spreads;
+
 use std::error::Error;
 
 use plotters::prelude::*;
+
+pub use self::spreads::{Share, Spread, spreads};
 
 const SIZE: (u32, u32) = (960, 540);
 const STRONG: RGBColor = RGBColor(31, 119, 180);

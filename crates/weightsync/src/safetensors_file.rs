@@ -125,6 +125,35 @@ impl SafetensorsFile {
     pub fn metadata(&self) -> &HashMap<String, String> {
         &self.metadata
     }
+
+    /// Reads a part of the tensor at `index` of the layout: as many bytes as
+    /// `place` has, from byte `start` of the tensor on. However long the tensor
+    /// is, no more of it is held.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] if the tensor has no such bytes, or if they can no longer
+    /// be read.
+    pub fn read_at(&self, index: usize, start: u64, place: &mut [u8]) -> Result<()> {
+        let failed = |source| Error::File {
+            action: "reading",
+            path: self.path.clone(),
+            source,
+        };
+        let end = start.checked_add(place.len() as u64);
+        let tensor = self.layout.tensors().get(index);
+        let (Some(end), Some(tensor)) = (end, tensor) else {
+            return Err(failed(format!("it has no tensor {index}").into()));
+        };
+        if end > tensor.range.len {
+            let (name, len) = (&tensor.name, tensor.range.len);
+            let beyond = format!("tensor {name:?} has {len} bytes, asked for {start} to {end}");
+            return Err(failed(beyond.into()));
+        }
+        self.file
+            .read_exact_at(place, self.offsets[index] + start)
+            .map_err(|error| failed(error.into()))
+    }
 }
 
 impl WeightExtractor for SafetensorsFile {

@@ -6,6 +6,7 @@ use std::{error::Error, fmt::Write, process::ExitCode, time::Duration};
 use weightsync_net::status::{LeftOut, Relay, Status, Worker};
 
 use super::{Key, Way, address};
+use crate::words::{bytes, counted, shown};
 
 /// What `status` is asked for.
 #[derive(clap::Args)]
@@ -120,13 +121,6 @@ fn text(status: &Status) -> String {
     text
 }
 
-fn counted(count: usize, what: &str) -> String {
-    match count {
-        1 => format!("1 {what}"),
-        count => format!("{count} {what}s"),
-    }
-}
-
 struct Tree<'a> {
     /// Those not shown yet, by from whom they fetch.
     below: BTreeMap<u64, Vec<&'a Relay>>,
@@ -204,27 +198,6 @@ fn fork(last: bool) -> (&'static str, &'static str) {
     match last {
         true => ("└─ ", "   "),
         false => ("├─ ", "│  "),
-    }
-}
-
-/// Words of others, without what would move a terminal's cursor.
-fn shown(text: &str) -> String {
-    text.chars()
-        .map(|one| if one.is_control() { '?' } else { one })
-        .collect()
-}
-
-fn bytes(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{bytes} B"),
-        _ => format!("{value:.1} {}", UNITS[unit]),
     }
 }
 

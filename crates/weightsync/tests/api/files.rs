@@ -167,6 +167,37 @@ fn a_file_cut_short_after_it_was_opened_publishes_nothing() {
     assert_eq!(receiver.latest().unwrap().unwrap().version(), Version(1));
 }
 
+#[test]
+fn parts_of_tensors_are_read_and_nothing_beyond_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = written(dir.path(), &valid());
+    let checkpoint = SafetensorsFile::open(&path).unwrap();
+    for (index, start, len, expected) in [
+        (0, 0, 12, Some(1)),
+        (0, 11, 1, Some(1)),
+        (0, 12, 0, Some(1)),
+        (1, 1, 3, Some(2)),
+        (0, 11, 2, None),
+        (1, 5, 0, None),
+        (1, u64::MAX, 1, None),
+        (2, 0, 0, None),
+    ] {
+        let mut place = vec![0; len];
+        let read = checkpoint.read_at(index, start, &mut place);
+        match expected {
+            Some(byte) => assert!(read.is_ok() && place.iter().all(|&got| got == byte)),
+            None => {
+                let words = read.unwrap_err().to_string();
+                assert!(words.contains("reading") && words.contains("hostile.safetensors"));
+            }
+        }
+    }
+    let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(20).unwrap();
+    let error = checkpoint.read_at(0, 0, &mut [0; 12]).unwrap_err();
+    assert!(matches!(error, Error::File { .. }), "{error}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 

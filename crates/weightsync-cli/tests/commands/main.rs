@@ -1,0 +1,5 @@
+//! The commands that are there without any feature, as their users meet them.
+
+mod bench;
+mod demo;
+mod diff;
