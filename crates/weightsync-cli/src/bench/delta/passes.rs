@@ -10,7 +10,7 @@ use weightsync_simd::{BLOCK, SLACK, compare, digest_lines};
 
 use super::steps::Steps;
 
-const SPAN_BYTES: usize = SPAN as usize;
+pub const SPAN_BYTES: usize = SPAN as usize;
 
 /// Elements compared at once, as the codecs do.
 const AT_ONCE: usize = BLOCK / 2;
@@ -45,7 +45,7 @@ pub struct Figures {
 }
 
 /// One delta for each span of an image.
-type Deltas = Vec<Vec<u8>>;
+pub type Deltas = Vec<Vec<u8>>;
 
 /// Memory for all passes, faulted in.
 pub struct Passes {
@@ -58,15 +58,15 @@ pub struct Passes {
 
 /// The times of each pass, by round.
 #[derive(Default)]
-struct Times(Vec<(f64, f64)>);
+pub struct Times(Vec<(f64, f64)>);
 
 impl Times {
-    fn push(&mut self, since: Instant, memcpy: f64) {
+    pub fn push(&mut self, since: Instant, memcpy: f64) {
         let seconds = since.elapsed().as_secs_f64();
         self.0.push((seconds, seconds / memcpy));
     }
 
-    fn median(&self) -> Pass {
+    pub fn median(&self) -> Pass {
         let middle = |values: Vec<f64>| {
             let mut values = values;
             values.sort_by(f64::total_cmp);
@@ -100,8 +100,16 @@ impl Passes {
         let (old, new, newer) = (&versions.old, &versions.new, &versions.newer);
         let spans = old.len().div_ceil(SPAN_BYTES);
         let empty = || vec![Vec::new(); spans];
+        let patterns = &vec![BF16; spans][..];
         let (mut fast, mut second, mut folded, mut thin) = (empty(), empty(), empty(), empty());
-        code(Codec::Fast, new, newer, &mut second, &mut self.scratch[..1])?;
+        code(
+            patterns,
+            Codec::Fast,
+            new,
+            newer,
+            &mut second,
+            &mut self.scratch[..1],
+        )?;
         let mut times: [Times; 13] = Default::default();
         let mut figures = Figures::default();
         // The first round warms caches and faults memory in.
@@ -134,19 +142,32 @@ impl Passes {
             compare_t.push(begun, memcpy);
 
             let begun = Instant::now();
-            let changes = code(Codec::Fast, old, new, &mut fast, &mut self.scratch[..1])?;
+            let scratch = &mut self.scratch[..1];
+            let changes = code(patterns, Codec::Fast, old, new, &mut fast, scratch)?;
             fast_t.push(begun, memcpy);
             figures.fast_bytes = each(&fast, changes);
 
             let begun = Instant::now();
-            put(&fast, &mut self.image, false, &mut self.scratch[..1])?;
+            put(
+                patterns,
+                &fast,
+                &mut self.image,
+                false,
+                &mut self.scratch[..1],
+            )?;
             apply_t.push(begun, memcpy);
             let alone = begun.elapsed().as_secs_f64();
             check(&self.image, new)?;
 
             self.image.copy_from_slice(old);
             let begun = Instant::now();
-            put(&fast, &mut self.image, true, &mut self.scratch[..1])?;
+            put(
+                patterns,
+                &fast,
+                &mut self.image,
+                true,
+                &mut self.scratch[..1],
+            )?;
             let more = (begun.elapsed().as_secs_f64() - alone).max(0.0);
             kept_t.0.push((more, more / memcpy));
 
@@ -160,7 +181,13 @@ impl Passes {
 
             self.image.copy_from_slice(old);
             let begun = Instant::now();
-            put(&folded, &mut self.image, false, &mut self.scratch[..1])?;
+            put(
+                patterns,
+                &folded,
+                &mut self.image,
+                false,
+                &mut self.scratch[..1],
+            )?;
             folded_t.push(begun, memcpy);
             check(&self.image, newer)?;
 
@@ -176,6 +203,7 @@ impl Passes {
             {
                 let begun = Instant::now();
                 code(
+                    patterns,
                     Codec::Thin,
                     old,
                     new,
@@ -185,7 +213,8 @@ impl Passes {
                 times.push(begun, memcpy);
                 self.image.copy_from_slice(old);
                 let begun = Instant::now();
-                put(&thin, &mut self.image, false, &mut self.scratch[..threads])?;
+                let scratch = &mut self.scratch[..threads];
+                put(patterns, &thin, &mut self.image, false, scratch)?;
                 applied.push(begun, memcpy);
                 check(&self.image, new)?;
             }
@@ -232,22 +261,23 @@ impl Passes {
     }
 }
 
-const BF16: Pattern = Pattern::of(Dtype::BF16);
+pub const BF16: Pattern = Pattern::of(Dtype::BF16);
 
 fn each(deltas: &Deltas, changes: u64) -> f64 {
     let bytes: usize = deltas.iter().map(Vec::len).sum();
     bytes as f64 / changes.max(1) as f64
 }
 
-fn check(image: &[u8], expected: &[u8]) -> Result<(), Box<dyn Error>> {
+pub fn check(image: &[u8], expected: &[u8]) -> Result<(), Box<dyn Error>> {
     match image == expected {
         true => Ok(()),
         false => Err("applying a delta has not made the version it leads to".into()),
     }
 }
 
-/// Codes every span, by a thread for each scratch; returns how many changes there are.
-fn code(
+/// Codes every span by its pattern, by a thread for each scratch; returns how many changes there are.
+pub fn code(
+    patterns: &[Pattern],
     codec: Codec,
     old: &[u8],
     new: &[u8],
@@ -256,19 +286,23 @@ fn code(
 ) -> Result<u64, DeltaError> {
     let share = out.len().div_ceil(scratch.len());
     let part = share * SPAN_BYTES;
-    let work = |old: &[u8], new: &[u8], out: &mut [Vec<u8>], scratch: &mut Scratch| {
-        let spans = old.chunks(SPAN_BYTES).zip(new.chunks(SPAN_BYTES)).zip(out);
-        let changes = spans.map(|((old, new), out)| {
-            out.clear();
-            Ok(encode(BF16, codec, old, new, out, scratch)?.changes)
+    let work = |patterns: &[Pattern], old: &[u8], new: &[u8], out: &mut [_], scratch: &mut _| {
+        let spans = old.chunks(SPAN_BYTES).zip(new.chunks(SPAN_BYTES));
+        let spans = spans.zip(out).zip(patterns);
+        let changes = spans.map(|(((old, new), out), &pattern)| {
+            Vec::clear(out);
+            Ok(encode(pattern, codec, old, new, out, scratch)?.changes)
         });
         changes.sum::<Result<u64, DeltaError>>()
     };
     let parts = old.chunks(part).zip(new.chunks(part));
-    let parts = parts.zip(out.chunks_mut(share)).zip(scratch);
+    let parts = parts.zip(out.chunks_mut(share)).zip(patterns.chunks(share));
     std::thread::scope(|scope| {
         let threads: Vec<_> = parts
-            .map(|(((old, new), out), scratch)| scope.spawn(move || work(old, new, out, scratch)))
+            .zip(scratch)
+            .map(|((((old, new), out), patterns), scratch)| {
+                scope.spawn(move || work(patterns, old, new, out, scratch))
+            })
             .collect();
         threads
             .into_iter()
@@ -278,7 +312,8 @@ fn code(
 }
 
 /// Puts the delta of every span into it, by a thread for each scratch.
-fn put(
+pub fn put(
+    patterns: &[Pattern],
     deltas: &Deltas,
     image: &mut [u8],
     digest: bool,
@@ -287,14 +322,16 @@ fn put(
     let share = deltas.len().div_ceil(scratch.len());
     let parts = deltas
         .chunks(share)
-        .zip(image.chunks_mut(share * SPAN_BYTES));
+        .zip(image.chunks_mut(share * SPAN_BYTES))
+        .zip(patterns.chunks(share));
     std::thread::scope(|scope| {
         let threads: Vec<_> = parts
             .zip(scratch)
-            .map(|((deltas, image), scratch)| {
+            .map(|(((deltas, image), patterns), scratch)| {
                 scope.spawn(move || {
-                    for (delta, span) in deltas.iter().zip(image.chunks_mut(SPAN_BYTES)) {
-                        apply(BF16, delta, span, digest.then_some(0), scratch)?;
+                    let spans = deltas.iter().zip(image.chunks_mut(SPAN_BYTES));
+                    for ((delta, span), &pattern) in spans.zip(patterns) {
+                        apply(pattern, delta, span, digest.then_some(0), scratch)?;
                     }
                     Ok(())
                 })
