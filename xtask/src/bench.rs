@@ -4,6 +4,7 @@
 //! the installed package, so that it measures through the same code as a user does. It prints tables, or with `--json` one object a line (`case`, `value`,
 //! `unit`, `baseline`, `ratio`, `target`, `met`); with `--plot` it also draws.
 
+use crate::data;
 use crate::error::Error;
 use crate::places::Places;
 use crate::pytest;
@@ -43,6 +44,11 @@ const GROUPS: &[Group] = &[
             hosts: "bench --package weightsync-net --bench hosts",
         },
     },
+    Group {
+        name: "delta",
+        about: "deltas of synthetic steps and of real models, beside memcpy and what others make of them",
+        measured: Measured::OfVersions { own: "delta" },
+    },
 ];
 
 /// A group of benchmarks.
@@ -73,6 +79,11 @@ enum Measured {
         /// What cargo runs for the cases over hosts. It takes `--json`.
         hosts: &'static str,
     },
+    OfVersions {
+        /// The subcommand. It takes `--json`, a folder of real versions, and the Python that
+        /// measures the peers.
+        own: &'static str,
+    },
 }
 
 /// Builds and runs the group named by the first argument, passing the flags on.
@@ -84,6 +95,10 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
         Measured::OverNetwork { own, hosts } => {
             no_picture(group.name, &flags)?;
             over_network(places, own, hosts, &flags)
+        }
+        Measured::OfVersions { own } => {
+            no_picture(group.name, &flags)?;
+            of_versions(places, own, &flags)
         }
     }
 }
@@ -149,6 +164,25 @@ fn over_network(places: &Places, own: &str, hosts: &str, flags: &[&str]) -> Resu
     environment.map(drop).and(over_loopback).and(over_hosts)
 }
 
+/// Real versions and peers that cannot be had fail the run at its end: all else is measured.
+fn of_versions(places: &Places, own: &str, flags: &[&str]) -> Result<(), Error> {
+    let environment = python::TESTS.provide(places);
+    let mut command = places.cargo();
+    command.args(COMMAND.split(' ')).arg(own).args(flags);
+    let mut made = Ok(());
+    if let Ok(python) = &environment {
+        command.arg("--python").arg(python);
+        match data::VERSIONS.provide(places, python) {
+            Ok(folder) => drop(command.arg("--real").arg(folder)),
+            Err(error) => made = Err(error),
+        }
+    }
+    command.env("PYTHONDONTWRITEBYTECODE", "1");
+    let measured = step::run(&format!("bench {own}"), &mut command).map(drop);
+    // Of several failures the first is the one to look at.
+    environment.map(drop).and(made).and(measured)
+}
+
 fn no_picture(name: &str, flags: &[&str]) -> Result<(), Error> {
     match flags.contains(&"--plot") {
         true => Err(usage(&format!("the group `{name}` has no picture"))),
@@ -200,8 +234,10 @@ mod tests {
             let (group, flags) = parse(&args).expect("a known group");
             assert_eq!((group.name, flags), ("mem", vec!["--json", "--plot"]));
         }
-        let (group, flags) = parse(&["--json", "python"]).expect("a known group");
-        assert_eq!((group.name, flags), ("python", vec!["--json"]));
+        for name in ["python", "delta"] {
+            let (group, flags) = parse(&["--json", name]).expect("a known group");
+            assert_eq!((group.name, flags), (name, vec!["--json"]));
+        }
     }
 
     #[test]

@@ -1,15 +1,17 @@
 //! `cargo xtask test | ci | pytest | wheel | arrows | bench`: what a contributor and the CI run.
 //!
 //! The module order is the order in which a run uses them: [`places`] says where build output and
-//! tools live, [`tools`] provides the tools and [`python`] the environment of the Python tests,
-//! [`step`] runs one command, [`wheel`] builds and installs the Python package, and the commands
-//! themselves are [`mod@test`], [`ci`], [`pytest`], [`arrows`] and [`bench`].
+//! tools live, [`tools`] provides the tools, [`python`] the environment of the Python tests and
+//! [`data`] what benchmarks measure, [`step`] runs one command, [`wheel`] builds and installs the
+//! Python package, and the commands themselves are [`mod@test`], [`ci`], [`pytest`], [`arrows`] and
+//! [`bench`].
 
 #![forbid(unsafe_code)]
 
 mod arrows;
 mod bench;
 mod ci;
+mod data;
 mod error;
 mod places;
 mod pytest;

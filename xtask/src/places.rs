@@ -123,6 +123,11 @@ impl Places {
         self.cache.join("python")
     }
 
+    /// Where data is that benchmarks measure.
+    pub fn data(&self) -> PathBuf {
+        self.cache.join("data")
+    }
+
     /// A cargo command in the clone, building to [`Places::target`].
     pub fn cargo(&self) -> Command {
         self.command(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
@@ -210,6 +215,14 @@ pub fn lock(dir: &Path) -> Result<File, Error> {
         Err(TryLockError::Error(source)) => return Err(io(source)),
     }
     Ok(file)
+}
+
+/// Moves what was made to the place where it is looked for.
+pub fn rename(making: &Path, home: &Path) -> Result<(), Error> {
+    fs::rename(making, home).map_err(|source| Error::Io {
+        doing: format!("moving {} to {}", making.display(), home.display()),
+        source,
+    })
 }
 
 #[cfg(test)]

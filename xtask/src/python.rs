@@ -14,12 +14,12 @@ use crate::error::Error;
 use crate::places::{self, Places};
 use crate::step;
 
-/// What the Python tests and `bench/peers/torchrl_local.py` run in. One for both: torch alone is
-/// some 5 GB.
+/// What the Python tests, `bench/delta` and the scripts in `bench/peers` itself run in. One for all:
+/// torch alone is some 5 GB.
 pub const TESTS: Environment = Environment {
     name: "tests",
     requirements: "python/requirements-test.txt",
-    imports: "torch, torchrl, ray, sentence_transformers, maturin, mypy, pytest",
+    imports: "torch, torchrl, ray, zstandard, sentence_transformers, maturin, mypy, pytest",
 };
 
 /// What the scripts in `bench/peers/net` run in: made for `cargo xtask bench net` alone. What loads
@@ -86,7 +86,9 @@ impl Environment {
         clear(&home)?;
         let made = self
             .make(python, &requirements, &making)
-            .and_then(|()| rename(&making, &home));
+            // The environment's Python finds its packages from where it lies, so it may move; the
+            // scripts beside it, such as `pip`, may not, and nothing calls them.
+            .and_then(|()| places::rename(&making, &home));
         if let Err(error) = made {
             // The reason is the failure before it.
             let _ = fs::remove_dir_all(&making);
@@ -229,15 +231,6 @@ pub fn clear(folder: &Path) -> Result<(), Error> {
         }),
         _ => Ok(()),
     }
-}
-
-/// The environment's Python finds its packages from where it lies, so it may move; the scripts
-/// beside it, such as `pip`, may not, and nothing calls them.
-fn rename(making: &Path, home: &Path) -> Result<(), Error> {
-    fs::rename(making, home).map_err(|source| Error::Io {
-        doing: format!("moving {} to {}", making.display(), home.display()),
-        source,
-    })
 }
 
 #[cfg(test)]
