@@ -38,6 +38,8 @@ impl Data {
             let mut command = python::command(places, python);
             command.arg(self.program).arg(making);
             command.env("PYTHONDONTWRITEBYTECODE", "1");
+            // The other output is for figures.
+            command.stdout(io::stderr());
             step::run(&format!("{} of real models", self.name), &mut command).map(drop)
         })
     }
