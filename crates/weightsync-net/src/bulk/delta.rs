@@ -3,12 +3,13 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use weightsync::Changes;
-use weightsync_core::delta::{self, Codec, Pattern, Scratch};
+use weightsync_core::delta::{self, Codec, Encoded, Pattern, Scratch};
 use weightsync_core::{Layout, Version};
 use weightsync_mem::Snapshot;
 
@@ -24,6 +25,9 @@ const SAMPLE: usize = 8;
 
 /// The deltas that are kept take at most one part in so many of a model's bytes.
 pub(crate) const RING: u64 = 4;
+
+/// Threads that make a delta of few bytes.
+const THREADS: u32 = 2;
 
 /// What changed from one version of a model to a later one, span by span, as far as it
 /// is known.
@@ -45,16 +49,49 @@ pub(crate) struct Delta {
 
 /// What there is of a span.
 pub(crate) enum Span {
-    /// A delta of it, and its checksum. No bytes: nothing changed.
-    Coded(Box<[u8]>, u64),
+    Coded(Coded),
     /// It is sent whole.
     Dense,
 }
 
-impl Span {
-    pub(crate) fn coded(bytes: Vec<u8>) -> Self {
-        let crc = weightsync_simd::crc64(&bytes);
-        Self::Coded(bytes.into_boxed_slice(), crc)
+/// A delta of a span. No bytes: nothing changed.
+pub(crate) struct Coded {
+    /// As it can be folded, if it was made here.
+    bytes: Box<[u8]>,
+    /// The same in fewer bytes, to be sent.
+    thin: Option<Box<[u8]>>,
+    crc: u64,
+}
+
+impl Coded {
+    /// As it is sent.
+    pub(crate) fn new(bytes: Vec<u8>, thin: Option<Vec<u8>>) -> Self {
+        let thin = thin.filter(|thin| thin.len() < bytes.len());
+        let crc = weightsync_simd::crc64(thin.as_deref().unwrap_or(&bytes));
+        Self {
+            bytes: bytes.into(),
+            thin: thin.map(Into::into),
+            crc,
+        }
+    }
+
+    /// As it came.
+    pub(crate) fn came(bytes: Vec<u8>, crc: u64) -> Self {
+        Self {
+            bytes: bytes.into(),
+            thin: None,
+            crc,
+        }
+    }
+
+    /// What is sent of it.
+    pub(crate) fn sent(&self) -> &[u8] {
+        self.thin.as_deref().unwrap_or(&self.bytes)
+    }
+
+    /// The checksum of that.
+    pub(crate) fn crc(&self) -> u64 {
+        self.crc
     }
 }
 
@@ -101,8 +138,9 @@ impl Delta {
             return;
         };
         match &span {
-            Span::Coded(bytes, _) => {
-                self.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+            Span::Coded(coded) => {
+                self.bytes
+                    .fetch_add(coded.sent().len() as u64, Ordering::Relaxed);
             }
             Span::Dense => self.gaps.store(true, Ordering::Relaxed),
         }
@@ -122,14 +160,14 @@ impl Delta {
         }
         let mut parts = self.parts.iter();
         let mut folded = match parts.next()?.span(index, layout, scratch)? {
-            Span::Coded(bytes, _) => bytes.to_vec(),
+            Span::Coded(coded) => coded.bytes.to_vec(),
             Span::Dense => {
                 self.note(index, Span::Dense);
                 return span.get();
             }
         };
         for part in parts {
-            let Span::Coded(next, _) = part.span(index, layout, scratch)? else {
+            let Span::Coded(next) = part.span(index, layout, scratch)? else {
                 self.note(index, Span::Dense);
                 return span.get();
             };
@@ -137,7 +175,7 @@ impl Delta {
             let start = index as u64 * SPAN;
             let pattern = Pattern::of_span(layout, start);
             let bytes = SPAN.min(layout.bytes() - start) as usize;
-            match delta::fold(pattern, bytes, &folded, next, &mut both, scratch) {
+            match delta::fold(pattern, bytes, &folded, &next.bytes, &mut both, scratch) {
                 Ok(_) => folded = both,
                 Err(error) => {
                     tracing::error!(
@@ -152,7 +190,7 @@ impl Delta {
         self.note(
             index,
             if worth {
-                Span::coded(folded)
+                Span::Coded(Coded::new(folded, None))
             } else {
                 Span::Dense
             },
@@ -206,53 +244,108 @@ impl Delta {
         &self,
         (old, new): (&Snapshot, &Snapshot),
         rate: Option<u64>,
-        told: impl Fn(),
-        is_stopped: impl Fn() -> bool,
+        told: impl Fn() + Sync,
+        is_stopped: impl Fn() -> bool + Sync,
     ) {
-        let layout = new.layout();
-        let mut scratch = Scratch::new();
-        let encode = |index: usize, scratch: &mut Scratch| {
-            if self.spans[index].get().is_some() {
-                return;
-            }
-            let start = index * SPAN as usize;
-            let end = new.bytes().len().min(start + SPAN as usize);
-            let pattern = Pattern::of_span(layout, start as u64);
-            let (old, new) = (&old.bytes()[start..end], &new.bytes()[start..end]);
-            let mut bytes = Vec::new();
-            match delta::encode(pattern, Codec::Fast, old, new, &mut bytes, scratch) {
-                Ok(made) if is_worth(bytes.len(), index, layout) => {
-                    self.elements.fetch_add(made.elements, Ordering::Relaxed);
-                    self.changes.fetch_add(made.changes, Ordering::Relaxed);
-                    self.note(index, Span::coded(bytes));
-                }
-                Ok(_) => self.note(index, Span::Dense),
-                Err(error) => {
-                    tracing::error!("a delta cannot be made, so a span is sent whole: {error}");
-                    self.note(index, Span::Dense);
-                }
-            }
-        };
         let count = self.spans.len();
         let some = count.min(SAMPLE);
+        let sample = || (0..some).map(|one| one * count / some);
+        let versions = Versions { old, new };
+        let mut scratch = Scratch::new();
         let begun = Instant::now();
-        for sample in 0..some {
-            encode(sample * count / some, &mut scratch);
+        for index in sample() {
+            self.make_span(index, &versions, false, &mut scratch);
         }
-        let share = some as f64 / count.max(1) as f64;
-        let whole = (layout.bytes() as f64 * share) as u64;
-        if pays(begun.elapsed(), self.bytes(), whole, rate) {
-            told();
-            for index in 0..count {
-                if is_stopped() {
-                    break;
+        let (took, coded) = (begun.elapsed(), self.bytes());
+        let whole = sample()
+            .map(|index| versions.span(index).len() as u64)
+            .sum();
+        let rate = rate.unwrap_or(UNKNOWN);
+        if !pays(took, coded, whole, rate) {
+            self.end();
+            return told();
+        }
+        told();
+        let thin = waits_for_link(took, coded, rate) && {
+            let begun = Instant::now();
+            let bytes: usize = sample()
+                .map(|index| versions.thin(index, &mut scratch).len())
+                .sum();
+            let fast = side_by_side(took, coded, rate);
+            side_by_side(begun.elapsed() / THREADS, bytes as u64, rate) < fast
+        };
+        let next = AtomicUsize::new(0);
+        let work = |scratch: &mut Scratch| {
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                if index >= count || is_stopped() {
+                    return;
                 }
-                encode(index, &mut scratch);
+                self.make_span(index, &versions, thin, scratch);
                 told();
             }
-        }
+        };
+        std::thread::scope(|scope| {
+            // Near the speed of memory one is as fast as several.
+            for _ in 1..if thin { THREADS } else { 1 } {
+                // Without it, it takes longer.
+                let _ = std::thread::Builder::new()
+                    .name("weightsync-delta".into())
+                    .spawn_scoped(scope, || work(&mut Scratch::new()));
+            }
+            work(&mut scratch);
+        });
         self.end();
         told();
+    }
+
+    fn make_span(&self, index: usize, versions: &Versions<'_>, thin: bool, scratch: &mut Scratch) {
+        if self.spans[index].get().is_some() {
+            return;
+        }
+        let mut bytes = Vec::new();
+        let made = versions.encode(index, Codec::Fast, &mut bytes, scratch);
+        if !is_worth(bytes.len(), index, versions.new.layout()) {
+            return self.note(index, Span::Dense);
+        }
+        let thin = thin.then(|| versions.thin(index, scratch));
+        self.elements.fetch_add(made.elements, Ordering::Relaxed);
+        self.changes.fetch_add(made.changes, Ordering::Relaxed);
+        self.note(index, Span::Coded(Coded::new(bytes, thin)));
+    }
+}
+
+/// The two versions that a delta is made from.
+struct Versions<'a> {
+    old: &'a Snapshot,
+    new: &'a Snapshot,
+}
+
+impl Versions<'_> {
+    /// Where a span lies.
+    fn span(&self, index: usize) -> Range<usize> {
+        let start = index * SPAN as usize;
+        start..self.new.bytes().len().min(start + SPAN as usize)
+    }
+
+    fn thin(&self, index: usize, scratch: &mut Scratch) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.encode(index, Codec::Thin, &mut bytes, scratch);
+        bytes
+    }
+
+    fn encode(
+        &self,
+        index: usize,
+        codec: Codec,
+        out: &mut Vec<u8>,
+        scratch: &mut Scratch,
+    ) -> Encoded {
+        let span = self.span(index);
+        let pattern = Pattern::of_span(self.new.layout(), span.start as u64);
+        let (old, new) = (&self.old.bytes()[span.clone()], &self.new.bytes()[span]);
+        let made = delta::encode(pattern, codec, old, new, out, scratch);
+        made.unwrap_or_else(|error| unreachable!("both are versions of one layout: {error}"))
     }
 }
 
@@ -275,10 +368,23 @@ fn is_worth(bytes: usize, index: usize, layout: &Layout) -> bool {
 /// Whether it takes less time to code, send and apply a delta than to send the bytes
 /// themselves. What `took` so long to code takes as long to apply, and over one host
 /// nothing is done side by side.
-fn pays(took: Duration, coded: u64, whole: u64, rate: Option<u64>) -> bool {
-    let rate = rate.unwrap_or(UNKNOWN).max(1) as f64;
-    let seconds = |bytes: u64| bytes as f64 / rate;
-    2.0 * took.as_secs_f64() + seconds(coded) < seconds(whole)
+fn pays(took: Duration, coded: u64, whole: u64, rate: u64) -> bool {
+    2.0 * took.as_secs_f64() + seconds(coded, rate) < seconds(whole, rate)
+}
+
+/// Whether a delta takes so much longer on its way than to be made that one of fewer
+/// bytes may be worth its time.
+fn waits_for_link(took: Duration, coded: u64, rate: u64) -> bool {
+    seconds(coded, rate) > 2.0 * took.as_secs_f64()
+}
+
+/// How long it takes where one part is made while another is on its way.
+fn side_by_side(took: Duration, coded: u64, rate: u64) -> f64 {
+    took.as_secs_f64().max(seconds(coded, rate))
+}
+
+fn seconds(bytes: u64, rate: u64) -> f64 {
+    bytes as f64 / rate.max(1) as f64
 }
 
 /// The deltas of one process, within a bound.

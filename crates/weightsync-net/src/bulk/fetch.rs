@@ -15,7 +15,7 @@ use weightsync_mem::{Room, Snapshot};
 use weightsync_simd::Crc64;
 
 use super::SUSPECT;
-use super::delta::{Delta, Span};
+use super::delta::{Coded, Delta, Span};
 use super::meter::{Came, Meter};
 use super::serve::invalid;
 use super::stop::Threads;
@@ -411,14 +411,14 @@ impl Shared {
         let pattern = Pattern::of_span(self.room.layout(), range.start as u64);
         if let Some(passed_on) = &base.passed_on {
             // Relays below need not wait until it is put in here.
-            let (index, span) = (head.index as usize, Span::Coded(bytes.into(), head.crc));
-            passed_on.note(index, span);
+            let index = head.index as usize;
+            passed_on.note(index, Span::Coded(Coded::came(bytes, head.crc)));
             self.store.notify();
-            let Some(Span::Coded(bytes, _)) = passed_on.span(index, self.room.layout(), scratch)
+            let Some(Span::Coded(coded)) = passed_on.span(index, self.room.layout(), scratch)
             else {
                 return Err(wrong());
             };
-            apply_onto(pattern, bytes, old, &mut piece, scratch).map_err(invalid)?;
+            apply_onto(pattern, coded.sent(), old, &mut piece, scratch).map_err(invalid)?;
         } else {
             apply_onto(pattern, &bytes, old, &mut piece, scratch).map_err(invalid)?;
         }

@@ -194,7 +194,7 @@ impl Serving {
             return LookDelta::Gone;
         }
         match delta.span(index, held.layout(), scratch) {
-            Some(Span::Coded(bytes, crc)) => LookDelta::Ready(bytes, *crc),
+            Some(Span::Coded(coded)) => LookDelta::Ready(coded.sent(), coded.crc()),
             Some(Span::Dense) => LookDelta::Dense,
             None if came_dense() => LookDelta::Dense,
             None => {
