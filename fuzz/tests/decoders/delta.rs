@@ -1,5 +1,7 @@
 //! Deltas of both codecs: put into a span, and folded.
 
+use std::sync::{Mutex, PoisonError};
+
 use weightsync_core::Dtype;
 use weightsync_core::delta::{Codec, Pattern, Scratch, apply, apply_onto, encode, fold};
 use weightsync_fuzz::fuzz;
@@ -19,8 +21,12 @@ fn delta_thin() {
 
 /// The first byte of an input says of which elements the span is.
 fn put(name: &str, codec: Codec) {
-    let mut scratch = Scratch::new();
-    fuzz!(name, samples(codec), |bytes: &[u8]| {
+    let samples = samples(codec);
+    // It grows to what a span needs, and no further: before anything is counted.
+    let scratch = Mutex::new(Scratch::new());
+    let put = |bytes: &[u8]| {
+        let mut scratch = scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = &mut *scratch;
         let Some((&kind, delta)) = bytes.split_first() else {
             return;
         };
@@ -28,33 +34,35 @@ fn put(name: &str, codec: Codec) {
         let old = older();
         let mut image = old.clone();
         let mut other = vec![0xa5; BYTES];
-        let here = apply(pattern, delta, &mut image, Some(7), &mut scratch);
-        let there = apply_onto(pattern, delta, &old, &mut other, &mut scratch);
+        let here = apply(pattern, delta, &mut image, Some(7), scratch);
+        let there = apply_onto(pattern, delta, &old, &mut other, scratch);
         assert_eq!(here.is_ok(), there.is_ok());
         if here.is_ok() {
             assert_eq!(image, other, "in place or elsewhere");
         }
         let mut both = Vec::new();
-        match fold(pattern, BYTES, delta, delta, &mut both, &mut scratch) {
+        match fold(pattern, BYTES, delta, delta, &mut both, scratch) {
             Ok(_) => {
                 // Twice the same steps.
                 let mut twice = old;
                 for _ in 0..2 {
-                    apply(pattern, delta, &mut twice, None, &mut scratch).expect("it folds");
+                    apply(pattern, delta, &mut twice, None, scratch).expect("it folds");
                 }
                 let mut image = older();
-                apply(pattern, &both, &mut image, None, &mut scratch).expect("what was folded");
+                apply(pattern, &both, &mut image, None, scratch).expect("what was folded");
                 assert_eq!(image, twice);
             }
             Err(_) => assert!(both.is_empty()),
         }
-    });
+    };
+    samples.iter().for_each(|sample| put(sample));
+    fuzz!(name, samples, put);
 }
 
 const PATTERNS: [Dtype; 4] = [Dtype::BF16, Dtype::F32, Dtype::U8, Dtype::F64];
 
 fn older() -> Vec<u8> {
-    (0..BYTES).map(|at| (at * 37 >> 2) as u8).collect()
+    (0..BYTES).map(|at| ((at * 37) >> 2) as u8).collect()
 }
 
 fn samples(codec: Codec) -> Vec<Vec<u8>> {

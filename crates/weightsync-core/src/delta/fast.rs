@@ -110,7 +110,7 @@ fn step_bits<W: Word>(steps: &[W]) -> u32 {
         .iter()
         .map(|step| 64 - split(*step).1.leading_zeros())
         .sum();
-    (lengths / some.len().max(1) as u32).min(36)
+    (lengths / some.len().max(1) as u32).min(MOST)
 }
 
 fn write_gaps<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<u8>) {

@@ -253,10 +253,14 @@ impl Delta {
         let versions = Versions { old, new };
         let mut scratch = Scratch::new();
         let begun = Instant::now();
-        for index in sample() {
-            self.make_span(index, &versions, false, &mut scratch);
-        }
-        let (took, coded) = (begun.elapsed(), self.bytes());
+        let samples: Vec<_> = sample()
+            .map(|index| (index, versions.fast(index, &mut scratch)))
+            .collect();
+        let took = begun.elapsed();
+        let coded = samples
+            .iter()
+            .map(|(_, (_, bytes))| bytes.len() as u64)
+            .sum();
         let whole = sample()
             .map(|index| versions.span(index).len() as u64)
             .sum();
@@ -265,15 +269,22 @@ impl Delta {
             self.end();
             return told();
         }
-        told();
-        let thin = waits_for_link(took, coded, rate) && {
+        let thin = waits_for_link(took, coded, rate).then(|| {
             let begun = Instant::now();
-            let bytes: usize = sample()
-                .map(|index| versions.thin(index, &mut scratch).len())
-                .sum();
-            let fast = side_by_side(took, coded, rate);
-            side_by_side(begun.elapsed() / THREADS, bytes as u64, rate) < fast
-        };
+            let thin: Vec<_> = sample()
+                .map(|index| versions.thin(index, &mut scratch))
+                .collect();
+            let bytes = thin.iter().map(|bytes| bytes.len() as u64).sum();
+            let (fast, took) = (side_by_side(took, coded, rate), begun.elapsed() / THREADS);
+            (side_by_side(took, bytes, rate) < fast).then_some(thin)
+        });
+        let mut thin = thin.flatten().map(Vec::into_iter);
+        for (index, made) in samples {
+            let thin = thin.as_mut().and_then(Iterator::next);
+            self.keep(index, &versions, made, thin);
+        }
+        let thin = thin.is_some();
+        told();
         let next = AtomicUsize::new(0);
         let work = |scratch: &mut Scratch| {
             loop {
@@ -303,12 +314,22 @@ impl Delta {
         if self.spans[index].get().is_some() {
             return;
         }
-        let mut bytes = Vec::new();
-        let made = versions.encode(index, Codec::Fast, &mut bytes, scratch);
+        let made = versions.fast(index, scratch);
+        let thin = thin.then(|| versions.thin(index, scratch));
+        self.keep(index, versions, made, thin);
+    }
+
+    /// Notes what was made of a span, if it is worth being sent.
+    fn keep(
+        &self,
+        index: usize,
+        versions: &Versions<'_>,
+        (made, bytes): (Encoded, Vec<u8>),
+        thin: Option<Vec<u8>>,
+    ) {
         if !is_worth(bytes.len(), index, versions.new.layout()) {
             return self.note(index, Span::Dense);
         }
-        let thin = thin.then(|| versions.thin(index, scratch));
         self.elements.fetch_add(made.elements, Ordering::Relaxed);
         self.changes.fetch_add(made.changes, Ordering::Relaxed);
         self.note(index, Span::Coded(Coded::new(bytes, thin)));
@@ -326,6 +347,12 @@ impl Versions<'_> {
     fn span(&self, index: usize) -> Range<usize> {
         let start = index * SPAN as usize;
         start..self.new.bytes().len().min(start + SPAN as usize)
+    }
+
+    fn fast(&self, index: usize, scratch: &mut Scratch) -> (Encoded, Vec<u8>) {
+        let mut bytes = Vec::new();
+        let made = self.encode(index, Codec::Fast, &mut bytes, scratch);
+        (made, bytes)
     }
 
     fn thin(&self, index: usize, scratch: &mut Scratch) -> Vec<u8> {

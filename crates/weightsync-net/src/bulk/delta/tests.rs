@@ -1,4 +1,5 @@
-use weightsync_core::Dtype;
+use weightsync_core::{Dtype, Epoch, Run};
+use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
 use super::*;
 
@@ -119,4 +120,97 @@ fn what_takes_longer_than_the_bytes_themselves_does_not_pay() {
             "{took:?} {coded} {rate}"
         );
     }
+}
+
+/// Two versions of a model of more than one span, the second of which differs in so
+/// many elements.
+fn versions(name: &str, every: usize) -> (Relay, [Snapshot; 2]) {
+    const BYTES: usize = 5 << 20;
+    let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
+    let model = ModelSpec {
+        layout: layout(BYTES as u64),
+        note: Vec::new(),
+    };
+    let run = Run {
+        epoch: Epoch(1),
+        id: [7; 16],
+    };
+    let options = SegmentOptions::default();
+    let relay = Relay::create(listener.unwrap(), [3; 16], (run, 1), &[model], options).unwrap();
+    let snapshots = [V[1], V[2]].map(|version| {
+        let room = relay.room(0, version, BYTES).unwrap().unwrap();
+        let mut piece = room.take(0).unwrap();
+        for (at, element) in piece.chunks_exact_mut(2).enumerate() {
+            let up = usize::from(version == V[2] && at % every == 0);
+            let bits = (0x3c00 + at % 509 + up) as u16;
+            element.copy_from_slice(&bits.to_le_bytes());
+        }
+        piece.keep();
+        room.commit().unwrap()
+    });
+    (relay, snapshots)
+}
+
+#[test]
+fn what_is_made_fits_the_link() {
+    // (one element in so many changes, bytes a second, what each span begins with)
+    let cases = [
+        ("dense", 100, u64::MAX / 4, None),
+        ("thin", 100, 1, Some(0x20)),
+        ("all", 1, 1, Some(0x20)),
+    ];
+    for (name, every, rate, begins) in cases {
+        let (_relay, [old, new]) = versions(name, every);
+        let delta = Delta::new(V[1], V[2], new.layout());
+        let told = AtomicUsize::new(0);
+        let tell = || {
+            told.fetch_add(1, Ordering::Relaxed);
+        };
+        delta.make((&old, &new), Some(rate), tell, || false);
+        assert!(told.into_inner() > 0);
+        let mut scratch = Scratch::new();
+        for (index, span) in old.bytes().chunks(SPAN as usize).enumerate() {
+            let mut image = vec![0; span.len()];
+            let pattern = Pattern::of_span(old.layout(), index as u64 * SPAN);
+            match delta.span(index, old.layout(), &mut scratch) {
+                Some(Span::Coded(coded)) => {
+                    assert_eq!(Some(coded.sent()[0] & !3), begins, "{name}");
+                    let sent = coded.sent();
+                    delta::apply_onto(pattern, sent, span, &mut image, &mut scratch).unwrap();
+                    assert!(image == new.bytes()[index * SPAN as usize..][..span.len()]);
+                }
+                Some(Span::Dense) => assert_eq!(begins, None, "{name}"),
+                None => panic!("{name}: a span is not known"),
+            }
+        }
+        assert_eq!(delta.changes().is_some(), begins.is_some(), "{name}");
+    }
+}
+
+#[test]
+fn what_is_stopped_is_sent_whole() {
+    let (_relay, [old, new]) = versions("stopped", 100);
+    let delta = Delta::new(V[1], V[2], new.layout());
+    delta.make((&old, &new), Some(1), || (), || true);
+    assert!((0..2).all(|index| delta.is_known(index)));
+}
+
+#[test]
+fn fewer_bytes_are_worth_time_where_a_link_waits() {
+    let ms = Duration::from_millis;
+    // (took, coded, rate, waits)
+    let cases = [
+        (ms(100), 1 << 20, 1 << 20, true),
+        (ms(100), 1 << 20, 10 << 20, false),
+        (ms(0), 0, 1, false),
+    ];
+    for (took, coded, rate, expected) in cases {
+        assert_eq!(
+            waits_for_link(took, coded, rate),
+            expected,
+            "{took:?} {coded} {rate}"
+        );
+    }
+    assert_eq!(side_by_side(ms(100), 1 << 20, 1 << 20), 1.0);
+    assert_eq!(side_by_side(ms(3000), 1 << 20, 1 << 20), 3.0);
 }

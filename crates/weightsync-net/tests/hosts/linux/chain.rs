@@ -1,5 +1,7 @@
 //! How versions come to many hosts when nothing goes wrong, and to who comes late.
 
+use weightsync_net::status::Status;
+
 use super::stage::{GIGABIT, Stage, Who, chain};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
@@ -7,6 +9,7 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("by_an_arity_of_two_hosts_stand_in_a_tree", tree),
     ("workers_without_a_relay_fetch_for_themselves", alone),
     ("a_late_worker_gets_the_newest", late),
+    ("what_changed_goes_down_a_chain_of_relays", changes),
 ];
 
 const MIB: usize = 1 << 20;
@@ -41,6 +44,58 @@ fn relays() {
     }
     let (served, name) = (status.served, &chain[3].address);
     stage.note(&format!("served {served} bytes of {once}; {name} is last"));
+}
+
+fn changes() {
+    const SENDS: u64 = 6;
+    let bytes = 16 * MIB;
+    let mut stage = Stage::sparse(6, bytes, 100);
+    stage.rate(0..6, GIGABIT);
+    for host in 1..5 {
+        stage.start_relay(host);
+        let first = 10 * host as u32;
+        stage.start_workers(host, &[first, first + 1]);
+    }
+    stage.send_everywhere();
+    // Its first two versions may go out as a whole, as somebody comes while they do.
+    let begun = stage.until_status("the first are counted", |status| {
+        status.relays.iter().all(|one| one.received >= bytes as u64)
+    });
+    for _ in 0..SENDS {
+        let sent = stage.send_everywhere();
+        stage.note(&format!("version {} in {:?}", sent.version, sent.took));
+    }
+    // One element of eight bytes in a hundred, each of which becomes any other.
+    let once = SENDS * bytes as u64 / 100;
+    let relayed = |status: &Status| -> Vec<u64> {
+        let of = |agent| {
+            let mut relays = begun.relays.iter();
+            let before = relays.find(|one| one.agent == agent);
+            before.map_or(0, |one| one.received)
+        };
+        let all = chain(status).into_iter();
+        all.map(|one| one.received - of(one.agent)).collect()
+    };
+    let status = stage.until_status("everything is counted", |status| {
+        relayed(status).iter().all(|bytes| *bytes >= once)
+    });
+    let about = once..once + once / 2;
+    for came in relayed(&status) {
+        assert!(about.contains(&came), "{came} of {about:?}: {status:#?}");
+    }
+    let served = status.served - begun.served;
+    assert!(
+        about.contains(&served),
+        "{served} of {about:?}: {status:#?}"
+    );
+    let model = &status.models[0];
+    let share = model.changed.expect("it is sent as what changed");
+    assert!((0.009..0.012).contains(&share), "{model:?}");
+    // Who has nothing gets all of it.
+    stage.start_relay(5);
+    stage.start_workers(5, &[50]);
+    stage.until_all_newest();
+    stage.send_everywhere();
 }
 
 fn tree() {

@@ -77,7 +77,7 @@ fn train(lead: &Lead) -> Outcome {
         scheme = scheme.pull();
     }
     let mut weights = weights(lead.bytes)?;
-    fill(&mut weights, lead.word)?;
+    fill(&mut weights, lead.word, lead.every)?;
     let setup = SenderSetup::new("policy", &weights)?
         .scheme(scheme)?
         .run_dir(&lead.run_dir)?
@@ -90,8 +90,9 @@ fn train(lead: &Lead) -> Outcome {
         epoch: sender.run().epoch.0,
     });
     let (sends, to_send) = mpsc::channel();
+    let every = lead.every;
     let sending = thread::spawn(move || {
-        if let Err(error) = send_all(sender, weights, &to_send) {
+        if let Err(error) = send_all(sender, weights, every, &to_send) {
             say(&Said::Failed(error));
         }
     });
@@ -112,6 +113,7 @@ fn train(lead: &Lead) -> Outcome {
 fn send_all(
     mut sender: Sender,
     mut weights: Tensors,
+    every: u64,
     orders: &mpsc::Receiver<Order>,
 ) -> Result<(), String> {
     let text = |error: weightsync::Error| error.to_string();
@@ -121,7 +123,7 @@ fn send_all(
             Order::Publish { word } => (word, SendOptions::new().wait(WaitFor::Sent)),
             Order::Status => continue,
         };
-        fill(&mut weights, word).map_err(text)?;
+        fill(&mut weights, word, every).map_err(text)?;
         say(&Said::Sending { word });
         let before = cpu();
         let report = sender.send_with(&weights, &options).map_err(text)?;
@@ -195,23 +197,26 @@ fn weights(bytes: usize) -> weightsync::Result<Tensors> {
     Ok(tensors)
 }
 
-/// Every element says which word it is of, and no version says anything of the next.
-fn fill(weights: &mut Tensors, word: u64) -> weightsync::Result<()> {
+/// Every element says which word it is of, and no version says anything of what changes
+/// in the next.
+fn fill(weights: &mut Tensors, word: u64, every: u64) -> weightsync::Result<()> {
     for name in ["first", "bias", "last"] {
         for (at, element) in weights.slice_mut::<i64>(name)?.iter_mut().enumerate() {
-            *element = element_of(word, at);
+            *element = element_of(word, every, at);
         }
     }
+    let bias = weights.slice_mut::<i64>("bias")?;
+    bias[..2].copy_from_slice(&[word as i64, every as i64]);
     Ok(())
 }
 
 /// Not the word itself: one version would be another and one step everywhere, and go to
-/// the next host as that.
-fn element_of(word: u64, at: usize) -> i64 {
-    if at == 0 {
-        return word as i64;
-    }
-    let mut mixed = word
+/// the next host as that. One element in so many is of this word, and the others of those
+/// before it.
+fn element_of(word: u64, every: u64, at: usize) -> i64 {
+    let late = (word + every - at as u64 % every) % every;
+    let last = word.saturating_sub(late);
+    let mut mixed = last
         .wrapping_mul(0x9e37_79b9_7f4a_7c15)
         .wrapping_add(at as u64);
     mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -221,11 +226,14 @@ fn element_of(word: u64, at: usize) -> i64 {
 
 /// The word that every element of a version is of.
 fn word_of(snapshot: &Snapshot) -> Result<u64, Box<dyn Error>> {
-    let word = *snapshot.slice::<i64>("bias")?.first().ok_or("no bias")? as u64;
-    for name in ["first", "bias", "last"] {
-        let elements = snapshot.slice::<i64>(name)?;
-        let mut all = elements.iter().enumerate();
-        if let Some((at, element)) = all.find(|(at, element)| **element != element_of(word, *at)) {
+    let [word, every, _] = *snapshot.slice::<i64>("bias")? else {
+        return Err("no bias of three".into());
+    };
+    let (word, every) = (word as u64, every as u64);
+    for name in ["first", "last"] {
+        let mut all = snapshot.slice::<i64>(name)?.iter().enumerate();
+        let torn = all.find(|(at, element)| **element != element_of(word, every, *at));
+        if let Some((at, element)) = torn {
             return Err(format!(
                 "version {} is torn: {word} in `bias`, and {element} in `{name}` at {at}",
                 snapshot.version(),

@@ -24,7 +24,7 @@ const HOSTS: usize = 3;
 /// How long a send waits for those that cannot be reached.
 const WAITS: Duration = Duration::from_secs(5);
 
-const BYTES: usize = 4 << 20;
+const BYTES: usize = 9 << 20;
 
 fn schedules() {
     let (seed, count) = (schedule_seed(), rounds(FULL, 3));
@@ -56,7 +56,9 @@ struct Schedule {
 impl Schedule {
     fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
-        let mut stage = Stage::new(1 + HOSTS, BYTES);
+        // Every second one is of versions that differ in little.
+        let every = [1, 50][dice.below(2) as usize];
+        let mut stage = Stage::sparse(1 + HOSTS, BYTES, every);
         let (mut relays, mut workers) = (BTreeSet::new(), 0);
         for host in 1..=HOSTS {
             if dice.below(3) > 0 {
@@ -68,7 +70,9 @@ impl Schedule {
             stage.start_workers(host, &new);
             workers += count;
         }
-        stage.note(&format!("{workers} workers, relays on {relays:?}"));
+        stage.note(&format!(
+            "{workers} workers, relays on {relays:?}, one element in {every} changes"
+        ));
         Self {
             stage,
             dice,

@@ -78,6 +78,7 @@ pub(crate) struct Stage {
     pull: bool,
     /// How many hosts fetch from each.
     arity: usize,
+    every: u64,
     processes: BTreeMap<Who, Process>,
     lives: u64,
     heard: Receiver<(Who, u64, Option<Said>)>,
@@ -99,20 +100,25 @@ pub(crate) struct Stage {
 impl Stage {
     /// So many hosts, with a trainer on the first that has versions of so many bytes.
     pub(crate) fn new(hosts: usize, bytes: usize) -> Self {
-        Self::with(hosts, bytes, false, 1)
+        Self::with(hosts, bytes, false, 1, 1)
+    }
+
+    /// The same, with versions of which one element in so many differs from the last.
+    pub(crate) fn sparse(hosts: usize, bytes: usize, every: u64) -> Self {
+        Self::with(hosts, bytes, false, 1, every)
     }
 
     /// The same, with workers that ask for each version.
     pub(crate) fn pulled(hosts: usize, bytes: usize) -> Self {
-        Self::with(hosts, bytes, true, 1)
+        Self::with(hosts, bytes, true, 1, 1)
     }
 
     /// The same, with so many hosts that fetch from each.
     pub(crate) fn tree(hosts: usize, bytes: usize, arity: usize) -> Self {
-        Self::with(hosts, bytes, false, arity)
+        Self::with(hosts, bytes, false, arity, 1)
     }
 
-    fn with(hosts: usize, bytes: usize, pull: bool, arity: usize) -> Self {
+    fn with(hosts: usize, bytes: usize, pull: bool, arity: usize, every: u64) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
         let (say, heard) = mpsc::channel();
         let mut stage = Self {
@@ -121,6 +127,7 @@ impl Stage {
             bytes,
             pull,
             arity,
+            every,
             processes: BTreeMap::new(),
             lives: 0,
             heard,
@@ -151,6 +158,7 @@ impl Stage {
             pull: self.pull,
             arity: self.arity,
             word: self.word,
+            every: self.every,
         };
         self.start(Who::Trainer, TRAINERS, &Role::Trainer(lead));
         self.until("the trainer is ready", |stage| stage.is_up(Who::Trainer));

@@ -44,6 +44,8 @@ pub(crate) struct Lead {
     pub(crate) arity: usize,
     /// The word of its first version.
     pub(crate) word: u64,
+    /// From one word to the next one element in so many changes; 1 for all.
+    pub(crate) every: u64,
 }
 
 /// How a worker begins.
