@@ -51,8 +51,11 @@ fn bytes_of(snapshot: &Snapshot) -> Vec<Vec<u8>> {
         .collect()
 }
 
+/// A version's number, and its tensors' bytes.
+type Got = (u64, Vec<Vec<u8>>);
+
 /// A worker that fetches for itself, and what it got.
-fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<(u64, Vec<Vec<u8>>)>) {
+fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<Got>) {
     let (got, gets) = mpsc::channel();
     let info = info.clone();
     let work = move || {
