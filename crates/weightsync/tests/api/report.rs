@@ -25,6 +25,7 @@ fn report(workers: Vec<WorkerReport>) -> Report {
     Report {
         versions: vec![(ModelId::new("policy").unwrap(), Version(7))],
         partial: None,
+        changes: None,
         level: WaitFor::Applied,
         bytes: 1024,
         copied: Duration::from_micros(250),
