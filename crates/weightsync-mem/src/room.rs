@@ -14,9 +14,12 @@ use crate::set::{ModelSet, Placed};
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 
+/// Not there, and nobody has written in its place.
 const MISSING: u8 = 0;
 const TAKEN: u8 = 1;
 const KEPT: u8 = 2;
+/// Not there, and its place may have been written in.
+const SPOILED: u8 = 3;
 
 /// A slot into which a version comes in pieces, from any number of threads.
 ///
@@ -24,6 +27,9 @@ const KEPT: u8 = 2;
 /// [committed](Self::commit), which it can be only when every piece is kept. A
 /// kept piece can be [read](Self::read) at once, and does not change for as long
 /// as this lives. Dropped before it is committed, it leaves everything as it was.
+///
+/// The slot may hold an older version from before: a piece that nobody has written in
+/// has the bytes of [that version](Piece::base) until it is written.
 pub struct Room {
     shared: Arc<Shared>,
     model: usize,
@@ -31,6 +37,8 @@ pub struct Room {
     slot: u8,
     file: Arc<Slot>,
     piece_bytes: usize,
+    /// The version that the slot held when it was lent; none if it held none.
+    base: Version,
     /// Of each piece: missing, taken by somebody to be written, or kept.
     pieces: Vec<AtomicU8>,
     /// How many are not kept.
@@ -45,6 +53,9 @@ pub struct Piece {
     room: Arc<Room>,
     indices: Range<usize>,
     kept: bool,
+    /// Nobody had written in it since the slot was lent, when it was taken.
+    untouched: bool,
+    written: bool,
 }
 
 impl Room {
@@ -66,10 +77,11 @@ impl Room {
             model,
             version,
             slot,
-            file,
             piece_bytes,
+            base: file.let_go(),
             pieces: (0..count).map(|_| AtomicU8::new(MISSING)).collect(),
             missing: AtomicUsize::new(count),
+            file,
             committed: OnceLock::new(),
         }
     }
@@ -89,6 +101,11 @@ impl Room {
         &self.shared.models[self.model].model.layout
     }
 
+    /// The older version that the slot held when it was lent, if it held one.
+    pub fn base(&self) -> Option<Version> {
+        (!self.base.is_none()).then_some(self.base)
+    }
+
     /// How many pieces there are.
     pub fn pieces(&self) -> usize {
         self.pieces.len()
@@ -98,7 +115,7 @@ impl Room {
     pub fn missing(&self) -> impl Iterator<Item = usize> {
         let states = self.pieces.iter().enumerate();
         states
-            .filter(|(_, state)| state.load(Ordering::Acquire) == MISSING)
+            .filter(|(_, state)| matches!(state.load(Ordering::Acquire), MISSING | SPOILED))
             .map(|(index, _)| index)
     }
 
@@ -144,13 +161,21 @@ impl Room {
             room: self.clone(),
             indices: indices.start..indices.start,
             kept: false,
+            untouched: true,
+            written: false,
         };
         for state in states {
-            let order = (Ordering::Acquire, Ordering::Relaxed);
-            // Those before it are missing again, once what was taken is dropped.
-            state
-                .compare_exchange(MISSING, TAKEN, order.0, order.1)
-                .ok()?;
+            let take = |was| {
+                let order = (Ordering::Acquire, Ordering::Relaxed);
+                state.compare_exchange(was, TAKEN, order.0, order.1).is_ok()
+            };
+            if !take(MISSING) {
+                // Those before it are missing again, once what was taken is dropped.
+                taken.untouched = false;
+                if !take(SPOILED) {
+                    return None;
+                }
+            }
             taken.indices.end += 1;
         }
         Some(taken)
@@ -211,6 +236,7 @@ impl Room {
         let held = shared.hold(&state, self.model, &set)?;
         let held = held.ok_or(Error::SenderClosed)?;
         state.plan.keep(self.model, slot, version);
+        self.file.note(version);
         drop(state);
         Ok(self.committed.get_or_init(|| held).clone())
     }
@@ -231,6 +257,10 @@ impl Drop for Room {
     fn drop(&mut self) {
         // In a forked child the lock may be held by a thread that is not there.
         if self.committed.get().is_none() && self.shared.header.map.usable().is_ok() {
+            let mut states = self.pieces.iter();
+            if states.all(|state| state.load(Ordering::Acquire) == MISSING) {
+                self.file.note(self.base);
+            }
             self.shared.state().plan.give_back(self.model, self.slot);
         }
     }
@@ -251,6 +281,14 @@ impl Piece {
     /// Their numbers.
     pub fn indices(&self) -> Range<usize> {
         self.indices.clone()
+    }
+
+    /// The older version whose bytes these are still, if they are: from before the slot
+    /// was lent, and nobody has written here since.
+    pub fn base(&self) -> Option<Version> {
+        let base = self.room.base;
+        let is_there = self.untouched && !self.written && !base.is_none();
+        is_there.then_some(base)
     }
 
     /// It is written, and checked: from here on it can be read.
@@ -285,6 +323,7 @@ impl Deref for Piece {
 
 impl DerefMut for Piece {
     fn deref_mut(&mut self) -> &mut [u8] {
+        self.written = true;
         let range = self.range();
         let start = self.room.at(&range);
         // SAFETY: as in `deref`; a relay's own mapping is writable, and `&mut
@@ -296,8 +335,12 @@ impl DerefMut for Piece {
 impl Drop for Piece {
     fn drop(&mut self) {
         if !self.kept {
+            let left = match self.untouched && !self.written {
+                true => MISSING,
+                false => SPOILED,
+            };
             for state in &self.room.pieces[self.indices.clone()] {
-                state.store(MISSING, Ordering::Release);
+                state.store(left, Ordering::Release);
             }
         }
     }

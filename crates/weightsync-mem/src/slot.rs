@@ -4,7 +4,10 @@
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use weightsync_core::Version;
 
 use crate::error::Error;
 use crate::map::{Mapping, OwnedFile};
@@ -20,6 +23,8 @@ pub(crate) struct Slot {
     pub(crate) fd: OwnedFd,
     pub(crate) map: Arc<Mapping>,
     private: Mutex<Private>,
+    /// The version that came here in pieces and is here as a whole; 0 for none.
+    holds: AtomicU64,
 }
 
 /// The private mapping.
@@ -57,7 +62,18 @@ impl Slot {
             fd,
             map,
             private: Mutex::default(),
+            holds: AtomicU64::new(0),
         }
+    }
+
+    /// Something may be written here: says which version was here until now, if any.
+    pub(crate) fn let_go(&self) -> Version {
+        Version(self.holds.swap(0, Ordering::AcqRel))
+    }
+
+    /// This version is here as a whole.
+    pub(crate) fn note(&self, version: Version) {
+        self.holds.store(version.0, Ordering::Release);
     }
 
     /// Lends the private mapping to one more view of a version that the caller

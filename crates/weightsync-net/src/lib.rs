@@ -35,4 +35,4 @@ pub mod wire;
 pub use self::access::{Access, AccessError, Key, Token};
 pub use self::error::NetError;
 pub use self::relay::{Relay, RelayNews, RelayStop};
-pub use self::scheme::{Distributed, Share};
+pub use self::scheme::{Deltas, Distributed, Share};

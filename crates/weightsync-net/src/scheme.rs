@@ -36,6 +36,7 @@ use crate::root::NetSender;
 /// | `share=all`, `relay`, `none` | whose memory workers read: that of the trainer if it is on their host, or of their host's relay (unless it is said); only of the relay; nobody's |
 /// | `arity=N` | how many hosts fetch from each: 1, a chain, unless it is said |
 /// | `connections=N` | connections by which a host fetches, 1 to 8 |
+/// | `deltas=auto`, `always`, `never` | whether what changed goes to hosts that have an older version: where that is quicker (unless it is said), always, where it takes fewer bytes, or never |
 ///
 /// Without a [`Token`] (`WEIGHTSYNC_TOKEN_FILE`, `WEIGHTSYNC_TOKEN`, or
 /// [`token`](Self::token)) nothing listens on an address that is not loopback.
@@ -64,6 +65,7 @@ pub struct Distributed {
     pub(crate) share: Share,
     pub(crate) arity: usize,
     pub(crate) connections: usize,
+    pub(crate) deltas: Deltas,
     pub(crate) token: Option<Token>,
     /// Where it listens, by the addresses that were told.
     spots: Arc<Mutex<HashMap<String, Spot>>>,
@@ -91,12 +93,26 @@ pub enum Share {
     Nothing,
 }
 
+/// Whether what changed is sent to hosts that have an older version, in place of all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Deltas {
+    /// Where that is quicker: found by trying a part of each version.
+    #[default]
+    Auto,
+    /// Wherever it takes fewer bytes.
+    Always,
+    /// No version is compared with another.
+    Never,
+}
+
 /// The word the scheme is chosen by.
 const WORD: &str = "distributed";
 
 /// What the settings are, for who gets one wrong.
 const SETTINGS: &str = "listen=HOST:PORT, advertise=HOST:PORT, insecure-plaintext, every=1 to 32, \
-                        pull, own-copy, share=all, relay or none, arity=1 to 64, connections=1 to 8";
+                        pull, own-copy, share=all, relay or none, arity=1 to 64, connections=1 to 8, \
+                        deltas=auto, always or never";
 
 impl Default for Distributed {
     fn default() -> Self {
@@ -117,6 +133,7 @@ impl Distributed {
             share: Share::default(),
             arity: 1,
             connections: 2,
+            deltas: Deltas::Auto,
             token: None,
             spots: Arc::default(),
         }
@@ -181,6 +198,13 @@ impl Distributed {
         self
     }
 
+    /// Whether what changed is sent in place of all.
+    #[must_use]
+    pub fn deltas(mut self, deltas: Deltas) -> Self {
+        self.deltas = deltas;
+        self
+    }
+
     /// The built-in schemes and this one.
     pub fn among_schemes() -> Schemes {
         let mut schemes = Schemes::default();
@@ -218,6 +242,14 @@ impl Distributed {
                         "relay" => Share::Relay,
                         "none" => Share::Nothing,
                         _ => return Err(bad(key, "all, relay or none", value)),
+                    }
+                }
+                "deltas" => {
+                    scheme.deltas = match value.as_str() {
+                        "auto" => Deltas::Auto,
+                        "always" => Deltas::Always,
+                        "never" => Deltas::Never,
+                        _ => return Err(bad(key, "auto, always or never", value)),
                     }
                 }
                 "arity" => scheme.arity = number(key, value, 1, 64)?,
@@ -318,6 +350,11 @@ impl Scheme for Distributed {
             Share::All => {}
             Share::Relay => set("share", "relay".into()),
             Share::Nothing => set("share", "none".into()),
+        }
+        match self.deltas {
+            Deltas::Auto => {}
+            Deltas::Always => set("deltas", "always".into()),
+            Deltas::Never => set("deltas", "never".into()),
         }
         if self.arity != 1 {
             set("arity", self.arity.to_string());

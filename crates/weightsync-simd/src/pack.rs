@@ -96,7 +96,7 @@ pub fn unpack_unary(bytes: &[u8], numbers: &mut [u16]) -> Option<usize> {
 /// let (steps, mut codes) = ([1_u16, 0xffff, 2, 0x8000], [0; 4]);
 /// assert_eq!(zigzag(&steps, 16, &mut codes), 1);
 /// assert_eq!(codes, [1, 2, 3, 0]);
-/// let mut again = [0; 4];
+/// let mut again = [0_u16; 4];
 /// unzigzag(&codes, &mut again);
 /// assert_eq!(again, [1, 0xffff, 2, 0]);
 /// ```

@@ -39,3 +39,54 @@ fn who_has_left_is_not_told_of_again() {
     assert_eq!(relay.last_events(), []);
     drop(held);
 }
+
+#[test]
+fn a_slot_that_is_lent_again_has_its_older_version_until_it_is_written() {
+    let listener = Listener::at(&address()).unwrap();
+    let options = SegmentOptions {
+        slots: 2,
+        max_slots: 2,
+        ..SegmentOptions::default()
+    };
+    let relay = Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
+    const PIECE: usize = 64;
+    let room = |version| relay.room(0, Version(version), PIECE).unwrap().unwrap();
+    let fill = |version: u64| {
+        let room = room(version);
+        assert!(room.pieces() > 2);
+        for index in room.missing().collect::<Vec<_>>() {
+            let mut piece = room.take(index).unwrap();
+            piece.fill(version as u8);
+            piece.keep();
+        }
+        room.commit().unwrap()
+    };
+    let lent = room(1);
+    assert_eq!((lent.base(), lent.take(0).unwrap().base()), (None, None));
+    drop(lent);
+    let first = fill(1);
+    let second = fill(2);
+    drop(first);
+    // Lent and given back without a word, it has what it had.
+    for _ in 0..2 {
+        let lent = room(3);
+        assert_eq!(lent.base(), Some(Version(1)));
+        let piece = lent.take_all(0..2).unwrap();
+        assert_eq!(piece.base(), Some(Version(1)));
+        assert!(piece.iter().all(|byte| *byte == 1));
+        assert!(lent.take_all(1..3).is_none(), "one of them is taken");
+        assert_eq!(lent.take(2).unwrap().base(), Some(Version(1)));
+    }
+    let lent = room(3);
+    let mut piece = lent.take_all(0..2).unwrap();
+    piece[70] = 9;
+    assert_eq!(piece.base(), None, "it is written");
+    drop(piece);
+    assert_eq!(lent.take(0).unwrap().base(), None, "one of them was");
+    assert_eq!(lent.take_all(1..3).unwrap().base(), None);
+    assert_eq!(lent.missing().count(), lent.pieces());
+    drop(lent);
+    // What was begun is nothing that could be begun from.
+    assert_eq!(room(3).base(), None);
+    drop(second);
+}

@@ -16,7 +16,17 @@ use weightsync_mem::Snapshot;
 use crate::relay::Item;
 use crate::wire::frame::SPAN;
 
-/// A link is taken to be this fast before anything has come by it, in bytes a second.
+/// How fast the slowest link is by which something goes out, in bytes a second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rate {
+    Known(u64),
+    /// Nothing has come by any: it is taken to be as fast as [`UNKNOWN`].
+    Unknown,
+    /// It does not matter for whether there is a delta, only for how it is made.
+    Any(Option<u64>),
+}
+
+/// What a link is taken to be before anything has come by it, in bytes a second.
 const UNKNOWN: u64 = 1 << 30;
 
 /// Spans that are coded before it is decided whether a delta is worth its time: this
@@ -24,7 +34,7 @@ const UNKNOWN: u64 = 1 << 30;
 const SAMPLE: usize = 8;
 
 /// The deltas that are kept take at most one part in so many of a model's bytes.
-pub(crate) const RING: u64 = 4;
+pub(crate) const RING: u64 = 2;
 
 /// Threads that make a delta of few bytes.
 const THREADS: u32 = 2;
@@ -45,6 +55,7 @@ pub(crate) struct Delta {
     changes: AtomicU64,
     /// Something of it is not known, and never will be: it is dense.
     gaps: AtomicBool,
+    spoiled: AtomicBool,
 }
 
 /// What there is of a span.
@@ -55,11 +66,12 @@ pub(crate) enum Span {
 }
 
 /// A delta of a span. No bytes: nothing changed.
+#[derive(Clone)]
 pub(crate) struct Coded {
     /// As it can be folded, if it was made here.
-    bytes: Box<[u8]>,
+    bytes: Arc<[u8]>,
     /// The same in fewer bytes, to be sent.
-    thin: Option<Box<[u8]>>,
+    thin: Option<Arc<[u8]>>,
     crc: u64,
 }
 
@@ -109,6 +121,7 @@ impl Delta {
             elements: AtomicU64::new(0),
             changes: AtomicU64::new(0),
             gaps: AtomicBool::new(false),
+            spoiled: AtomicBool::new(false),
         }
     }
 
@@ -125,6 +138,7 @@ impl Delta {
             elements: AtomicU64::new(0),
             changes: AtomicU64::new(0),
             gaps: AtomicBool::new(false),
+            spoiled: AtomicBool::new(false),
         })
     }
 
@@ -155,6 +169,9 @@ impl Delta {
         scratch: &mut Scratch,
     ) -> Option<&Span> {
         let span = self.spans.get(index)?;
+        if self.is_spoiled() {
+            return Some(&Span::Dense);
+        }
         if let Some(known) = span.get() {
             return Some(known);
         }
@@ -198,6 +215,25 @@ impl Delta {
         span.get()
     }
 
+    /// What is known of a span by itself.
+    pub(crate) fn known(&self, index: usize) -> Option<&Span> {
+        let known = self.spans.get(index)?.get()?;
+        Some(match self.is_spoiled() {
+            true => &Span::Dense,
+            false => known,
+        })
+    }
+
+    /// Some of it is not what it should be: nothing of it is used or passed on any more.
+    pub(crate) fn spoil(&self) {
+        self.spoiled.store(true, Ordering::Release);
+        self.gaps.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_spoiled(&self) -> bool {
+        self.spoiled.load(Ordering::Acquire)
+    }
+
     /// Whether a span of it is known, or can be found.
     pub(crate) fn is_known(&self, index: usize) -> bool {
         let known = |delta: &Self| {
@@ -238,12 +274,12 @@ impl Delta {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Makes it from the two versions; `rate` is how fast the slowest link is by which
-    /// it goes, in bytes a second, if that is known. Each span is told of at once.
+    /// Makes it from the two versions, as far as that is quicker than to send all of the
+    /// newer. Each span is told of at once.
     pub(crate) fn make(
         &self,
         (old, new): (&Snapshot, &Snapshot),
-        rate: Option<u64>,
+        rate: Rate,
         told: impl Fn() + Sync,
         is_stopped: impl Fn() -> bool + Sync,
     ) {
@@ -264,8 +300,12 @@ impl Delta {
         let whole = sample()
             .map(|index| versions.span(index).len() as u64)
             .sum();
-        let rate = rate.unwrap_or(UNKNOWN);
-        if !pays(took, coded, whole, rate) {
+        let (rate, any) = match rate {
+            Rate::Known(rate) => (rate, false),
+            Rate::Unknown => (UNKNOWN, false),
+            Rate::Any(rate) => (rate.unwrap_or(UNKNOWN), true),
+        };
+        if !any && !pays(took, coded, whole, rate) {
             self.end();
             return told();
         }
@@ -389,7 +429,8 @@ impl fmt::Debug for Delta {
 /// Whether so many bytes are better sent than the span itself.
 fn is_worth(bytes: usize, index: usize, layout: &Layout) -> bool {
     let whole = SPAN.min(layout.bytes() - index as u64 * SPAN);
-    (bytes as u64) < whole / 8 * 7
+    // So the newest delta, which is kept in any case, is within the bound too.
+    (bytes as u64) < whole / RING
 }
 
 /// Whether it takes less time to code, send and apply a delta than to send the bytes

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
-use weightsync_core::delta::{Pattern, Scratch, apply_onto};
-use weightsync_mem::{Room, Snapshot};
+use weightsync_core::delta::{DeltaError, Pattern, Scratch, apply, apply_onto};
+use weightsync_mem::{Piece, Room, Snapshot};
 use weightsync_simd::Crc64;
 
 use super::SUSPECT;
@@ -119,9 +119,19 @@ impl Connections {
 #[derive(Clone, Debug)]
 pub(crate) struct Base {
     pub(crate) snapshot: Snapshot,
-    /// Where what came is kept to be passed on, if it is.
-    pub(crate) passed_on: Option<Arc<Delta>>,
+    /// Where what comes is kept: for the next version, and to be passed on.
+    pub(crate) kept: Arc<Delta>,
+    /// Whether there are relays below; for oneself only few bytes are worth being kept.
+    pub(crate) passes_on: bool,
+    /// What leads to it from the still older version that the free slot holds, if that is
+    /// known.
+    pub(crate) earlier: Option<Arc<Delta>>,
 }
+
+/// Where two deltas of a span take at most one part in so many of its bytes, they are put
+/// into what the free slot holds: to copy the span takes longer. Where they take more, it
+/// is the other way round, as writes here and there wait for memory.
+const FEW: usize = 512;
 
 /// A fetch under way. Dropped, it is stopped; its threads end by themselves.
 pub(crate) struct Fetch {
@@ -406,24 +416,61 @@ impl Shared {
         let came = (DELTA_HEAD_BYTES + bytes.len()) as u64;
         self.coded.fetch_add(came, Ordering::Relaxed);
 
-        let range = piece.range();
-        let old = &base.snapshot.bytes()[range.clone()];
-        let pattern = Pattern::of_span(self.room.layout(), range.start as u64);
-        if let Some(passed_on) = &base.passed_on {
+        let index = head.index as usize;
+        let coded = Coded::came(bytes, head.crc);
+        if base.passes_on || coded.sent().len() * FEW <= piece.len() {
+            base.kept.note(index, Span::Coded(coded.clone()));
             // Relays below need not wait until it is put in here.
-            let index = head.index as usize;
-            passed_on.note(index, Span::Coded(Coded::came(bytes, head.crc)));
             self.store.notify();
-            let Some(Span::Coded(coded)) = passed_on.span(index, self.room.layout(), scratch)
-            else {
-                return Err(wrong());
-            };
-            apply_onto(pattern, coded.sent(), old, &mut piece, scratch).map_err(invalid)?;
-        } else {
-            apply_onto(pattern, &bytes, old, &mut piece, scratch).map_err(invalid)?;
+        }
+        let made = self.put(&mut piece, base, index, &coded, scratch);
+        if let Err(error) = made {
+            // Whoever made it, it is of no use to anybody.
+            base.kept.spoil();
+            return Err(invalid(error));
         }
         piece.keep();
         Ok(())
+    }
+
+    /// Makes a span of its delta and what is here.
+    fn put(
+        &self,
+        piece: &mut Piece,
+        base: &Base,
+        index: usize,
+        coded: &Coded,
+        scratch: &mut Scratch,
+    ) -> Result<(), DeltaError> {
+        let range = piece.range();
+        let pattern = Pattern::of_span(self.room.layout(), range.start as u64);
+        let Some(first) = self.few(piece, base, index, coded) else {
+            let old = &base.snapshot.bytes()[range];
+            return apply_onto(pattern, coded.sent(), old, piece, scratch).map(drop);
+        };
+        [first, coded]
+            .into_iter()
+            .try_for_each(|delta| apply(pattern, delta.sent(), piece, None, scratch).map(drop))
+    }
+
+    /// What leads from the bytes of this place to the base, if it and what comes on top
+    /// of it are so few that both are put in here.
+    fn few<'a>(
+        &self,
+        piece: &Piece,
+        base: &'a Base,
+        index: usize,
+        coded: &Coded,
+    ) -> Option<&'a Coded> {
+        let earlier = base.earlier.as_ref()?;
+        if piece.base() != Some(earlier.base()) {
+            return None;
+        }
+        let Some(Span::Coded(first)) = earlier.known(index) else {
+            return None;
+        };
+        let bytes = first.sent().len() + coded.sent().len();
+        (bytes * FEW <= piece.len()).then_some(first)
     }
 
     fn end(&self, end: io::Result<Option<FetchEnd>>) {

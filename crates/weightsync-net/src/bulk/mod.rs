@@ -10,7 +10,7 @@ mod serve;
 mod stop;
 mod store;
 
-pub(crate) use self::delta::{Delta, RING};
+pub(crate) use self::delta::{Delta, RING, Rate};
 pub(crate) use self::fetch::{Base, Connections, Fetch, FetchEnd, Parent};
 pub(crate) use self::meter::Came;
 #[cfg(test)]

@@ -16,6 +16,8 @@ use crate::relay::Item;
 use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
 use crate::wire::message::{Message, ToChild};
 
+mod deltas;
+
 /// More than anything here takes.
 const LONG: Duration = Duration::from_secs(20);
 

@@ -7,17 +7,19 @@ use weightsync::transport::{CopyOptions, Deadline, Level, Outstanding, Source, S
 use weightsync::{Changes, Result, Version, WorkerReport};
 use weightsync_mem::{Guests, Snapshot};
 
-use crate::bulk::{Delta, RING, Store, Threads};
+use crate::bulk::{Delta, RING, Rate, Store, Threads};
 use crate::relay::Item;
+use crate::scheme::Deltas;
 
 /// Where the deltas of a sender are made, and kept.
 #[derive(Clone, Debug)]
-pub(super) struct Deltas {
+pub(super) struct Comparing {
     pub(super) guests: Guests,
     pub(super) store: Arc<Store>,
     pub(super) threads: Arc<Threads>,
     /// How fast the slowest link is, in bytes a second; 0 before that is known.
     pub(super) rate: Arc<AtomicU64>,
+    pub(super) deltas: Deltas,
 }
 
 /// Room for versions that are compared with those before them, once they are published.
@@ -26,7 +28,7 @@ pub(super) struct Compared<'a> {
     pub(super) inner: Box<dyn Staging + 'a>,
     /// The version before it, of each model that has one.
     pub(super) bases: Vec<Snapshot>,
-    pub(super) deltas: Deltas,
+    pub(super) comparing: Comparing,
 }
 
 impl Staging for Compared<'_> {
@@ -50,17 +52,17 @@ impl Staging for Compared<'_> {
         let Self {
             inner,
             bases,
-            deltas,
+            comparing,
         } = *self;
         // Who asks for it before it is known what it is waits until that is.
-        let announced = Announced::new(&deltas.store);
+        let announced = Announced::new(&comparing.store);
         let published = inner.publish(targets)?;
         let mut made = Vec::new();
         for base in bases {
             let mut versions = published.versions().iter();
             let own = versions.find(|(model, _)| *model == base.model());
             if let Some((model, version)) = own.copied() {
-                made.extend(deltas.start(base, Item { model, version }));
+                made.extend(comparing.start(base, Item { model, version }));
             }
         }
         drop(announced);
@@ -71,10 +73,10 @@ impl Staging for Compared<'_> {
     }
 }
 
-impl Deltas {
+impl Comparing {
     /// A version that what comes next is compared with, if it is there.
     pub(super) fn base(&self, model: usize, version: Version) -> Option<Snapshot> {
-        if version.is_none() {
+        if version.is_none() || self.deltas == Deltas::Never {
             return None;
         }
         self.guests.snapshot(model, version).ok().flatten()
@@ -92,11 +94,15 @@ impl Deltas {
         let delta = Arc::new(Delta::new(base.version(), item.version, layout));
         let ring = self.store.deltas();
         ring.put(item.model, delta.clone(), layout.bytes() / RING);
-        let rate = self.rate.load(Ordering::Relaxed);
+        let known = Some(self.rate.load(Ordering::Relaxed)).filter(|rate| *rate > 0);
+        let rate = match (self.deltas, known) {
+            (Deltas::Always, known) => Rate::Any(known),
+            (_, Some(known)) => Rate::Known(known),
+            (_, None) => Rate::Unknown,
+        };
         let (store, threads, own) = (self.store.clone(), self.threads.clone(), delta.clone());
         let work = move || {
             let told = || store.notify();
-            let rate = (rate > 0).then_some(rate);
             own.make((&base, &new), rate, told, || threads.is_stopped());
         };
         if let Err(error) = self.threads.spawn("weightsync-delta", work) {

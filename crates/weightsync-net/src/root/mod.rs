@@ -18,7 +18,7 @@ use weightsync::transport::{
 use weightsync::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::{Guests, Listener};
 
-use self::compare::{Compared, Deltas};
+use self::compare::{Compared, Comparing};
 use self::hub::{Event, Hub, News, Settings};
 use crate::access::Key;
 use crate::bulk::{Find, Served, Serving, Store, Threads};
@@ -71,18 +71,18 @@ impl SenderTransport for NetSender {
             let newest = self.segment.version(*model);
             self.server.store.keep_oldest(*model, newest);
             match agents {
-                true => bases.extend(self.server.deltas.base(*model, newest)),
+                true => bases.extend(self.server.comparing.base(*model, newest)),
                 false => deltas.forget(*model),
             }
         }
         let inner = self.segment.stage(models, deadline)?;
-        let deltas = self.server.deltas.clone();
+        let comparing = self.server.comparing.clone();
         Ok(match bases.is_empty() {
             true => inner,
             false => Box::new(Compared {
                 inner,
                 bases,
-                deltas,
+                comparing,
             }),
         })
     }
@@ -133,7 +133,7 @@ struct Server {
     children: Arc<Threads>,
     /// How many agents there are.
     agents: Arc<AtomicUsize>,
-    deltas: Deltas,
+    comparing: Comparing,
     owner: u32,
 }
 
@@ -165,11 +165,12 @@ impl Server {
             store: store.clone(),
             rate: Arc::default(),
         };
-        let deltas = Deltas {
+        let comparing = Comparing {
             guests: guests.clone(),
             store: store.clone(),
             threads: children.clone(),
             rate: settings.rate.clone(),
+            deltas: scheme.deltas,
         };
         let (events, heard) = mpsc::channel(EVENTS);
         let count = settings.served.clone();
@@ -225,7 +226,7 @@ impl Server {
             store,
             children,
             agents,
-            deltas,
+            comparing,
             owner: std::process::id(),
         })
     }

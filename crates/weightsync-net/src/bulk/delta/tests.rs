@@ -166,7 +166,7 @@ fn what_is_made_fits_the_link() {
         let tell = || {
             told.fetch_add(1, Ordering::Relaxed);
         };
-        delta.make((&old, &new), Some(rate), tell, || false);
+        delta.make((&old, &new), Rate::Known(rate), tell, || false);
         assert!(told.into_inner() > 0);
         let mut scratch = Scratch::new();
         for (index, span) in old.bytes().chunks(SPAN as usize).enumerate() {
@@ -188,10 +188,26 @@ fn what_is_made_fits_the_link() {
 }
 
 #[test]
+fn what_is_to_be_made_in_any_case_is() {
+    let (_relay, [old, new]) = versions("any", 100);
+    let delta = Delta::new(V[1], V[2], new.layout());
+    delta.make((&old, &new), Rate::Any(None), || (), || false);
+    let changes = delta.changes().expect("all of it is known");
+    let elements = old.bytes().len() / 2;
+    assert_eq!(changes.elements, elements as u64);
+    assert_eq!(changes.changed, elements.div_ceil(100) as u64);
+    assert!(changes.bytes < 2 * changes.changed);
+    delta.spoil();
+    assert_eq!(delta.changes(), None);
+    let span = delta.span(0, new.layout(), &mut Scratch::new());
+    assert!(matches!(span, Some(Span::Dense)));
+}
+
+#[test]
 fn what_is_stopped_is_sent_whole() {
     let (_relay, [old, new]) = versions("stopped", 100);
     let delta = Delta::new(V[1], V[2], new.layout());
-    delta.make((&old, &new), Some(1), || (), || true);
+    delta.make((&old, &new), Rate::Known(1), || (), || true);
     assert!((0..2).all(|index| delta.is_known(index)));
 }
 

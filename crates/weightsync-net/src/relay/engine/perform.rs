@@ -143,26 +143,37 @@ impl Engine {
     }
 
     /// What a version can be made from, the newest older one that is whole here. What
-    /// comes is passed on to relays below, as far as this one serves any.
+    /// comes is kept for the one after it, and where there are relays below, for as long
+    /// as they may want it.
     fn base_of(&self, item: Item) -> Option<Base> {
         let first = Item {
             version: Version::NONE,
             ..item
         };
         let (of, snapshot) = self.whole.range(first..item).next_back()?;
+        let (room, _) = self.coming.get(&item)?;
         let ring = self.store.deltas();
-        let passed_on = self.serves.is_some().then(|| {
-            let known = ring.step(item, of.version);
-            known.unwrap_or_else(|| {
-                let layout = snapshot.layout();
-                let fresh = Arc::new(Delta::new(of.version, item.version, layout));
-                ring.put(item.model, fresh.clone(), layout.bytes() / RING);
-                fresh
-            })
+        let earlier = room.base().and_then(|base| ring.step(*of, base));
+        let known = ring.step(item, of.version);
+        let kept = known.unwrap_or_else(|| {
+            let layout = snapshot.layout();
+            let fresh = Arc::new(Delta::new(of.version, item.version, layout));
+            let bound = match self.serves {
+                Some(_) => layout.bytes() / RING,
+                None => 0,
+            };
+            ring.put(item.model, fresh.clone(), bound);
+            fresh
         });
+        if kept.is_spoiled() {
+            // What came did not fit: the version comes whole.
+            return None;
+        }
         Some(Base {
             snapshot: snapshot.clone(),
-            passed_on,
+            kept,
+            passes_on: self.serves.is_some(),
+            earlier,
         })
     }
 

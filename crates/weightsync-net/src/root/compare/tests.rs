@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use weightsync::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Snapshot, Tensors};
 
-use crate::scheme::{Distributed, Share};
+use crate::scheme::{Deltas, Distributed, Share};
 use crate::status::Status;
 
 /// Longer than anything here takes.
@@ -81,7 +81,10 @@ fn received(info: &InitInfo) -> u64 {
 }
 
 fn connect(weights: &Tensors) -> (InitInfo, impl FnOnce() -> Sender) {
-    let scheme = Distributed::new().share(Share::Nothing);
+    // How quick it is depends on the machine.
+    let scheme = Distributed::new()
+        .share(Share::Nothing)
+        .deltas(Deltas::Always);
     let setup = SenderSetup::new("policy", weights).unwrap();
     let setup = setup.scheme(scheme).unwrap();
     let info = setup.init_info();

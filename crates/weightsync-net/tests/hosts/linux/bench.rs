@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::stage::{GIGABIT, Stage, Who};
-use super::words::Sent;
+use super::words::{Content, Sent};
 
 const MIB: usize = 1 << 20;
 
@@ -64,8 +64,9 @@ impl Row {
 
 type Case = (&'static str, fn() -> Vec<Row>);
 
-const CASES: [Case; 4] = [
+const CASES: [Case; 5] = [
     ("chain", chain),
+    ("deltas", deltas),
     ("cost", cost),
     ("real", real),
     ("simulated", simulated),
@@ -136,6 +137,55 @@ fn chain() -> Vec<Row> {
         }
     }
     rows
+}
+
+/// One step of 1 GiB to a worker of another host, by a link of 1 Gbit/s, from publish to
+/// live: where so much has changed, over where all has, and nothing is to be said of it but
+/// the bytes themselves.
+fn deltas() -> Vec<Row> {
+    const BYTES: usize = 1 << 30;
+    const SENDS: usize = 5;
+    let measure = |content| {
+        let mut stage = Stage::of(2, BYTES, content);
+        stage.rate(0..2, GIGABIT);
+        stage.start_relay(1);
+        stage.start_workers(1, &[1]);
+        // Slots are made and faulted in, and it is known how fast the link is.
+        sends(&mut stage, 2);
+        let sends = if content == DENSE { 3 } else { SENDS };
+        let took = sends_of(&mut stage, sends);
+        let status = stage.status();
+        let model = &status.models[0];
+        stage.note(&format!("{content:?}: {took:?}, {:?}", model.delta_bytes));
+        (took, model.delta_bytes)
+    };
+    let (dense, _) = measure(DENSE);
+    let mut rows = Vec::new();
+    let cases = [
+        (0.02, false, 1.0 / 60.0),
+        (1.1, false, 1.0 / 25.0),
+        (10.0, false, 1.0),
+        (33.0, false, 1.03),
+        (90.0, false, 1.03),
+        (100.0, true, 1.03),
+    ];
+    for (percent, single, target) in cases {
+        let (took, bytes) = measure(Content::Weights { percent, single });
+        let dtype = if single { "f32" } else { "bf16" };
+        let bytes = bytes.map_or("dense".into(), |bytes| {
+            format!("{:.1} MB", bytes as f64 / 1e6)
+        });
+        let case = format!("1 GiB {dtype} at 1 Gbit/s, {percent} % changed, {bytes}, over dense");
+        rows.push(Row::beside(&case, (ms(took), "ms"), ms(dense)).at_most(target));
+    }
+    rows
+}
+
+/// Versions that say nothing of each other.
+const DENSE: Content = Content::Words { every: 1 };
+
+fn sends_of(stage: &mut Stage, count: usize) -> Duration {
+    median(sends(stage, count).iter().map(|sent| sent.took).collect())
 }
 
 /// What 64 MiB to 8 hosts cost the sender, with a worker on each and with eight.

@@ -12,11 +12,11 @@ use weightsync::{
     WaitFor,
 };
 use weightsync_net::status::Status;
-use weightsync_net::{Distributed, Relay, RelayNews, Token};
+use weightsync_net::{Deltas, Distributed, Relay, RelayNews, Token};
 
 use super::logs::Lines;
 use super::scale::PATIENCE;
-use super::words::{Join, Lead, Order, Role, Said, Seen, Sent, TOKEN, say};
+use super::words::{Content, Join, Lead, Order, Role, Said, Seen, Sent, TOKEN, say};
 use super::{attacks, crowd};
 
 type Outcome = Result<(), Box<dyn Error>>;
@@ -76,23 +76,26 @@ fn train(lead: &Lead) -> Outcome {
     if lead.pull {
         scheme = scheme.pull();
     }
-    let mut weights = weights(lead.bytes)?;
-    fill(&mut weights, lead.word, lead.every)?;
-    let setup = SenderSetup::new("policy", &weights)?
+    if matches!(lead.content, Content::Words { .. }) {
+        // In a test it is not to depend on the machine.
+        scheme = scheme.deltas(Deltas::Always);
+    }
+    let mut versions = Versions::new(lead.bytes, lead.content)?;
+    versions.fill(lead.word)?;
+    let setup = SenderSetup::new("policy", &versions.tensors)?
         .scheme(scheme)?
         .run_dir(&lead.run_dir)?
         .deadline(PATIENCE);
     let info = setup.init_info();
     let address = info.endpoint().address().to_owned();
     say(&Said::Info(info));
-    let sender = setup.connect(&weights, Expect::Count(0), PATIENCE)?;
+    let sender = setup.connect(&versions.tensors, Expect::Count(0), PATIENCE)?;
     say(&Said::Ready {
         epoch: sender.run().epoch.0,
     });
     let (sends, to_send) = mpsc::channel();
-    let every = lead.every;
     let sending = thread::spawn(move || {
-        if let Err(error) = send_all(sender, weights, every, &to_send) {
+        if let Err(error) = send_all(sender, versions, &to_send) {
             say(&Said::Failed(error));
         }
     });
@@ -112,8 +115,7 @@ fn train(lead: &Lead) -> Outcome {
 
 fn send_all(
     mut sender: Sender,
-    mut weights: Tensors,
-    every: u64,
+    mut versions: Versions,
     orders: &mpsc::Receiver<Order>,
 ) -> Result<(), String> {
     let text = |error: weightsync::Error| error.to_string();
@@ -123,10 +125,12 @@ fn send_all(
             Order::Publish { word } => (word, SendOptions::new().wait(WaitFor::Sent)),
             Order::Status => continue,
         };
-        fill(&mut weights, word, every).map_err(text)?;
+        versions.fill(word).map_err(text)?;
         say(&Said::Sending { word });
         let before = cpu();
-        let report = sender.send_with(&weights, &options).map_err(text)?;
+        let report = sender
+            .send_with(&versions.tensors, &options)
+            .map_err(text)?;
         say(&Said::Sent(Sent::of(word, &report, cpu() - before)));
     }
     Ok(())
@@ -186,15 +190,124 @@ fn work(join: Join) -> Outcome {
     }
 }
 
-/// So many bytes in tensors of several lengths, one of them of no whole chunks.
-fn weights(bytes: usize) -> weightsync::Result<Tensors> {
-    let words = bytes / 8;
-    let first = words / 3 + 5;
-    let mut tensors = Tensors::new();
-    for (name, words) in [("first", first), ("bias", 3), ("last", words - first - 3)] {
-        tensors.insert(name, [words as u64], vec![0_i64; words])?;
+/// A trainer's versions, one after the other.
+struct Versions {
+    tensors: Tensors,
+    content: Content,
+    training: Option<Training>,
+}
+
+impl Versions {
+    fn new(bytes: usize, content: Content) -> weightsync::Result<Self> {
+        let mut tensors = Tensors::new();
+        let mut training = None;
+        match content {
+            // Of several lengths, one of them of no whole chunks.
+            Content::Words { .. } => {
+                let words = bytes / 8;
+                let first = words / 3 + 5;
+                for (name, words) in [("first", first), ("bias", 3), ("last", words - first - 3)] {
+                    tensors.insert(name, [words as u64], vec![0_i64; words])?;
+                }
+            }
+            Content::Weights { percent, single } => {
+                let elements = bytes / if single { 4 } else { 2 };
+                tensors.insert("word", [1], vec![0_i64])?;
+                match single {
+                    true => tensors.insert("weights", [elements as u64], vec![0_f32; elements])?,
+                    false => {
+                        let zeros = vec![half::bf16::ZERO; elements];
+                        tensors.insert("weights", [elements as u64], zeros)?;
+                    }
+                }
+                training = Some(Training::new(elements, percent));
+            }
+        }
+        Ok(Self {
+            tensors,
+            content,
+            training,
+        })
     }
-    Ok(tensors)
+
+    fn fill(&mut self, word: u64) -> weightsync::Result<()> {
+        match (self.content, &mut self.training) {
+            (Content::Words { every }, _) => fill(&mut self.tensors, word, every),
+            (Content::Weights { single, .. }, Some(training)) => {
+                training.step(word);
+                self.tensors.slice_mut::<i64>("word")?[0] = word as i64;
+                if single {
+                    let weights = self.tensors.slice_mut::<f32>("weights")?;
+                    weights.copy_from_slice(&training.weights);
+                } else {
+                    let weights = self.tensors.slice_mut::<half::bf16>("weights")?;
+                    for (to, from) in weights.iter_mut().zip(&training.weights) {
+                        *to = half::bf16::from_f32(*from);
+                    }
+                }
+                Ok(())
+            }
+            (Content::Weights { .. }, None) => unreachable!("made with it"),
+        }
+    }
+}
+
+/// Weights in single precision, and how far a step goes.
+struct Training {
+    weights: Vec<f32>,
+    step: f32,
+}
+
+impl Training {
+    /// Of a standard deviation of 0.02, of which about so many percent will change their
+    /// bfloat16 in each step.
+    fn new(elements: usize, percent: f64) -> Self {
+        let noise = Noise(1);
+        let weights: Vec<f32> = noise.take(elements).map(|normal| 0.02 * normal).collect();
+        let some = &weights[..elements.min(1 << 18)];
+        let changed = |step: f32| {
+            let pairs = some.iter().zip(Noise(2));
+            let moved = pairs.filter(|(weight, normal)| {
+                half::bf16::from_f32(**weight) != half::bf16::from_f32(**weight + step * normal)
+            });
+            100.0 * moved.count() as f64 / some.len() as f64
+        };
+        let (mut low, mut high) = (1e-12_f32, 1.0_f32);
+        for _ in 0..40 {
+            let middle = (low * high).sqrt();
+            match changed(middle) > percent {
+                true => high = middle,
+                false => low = middle,
+            }
+        }
+        Self { weights, step: low }
+    }
+
+    fn step(&mut self, number: u64) {
+        for (weight, normal) in self.weights.iter_mut().zip(Noise(3 + number)) {
+            *weight += self.step * normal;
+        }
+    }
+}
+
+/// Numbers of a normal distribution, near enough: sums of four even ones.
+struct Noise(u64);
+
+impl Iterator for Noise {
+    type Item = f32;
+
+    fn next(&mut self) -> Option<f32> {
+        let mut sum = 0.0;
+        for _ in 0..4 {
+            self.0 = self
+                .0
+                .wrapping_mul(0x5851_f42d_4c95_7f2d)
+                .wrapping_add(0x1405_7b7e_f767_814f);
+            sum += (self.0 >> 40) as f32 / (1 << 24) as f32 - 0.5;
+        }
+        // Each has a variance of a twelfth.
+        Some(sum * 3.0_f32.sqrt())
+    }
 }
 
 /// Every element says which word it is of, and no version says anything of what changes
@@ -226,6 +339,9 @@ fn element_of(word: u64, every: u64, at: usize) -> i64 {
 
 /// The word that every element of a version is of.
 fn word_of(snapshot: &Snapshot) -> Result<u64, Box<dyn Error>> {
+    if let Ok([word]) = snapshot.slice::<i64>("word") {
+        return Ok(*word as u64);
+    }
     let [word, every, _] = *snapshot.slice::<i64>("bias")? else {
         return Err("no bias of three".into());
     };

@@ -16,7 +16,7 @@ use weightsync_net::status::{self, Status};
 
 use super::attacks::Attack;
 use super::scale::PATIENCE;
-use super::words::{Crowd, Join, Lead, Order, ROLE, Role, Said, Seen, Sent, Simulated};
+use super::words::{Content, Crowd, Join, Lead, Order, ROLE, Role, Said, Seen, Sent, Simulated};
 
 /// How often what is not said but looked at is looked at.
 const GLANCE: Duration = Duration::from_millis(20);
@@ -78,7 +78,7 @@ pub(crate) struct Stage {
     pull: bool,
     /// How many hosts fetch from each.
     arity: usize,
-    every: u64,
+    content: Content,
     processes: BTreeMap<Who, Process>,
     lives: u64,
     heard: Receiver<(Who, u64, Option<Said>)>,
@@ -100,25 +100,30 @@ pub(crate) struct Stage {
 impl Stage {
     /// So many hosts, with a trainer on the first that has versions of so many bytes.
     pub(crate) fn new(hosts: usize, bytes: usize) -> Self {
-        Self::with(hosts, bytes, false, 1, 1)
+        Self::with(hosts, bytes, false, 1, Content::Words { every: 1 })
     }
 
     /// The same, with versions of which one element in so many differs from the last.
     pub(crate) fn sparse(hosts: usize, bytes: usize, every: u64) -> Self {
-        Self::with(hosts, bytes, false, 1, every)
+        Self::with(hosts, bytes, false, 1, Content::Words { every })
+    }
+
+    /// The same, with other versions.
+    pub(crate) fn of(hosts: usize, bytes: usize, content: Content) -> Self {
+        Self::with(hosts, bytes, false, 1, content)
     }
 
     /// The same, with workers that ask for each version.
     pub(crate) fn pulled(hosts: usize, bytes: usize) -> Self {
-        Self::with(hosts, bytes, true, 1, 1)
+        Self::with(hosts, bytes, true, 1, Content::Words { every: 1 })
     }
 
     /// The same, with so many hosts that fetch from each.
     pub(crate) fn tree(hosts: usize, bytes: usize, arity: usize) -> Self {
-        Self::with(hosts, bytes, false, arity, 1)
+        Self::with(hosts, bytes, false, arity, Content::Words { every: 1 })
     }
 
-    fn with(hosts: usize, bytes: usize, pull: bool, arity: usize, every: u64) -> Self {
+    fn with(hosts: usize, bytes: usize, pull: bool, arity: usize, content: Content) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
         let (say, heard) = mpsc::channel();
         let mut stage = Self {
@@ -127,7 +132,7 @@ impl Stage {
             bytes,
             pull,
             arity,
-            every,
+            content,
             processes: BTreeMap::new(),
             lives: 0,
             heard,
@@ -158,7 +163,7 @@ impl Stage {
             pull: self.pull,
             arity: self.arity,
             word: self.word,
-            every: self.every,
+            content: self.content,
         };
         self.start(Who::Trainer, TRAINERS, &Role::Trainer(lead));
         self.until("the trainer is ready", |stage| stage.is_up(Who::Trainer));

@@ -44,8 +44,20 @@ pub(crate) struct Lead {
     pub(crate) arity: usize,
     /// The word of its first version.
     pub(crate) word: u64,
-    /// From one word to the next one element in so many changes; 1 for all.
-    pub(crate) every: u64,
+    /// What its versions are.
+    pub(crate) content: Content,
+}
+
+/// What the versions of a trainer are.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Content {
+    /// Elements that say which word they are of; from one word to the next one in so many
+    /// changes, 1 for all.
+    Words { every: u64 },
+    /// Weights of a normal distribution in bfloat16, of which about so many percent change
+    /// from one version to the next as in training: by little, and small ones more often.
+    /// At 100 all change, as they do in single precision.
+    Weights { percent: f64, single: bool },
 }
 
 /// How a worker begins.
