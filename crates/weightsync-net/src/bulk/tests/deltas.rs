@@ -16,7 +16,7 @@ const NEXT: Item = Item {
 
 /// Version 1 and version 2, which differ here and there.
 fn image(version: u64) -> Vec<u8> {
-    let image = (0..BYTES).map(|at| (at * 31 >> 3) as u8);
+    let image = (0..BYTES).map(|at| ((at * 31) >> 3) as u8);
     image
         .enumerate()
         .map(|(at, byte)| match at % 5000 {
