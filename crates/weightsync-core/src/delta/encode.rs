@@ -2,6 +2,7 @@
 
 use weightsync_simd::Word;
 
+use super::fast::Written;
 use super::{BLOCK, DeltaError, Pattern, Scratch, Work, by_width, check_span, fast, thin};
 
 /// How a delta is written down.
@@ -10,6 +11,9 @@ use super::{BLOCK, DeltaError, Pattern, Scratch, Work, by_width, check_span, fas
 pub enum Codec {
     /// Near the speed of memory.
     Fast,
+    /// The same form, and places as gaps also where more than a few elements changed: fewer bytes
+    /// there, and slower.
+    Gaps,
     /// In few bytes: it needs the old values to be read.
     Thin,
 }
@@ -67,7 +71,8 @@ pub fn encode(
     }
     let begin = out.len();
     let changes = match codec {
-        Codec::Fast => by_width!(pattern, scratch, fast(old, new, out)),
+        Codec::Fast => by_width!(pattern, scratch, fast(old, new, Written::Quick, out)),
+        Codec::Gaps => by_width!(pattern, scratch, fast(old, new, Written::Few, out)),
         Codec::Thin => {
             let lists = &mut scratch.thin;
             match pattern.width() {
@@ -88,17 +93,23 @@ pub fn encode(
     })
 }
 
-fn fast<W: Word>(work: &mut Work<W>, old: &[u8], new: &[u8], out: &mut Vec<u8>) -> usize {
+fn fast<W: Word>(
+    work: &mut Work<W>,
+    old: &[u8],
+    new: &[u8],
+    places: Written,
+    out: &mut Vec<u8>,
+) -> usize {
     work.now.reserve();
     fast::begin::<W>(out);
     let block = BLOCK * W::BYTES;
     let mut all = 0;
     for (old, new) in old.chunks(block).zip(new.chunks(block)) {
         let now = &mut work.now;
-        let (masks, places, steps) = (&mut now.masks, &mut now.places, &mut now.steps);
-        now.count = weightsync_simd::compare(old, new, masks, places, steps);
+        let (masks, at, steps) = (&mut now.masks, &mut now.places, &mut now.steps);
+        now.count = weightsync_simd::compare(old, new, masks, at, steps);
         all += now.count;
-        fast::write_block(now, new.len() / W::BYTES, out);
+        fast::write_block(now, new.len() / W::BYTES, places, out);
     }
     all
 }

@@ -16,18 +16,39 @@ const NOTHING: u8 = 0;
 const GAPS: u8 = 1;
 const BITMAP: u8 = 2;
 
-/// Blocks of which more than one element in so many changed are written as bitmaps.
-const SPARSE: usize = 24;
+/// How places are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Written {
+    /// As bits, where more than one element in 24 changed.
+    Quick,
+    /// As bits, where more than every second element changed: then that takes fewer bytes too.
+    Few,
+}
+
+impl Written {
+    fn as_gaps(self, count: usize, elements: usize) -> bool {
+        let sparse = match self {
+            Self::Quick => 24,
+            Self::Few => 2,
+        };
+        count * sparse <= elements
+    }
+}
 
 pub(super) fn begin<W: Word>(out: &mut Vec<u8>) {
     out.push(TAG | W::BYTES.trailing_zeros() as u8);
 }
 
 /// Appends one block; the masks must be those of its places.
-pub(super) fn write_block<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<u8>) {
+pub(super) fn write_block<W: Word>(
+    changes: &mut Changes<W>,
+    elements: usize,
+    places: Written,
+    out: &mut Vec<u8>,
+) {
     match changes.count {
         0 => out.push(NOTHING),
-        count if count * SPARSE <= elements => write_gaps(changes, elements, out),
+        count if places.as_gaps(count, elements) => write_gaps(changes, elements, out),
         _ => write_bitmap(changes, elements, out),
     }
 }

@@ -3,7 +3,7 @@
 use weightsync_simd::Word;
 
 use super::apply::check_width;
-use super::fast::{self, Places};
+use super::fast::{self, Places, Written};
 use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span};
 
 /// Appends to `out` what `first` and then `second` do to a span of `bytes` bytes, as one fast delta:
@@ -76,7 +76,7 @@ fn fold_as<W: Word>(
         listed(&mut second, elements, now)?;
         add(before, now, sum);
         set_masks(sum, elements);
-        fast::write_block(sum, elements, out);
+        fast::write_block(sum, elements, Written::Quick, out);
         changes += sum.count as u64;
     }
     for rest in [first, second].into_iter().flatten() {

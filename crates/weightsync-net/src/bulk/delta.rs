@@ -290,7 +290,7 @@ impl Delta {
         let mut scratch = Scratch::new();
         let begun = Instant::now();
         let samples: Vec<_> = sample()
-            .map(|index| (index, versions.fast(index, &mut scratch)))
+            .map(|index| (index, versions.encode(index, Codec::Fast, &mut scratch)))
             .collect();
         let took = begun.elapsed();
         let coded = samples
@@ -309,21 +309,34 @@ impl Delta {
             self.end();
             return told();
         }
-        let thin = waits_for_link(took, coded, rate).then(|| {
+        let mut best = (Codec::Fast, side_by_side(took, coded, rate));
+        let mut chosen = None;
+        // The next one takes longer, and fewer bytes.
+        for (codec, threads) in [(Codec::Gaps, 1), (Codec::Thin, THREADS)] {
+            if !waits_for_link(took, coded, rate) {
+                break;
+            }
             let begun = Instant::now();
-            let thin: Vec<_> = sample()
-                .map(|index| versions.thin(index, &mut scratch))
+            let made: Vec<_> = sample()
+                .map(|index| versions.encode(index, codec, &mut scratch).1)
                 .collect();
-            let bytes = thin.iter().map(|bytes| bytes.len() as u64).sum();
-            let (fast, took) = (side_by_side(took, coded, rate), begun.elapsed() / THREADS);
-            (side_by_side(took, bytes, rate) < fast).then_some(thin)
-        });
-        let mut thin = thin.flatten().map(Vec::into_iter);
-        for (index, made) in samples {
-            let thin = thin.as_mut().and_then(Iterator::next);
-            self.keep(index, &versions, made, thin);
+            let bytes = made.iter().map(|bytes| bytes.len() as u64).sum();
+            let cost = side_by_side(begun.elapsed() / threads, bytes, rate);
+            if cost < best.1 {
+                best = (codec, cost);
+                chosen = Some(made);
+            }
         }
-        let thin = thin.is_some();
+        let (codec, _) = best;
+        let mut chosen = chosen.map(Vec::into_iter);
+        for (index, (made, fast)) in samples {
+            let other = chosen.as_mut().and_then(Iterator::next);
+            let coded = match (codec, other) {
+                (Codec::Gaps, Some(gaps)) => Coded::new(gaps, None),
+                (_, thin) => Coded::new(fast, thin),
+            };
+            self.keep(index, &versions, made, coded);
+        }
         told();
         let next = AtomicUsize::new(0);
         let work = |scratch: &mut Scratch| {
@@ -332,13 +345,14 @@ impl Delta {
                 if index >= count || is_stopped() {
                     return;
                 }
-                self.make_span(index, &versions, thin, scratch);
+                self.make_span(index, &versions, codec, scratch);
                 told();
             }
         };
         std::thread::scope(|scope| {
             // Near the speed of memory one is as fast as several.
-            for _ in 1..if thin { THREADS } else { 1 } {
+            let threads = if codec == Codec::Thin { THREADS } else { 1 };
+            for _ in 1..threads {
                 // Without it, it takes longer.
                 let _ = std::thread::Builder::new()
                     .name("weightsync-delta".into())
@@ -350,29 +364,34 @@ impl Delta {
         told();
     }
 
-    fn make_span(&self, index: usize, versions: &Versions<'_>, thin: bool, scratch: &mut Scratch) {
-        if self.spans[index].get().is_some() {
-            return;
-        }
-        let made = versions.fast(index, scratch);
-        let thin = thin.then(|| versions.thin(index, scratch));
-        self.keep(index, versions, made, thin);
-    }
-
-    /// Notes what was made of a span, if it is worth being sent.
-    fn keep(
+    fn make_span(
         &self,
         index: usize,
         versions: &Versions<'_>,
-        (made, bytes): (Encoded, Vec<u8>),
-        thin: Option<Vec<u8>>,
+        codec: Codec,
+        scratch: &mut Scratch,
     ) {
-        if !is_worth(bytes.len(), index, versions.new.layout()) {
+        if self.spans[index].get().is_some() {
+            return;
+        }
+        // Thin ones cannot be folded.
+        let (foldable, thin) = match codec {
+            Codec::Thin => (Codec::Fast, true),
+            other => (other, false),
+        };
+        let (made, bytes) = versions.encode(index, foldable, scratch);
+        let thin = thin.then(|| versions.encode(index, Codec::Thin, scratch).1);
+        self.keep(index, versions, made, Coded::new(bytes, thin));
+    }
+
+    /// Notes what was made of a span, if it is worth being sent.
+    fn keep(&self, index: usize, versions: &Versions<'_>, made: Encoded, coded: Coded) {
+        if !is_worth(coded.sent().len(), index, versions.new.layout()) {
             return self.note(index, Span::Dense);
         }
         self.elements.fetch_add(made.elements, Ordering::Relaxed);
         self.changes.fetch_add(made.changes, Ordering::Relaxed);
-        self.note(index, Span::Coded(Coded::new(bytes, thin)));
+        self.note(index, Span::Coded(coded));
     }
 }
 
@@ -389,30 +408,16 @@ impl Versions<'_> {
         start..self.new.bytes().len().min(start + SPAN as usize)
     }
 
-    fn fast(&self, index: usize, scratch: &mut Scratch) -> (Encoded, Vec<u8>) {
-        let mut bytes = Vec::new();
-        let made = self.encode(index, Codec::Fast, &mut bytes, scratch);
-        (made, bytes)
-    }
-
-    fn thin(&self, index: usize, scratch: &mut Scratch) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        self.encode(index, Codec::Thin, &mut bytes, scratch);
-        bytes
-    }
-
-    fn encode(
-        &self,
-        index: usize,
-        codec: Codec,
-        out: &mut Vec<u8>,
-        scratch: &mut Scratch,
-    ) -> Encoded {
+    fn encode(&self, index: usize, codec: Codec, scratch: &mut Scratch) -> (Encoded, Vec<u8>) {
         let span = self.span(index);
         let pattern = Pattern::of_span(self.new.layout(), span.start as u64);
         let (old, new) = (&self.old.bytes()[span.clone()], &self.new.bytes()[span]);
-        let made = delta::encode(pattern, codec, old, new, out, scratch);
-        made.unwrap_or_else(|error| unreachable!("both are versions of one layout: {error}"))
+        let mut bytes = Vec::new();
+        let made = delta::encode(pattern, codec, old, new, &mut bytes, scratch);
+        let made = made.unwrap_or_else(|error| {
+            unreachable!("both are versions of one layout: {error}");
+        });
+        (made, bytes)
     }
 }
 
