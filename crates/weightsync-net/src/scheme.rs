@@ -508,6 +508,36 @@ mod tests {
     }
 
     #[test]
+    fn every_setting_comes_back_from_its_text() {
+        let cases = [
+            ("arity", "7"),
+            ("connections", "3"),
+            ("deltas", "always"),
+            ("deltas", "never"),
+            ("every", "4"),
+            ("insecure-plaintext", ""),
+            ("listen", "127.0.0.1:0"),
+            ("own-copy", ""),
+            ("pull", ""),
+            ("share", "none"),
+            ("share", "relay"),
+        ];
+        for (key, value) in cases {
+            let settings = BTreeMap::from([(key.to_owned(), value.to_owned())]);
+            let scheme = Distributed::parse(&settings).unwrap();
+            assert_eq!(BTreeMap::from_iter(scheme.settings()), settings);
+        }
+        // What is so unless it is said is not said.
+        for (key, value) in [("deltas", "auto"), ("share", "all"), ("arity", "1")] {
+            let settings = BTreeMap::from([(key.to_owned(), value.to_owned())]);
+            assert_eq!(Distributed::parse(&settings).unwrap().settings(), []);
+        }
+        let settings = BTreeMap::from([("deltas".to_owned(), "sometimes".to_owned())]);
+        let error = Distributed::parse(&settings).unwrap_err().to_string();
+        assert!(error.contains("auto, always or never"), "{error}");
+    }
+
+    #[test]
     fn where_it_listens_and_is_reached_is_a_host_and_a_port() {
         for key in ["listen", "advertise"] {
             for wrong in [

@@ -1,9 +1,11 @@
 """A source is looked at anew for each send: whatever has become of it is what is sent, or refused."""
 
+import threading
+
 import pytest
 import torch
 import weightsync
-from ends import bits, pair, pass_on
+from ends import LONG, bits, pair, pass_on
 from tensordict import TensorDict
 from torch import nn
 
@@ -199,3 +201,23 @@ def test_what_a_workers_module_has_become_is_loaded_into(change, mode):
             for name, tensor in trainer.state_dict().items():
                 own = worker.state_dict()[name]
                 assert bits(own.resolve_neg().resolve_conj()) == bits(tensor), name
+
+
+@pytest.mark.parametrize("scheme", ["distributed:share=none,deltas=always", "multi-process"])
+def test_a_report_says_how_much_has_changed_where_only_that_travels(scheme):
+    weights = {"weight": torch.randn(64, 1024).bfloat16()}
+    with pair(weights, setup={"scheme": scheme}) as (sender, receiver):
+        for _ in range(2):
+            weights["weight"][:, ::64] *= 1.5
+            background = threading.Thread(target=receiver.receive, kwargs={"timeout": LONG})
+            background.start()
+            report = sender.send(wait="applied", timeout=LONG)
+            background.join()
+        assert bits(receiver.latest()["weight"]) == bits(weights["weight"])
+    if scheme == "multi-process":
+        assert report.changed is None
+        assert report.delta_bytes is None
+        return
+    assert report.changed == pytest.approx(1 / 64, rel=0.01)
+    assert 0 < report.delta_bytes < report.bytes / 20
+    assert "% changed" in str(report)

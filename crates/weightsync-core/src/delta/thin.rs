@@ -29,9 +29,17 @@ pub(super) struct Lists {
 }
 
 impl Lists {
-    fn clear(&mut self) {
+    /// Empties them for a span of so many elements. Each class had its most changes in another
+    /// span: what they can hold together stays within what one span needs.
+    fn clear(&mut self, elements: usize) {
         self.ranks.iter_mut().for_each(Vec::clear);
         self.steps.iter_mut().for_each(Vec::clear);
+        let room: usize = self.ranks.iter().map(Vec::capacity).sum();
+        // Growing doubles.
+        if room > 2 * elements.max(BLOCK) {
+            self.ranks = Default::default();
+            self.steps = Default::default();
+        }
         self.classes.resize(BLOCK, 0);
         self.block.resize(BLOCK, 0);
     }
@@ -47,7 +55,7 @@ pub(super) fn encode<W: Word>(
     out: &mut Vec<u8>,
 ) -> usize {
     work.now.reserve();
-    lists.clear();
+    lists.clear(old.len() / W::BYTES);
     let exponents = exponents::<W>(pattern, old);
     let mut totals = [0; CLASSES];
     let mut count = 0;
@@ -140,7 +148,7 @@ pub(super) fn apply<W: Word>(
 ) -> Result<usize, DeltaError> {
     let elements = target.image.len() / W::BYTES;
     work.now.reserve();
-    lists.clear();
+    lists.clear(elements);
     let (top, taken) = read::<W>(lists, elements, delta)?;
     if top > pattern.top() {
         return Err(DeltaError::Malformed {

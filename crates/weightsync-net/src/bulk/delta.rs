@@ -1,7 +1,7 @@
 //! What changed from one version to a later one: made here, or come from above, and
 //! passed on.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -49,13 +49,17 @@ pub(crate) struct Delta {
     parts: Vec<Arc<Delta>>,
     /// Bytes of the image.
     whole: u64,
+    /// Bytes of it that are sent, and bytes of memory it takes.
     bytes: AtomicU64,
+    held: AtomicU64,
     /// Elements, and how many of them changed.
     elements: AtomicU64,
     changes: AtomicU64,
     /// Something of it is not known, and never will be: it is dense.
     gaps: AtomicBool,
     spoiled: AtomicBool,
+    /// No more of it is made.
+    stopped: AtomicBool,
 }
 
 /// What there is of a span.
@@ -68,78 +72,97 @@ pub(crate) enum Span {
 /// A delta of a span. No bytes: nothing changed.
 #[derive(Clone)]
 pub(crate) struct Coded {
-    /// As it can be folded, if it was made here.
-    bytes: Arc<[u8]>,
-    /// The same in fewer bytes, to be sent.
-    thin: Option<Arc<[u8]>>,
+    sent: Arc<[u8]>,
     crc: u64,
+    /// The same in more bytes, as it can be folded, where that is kept.
+    foldable: Option<Arc<[u8]>>,
 }
 
 impl Coded {
-    /// As it is sent.
-    pub(crate) fn new(bytes: Vec<u8>, thin: Option<Vec<u8>>) -> Self {
-        let thin = thin.filter(|thin| thin.len() < bytes.len());
-        let crc = weightsync_simd::crc64(thin.as_deref().unwrap_or(&bytes));
+    /// One that is sent as it can be folded, or as it came.
+    pub(crate) fn new(bytes: Vec<u8>, crc: u64) -> Self {
         Self {
-            bytes: bytes.into(),
-            thin: thin.map(Into::into),
+            sent: bytes.into(),
             crc,
+            foldable: None,
         }
     }
 
-    /// As it came.
-    pub(crate) fn came(bytes: Vec<u8>, crc: u64) -> Self {
+    /// One that is sent in the fewer bytes of the two, and can be folded if the others are
+    /// fewer than `most`.
+    fn made(foldable: Vec<u8>, thin: Option<Vec<u8>>, most: u64) -> Self {
+        let (sent, foldable) = match thin.filter(|thin| thin.len() < foldable.len()) {
+            Some(thin) => (thin, Some(foldable)),
+            None => (foldable, None),
+        };
+        let few = |bytes: &Vec<u8>| (bytes.len() as u64) < most;
         Self {
-            bytes: bytes.into(),
-            thin: None,
-            crc,
+            foldable: foldable.filter(few).map(Into::into),
+            crc: weightsync_simd::crc64(&sent),
+            sent: sent.into(),
         }
     }
 
     /// What is sent of it.
     pub(crate) fn sent(&self) -> &[u8] {
-        self.thin.as_deref().unwrap_or(&self.bytes)
+        &self.sent
     }
 
     /// The checksum of that.
     pub(crate) fn crc(&self) -> u64 {
         self.crc
     }
+
+    /// What is folded of it: thin ones of which nothing else is kept cannot be.
+    fn foldable(&self) -> &[u8] {
+        self.foldable.as_deref().unwrap_or(&self.sent)
+    }
+
+    /// What is noted of a span: one that is not of fewer bytes than `most` is sent whole.
+    fn if_fewer(self, most: u64) -> Span {
+        match (self.sent.len() as u64) < most {
+            true => Span::Coded(self),
+            false => Span::Dense,
+        }
+    }
+
+    /// Bytes of memory it takes.
+    fn held(&self) -> u64 {
+        let other = self.foldable.as_ref().map_or(0, |bytes| bytes.len());
+        (self.sent.len() + other) as u64
+    }
 }
 
 impl Delta {
     /// One of which nothing is known yet.
     pub(crate) fn new(base: Version, version: Version, layout: &Layout) -> Self {
-        let spans = layout.bytes().div_ceil(SPAN) as usize;
+        Self::of_bytes(base, version, layout.bytes())
+    }
+
+    fn of_bytes(base: Version, version: Version, whole: u64) -> Self {
+        let spans = whole.div_ceil(SPAN) as usize;
+        let spans: Box<[OnceLock<Span>]> = (0..spans).map(|_| OnceLock::new()).collect();
         Self {
             base,
             version,
-            spans: (0..spans).map(|_| OnceLock::new()).collect(),
+            whole,
+            held: AtomicU64::new(size_of_val(&*spans) as u64),
+            spans,
             parts: Vec::new(),
-            whole: layout.bytes(),
             bytes: AtomicU64::new(0),
             elements: AtomicU64::new(0),
             changes: AtomicU64::new(0),
             gaps: AtomicBool::new(false),
             spoiled: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
         }
     }
 
     /// One for several that follow each other, folded span by span when asked for.
     fn folded(parts: Vec<Arc<Self>>) -> Option<Self> {
         let (first, last) = (parts.first()?, parts.last()?);
-        Some(Self {
-            base: first.base,
-            version: last.version,
-            spans: first.spans.iter().map(|_| OnceLock::new()).collect(),
-            whole: first.whole,
-            parts,
-            bytes: AtomicU64::new(0),
-            elements: AtomicU64::new(0),
-            changes: AtomicU64::new(0),
-            gaps: AtomicBool::new(false),
-            spoiled: AtomicBool::new(false),
-        })
+        let folded = Self::of_bytes(first.base, last.version, first.whole);
+        Some(Self { parts, ..folded })
     }
 
     pub(crate) fn base(&self) -> Version {
@@ -148,17 +171,25 @@ impl Delta {
 
     /// Notes what is known of a span; what was known before stays.
     pub(crate) fn note(&self, index: usize, span: Span) {
-        let Some(known) = self.spans.get(index) else {
+        let known = self.spans.get(index);
+        let Some(known) = known.filter(|known| known.get().is_none()) else {
             return;
         };
-        match &span {
-            Span::Coded(coded) => {
-                self.bytes
-                    .fetch_add(coded.sent().len() as u64, Ordering::Relaxed);
+        let (bytes, held) = match &span {
+            Span::Coded(coded) => (coded.sent().len() as u64, coded.held()),
+            Span::Dense => {
+                self.gaps.store(true, Ordering::Relaxed);
+                (0, 0)
             }
-            Span::Dense => self.gaps.store(true, Ordering::Relaxed),
+        };
+        // Counted before anybody can see it.
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.held.fetch_add(held, Ordering::Relaxed);
+        if known.set(span).is_err() {
+            // Another thread was quicker.
+            self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+            self.held.fetch_sub(held, Ordering::Relaxed);
         }
-        let _ = known.set(span);
     }
 
     /// What there is of a span; `None` while it is not known.
@@ -177,7 +208,7 @@ impl Delta {
         }
         let mut parts = self.parts.iter();
         let mut folded = match parts.next()?.span(index, layout, scratch)? {
-            Span::Coded(coded) => coded.bytes.to_vec(),
+            Span::Coded(coded) => coded.foldable().to_vec(),
             Span::Dense => {
                 self.note(index, Span::Dense);
                 return span.get();
@@ -192,10 +223,12 @@ impl Delta {
             let start = index as u64 * SPAN;
             let pattern = Pattern::of_span(layout, start);
             let bytes = SPAN.min(layout.bytes() - start) as usize;
-            match delta::fold(pattern, bytes, &folded, &next.bytes, &mut both, scratch) {
+            let next = next.foldable();
+            match delta::fold(pattern, bytes, &folded, next, &mut both, scratch) {
                 Ok(_) => folded = both,
                 Err(error) => {
-                    tracing::error!(
+                    // As thin ones cannot, of which a relay has nothing else.
+                    tracing::debug!(
                         "two deltas cannot be folded, so a span is sent whole: {error}"
                     );
                     self.note(index, Span::Dense);
@@ -203,15 +236,9 @@ impl Delta {
                 }
             }
         }
-        let worth = is_worth(folded.len(), index, layout);
-        self.note(
-            index,
-            if worth {
-                Span::Coded(Coded::new(folded, None))
-            } else {
-                Span::Dense
-            },
-        );
+        let most = most(index, layout);
+        let coded = Coded::made(folded, None, most);
+        self.note(index, coded.if_fewer(most));
         span.get()
     }
 
@@ -269,9 +296,18 @@ impl Delta {
         ))
     }
 
-    /// Bytes it takes, as far as it is known.
+    /// Bytes that are sent of it, as far as it is known.
     fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of memory it takes, as far as it is known.
+    fn held(&self) -> u64 {
+        self.held.load(Ordering::Relaxed)
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
     }
 
     /// Makes it from the two versions, as far as that is quicker than to send all of the
@@ -288,8 +324,10 @@ impl Delta {
         let sample = || (0..some).map(|one| one * count / some);
         let versions = Versions { old, new };
         let mut scratch = Scratch::new();
+        let is_stopped = || self.is_stopped() || is_stopped();
         let begun = Instant::now();
         let samples: Vec<_> = sample()
+            .take_while(|_| !is_stopped())
             .map(|index| (index, versions.encode(index, Codec::Fast, &mut scratch)))
             .collect();
         let took = begun.elapsed();
@@ -305,7 +343,7 @@ impl Delta {
             Rate::Unknown => (UNKNOWN, false),
             Rate::Any(rate) => (rate.unwrap_or(UNKNOWN), true),
         };
-        if !any && !pays(took, coded, whole, rate) {
+        if is_stopped() || !any && !pays(took, coded, whole, rate) {
             self.end();
             return told();
         }
@@ -313,7 +351,7 @@ impl Delta {
         let mut chosen = None;
         // The next one takes longer, and fewer bytes.
         for (codec, threads) in [(Codec::Gaps, 1), (Codec::Thin, THREADS)] {
-            if !waits_for_link(took, coded, rate) {
+            if is_stopped() || !waits_for_link(took, coded, rate) {
                 break;
             }
             let begun = Instant::now();
@@ -331,11 +369,11 @@ impl Delta {
         let mut chosen = chosen.map(Vec::into_iter);
         for (index, (made, fast)) in samples {
             let other = chosen.as_mut().and_then(Iterator::next);
-            let coded = match (codec, other) {
-                (Codec::Gaps, Some(gaps)) => Coded::new(gaps, None),
-                (_, thin) => Coded::new(fast, thin),
+            let (foldable, thin) = match (codec, other) {
+                (Codec::Gaps, Some(gaps)) => (gaps, None),
+                (_, thin) => (fast, thin),
             };
-            self.keep(index, &versions, made, coded);
+            self.keep(index, &versions, made, foldable, thin);
         }
         told();
         let next = AtomicUsize::new(0);
@@ -381,17 +419,23 @@ impl Delta {
         };
         let (made, bytes) = versions.encode(index, foldable, scratch);
         let thin = thin.then(|| versions.encode(index, Codec::Thin, scratch).1);
-        self.keep(index, versions, made, Coded::new(bytes, thin));
+        self.keep(index, versions, made, bytes, thin);
     }
 
     /// Notes what was made of a span, if it is worth being sent.
-    fn keep(&self, index: usize, versions: &Versions<'_>, made: Encoded, coded: Coded) {
-        if !is_worth(coded.sent().len(), index, versions.new.layout()) {
-            return self.note(index, Span::Dense);
-        }
+    fn keep(
+        &self,
+        index: usize,
+        versions: &Versions<'_>,
+        made: Encoded,
+        foldable: Vec<u8>,
+        thin: Option<Vec<u8>>,
+    ) {
+        let most = most(index, versions.new.layout());
         self.elements.fetch_add(made.elements, Ordering::Relaxed);
         self.changes.fetch_add(made.changes, Ordering::Relaxed);
-        self.note(index, Span::Coded(coded));
+        let coded = Coded::made(foldable, thin, most);
+        self.note(index, coded.if_fewer(most));
     }
 }
 
@@ -431,11 +475,10 @@ impl fmt::Debug for Delta {
     }
 }
 
-/// Whether so many bytes are better sent than the span itself.
-fn is_worth(bytes: usize, index: usize, layout: &Layout) -> bool {
-    let whole = SPAN.min(layout.bytes() - index as u64 * SPAN);
-    // So the newest delta, which is kept in any case, is within the bound too.
-    (bytes as u64) < whole / RING
+/// A delta of a span is worth being sent if its bytes are fewer. So the newest delta, which
+/// is kept in any case, takes little more than the bound.
+fn most(index: usize, layout: &Layout) -> u64 {
+    SPAN.min(layout.bytes() - index as u64 * SPAN) / RING
 }
 
 /// Whether it takes less time to code, send and apply a delta than to send the bytes
@@ -460,12 +503,20 @@ fn seconds(bytes: u64, rate: u64) -> f64 {
     bytes as f64 / rate.max(1) as f64
 }
 
-/// The deltas of one process, within a bound.
+/// The deltas of one process: of each model within a bound.
 #[derive(Debug, Default)]
 pub(crate) struct Ring {
-    deltas: Mutex<VecDeque<(usize, Arc<Delta>)>>,
+    models: Mutex<BTreeMap<usize, OfModel>>,
     /// A version is being published.
     announced: AtomicBool,
+}
+
+/// The deltas of one model, in the order in which they were made.
+#[derive(Debug, Default)]
+struct OfModel {
+    deltas: VecDeque<Arc<Delta>>,
+    /// The most bytes of memory they take.
+    bound: u64,
 }
 
 impl Ring {
@@ -480,48 +531,58 @@ impl Ring {
 
     /// Lets go of what there is of a model: what comes next does not follow it.
     pub(crate) fn forget(&self, model: usize) {
-        self.deltas().retain(|(of, _)| *of != model);
+        self.stop(model);
+        self.models().remove(&model);
+    }
+
+    /// No more of a model's deltas is made: what is not known of them is sent whole.
+    pub(crate) fn stop(&self, model: usize) {
+        for delta in self
+            .models()
+            .get(&model)
+            .into_iter()
+            .flat_map(OfModel::steps)
+        {
+            delta.stopped.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Keeps a delta of a model; the oldest go once all together take more bytes than
-    /// `bound`, but never the newest of a model.
+    /// `bound`, but never the newest step.
     pub(crate) fn put(&self, model: usize, delta: Arc<Delta>, bound: u64) {
-        let mut deltas = self.deltas();
-        deltas.push_back((model, delta));
-        let mut bytes: u64 = deltas.iter().map(|(_, delta)| delta.bytes()).sum();
-        while bytes > bound {
-            let is_newest = |at: usize| !deltas.range(at + 1..).any(|(of, _)| *of == deltas[at].0);
-            let Some(oldest) = (0..deltas.len()).find(|at| !is_newest(*at)) else {
-                return;
-            };
-            let gone = deltas.remove(oldest);
-            bytes -= gone.map_or(0, |(_, delta)| delta.bytes());
+        let mut models = self.models();
+        let of = models.entry(model).or_default();
+        of.bound = bound;
+        of.deltas.push_back(delta);
+        of.trim();
+    }
+
+    /// Has a model's deltas within their bound, once more is known of them.
+    pub(crate) fn trim(&self, model: usize) {
+        if let Some(of) = self.models().get_mut(&model) {
+            of.trim();
         }
     }
 
     /// The one delta that leads from `base` to a version.
     pub(crate) fn step(&self, item: Item, base: Version) -> Option<Arc<Delta>> {
-        let deltas = self.deltas();
-        let mut of = deltas.iter().filter(|(model, _)| *model == item.model);
-        let found = of.find(|(_, delta)| delta.version == item.version && delta.base == base);
-        found.map(|(_, delta)| delta.clone())
+        self.models().get(&item.model)?.direct(item.version, base)
     }
 
     /// What leads from `base` to a version: one delta, or several that follow each
     /// other, which are kept as one from here on.
     pub(crate) fn find(&self, item: Item, base: Version) -> Option<Arc<Delta>> {
-        let mut deltas = self.deltas();
-        let of = deltas.iter().filter(|(model, _)| *model == item.model);
-        let of: Vec<Arc<Delta>> = of.map(|(_, delta)| delta.clone()).collect();
-        let is_direct = |delta: &&Arc<Delta>| delta.version == item.version && delta.base == base;
-        if let Some(direct) = of.iter().find(is_direct) {
-            return Some(direct.clone());
+        let mut models = self.models();
+        let of = models.get_mut(&item.model)?;
+        if let Some(direct) = of.direct(item.version, base) {
+            return Some(direct);
         }
         let mut parts = Vec::new();
         let mut at = item.version;
         while at > base {
-            let steps = of.iter().filter(|delta| delta.parts.is_empty());
-            let before = steps.filter(|delta| delta.version == at && delta.base >= base);
+            let before = of
+                .steps()
+                .filter(|delta| delta.version == at && delta.base >= base);
             let step = before.min_by_key(|delta| delta.base)?;
             if step.gaps.load(Ordering::Relaxed) {
                 return None;
@@ -531,33 +592,54 @@ impl Ring {
         }
         parts.reverse();
         let folded = Arc::new(Delta::folded(parts)?);
-        deltas.push_back((item.model, folded.clone()));
+        of.deltas.push_back(folded.clone());
+        of.trim();
         Some(folded)
     }
 
     /// Whether the newest delta of a model is worth something.
     pub(crate) fn pays(&self, model: usize) -> bool {
-        let deltas = self.deltas();
-        let newest = deltas
-            .iter()
-            .rev()
-            .find(|(of, delta)| *of == model && delta.parts.is_empty());
-        newest.is_some_and(|(_, delta)| !delta.gaps.load(Ordering::Relaxed))
+        let models = self.models();
+        let newest = models.get(&model).and_then(|of| of.steps().next_back());
+        newest.is_some_and(|delta| !delta.gaps.load(Ordering::Relaxed))
     }
 
     /// What has changed in a version since the one before it; `None` if that is not known,
     /// or some of it is sent whole.
     pub(crate) fn changes(&self, item: Item) -> Option<Changes> {
-        let deltas = self.deltas();
-        let mut of = deltas.iter().filter(|(model, delta)| {
-            *model == item.model && delta.version == item.version && delta.parts.is_empty()
-        });
-        let (_, delta) = of.next_back()?;
+        let models = self.models();
+        let mut steps = models.get(&item.model)?.steps();
+        let delta = steps.rfind(|delta| delta.version == item.version)?;
         delta.changes()
     }
 
-    fn deltas(&self) -> MutexGuard<'_, VecDeque<(usize, Arc<Delta>)>> {
-        self.deltas.lock().unwrap_or_else(PoisonError::into_inner)
+    fn models(&self) -> MutexGuard<'_, BTreeMap<usize, OfModel>> {
+        self.models.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl OfModel {
+    /// Those that were made from two versions, and not from others.
+    fn steps(&self) -> impl DoubleEndedIterator<Item = &Arc<Delta>> {
+        self.deltas.iter().filter(|delta| delta.parts.is_empty())
+    }
+
+    fn direct(&self, version: Version, base: Version) -> Option<Arc<Delta>> {
+        let mut deltas = self.deltas.iter();
+        let found = deltas.find(|delta| delta.version == version && delta.base == base);
+        found.cloned()
+    }
+
+    fn trim(&mut self) {
+        let mut held: u64 = self.deltas.iter().map(|delta| delta.held()).sum();
+        while held > self.bound {
+            let newest = self.deltas.iter().rposition(|delta| delta.parts.is_empty());
+            let oldest = (0..self.deltas.len()).find(|at| Some(*at) != newest);
+            let Some(gone) = oldest.and_then(|oldest| self.deltas.remove(oldest)) else {
+                return;
+            };
+            held -= gone.held();
+        }
     }
 }
 

@@ -1,6 +1,8 @@
 //! The child's end of bulk links: fetching one version over one or more
 //! connections.
 
+mod make;
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -14,6 +16,7 @@ use weightsync_core::delta::{DeltaError, Pattern, Scratch, apply, apply_onto};
 use weightsync_mem::{Piece, Room, Snapshot};
 use weightsync_simd::Crc64;
 
+pub(crate) use self::make::Base;
 use super::SUSPECT;
 use super::delta::{Coded, Delta, Span};
 use super::meter::{Came, Meter};
@@ -114,24 +117,6 @@ impl Connections {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
-
-/// What a version can be made from: an older one that is whole here.
-#[derive(Clone, Debug)]
-pub(crate) struct Base {
-    pub(crate) snapshot: Snapshot,
-    /// Where what comes is kept: for the next version, and to be passed on.
-    pub(crate) kept: Arc<Delta>,
-    /// Whether there are relays below; for oneself only few bytes are worth being kept.
-    pub(crate) passes_on: bool,
-    /// What leads to it from the still older version that the free slot holds, if that is
-    /// known.
-    pub(crate) earlier: Option<Arc<Delta>>,
-}
-
-/// Where two deltas of a span take at most one part in so many of its bytes, they are put
-/// into what the free slot holds: to copy the span takes longer. Where they take more, it
-/// is the other way round, as writes here and there wait for memory.
-const FEW: usize = 512;
 
 /// A fetch under way. Dropped, it is stopped; its threads end by themselves.
 pub(crate) struct Fetch {
@@ -389,88 +374,6 @@ impl Shared {
         self.held.note_sum(index, crc);
         piece.keep();
         Ok(())
-    }
-
-    /// Reads one delta, and makes its span of it.
-    fn make(
-        &self,
-        socket: &mut TcpStream,
-        head: &DeltaHead,
-        scratch: &mut Scratch,
-    ) -> io::Result<()> {
-        let wrong = || invalid(FrameError::Delta { head: *head });
-        let base = self.base.as_ref().ok_or_else(wrong)?;
-        let of_this = usize::from(head.model) == self.item.model
-            && head.version == self.item.version
-            && head.base == base.snapshot.version()
-            && head.image_bytes == self.room.layout().bytes();
-        let first = head.index as usize * SPAN_CHUNKS;
-        let chunks = first..self.room.pieces().min(first + SPAN_CHUNKS);
-        let piece = self.room.take_all(chunks).filter(|_| of_this);
-        let mut piece = piece.ok_or_else(wrong)?;
-
-        // Less than the span has: the head says so.
-        let mut bytes = vec![0; head.bytes as usize];
-        read_exact(socket, &mut bytes)?;
-        head.check(&bytes).map_err(invalid)?;
-        let came = (DELTA_HEAD_BYTES + bytes.len()) as u64;
-        self.coded.fetch_add(came, Ordering::Relaxed);
-
-        let index = head.index as usize;
-        let coded = Coded::came(bytes, head.crc);
-        if base.passes_on || coded.sent().len() * FEW <= piece.len() {
-            base.kept.note(index, Span::Coded(coded.clone()));
-            // Relays below need not wait until it is put in here.
-            self.store.notify();
-        }
-        let made = self.put(&mut piece, base, index, &coded, scratch);
-        if let Err(error) = made {
-            // Whoever made it, it is of no use to anybody.
-            base.kept.spoil();
-            return Err(invalid(error));
-        }
-        piece.keep();
-        Ok(())
-    }
-
-    /// Makes a span of its delta and what is here.
-    fn put(
-        &self,
-        piece: &mut Piece,
-        base: &Base,
-        index: usize,
-        coded: &Coded,
-        scratch: &mut Scratch,
-    ) -> Result<(), DeltaError> {
-        let range = piece.range();
-        let pattern = Pattern::of_span(self.room.layout(), range.start as u64);
-        let Some(first) = self.few(piece, base, index, coded) else {
-            let old = &base.snapshot.bytes()[range];
-            return apply_onto(pattern, coded.sent(), old, piece, scratch).map(drop);
-        };
-        [first, coded]
-            .into_iter()
-            .try_for_each(|delta| apply(pattern, delta.sent(), piece, None, scratch).map(drop))
-    }
-
-    /// What leads from the bytes of this place to the base, if it and what comes on top
-    /// of it are so few that both are put in here.
-    fn few<'a>(
-        &self,
-        piece: &Piece,
-        base: &'a Base,
-        index: usize,
-        coded: &Coded,
-    ) -> Option<&'a Coded> {
-        let earlier = base.earlier.as_ref()?;
-        if piece.base() != Some(earlier.base()) {
-            return None;
-        }
-        let Some(Span::Coded(first)) = earlier.known(index) else {
-            return None;
-        };
-        let bytes = first.sent().len() + coded.sent().len();
-        (bytes * FEW <= piece.len()).then_some(first)
     }
 
     fn end(&self, end: io::Result<Option<FetchEnd>>) {

@@ -31,8 +31,9 @@ const AT_ONCE: usize = 64;
 /// How long a turn is while others wait for theirs: a chunk that has begun is ended.
 const TURN: Duration = Duration::from_millis(250);
 
-/// After so long on its way a chunk is given up while others wait for their turn: over
-/// 1 Mbit/s it takes 8.4 s, and 67 s if eight connections share that.
+/// After so long on its way a chunk is given up while others wait for their turn, and a
+/// delta of as many bytes as two chunks after twice as long: over 1 Mbit/s a chunk takes
+/// 8.4 s, and 67 s if eight connections share that.
 const ON_ITS_WAY: Duration = Duration::from_secs(75);
 
 /// A child that has asked for nothing for so long loses its connection: it makes
@@ -229,16 +230,22 @@ enum LookDelta<'a> {
 struct Lateness<'a> {
     serving: &'a Serving,
     begun: Instant,
+    limit: Duration,
 }
 
 impl<'a> Lateness<'a> {
-    fn new(serving: &'a Serving) -> Self {
-        let begun = Instant::now();
-        Self { serving, begun }
+    /// Of so many bytes, that begin to be sent.
+    fn new(serving: &'a Serving, bytes: usize) -> Self {
+        let chunks = bytes.div_ceil(CHUNK as usize).max(1) as u32;
+        Self {
+            serving,
+            begun: Instant::now(),
+            limit: ON_ITS_WAY * chunks,
+        }
     }
 
     fn is_so(&self) -> bool {
-        self.begun.elapsed() >= ON_ITS_WAY && self.serving.others_wait()
+        self.begun.elapsed() >= self.limit && self.serving.others_wait()
     }
 }
 
@@ -366,7 +373,6 @@ impl Going {
                 self.held = Some(held.clone());
                 return Ok(End::Turn);
             }
-            let late = Lateness::new(&serving);
             let span = span_of(left, held.chunks());
             let whole = delta.as_ref().filter(|_| !span.is_empty());
             if let Some(delta) = whole {
@@ -382,6 +388,7 @@ impl Going {
                             crc,
                             image_bytes: held.image_bytes(),
                         };
+                        let late = Lateness::new(&serving, bytes.len());
                         write_both(socket, &head.frame(), bytes, || late.is_so())?;
                         *sent += (head.frame().len() + bytes.len()) as u64;
                         self.went(span.len());
@@ -409,6 +416,7 @@ impl Going {
                         crc,
                         image_bytes: held.image_bytes(),
                     };
+                    let late = Lateness::new(&serving, bytes.len());
                     write_both(socket, &head.frame(), bytes, || late.is_so())?;
                     *sent += bytes.len() as u64;
                     self.went(1);
@@ -557,7 +565,7 @@ fn write_both(
     mut bytes: &[u8],
     late: impl Fn() -> bool,
 ) -> io::Result<()> {
-    debug_assert!(bytes.len() <= (CHUNK as usize).max(SPAN as usize));
+    debug_assert!(bytes.len() <= SPAN as usize);
     while !bytes.is_empty() || !head.is_empty() {
         if late() {
             return Err(io::ErrorKind::TimedOut.into());

@@ -104,6 +104,7 @@ impl Comparing {
         let work = move || {
             let told = || store.notify();
             own.make((&base, &new), rate, told, || threads.is_stopped());
+            store.deltas().trim(item.model);
         };
         if let Err(error) = self.threads.spawn("weightsync-delta", work) {
             tracing::warn!("{item:?} is sent whole, as no thread can be started: {error}");
@@ -134,7 +135,9 @@ impl Outstanding for Told {
     }
 
     fn changes(&self) -> Option<Changes> {
-        self.made.iter().map(|delta| delta.changes()).sum()
+        // Of all that was published, or nothing that could be misread.
+        let all = self.made.len() == self.inner.versions().len();
+        all.then(|| self.made.iter().map(|delta| delta.changes()).sum())?
     }
 
     fn decided(&self) -> Result<Vec<WorkerReport>> {

@@ -69,6 +69,8 @@ impl SenderTransport for NetSender {
         let mut bases = Vec::new();
         for model in models {
             let newest = self.segment.version(*model);
+            // One that is being compared keeps two slots, and soon nobody wants it any more.
+            deltas.stop(*model);
             self.server.store.keep_oldest(*model, newest);
             match agents {
                 true => bases.extend(self.server.comparing.base(*model, newest)),

@@ -220,6 +220,28 @@ fn checksum(first: &[u8; 8], payload: &[u8]) -> u64 {
     crc.value()
 }
 
+/// The payload of a frame of the kind whose payloads are all of `N` bytes, which begin with a
+/// model and seven zeros.
+fn head_of<const N: usize>(kind: Kind, payload: &[u8]) -> Result<&[u8; N], FrameError> {
+    let bytes: &[u8; N] = payload.try_into().map_err(|_| FrameError::Length {
+        kind,
+        got: u32::try_from(payload.len()).unwrap_or(u32::MAX),
+        least: N,
+        most: N,
+    })?;
+    match bytes[1..8] == [0; 7] {
+        true => Ok(bytes),
+        false => Err(FrameError::Zeros),
+    }
+}
+
+/// The number at a place of a head.
+fn number(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
 /// Why the bytes of a link are no frame. The link is of no use any more: connect again.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

@@ -21,7 +21,7 @@ fn step(from: usize, place: usize) -> Arc<Delta> {
     let (pattern, mut bytes) = (Pattern::of(Dtype::BF16), Vec::new());
     let scratch = &mut Scratch::new();
     delta::encode(pattern, Codec::Fast, &old, &new, &mut bytes, scratch).unwrap();
-    delta.note(0, Span::Coded(Coded::new(bytes, None)));
+    delta.note(0, Span::Coded(Coded::made(bytes, None, 1 << 20)));
     Arc::new(delta)
 }
 
@@ -207,8 +207,21 @@ fn what_is_to_be_made_in_any_case_is() {
 fn what_is_stopped_is_sent_whole() {
     let (_relay, [old, new]) = versions("stopped", 100);
     let delta = Delta::new(V[1], V[2], new.layout());
+    let is_whole = |delta: &Delta| {
+        let mut spans = (0..2).map(|index| delta.known(index));
+        spans.all(|span| matches!(span, Some(Span::Dense)))
+    };
     delta.make((&old, &new), Rate::Known(1), || (), || true);
-    assert!((0..2).all(|index| delta.is_known(index)));
+    assert!(is_whole(&delta));
+    // So is what the next version stops.
+    let (delta, ring) = (
+        Arc::new(Delta::new(V[1], V[2], new.layout())),
+        Ring::default(),
+    );
+    ring.put(0, delta.clone(), 1 << 20);
+    ring.stop(0);
+    delta.make((&old, &new), Rate::Known(1), || (), || false);
+    assert!(is_whole(&delta));
 }
 
 #[test]

@@ -59,25 +59,11 @@ impl ChunkHead {
     /// [`FrameError::Length`] if it is no head's, [`FrameError::Zeros`], and [`FrameError::Chunk`]
     /// for a model, a version or a place in the image that cannot be.
     pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
-        let bytes: &[u8; CHUNK_HEAD_BYTES] =
-            payload.try_into().map_err(|_| FrameError::Length {
-                kind: Kind::Chunk,
-                got: u32::try_from(payload.len()).unwrap_or(u32::MAX),
-                least: CHUNK_HEAD_BYTES,
-                most: CHUNK_HEAD_BYTES,
-            })?;
-        let [model, zeros @ ..] = bytes[..8].as_array::<8>().copied().unwrap_or_default();
-        if zeros != [0; 7] {
-            return Err(FrameError::Zeros);
-        }
-        let word = |at: usize| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&bytes[at..at + 8]);
-            u64::from_le_bytes(word)
-        };
+        let bytes: &[u8; CHUNK_HEAD_BYTES] = head_of(Kind::Chunk, payload)?;
+        let word = |at| number(bytes, at);
         let place = word(16);
         let head = Self {
-            model,
+            model: bytes[0],
             version: Version(word(8)),
             index: place as u32,
             bytes: (place >> 32) as u32,

@@ -58,25 +58,11 @@ impl DeltaHead {
     /// [`FrameError::Length`] if it is no head's, [`FrameError::Zeros`], and [`FrameError::Delta`]
     /// for a model, a version, a base or a place in the image that cannot be.
     pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
-        let bytes: &[u8; DELTA_HEAD_BYTES] =
-            payload.try_into().map_err(|_| FrameError::Length {
-                kind: Kind::Delta,
-                got: u32::try_from(payload.len()).unwrap_or(u32::MAX),
-                least: DELTA_HEAD_BYTES,
-                most: DELTA_HEAD_BYTES,
-            })?;
-        let [model, zeros @ ..] = bytes[..8].as_array::<8>().copied().unwrap_or_default();
-        if zeros != [0; 7] {
-            return Err(FrameError::Zeros);
-        }
-        let word = |at: usize| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&bytes[at..at + 8]);
-            u64::from_le_bytes(word)
-        };
+        let bytes: &[u8; DELTA_HEAD_BYTES] = head_of(Kind::Delta, payload)?;
+        let word = |at| number(bytes, at);
         let place = word(24);
         let head = Self {
-            model,
+            model: bytes[0],
             version: Version(word(8)),
             base: Version(word(16)),
             index: place as u32,

@@ -3,6 +3,7 @@
 use weightsync_net::status::Status;
 
 use super::stage::{GIGABIT, Stage, Who, chain};
+use super::words::Content;
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("versions_go_down_a_chain_of_relays_once", relays),
@@ -49,7 +50,7 @@ fn relays() {
 fn changes() {
     const SENDS: u64 = 6;
     let bytes = 16 * MIB;
-    let mut stage = Stage::sparse(6, bytes, 100);
+    let mut stage = Stage::of(6, bytes, Content::Words { every: 100 });
     stage.rate(0..6, GIGABIT);
     for host in 1..5 {
         stage.start_relay(host);

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::scale::{Dice, rounds, schedule_seed};
 use super::stage::{Stage, TRAINERS, Who};
+use super::words::Content;
 
 pub(crate) const TESTS: &[(&str, fn())] = &[(
     "whatever_happens_in_the_end_everybody_has_the_newest",
@@ -58,7 +59,7 @@ impl Schedule {
         let mut dice = Dice::new(seed);
         // Every second one is of versions that differ in little.
         let every = [1, 50][dice.below(2) as usize];
-        let mut stage = Stage::sparse(1 + HOSTS, BYTES, every);
+        let mut stage = Stage::of(1 + HOSTS, BYTES, Content::Words { every });
         let (mut relays, mut workers) = (BTreeSet::new(), 0);
         for host in 1..=HOSTS {
             if dice.below(3) > 0 {

@@ -103,11 +103,6 @@ impl Stage {
         Self::with(hosts, bytes, false, 1, Content::Words { every: 1 })
     }
 
-    /// The same, with versions of which one element in so many differs from the last.
-    pub(crate) fn sparse(hosts: usize, bytes: usize, every: u64) -> Self {
-        Self::with(hosts, bytes, false, 1, Content::Words { every })
-    }
-
     /// The same, with other versions.
     pub(crate) fn of(hosts: usize, bytes: usize, content: Content) -> Self {
         Self::with(hosts, bytes, false, 1, content)
