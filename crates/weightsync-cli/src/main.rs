@@ -50,13 +50,26 @@ enum What {
     /// has fetched. How far one is behind is shown in versions of each model; with --json
     /// it is the difference between the version of a model and the worker's.
     #[cfg(feature = "net")]
-    Status(net::StatusArgs),
+    Status(net::Asked),
+    /// Compare what every host holds with what was published
+    ///
+    /// Every relay, and every worker without one, makes the digest of all bytes of the versions it
+    /// holds; the sender compares them with its own. What is not the same is named. Nothing more
+    /// is made from it or passed on, and the next version goes to that host whole; its workers run
+    /// what they have until then. The same happens by itself at every 64th version.
+    ///
+    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if nobody answered, or some
+    /// could not be compared: it was replaced by a newer version meanwhile, or its host was gone.
+    #[cfg(feature = "net")]
+    Scrub(net::Asked),
 }
 
 fn main() -> ExitCode {
     let what = Command::parse().what;
     let failure = match what {
         What::Diff(_) => ExitCode::from(diff::TROUBLE),
+        #[cfg(feature = "net")]
+        What::Scrub(_) => ExitCode::from(net::TROUBLE),
         _ => ExitCode::FAILURE,
     };
     let done = match what {
@@ -67,6 +80,8 @@ fn main() -> ExitCode {
         What::Relay(args) => net::relay(&args),
         #[cfg(feature = "net")]
         What::Status(args) => net::status(&args),
+        #[cfg(feature = "net")]
+        What::Scrub(args) => net::scrub(&args),
     };
     match done {
         Ok(code) => code,

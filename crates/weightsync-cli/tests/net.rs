@@ -1,4 +1,4 @@
-//! `weightsync relay` and `weightsync status` as a user meets them: the real binary,
+//! `weightsync relay`, `status` and `scrub` as a user meets them: the real binary,
 //! between a trainer and a worker on loopback.
 
 use std::{
@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use weightsync::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Tensors};
-use weightsync_net::{Distributed, Share, Token};
+use weightsync_net::{Deltas, Distributed, Share, Token};
 
 /// More than an unoptimised build on a busy machine needs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -87,6 +87,115 @@ fn a_relay_carries_versions_and_is_in_the_status_until_ctrl_c() {
 }
 
 #[test]
+fn what_is_damaged_in_a_relays_memory_is_found_and_what_follows_comes_whole() {
+    let mut trainer = Trainer::start();
+    let mut relay = Running::start(trainer.relay());
+    relay.line_with("joined");
+    let worker = trainer.worker(3);
+    trainer.send();
+    let found = trainer.ask("scrub", &[]);
+    assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+    let words = "all of 2 versions that hosts hold are what was published\n";
+    assert_eq!(text(&found.stdout), words);
+
+    // Of what the second version is, as whoever reads that of the relay knows.
+    let version = trainer.send_with(|bias| bias.fill(7.25));
+    damage(relay.child.id(), &[7.25; 1 << 10]);
+    let found = trainer.ask("scrub", &["--json"]);
+    assert_eq!(found.status.code(), Some(1), "{}", text(&found.stdout));
+    let scrub: Value = serde_json::from_slice(&found.stdout).expect("JSON");
+    assert_eq!(scrub["others"].as_array().map(Vec::len), Some(1), "{scrub}");
+    let check = &scrub["others"][0];
+    assert_eq!(check["pid"], relay.child.id());
+    assert_eq!(check["version"], version);
+    assert_eq!(check["workers"], serde_json::json!([3]));
+    let differs = &check["verdict"]["differs"];
+    assert!(differs["expected"].is_string() && differs["expected"] != differs["got"]);
+
+    // It is not held any more, and what changes from here on is not made from it.
+    let dropped = |status: &Value| status["relays"][0]["holds"] == serde_json::json!([]);
+    trainer.until_status(dropped);
+    trainer.send_with(|bias| bias[5] = 1.5);
+    let found = trainer.ask("scrub", &[]);
+    assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+    drop(trainer);
+    relay.signal(Signal::INT);
+    relay.end();
+    worker.join().expect("no panic");
+}
+
+#[test]
+fn every_64th_version_is_compared_by_itself() {
+    let mut trainer = Trainer::start();
+    let mut relay = Running::start(trainer.relay());
+    relay.line_with("joined");
+    let worker = trainer.worker(3);
+    // One float in a page that does not change.
+    trainer.send_with(|bias| bias[100] = 7.25);
+    let mut version = trainer.send();
+    while version < 62 {
+        version = trainer.send_with(|bias| bias[0] += 1.0);
+    }
+    let all = trainer
+        .weights
+        .slice::<f32>("bias")
+        .expect("it is there")
+        .to_vec();
+    damage(relay.child.id(), &all);
+    // What is damaged is what the next is made from.
+    for _ in 63..=64 {
+        version = trainer.send_with(|bias| bias[0] += 1.0);
+    }
+    assert_eq!(version, 64);
+    trainer.until_status(|status| status["relays"][0]["holds"] == serde_json::json!([]));
+    trainer.send();
+    let found = trainer.ask("scrub", &[]);
+    assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+    drop(trainer);
+    relay.signal(Signal::INT);
+    relay.end();
+    worker.join().expect("no panic");
+}
+
+/// Changes the last of these numbers wherever a process has all of them in memory that it
+/// shares.
+fn damage(pid: u32, numbers: &[f32]) {
+    use std::os::unix::fs::FileExt;
+    let wanted: Vec<u8> = numbers
+        .iter()
+        .flat_map(|number| number.to_le_bytes())
+        .collect();
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).expect("it is our child");
+    let memory = format!("/proc/{pid}/mem");
+    let memory = fs::File::options().read(true).write(true).open(memory);
+    let memory = memory.expect("it is our child");
+    let mut damaged = 0;
+    for line in maps.lines().filter(|line| line.contains(" rw-s ")) {
+        let (range, _) = line.split_once(' ').expect("an address comes first");
+        let (start, end) = range.split_once('-').expect("two addresses");
+        let address = |text| u64::from_str_radix(text, 16).expect("an address");
+        let start = address(start);
+        let mut bytes = vec![0; (address(end) - start) as usize];
+        if memory.read_exact_at(&mut bytes, start).is_err() {
+            continue;
+        }
+        let mut from = 0;
+        while let Some(at) = bytes[from..]
+            .windows(wanted.len())
+            .position(|one| one == wanted)
+        {
+            let last = (from + at + wanted.len() - 4) as u64;
+            memory
+                .write_all_at(&(-1.0_f32).to_le_bytes(), start + last)
+                .expect("it is mapped");
+            from += at + wanted.len();
+            damaged += 1;
+        }
+    }
+    assert!(damaged > 0, "nowhere in {maps}");
+}
+
+#[test]
 fn whoever_has_another_token_or_none_is_told_so() {
     let trainer = Trainer::start();
     let other = trainer.file("other", "another token than the one it has");
@@ -150,6 +259,7 @@ impl Trainer {
             .expect("a tensor");
         let scheme = Distributed::new()
             .share(Share::Relay)
+            .deltas(Deltas::Always)
             .token(Token::from_file(&token).expect("it was written"));
         let setup = SenderSetup::new("policy", &weights).expect("a model");
         let setup = setup.scheme(scheme).expect("a place");
@@ -183,6 +293,12 @@ impl Trainer {
         })
     }
 
+    /// The same, of weights that are changed first.
+    fn send_with(&mut self, change: impl FnOnce(&mut [f32])) -> u64 {
+        change(self.weights.slice_mut::<f32>("bias").expect("it is there"));
+        self.send()
+    }
+
     /// The version that everybody has then.
     fn send(&mut self) -> u64 {
         let sender = self.sender.as_mut().expect("it is there");
@@ -198,7 +314,11 @@ impl Trainer {
     }
 
     fn status(&self, arguments: &[&str]) -> Output {
-        let mut status = weightsync(&["status", &self.address]);
+        self.ask("status", arguments)
+    }
+
+    fn ask(&self, command: &str, arguments: &[&str]) -> Output {
+        let mut status = weightsync(&[command, &self.address]);
         status.args(arguments).arg("--token-file").arg(&self.token);
         status.output().expect("it starts")
     }

@@ -10,6 +10,7 @@
 //! | send to workers of other hosts | [`Distributed`] |
 //! | know who may connect, and where one may listen | [`access`] |
 //! | see how things are | [`status`] |
+//! | have what is held compared with what was published | [`scrub`] |
 //! | say hello, frame, and speak | [`wire`] |
 //!
 //! `docs/protocol.md` specifies what is on the wire.
@@ -27,6 +28,7 @@ mod receiver;
 mod relay;
 mod root;
 mod scheme;
+pub mod scrub;
 #[cfg(test)]
 mod simulation;
 pub mod status;

@@ -4,6 +4,7 @@ use std::io::{self, Read};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use weightsync::Result;
 
@@ -13,6 +14,12 @@ use crate::relay::unreachable;
 use crate::wire::frame::{HEADER_BYTES, Header, Kind};
 use crate::wire::hello::Role;
 use crate::wire::message::{self, MAX_JSON, Message};
+
+/// What somebody who waits for an answer hears until it is there.
+pub(crate) const NOT_YET: &str = "{}";
+
+/// The most hosts that are listed in an answer of a bounded length.
+pub(crate) const MAX_LISTED: usize = 500;
 
 /// A sender and everybody it reaches, at one moment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -120,29 +127,7 @@ impl Status {
     /// [`NetError`](crate::NetError), as an
     /// [`Error::Transport`](weightsync::Error::Transport).
     pub fn ask(address: &str, secret: &[u8; 16], patience: Duration) -> Result<Self> {
-        let mut last = unreachable(address, &io::ErrorKind::NotFound.into());
-        let failed = |error: io::Error| unreachable(address, &error);
-        for one in address.to_socket_addrs().map_err(failed)? {
-            match Self::ask_at(one, secret, patience) {
-                Ok(status) => return Ok(status),
-                Err(error) => last = unreachable(address, &error),
-            }
-        }
-        Err(last)
-    }
-
-    fn ask_at(address: SocketAddr, secret: &[u8; 16], patience: Duration) -> io::Result<Self> {
-        let key = Key::new(secret);
-        let mut socket = blocking::dial(address, &key, Role::Status, patience)?;
-        let mut header = [0; HEADER_BYTES];
-        socket.read_exact(&mut header)?;
-        let header = Header::decode(&header, &[Kind::Control]).map_err(io::Error::other)?;
-        let mut payload = vec![0; header.len];
-        socket.read_exact(&mut payload)?;
-        header.check(&payload).map_err(io::Error::other)?;
-        let message::Status { json } =
-            message::Status::decode(&payload).map_err(io::Error::other)?;
-        serde_json::from_str(&json).map_err(io::Error::other)
+        ask(address, secret, Role::Status, patience)
     }
 
     /// As JSON; without those for whom there is no room, who are counted.
@@ -199,6 +184,47 @@ impl Status {
             }
         }
         json(&short)
+    }
+}
+
+/// Asks the sender for what this role gets.
+pub(crate) fn ask<T: DeserializeOwned>(
+    address: &str,
+    secret: &[u8; 16],
+    role: Role,
+    patience: Duration,
+) -> Result<T> {
+    let mut last = unreachable(address, &io::ErrorKind::NotFound.into());
+    let failed = |error: io::Error| unreachable(address, &error);
+    for one in address.to_socket_addrs().map_err(failed)? {
+        match ask_at(one, secret, role, patience) {
+            Ok(answer) => return Ok(answer),
+            Err(error) => last = unreachable(address, &error),
+        }
+    }
+    Err(last)
+}
+
+fn ask_at<T: DeserializeOwned>(
+    address: SocketAddr,
+    secret: &[u8; 16],
+    role: Role,
+    patience: Duration,
+) -> io::Result<T> {
+    let key = Key::new(secret);
+    let mut socket = blocking::dial(address, &key, role, patience)?;
+    loop {
+        let mut header = [0; HEADER_BYTES];
+        socket.read_exact(&mut header)?;
+        let header = Header::decode(&header, &[Kind::Control]).map_err(io::Error::other)?;
+        let mut payload = vec![0; header.len];
+        socket.read_exact(&mut payload)?;
+        header.check(&payload).map_err(io::Error::other)?;
+        let message::Status { json } =
+            message::Status::decode(&payload).map_err(io::Error::other)?;
+        if json != NOT_YET {
+            return serde_json::from_str(&json).map_err(io::Error::other);
+        }
     }
 }
 

@@ -1,15 +1,17 @@
-//! `weightsync relay` and `weightsync status`: the network as a person meets it.
+//! `weightsync relay`, `status` and `scrub`: the network as a person meets it.
 
 mod relay;
+mod scrub;
 mod status;
 
-use std::{error::Error, path::PathBuf};
+use std::{error::Error, net::ToSocketAddrs, path::PathBuf, time::Duration};
 
 use weightsync::InitInfo;
 use weightsync_net::Token;
 
 pub use relay::{Args as RelayArgs, run as relay};
-pub use status::{Args as StatusArgs, run as status};
+pub use scrub::{TROUBLE, run as scrub};
+pub use status::run as status;
 
 /// What lets one in.
 #[derive(clap::Args)]
@@ -21,6 +23,48 @@ pub struct Key {
     /// File with the sender's init info as JSON, in place of an address and a token
     #[arg(long, value_name = "FILE")]
     info: Option<PathBuf>,
+}
+
+/// A sender that is asked for something.
+#[derive(clap::Args)]
+pub struct Asked {
+    /// The sender, as HOST:PORT
+    #[arg(value_name = "HOST:PORT", required_unless_present = "info")]
+    sender: Option<String>,
+    #[command(flatten)]
+    key: Key,
+    /// As JSON
+    #[arg(long)]
+    json: bool,
+    /// Use links that leave this machine, although they are not encrypted
+    #[arg(long)]
+    insecure_plaintext: bool,
+    /// Seconds of silence until it is given up
+    #[arg(long, default_value_t = 5)]
+    timeout: u64,
+}
+
+impl Asked {
+    /// Where it is, and its secret.
+    fn way(&self) -> Result<(String, [u8; 16]), Box<dyn Error>> {
+        let (address, secret) = match self.key.way()? {
+            Way::Token(token) => (address(self.sender.as_deref())?, token.secret()),
+            Way::Info(info) => {
+                let at = info.endpoint();
+                (at.address().to_owned(), *at.secret())
+            }
+        };
+        let mut access = weightsync_net::Access::with_token(None)?;
+        access.insecure_plaintext |= self.insecure_plaintext;
+        for one in address.to_socket_addrs().into_iter().flatten() {
+            access.may_dial_with_secret(one)?;
+        }
+        Ok((address, secret))
+    }
+
+    fn patience(&self) -> Duration {
+        Duration::from_secs(self.timeout.max(1))
+    }
 }
 
 /// Where the sender is, and what lets one in there.

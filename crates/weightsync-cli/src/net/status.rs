@@ -1,48 +1,17 @@
 //! `weightsync status`: the sender, every relay and every worker, as a tree.
 
 use std::collections::BTreeMap;
-use std::{error::Error, fmt::Write, process::ExitCode, time::Duration};
+use std::{error::Error, fmt::Write, process::ExitCode};
 
 use weightsync_net::status::{LeftOut, Relay, Status, Worker};
 
-use super::{Key, Way, address};
+use super::Asked;
 use crate::words::{bytes, counted, shown};
 
-/// What `status` is asked for.
-#[derive(clap::Args)]
-pub struct Args {
-    /// The sender, as HOST:PORT
-    #[arg(value_name = "HOST:PORT", required_unless_present = "info")]
-    sender: Option<String>,
-    #[command(flatten)]
-    key: Key,
-    /// As JSON
-    #[arg(long)]
-    json: bool,
-    /// Use links that leave this machine, although they are not encrypted
-    #[arg(long)]
-    insecure_plaintext: bool,
-    /// Seconds until it is given up
-    #[arg(long, default_value_t = 5)]
-    timeout: u64,
-}
-
 /// Asks, and shows the answer.
-pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
-    let (address, secret) = match args.key.way()? {
-        Way::Token(token) => (address(args.sender.as_deref())?, token.secret()),
-        Way::Info(info) => {
-            let at = info.endpoint();
-            (at.address().to_owned(), *at.secret())
-        }
-    };
-    let mut access = weightsync_net::Access::with_token(None)?;
-    access.insecure_plaintext |= args.insecure_plaintext;
-    use std::net::ToSocketAddrs;
-    for one in address.to_socket_addrs().into_iter().flatten() {
-        access.may_dial_with_secret(one)?;
-    }
-    let status = Status::ask(&address, &secret, Duration::from_secs(args.timeout.max(1)))?;
+pub fn run(args: &Asked) -> Result<ExitCode, Box<dyn Error>> {
+    let (address, secret) = args.way()?;
+    let status = Status::ask(&address, &secret, args.patience())?;
     match args.json {
         true => println!("{}", serde_json::to_string_pretty(&status)?),
         false => print!("{}", text(&status)),

@@ -4,15 +4,17 @@ mod asks;
 mod hear;
 mod perform;
 mod reconnect;
+mod scrub;
 mod words;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
+use weightsync_core::digest::Digest;
 use weightsync_core::{Run, WorkerId};
 use weightsync_mem::protocol::MAX_SLOTS;
 use weightsync_mem::{
@@ -60,6 +62,8 @@ pub(crate) enum Event {
     Fetched(Fetched),
     /// Something was served from here.
     Served(Served),
+    /// The digest of a version was made, or that was given up.
+    Scrubbed { item: Item, digest: Option<Digest> },
     /// It is to leave.
     Stop,
 }
@@ -92,6 +96,8 @@ pub(crate) struct Engine {
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
+    /// What digests are to be made of; of the first it is under way.
+    scrubs: VecDeque<Item>,
     /// When it is looked whether there is room, if there was none.
     room: Instant,
     /// When the sender is told what has come of it.
@@ -215,6 +221,7 @@ impl Engine {
             whole: BTreeMap::new(),
             fetching: BTreeMap::new(),
             fetches: 0,
+            scrubs: VecDeque::new(),
             room: Instant::now(),
             measures: Instant::now(),
             failures: 0,
@@ -283,6 +290,7 @@ impl Engine {
                 Event::Near(events) => self.near(events),
                 Event::Fetched(fetched) => self.fetched(fetched),
                 Event::Served(served) => self.served(served),
+                Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
             }
         };
         self.end(ending, heard).await

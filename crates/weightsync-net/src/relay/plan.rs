@@ -67,6 +67,8 @@ pub enum Input {
     MayHaveRoom,
     /// There was no room to fetch into.
     NoRoom { item: Item },
+    /// What is here of a model is not what was published.
+    Spoiled { model: usize },
     /// A relay below wants it.
     Wanted { item: Item },
     /// A relay below wants it no more.
@@ -236,6 +238,7 @@ impl Plan {
                 self.fetching.remove(&item);
                 self.full = true;
             }
+            Input::Spoiled { model } => self.start_anew(model, effects),
             Input::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
             Input::Unwanted { item } => {
                 // Not taken for one that came to want it after that.
@@ -398,6 +401,23 @@ impl Plan {
             coming.chain(&worker.told).chain(&worker.answered)
         });
         items.chain(self.wanted.keys()).copied().collect()
+    }
+
+    /// Lets go of all there is of a model: what came after a version may be made from it.
+    /// Whoever is to be told of it from here on waits until it has come anew; the lanes of
+    /// those who were told stay where they are.
+    fn start_anew(&mut self, model: usize, effects: &mut Vec<Effect>) {
+        for item in self.items.extract_if(.., |item, _| item.model == model) {
+            let (item, _) = item;
+            if self.fetching.remove(&item) {
+                effects.push(Effect::Stop { item });
+            }
+            effects.push(Effect::Release { item });
+        }
+        for worker in self.workers.values_mut() {
+            worker.told.retain(|item| item.model != model);
+            worker.answered.retain(|item| item.model != model);
+        }
     }
 
     /// Nobody has this version any more: who waits for it waits for what comes

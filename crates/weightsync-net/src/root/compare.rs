@@ -76,7 +76,8 @@ impl Staging for Compared<'_> {
 impl Comparing {
     /// A version that what comes next is compared with, if it is there.
     pub(super) fn base(&self, model: usize, version: Version) -> Option<Snapshot> {
-        if version.is_none() || self.deltas == Deltas::Never {
+        let spoiled = self.store.deltas().is_spoiled(Item { model, version });
+        if version.is_none() || spoiled || self.deltas == Deltas::Never {
             return None;
         }
         self.guests.snapshot(model, version).ok().flatten()

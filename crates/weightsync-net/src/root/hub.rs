@@ -5,6 +5,7 @@
 //! any agent.
 
 mod holdings;
+mod scrubbing;
 mod status;
 mod workers;
 
@@ -24,11 +25,13 @@ use weightsync_mem::{GuestOptions, Guests, Models};
 
 use self::holdings::Holdings;
 use self::workers::{Asks, Worker};
+use super::scrub::{Published, Round, Scrubs};
 use super::seats::{Parted, Parting, Process, Seats, Waiter};
 use super::topology::{AgentId, Assigned, Place, Topology};
-use crate::bulk::Store;
+use crate::bulk::{Store, Threads};
 use crate::link::causes::{self, Causes};
 use crate::link::{Link, LinkEnd};
+use crate::relay::Item;
 use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
 
 /// How long a sender that shuts down goes on serving what it has announced.
@@ -48,6 +51,13 @@ pub(crate) enum Event {
     },
     /// Somebody asks how things are.
     Status(oneshot::Sender<String>),
+    /// Somebody has all that is held compared with what was published.
+    Scrub(oneshot::Sender<String>),
+    /// What was published of a version, for that; nothing if it is there no more.
+    Published {
+        item: Item,
+        published: Option<Published>,
+    },
     /// The sender shuts down.
     Stop,
 }
@@ -90,6 +100,10 @@ pub(crate) struct Settings {
     /// How fast the slowest link is by which it goes out, in bytes a second; 0 before
     /// that is known.
     pub(crate) rate: Arc<AtomicU64>,
+    /// What else works for it.
+    pub(crate) threads: Arc<Threads>,
+    /// Whether anchors are compared: versions may be made from others.
+    pub(crate) anchors: bool,
 }
 
 pub(crate) struct Hub {
@@ -105,6 +119,9 @@ pub(crate) struct Hub {
     /// Links of agents that were turned away, until that is said.
     ending: JoinSet<()>,
     causes: Causes,
+    scrubs: Scrubs,
+    /// Who waits for comparisons.
+    rounds: Vec<Round<oneshot::Sender<String>>>,
     seats: Seats<Worker, Asks>,
     since: Instant,
 }
@@ -145,6 +162,8 @@ impl Hub {
             last_agent: 0,
             ending: JoinSet::new(),
             causes: Causes::default(),
+            scrubs: Scrubs::default(),
+            rounds: Vec::new(),
             seats: Seats::new(),
             since: Instant::now(),
         }
@@ -220,6 +239,8 @@ impl Hub {
                 // Who asked may have gone.
                 let _ = answer.send(self.status());
             }
+            Event::Scrub(answer) => self.scrub(answer),
+            Event::Published { item, published } => self.published(item, published),
             Event::Stop => {}
         }
     }
@@ -337,10 +358,12 @@ impl Hub {
             }
             ToRoot::Holds { have, dropped } => {
                 if let Some(known) = &mut known.known
-                    && !known.holds.change(have, dropped)
+                    && !known.holds.change(have.clone(), dropped)
                 {
                     self.drop_agent(agent, TOO_MUCH);
+                    return;
                 }
+                self.came(agent, &have);
             }
             ToRoot::Received {
                 parent,
@@ -363,6 +386,17 @@ impl Hub {
             ToRoot::Missing { .. } => {}
             ToRoot::Ping => self.is_there(agent),
             ToRoot::Goodbye => known.leaves = true,
+            ToRoot::Scrubbed {
+                model,
+                version,
+                digest,
+            } => {
+                let item = Item {
+                    model: model.into(),
+                    version,
+                };
+                self.scrubbed(agent, item, digest);
+            }
         }
     }
 
@@ -442,6 +476,9 @@ impl Hub {
 
     /// An agent is gone.
     fn part(&mut self, agent: AgentId, how: Parting, why: &str) -> Option<Agent> {
+        // As long as it is known who it was.
+        let checked = self.scrubs.gone(agent);
+        self.checked(&checked);
         let gone = self.agents.remove(&agent)?;
         self.count.store(self.agents.len(), Ordering::Relaxed);
         let how = if gone.leaves { Parting::Left } else { how };

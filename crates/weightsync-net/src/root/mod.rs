@@ -3,6 +3,7 @@
 
 mod compare;
 mod hub;
+mod scrub;
 pub(crate) mod seats;
 pub(crate) mod topology;
 
@@ -10,6 +11,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use weightsync::transport::{
@@ -25,7 +27,8 @@ use crate::bulk::{Find, Served, Serving, Store, Threads};
 use crate::link;
 use crate::link::listen::accept_all;
 use crate::relay::{Item, runtime};
-use crate::scheme::Distributed;
+use crate::scheme::{Deltas, Distributed};
+use crate::status::NOT_YET;
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, Message, Status, model_messages};
 
@@ -34,6 +37,9 @@ const MAX_AGENTS: usize = 16_384;
 
 /// How many are told at once how things are; others wait for their turn.
 const ASKING: usize = 64;
+
+/// How often whoever waits for an answer hears that there will be one.
+const NOT_YET_EVERY: Duration = Duration::from_secs(1);
 
 /// How many events may wait for the hub.
 const EVENTS: usize = 1024;
@@ -166,6 +172,8 @@ impl Server {
             served: Arc::default(),
             store: store.clone(),
             rate: Arc::default(),
+            threads: children.clone(),
+            anchors: scheme.deltas != Deltas::Never,
         };
         let comparing = Comparing {
             guests: guests.clone(),
@@ -284,22 +292,24 @@ impl Listening {
                 });
             }
             Role::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
-            Role::Status => {
-                drop(tokio::spawn(answer_status(
-                    socket,
-                    events.clone(),
-                    asking.clone(),
-                )));
+            Role::Status | Role::Scrub => {
+                let event = match role {
+                    Role::Scrub => Event::Scrub,
+                    _ => Event::Status,
+                };
+                let (events, asking) = (events.clone(), asking.clone());
+                drop(tokio::spawn(answer(socket, event, events, asking)));
             }
         };
         accept_all(listener, key, busy, take).await;
     }
 }
 
-/// Says how things are, and hangs up. Who has had no turn for long is hung up on without
-/// that: it asks again.
-async fn answer_status(
-    socket: tokio::net::TcpStream,
+/// Says what was asked for by this event, and hangs up. Who has had no turn for long is hung
+/// up on without that: it asks again.
+async fn answer(
+    mut socket: tokio::net::TcpStream,
+    event: impl FnOnce(oneshot::Sender<String>) -> Event,
     events: mpsc::Sender<Event>,
     asking: Arc<Semaphore>,
 ) {
@@ -307,20 +317,31 @@ async fn answer_status(
     let Ok(Ok(_turn)) = tokio::time::timeout(link::HANDSHAKE, asking.acquire()).await else {
         return;
     };
-    let (answer, answered) = oneshot::channel();
-    if events.send(Event::Status(answer)).await.is_err() {
+    let (answer, mut answered) = oneshot::channel();
+    if events.send(event(answer)).await.is_err() {
         return;
     }
-    let Ok(json) = answered.await else {
-        return;
-    };
-    if let Ok(frame) = (Status { json }).frame() {
-        let mut socket = socket;
+    loop {
+        let known = tokio::time::timeout(NOT_YET_EVERY, &mut answered).await;
+        let (json, last) = match known {
+            Ok(Ok(json)) => (json, true),
+            Ok(Err(_)) => return,
+            Err(_) => (NOT_YET.to_owned(), false),
+        };
+        let Ok(frame) = (Status { json }).frame() else {
+            return;
+        };
         let write = async {
             socket.write_all(&frame).await?;
-            socket.shutdown().await
+            match last {
+                true => socket.shutdown().await,
+                false => Ok(()),
+            }
         };
-        let _ = tokio::time::timeout(link::HANDSHAKE, write).await;
+        let written = tokio::time::timeout(link::HANDSHAKE, write).await;
+        if last || !matches!(written, Ok(Ok(()))) {
+            return;
+        }
     }
 }
 

@@ -108,6 +108,8 @@ pub enum Role {
     Bulk,
     /// Somebody asks how things are.
     Status,
+    /// Somebody has all that is held compared with what was published.
+    Scrub,
 }
 
 impl Role {
@@ -117,12 +119,13 @@ impl Role {
             Self::Control => 1,
             Self::Bulk => 2,
             Self::Status => 3,
+            Self::Scrub => 4,
         }
     }
 
     /// The role of a byte on the wire.
     pub fn from_code(code: u8) -> Option<Self> {
-        [Self::Control, Self::Bulk, Self::Status]
+        [Self::Control, Self::Bulk, Self::Status, Self::Scrub]
             .into_iter()
             .find(|role| role.code() == code)
     }

@@ -6,7 +6,7 @@
 //! | the sender | an agent | [`FromRoot`] |
 //! | a child | its parent, which has the version it wants | [`ToParent`] |
 //! | a parent | its child | [`ToChild`], and chunks |
-//! | a sender or a relay | who asks how things are | [`Status`] |
+//! | a sender | who asks how things are, or has them compared | [`Status`] |
 //!
 //! On the wire a message is a byte with the format's number, then postcard of types that belong to
 //! this module alone. What is decoded is checked: every number is one that can be, and every list
@@ -148,7 +148,9 @@ pub enum Want {
 }
 
 /// How things are, as JSON. A client of the role [`Status`](super::hello::Role::Status) gets it
-/// once the handshake is done, and says nothing itself.
+/// once the handshake is done, and says nothing itself. So does one of the role
+/// [`Scrub`](super::hello::Role::Scrub), once what is held has been compared; until then it gets an
+/// empty object every while.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
     /// At most [`MAX_JSON`] bytes.

@@ -2,6 +2,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
     ChunkRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
@@ -94,7 +95,7 @@ impl Raw {
 }
 
 pub fn to_root() -> impl Strategy<Value = ToRoot> {
-    (0..13_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
+    (0..14_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
         let (model, version) = (raw.model(), raw.item.version);
         let [instance, question, ..] = raw.n;
         let worker = raw.worker;
@@ -163,13 +164,18 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
             },
             10 => ToRoot::Missing { model, version },
             11 => ToRoot::Ping,
-            _ => ToRoot::Goodbye,
+            12 => ToRoot::Goodbye,
+            _ => ToRoot::Scrubbed {
+                model,
+                version,
+                digest: raw.flag.then_some(Digest([raw.choice; 16])),
+            },
         }
     })
 }
 
 pub fn from_root() -> impl Strategy<Value = FromRoot> {
-    (0..13_u8, raw(), vec(any::<u8>(), 1..300)).prop_map(|(variant, raw, bytes)| {
+    (0..15_u8, raw(), vec(any::<u8>(), 1..300)).prop_map(|(variant, raw, bytes)| {
         let model = raw.model();
         let [instance, sequence, ..] = raw.n;
         let (worker, question) = (raw.worker, raw.n[2]);
@@ -233,7 +239,15 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 address: raw.flag.then(|| format!("x{}", raw.text)),
             },
             11 => FromRoot::Ping,
-            _ => FromRoot::Goodbye,
+            12 => FromRoot::Goodbye,
+            13 => FromRoot::Scrub {
+                model,
+                version: raw.item.version,
+            },
+            _ => FromRoot::Spoiled {
+                model,
+                version: raw.item.version,
+            },
         }
     })
 }

@@ -1,5 +1,6 @@
 //! One value of everything that travels, the same in every run.
 
+use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::Token;
 use weightsync_net::access::Key;
@@ -225,6 +226,14 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
         ),
         ("ping", ToRoot::Ping),
         ("goodbye", ToRoot::Goodbye),
+        (
+            "scrubbed",
+            ToRoot::Scrubbed {
+                model: 1,
+                version: Version(43),
+                digest: Some(Digest(core::array::from_fn(|at| at as u8))),
+            },
+        ),
     ]
 }
 
@@ -322,6 +331,20 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
         ("parent_other", parent(4, Some("[2001:db8::4]:7008"))),
         ("ping", FromRoot::Ping),
         ("goodbye", FromRoot::Goodbye),
+        (
+            "scrub",
+            FromRoot::Scrub {
+                model: 1,
+                version: Version(64),
+            },
+        ),
+        (
+            "spoiled",
+            FromRoot::Spoiled {
+                model: 1,
+                version: Version(64),
+            },
+        ),
     ]
 }
 

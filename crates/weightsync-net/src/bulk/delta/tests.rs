@@ -2,6 +2,7 @@ use weightsync_core::{Dtype, Epoch, Run};
 use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
 use super::*;
+use crate::relay::Item;
 
 const V: [Version; 5] = [Version(0), Version(1), Version(2), Version(3), Version(4)];
 
@@ -101,6 +102,20 @@ fn the_oldest_go_when_there_are_too_many_bytes_but_not_the_newest_of_a_model() {
     assert!(!there(0, 1) && !there(0, 2));
     ring.forget(0);
     assert!(there(1, 1) && !there(0, 3));
+}
+
+#[test]
+fn what_is_spoiled_is_the_base_of_nothing() {
+    let ring = Ring::default();
+    ring.put(0, step(1, 5), 1 << 20);
+    ring.put(1, step(1, 5), 1 << 20);
+    ring.spoil(item(0, V[2]));
+    assert!(ring.is_spoiled(item(0, V[2])) && !ring.is_spoiled(item(0, V[1])));
+    assert!(ring.find(item(0, V[2]), V[1]).is_none());
+    assert!(ring.find(item(1, V[2]), V[1]).is_some(), "another model");
+    // What follows it goes as what changed again.
+    ring.put(0, step(3, 5), 1 << 20);
+    assert!(ring.find(item(0, V[4]), V[3]).is_some());
 }
 
 #[test]

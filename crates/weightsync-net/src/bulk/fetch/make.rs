@@ -43,7 +43,7 @@ impl Shared {
         let mut bytes = vec![0; head.bytes as usize];
         read_exact(socket, &mut bytes)?;
         head.check(&bytes).map_err(invalid)?;
-        let came = (DELTA_HEAD_BYTES + bytes.len()) as u64;
+        let came = (HEADER_BYTES + DELTA_HEAD_BYTES + bytes.len()) as u64;
         self.coded.fetch_add(came, Ordering::Relaxed);
 
         let index = head.index as usize;

@@ -5,7 +5,7 @@ use weightsync_mem::Seated;
 
 use super::{Engine, LINGER, Worker};
 use crate::bulk::Parent;
-use crate::relay::plan::Input;
+use crate::relay::plan::{Input, Item};
 use crate::wire::message::{FromRoot, ToRoot};
 
 impl Engine {
@@ -91,6 +91,14 @@ impl Engine {
                     }),
                 }
             }
+            FromRoot::Scrub { model, version } => self.scrub(Item {
+                model: model.into(),
+                version,
+            }),
+            FromRoot::Spoiled { model, version } => self.spoiled(Item {
+                model: model.into(),
+                version,
+            }),
             FromRoot::Goodbye => self.closes = Some(Instant::now() + LINGER),
             // They are of the way in.
             FromRoot::Welcome { .. }

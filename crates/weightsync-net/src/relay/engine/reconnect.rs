@@ -71,6 +71,7 @@ impl Engine {
             Event::Near(events) => self.near(events),
             Event::Fetched(fetched) => self.fetched(fetched),
             Event::Served(served) => self.served(served),
+            Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
             // By a link that has ended.
             Event::Root { .. } | Event::Stop => {}
         }

@@ -364,6 +364,25 @@ fn without_room_it_waits_until_there_may_be_some() {
 }
 
 #[test]
+fn what_is_spoiled_is_let_go_of_and_comes_anew_for_whoever_needs_it() {
+    play(
+        "join 1 newest, join 2 newest, parent >
+         tell 1 #1 a1+b1             > fetch a1, fetch b1
+         whole a1, whole b1          > tell 1 #1 a1+b1
+         tell 1 #2 a2+b1             > fetch a2
+         spoiled a                   > release a1, stop a2, release a2, fetch a2
+         tell 2 #1 a1+b1             > fetch a1
+         whole a1                    > tell 2 #1 a1+b1
+         whole a2                    > tell 1 #2 a2+b1
+         want a1                     >
+         spoiled a                   > release a1, release a2, fetch a1
+         whole a1                    >
+         unwant a1                   >
+         spoiled b                   > release b1",
+    );
+}
+
+#[test]
 fn what_is_said_again_after_a_link_broke_is_told_once() {
     play(
         "join 1 newest, join 2 every, parent >

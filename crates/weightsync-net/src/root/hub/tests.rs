@@ -15,7 +15,7 @@ use super::Event;
 use crate::access::Key;
 use crate::link::{self, Link, LinkEnd};
 use crate::relay::{Item, runtime};
-use crate::root::answer_status;
+use crate::root::answer;
 use crate::scheme::Distributed;
 use crate::status::Status;
 use crate::wire::frame::CHUNK;
@@ -373,7 +373,7 @@ fn who_asks_while_many_do_waits_for_its_turn() {
         let address = listener.local_addr().unwrap();
         let mut asks = TcpStream::connect(address).await.unwrap();
         let (socket, _) = listener.accept().await.unwrap();
-        tokio::spawn(answer_status(socket, events, asking));
+        tokio::spawn(answer(socket, Event::Status, events, asking));
         let early = timeout(Duration::from_millis(50), asks.read_u8()).await;
         assert!(early.is_err(), "it is not hung up on: {early:?}");
         drop(others);

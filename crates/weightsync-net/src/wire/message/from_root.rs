@@ -115,6 +115,21 @@ pub enum FromRoot {
     Ping,
     /// It goes, in order.
     Goodbye,
+    /// It is to make the digest of a version that it has: [`ToRoot::Scrubbed`].
+    Scrub {
+        /// Of which model.
+        model: u8,
+        /// The version.
+        version: Version,
+    },
+    /// What it has of a version is not what was published: it is to make nothing from that, and
+    /// to pass nothing of it on.
+    Spoiled {
+        /// Of which model.
+        model: u8,
+        /// The version.
+        version: Version,
+    },
 }
 
 /// What an agent that was turned away is to make of it.
@@ -184,6 +199,9 @@ impl FromRoot {
                 check_model(*model)?;
                 within("versions that there are", known.len(), MAX_KNOWN)?;
                 known.iter().try_for_each(|version| check_version(*version))
+            }
+            &Self::Scrub { model, version } | &Self::Spoiled { model, version } => {
+                check_item(model, version)
             }
             Self::Parent { address, .. } => address.as_deref().map_or(Ok(()), check_address),
             Self::Refused { .. }

@@ -2,6 +2,7 @@
 
 mod wire;
 
+use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use super::*;
@@ -128,6 +129,15 @@ pub enum ToRoot {
     Ping,
     /// It goes, in order.
     Goodbye,
+    /// The answer to a [`FromRoot::Scrub`].
+    Scrubbed {
+        /// Of which model.
+        model: u8,
+        /// The version.
+        version: Version,
+        /// The digest of the bytes it has; `None` if it has not that version any more.
+        digest: Option<Digest>,
+    },
 }
 
 /// How far a worker has come. Sequences are those of [`FromRoot::Tell`] and [`FromRoot::Answer`].
@@ -208,9 +218,9 @@ impl ToRoot {
                 check_items("versions an agent has", have, MAX_HELD)?;
                 check_items("versions an agent has dropped", dropped, MAX_HELD)
             }
-            &Self::Received { model, version, .. } | &Self::Missing { model, version } => {
-                check_item(model, version)
-            }
+            &Self::Received { model, version, .. }
+            | &Self::Missing { model, version }
+            | &Self::Scrubbed { model, version, .. } => check_item(model, version),
             Self::Gone { .. }
             | Self::Unusable { .. }
             | Self::Withdraw { .. }

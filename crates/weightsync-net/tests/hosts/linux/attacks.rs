@@ -139,7 +139,12 @@ fn replays(root: &str, dice: &mut Dice) -> Outcome {
 }
 
 fn bad_frames(root: &str, dice: &mut Dice) -> Outcome {
-    for role in [LinkRole::Control, LinkRole::Bulk, LinkRole::Status] {
+    for role in [
+        LinkRole::Control,
+        LinkRole::Bulk,
+        LinkRole::Status,
+        LinkRole::Scrub,
+    ] {
         let kind = match role {
             LinkRole::Bulk => Kind::Bulk,
             _ => Kind::Control,

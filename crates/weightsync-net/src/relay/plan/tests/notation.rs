@@ -56,6 +56,9 @@ fn input(text: &str) -> Input {
         ["parent"] => Input::Parent,
         ["no-parent"] => Input::NoParent,
         ["room"] => Input::MayHaveRoom,
+        ["spoiled", name] => Input::Spoiled {
+            model: item(&format!("{name}0")).model,
+        },
         [word, name] => {
             let item = item(name);
             match word {

@@ -62,6 +62,8 @@ struct World {
     from_sender: BTreeSet<Item>,
     whole: BTreeSet<Item>,
     full: bool,
+    /// The model that is spoiled just now.
+    spoiled: Option<usize>,
     /// What each relay below wants.
     wanted: Vec<Item>,
     /// Those of them that were refused: they are about to say that they want it no
@@ -109,6 +111,16 @@ impl World {
                 inputs.extend([Input::NoParent, Input::Parent]);
             }
             Op::Ends { end, which } => self.end(end, which, &mut inputs),
+            Op::Spoil { model } => {
+                // What is let go of is done so even if it is needed: it comes anew.
+                for known in self.workers.values_mut() {
+                    known.told.1.retain(|item| item.model != model);
+                    known.answered.retain(|item| item.model != model);
+                }
+                self.spoiled = Some(model);
+                self.step(vec![Input::Spoiled { model }]);
+                self.spoiled = None;
+            }
             Op::Room => {
                 self.full = false;
                 inputs.push(Input::MayHaveRoom);
@@ -309,7 +321,11 @@ impl World {
                 assert!(stopped.is_some(), "{item:?} is not on its way");
             }
             Effect::Release { item } => {
-                assert!(!self.needed().contains(&item), "{item:?} is needed");
+                let spoiled = self.spoiled == Some(item.model);
+                assert!(
+                    spoiled || !self.needed().contains(&item),
+                    "{item:?} is needed"
+                );
                 assert!(!self.fetching.contains_key(&item));
                 self.whole.remove(&item);
                 self.from_sender.remove(&item);

@@ -66,6 +66,14 @@ enum Wire<'a> {
     },
     Ping,
     Goodbye,
+    Scrub {
+        model: u8,
+        version: u64,
+    },
+    Spoiled {
+        model: u8,
+        version: u64,
+    },
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -177,6 +185,14 @@ impl FromRoot {
             },
             Self::Ping => Wire::Ping,
             Self::Goodbye => Wire::Goodbye,
+            Self::Scrub { model, version } => Wire::Scrub {
+                model,
+                version: version.0,
+            },
+            Self::Spoiled { model, version } => Wire::Spoiled {
+                model,
+                version: version.0,
+            },
         }
     }
 
@@ -270,6 +286,14 @@ impl FromRoot {
             },
             Wire::Ping => Self::Ping,
             Wire::Goodbye => Self::Goodbye,
+            Wire::Scrub { model, version } => Self::Scrub {
+                model,
+                version: Version(version),
+            },
+            Wire::Spoiled { model, version } => Self::Spoiled {
+                model,
+                version: Version(version),
+            },
         })
     }
 }

@@ -72,6 +72,11 @@ enum Wire<'a> {
     },
     Ping,
     Goodbye,
+    Scrubbed {
+        model: u8,
+        version: u64,
+        digest: Option<[u8; 16]>,
+    },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -206,6 +211,15 @@ impl ToRoot {
             },
             Self::Ping => Wire::Ping,
             Self::Goodbye => Wire::Goodbye,
+            Self::Scrubbed {
+                model,
+                version,
+                digest,
+            } => Wire::Scrubbed {
+                model,
+                version: version.0,
+                digest: digest.map(|digest| digest.0),
+            },
         }
     }
 
@@ -313,6 +327,15 @@ impl ToRoot {
             },
             Wire::Ping => Self::Ping,
             Wire::Goodbye => Self::Goodbye,
+            Wire::Scrubbed {
+                model,
+                version,
+                digest,
+            } => Self::Scrubbed {
+                model,
+                version: Version(version),
+                digest: digest.map(Digest),
+            },
         })
     }
 }

@@ -39,6 +39,9 @@ pub(super) enum Op {
         which: usize,
     },
     Room,
+    Spoil {
+        model: usize,
+    },
     Want {
         model: usize,
         back: u64,
@@ -82,6 +85,7 @@ pub(super) fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Reassigned),
         10 => (end, 0..8usize).prop_map(|(end, which)| Op::Ends { end, which }),
         2 => Just(Op::Room),
+        1 => (0..MODELS).prop_map(|model| Op::Spoil { model }),
         2 => (0..MODELS, 0..4u64).prop_map(|(model, back)| Op::Want { model, back }),
         2 => (0..8usize).prop_map(|which| Op::Unwant { which }),
     ]

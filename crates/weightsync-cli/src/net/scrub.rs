@@ -1,0 +1,138 @@
+//! `weightsync scrub`: whether what everybody holds is what was published.
+
+use std::{error::Error, fmt::Write, process::ExitCode};
+
+use weightsync_net::scrub::{Check, Scrub, Verdict};
+
+use super::Asked;
+use crate::words::{counted, shown};
+
+/// The exit code where not everything could be compared.
+pub const TROUBLE: u8 = 2;
+
+/// Asks, and shows the answer.
+pub fn run(args: &Asked) -> Result<ExitCode, Box<dyn Error>> {
+    let (address, secret) = args.way()?;
+    let scrub = Scrub::ask(&address, &secret, args.patience())?;
+    match args.json {
+        true => println!("{}", serde_json::to_string_pretty(&scrub)?),
+        false => print!("{}", text(&scrub)),
+    }
+    Ok(match (scrub.differing().next(), &scrub.others[..]) {
+        (Some(_), _) => ExitCode::FAILURE,
+        (None, []) => ExitCode::SUCCESS,
+        (None, _) => ExitCode::from(TROUBLE),
+    })
+}
+
+/// What was found, for people to read.
+fn text(scrub: &Scrub) -> String {
+    let mut text = String::new();
+    for check in &scrub.others {
+        let model = scrub.models.get(usize::from(check.model));
+        let model = shown(model.map_or("?", String::as_str));
+        let of = format!("{model} v{}", check.version);
+        let what = match &check.verdict {
+            Verdict::Differs { expected, got } => format!(
+                "{of} is not what was published: its digest is {}, and {} belongs there{}",
+                shown(got),
+                shown(expected),
+                consequence(check),
+            ),
+            Verdict::Replaced => format!("{of} was replaced before it could be compared"),
+            Verdict::Gone => format!("gone before it could be asked for {of}"),
+            other => format!("{of}: {other:?}"),
+        };
+        let _ = writeln!(text, "{}: {what}", who(check));
+    }
+    if scrub.left_out > 0 {
+        let _ = writeln!(
+            text,
+            "{} more, for which the answer has no room",
+            scrub.left_out
+        );
+    }
+    let same = counted(scrub.same, "version");
+    let all = if scrub.others.is_empty() {
+        "all of "
+    } else {
+        ""
+    };
+    let verb = if scrub.same == 1 { "is" } else { "are" };
+    let _ = writeln!(
+        text,
+        "{all}{same} that hosts hold {verb} what was published"
+    );
+    text
+}
+
+fn who(check: &Check) -> String {
+    match check.agent {
+        0 => format!("sender {} (pid {})", shown(&check.address), check.pid),
+        agent => format!(
+            "agent {agent} on {} ({}, pid {})",
+            shown(&check.name),
+            shown(&check.address),
+            check.pid
+        ),
+    }
+}
+
+/// What comes of it that it is not what was published.
+fn consequence(check: &Check) -> String {
+    let workers: Vec<String> = check.workers.iter().map(u32::to_string).collect();
+    let run = match &workers[..] {
+        [] => String::new(),
+        [one] => format!("; worker {one} runs it until then"),
+        many => format!("; workers {} run it until then", many.join(", ")),
+    };
+    format!("; the next version comes whole{run}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(agent: u64, verdict: Verdict) -> Check {
+        Check {
+            agent,
+            name: format!("host-{agent}\u{1b}[2J"),
+            address: "10.0.0.1".into(),
+            pid: 7,
+            model: 0,
+            version: 64,
+            workers: vec![3, 4],
+            verdict,
+        }
+    }
+
+    #[test]
+    fn what_differs_is_named_with_what_comes_of_it() {
+        let scrub = Scrub {
+            run: "epoch 3".into(),
+            models: vec!["policy".into()],
+            same: 1,
+            others: vec![
+                check(
+                    2,
+                    Verdict::Differs {
+                        expected: "aa".into(),
+                        got: "bb".into(),
+                    },
+                ),
+                check(0, Verdict::Replaced),
+                check(3, Verdict::Gone),
+            ],
+            left_out: 1,
+        };
+        let expected = "\
+agent 2 on host-2?[2J (10.0.0.1, pid 7): policy v64 is not what was published: its digest is bb, \
+and aa belongs there; the next version comes whole; workers 3, 4 run it until then
+sender 10.0.0.1 (pid 7): policy v64 was replaced before it could be compared
+agent 3 on host-3?[2J (10.0.0.1, pid 7): gone before it could be asked for policy v64
+1 more, for which the answer has no room
+1 version that hosts hold is what was published
+";
+        assert_eq!(text(&scrub), expected);
+    }
+}

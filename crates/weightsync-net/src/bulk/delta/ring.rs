@@ -1,0 +1,170 @@
+//! The deltas that are kept.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use weightsync::Changes;
+use weightsync_core::Version;
+
+use super::Delta;
+use crate::relay::Item;
+
+/// The deltas of one process: of each model within a bound.
+#[derive(Debug, Default)]
+pub(crate) struct Ring {
+    models: Mutex<BTreeMap<usize, OfModel>>,
+    /// A version is being published.
+    announced: AtomicBool,
+}
+
+/// The deltas of one model, in the order in which they were made.
+#[derive(Debug, Default)]
+struct OfModel {
+    deltas: VecDeque<Arc<Delta>>,
+    /// The most bytes of memory they take.
+    bound: u64,
+    /// A version that is not what was published: nothing is made from it.
+    spoiled: Option<Version>,
+}
+
+impl Ring {
+    /// Whether something is about to be put here: whoever looks for it waits.
+    pub(crate) fn announce(&self, announced: bool) {
+        self.announced.store(announced, Ordering::Release);
+    }
+
+    pub(crate) fn is_announced(&self) -> bool {
+        self.announced.load(Ordering::Acquire)
+    }
+
+    /// What there is of a version is not what was published: nothing is made from it any more.
+    pub(crate) fn spoil(&self, item: Item) {
+        self.forget(item.model);
+        let of = OfModel {
+            spoiled: Some(item.version),
+            ..OfModel::default()
+        };
+        self.models().insert(item.model, of);
+    }
+
+    pub(crate) fn is_spoiled(&self, item: Item) -> bool {
+        let models = self.models();
+        models
+            .get(&item.model)
+            .is_some_and(|of| of.spoiled == Some(item.version))
+    }
+
+    /// Lets go of what there is of a model: what comes next does not follow it.
+    pub(crate) fn forget(&self, model: usize) {
+        self.stop(model);
+        self.models().remove(&model);
+    }
+
+    /// No more of a model's deltas is made: what is not known of them is sent whole.
+    pub(crate) fn stop(&self, model: usize) {
+        for delta in self
+            .models()
+            .get(&model)
+            .into_iter()
+            .flat_map(OfModel::steps)
+        {
+            delta.stopped.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Keeps a delta of a model; the oldest go once all together take more bytes than
+    /// `bound`, but never the newest step.
+    pub(crate) fn put(&self, model: usize, delta: Arc<Delta>, bound: u64) {
+        let mut models = self.models();
+        let of = models.entry(model).or_default();
+        of.bound = bound;
+        of.deltas.push_back(delta);
+        of.trim();
+    }
+
+    /// Has a model's deltas within their bound, once more is known of them.
+    pub(crate) fn trim(&self, model: usize) {
+        if let Some(of) = self.models().get_mut(&model) {
+            of.trim();
+        }
+    }
+
+    /// The one delta that leads from `base` to a version.
+    pub(crate) fn step(&self, item: Item, base: Version) -> Option<Arc<Delta>> {
+        self.models().get(&item.model)?.direct(item.version, base)
+    }
+
+    /// What leads from `base` to a version: one delta, or several that follow each
+    /// other, which are kept as one from here on.
+    pub(crate) fn find(&self, item: Item, base: Version) -> Option<Arc<Delta>> {
+        let mut models = self.models();
+        let of = models.get_mut(&item.model)?;
+        if let Some(direct) = of.direct(item.version, base) {
+            return Some(direct);
+        }
+        let mut parts = Vec::new();
+        let mut at = item.version;
+        while at > base {
+            let before = of
+                .steps()
+                .filter(|delta| delta.version == at && delta.base >= base);
+            let step = before.min_by_key(|delta| delta.base)?;
+            if step.gaps.load(Ordering::Relaxed) {
+                return None;
+            }
+            parts.push(step.clone());
+            at = step.base;
+        }
+        parts.reverse();
+        let folded = Arc::new(Delta::folded(parts)?);
+        of.deltas.push_back(folded.clone());
+        of.trim();
+        Some(folded)
+    }
+
+    /// Whether the newest delta of a model is worth something.
+    pub(crate) fn pays(&self, model: usize) -> bool {
+        let models = self.models();
+        let newest = models.get(&model).and_then(|of| of.steps().next_back());
+        newest.is_some_and(|delta| !delta.gaps.load(Ordering::Relaxed))
+    }
+
+    /// What has changed in a version since the one before it; `None` if that is not known,
+    /// or some of it is sent whole.
+    pub(crate) fn changes(&self, item: Item) -> Option<Changes> {
+        let models = self.models();
+        let mut steps = models.get(&item.model)?.steps();
+        let delta = steps.rfind(|delta| delta.version == item.version)?;
+        delta.changes()
+    }
+
+    fn models(&self) -> MutexGuard<'_, BTreeMap<usize, OfModel>> {
+        self.models.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl OfModel {
+    /// Those that were made from two versions, and not from others.
+    fn steps(&self) -> impl DoubleEndedIterator<Item = &Arc<Delta>> {
+        self.deltas.iter().filter(|delta| delta.parts.is_empty())
+    }
+
+    fn direct(&self, version: Version, base: Version) -> Option<Arc<Delta>> {
+        let mut deltas = self.deltas.iter();
+        let found = deltas.find(|delta| delta.version == version && delta.base == base);
+        found.cloned()
+    }
+
+    fn trim(&mut self) {
+        let mut held: u64 = self.deltas.iter().map(|delta| delta.held()).sum();
+        while held > self.bound {
+            let newest = self.deltas.iter().rposition(|delta| delta.parts.is_empty());
+            let oldest = (0..self.deltas.len()).find(|at| Some(*at) != newest);
+            let Some(gone) = oldest.and_then(|oldest| self.deltas.remove(oldest)) else {
+                return;
+            };
+            held -= gone.held();
+        }
+    }
+}

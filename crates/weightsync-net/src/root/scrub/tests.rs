@@ -1,0 +1,116 @@
+use weightsync_core::Version;
+
+use super::*;
+
+fn item(version: u64) -> Item {
+    Item {
+        model: 0,
+        version: Version(version),
+    }
+}
+
+fn digest(byte: u8) -> Digest {
+    Digest([byte; 16])
+}
+
+fn published(now: u8, then: Option<u8>) -> Option<Published> {
+    Some(Published {
+        now: digest(now),
+        then: then.map(digest),
+    })
+}
+
+fn is(checked: &[Checked]) -> Vec<(u64, AgentId, Verdict)> {
+    let each = checked.iter();
+    each.map(|one| (one.item.version.0, one.agent, one.verdict))
+        .collect()
+}
+
+const DIFFERS: Verdict = Verdict::Differs {
+    expected: Digest([7; 16]),
+    got: Digest([8; 16]),
+};
+
+#[test]
+fn each_comes_to_one_verdict_in_whichever_order_both_ends_say_it() {
+    let mut scrubs = Scrubs::default();
+    let asks = scrubs.ask([(item(1), OWN), (item(1), 3), (item(1), 4), (item(2), 3)]);
+    assert_eq!(asks.agents, [(item(1), 3), (item(1), 4), (item(2), 3)]);
+    assert_eq!(asks.own, [item(1), item(2)], "once each");
+    // Asked by another meanwhile: it is under way.
+    assert_eq!(scrubs.ask([(item(1), 3)]), Asks::default());
+
+    assert_eq!(scrubs.said(item(1), 3, Some(digest(7))), []);
+    let found = scrubs.published(item(1), published(7, None));
+    assert_eq!(is(&found), [(1, OWN, Verdict::Same), (1, 3, Verdict::Same)]);
+    assert_eq!(scrubs.said(item(1), 3, Some(digest(8))), [], "not asked");
+    assert_eq!(
+        is(&scrubs.said(item(1), 4, Some(digest(8)))),
+        [(1, 4, DIFFERS)]
+    );
+    assert_eq!(scrubs.published(item(1), None), [], "nobody waits for it");
+    // What is over is found anew the next time.
+    assert_eq!(scrubs.ask([(item(1), 4)]).own, [item(1)]);
+}
+
+#[test]
+fn what_one_end_has_no_more_cannot_be_compared() {
+    let mut scrubs = Scrubs::default();
+    scrubs.ask([(item(1), OWN), (item(1), 3), (item(2), 3), (item(2), 5)]);
+    let found = scrubs.published(item(1), None);
+    assert_eq!(
+        is(&found),
+        [(1, OWN, Verdict::Replaced), (1, 3, Verdict::Replaced)]
+    );
+    assert_eq!(scrubs.published(item(2), published(7, None)), []);
+    assert_eq!(
+        is(&scrubs.said(item(2), 3, None)),
+        [(2, 3, Verdict::Replaced)]
+    );
+    assert_eq!(is(&scrubs.gone(5)), [(2, 5, Verdict::Gone)]);
+    assert_eq!(scrubs.gone(5), []);
+    assert!(scrubs.published.is_empty() && scrubs.asked.is_empty());
+}
+
+#[test]
+fn the_senders_own_bytes_are_compared_with_what_they_were_when_published() {
+    let mut scrubs = Scrubs::default();
+    scrubs.ask([(item(1), OWN), (item(1), 3), (item(1), 4)]);
+    assert_eq!(scrubs.said(item(1), 3, Some(digest(7))), []);
+    let found = scrubs.published(item(1), published(8, Some(7)));
+    // Others are right although the sender is not.
+    assert_eq!(is(&found), [(1, OWN, DIFFERS), (1, 3, Verdict::Same)]);
+    assert_eq!(
+        is(&scrubs.said(item(1), 4, Some(digest(8)))),
+        [(1, 4, DIFFERS)]
+    );
+}
+
+#[test]
+fn whoever_waits_hears_all_it_waits_for_and_nothing_else() {
+    let mut round = Round::new([(item(1), 3), (item(2), 3)], ());
+    let mut note = |version, agent, verdict| {
+        let item = item(version);
+        let checked = Checked {
+            item,
+            agent,
+            verdict,
+        };
+        let tell = || Check {
+            agent,
+            name: "host".into(),
+            address: String::new(),
+            pid: 1,
+            model: 0,
+            version,
+            workers: Vec::new(),
+            verdict: crate::scrub::Verdict::Gone,
+        };
+        round.note(&checked, tell);
+        (round.waits.len(), round.same, round.others.len())
+    };
+    assert_eq!(note(1, 4, Verdict::Same), (2, 0, 0), "another's");
+    assert_eq!(note(1, 3, Verdict::Same), (1, 1, 0));
+    assert_eq!(note(1, 3, Verdict::Same), (1, 1, 0), "it was noted");
+    assert_eq!(note(2, 3, Verdict::Gone), (0, 1, 1));
+}

@@ -1,0 +1,121 @@
+use std::time::Duration;
+
+use weightsync::{Expect, SenderSetup, Tensors};
+
+use super::*;
+
+fn place(scheme: &Distributed) -> Result<Endpoint> {
+    scheme.place(&["policy".parse()?], None)
+}
+
+#[test]
+fn every_setting_comes_back_from_its_text() {
+    let cases = [
+        ("arity", "7"),
+        ("connections", "3"),
+        ("deltas", "always"),
+        ("deltas", "never"),
+        ("every", "4"),
+        ("insecure-plaintext", ""),
+        ("listen", "127.0.0.1:0"),
+        ("own-copy", ""),
+        ("pull", ""),
+        ("share", "none"),
+        ("share", "relay"),
+    ];
+    for (key, value) in cases {
+        let settings = BTreeMap::from([(key.to_owned(), value.to_owned())]);
+        let scheme = Distributed::parse(&settings).unwrap();
+        assert_eq!(BTreeMap::from_iter(scheme.settings()), settings);
+    }
+    // What is so unless it is said is not said.
+    for (key, value) in [("deltas", "auto"), ("share", "all"), ("arity", "1")] {
+        let settings = BTreeMap::from([(key.to_owned(), value.to_owned())]);
+        assert_eq!(Distributed::parse(&settings).unwrap().settings(), []);
+    }
+    let settings = BTreeMap::from([("deltas".to_owned(), "sometimes".to_owned())]);
+    let error = Distributed::parse(&settings).unwrap_err().to_string();
+    assert!(error.contains("auto, always or never"), "{error}");
+}
+
+#[test]
+fn where_it_listens_and_is_reached_is_a_host_and_a_port() {
+    for key in ["listen", "advertise"] {
+        for wrong in [
+            "127.0.0.1",
+            "myhost",
+            ":7070",
+            "host:",
+            "host:70000",
+            "::1:80",
+            "",
+        ] {
+            let settings = BTreeMap::from([(key.to_owned(), wrong.to_owned())]);
+            let parsed = Distributed::parse(&settings);
+            let built = place(&match key {
+                "listen" => Distributed::new().listen(wrong),
+                _ => Distributed::new().advertise(wrong),
+            });
+            for error in [parsed.unwrap_err(), built.unwrap_err()] {
+                let Error::BadSetting {
+                    setting, expected, ..
+                } = &error
+                else {
+                    panic!("{key}={wrong}: {error}");
+                };
+                assert_eq!(setting, key);
+                assert!(expected.starts_with("HOST:PORT"), "{expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_advertised_port_of_0_is_the_one_it_listens_at() {
+    let scheme = Distributed::new().advertise("10.0.0.1:0");
+    let at = place(&scheme).unwrap();
+    let (host, port) = host_and_port("advertise", at.address()).unwrap();
+    assert_eq!(host, "10.0.0.1");
+    let bound = scheme.spots()[at.address()].address;
+    assert_eq!(port, bound.port());
+    let said = place(&Distributed::new().advertise("[::1]:9")).unwrap();
+    assert_eq!(said.address(), "[::1]:9");
+}
+#[test]
+fn a_port_file_that_is_none_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let models = ["policy".parse().unwrap()];
+    let place = || Distributed::new().place(&models, Some(dir.path()));
+    place().unwrap();
+    let files = std::fs::read_dir(dir.path()).unwrap().flatten();
+    let mut files = files.map(|entry| entry.path());
+    let is_ports = |path: &std::path::PathBuf| path.to_string_lossy().contains("port");
+    let file = files.find(is_ports).unwrap();
+    std::fs::write(file, "seven").unwrap();
+    let error = place().unwrap_err().to_string();
+    assert!(error.contains("is no port"), "{error}");
+}
+
+#[test]
+fn a_second_trainer_finds_the_first_also_behind_an_address_of_another_port() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut weights = Tensors::new();
+    weights.insert("bias", [1], vec![0.5_f32]).unwrap();
+    let connect = || {
+        let setup = SenderSetup::new("policy", &weights).unwrap();
+        let scheme = Distributed::new().advertise("192.0.2.1:9999");
+        let setup = setup.scheme(scheme).unwrap().run_dir(dir.path()).unwrap();
+        let at = setup.init_info().endpoint().address().to_owned();
+        let waits = Duration::from_secs(20);
+        (at, setup.connect(&weights, Expect::Count(0), waits))
+    };
+    let (at, first) = connect();
+    let first = first.unwrap();
+    let (same, second) = connect();
+    assert_eq!((&*at, &same), ("192.0.2.1:9999", &at));
+    let error = second.expect_err("there is one already");
+    let is_in_use = matches!(error, Error::Memory(MemoryError::AddressInUse { .. }));
+    assert!(is_in_use, "{error}");
+    first.shutdown();
+    connect().1.unwrap();
+}

@@ -1,0 +1,108 @@
+//! Whether what everybody holds is what was published: what `weightsync scrub` shows.
+//!
+//! A version that comes as what changed is made from the one before it. The deltas' own
+//! checksums tell what is damaged on its way; what was damaged in memory, before or after,
+//! would go on from one version to the next. So every 64th version is an *anchor*: once an
+//! agent has it, it makes the digest of all its bytes, and the sender compares that with its
+//! own. [`Scrub::ask`] has the same done at once with all that is held anywhere.
+//!
+//! Where the two differ, nothing more is made from what is there, and nothing of it is passed
+//! on: the next version comes whole. The workers there run it until then.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use weightsync::Result;
+
+use crate::status::{MAX_LISTED, ask};
+use crate::wire::hello::Role;
+
+/// The most workers that are named for each.
+const MAX_WORKERS: usize = 32;
+
+/// What was compared, and what differs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Scrub {
+    /// The sender's run.
+    pub run: String,
+    /// The names of its models, in the order of the set.
+    pub models: Vec<String>,
+    /// How many versions are what was published, those of each host counted.
+    pub same: usize,
+    /// Those that are not, and those of which it could not be found out; of more than 500 some.
+    pub others: Vec<Check>,
+    /// How many there are that are not listed.
+    #[serde(default)]
+    pub left_out: usize,
+}
+
+/// A version that one host holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Check {
+    /// Its relay, or the worker that has none, by its number; 0 is the sender.
+    pub agent: u64,
+    /// The host's name.
+    pub name: String,
+    /// From where it is connected.
+    pub address: String,
+    /// Its process.
+    pub pid: u32,
+    /// The model's index.
+    pub model: u8,
+    /// The version.
+    pub version: u64,
+    /// The workers that read it there; of more than 32 some.
+    pub workers: Vec<u32>,
+    /// What it came to.
+    pub verdict: Verdict,
+}
+
+/// What a comparison came to that did not find the same.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Verdict {
+    /// It is not what was published.
+    Differs {
+        /// The digest of what was published, as hexadecimal digits.
+        expected: String,
+        /// The digest of what is there.
+        got: String,
+    },
+    /// It was replaced by a newer one before it could be compared.
+    Replaced,
+    /// The host was gone before it answered.
+    Gone,
+}
+
+impl Scrub {
+    /// Has all that is held compared with what the sender at `address` (`host:port`) has
+    /// published, for who has its secret; see [`Status::ask`](crate::status::Status::ask).
+    /// The sender says that it is at it every few seconds, so `patience` is for its silence.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError`](crate::NetError), as an
+    /// [`Error::Transport`](weightsync::Error::Transport).
+    pub fn ask(address: &str, secret: &[u8; 16], patience: Duration) -> Result<Self> {
+        ask(address, secret, Role::Scrub, patience)
+    }
+
+    /// Those that are not what was published.
+    pub fn differing(&self) -> impl Iterator<Item = &Check> {
+        let differs = |check: &&Check| matches!(check.verdict, Verdict::Differs { .. });
+        self.others.iter().filter(differs)
+    }
+
+    /// With no more in the list than an answer has room for: first those that differ.
+    pub(crate) fn shortened(mut self) -> Self {
+        let differs = |check: &Check| matches!(check.verdict, Verdict::Differs { .. });
+        self.others.sort_by_key(|check| !differs(check));
+        self.left_out = self.others.len().saturating_sub(MAX_LISTED);
+        self.others.truncate(MAX_LISTED);
+        for check in &mut self.others {
+            check.workers.truncate(MAX_WORKERS);
+        }
+        self
+    }
+}
