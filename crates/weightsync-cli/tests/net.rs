@@ -95,7 +95,7 @@ fn what_is_damaged_in_a_relays_memory_is_found_and_what_follows_comes_whole() {
     trainer.send();
     let found = trainer.ask("scrub", &[]);
     assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
-    let words = "all of 2 versions that hosts hold are what was published\n";
+    let words = "all of 1 version that hosts hold is what was published\n";
     assert_eq!(text(&found.stdout), words);
 
     // Of what the second version is, as whoever reads that of the relay knows.
@@ -115,9 +115,11 @@ fn what_is_damaged_in_a_relays_memory_is_found_and_what_follows_comes_whole() {
     // It is not held any more, and what changes from here on is not made from it.
     let dropped = |status: &Value| status["relays"][0]["holds"] == serde_json::json!([]);
     trainer.until_status(dropped);
-    trainer.send_with(|bias| bias[5] = 1.5);
-    let found = trainer.ask("scrub", &[]);
-    assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+    for step in 0..6 {
+        trainer.send_with(|bias| bias[step] = 1.5);
+        let found = trainer.ask("scrub", &[]);
+        assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+    }
     drop(trainer);
     relay.signal(Signal::INT);
     relay.end();
@@ -148,9 +150,11 @@ fn every_64th_version_is_compared_by_itself() {
     }
     assert_eq!(version, 64);
     trainer.until_status(|status| status["relays"][0]["holds"] == serde_json::json!([]));
-    trainer.send();
-    let found = trainer.ask("scrub", &[]);
-    assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+    for _ in 0..6 {
+        trainer.send_with(|bias| bias[0] += 1.0);
+        let found = trainer.ask("scrub", &[]);
+        assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+    }
     drop(trainer);
     relay.signal(Signal::INT);
     relay.end();

@@ -36,6 +36,8 @@ pub use self::pattern::Pattern;
 
 use weightsync_simd::SLACK;
 
+use crate::Remedy;
+
 /// Bytes of an image that one coded delta covers; the last span of an image may be shorter.
 pub const SPAN: u64 = 4 << 20;
 
@@ -108,6 +110,14 @@ pub enum DeltaError {
         /// The bytes given.
         got: u64,
     },
+}
+
+impl DeltaError {
+    /// What to do: have the span come whole. Damage on the way shows in a checksum, so one end is
+    /// wrong, or the version that it is put into is not the one it was made from.
+    pub fn remedy(&self) -> Remedy {
+        Remedy::Retry
+    }
 }
 
 /// Working memory of the codecs, to be used again: it grows to what one span needs and no further.

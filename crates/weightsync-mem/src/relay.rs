@@ -377,6 +377,15 @@ impl Relay {
         Ok(Some(Arc::new(room)))
     }
 
+    /// Nothing is known any more of what is in the slots of a model, from before: no
+    /// [room](Room) there has a [base](Room::base) until another version was whole.
+    pub fn forget_bases(&self, model: usize) {
+        let state = self.shared.state();
+        for slot in state.slots.get(model).into_iter().flatten() {
+            slot.forget();
+        }
+    }
+
     /// The workers that are connected, by number.
     pub fn readers(&self) -> Vec<ReaderStatus> {
         self.shared.readers()

@@ -11,7 +11,7 @@ use weightsync_core::{Layout, Version};
 use crate::error::Error;
 use crate::roster::Shared;
 use crate::set::{ModelSet, Placed};
-use crate::slot::Slot;
+use crate::slot::{Note, Slot};
 use crate::snapshot::Snapshot;
 
 /// Not there, and nobody has written in its place.
@@ -37,8 +37,8 @@ pub struct Room {
     slot: u8,
     file: Arc<Slot>,
     piece_bytes: usize,
-    /// The version that the slot held when it was lent; none if it held none.
-    base: Version,
+    /// What the slot held when it was lent.
+    before: Note,
     /// Of each piece: missing, taken by somebody to be written, or kept.
     pieces: Vec<AtomicU8>,
     /// How many are not kept.
@@ -78,7 +78,7 @@ impl Room {
             version,
             slot,
             piece_bytes,
-            base: file.let_go(),
+            before: file.let_go(),
             pieces: (0..count).map(|_| AtomicU8::new(MISSING)).collect(),
             missing: AtomicUsize::new(count),
             file,
@@ -103,7 +103,8 @@ impl Room {
 
     /// The older version that the slot held when it was lent, if it held one.
     pub fn base(&self) -> Option<Version> {
-        (!self.base.is_none()).then_some(self.base)
+        let base = self.before.version;
+        (!base.is_none()).then_some(base)
     }
 
     /// How many pieces there are.
@@ -170,11 +171,11 @@ impl Room {
                 state.compare_exchange(was, TAKEN, order.0, order.1).is_ok()
             };
             if !take(MISSING) {
-                // Those before it are missing again, once what was taken is dropped.
-                taken.untouched = false;
                 if !take(SPOILED) {
+                    // Those before it are missing again, as nobody has written there.
                     return None;
                 }
+                taken.untouched = false;
             }
             taken.indices.end += 1;
         }
@@ -236,7 +237,7 @@ impl Room {
         let held = shared.hold(&state, self.model, &set)?;
         let held = held.ok_or(Error::SenderClosed)?;
         state.plan.keep(self.model, slot, version);
-        self.file.note(version);
+        self.file.note(version, self.before);
         drop(state);
         Ok(self.committed.get_or_init(|| held).clone())
     }
@@ -259,7 +260,7 @@ impl Drop for Room {
         if self.committed.get().is_none() && self.shared.header.map.usable().is_ok() {
             let mut states = self.pieces.iter();
             if states.all(|state| state.load(Ordering::Acquire) == MISSING) {
-                self.file.note(self.base);
+                self.file.note(self.before.version, self.before);
             }
             self.shared.state().plan.give_back(self.model, self.slot);
         }
@@ -286,9 +287,8 @@ impl Piece {
     /// The older version whose bytes these are still, if they are: from before the slot
     /// was lent, and nobody has written here since.
     pub fn base(&self) -> Option<Version> {
-        let base = self.room.base;
-        let is_there = self.untouched && !self.written && !base.is_none();
-        is_there.then_some(base)
+        let is_there = self.untouched && !self.written;
+        self.room.base().filter(|_| is_there)
     }
 
     /// It is written, and checked: from here on it can be read.

@@ -4,7 +4,6 @@
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use weightsync_core::Version;
@@ -23,8 +22,15 @@ pub(crate) struct Slot {
     pub(crate) fd: OwnedFd,
     pub(crate) map: Arc<Mapping>,
     private: Mutex<Private>,
-    /// The version that came here in pieces and is here as a whole; 0 for none.
-    holds: AtomicU64,
+    note: Mutex<Note>,
+}
+
+/// Which version is here as a whole, of those that came in pieces; none if none is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Note {
+    pub(crate) version: Version,
+    /// How often what was noted here turned out to be wrong.
+    forgotten: u64,
 }
 
 /// The private mapping.
@@ -62,18 +68,36 @@ impl Slot {
             fd,
             map,
             private: Mutex::default(),
-            holds: AtomicU64::new(0),
+            note: Mutex::default(),
         }
     }
 
-    /// Something may be written here: says which version was here until now, if any.
-    pub(crate) fn let_go(&self) -> Version {
-        Version(self.holds.swap(0, Ordering::AcqRel))
+    /// Something may be written here: says what was here until now.
+    pub(crate) fn let_go(&self) -> Note {
+        let mut note = self.noted();
+        let before = *note;
+        note.version = Version::NONE;
+        before
     }
 
-    /// This version is here as a whole.
-    pub(crate) fn note(&self, version: Version) {
-        self.holds.store(version.0, Ordering::Release);
+    /// A version is here as a whole: of what was begun since, if anything was forgotten.
+    pub(crate) fn note(&self, version: Version, since: Note) {
+        let mut note = self.noted();
+        if note.forgotten == since.forgotten {
+            note.version = version;
+        }
+    }
+
+    /// Nothing is known any more of what is here, or comes here just now.
+    pub(crate) fn forget(&self) {
+        let mut note = self.noted();
+        note.version = Version::NONE;
+        note.forgotten += 1;
+    }
+
+    fn noted(&self) -> MutexGuard<'_, Note> {
+        // Two numbers that are set together: they hold after a panic.
+        self.note.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lends the private mapping to one more view of a version that the caller

@@ -88,5 +88,26 @@ fn a_slot_that_is_lent_again_has_its_older_version_until_it_is_written() {
     drop(lent);
     // What was begun is nothing that could be begun from.
     assert_eq!(room(3).base(), None);
+
+    // Nor is what has turned out to be wrong: not what is there, not what was lent
+    // meanwhile and is given back, not what came meanwhile.
+    let third = fill(3);
     drop(second);
+    let lent = room(4);
+    assert_eq!(lent.base(), Some(Version(2)));
+    relay.forget_bases(0);
+    drop(lent);
+    let lent = room(4);
+    assert_eq!(lent.base(), None);
+    for index in 0..lent.pieces() {
+        lent.take(index).unwrap().keep();
+    }
+    relay.forget_bases(0);
+    let fourth = lent.commit().unwrap();
+    drop((lent, third, fourth));
+    assert_eq!(room(5).base(), None);
+    // What comes from here on is known.
+    drop(fill(6));
+    drop(fill(7));
+    assert!(room(8).base().is_some());
 }

@@ -6,7 +6,7 @@ mod ring;
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use weightsync::Changes;
@@ -37,7 +37,7 @@ const SAMPLE: usize = 8;
 /// The deltas that are kept take at most one part in so many of a model's bytes.
 pub(crate) const RING: u64 = 2;
 
-/// Threads that make a delta of few bytes.
+/// Threads that make a delta: also near the speed of memory two are faster than one.
 const THREADS: u32 = 2;
 
 /// What changed from one version of a model to a later one, span by span, as far as it
@@ -56,8 +56,10 @@ pub(crate) struct Delta {
     /// Elements, and how many of them changed.
     elements: AtomicU64,
     changes: AtomicU64,
-    /// Something of it is not known, and never will be: it is dense.
-    gaps: AtomicBool,
+    /// Some of it is not known, and never will be.
+    given_up: AtomicBool,
+    /// Whoever folds does so alone.
+    folding: Mutex<()>,
     spoiled: AtomicBool,
     /// No more of it is made.
     stopped: AtomicBool,
@@ -89,16 +91,17 @@ impl Coded {
         }
     }
 
-    /// One that is sent in the fewer bytes of the two, and can be folded if the others are
-    /// fewer than `most`.
+    /// One that is sent in the fewer bytes of the two, and can be folded if both together
+    /// are fewer than `most`.
     fn made(foldable: Vec<u8>, thin: Option<Vec<u8>>, most: u64) -> Self {
         let (sent, foldable) = match thin.filter(|thin| thin.len() < foldable.len()) {
             Some(thin) => (thin, Some(foldable)),
             None => (foldable, None),
         };
-        let few = |bytes: &Vec<u8>| (bytes.len() as u64) < most;
+        let few = |bytes: &Vec<u8>| ((sent.len() + bytes.len()) as u64) < most;
+        let foldable = foldable.filter(few).map(Into::into);
         Self {
-            foldable: foldable.filter(few).map(Into::into),
+            foldable,
             crc: weightsync_simd::crc64(&sent),
             sent: sent.into(),
         }
@@ -153,7 +156,8 @@ impl Delta {
             bytes: AtomicU64::new(0),
             elements: AtomicU64::new(0),
             changes: AtomicU64::new(0),
-            gaps: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
+            folding: Mutex::default(),
             spoiled: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
         }
@@ -178,10 +182,7 @@ impl Delta {
         };
         let (bytes, held) = match &span {
             Span::Coded(coded) => (coded.sent().len() as u64, coded.held()),
-            Span::Dense => {
-                self.gaps.store(true, Ordering::Relaxed);
-                (0, 0)
-            }
+            Span::Dense => (self.span_bytes(index), 0),
         };
         // Counted before anybody can see it.
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -204,6 +205,15 @@ impl Delta {
         if self.is_spoiled() {
             return Some(&Span::Dense);
         }
+        if let Some(known) = span.get() {
+            return Some(known);
+        }
+        if self.parts.is_empty() {
+            return None;
+        }
+        // It holds nothing: a panic leaves nothing half done.
+        let alone = self.folding.lock();
+        let _alone = alone.unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = span.get() {
             return Some(known);
         }
@@ -255,7 +265,7 @@ impl Delta {
     /// Some of it is not what it should be: nothing of it is used or passed on any more.
     pub(crate) fn spoil(&self) {
         self.spoiled.store(true, Ordering::Release);
-        self.gaps.store(true, Ordering::Relaxed);
+        self.given_up.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn is_spoiled(&self) -> bool {
@@ -277,15 +287,16 @@ impl Delta {
     pub(crate) fn end(&self) {
         for index in 0..self.spans.len() {
             if self.spans[index].get().is_none() {
+                self.given_up.store(true, Ordering::Relaxed);
                 self.note(index, Span::Dense);
             }
         }
     }
 
-    /// What has changed, once all of it is known and none of it is sent whole.
+    /// What has changed, once all of it is known.
     pub(crate) fn changes(&self) -> Option<Changes> {
         let known = self.spans.iter().all(|span| span.get().is_some());
-        if !known || self.gaps.load(Ordering::Relaxed) {
+        if !known || self.is_given_up() {
             return None;
         }
         let number = |of: &AtomicU64| of.load(Ordering::Relaxed);
@@ -297,7 +308,22 @@ impl Delta {
         ))
     }
 
-    /// Bytes that are sent of it, as far as it is known.
+    /// Whether some of it will never be known.
+    fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Relaxed)
+    }
+
+    /// Whether it does the work of several.
+    pub(crate) fn is_folded(&self) -> bool {
+        !self.parts.is_empty()
+    }
+
+    /// Bytes of a span of the image.
+    fn span_bytes(&self, index: usize) -> u64 {
+        SPAN.min(self.whole - index as u64 * SPAN)
+    }
+
+    /// Bytes that are sent of it, as far as it is known: of what is dense all.
     fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
@@ -389,9 +415,7 @@ impl Delta {
             }
         };
         std::thread::scope(|scope| {
-            // Near the speed of memory one is as fast as several.
-            let threads = if codec == Codec::Thin { THREADS } else { 1 };
-            for _ in 1..threads {
+            for _ in 1..THREADS {
                 // Without it, it takes longer.
                 let _ = std::thread::Builder::new()
                     .name("weightsync-delta".into())
@@ -477,7 +501,7 @@ impl fmt::Debug for Delta {
 }
 
 /// A delta of a span is worth being sent if its bytes are fewer. So the newest delta, which
-/// is kept in any case, takes little more than the bound.
+/// is kept in any case, is within the bound.
 fn most(index: usize, layout: &Layout) -> u64 {
     SPAN.min(layout.bytes() - index as u64 * SPAN) / RING
 }

@@ -57,6 +57,8 @@ pub(crate) enum FetchEnd {
     NotThere,
     /// A connection broke, was silent for too long, or said what cannot be.
     Broken(io::Error),
+    /// What it is made from is not what the deltas that come are made from.
+    Unfit(io::Error),
     /// It was stopped.
     Stopped,
 }
@@ -142,6 +144,8 @@ struct Shared {
     store: Arc<Store>,
     threads: Arc<Threads>,
     stopped: AtomicBool,
+    /// A delta does not fit what is here.
+    unfit: AtomicBool,
     /// Connections that have not ended.
     left: AtomicUsize,
     first_end: Mutex<Option<FetchEnd>>,
@@ -185,6 +189,7 @@ impl Fetch {
             store: store.clone(),
             threads: threads.clone(),
             stopped: AtomicBool::new(false),
+            unfit: AtomicBool::new(false),
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
@@ -380,6 +385,7 @@ impl Shared {
         let end = match end {
             Ok(end) => end,
             Err(_) if self.is_stopped() => Some(FetchEnd::Stopped),
+            Err(error) if self.unfit.load(Ordering::Acquire) => Some(FetchEnd::Unfit(error)),
             Err(error) => Some(FetchEnd::Broken(error)),
         };
         let mut first = self

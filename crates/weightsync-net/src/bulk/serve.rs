@@ -393,6 +393,9 @@ impl Going {
                         *sent += (head.frame().len() + bytes.len()) as u64;
                         self.went(span.len());
                         left = &left[span.len()..];
+                        if delta.is_folded() {
+                            serving.store.deltas().trim(item.model);
+                        }
                         continue;
                     }
                     LookDelta::NotYet => {

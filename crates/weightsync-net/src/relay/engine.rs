@@ -555,6 +555,7 @@ impl Engine {
                 self.leave_parent();
                 self.step([Input::Broken { item }, Input::NoParent]);
             }
+            FetchEnd::Unfit(error) => self.start_anew(item.model, &error),
             // What is missing still is fetched, from the same parent.
             FetchEnd::Stopped | FetchEnd::Partly => self.step([Input::Broken { item }]),
         }

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use tokio::sync::mpsc;
 use weightsync::transport::{CopyOptions, Deadline, Level, Outstanding, Source, Staging, Targets};
 use weightsync::{Changes, Result, Version, WorkerReport};
 use weightsync_mem::{Guests, Snapshot};
 
+use super::hub::Event;
+use super::hub::scrubbing::SCRUBBED;
 use crate::bulk::{Delta, RING, Rate, Store, Threads};
 use crate::relay::Item;
 use crate::scheme::Deltas;
@@ -14,6 +17,7 @@ use crate::scheme::Deltas;
 /// Where the deltas of a sender are made, and kept.
 #[derive(Clone, Debug)]
 pub(super) struct Comparing {
+    pub(super) events: mpsc::Sender<Event>,
     pub(super) guests: Guests,
     pub(super) store: Arc<Store>,
     pub(super) threads: Arc<Threads>,
@@ -91,6 +95,10 @@ impl Comparing {
             self.store.deltas().forget(item.model);
             return None;
         };
+        if item.version.0.is_multiple_of(SCRUBBED) {
+            // A hub that does not keep up finds its digest when somebody has it.
+            let _ = self.events.try_send(Event::Keep(new.clone()));
+        }
         let layout = new.layout();
         let delta = Arc::new(Delta::new(base.version(), item.version, layout));
         let ring = self.store.deltas();

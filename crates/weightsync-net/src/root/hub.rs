@@ -5,7 +5,7 @@
 //! any agent.
 
 mod holdings;
-mod scrubbing;
+pub(super) mod scrubbing;
 mod status;
 mod workers;
 
@@ -21,11 +21,12 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use weightsync_core::WorkerId;
-use weightsync_mem::{GuestOptions, Guests, Models};
+use weightsync_core::digest::Digest;
+use weightsync_mem::{GuestOptions, Guests, Models, Snapshot};
 
 use self::holdings::Holdings;
 use self::workers::{Asks, Worker};
-use super::scrub::{Published, Round, Scrubs};
+use super::scrub::{Round, Scrubs};
 use super::seats::{Parted, Parting, Process, Seats, Waiter};
 use super::topology::{AgentId, Assigned, Place, Topology};
 use crate::bulk::{Store, Threads};
@@ -53,11 +54,15 @@ pub(crate) enum Event {
     Status(oneshot::Sender<String>),
     /// Somebody has all that is held compared with what was published.
     Scrub(oneshot::Sender<String>),
-    /// What was published of a version, for that; nothing if it is there no more.
-    Published {
+    /// The digest of what the sender has of a version, and that of what was published, if it
+    /// was made then; none if it is there no more.
+    Found {
         item: Item,
-        published: Option<Published>,
+        now: Option<Digest>,
+        then: Option<Digest>,
     },
+    /// A version is published with which those who come to have it are compared.
+    Keep(Snapshot),
     /// The sender shuts down.
     Stop,
 }
@@ -102,8 +107,8 @@ pub(crate) struct Settings {
     pub(crate) rate: Arc<AtomicU64>,
     /// What else works for it.
     pub(crate) threads: Arc<Threads>,
-    /// Whether anchors are compared: versions may be made from others.
-    pub(crate) anchors: bool,
+    /// Whether some versions are compared by themselves: they may be made from others.
+    pub(crate) scrubs: bool,
 }
 
 pub(crate) struct Hub {
@@ -240,7 +245,8 @@ impl Hub {
                 let _ = answer.send(self.status());
             }
             Event::Scrub(answer) => self.scrub(answer),
-            Event::Published { item, published } => self.published(item, published),
+            Event::Found { item, now, then } => self.found(item, now, then),
+            Event::Keep(snapshot) => self.keep(snapshot),
             Event::Stop => {}
         }
     }
@@ -374,7 +380,7 @@ impl Hub {
                 known.received = known.received.saturating_add(bytes);
                 let busy = Duration::from_micros(micros);
                 let assigned = self.topology.measured(parent, agent, bytes, busy);
-                let rate = self.topology.slowest_of(0).unwrap_or(0.0);
+                let rate = self.topology.slowest().unwrap_or(0.0);
                 self.settings.rate.store(rate as u64, Ordering::Relaxed);
                 self.assign(&assigned);
             }

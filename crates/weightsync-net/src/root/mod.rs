@@ -38,6 +38,9 @@ const MAX_AGENTS: usize = 16_384;
 /// How many are told at once how things are; others wait for their turn.
 const ASKING: usize = 64;
 
+/// How many may wait at once for all that is held to be compared.
+const SCRUBBING: usize = 4;
+
 /// How often whoever waits for an answer hears that there will be one.
 const NOT_YET_EVERY: Duration = Duration::from_secs(1);
 
@@ -173,16 +176,17 @@ impl Server {
             store: store.clone(),
             rate: Arc::default(),
             threads: children.clone(),
-            anchors: scheme.deltas != Deltas::Never,
+            scrubs: scheme.deltas != Deltas::Never,
         };
+        let (events, heard) = mpsc::channel(EVENTS);
         let comparing = Comparing {
+            events: events.clone(),
             guests: guests.clone(),
             store: store.clone(),
             threads: children.clone(),
             rate: settings.rate.clone(),
             deltas: scheme.deltas,
         };
-        let (events, heard) = mpsc::channel(EVENTS);
         let count = settings.served.clone();
         // What children want is not asked for anywhere: a sender has it or not.
         let tell = move |served| {
@@ -283,6 +287,7 @@ impl Listening {
             agents,
         } = self;
         let asking = Arc::new(Semaphore::new(ASKING));
+        let scrubbing = Arc::new(Semaphore::new(SCRUBBING));
         let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
         let take = move |socket: tokio::net::TcpStream, from: SocketAddr, role| match role {
             Role::Control => {
@@ -293,12 +298,12 @@ impl Listening {
             }
             Role::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
             Role::Status | Role::Scrub => {
-                let event = match role {
-                    Role::Scrub => Event::Scrub,
-                    _ => Event::Status,
+                let (event, turns): (fn(_) -> Event, _) = match role {
+                    Role::Scrub => (Event::Scrub, &scrubbing),
+                    _ => (Event::Status, &asking),
                 };
-                let (events, asking) = (events.clone(), asking.clone());
-                drop(tokio::spawn(answer(socket, event, events, asking)));
+                let (events, turns) = (events.clone(), turns.clone());
+                drop(tokio::spawn(answer(socket, event, events, turns)));
             }
         };
         accept_all(listener, key, busy, take).await;

@@ -17,27 +17,15 @@ pub(super) const OWN: AgentId = 0;
 /// What is being compared.
 #[derive(Debug, Default)]
 pub(super) struct Scrubs {
-    /// Of each version, what was published; `None` while that is being found.
-    published: BTreeMap<Item, Option<Published>>,
+    /// The digests of what was published, of versions that somebody is compared with, and
+    /// of those that are kept.
+    expected: BTreeMap<Item, Digest>,
+    /// Of each model the newest whose digest was made as soon as it was published.
+    kept: BTreeMap<usize, Item>,
+    /// Versions whose digest the sender is making.
+    finding: BTreeSet<Item>,
     /// Who has been asked for which, and what it has said.
-    asked: BTreeMap<(Item, AgentId), Option<Has>>,
-}
-
-/// What there is of a version at one end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Has {
-    Bytes(Digest),
-    /// It is not there any more.
-    Nothing,
-}
-
-/// What the sender's memory says of a version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Published {
-    /// The digest of the bytes that are there now.
-    pub(super) now: Digest,
-    /// That which was made when it was published, if it was.
-    pub(super) then: Option<Digest>,
+    asked: BTreeMap<(Item, AgentId), Option<Digest>>,
 }
 
 /// What a comparison has come to.
@@ -55,6 +43,8 @@ pub(super) enum Verdict {
         expected: Digest,
         got: Digest,
     },
+    /// It is the sender's, and nothing was noted of it when it was published.
+    Unknown,
     /// One end has it no more.
     Replaced,
     /// The agent is gone.
@@ -78,18 +68,25 @@ impl Scrubs {
             if self.asked.contains_key(&(item, agent)) {
                 continue;
             }
-            // The sender has said it by what it finds.
-            let said = (agent == OWN).then_some(Has::Nothing);
-            self.asked.insert((item, agent), said);
+            self.asked.insert((item, agent), None);
             if agent != OWN {
                 asks.agents.push((item, agent));
             }
-            self.published.entry(item).or_insert_with(|| {
+            let wanted = agent == OWN || !self.expected.contains_key(&item);
+            if wanted && self.finding.insert(item) {
                 asks.own.push(item);
-                None
-            });
+            }
         }
         asks
+    }
+
+    /// A version is published whose digest is made at once, and kept until the next of them;
+    /// false if that is so already.
+    pub(super) fn keep(&mut self, item: Item) -> bool {
+        if let Some(before) = self.kept.insert(item.model, item) {
+            self.forget(before);
+        }
+        self.finding.insert(item)
     }
 
     /// An agent says what it has; without being asked, that is nothing.
@@ -98,81 +95,79 @@ impl Scrubs {
         item: Item,
         agent: AgentId,
         digest: Option<Digest>,
-    ) -> Vec<Checked> {
-        let Some(said) = self.asked.get_mut(&(item, agent)) else {
-            return Vec::new();
-        };
-        *said = Some(digest.map_or(Has::Nothing, Has::Bytes));
-        match self.published.get(&item) {
-            Some(Some(published)) => {
-                let published = Some(*published);
-                self.settle(item, published)
+    ) -> Option<Checked> {
+        let said = self.asked.get_mut(&(item, agent))?;
+        let verdict = match (self.expected.get(&item), digest) {
+            (_, None) => Verdict::Replaced,
+            (Some(expected), Some(got)) => compare(*expected, got),
+            (None, got) => {
+                *said = got;
+                return None;
             }
-            _ => Vec::new(),
-        }
+        };
+        Some(self.end(item, agent, verdict))
     }
 
-    /// The sender has found what was published; `None`: it has it no more.
-    pub(super) fn published(&mut self, item: Item, published: Option<Published>) -> Vec<Checked> {
-        if !self.published.contains_key(&item) {
-            return Vec::new();
+    /// The sender has made the digest of the bytes that are there now, and knows that of what
+    /// was published, if it was made then; `None`: it has it no more.
+    pub(super) fn found(
+        &mut self,
+        item: Item,
+        now: Option<Digest>,
+        then: Option<Digest>,
+    ) -> Vec<Checked> {
+        self.finding.remove(&item);
+        let then = self.expected.get(&item).copied().or(then);
+        if let Some(expected) = then.or(now) {
+            self.expected.insert(item, expected);
         }
-        self.published.insert(item, published);
-        self.settle(item, published)
+        let all = self.asked.range((item, OWN)..=(item, AgentId::MAX));
+        let known = all.filter_map(|(&(_, agent), said)| {
+            let verdict = match (then.or(now), *said) {
+                (None, _) => Verdict::Replaced,
+                (Some(_), _) if agent == OWN => match (then, now) {
+                    (Some(then), Some(now)) => compare(then, now),
+                    (None, Some(_)) => Verdict::Unknown,
+                    (_, None) => Verdict::Replaced,
+                },
+                (Some(expected), Some(got)) => compare(expected, got),
+                (Some(_), None) => return None,
+            };
+            Some((agent, verdict))
+        });
+        let known: Vec<_> = known.collect();
+        let known = known.into_iter();
+        let checked = known.map(|(agent, verdict)| self.end(item, agent, verdict));
+        let checked = checked.collect();
+        self.forget(item);
+        checked
     }
 
     /// An agent is gone.
     pub(super) fn gone(&mut self, agent: AgentId) -> Vec<Checked> {
         let asked = self.asked.keys().filter(|(_, of)| *of == agent);
         let items: Vec<Item> = asked.map(|(item, _)| *item).collect();
-        let verdict = Verdict::Gone;
-        let checked = items.into_iter().map(|item| {
-            self.asked.remove(&(item, agent));
-            self.forget(item);
-            Checked {
-                item,
-                agent,
-                verdict,
-            }
-        });
-        checked.collect()
+        let items = items.into_iter();
+        items
+            .map(|item| self.end(item, agent, Verdict::Gone))
+            .collect()
     }
 
-    /// Compares what is there of a version with what was published, of which nothing is there
-    /// if it is `None`.
-    fn settle(&mut self, item: Item, published: Option<Published>) -> Vec<Checked> {
-        let all = (item, OWN)..=(item, AgentId::MAX);
-        let known = self.asked.range(all).filter_map(|(&(item, agent), said)| {
-            let verdict = match (published, *said) {
-                (None, _) => Verdict::Replaced,
-                (Some(Published { now, then }), _) if agent == OWN => {
-                    compare(then.unwrap_or(now), now)
-                }
-                (Some(_), None) => return None,
-                (Some(_), Some(Has::Nothing)) => Verdict::Replaced,
-                (Some(Published { now, then }), Some(Has::Bytes(got))) => {
-                    compare(then.unwrap_or(now), got)
-                }
-            };
-            Some(Checked {
-                item,
-                agent,
-                verdict,
-            })
-        });
-        let known: Vec<Checked> = known.collect();
-        for one in &known {
-            self.asked.remove(&(one.item, one.agent));
-        }
+    fn end(&mut self, item: Item, agent: AgentId, verdict: Verdict) -> Checked {
+        self.asked.remove(&(item, agent));
         self.forget(item);
-        known
+        Checked {
+            item,
+            agent,
+            verdict,
+        }
     }
 
-    /// What nobody is compared with any more is found anew the next time.
+    /// What nobody is compared with any more, and is not kept, is found anew the next time.
     fn forget(&mut self, item: Item) {
         let mut left = self.asked.range((item, OWN)..=(item, AgentId::MAX));
-        if left.next().is_none() {
-            self.published.remove(&item);
+        if left.next().is_none() && self.kept.get(&item.model) != Some(&item) {
+            self.expected.remove(&item);
         }
     }
 }
@@ -212,6 +207,7 @@ impl<A> Round<A> {
         }
         match checked.verdict {
             Verdict::Same => self.same += 1,
+            Verdict::Unknown => {}
             _ => self.others.push(tell()),
         }
     }

@@ -46,6 +46,8 @@ pub(crate) struct Topology {
     agents: BTreeMap<AgentId, Agent>,
     /// How fast each of those in order is, as far as it is known.
     speeds: BTreeSet<Rank>,
+    /// How fast each of the others is.
+    beside: BTreeSet<Rank>,
     /// Until when whom is not given which parent.
     avoided: BTreeSet<(Duration, AgentId, AgentId)>,
 }
@@ -135,6 +137,7 @@ impl Topology {
             order: Vec::new(),
             agents: BTreeMap::new(),
             speeds: BTreeSet::new(),
+            beside: BTreeSet::new(),
             avoided: BTreeSet::new(),
         }
     }
@@ -176,6 +179,9 @@ impl Topology {
     /// An agent is gone.
     pub(crate) fn leave(&mut self, agent: AgentId) -> Vec<Assigned> {
         let gone = self.agents.remove(&agent);
+        if let Some((speed, _)) = gone.as_ref().and_then(|gone| gone.speed) {
+            self.beside.remove(&(speed.to_bits(), agent));
+        }
         let Some(gone) = gone.filter(|gone| gone.place.is_some()) else {
             return Vec::new();
         };
@@ -283,22 +289,26 @@ impl Topology {
         };
         let now = Some((speed, parent));
         let before = std::mem::replace(&mut one.speed, now);
-        if one.place.is_none() || !self.rank(agent, before, now) {
+        if one.place.is_none() {
+            if let Some((before, _)) = before {
+                self.beside.remove(&(before.to_bits(), agent));
+            }
+            self.beside.insert((speed.to_bits(), agent));
+            return Vec::new();
+        }
+        if !self.rank(agent, before, now) {
             return Vec::new();
         }
         self.sort();
         self.assign()
     }
 
-    /// The slowest link by which something came from a parent to those that still fetch
-    /// from it, in bytes a second; 0 is the sender.
-    pub(crate) fn slowest_of(&self, parent: AgentId) -> Option<f64> {
-        let of_it = self
-            .agents
-            .values()
-            .filter(|one| one.parent == Some(parent));
-        let speeds = of_it.filter_map(|one| one.speed.filter(|(_, by)| *by == parent));
-        speeds.map(|(speed, _)| speed).min_by(f64::total_cmp)
+    /// The slowest link by which anybody fetches, in bytes a second, as far as they are
+    /// known.
+    pub(crate) fn slowest(&self) -> Option<f64> {
+        let firsts = [&self.speeds, &self.beside].map(|speeds| speeds.first());
+        let slowest = firsts.into_iter().flatten().min();
+        slowest.map(|(speed, _)| f64::from_bits(*speed))
     }
 
     /// The agents that serve, in order, then those that do not; each with its parent.

@@ -256,6 +256,11 @@ fn rows(label: &str, got: &Figures, targets: Targets) -> Vec<Row> {
         timed("fast, compare + encode", &got.fast, targets.fast),
         bytes(label, "fast", width, got.fast_bytes, targets.fast_bytes),
         timed("fast, decode + apply", &got.fast_apply, targets.apply),
+        timed(
+            "fast, apply while the old version is copied",
+            &got.fast_onto,
+            None,
+        ),
         timed("fast, two steps folded, apply", &got.folded_apply, None),
         timed("fold two fast deltas", &got.fold, None),
         timed("digest kept up by it", &got.kept_up, targets.kept_up),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use weightsync::Changes;
 use weightsync_core::Version;
 
-use super::Delta;
+use super::{Delta, RING};
 use crate::relay::Item;
 
 /// The deltas of one process: of each model within a bound.
@@ -105,15 +105,19 @@ impl Ring {
         }
         let mut parts = Vec::new();
         let mut at = item.version;
+        let mut held = 0;
         while at > base {
             let before = of
                 .steps()
                 .filter(|delta| delta.version == at && delta.base >= base);
             let step = before.min_by_key(|delta| delta.base)?;
-            if step.gaps.load(Ordering::Relaxed) {
+            parts.push(step.clone());
+            held += step.held();
+            // Each is folded with what those before it have come to: that many may take
+            // longer than the bytes themselves.
+            if step.is_given_up() || held * parts.len() as u64 > step.whole / RING {
                 return None;
             }
-            parts.push(step.clone());
             at = step.base;
         }
         parts.reverse();
@@ -127,11 +131,10 @@ impl Ring {
     pub(crate) fn pays(&self, model: usize) -> bool {
         let models = self.models();
         let newest = models.get(&model).and_then(|of| of.steps().next_back());
-        newest.is_some_and(|delta| !delta.gaps.load(Ordering::Relaxed))
+        newest.is_some_and(|delta| !delta.is_given_up() && delta.bytes() < delta.whole / RING)
     }
 
-    /// What has changed in a version since the one before it; `None` if that is not known,
-    /// or some of it is sent whole.
+    /// What has changed in a version since the one before it; `None` if that is not known.
     pub(crate) fn changes(&self, item: Item) -> Option<Changes> {
         let models = self.models();
         let mut steps = models.get(&item.model)?.steps();
@@ -164,7 +167,15 @@ impl OfModel {
             let Some(gone) = oldest.and_then(|oldest| self.deltas.remove(oldest)) else {
                 return;
             };
-            held -= gone.held();
+            held = held.saturating_sub(gone.held());
+            // Those made from it would keep it.
+            self.deltas.retain(|delta| {
+                let made_from = delta.parts.iter().any(|part| Arc::ptr_eq(part, &gone));
+                if made_from {
+                    held = held.saturating_sub(delta.held());
+                }
+                !made_from
+            });
         }
     }
 }

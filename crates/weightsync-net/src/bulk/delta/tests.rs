@@ -85,7 +85,7 @@ fn a_fold_waits_for_all_of_its_parts_and_is_dense_where_one_is() {
     assert!(both.is_known(0));
     let span = both.span(0, &layout(64 << 10), &mut Scratch::new());
     assert!(matches!(span, Some(Span::Dense)));
-    // What has gaps is not worth folding from the start.
+    // What was given up is not worth folding from the start.
     ring.put(0, step(3, 7), 1 << 20);
     assert!(ring.find(item(0, V[4]), V[2]).is_none());
 }

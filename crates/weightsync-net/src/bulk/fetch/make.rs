@@ -1,5 +1,7 @@
 //! Making what a parent has told as changes.
 
+use weightsync_core::Version;
+
 use super::*;
 
 /// What a version can be made from: an older one that is whole here.
@@ -19,6 +21,16 @@ pub(crate) struct Base {
 /// into what the free slot holds: to copy the span takes longer. Where they take more, it
 /// is the other way round, as writes here and there wait for memory.
 const FEW: usize = 512;
+
+/// A delta came as it was sent, and nothing can be made of it.
+#[derive(Debug, thiserror::Error)]
+#[error("the delta of span {index} from {base} to {version} is of no use here: {source}")]
+struct Unfit {
+    index: usize,
+    base: Version,
+    version: Version,
+    source: DeltaError,
+}
 
 impl Shared {
     /// Reads one delta, and makes its span of it.
@@ -54,13 +66,22 @@ impl Shared {
             self.store.notify();
         }
         let made = self.put(&mut piece, base, index, &coded, scratch);
-        if let Err(error) = made {
+        let Err(source) = made else {
+            piece.keep();
+            return Ok(());
+        };
+        match source {
+            // What came is as it was made: it may be of use to others.
+            DeltaError::Base { .. } => self.unfit.store(true, Ordering::Release),
             // Whoever made it, it is of no use to anybody.
-            base.kept.spoil();
-            return Err(invalid(error));
+            _ => base.kept.spoil(),
         }
-        piece.keep();
-        Ok(())
+        Err(invalid(Unfit {
+            index,
+            base: head.base,
+            version: head.version,
+            source,
+        }))
     }
 
     /// Makes a span of its delta and what is here.

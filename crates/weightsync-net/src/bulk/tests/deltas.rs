@@ -11,7 +11,7 @@ const BYTES: usize = CHUNKS as usize * CHUNK as usize;
 
 const NEXT: Item = Item {
     model: 0,
-    version: Version(2),
+    version: Version(3),
 };
 
 /// Version 1 and version 2, which differ here and there.
@@ -174,7 +174,10 @@ fn a_delta_that_does_not_belong_there_is_refused_and_the_base_is_as_it_was() {
     let none = [0x10, 0xff, 0xff];
     let cases = [
         // (name, what comes, spans that are there, whether what came is kept from others)
-        ("version", with(|head| head.version = Version(3)), 0, false),
+        ("version", with(|head| head.version = Version(4)), 0, false),
+        ("base", with(|head| head.base = Version(2)), 0, false),
+        ("model", with(|head| head.model = 1), 0, false),
+        ("image", with(|head| head.image_bytes += 64), 0, false),
         ("index", with(|head| head.index = 1), 0, true),
         ("twice", [span(0), span(0)].concat(), 1, false),
         ("after", [chunks(0..1), span(0)].concat(), 0, false),

@@ -95,10 +95,10 @@ impl Engine {
                 model: model.into(),
                 version,
             }),
-            FromRoot::Spoiled { model, version } => self.spoiled(Item {
-                model: model.into(),
-                version,
-            }),
+            FromRoot::Spoiled { model, version } => {
+                let why = format!("the digest of {version} is another");
+                self.start_anew(model.into(), &why);
+            }
             FromRoot::Goodbye => self.closes = Some(Instant::now() + LINGER),
             // They are of the way in.
             FromRoot::Welcome { .. }

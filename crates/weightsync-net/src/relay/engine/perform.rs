@@ -102,10 +102,15 @@ impl Engine {
                 }
             };
             let coming = Arc::new(Held::coming(room.clone()));
-            self.store.put(item, coming.clone());
             self.coming.insert(item, (room, coming));
         }
+        // Whoever waits for it below looks for what changed as soon as it is there.
         let base = self.base_of(item);
+        if let Some((_, coming)) = self.coming.get(&item)
+            && self.store.get(item).is_none()
+        {
+            self.store.put(item, coming.clone());
+        }
         let (room, coming) = self.coming.get(&item)?;
         self.fetches += 1;
         let number = self.fetches;

@@ -1,5 +1,7 @@
 //! An agent says what it has, to be compared with what was published.
 
+use std::fmt;
+
 use weightsync_core::digest::Digest;
 
 use super::{Engine, Event};
@@ -54,12 +56,15 @@ impl Engine {
         }
     }
 
-    /// What is here of a version is not what was published.
-    pub(super) fn spoiled(&mut self, item: Item) {
+    /// What is here of a model is not what was published: it comes anew.
+    pub(super) fn start_anew(&mut self, model: usize, why: &dyn fmt::Display) {
         tracing::error!(
-            "{item:?} is not what was published: what is here of this model is let go of, and \
-             the next version is fetched whole"
+            "what is here of model {model} is not what was published, so it is let go of, and the \
+             next version is fetched whole: {why}"
         );
-        self.step([Input::Spoiled { model: item.model }]);
+        // So is what is left of it in slots, and of what changed since.
+        self.store.deltas().forget(model);
+        self.relay.forget_bases(model);
+        self.step([Input::Spoiled { model }]);
     }
 }

@@ -2,17 +2,18 @@
 
 use tokio::sync::oneshot;
 use weightsync_core::digest::Digest;
+use weightsync_mem::Snapshot;
 
 use super::{Event, Hub};
 use crate::relay::Item;
-use crate::root::scrub::{Asks, Checked, OWN, Published, Round, Verdict};
+use crate::root::scrub::{Asks, Checked, OWN, Round, Verdict};
 use crate::root::topology::AgentId;
 use crate::scrub;
 use crate::wire::message::FromRoot;
 
-/// Each version whose number is a multiple of this is an anchor: whoever comes to have it is
+/// Each version whose number is a multiple of this is scrubbed: whoever comes to have it is
 /// compared with what was published.
-pub(super) const ANCHOR: u64 = 64;
+pub(in crate::root) const SCRUBBED: u64 = 64;
 
 /// The most bytes of a host's name in an answer.
 const NAME: usize = 64;
@@ -39,25 +40,37 @@ impl Hub {
 
     /// An agent has come to have versions.
     pub(super) fn came(&mut self, agent: AgentId, have: &[Item]) {
-        if !self.settings.anchors {
+        if !self.settings.scrubs {
             return;
         }
-        let anchors = have
+        let scrubbed = have
             .iter()
-            .filter(|item| item.version.0.is_multiple_of(ANCHOR));
-        let asks = self.scrubs.ask(anchors.map(|item| (*item, agent)));
+            .filter(|item| item.version.0.is_multiple_of(SCRUBBED));
+        let asks = self.scrubs.ask(scrubbed.map(|item| (*item, agent)));
         self.perform(asks);
+    }
+
+    /// A version is published that whoever comes to have it is compared with.
+    pub(super) fn keep(&mut self, snapshot: Snapshot) {
+        let item = Item {
+            model: snapshot.model(),
+            version: snapshot.version(),
+        };
+        if self.scrubs.keep(item) {
+            self.find(vec![item], Some(snapshot));
+        }
     }
 
     /// An agent says what it has.
     pub(super) fn scrubbed(&mut self, agent: AgentId, item: Item, digest: Option<Digest>) {
         let checked = self.scrubs.said(item, agent, digest);
-        self.checked(&checked);
+        self.checked(checked.as_slice());
     }
 
-    /// It is known what was published.
-    pub(super) fn published(&mut self, item: Item, published: Option<Published>) {
-        let checked = self.scrubs.published(item, published);
+    /// The sender's own digest is made: of the bytes that are there now, and of what was
+    /// published.
+    pub(super) fn found(&mut self, item: Item, now: Option<Digest>, then: Option<Digest>) {
+        let checked = self.scrubs.found(item, now, then);
         self.checked(&checked);
     }
 
@@ -69,32 +82,37 @@ impl Hub {
             };
             self.say(agent, &scrub);
         }
-        if asks.own.is_empty() {
-            return;
+        if !asks.own.is_empty() {
+            self.find(asks.own, None);
         }
+    }
+
+    /// Makes the digests of versions as they are here, of which the first may be at hand. A
+    /// trainer that wants one of their slots waits for its digest, which takes half as long
+    /// as what it does next.
+    fn find(&mut self, items: Vec<Item>, first: Option<Snapshot>) {
         let (guests, events) = (self.guests.clone(), self.events.clone());
-        let (threads, own) = (self.settings.threads.clone(), asks.own.clone());
+        let (threads, own) = (self.settings.threads.clone(), items.clone());
         let work = move || {
+            let mut at_hand = first;
             for item in own {
-                let found = guests.snapshot(item.model, item.version).ok().flatten();
-                let published = found.and_then(|snapshot| {
-                    // The trainer is not to wait for its slot.
-                    let newer = || guests.version(item.model) > item.version;
-                    let now = snapshot.digest_unless(|| threads.is_stopped() || newer())?;
-                    let then = snapshot.published_digest();
-                    Some(Published { now, then })
-                });
-                let found = Event::Published { item, published };
+                let there = || guests.snapshot(item.model, item.version).ok().flatten();
+                let snapshot = at_hand.take().or_else(there);
+                let then = snapshot.as_ref().and_then(Snapshot::published_digest);
+                let now = snapshot.and_then(|one| one.digest_unless(|| threads.is_stopped()));
                 // A hub that has ended hears nothing.
-                if events.blocking_send(found).is_err() {
+                if events
+                    .blocking_send(Event::Found { item, now, then })
+                    .is_err()
+                {
                     return;
                 }
             }
         };
         if let Err(error) = self.settings.threads.spawn("weightsync-scrub", work) {
             tracing::warn!("versions are not compared, as no thread can be started: {error}");
-            for item in asks.own {
-                self.published(item, None);
+            for item in items {
+                self.found(item, None, None);
             }
         }
     }
@@ -102,8 +120,13 @@ impl Hub {
     /// Acts on what comparisons have come to, and tells who waits for that.
     pub(super) fn checked(&mut self, checked: &[Checked]) {
         for one in checked {
-            if let Verdict::Differs { expected, got } = one.verdict {
-                self.spoiled(one, expected, got);
+            let Checked { item, agent, .. } = *one;
+            match one.verdict {
+                Verdict::Differs { expected, got } => self.spoiled(one, expected, got),
+                Verdict::Replaced | Verdict::Gone => {
+                    tracing::debug!("what agent {agent} has of {item:?} is not compared");
+                }
+                Verdict::Same | Verdict::Unknown => {}
             }
         }
         let mut rounds = std::mem::take(&mut self.rounds);
@@ -148,16 +171,18 @@ impl Hub {
              {expected} belongs there; the next version goes there whole",
             item.version
         );
-        match agent {
-            OWN => self.settings.store.deltas().spoil(item),
-            agent => self.say(
-                agent,
-                &FromRoot::Spoiled {
-                    model: item.model as u8,
-                    version: item.version,
-                },
-            ),
+        if agent == OWN {
+            self.settings.store.deltas().spoil(item);
+            return;
         }
+        let spoiled = FromRoot::Spoiled {
+            model: item.model as u8,
+            version: item.version,
+        };
+        self.say(agent, &spoiled);
+        // It may have come so from here.
+        let asks = self.scrubs.ask([(item, OWN)]);
+        self.perform(asks);
     }
 
     /// A comparison as it is told of.
@@ -197,7 +222,7 @@ impl Hub {
                     got: got.to_string(),
                 },
                 Verdict::Replaced => scrub::Verdict::Replaced,
-                Verdict::Same | Verdict::Gone => scrub::Verdict::Gone,
+                Verdict::Same | Verdict::Unknown | Verdict::Gone => scrub::Verdict::Gone,
             },
         }
     }

@@ -9,19 +9,12 @@ fn item(version: u64) -> Item {
     }
 }
 
-fn digest(byte: u8) -> Digest {
-    Digest([byte; 16])
+fn digest(byte: u8) -> Option<Digest> {
+    Some(Digest([byte; 16]))
 }
 
-fn published(now: u8, then: Option<u8>) -> Option<Published> {
-    Some(Published {
-        now: digest(now),
-        then: then.map(digest),
-    })
-}
-
-fn is(checked: &[Checked]) -> Vec<(u64, AgentId, Verdict)> {
-    let each = checked.iter();
+fn is(checked: impl IntoIterator<Item = Checked>) -> Vec<(u64, AgentId, Verdict)> {
+    let each = checked.into_iter();
     each.map(|one| (one.item.version.0, one.agent, one.verdict))
         .collect()
 }
@@ -40,15 +33,14 @@ fn each_comes_to_one_verdict_in_whichever_order_both_ends_say_it() {
     // Asked by another meanwhile: it is under way.
     assert_eq!(scrubs.ask([(item(1), 3)]), Asks::default());
 
-    assert_eq!(scrubs.said(item(1), 3, Some(digest(7))), []);
-    let found = scrubs.published(item(1), published(7, None));
-    assert_eq!(is(&found), [(1, OWN, Verdict::Same), (1, 3, Verdict::Same)]);
-    assert_eq!(scrubs.said(item(1), 3, Some(digest(8))), [], "not asked");
+    assert_eq!(scrubs.said(item(1), 3, digest(7)), None);
+    let found = scrubs.found(item(1), digest(7), None);
     assert_eq!(
-        is(&scrubs.said(item(1), 4, Some(digest(8)))),
-        [(1, 4, DIFFERS)]
+        is(found),
+        [(1, OWN, Verdict::Unknown), (1, 3, Verdict::Same)]
     );
-    assert_eq!(scrubs.published(item(1), None), [], "nobody waits for it");
+    assert_eq!(scrubs.said(item(1), 3, digest(8)), None, "not asked");
+    assert_eq!(is(scrubs.said(item(1), 4, digest(8))), [(1, 4, DIFFERS)]);
     // What is over is found anew the next time.
     assert_eq!(scrubs.ask([(item(1), 4)]).own, [item(1)]);
 }
@@ -57,38 +49,65 @@ fn each_comes_to_one_verdict_in_whichever_order_both_ends_say_it() {
 fn what_one_end_has_no_more_cannot_be_compared() {
     let mut scrubs = Scrubs::default();
     scrubs.ask([(item(1), OWN), (item(1), 3), (item(2), 3), (item(2), 5)]);
-    let found = scrubs.published(item(1), None);
+    let found = scrubs.found(item(1), None, None);
     assert_eq!(
-        is(&found),
+        is(found),
         [(1, OWN, Verdict::Replaced), (1, 3, Verdict::Replaced)]
     );
-    assert_eq!(scrubs.published(item(2), published(7, None)), []);
+    assert_eq!(scrubs.found(item(2), digest(7), None), []);
     assert_eq!(
-        is(&scrubs.said(item(2), 3, None)),
+        is(scrubs.said(item(2), 3, None)),
         [(2, 3, Verdict::Replaced)]
     );
-    assert_eq!(is(&scrubs.gone(5)), [(2, 5, Verdict::Gone)]);
+    assert_eq!(is(scrubs.gone(5)), [(2, 5, Verdict::Gone)]);
     assert_eq!(scrubs.gone(5), []);
-    assert!(scrubs.published.is_empty() && scrubs.asked.is_empty());
+    assert!(scrubs.expected.is_empty() && scrubs.asked.is_empty() && scrubs.finding.is_empty());
 }
 
 #[test]
 fn the_senders_own_bytes_are_compared_with_what_they_were_when_published() {
     let mut scrubs = Scrubs::default();
     scrubs.ask([(item(1), OWN), (item(1), 3), (item(1), 4)]);
-    assert_eq!(scrubs.said(item(1), 3, Some(digest(7))), []);
-    let found = scrubs.published(item(1), published(8, Some(7)));
+    assert_eq!(scrubs.said(item(1), 3, digest(7)), None);
+    let found = scrubs.found(item(1), digest(8), digest(7));
     // Others are right although the sender is not.
-    assert_eq!(is(&found), [(1, OWN, DIFFERS), (1, 3, Verdict::Same)]);
-    assert_eq!(
-        is(&scrubs.said(item(1), 4, Some(digest(8)))),
-        [(1, 4, DIFFERS)]
-    );
+    assert_eq!(is(found), [(1, OWN, DIFFERS), (1, 3, Verdict::Same)]);
+    assert_eq!(is(scrubs.said(item(1), 4, digest(8))), [(1, 4, DIFFERS)]);
+}
+
+#[test]
+fn what_is_kept_is_known_for_whoever_comes_late_and_until_the_next_is() {
+    let mut scrubs = Scrubs::default();
+    assert!(scrubs.keep(item(64)));
+    assert!(!scrubs.keep(item(64)), "it is being found");
+    assert_eq!(scrubs.ask([(item(64), 3)]).own, [], "so it is");
+    assert_eq!(scrubs.said(item(64), 3, digest(7)), None);
+    let found = scrubs.found(item(64), digest(7), None);
+    assert_eq!(is(found), [(64, 3, Verdict::Same)]);
+    // The sender has replaced it since.
+    let asks = scrubs.ask([(item(64), 4), (item(64), OWN)]);
+    assert_eq!((asks.agents.len(), asks.own), (1, vec![item(64)]));
+    assert_eq!(is(scrubs.said(item(64), 4, digest(8))), [(64, 4, DIFFERS)]);
+    let found = scrubs.found(item(64), None, None);
+    assert_eq!(is(found), [(64, OWN, Verdict::Replaced)]);
+    assert!(scrubs.keep(item(128)));
+    assert_eq!(scrubs.ask([(item(64), 5)]).own, [item(64)]);
+}
+
+#[test]
+fn whoever_asks_for_what_is_known_hears_it_although_the_others_go() {
+    let mut scrubs = Scrubs::default();
+    scrubs.ask([(item(1), 3)]);
+    assert_eq!(scrubs.found(item(1), digest(7), None), []);
+    assert_eq!(scrubs.ask([(item(1), OWN), (item(1), 3)]).own, [item(1)]);
+    assert_eq!(is(scrubs.gone(3)), [(1, 3, Verdict::Gone)]);
+    let found = scrubs.found(item(1), digest(7), None);
+    assert_eq!(is(found), [(1, OWN, Verdict::Same)]);
 }
 
 #[test]
 fn whoever_waits_hears_all_it_waits_for_and_nothing_else() {
-    let mut round = Round::new([(item(1), 3), (item(2), 3)], ());
+    let mut round = Round::new([(item(1), 3), (item(2), 3), (item(2), OWN)], ());
     let mut note = |version, agent, verdict| {
         let item = item(version);
         let checked = Checked {
@@ -109,8 +128,9 @@ fn whoever_waits_hears_all_it_waits_for_and_nothing_else() {
         round.note(&checked, tell);
         (round.waits.len(), round.same, round.others.len())
     };
-    assert_eq!(note(1, 4, Verdict::Same), (2, 0, 0), "another's");
-    assert_eq!(note(1, 3, Verdict::Same), (1, 1, 0));
-    assert_eq!(note(1, 3, Verdict::Same), (1, 1, 0), "it was noted");
-    assert_eq!(note(2, 3, Verdict::Gone), (0, 1, 1));
+    assert_eq!(note(1, 4, Verdict::Same), (3, 0, 0), "another's");
+    assert_eq!(note(1, 3, Verdict::Same), (2, 1, 0));
+    assert_eq!(note(1, 3, Verdict::Same), (2, 1, 0), "it was noted");
+    assert_eq!(note(2, 3, Verdict::Gone), (1, 1, 1));
+    assert_eq!(note(2, OWN, Verdict::Unknown), (0, 1, 1));
 }

@@ -176,6 +176,30 @@ fn who_does_not_serve_is_beside_the_others() {
     assert_eq!(parents(&chain), [(2, 0), (4, 2), (3, 0)]);
 }
 
+#[test]
+fn the_slowest_link_is_that_of_whoever_fetches_by_it() {
+    let mut chain = with(1, 1..=3);
+    chain.join(4, None);
+    assert_eq!(chain.slowest(), None);
+    let mib = |count: u64| count << 20;
+    let cases = [
+        ((0, 1, mib(100)), 100),
+        ((1, 2, mib(50)), 50),
+        ((0, 4, mib(20)), 20),
+        // Not the worker that fetches for itself any more.
+        ((0, 4, mib(1000)), 39),
+    ];
+    for ((parent, agent, bytes), slowest) in cases {
+        chain.measured(parent, agent, bytes, SECOND);
+        let found = chain.slowest().unwrap() as u64 >> 20;
+        assert_eq!(found, slowest, "{agent} from {parent}");
+    }
+    chain.leave(4);
+    assert_eq!(chain.slowest().unwrap() as u64 >> 20, 50);
+    chain.leave(2);
+    assert_eq!(chain.slowest().unwrap() as u64 >> 20, 100);
+}
+
 /// To another host its address would be that host's own.
 #[test]
 fn who_is_known_by_an_address_of_the_loopback_serves_its_own_host_alone() {

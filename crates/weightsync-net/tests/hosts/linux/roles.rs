@@ -76,10 +76,13 @@ fn train(lead: &Lead) -> Outcome {
     if lead.pull {
         scheme = scheme.pull();
     }
-    if matches!(lead.content, Content::Words { .. }) {
+    scheme = scheme.deltas(match lead.content {
+        // Nothing is to be said of it but the bytes themselves.
+        Content::Words { every: 1 } => Deltas::Never,
         // In a test it is not to depend on the machine.
-        scheme = scheme.deltas(Deltas::Always);
-    }
+        Content::Words { .. } => Deltas::Always,
+        Content::Weights { .. } => Deltas::Auto,
+    });
     let mut versions = Versions::new(lead.bytes, lead.content)?;
     versions.fill(lead.word)?;
     let setup = SenderSetup::new("policy", &versions.tensors)?
