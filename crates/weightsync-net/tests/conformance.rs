@@ -20,9 +20,11 @@ fn main() -> ExitCode {
         .with("distributed:share=none")
         .with("distributed:every=3,own-copy,share=none")
         .with("distributed:pull,share=none")
+        .with("distributed:share=none,deltas=always")
         .with("relayed")
         .with("relayed:every=3")
         .with("relayed:pull")
+        .with("relayed:deltas=always")
         .beside(relayed::start);
     weightsync_conformance::main(&subjects)
 }

@@ -40,7 +40,8 @@ pub struct Report {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Changes {
-    /// Elements of the tensors.
+    /// Elements, counted by the width that most of the bytes around them have, with what lies
+    /// between tensors.
     pub elements: u64,
     /// How many of them are others than before, by their bits.
     pub changed: u64,

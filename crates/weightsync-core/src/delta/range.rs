@@ -146,6 +146,11 @@ impl<'a> Decoder<'a> {
         bit
     }
 
+    /// Bytes that belong to none of the bits that were read.
+    pub(super) fn unread(&self) -> usize {
+        self.bytes.len().saturating_sub(self.at)
+    }
+
     #[inline(always)]
     fn shift(&mut self) {
         let byte = self.bytes.get(self.at).copied().unwrap_or(0);

@@ -351,6 +351,24 @@ fn a_thin_delta_does_not_fit_another_base() {
 }
 
 #[test]
+fn what_a_thin_delta_has_too_much_of_is_refused_within_it_too() {
+    let pattern = Pattern::of(Dtype::BF16);
+    let (old, new) = ([1; 2000], [2; 2000]);
+    let mut delta = encoded(pattern, Codec::Thin, &old, &new);
+    // Behind the tag, the exponent and the changes of each class.
+    let mut at = 3;
+    for _ in 0..16 {
+        at += 1 + delta[at..].iter().take_while(|byte| **byte >= 0x80).count();
+    }
+    let length = u32::from_le_bytes(delta[at..at + 4].try_into().unwrap());
+    delta[at..at + 4].copy_from_slice(&(length + 1).to_le_bytes());
+    delta.insert(at + 4 + length as usize, 7);
+    let (mut image, mut scratch) = (old, Scratch::new());
+    let refused = apply(pattern, &delta, &mut image, None, &mut scratch);
+    assert_eq!(refused.err(), Some(DeltaError::Trailing { extra: 1 }));
+}
+
+#[test]
 fn a_span_is_of_the_dtype_that_has_most_of_it() {
     let layout = Layout::new([
         ("a".to_owned(), Dtype::F32, vec![1 << 18]),

@@ -242,7 +242,10 @@ fn read<W: Word>(
             return Err(ends());
         }
     }
-    Ok((top, delta.len() - rest.len() + plain.bytes()))
+    match coder.unread() {
+        0 => Ok((top, delta.len() - rest.len() + plain.bytes())),
+        extra => Err(DeltaError::Trailing { extra }),
+    }
 }
 
 /// Numbers that are mostly about as large as those before them.
