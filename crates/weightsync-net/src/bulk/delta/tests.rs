@@ -124,16 +124,13 @@ fn what_takes_longer_than_the_bytes_themselves_does_not_pay() {
     // (took, coded, whole, rate, pays)
     let cases = [
         (ms(10), 1 << 20, 100 << 20, UNKNOWN, true),
-        (ms(60), 1 << 20, 100 << 20, UNKNOWN, false),
-        (ms(60), 1 << 20, 100 << 20, 100 << 20, true),
+        (ms(70), 1 << 20, 100 << 20, UNKNOWN, false),
+        (ms(70), 1 << 20, 100 << 20, 100 << 20, true),
         (ms(0), 100 << 20, 100 << 20, 1, false),
     ];
     for (took, coded, whole, rate, expected) in cases {
-        assert_eq!(
-            pays(took, coded, whole, rate),
-            expected,
-            "{took:?} {coded} {rate}"
-        );
+        let sample = Sample { took, coded, whole };
+        assert_eq!(sample.pays(rate), expected, "{sample:?} {rate}");
     }
 }
 
@@ -249,12 +246,20 @@ fn fewer_bytes_are_worth_time_where_a_link_waits() {
         (ms(0), 0, 1, false),
     ];
     for (took, coded, rate, expected) in cases {
-        assert_eq!(
-            waits_for_link(took, coded, rate),
-            expected,
-            "{took:?} {coded} {rate}"
-        );
+        let sample = Sample {
+            took,
+            coded,
+            whole: 8 << 20,
+        };
+        assert_eq!(sample.waits_for_link(rate), expected, "{sample:?} {rate}");
     }
-    assert_eq!(side_by_side(ms(100), 1 << 20, 1 << 20), 1.0);
-    assert_eq!(side_by_side(ms(3000), 1 << 20, 1 << 20), 3.0);
+    // Made by two threads while others are sent.
+    for (took, seconds) in [(ms(100), 1.0), (ms(3000), 1.5)] {
+        let sample = Sample {
+            took,
+            coded: 1 << 20,
+            whole: 8 << 20,
+        };
+        assert_eq!(sample.side_by_side(1 << 20), seconds);
+    }
 }
