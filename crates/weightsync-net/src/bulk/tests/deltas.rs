@@ -4,8 +4,12 @@ use weightsync_core::delta::{Codec, Pattern, Scratch, encode};
 use weightsync_mem::{Room, Snapshot};
 
 use super::*;
+use crate::bulk::delta::{Coded, Span};
 use crate::bulk::{Base, Delta};
 use crate::wire::frame::{DeltaHead, SPAN};
+
+/// One with exponents, by which a thin delta sees that it does not fit.
+const DTYPE: Dtype = Dtype::F8_E5M2;
 
 const BYTES: usize = CHUNKS as usize * CHUNK as usize;
 
@@ -14,7 +18,7 @@ const NEXT: Item = Item {
     version: Version(3),
 };
 
-/// Version 1 and version 2, which differ here and there.
+/// Versions, which differ here and there.
 fn image(version: u64) -> Vec<u8> {
     let image = (0..BYTES).map(|at| ((at * 31) >> 3) as u8);
     image
@@ -26,11 +30,16 @@ fn image(version: u64) -> Vec<u8> {
         .collect()
 }
 
-/// The delta of a span from one version to the other.
+/// The delta of a span from version 1 to version 3.
 fn changes(span: usize) -> Vec<u8> {
+    changes_of([1, 3], span)
+}
+
+/// That from one version to another.
+fn changes_of([from, to]: [u64; 2], span: usize) -> Vec<u8> {
     let at = span * SPAN as usize..BYTES.min((span + 1) * SPAN as usize);
-    let (old, new) = (image(1), image(2));
-    let (pattern, mut bytes) = (Pattern::of(Dtype::U8), Vec::new());
+    let (old, new) = (image(from), image(to));
+    let (pattern, mut bytes) = (Pattern::of(DTYPE), Vec::new());
     let scratch = &mut Scratch::new();
     let (old, new) = (&old[at.clone()], &new[at]);
     encode(pattern, Codec::Fast, old, new, &mut bytes, scratch).unwrap();
@@ -58,9 +67,9 @@ fn span(index: usize) -> Vec<u8> {
     frame(head(index, &bytes), &bytes)
 }
 
-/// Chunks of version 2.
+/// Chunks of version 3.
 fn chunks(indices: std::ops::Range<usize>) -> Vec<u8> {
-    let (image, mut all) = (image(2), Vec::new());
+    let (image, mut all) = (image(3), Vec::new());
     for index in indices {
         let bytes = &image[index * CHUNK as usize..][..CHUNK as usize];
         let head = ChunkHead {
@@ -77,7 +86,7 @@ fn chunks(indices: std::ops::Range<usize>) -> Vec<u8> {
     all
 }
 
-/// What came of a fetch of version 2 by a process that has version 1.
+/// What came of a fetch of version 3 by a process that has version 1.
 struct Came {
     end: FetchEnd,
     room: Arc<Room>,
@@ -86,25 +95,53 @@ struct Came {
     _relay: Relay,
 }
 
-fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Came {
+fn relay(name: &str, slots: u8) -> Relay {
+    let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
+    let model = ModelSpec {
+        layout: Layout::new([("w".to_owned(), DTYPE, vec![BYTES as u64])]).unwrap(),
+        note: Vec::new(),
+    };
+    let options = SegmentOptions {
+        slots,
+        ..SegmentOptions::default()
+    };
+    Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap()
+}
+
+fn whole(relay: &Relay, version: Version, image: &[u8]) -> Snapshot {
+    let room = relay.room(0, version, BYTES).unwrap().unwrap();
+    let mut piece = room.take(0).unwrap();
+    piece.copy_from_slice(image);
+    piece.keep();
+    room.commit().unwrap()
+}
+
+/// Fetches what is missing from a parent that answers so.
+fn fetch(room: &Arc<Room>, base: Option<Base>, answer: Vec<u8>) -> FetchEnd {
     let runtime = runtime();
     let whole = answer.len();
     let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
-    let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
-    let model = ModelSpec {
-        layout: Layout::new([("w".to_owned(), Dtype::U8, vec![BYTES as u64])]).unwrap(),
-        note: Vec::new(),
-    };
-    let options = SegmentOptions::default();
-    let relay = Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap();
-    let room = |item: Item, piece| relay.room(0, item.version, piece).unwrap().unwrap();
-    let first = room(ITEM, BYTES);
-    let mut piece = first.take(0).unwrap();
-    piece.copy_from_slice(&image(1));
-    piece.keep();
-    let snapshot = first.commit().unwrap();
-    let room = room(NEXT, CHUNK as usize);
     let held = Arc::new(Held::coming(room.clone()));
+    let connections = Connections::new(Key::new(&SECRET), RUN, 1, 1);
+    let (tell, ends) = mpsc::channel();
+    let _fetch = Fetch::start(
+        (NEXT, Parent { agent: 2, address }),
+        (&Arc::new(connections), 0),
+        (room.clone(), held, base),
+        &Arc::new(Store::of_relay()),
+        &Arc::new(Threads::default()),
+        move |end, _| {
+            let _ = tell.send(end);
+        },
+    );
+    ends.recv_timeout(LONG).unwrap()
+}
+
+fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Came {
+    let relay = relay(name, SegmentOptions::default().slots);
+    let snapshot = whole(&relay, ITEM.version, &image(1));
+    let room = relay.room(0, NEXT.version, CHUNK as usize);
+    let room = room.unwrap().unwrap();
     let kept = Arc::new(Delta::new(ITEM.version, NEXT.version, room.layout()));
     let base = Base {
         snapshot: snapshot.clone(),
@@ -112,19 +149,7 @@ fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Came {
         passes_on: true,
         earlier: None,
     };
-    let connections = Connections::new(Key::new(&SECRET), RUN, 1, 1);
-    let (tell, ends) = mpsc::channel();
-    let _fetch = Fetch::start(
-        (NEXT, Parent { agent: 2, address }),
-        (&Arc::new(connections), 0),
-        (room.clone(), held, has_base.then_some(base)),
-        &Arc::new(Store::of_relay()),
-        &Arc::new(Threads::default()),
-        move |end, _| {
-            let _ = tell.send(end);
-        },
-    );
-    let end = ends.recv_timeout(LONG).unwrap();
+    let end = fetch(&room, has_base.then_some(base), answer);
     Came {
         end,
         room,
@@ -150,7 +175,7 @@ fn a_version_is_made_of_deltas_and_chunks() {
             came.end
         );
         let whole = came.room.commit().unwrap();
-        assert!(whole.bytes() == image(2), "{name}");
+        assert!(whole.bytes() == image(3), "{name}");
         assert!(came.base.bytes() == image(1), "{name}");
         assert!(!came.kept.is_spoiled());
     }
@@ -202,7 +227,7 @@ fn a_delta_that_does_not_belong_there_is_refused_and_the_base_is_as_it_was() {
         assert_eq!(there.len(), 4 * spans + single, "{name}");
         for (index, bytes) in there {
             assert!(
-                *bytes == image(2)[index * CHUNK as usize..][..CHUNK as usize],
+                *bytes == image(3)[index * CHUNK as usize..][..CHUNK as usize],
                 "{name}"
             );
         }
@@ -211,8 +236,82 @@ fn a_delta_that_does_not_belong_there_is_refused_and_the_base_is_as_it_was() {
 }
 
 #[test]
+fn a_delta_of_another_base_says_so_and_stays_for_those_who_have_that() {
+    let span = SPAN as usize;
+    let (old, new) = (vec![0xff; span], vec![1; span]);
+    let (pattern, mut bytes) = (Pattern::of(DTYPE), Vec::new());
+    let scratch = &mut Scratch::new();
+    encode(pattern, Codec::Thin, &old, &new, &mut bytes, scratch).unwrap();
+    let answer = [frame(head(0, &bytes), &bytes), end()].concat();
+    let came = fetched("unfit", answer, true);
+    let FetchEnd::Unfit(error) = &came.end else {
+        panic!("{:?}", came.end);
+    };
+    let error = error.to_string();
+    let words = "the delta of span 0 from v1 to v3 is of no use here: ";
+    assert!(error.starts_with(words), "{error}");
+    assert!(!came.kept.is_spoiled());
+    assert_eq!(came.room.kept(), 0);
+}
+
+#[test]
 fn who_has_no_base_takes_no_delta() {
     let came = fetched("baseless", [span(0), span(1), end()].concat(), false);
     assert!(matches!(came.end, FetchEnd::Broken(_)), "{:?}", came.end);
     assert_eq!(came.room.kept(), 0);
+}
+
+/// By two deltas into the slot that has the version before the base; where somebody has
+/// written there and not come to an end, beside the base, as ever.
+#[test]
+fn what_changed_little_is_made_of_the_version_before_the_base() {
+    let relay = relay("in-place", 2);
+    // What is left of the older version shows where it was used.
+    let marks = [3, SPAN as usize + 3];
+    let marked = |version, marks: &[usize]| {
+        let mut image = image(version);
+        marks.iter().for_each(|mark| image[*mark] ^= 1);
+        image
+    };
+    let first = whole(&relay, ITEM.version, &marked(1, &marks));
+    let snapshot = whole(&relay, Version(2), &image(2));
+    drop(first);
+    let room = relay.room(0, NEXT.version, CHUNK as usize);
+    let room = room.unwrap().unwrap();
+    assert_eq!(room.base(), Some(ITEM.version));
+
+    let earlier = Arc::new(Delta::new(ITEM.version, Version(2), room.layout()));
+    for span in 0..2 {
+        let bytes = changes_of([1, 2], span);
+        let crc = weightsync_simd::crc64(&bytes);
+        earlier.note(span, Span::Coded(Coded::new(bytes, crc)));
+    }
+    let base = || Base {
+        snapshot: snapshot.clone(),
+        kept: Arc::new(Delta::new(Version(2), NEXT.version, room.layout())),
+        passes_on: false,
+        earlier: Some(earlier.clone()),
+    };
+    let framed = |span: usize, bytes: &[u8]| {
+        let base = Version(2);
+        frame(
+            DeltaHead {
+                base,
+                ..head(span, bytes)
+            },
+            bytes,
+        )
+    };
+    let span = |index| framed(index, &changes_of([2, 3], index));
+    // The first one has been put in when it turns out to be too long.
+    let mut longer = changes_of([2, 3], 0);
+    longer.push(0);
+    let end = fetch(&room, Some(base()), framed(0, &longer));
+    assert!(matches!(end, FetchEnd::Broken(_)), "{end:?}");
+    assert_eq!(room.kept(), 0);
+    let end_of_it = [span(0), span(1), super::end()].concat();
+    let end = fetch(&room, Some(base()), end_of_it);
+    assert!(matches!(end, FetchEnd::Whole), "{end:?}");
+    assert!(room.commit().unwrap().bytes() == marked(3, &marks[1..]));
+    assert!(snapshot.bytes() == image(2));
 }
