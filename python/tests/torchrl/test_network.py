@@ -44,11 +44,12 @@ def test_a_backend_that_is_not_here_yet_says_what_to_take():
 
 def test_settings_reach_the_workers_and_weights_come_by_them():
     scheme = DistributedWeightSyncScheme(
-        share="none", arity=3, connections=1, every=4, own_copy=True
+        share="none", arity=3, connections=1, deltas="always", every=4, own_copy=True
     )
     scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
     text = json.loads(scheme.get_store_info()["init_info"])["scheme"]
-    for setting in ("share=none", "arity=3", "connections=1", "every=4", "own-copy"):
+    settings = ("share=none", "arity=3", "connections=1", "deltas=always", "every=4", "own-copy")
+    for setting in settings:
         assert setting in text, text
     theirs, model = pickle.loads(pickle.dumps(scheme)), policy()
     theirs.init_on_receiver(model_id="policy", model=model, worker_idx=0)
@@ -63,6 +64,12 @@ def test_settings_reach_the_workers_and_weights_come_by_them():
         worker.join()
         theirs.shutdown()
         scheme.shutdown()
+
+
+@pytest.mark.parametrize("setting", ["share", "deltas"])
+def test_a_setting_of_few_words_names_them_and_what_came(setting):
+    with pytest.raises(ValueError, match=f"{setting} wants .* and got 'sometimes'"):
+        DistributedWeightSyncScheme(**{setting: "sometimes"})
 
 
 @pytest.mark.parametrize(

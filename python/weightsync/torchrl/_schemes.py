@@ -141,6 +141,8 @@ class DistributedWeightSyncScheme(LocalScheme):
             copy of its own.
         arity: how many hosts fetch from each, 1 to 64; one: a chain.
         connections: connections by which a host fetches, 1 to 8.
+        deltas: whether what changed goes to hosts that have an older version, in place of
+            all: "auto" where that is quicker, "always" where it takes fewer bytes, "never".
         every: every version in order, with at most so many (1 to 32) in a worker's queue;
             None: the newest.
         own_copy: each version is copied into the worker's own memory.
@@ -164,6 +166,7 @@ class DistributedWeightSyncScheme(LocalScheme):
         share: Literal["all", "relay", "none"] = "all",
         arity: int = 1,
         connections: int = 2,
+        deltas: Literal["auto", "always", "never"] = "auto",
         every: int | None = None,
         own_copy: bool = False,
         run_dir: str | os.PathLike[str] | None = None,
@@ -171,6 +174,8 @@ class DistributedWeightSyncScheme(LocalScheme):
         super().__init__(strategy, sync, mode=mode, run_dir=run_dir)
         if share not in ("all", "relay", "none"):
             raise ValueError(f'share wants "all", "relay" or "none", and got {share!r}')
+        if deltas not in ("auto", "always", "never"):
+            raise ValueError(f'deltas wants "auto", "always" or "never", and got {deltas!r}')
         if backend not in _OVER_TCP:
             raise UnsupportedError(
                 f"there is no backend {backend!r}: weights go over TCP here, by "
@@ -186,6 +191,7 @@ class DistributedWeightSyncScheme(LocalScheme):
             f"share={share}" if share != "all" else "",
             f"arity={arity}" if arity != 1 else "",
             f"connections={connections}" if connections != 2 else "",
+            f"deltas={deltas}" if deltas != "auto" else "",
             f"every={every}" if every is not None else "",
             "own-copy" if own_copy else "",
         ]
