@@ -161,6 +161,42 @@ fn every_64th_version_is_compared_by_itself() {
     worker.join().expect("no panic");
 }
 
+#[test]
+fn what_is_damaged_in_the_senders_own_memory_is_found_and_reaches_nobody() {
+    let mut trainer = Trainer::start();
+    let mut relay = Running::start(trainer.relay());
+    relay.line_with("joined");
+    let worker = trainer.worker(3);
+    let mut version = 0;
+    while version < 64 {
+        version = trainer.send_with(|bias| bias[0] += 1.0);
+    }
+    // What was published is known of this one, so that the sender itself counts.
+    let begun = Instant::now();
+    while !text(&trainer.ask("scrub", &[]).stdout).starts_with("all of 2 versions") {
+        assert!(begun.elapsed() < PATIENCE);
+    }
+    let all = trainer.weights.slice::<f32>("bias");
+    damage(std::process::id(), all.expect("it is there"));
+    let found = trainer.ask("scrub", &["--json"]);
+    assert_eq!(found.status.code(), Some(1), "{}", text(&found.stdout));
+    let scrub: Value = serde_json::from_slice(&found.stdout).expect("JSON");
+    assert_eq!(scrub["others"].as_array().map(Vec::len), Some(1), "{scrub}");
+    assert_eq!(scrub["others"][0]["agent"], 0);
+    assert_eq!(scrub["others"][0]["pid"], std::process::id());
+    assert_eq!(scrub["same"], 1, "the relay has what was published");
+    // What changes from here on is not told from it.
+    for _ in 0..4 {
+        trainer.send_with(|bias| bias[0] += 1.0);
+        let found = trainer.ask("scrub", &[]);
+        assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+    }
+    drop(trainer);
+    relay.signal(Signal::INT);
+    relay.end();
+    worker.join().expect("no panic");
+}
+
 /// Changes the last of these numbers wherever a process has all of them in memory that it
 /// shares.
 fn damage(pid: u32, numbers: &[f32]) {
