@@ -1,7 +1,6 @@
 //! What was published is compared with what came before it, for those who have that.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::mpsc;
 use weightsync::transport::{CopyOptions, Deadline, Level, Outstanding, Source, Staging, Targets};
@@ -21,8 +20,6 @@ pub(super) struct Comparing {
     pub(super) guests: Guests,
     pub(super) store: Arc<Store>,
     pub(super) threads: Arc<Threads>,
-    /// How fast the slowest link is, in bytes a second; 0 before that is known.
-    pub(super) rate: Arc<AtomicU64>,
     pub(super) deltas: Deltas,
 }
 
@@ -103,8 +100,7 @@ impl Comparing {
         let delta = Arc::new(Delta::new(base.version(), item.version, layout));
         let ring = self.store.deltas();
         ring.put(item.model, delta.clone(), layout.bytes() / RING);
-        let known = Some(self.rate.load(Ordering::Relaxed)).filter(|rate| *rate > 0);
-        let rate = match (self.deltas, known) {
+        let rate = match (self.deltas, ring.rate()) {
             (Deltas::Always, known) => Rate::Any(known),
             (_, Some(known)) => Rate::Known(known),
             (_, None) => Rate::Unknown,

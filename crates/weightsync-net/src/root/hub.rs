@@ -102,9 +102,6 @@ pub(crate) struct Settings {
     pub(crate) served: Arc<AtomicU64>,
     /// What it goes out from.
     pub(crate) store: Arc<Store>,
-    /// How fast the slowest link is by which it goes out, in bytes a second; 0 before
-    /// that is known.
-    pub(crate) rate: Arc<AtomicU64>,
     /// What else works for it.
     pub(crate) threads: Arc<Threads>,
     /// Whether some versions are compared by themselves: they may be made from others.
@@ -381,7 +378,7 @@ impl Hub {
                 let busy = Duration::from_micros(micros);
                 let assigned = self.topology.measured(parent, agent, bytes, busy);
                 let rate = self.topology.slowest().unwrap_or(0.0);
-                self.settings.rate.store(rate as u64, Ordering::Relaxed);
+                self.settings.store.deltas().note_rate(rate as u64);
                 self.assign(&assigned);
             }
             ToRoot::ParentLost { parent, .. } => {

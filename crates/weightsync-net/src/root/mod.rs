@@ -174,7 +174,6 @@ impl Server {
             descriptions: descriptions(opening.models)?,
             served: Arc::default(),
             store: store.clone(),
-            rate: Arc::default(),
             threads: children.clone(),
             scrubs: scheme.deltas != Deltas::Never,
         };
@@ -184,7 +183,6 @@ impl Server {
             guests: guests.clone(),
             store: store.clone(),
             threads: children.clone(),
-            rate: settings.rate.clone(),
             deltas: scheme.deltas,
         };
         let count = settings.served.clone();

@@ -105,6 +105,28 @@ fn the_oldest_go_when_there_are_too_many_bytes_but_not_the_newest_of_a_model() {
 }
 
 #[test]
+fn a_range_is_folded_where_that_is_quicker_than_to_send_all() {
+    let ring = Ring::default();
+    // (bytes a second, steps, bytes of all of them, pays) for a model of 1 GiB
+    let cases = [
+        (None, 2, 1 << 20, true),
+        (None, 2, 200 << 20, false),
+        (None, 40, 12 << 20, false),
+        (Some(125_000_000), 2, 200 << 20, true),
+        (Some(125_000_000), 40, 12 << 20, true),
+        (Some(125_000_000), 400, 120 << 20, false),
+        // One is there already.
+        (None, 1, 500 << 20, true),
+    ];
+    for (rate, steps, bytes, expected) in cases {
+        ring.note_rate(rate.unwrap_or(0));
+        assert_eq!(ring.rate(), rate);
+        let pays = ring.pays_to_fold((steps, bytes), 1 << 30);
+        assert_eq!(pays, expected, "{rate:?} {steps} {bytes}");
+    }
+}
+
+#[test]
 fn what_is_spoiled_is_the_base_of_nothing() {
     let ring = Ring::default();
     ring.put(0, step(1, 5), 1 << 20);
