@@ -88,10 +88,8 @@ fn a_relay_carries_versions_and_is_in_the_status_until_ctrl_c() {
 
 #[test]
 fn what_is_damaged_in_a_relays_memory_is_found_and_what_follows_comes_whole() {
-    let mut trainer = Trainer::start();
-    let mut relay = Running::start(trainer.relay());
-    relay.line_with("joined");
-    let worker = trainer.worker(3);
+    let mut host = Host::start();
+    let trainer = &mut host.trainer;
     trainer.send();
     let found = trainer.ask("scrub", &[]);
     assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
@@ -100,13 +98,13 @@ fn what_is_damaged_in_a_relays_memory_is_found_and_what_follows_comes_whole() {
 
     // Of what the second version is, as whoever reads that of the relay knows.
     let version = trainer.send_with(|bias| bias.fill(7.25));
-    damage(relay.child.id(), &[7.25; 1 << 10]);
+    damage(host.relay.child.id(), &[7.25; 1 << 10]);
     let found = trainer.ask("scrub", &["--json"]);
     assert_eq!(found.status.code(), Some(1), "{}", text(&found.stdout));
     let scrub: Value = serde_json::from_slice(&found.stdout).expect("JSON");
     assert_eq!(scrub["others"].as_array().map(Vec::len), Some(1), "{scrub}");
     let check = &scrub["others"][0];
-    assert_eq!(check["pid"], relay.child.id());
+    assert_eq!(check["pid"], host.relay.child.id());
     assert_eq!(check["version"], version);
     assert_eq!(check["workers"], serde_json::json!([3]));
     let differs = &check["verdict"]["differs"];
@@ -115,23 +113,14 @@ fn what_is_damaged_in_a_relays_memory_is_found_and_what_follows_comes_whole() {
     // It is not held any more, and what changes from here on is not made from it.
     let dropped = |status: &Value| status["relays"][0]["holds"] == serde_json::json!([]);
     trainer.until_status(dropped);
-    for step in 0..6 {
-        trainer.send_with(|bias| bias[step] = 1.5);
-        let found = trainer.ask("scrub", &[]);
-        assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
-    }
-    drop(trainer);
-    relay.signal(Signal::INT);
-    relay.end();
-    worker.join().expect("no panic");
+    trainer.stays_sound();
+    host.end();
 }
 
 #[test]
 fn every_64th_version_is_compared_by_itself() {
-    let mut trainer = Trainer::start();
-    let mut relay = Running::start(trainer.relay());
-    relay.line_with("joined");
-    let worker = trainer.worker(3);
+    let mut host = Host::start();
+    let trainer = &mut host.trainer;
     // One float in a page that does not change.
     trainer.send_with(|bias| bias[100] = 7.25);
     let mut version = trainer.send();
@@ -143,30 +132,21 @@ fn every_64th_version_is_compared_by_itself() {
         .slice::<f32>("bias")
         .expect("it is there")
         .to_vec();
-    damage(relay.child.id(), &all);
+    damage(host.relay.child.id(), &all);
     // What is damaged is what the next is made from.
     for _ in 63..=64 {
         version = trainer.send_with(|bias| bias[0] += 1.0);
     }
     assert_eq!(version, 64);
     trainer.until_status(|status| status["relays"][0]["holds"] == serde_json::json!([]));
-    for _ in 0..6 {
-        trainer.send_with(|bias| bias[0] += 1.0);
-        let found = trainer.ask("scrub", &[]);
-        assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
-    }
-    drop(trainer);
-    relay.signal(Signal::INT);
-    relay.end();
-    worker.join().expect("no panic");
+    trainer.stays_sound();
+    host.end();
 }
 
 #[test]
 fn what_is_damaged_in_the_senders_own_memory_is_found_and_reaches_nobody() {
-    let mut trainer = Trainer::start();
-    let mut relay = Running::start(trainer.relay());
-    relay.line_with("joined");
-    let worker = trainer.worker(3);
+    let mut host = Host::start();
+    let trainer = &mut host.trainer;
     let mut version = 0;
     while version < 64 {
         version = trainer.send_with(|bias| bias[0] += 1.0);
@@ -186,15 +166,8 @@ fn what_is_damaged_in_the_senders_own_memory_is_found_and_reaches_nobody() {
     assert_eq!(scrub["others"][0]["pid"], std::process::id());
     assert_eq!(scrub["same"], 1, "the relay has what was published");
     // What changes from here on is not told from it.
-    for _ in 0..4 {
-        trainer.send_with(|bias| bias[0] += 1.0);
-        let found = trainer.ask("scrub", &[]);
-        assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
-    }
-    drop(trainer);
-    relay.signal(Signal::INT);
-    relay.end();
-    worker.join().expect("no panic");
+    trainer.stays_sound();
+    host.end();
 }
 
 /// Changes the last of these numbers wherever a process has all of them in memory that it
@@ -279,6 +252,34 @@ fn refused(ended: &Output, words: &str) {
     assert_eq!(text(&ended.stdout), "");
 }
 
+/// A trainer, and a relay with one worker.
+struct Host {
+    trainer: Trainer,
+    relay: Running,
+    worker: JoinHandle<u64>,
+}
+
+impl Host {
+    fn start() -> Self {
+        let trainer = Trainer::start();
+        let mut relay = Running::start(trainer.relay());
+        relay.line_with("joined");
+        let worker = trainer.worker(3);
+        Self {
+            trainer,
+            relay,
+            worker,
+        }
+    }
+
+    fn end(mut self) {
+        drop(self.trainer);
+        self.relay.signal(Signal::INT);
+        self.relay.end();
+        self.worker.join().expect("no panic");
+    }
+}
+
 /// A trainer in this process, and the file with its token.
 struct Trainer {
     sender: Option<Sender>,
@@ -345,6 +346,15 @@ impl Trainer {
         let report = sender.send(&self.weights).expect("it is sent");
         assert!(report.all_applied(), "{report}");
         report.version().0
+    }
+
+    /// What changes from here on reaches everybody as it was published.
+    fn stays_sound(&mut self) {
+        for _ in 0..6 {
+            self.send_with(|bias| bias[0] += 1.0);
+            let found = self.ask("scrub", &[]);
+            assert_eq!(found.status.code(), Some(0), "{}", text(&found.stdout));
+        }
     }
 
     fn relay(&self) -> Command {

@@ -9,142 +9,29 @@
 //! Versions arrive in pieces, in any order and from several threads, in a
 //! [`Room`]; whole, they are [committed](Room::commit), and can be told.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+mod news;
+
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use weightsync_core::{Epoch, Run, Version, WorkerId};
+use weightsync_core::{Run, Version};
 
 use crate::error::Error;
-use crate::map::Mapping;
 use crate::model::ModelSpec;
 use crate::plan::Key;
 use crate::room::Room;
-use crate::roster::{Going, Reader, ReaderStatus, Shared, State};
+use crate::roster::{Reader, ReaderStatus, Shared, State};
 use crate::service;
-use crate::set::{ModelSet, Models, Placed};
+use crate::set::{ModelSet, Placed};
 use crate::shared::Ending;
 use crate::snapshot::Snapshot;
-use crate::socket::{Listener, Socket};
+use crate::socket::Listener;
 use crate::wait::Deadline;
-use crate::wire::{Delivery, FromSender, Want};
+use crate::wire::FromSender;
 use crate::writer::{self, SegmentOptions};
 
-/// How many workers may wait to be let in.
-const MAX_TICKETS: usize = 4096;
-
-/// A worker as its segment knows it: its number, and what it chose when it first
-/// joined.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Seated {
-    /// Its number.
-    pub worker: WorkerId,
-    /// Its choice.
-    pub instance: u64,
-}
-
-/// What a relay learns of its workers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// A worker wants to join: [`Relay::admit`] or [`Relay::deny`] it.
-    Joins {
-        /// Names it in the answer.
-        ticket: u64,
-        /// Who it is.
-        who: Seated,
-        /// Its process.
-        pid: u32,
-        /// The models it wants; [`Models::ALL`] for every one there is.
-        models: Models,
-        /// Which versions it is to be given.
-        delivery: Delivery,
-        /// Where its weights live.
-        device: String,
-        /// The highest epoch it has seen.
-        seen: Epoch,
-    },
-    /// How far a worker is, because that has changed.
-    Progress(Progress),
-    /// A worker can use nothing that comes, and says why.
-    Unusable {
-        /// Who.
-        who: Seated,
-        /// Its words.
-        reason: String,
-    },
-    /// A worker asks for a version: [`Relay::answer`] it, or say that there is
-    /// [no such version](Relay::no_such_version).
-    Asks {
-        /// Who.
-        who: Seated,
-        /// The question's number.
-        question: u64,
-        /// Which version.
-        want: Want,
-    },
-    /// A worker does not wait for its answer any more.
-    Withdraws {
-        /// Who.
-        who: Seated,
-    },
-    /// A worker has closed its end, or died.
-    Gone {
-        /// Who.
-        who: Seated,
-        /// Whether it died.
-        died: bool,
-    },
-}
-
-/// How far a worker is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Progress {
-    /// Who.
-    pub who: Seated,
-    /// The sequence number of the newest set it has taken; 0 before the first.
-    pub taken: u64,
-    /// The last question whose answer it needs no more.
-    pub through: u64,
-    /// The sequence number of the newest set it has loaded; 0 before the first.
-    pub loaded: u64,
-    /// The version of each model it has loaded.
-    pub versions: Vec<(usize, Version)>,
-    /// The last set it could not use, and why.
-    pub refused: Option<(u64, String)>,
-}
-
-/// What a relay's segment has beside a sender's.
-#[derive(Debug)]
-pub(crate) struct Relayed {
-    /// The sender's process, wherever that is.
-    pub(crate) sender: u32,
-    news: Mutex<News>,
-}
-
-#[derive(Debug, Default)]
-struct News {
-    events: VecDeque<Event>,
-    tickets: BTreeMap<u64, Ticket>,
-    last_ticket: u64,
-    /// How far each reader was when that was last told.
-    told: BTreeMap<Key, Told>,
-}
-
-#[derive(Debug)]
-struct Told {
-    progress: Progress,
-    unusable: bool,
-    gone: bool,
-}
-
-/// A worker that waits to be let in.
-#[derive(Debug)]
-pub(crate) struct Ticket {
-    pub(crate) newcomer: service::Newcomer,
-    pub(crate) socket: Arc<Socket>,
-    pub(crate) control: Mapping,
-}
+pub use self::news::{Event, Progress, Seated};
+pub(crate) use self::news::{Relayed, Ticket};
 
 /// A relay's end of a segment of its own.
 ///
@@ -174,11 +61,8 @@ impl Relay {
         options: SegmentOptions,
     ) -> Result<Self, Error> {
         writer::check(models, &options)?;
-        let relayed = Relayed {
-            // 0 would say that there is none.
-            sender: sender.max(1),
-            news: Mutex::default(),
-        };
+        // 0 would say that there is none.
+        let relayed = Relayed::new(sender.max(1));
         let shared = Shared::new(run, models, secret, &options, Some(relayed))?;
         let service = service::start(shared.clone(), listener)?;
         Ok(Self {
@@ -228,15 +112,13 @@ impl Relay {
     /// Tells everything again from here on, as if it had changed: for a sender
     /// that knows nothing of it. Workers that left are not told of again.
     pub fn tell_again(&self) {
-        self.relayed().news().told.retain(|_, told| told.gone);
+        self.relayed().tell_again();
         self.shared.doorbell.ring();
     }
 
     /// Whether a worker still waits to be let in.
     pub fn waits(&self, ticket: u64) -> bool {
-        let news = self.relayed().news();
-        let ticket = news.tickets.get(&ticket);
-        ticket.is_some_and(|ticket| !service::is_gone(&ticket.socket))
+        self.relayed().waits(ticket)
     }
 
     /// Lets a worker in. Its lane is empty until it is told something.
@@ -249,7 +131,7 @@ impl Relay {
         let gave_up = || Error::Denied {
             reason: "the worker has given up waiting".into(),
         };
-        let ticket = self.relayed().news().tickets.remove(&ticket);
+        let ticket = self.relayed().take(ticket);
         let Ticket {
             newcomer,
             socket,
@@ -272,7 +154,7 @@ impl Relay {
 
     /// Turns a worker that waits to be let in away.
     pub fn deny(&self, ticket: u64, reason: &str) {
-        if let Some(ticket) = self.relayed().news().tickets.remove(&ticket) {
+        if let Some(ticket) = self.relayed().take(ticket) {
             let denied = FromSender::Denied {
                 reason: reason.into(),
             };
@@ -410,7 +292,7 @@ impl Relay {
             let _ = self.shared.listen_to(key, false);
         }
         self.shared.close(ending);
-        for ticket in std::mem::take(&mut self.relayed().news().tickets).into_values() {
+        for ticket in self.relayed().take_all() {
             ticket.socket.shut_down();
         }
         // A panic there has been reported by the panic hook already.
@@ -440,156 +322,6 @@ impl Relay {
 impl Drop for Relay {
     fn drop(&mut self) {
         self.close(Ending::Moved);
-    }
-}
-
-impl Relayed {
-    /// Keeps a worker waiting until it is admitted or denied; gives it back if too
-    /// many wait.
-    pub(crate) fn ask_in(&self, ticket: Ticket, seen: Epoch) -> Result<(), Ticket> {
-        let mut news = self.news();
-        // Those that have given up meanwhile make room.
-        news.tickets.retain(|_, one| !service::is_gone(&one.socket));
-        if news.tickets.len() >= MAX_TICKETS {
-            return Err(ticket);
-        }
-        news.last_ticket += 1;
-        let number = news.last_ticket;
-        let newcomer = &ticket.newcomer;
-        let event = Event::Joins {
-            ticket: number,
-            who: Seated {
-                worker: newcomer.worker,
-                instance: newcomer.instance,
-            },
-            pid: ticket.socket.peer_pid(),
-            models: newcomer.models,
-            delivery: newcomer.delivery,
-            device: newcomer.device.clone(),
-            seen,
-        };
-        news.events.push_back(event);
-        news.tickets.insert(number, ticket);
-        Ok(())
-    }
-
-    pub(crate) fn note_question(&self, reader: (Key, &Reader), question: u64, want: Want) {
-        let who = who(reader);
-        let asks = Event::Asks {
-            who,
-            question,
-            want,
-        };
-        self.news().events.push_back(asks);
-    }
-
-    pub(crate) fn note_withdrawal(&self, reader: (Key, &Reader)) {
-        let who = who(reader);
-        self.news().events.push_back(Event::Withdraws { who });
-    }
-
-    /// A reader goes: how far it came is told before that.
-    pub(crate) fn note_gone(&self, state: &State, key: Key, going: Going) {
-        let mut news = self.news();
-        let Some(reader) = state.readers.get(&key) else {
-            return;
-        };
-        let mut events = std::mem::take(&mut news.events);
-        let told = news.told.remove(&key);
-        let was_gone = told.as_ref().is_some_and(|told| told.gone);
-        news.note(&mut events, (key, reader), told);
-        news.told.remove(&key);
-        if !was_gone && !reader.has_left() {
-            events.push_back(Event::Gone {
-                who: who((key, reader)),
-                died: going == Going::Died,
-            });
-        }
-        news.events = events;
-    }
-
-    /// Readers that have left and of whom that has not been told.
-    fn leaving(&self, state: &State) -> Vec<Key> {
-        let news = self.news();
-        let is_news = |(key, reader): &(&Key, &Reader)| {
-            reader.has_left() && news.told.get(*key).is_none_or(|told| !told.gone)
-        };
-        let leaving = state.readers.iter().filter(is_news);
-        leaving.map(|(key, _)| *key).collect()
-    }
-
-    fn look(&self, state: &State) -> Vec<Event> {
-        let mut news = self.news();
-        let mut events = std::mem::take(&mut news.events);
-        for (key, reader) in &state.readers {
-            let told = news.told.remove(key);
-            news.note(&mut events, (*key, reader), told);
-        }
-        events.into()
-    }
-
-    fn news(&self) -> MutexGuard<'_, News> {
-        // Whole events are pushed, so it holds after a panic.
-        self.news.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl News {
-    /// Tells what has changed of a reader since `told`.
-    fn note(
-        &mut self,
-        events: &mut VecDeque<Event>,
-        (key, reader): (Key, &Reader),
-        told: Option<Told>,
-    ) {
-        let who = who((key, reader));
-        let progress = progress(who, reader);
-        let unusable = reader.unusable.is_some();
-        let gone = reader.has_left();
-        let changed = |told: &Told| told.progress != progress;
-        if told.as_ref().is_none_or(changed) {
-            events.push_back(Event::Progress(progress.clone()));
-        }
-        let was = |what: fn(&Told) -> bool| told.as_ref().is_some_and(what);
-        if let (Some(reason), false) = (&reader.unusable, was(|told| told.unusable)) {
-            let reason = reason.clone();
-            events.push_back(Event::Unusable { who, reason });
-        }
-        if gone && !was(|told| told.gone) {
-            events.push_back(Event::Gone { who, died: false });
-        }
-        let now = Told {
-            progress,
-            unusable,
-            gone,
-        };
-        self.told.insert(key, now);
-    }
-}
-
-fn progress(who: Seated, reader: &Reader) -> Progress {
-    // The sequence number first: it is stored last.
-    let loaded = reader.applied();
-    let control = reader.control();
-    let versions = reader.models.iter().filter_map(|model| {
-        let word = &control.loaded.0.versions[model];
-        let version = Version(word.load(Ordering::Relaxed));
-        (!version.is_none()).then_some((model, version))
-    });
-    Progress {
-        who,
-        taken: reader.taken(),
-        through: reader.through(),
-        loaded,
-        versions: versions.collect(),
-        refused: reader.refused.clone(),
-    }
-}
-
-fn who((key, reader): (Key, &Reader)) -> Seated {
-    Seated {
-        worker: key.0,
-        instance: reader.instance,
     }
 }
 

@@ -93,7 +93,8 @@ impl Comparing {
             return None;
         };
         if item.version.0.is_multiple_of(SCRUBBED) {
-            // A hub that does not keep up finds its digest when somebody has it.
+            // Of one that goes out whole, or where a hub does not keep up, it is found when
+            // somebody has it.
             let _ = self.events.try_send(Event::Keep(new.clone()));
         }
         let layout = new.layout();

@@ -44,6 +44,9 @@ const SCRUBBING: usize = 4;
 /// How often whoever waits for an answer hears that there will be one.
 const NOT_YET_EVERY: Duration = Duration::from_secs(1);
 
+/// Who has had no answer for so long gets none.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
+
 /// How many events may wait for the hub.
 const EVENTS: usize = 1024;
 
@@ -308,8 +311,8 @@ impl Listening {
     }
 }
 
-/// Says what was asked for by this event, and hangs up. Who has had no turn for long is hung
-/// up on without that: it asks again.
+/// Says what was asked for by this event, and hangs up. Who has had no turn for long, or for
+/// very long no answer, is hung up on without that: it asks again.
 async fn answer(
     mut socket: tokio::net::TcpStream,
     event: impl FnOnce(oneshot::Sender<String>) -> Event,
@@ -324,7 +327,8 @@ async fn answer(
     if events.send(event(answer)).await.is_err() {
         return;
     }
-    loop {
+    let begun = tokio::time::Instant::now();
+    while begun.elapsed() < ANSWERED_WITHIN {
         let known = tokio::time::timeout(NOT_YET_EVERY, &mut answered).await;
         let (json, last) = match known {
             Ok(Ok(json)) => (json, true),

@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use weightsync_core::Version;
 use weightsync_core::digest::Digest;
 
 use super::topology::AgentId;
@@ -81,12 +82,23 @@ impl Scrubs {
     }
 
     /// A version is published whose digest is made at once, and kept until the next of them;
-    /// false if that is so already.
-    pub(super) fn keep(&mut self, item: Item) -> bool {
+    /// false if that is so already. Nobody is waited for any more who has not said by now what
+    /// it has of one before the last of these.
+    pub(super) fn keep(&mut self, item: Item) -> (bool, Vec<Checked>) {
+        let mut late = Vec::new();
         if let Some(before) = self.kept.insert(item.model, item) {
+            let first = Item {
+                version: Version::NONE,
+                ..item
+            };
+            let asked = self.asked.range((first, OWN)..(before, OWN));
+            late.extend(asked.map(|(one, _)| *one));
             self.forget(before);
         }
-        self.finding.insert(item)
+        let late = late.into_iter();
+        let late = late.map(|(item, agent)| self.end(item, agent, Verdict::Replaced));
+        let late = late.collect();
+        (self.finding.insert(item), late)
     }
 
     /// An agent says what it has; without being asked, that is nothing.

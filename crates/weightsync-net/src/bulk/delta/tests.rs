@@ -186,6 +186,27 @@ fn versions(name: &str, every: usize) -> (Relay, [Snapshot; 2]) {
 }
 
 #[test]
+fn parts_of_a_small_image_are_sampled_once_each_too() {
+    let (_relay, [old, new]) = versions("sampled", 100);
+    let versions = Versions {
+        old: &old,
+        new: &new,
+    };
+    let whole = new.bytes().len() as u64;
+    // (parts, bytes of each, bytes that are sampled)
+    let cases = [
+        (2, GLANCE, 2 * GLANCE),
+        (whole / GLANCE + 7, GLANCE, whole),
+        (TRIALS, TRIAL, whole),
+        (TRIALS, 3 << 20, whole),
+    ];
+    for (count, bytes, expected) in cases {
+        let sample = versions.sample((count, bytes), Codec::Fast, &mut Scratch::new());
+        assert_eq!(sample.whole, expected, "{count} of {bytes}");
+    }
+}
+
+#[test]
 fn what_is_made_fits_the_link() {
     // (one element in so many changes, bytes a second, what each span begins with)
     let cases = [

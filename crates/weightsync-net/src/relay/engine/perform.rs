@@ -83,7 +83,8 @@ impl Engine {
         let Some(parent) = parent else {
             return Some(Input::NoParent);
         };
-        if !self.coming.contains_key(&item) {
+        let is_new = !self.coming.contains_key(&item);
+        if is_new {
             let room = match self.relay.room(item.model, item.version, CHUNK as usize) {
                 Ok(Some(room)) => room,
                 Ok(None) => return Some(Input::NoRoom { item }),
@@ -104,14 +105,12 @@ impl Engine {
             let coming = Arc::new(Held::coming(room.clone()));
             self.coming.insert(item, (room, coming));
         }
-        // Whoever waits for it below looks for what changed as soon as it is there.
         let base = self.base_of(item);
-        if let Some((_, coming)) = self.coming.get(&item)
-            && self.store.get(item).is_none()
-        {
+        let (room, coming) = self.coming.get(&item)?;
+        if is_new {
+            // Whoever waits for it below looks for what changed as soon as it is there.
             self.store.put(item, coming.clone());
         }
-        let (room, coming) = self.coming.get(&item)?;
         self.fetches += 1;
         let number = self.fetches;
         let tell = tell_later(&self.events);

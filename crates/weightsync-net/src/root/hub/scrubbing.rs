@@ -56,7 +56,9 @@ impl Hub {
             model: snapshot.model(),
             version: snapshot.version(),
         };
-        if self.scrubs.keep(item) {
+        let (is_new, late) = self.scrubs.keep(item);
+        self.checked(&late);
+        if is_new {
             self.find(vec![item], Some(snapshot));
         }
     }

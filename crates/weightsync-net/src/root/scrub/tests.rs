@@ -78,8 +78,8 @@ fn the_senders_own_bytes_are_compared_with_what_they_were_when_published() {
 #[test]
 fn what_is_kept_is_known_for_whoever_comes_late_and_until_the_next_is() {
     let mut scrubs = Scrubs::default();
-    assert!(scrubs.keep(item(64)));
-    assert!(!scrubs.keep(item(64)), "it is being found");
+    assert_eq!(scrubs.keep(item(64)), (true, Vec::new()));
+    assert!(!scrubs.keep(item(64)).0, "it is being found");
     assert_eq!(scrubs.ask([(item(64), 3)]).own, [], "so it is");
     assert_eq!(scrubs.said(item(64), 3, digest(7)), None);
     let found = scrubs.found(item(64), digest(7), None);
@@ -90,8 +90,33 @@ fn what_is_kept_is_known_for_whoever_comes_late_and_until_the_next_is() {
     assert_eq!(is(scrubs.said(item(64), 4, digest(8))), [(64, 4, DIFFERS)]);
     let found = scrubs.found(item(64), None, None);
     assert_eq!(is(found), [(64, OWN, Verdict::Replaced)]);
-    assert!(scrubs.keep(item(128)));
+    assert!(scrubs.keep(item(128)).0);
     assert_eq!(scrubs.ask([(item(64), 5)]).own, [item(64)]);
+}
+
+#[test]
+fn who_says_nothing_while_two_more_are_scrubbed_is_waited_for_no_more() {
+    let mut scrubs = Scrubs::default();
+    for version in [64, 128, 192, 256] {
+        let (_, late) = scrubs.keep(item(version));
+        let expected = match version {
+            192 => vec![(64, 3, Verdict::Replaced), (64, 4, Verdict::Replaced)],
+            256 => vec![(128, 3, Verdict::Replaced)],
+            _ => Vec::new(),
+        };
+        assert_eq!(is(late), expected, "{version}");
+        scrubs.ask([(item(version), 3)]);
+        if version == 64 {
+            scrubs.ask([(item(version), 4)]);
+        }
+        scrubs.found(item(version), digest(7), None);
+    }
+    assert_eq!(scrubs.asked.len(), 2);
+    assert_eq!(scrubs.said(item(64), 3, digest(8)), None, "too late");
+    assert_eq!(
+        is(scrubs.said(item(192), 3, digest(8))),
+        [(192, 3, DIFFERS)]
+    );
 }
 
 #[test]

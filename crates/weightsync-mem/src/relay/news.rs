@@ -1,0 +1,307 @@
+//! What a relay learns of its workers, until it is told.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use weightsync_core::{Epoch, Version, WorkerId};
+
+use crate::map::Mapping;
+use crate::plan::Key;
+use crate::roster::{Going, Reader, State};
+use crate::service;
+use crate::set::Models;
+use crate::socket::Socket;
+use crate::wire::{Delivery, Want};
+
+/// How many workers may wait to be let in.
+const MAX_TICKETS: usize = 4096;
+
+/// A worker as its segment knows it: its number, and what it chose when it first
+/// joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Seated {
+    /// Its number.
+    pub worker: WorkerId,
+    /// Its choice.
+    pub instance: u64,
+}
+
+/// What a relay learns of its workers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A worker wants to join: [`Relay::admit`] or [`Relay::deny`] it.
+    Joins {
+        /// Names it in the answer.
+        ticket: u64,
+        /// Who it is.
+        who: Seated,
+        /// Its process.
+        pid: u32,
+        /// The models it wants; [`Models::ALL`] for every one there is.
+        models: Models,
+        /// Which versions it is to be given.
+        delivery: Delivery,
+        /// Where its weights live.
+        device: String,
+        /// The highest epoch it has seen.
+        seen: Epoch,
+    },
+    /// How far a worker is, because that has changed.
+    Progress(Progress),
+    /// A worker can use nothing that comes, and says why.
+    Unusable {
+        /// Who.
+        who: Seated,
+        /// Its words.
+        reason: String,
+    },
+    /// A worker asks for a version: [`Relay::answer`] it, or say that there is
+    /// [no such version](Relay::no_such_version).
+    Asks {
+        /// Who.
+        who: Seated,
+        /// The question's number.
+        question: u64,
+        /// Which version.
+        want: Want,
+    },
+    /// A worker does not wait for its answer any more.
+    Withdraws {
+        /// Who.
+        who: Seated,
+    },
+    /// A worker has closed its end, or died.
+    Gone {
+        /// Who.
+        who: Seated,
+        /// Whether it died.
+        died: bool,
+    },
+}
+
+/// How far a worker is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Who.
+    pub who: Seated,
+    /// The sequence number of the newest set it has taken; 0 before the first.
+    pub taken: u64,
+    /// The last question whose answer it needs no more.
+    pub through: u64,
+    /// The sequence number of the newest set it has loaded; 0 before the first.
+    pub loaded: u64,
+    /// The version of each model it has loaded.
+    pub versions: Vec<(usize, Version)>,
+    /// The last set it could not use, and why.
+    pub refused: Option<(u64, String)>,
+}
+
+/// What a relay's segment has beside a sender's.
+#[derive(Debug)]
+pub(crate) struct Relayed {
+    /// The sender's process, wherever that is.
+    pub(crate) sender: u32,
+    news: Mutex<News>,
+}
+
+#[derive(Debug, Default)]
+struct News {
+    events: VecDeque<Event>,
+    tickets: BTreeMap<u64, Ticket>,
+    last_ticket: u64,
+    /// How far each reader was when that was last told.
+    told: BTreeMap<Key, Told>,
+}
+
+#[derive(Debug)]
+struct Told {
+    progress: Progress,
+    unusable: bool,
+    gone: bool,
+}
+
+/// A worker that waits to be let in.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    pub(crate) newcomer: service::Newcomer,
+    pub(crate) socket: Arc<Socket>,
+    pub(crate) control: Mapping,
+}
+
+impl Relayed {
+    pub(crate) fn new(sender: u32) -> Self {
+        let news = Mutex::default();
+        Self { sender, news }
+    }
+
+    /// A worker that waits, which does so no more.
+    pub(super) fn take(&self, ticket: u64) -> Option<Ticket> {
+        self.news().tickets.remove(&ticket)
+    }
+
+    /// All that wait.
+    pub(super) fn take_all(&self) -> impl Iterator<Item = Ticket> {
+        std::mem::take(&mut self.news().tickets).into_values()
+    }
+
+    /// Whether a worker still waits.
+    pub(super) fn waits(&self, ticket: u64) -> bool {
+        let news = self.news();
+        let ticket = news.tickets.get(&ticket);
+        ticket.is_some_and(|ticket| !service::is_gone(&ticket.socket))
+    }
+
+    /// All is told once more, but of those that left.
+    pub(super) fn tell_again(&self) {
+        self.news().told.retain(|_, told| told.gone);
+    }
+
+    /// Keeps a worker waiting until it is admitted or denied; gives it back if too
+    /// many wait.
+    pub(crate) fn ask_in(&self, ticket: Ticket, seen: Epoch) -> Result<(), Ticket> {
+        let mut news = self.news();
+        // Those that have given up meanwhile make room.
+        news.tickets.retain(|_, one| !service::is_gone(&one.socket));
+        if news.tickets.len() >= MAX_TICKETS {
+            return Err(ticket);
+        }
+        news.last_ticket += 1;
+        let number = news.last_ticket;
+        let newcomer = &ticket.newcomer;
+        let event = Event::Joins {
+            ticket: number,
+            who: Seated {
+                worker: newcomer.worker,
+                instance: newcomer.instance,
+            },
+            pid: ticket.socket.peer_pid(),
+            models: newcomer.models,
+            delivery: newcomer.delivery,
+            device: newcomer.device.clone(),
+            seen,
+        };
+        news.events.push_back(event);
+        news.tickets.insert(number, ticket);
+        Ok(())
+    }
+
+    pub(crate) fn note_question(&self, reader: (Key, &Reader), question: u64, want: Want) {
+        let who = who(reader);
+        let asks = Event::Asks {
+            who,
+            question,
+            want,
+        };
+        self.news().events.push_back(asks);
+    }
+
+    pub(crate) fn note_withdrawal(&self, reader: (Key, &Reader)) {
+        let who = who(reader);
+        self.news().events.push_back(Event::Withdraws { who });
+    }
+
+    /// A reader goes: how far it came is told before that.
+    pub(crate) fn note_gone(&self, state: &State, key: Key, going: Going) {
+        let mut news = self.news();
+        let Some(reader) = state.readers.get(&key) else {
+            return;
+        };
+        let mut events = std::mem::take(&mut news.events);
+        let told = news.told.remove(&key);
+        let was_gone = told.as_ref().is_some_and(|told| told.gone);
+        news.note(&mut events, (key, reader), told);
+        news.told.remove(&key);
+        if !was_gone && !reader.has_left() {
+            events.push_back(Event::Gone {
+                who: who((key, reader)),
+                died: going == Going::Died,
+            });
+        }
+        news.events = events;
+    }
+
+    /// Readers that have left and of whom that has not been told.
+    pub(super) fn leaving(&self, state: &State) -> Vec<Key> {
+        let news = self.news();
+        let is_news = |(key, reader): &(&Key, &Reader)| {
+            reader.has_left() && news.told.get(*key).is_none_or(|told| !told.gone)
+        };
+        let leaving = state.readers.iter().filter(is_news);
+        leaving.map(|(key, _)| *key).collect()
+    }
+
+    pub(super) fn look(&self, state: &State) -> Vec<Event> {
+        let mut news = self.news();
+        let mut events = std::mem::take(&mut news.events);
+        for (key, reader) in &state.readers {
+            let told = news.told.remove(key);
+            news.note(&mut events, (*key, reader), told);
+        }
+        events.into()
+    }
+
+    fn news(&self) -> MutexGuard<'_, News> {
+        // Whole events are pushed, so it holds after a panic.
+        self.news.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl News {
+    /// Tells what has changed of a reader since `told`.
+    fn note(
+        &mut self,
+        events: &mut VecDeque<Event>,
+        (key, reader): (Key, &Reader),
+        told: Option<Told>,
+    ) {
+        let who = who((key, reader));
+        let progress = progress(who, reader);
+        let unusable = reader.unusable.is_some();
+        let gone = reader.has_left();
+        let changed = |told: &Told| told.progress != progress;
+        if told.as_ref().is_none_or(changed) {
+            events.push_back(Event::Progress(progress.clone()));
+        }
+        let was = |what: fn(&Told) -> bool| told.as_ref().is_some_and(what);
+        if let (Some(reason), false) = (&reader.unusable, was(|told| told.unusable)) {
+            let reason = reason.clone();
+            events.push_back(Event::Unusable { who, reason });
+        }
+        if gone && !was(|told| told.gone) {
+            events.push_back(Event::Gone { who, died: false });
+        }
+        let now = Told {
+            progress,
+            unusable,
+            gone,
+        };
+        self.told.insert(key, now);
+    }
+}
+
+fn progress(who: Seated, reader: &Reader) -> Progress {
+    // The sequence number first: it is stored last.
+    let loaded = reader.applied();
+    let control = reader.control();
+    let versions = reader.models.iter().filter_map(|model| {
+        let word = &control.loaded.0.versions[model];
+        let version = Version(word.load(Ordering::Relaxed));
+        (!version.is_none()).then_some((model, version))
+    });
+    Progress {
+        who,
+        taken: reader.taken(),
+        through: reader.through(),
+        loaded,
+        versions: versions.collect(),
+        refused: reader.refused.clone(),
+    }
+}
+
+fn who((key, reader): (Key, &Reader)) -> Seated {
+    Seated {
+        worker: key.0,
+        instance: reader.instance,
+    }
+}
