@@ -157,6 +157,9 @@ struct Work<W> {
     before: Changes<W>,
     /// What folding makes of two.
     sum: Changes<W>,
+    /// Zeros, and what both make of them.
+    nothing: Vec<u8>,
+    block: Vec<u8>,
 }
 
 /// The changes of one block, ascending.
@@ -180,7 +183,7 @@ impl<W: weightsync_simd::Word> Changes<W> {
         self.steps.resize(BLOCK + SLACK, W::default());
         self.masks.resize(BLOCK / 64, 0);
         self.parts.resize(BLOCK, 0);
-        self.highs.resize(BLOCK, 0);
+        self.highs.resize(BLOCK + SLACK, 0);
     }
 
     fn places(&self) -> &[u16] {

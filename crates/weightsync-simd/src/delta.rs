@@ -10,6 +10,9 @@ mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::iota;
+
 #[cfg(test)]
 mod tests;
 
@@ -90,7 +93,36 @@ pub fn compare<W: Word>(
     places: &mut [u16],
     steps: &mut [W],
 ) -> usize {
-    compare_with(Path::best(), old, new, masks, places, steps)
+    compare_with::<W, true>(Path::best(), old, new, masks, places, steps)
+}
+
+/// [`compare`] without the places, which takes less time where many elements differ; [`ones`] finds
+/// them in the masks.
+///
+/// # Panics
+///
+/// As [`compare`].
+pub fn compare_dense<W: Word>(old: &[u8], new: &[u8], masks: &mut [u64], steps: &mut [W]) -> usize {
+    compare_with::<W, false>(Path::best(), old, new, masks, &mut [], steps)
+}
+
+/// Finds which bits are set, of at most 65,536; returns how many, and writes their places.
+///
+/// # Panics
+///
+/// If there are more, or `places` has not room for all of them and [`SLACK`] more.
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{SLACK, ones};
+///
+/// let mut places = [0; 128 + SLACK];
+/// assert_eq!(ones(&[0b1001, 1 << 5], &mut places), 3);
+/// assert_eq!(places[..3], [0, 3, 69]);
+/// ```
+pub fn ones(masks: &[u64], places: &mut [u16]) -> usize {
+    ones_with(Path::best(), masks, places)
 }
 
 /// Adds to every element of a block whose bit is set in `masks` the next of `steps`, wrapping;
@@ -117,7 +149,18 @@ pub fn expand<W: Word>(bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
     expand_with(Path::best(), bytes, masks, steps)
 }
 
-/// Has the processor fetch the lines of a block in which `places` lie, to be written.
+/// How many bits are set.
+pub fn count_ones(words: &[u64]) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if Path::best() != Path::Scalar {
+        // SAFETY: these paths were chosen because the processor has the instruction.
+        return unsafe { x86::count_ones(words) };
+    }
+    scalar::count_ones(words)
+}
+
+/// Has the processor fetch the lines of a block in which `places` lie into its second-level cache. Few
+/// at a time: while more are on their way than it keeps track of, it does nothing else.
 ///
 /// A hint: places beyond the block are passed over.
 pub fn prefetch<W: Word>(bytes: &[u8], places: &[u16]) {
@@ -125,6 +168,14 @@ pub fn prefetch<W: Word>(bytes: &[u8], places: &[u16]) {
     x86::prefetch(bytes, places, W::BYTES);
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (bytes, places);
+}
+
+/// The same of all lines in which these bytes lie.
+pub fn prefetch_all(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    x86::prefetch_all(bytes);
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
 }
 
 mod sealed {
@@ -252,7 +303,7 @@ impl Path {
 }
 
 /// `path` must be available.
-fn compare_with<W: Word>(
+fn compare_with<W: Word, const PLACES: bool>(
     path: Path,
     old: &[u8],
     new: &[u8],
@@ -262,17 +313,32 @@ fn compare_with<W: Word>(
 ) -> usize {
     assert_eq!(old.len(), new.len(), "the two images differ in length");
     let elements = elements::<W>(old, masks);
-    let room = places.len().min(steps.len());
+    let room = match PLACES {
+        true => places.len().min(steps.len()),
+        false => steps.len(),
+    };
     assert!(room >= elements + SLACK, "too little room for the changes");
     match path {
-        Path::Scalar => scalar::compare(old, new, masks, places, steps),
+        Path::Scalar => scalar::compare::<W, PLACES>(old, new, masks, places, steps),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions; the lengths are
         // checked above.
-        Path::Avx2 => unsafe { x86::compare_avx2(old, new, masks, places, steps) },
+        Path::Avx2 => unsafe { x86::compare_avx2::<W, PLACES>(old, new, masks, places, steps) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: likewise.
-        Path::Avx512 => unsafe { x86::compare_avx512(old, new, masks, places, steps) },
+        Path::Avx512 => unsafe { x86::compare_avx512::<W, PLACES>(old, new, masks, places, steps) },
+    }
+}
+
+/// `path` must be available.
+fn ones_with(path: Path, masks: &[u64], places: &mut [u16]) -> usize {
+    assert!(masks.len() <= BLOCK / 64, "more than a block");
+    assert!(places.len() >= masks.len() * 64 + SLACK, "too little room");
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has its instructions; there is room.
+        Path::Avx512 => unsafe { x86::ones_avx512(masks, places) },
+        _ => scalar::ones(masks, places),
     }
 }
 
@@ -280,9 +346,9 @@ fn compare_with<W: Word>(
 fn expand_with<W: Word>(path: Path, bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
     let elements = elements::<W>(bytes, masks);
     let (whole, rest) = (elements / 64, elements % 64);
-    let bits: u32 = masks[..whole].iter().map(|mask| mask.count_ones()).sum();
+    let bits = count_ones(&masks[..whole]);
     let last = masks.get(whole).map_or(0, |mask| mask & ((1 << rest) - 1));
-    let changes = (bits + last.count_ones()) as usize;
+    let changes = bits + last.count_ones() as usize;
     assert!(steps.len() >= changes + SLACK, "too few steps");
     let taken = match path {
         #[cfg(target_arch = "x86_64")]

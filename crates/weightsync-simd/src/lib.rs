@@ -11,9 +11,9 @@
 //! | copy and checksum in one pass | [`stream_copy_crc`], [`stream_copy_crc_slice`] |
 //! | checksum (CRC-64/NVME) | [`crc64`], [`Crc64`], [`crc64_combine`] |
 //! | digest of lines | [`digest_lines`], [`digest_lines_at`], [`digest_line_delta`], [`digest_add`] |
-//! | what changed, and putting it in | [`compare`], [`expand`], [`prefetch`] |
+//! | what changed, and putting it in | [`compare`], [`compare_dense`], [`ones`], [`expand`], [`count_ones`], [`prefetch`], [`prefetch_all`] |
 //! | classes of exponents | [`classes`], [`rank`], [`select`] |
-//! | small numbers in few bits | [`pack`], [`unpack`], [`pack_unary`], [`unpack_unary`], [`zigzag`], [`unzigzag`], [`zeros`] |
+//! | small numbers in few bits | [`pack`], [`unpack`], [`pack_unary`], [`unpack_unary`], [`zigzag`], [`unzigzag`], [`add_up`], [`find`] |
 //! | casts and gathers | [`cast`], [`cast_strided`], [`gather`] |
 
 mod cast;
@@ -31,8 +31,10 @@ pub use cast::{Float, cast, cast_strided, gather};
 pub use classes::{CLASSES, Exponents, classes, rank, select};
 pub use copy::{Copier, STREAM_THRESHOLD, stream_copy, stream_copy_slice};
 pub use crc::{Crc64, crc64, crc64_combine, stream_copy_crc, stream_copy_crc_slice};
-pub use delta::{BLOCK, SLACK, Word, compare, expand, prefetch};
+pub use delta::{
+    BLOCK, SLACK, Word, compare, compare_dense, count_ones, expand, ones, prefetch, prefetch_all,
+};
 pub use digest::{LINE_BYTES, digest_add, digest_line_delta, digest_lines, digest_lines_at};
 pub use pack::{
-    PACK_BITS, PACK_SLACK, pack, pack_unary, unpack, unpack_unary, unzigzag, zeros, zigzag,
+    PACK_BITS, PACK_SLACK, add_up, find, pack, pack_unary, unpack, unpack_unary, unzigzag, zigzag,
 };

@@ -63,22 +63,36 @@ pub fn unpack(bytes: &[u8], bits: u32, numbers: &mut [u16]) {
 /// assert_eq!(pack_unary(&[3, 0, 5], &mut bytes), 2);
 /// assert_eq!(bytes[..2], [0b0001_1000, 0b0000_0100]);
 /// let mut numbers = [0; 3];
-/// assert_eq!(unpack_unary(&bytes[..2], &mut numbers), Some(2));
+/// assert_eq!(unpack_unary(&bytes[..2], 0, &mut numbers), Some(11));
 /// assert_eq!(numbers, [3, 0, 5]);
 /// ```
 pub fn pack_unary(numbers: &[u16], out: &mut [u8]) -> usize {
     scalar::pack_unary(numbers, out)
 }
 
-/// Reads numbers that [`pack_unary`] wrote; returns how many bytes they took, or nothing if the bytes
-/// do not suffice. A number beyond 65,535 is read as that.
-pub fn unpack_unary(bytes: &[u8], numbers: &mut [u16]) -> Option<usize> {
-    match Path::best() {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: these paths were chosen because the processor has their instructions.
-        Path::Avx2 | Path::Avx512 => unsafe { x86::unpack_unary(bytes, numbers) },
-        Path::Scalar => scalar::unpack_unary(bytes, numbers),
-    }
+/// Reads numbers that [`pack_unary`] wrote, from bit `from` on; returns the bit behind them, or nothing
+/// if the bytes do not suffice. A number beyond 65,535 is read as that.
+pub fn unpack_unary(bytes: &[u8], from: usize, numbers: &mut [u16]) -> Option<usize> {
+    unpack_unary_with(Path::best(), bytes, from, numbers)
+}
+
+/// Adds gaps up: each is the lowest `low` bits of its part, above those what is in `highs`, and one
+/// more. Writes the sums less one, from `from` on, and returns the last sum; `places` are right if
+/// that is at most 65,536.
+///
+/// # Panics
+///
+/// If the three are not equally long, or `low` is above 14.
+///
+/// # Example
+///
+/// ```
+/// let mut places = [0; 3];
+/// assert_eq!(weightsync_simd::add_up(&[1, 0, 3], &[0, 1, 0], 2, 10, &mut places), 21);
+/// assert_eq!(places, [11, 16, 20]);
+/// ```
+pub fn add_up(parts: &[u16], highs: &[u16], low: u32, from: u64, places: &mut [u16]) -> u64 {
+    add_up_with(Path::best(), (parts, highs), low, from, places)
 }
 
 /// Writes each step as a small number: 1, -1, 2, -2 … as 1, 2, 3, 4 …, and as 0 if that is not below
@@ -131,7 +145,8 @@ pub fn unzigzag<W: Word>(codes: &[u16], steps: &mut [W]) {
     }
 }
 
-/// Finds which of at most 65,536 numbers are 0; returns how many, and writes their indices.
+/// Finds which of at most 65,536 numbers have in the bits of `mask` those of `value`; returns how many,
+/// and writes their indices.
 ///
 /// # Panics
 ///
@@ -141,25 +156,59 @@ pub fn unzigzag<W: Word>(codes: &[u16], steps: &mut [W]) {
 /// # Example
 ///
 /// ```
-/// use weightsync_simd::{SLACK, zeros};
+/// use weightsync_simd::{SLACK, find};
 ///
 /// let mut places = [0; 4 + SLACK];
-/// assert_eq!(zeros(&[3, 0, 7, 0], &mut places), 2);
+/// assert_eq!(find(&[3, 0, 7, 2], 0b101, 0, &mut places), 2);
 /// assert_eq!(places[..2], [1, 3]);
 /// ```
-pub fn zeros(numbers: &[u16], places: &mut [u16]) -> usize {
-    zeros_with(Path::best(), numbers, places)
+pub fn find(numbers: &[u16], mask: u16, value: u16, places: &mut [u16]) -> usize {
+    find_with(Path::best(), numbers, (mask, value), places)
 }
 
 /// `path` must be available.
-fn zeros_with(path: Path, numbers: &[u16], places: &mut [u16]) -> usize {
+fn unpack_unary_with(path: Path, bytes: &[u8], from: usize, numbers: &mut [u16]) -> Option<usize> {
+    match path {
+        Path::Scalar => scalar::unpack_unary(bytes, from, numbers),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has its instructions.
+        Path::Avx2 => unsafe { x86::unpack_unary(bytes, from, numbers) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: likewise.
+        Path::Avx512 => unsafe { x86::unpack_unary_avx512(bytes, from, numbers) },
+    }
+}
+
+/// `path` must be available.
+fn add_up_with(
+    path: Path,
+    (parts, highs): (&[u16], &[u16]),
+    low: u32,
+    from: u64,
+    places: &mut [u16],
+) -> u64 {
+    assert!(
+        parts.len() == highs.len() && parts.len() == places.len(),
+        "one of each"
+    );
+    assert!(low <= 14, "at most 14 bits below");
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the path was chosen because the processor has its instructions.
+        Path::Avx512 => unsafe { x86::add_up_avx512((parts, highs), low, from, places) },
+        _ => scalar::add_up((parts, highs), low, from, places),
+    }
+}
+
+/// `path` must be available.
+fn find_with(path: Path, numbers: &[u16], wanted: (u16, u16), places: &mut [u16]) -> usize {
     assert!(numbers.len() <= BLOCK, "more than a block");
     assert!(places.len() >= numbers.len() + SLACK, "too little room");
     match path {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions; there is room.
-        Path::Avx512 => unsafe { x86::zeros_avx512(numbers, places) },
-        _ => scalar::zeros(numbers, 0, places),
+        Path::Avx512 => unsafe { x86::find_avx512(numbers, wanted, places) },
+        _ => scalar::find(numbers, wanted, 0, places),
     }
 }
 

@@ -1,7 +1,9 @@
 //! Putting a delta into an older version of its span.
 
+use std::ops::Range;
+
 use weightsync_simd::{
-    LINE_BYTES, Word, digest_add, digest_lines, digest_lines_at, expand, prefetch,
+    LINE_BYTES, Word, digest_add, digest_lines, digest_lines_at, expand, prefetch, prefetch_all,
 };
 
 use super::fast::{self, Places};
@@ -33,7 +35,7 @@ pub fn apply(
     first_line: Option<u64>,
     scratch: &mut Scratch,
 ) -> Result<Applied, DeltaError> {
-    put(
+    put_all(
         pattern,
         delta,
         Target::new(image, None, first_line),
@@ -76,7 +78,7 @@ pub fn apply_onto(
             got: image.len() as u64,
         });
     }
-    put(
+    put_all(
         pattern,
         delta,
         Target::new(image, Some(base), None),
@@ -84,7 +86,7 @@ pub fn apply_onto(
     )
 }
 
-fn put(
+fn put_all(
     pattern: Pattern,
     delta: &[u8],
     mut target: Target<'_>,
@@ -125,8 +127,8 @@ pub(super) fn check_width(tag: u8, pattern: Pattern) -> Result<(), DeltaError> {
     }
 }
 
-/// Block by block, each of them read while the lines that the one before it touches are on their
-/// way.
+/// Block by block. While one is read, the lines come from memory that it touches, if those are most;
+/// else those that the one before it touches.
 fn apply_fast<W: Word>(
     work: &mut Work<W>,
     delta: &[u8],
@@ -140,26 +142,81 @@ fn apply_fast<W: Word>(
     for begin in (0..len).step_by(block) {
         let here = begin..len.min(begin + block);
         let elements = here.len() / W::BYTES;
-        let (taken, places) = fast::read_block(&delta[at..], elements, &mut work.now)?;
+        let delta = delta.get(at..).unwrap_or_default();
+        let whole = target.base.is_some() || fast::is_dense(delta, elements);
+        let mut ahead = match (&waiting, whole) {
+            (_, true) => Ahead::all(&target.base.unwrap_or(target.image)[here.clone()]),
+            (Some((before, Places::Listed)), false) => {
+                Ahead::places::<W>(&target.image[Range::clone(before)], work.before.places())
+            }
+            _ => Ahead::nothing(),
+        };
+        let (taken, places) = fast::read_block(delta, elements, &mut work.now, &mut ahead)?;
         at += taken;
-        if target.base.is_some() {
-            // What was copied is in the cache: nothing is gained by waiting.
-            target.seed(here.clone());
-            target.put(here, places, &work.now);
-            continue;
-        }
-        if places == Places::Listed {
-            prefetch::<W>(&target.image[here.clone()], work.now.places());
-        }
-        if let Some((here, places)) = waiting.replace((here, places)) {
+        if let Some((here, places)) = waiting.take() {
             target.put(here, places, &work.before);
         }
-        std::mem::swap(&mut work.now, &mut work.before);
+        if whole {
+            target.seed(here.clone());
+            target.put(here, places, &work.now);
+        } else {
+            waiting = Some((here, places));
+            std::mem::swap(&mut work.now, &mut work.before);
+        }
     }
     if let Some((here, places)) = waiting {
         target.put(here, places, &work.before);
     }
     Ok(at)
+}
+
+/// What comes from memory while something else is done: a little at a time, as lines that are asked
+/// for all at once keep everything waiting.
+pub(super) struct Ahead<'a> {
+    block: &'a [u8],
+    /// Where lines are needed, if not everywhere.
+    places: Option<&'a [u16]>,
+    prefetch: fn(&[u8], &[u16]),
+    /// How many of the places, or of all lines, were asked for.
+    done: usize,
+}
+
+impl<'a> Ahead<'a> {
+    pub(super) fn nothing() -> Self {
+        Self::all(&[])
+    }
+
+    fn all(block: &'a [u8]) -> Self {
+        Self {
+            block,
+            places: None,
+            prefetch: |_, _| (),
+            done: 0,
+        }
+    }
+
+    fn places<W: Word>(block: &'a [u8], places: &'a [u16]) -> Self {
+        Self {
+            block,
+            places: Some(places),
+            prefetch: prefetch::<W>,
+            done: 0,
+        }
+    }
+
+    /// Goes on, once so many parts of all are done.
+    pub(super) fn go(&mut self, parts: usize, all: usize) {
+        let of = match self.places {
+            Some(places) => places.len(),
+            None => self.block.len() / LINE_BYTES,
+        };
+        let done = of * parts / all;
+        let these = std::mem::replace(&mut self.done, done)..done;
+        match self.places {
+            Some(places) => (self.prefetch)(self.block, &places[these]),
+            None => prefetch_all(&self.block[these.start * LINE_BYTES..these.end * LINE_BYTES]),
+        }
+    }
 }
 
 /// A span that changes are put into.
@@ -185,7 +242,7 @@ impl<'a> Target<'a> {
     }
 
     /// Brings the older version of these bytes here, if it is elsewhere.
-    pub(super) fn seed(&mut self, here: std::ops::Range<usize>) {
+    pub(super) fn seed(&mut self, here: Range<usize>) {
         if let Some(base) = self.base {
             self.image[here.clone()].copy_from_slice(&base[here]);
         }
@@ -194,7 +251,7 @@ impl<'a> Target<'a> {
     /// Puts the changes of a block into it.
     pub(super) fn put<W: Word>(
         &mut self,
-        here: std::ops::Range<usize>,
+        here: Range<usize>,
         places: Places,
         changes: &Changes<W>,
     ) {
@@ -203,13 +260,7 @@ impl<'a> Target<'a> {
         }
         self.applied.changes += changes.count as u64;
         let before = self.digest_of::<W>(&here, places, changes);
-        let block = &mut self.image[here.clone()];
-        match places {
-            Places::Masks => {
-                expand(block, &changes.masks, &changes.steps);
-            }
-            _ => scatter(block, changes.places(), changes.steps()),
-        }
+        put(&mut self.image[here.clone()], places, changes);
         if let Some([low, high]) = before {
             let minus = [low.wrapping_neg(), high.wrapping_neg()];
             self.applied.digest = digest_add(self.applied.digest, minus);
@@ -221,7 +272,7 @@ impl<'a> Target<'a> {
     /// The digest of the lines that will change; of all if the changes are many.
     fn digest_of<W: Word>(
         &mut self,
-        here: &std::ops::Range<usize>,
+        here: &Range<usize>,
         places: Places,
         changes: &Changes<W>,
     ) -> Option<[u64; 2]> {
@@ -243,13 +294,24 @@ impl<'a> Target<'a> {
         Some(self.digest_of_same(here, places))
     }
 
-    fn digest_of_same(&self, here: &std::ops::Range<usize>, places: Places) -> [u64; 2] {
+    fn digest_of_same(&self, here: &Range<usize>, places: Places) -> [u64; 2] {
         let block = &self.image[here.clone()];
         let first = self.first_line.unwrap_or_default() + (here.start / LINE_BYTES) as u64;
         match places {
             Places::Listed => digest_lines_at(block, &self.lines, first),
             _ => digest_lines(block, first),
         }
+    }
+}
+
+/// Puts changes into their block.
+pub(super) fn put<W: Word>(block: &mut [u8], places: Places, changes: &Changes<W>) {
+    match places {
+        Places::None => {}
+        Places::Masks => {
+            expand(block, &changes.masks, &changes.steps);
+        }
+        Places::Listed | Places::Unordered => scatter(block, changes.places(), changes.steps()),
     }
 }
 

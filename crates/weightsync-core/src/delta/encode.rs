@@ -1,6 +1,6 @@
 //! Comparing two versions of a span, and writing down what changed.
 
-use weightsync_simd::Word;
+use weightsync_simd::{Word, compare, compare_dense, ones};
 
 use super::fast::Written;
 use super::{BLOCK, DeltaError, Pattern, Scratch, Work, by_width, check_span, fast, thin};
@@ -104,12 +104,22 @@ fn fast<W: Word>(
     fast::begin::<W>(out);
     let block = BLOCK * W::BYTES;
     let mut all = 0;
+    // Whether the block before was written as bits: then so is this one, in all likelihood.
+    let mut as_bits = false;
     for (old, new) in old.chunks(block).zip(new.chunks(block)) {
         let now = &mut work.now;
-        let (masks, at, steps) = (&mut now.masks, &mut now.places, &mut now.steps);
-        now.count = weightsync_simd::compare(old, new, masks, at, steps);
+        let (elements, masks) = (new.len() / W::BYTES, &mut now.masks);
+        now.count = match as_bits {
+            true => compare_dense(old, new, masks, &mut now.steps),
+            false => compare(old, new, masks, &mut now.places, &mut now.steps),
+        };
         all += now.count;
-        fast::write_block(now, new.len() / W::BYTES, places, out);
+        let listed = !as_bits;
+        as_bits = places.as_bits(now.count, elements);
+        if !as_bits && !listed {
+            ones(&masks[..elements.div_ceil(64)], &mut now.places);
+        }
+        fast::write_block(now, elements, as_bits, out);
     }
     all
 }

@@ -1,10 +1,11 @@
 //! The fast codec: block by block, either gaps between places or one bit for each element.
 
 use weightsync_simd::{
-    PACK_BITS, PACK_SLACK, SLACK, Word, pack, pack_unary, unpack, unpack_unary, unzigzag, zeros,
-    zigzag,
+    PACK_BITS, PACK_SLACK, SLACK, Word, add_up, count_ones, find, pack, pack_unary, unpack,
+    unpack_unary, unzigzag, zigzag,
 };
 
+use super::apply::Ahead;
 use super::bits::{BitReader, BitWriter, MOST, bits_at};
 use super::{Changes, DeltaError};
 
@@ -16,6 +17,12 @@ const NOTHING: u8 = 0;
 const GAPS: u8 = 1;
 const BITMAP: u8 = 2;
 
+/// One change in so many elements and more touch most lines.
+const DENSE: usize = 32;
+
+/// So many changes are read at once.
+const AT_ONCE: usize = 64;
+
 /// How places are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Written {
@@ -26,12 +33,13 @@ pub(super) enum Written {
 }
 
 impl Written {
-    fn as_gaps(self, count: usize, elements: usize) -> bool {
+    /// Whether so many changes of so many elements are written as bits.
+    pub(super) fn as_bits(self, count: usize, elements: usize) -> bool {
         let sparse = match self {
             Self::Quick => 24,
             Self::Few => 2,
         };
-        count * sparse <= elements
+        count * sparse > elements
     }
 }
 
@@ -39,17 +47,17 @@ pub(super) fn begin<W: Word>(out: &mut Vec<u8>) {
     out.push(TAG | W::BYTES.trailing_zeros() as u8);
 }
 
-/// Appends one block; the masks must be those of its places.
+/// Appends one block, whose masks must be there if it is written as bits, else its places.
 pub(super) fn write_block<W: Word>(
     changes: &mut Changes<W>,
     elements: usize,
-    places: Written,
+    as_bits: bool,
     out: &mut Vec<u8>,
 ) {
     match changes.count {
         0 => out.push(NOTHING),
-        count if places.as_gaps(count, elements) => write_gaps(changes, elements, out),
-        _ => write_bitmap(changes, elements, out),
+        _ if as_bits => write_bitmap(changes, elements, out),
+        _ => write_gaps(changes, elements, out),
     }
 }
 
@@ -59,6 +67,7 @@ pub(super) fn read_block<W: Word>(
     bytes: &[u8],
     elements: usize,
     changes: &mut Changes<W>,
+    ahead: &mut Ahead<'_>,
 ) -> Result<(usize, Places), DeltaError> {
     let ends = DeltaError::Ends { at: bytes.len() };
     let (&head, rest) = bytes.split_first().ok_or(ends)?;
@@ -67,11 +76,11 @@ pub(super) fn read_block<W: Word>(
     let (taken, places) = match head & 3 {
         NOTHING if parameter == 0 => (0, Places::None),
         GAPS => (
-            read_gaps(rest, elements, parameter, changes)?,
+            read_gaps(rest, elements, parameter, changes, ahead)?,
             Places::Listed,
         ),
         BITMAP => (
-            read_bitmap(rest, elements, parameter, changes)?,
+            read_bitmap(rest, elements, parameter, changes, ahead)?,
             Places::Masks,
         ),
         _ => {
@@ -81,6 +90,20 @@ pub(super) fn read_block<W: Word>(
         }
     };
     Ok((1 + taken, places))
+}
+
+/// Whether most lines of the block that begins `bytes` will be touched.
+pub(super) fn is_dense(bytes: &[u8], elements: usize) -> bool {
+    match *bytes {
+        [head, ref rest @ ..] if head & 3 == GAPS => {
+            let count = rest
+                .first_chunk()
+                .map_or(0, |count| u16::from_le_bytes(*count));
+            usize::from(count) * DENSE > elements
+        }
+        [head, ..] => head & 3 == BITMAP,
+        [] => false,
+    }
 }
 
 /// Where the places of a block are.
@@ -187,6 +210,7 @@ fn read_gaps<W: Word>(
     elements: usize,
     short: u32,
     changes: &mut Changes<W>,
+    ahead: &mut Ahead<'_>,
 ) -> Result<usize, DeltaError> {
     let ends = || DeltaError::Ends { at: bytes.len() };
     let (count, rest) = bytes.split_first_chunk::<2>().ok_or_else(ends)?;
@@ -201,19 +225,27 @@ fn read_gaps<W: Word>(
             what: "steps of more bits than an element has",
         });
     }
-    let (parts, highs) = (&mut changes.parts[..count], &mut changes.highs[..count]);
-    let (places, steps) = (&mut changes.places[..count], &mut changes.steps[..count]);
     let low = low_bits(count, elements);
     let packed = (count * (low as usize + 2)).div_ceil(8);
     let (packed, rest) = rest.split_at_checked(packed).ok_or_else(ends)?;
-    unpack(packed, low + 2, parts);
-    let unary = unpack_unary(rest, highs).ok_or_else(ends)?;
 
-    let (mut next, mask) = (0_u64, (1_u16 << low) - 1);
-    for ((&part, &high), place) in parts.iter().zip(&*highs).zip(places) {
-        next += u64::from(high) << low | u64::from(part & mask);
-        *place = next as u16;
-        next += 1;
+    // Part by part, so that what is needed next comes from memory meanwhile.
+    let (places, steps) = (&mut changes.places[..count], &mut changes.steps[..count]);
+    let mut highs = [0; AT_ONCE];
+    let (mut next, mut unary) = (0, 0);
+    let all = count.div_ceil(AT_ONCE);
+    let some = places.chunks_mut(AT_ONCE).zip(steps.chunks_mut(AT_ONCE));
+    let some = some.zip(changes.parts[..count].chunks_mut(AT_ONCE));
+    for (index, ((places, steps), parts)) in some.enumerate() {
+        let highs = &mut highs[..places.len()];
+        let begin = index * (AT_ONCE / 8) * (low as usize + 2);
+        unpack(&packed[begin..], low + 2, parts);
+        unary = unpack_unary(rest, unary, highs).ok_or_else(ends)?;
+        next = add_up(parts, highs, low, next, places);
+        for (step, &part) in steps.iter_mut().zip(&*parts) {
+            *step = join(u64::from(part >> low & 1), 0);
+        }
+        ahead.go(index + 1, all);
     }
     // They ascend: if the last one has its place, all have.
     if next > elements as u64 {
@@ -221,34 +253,31 @@ fn read_gaps<W: Word>(
         return Err(DeltaError::Place { elements, got });
     }
 
+    let unary = unary.div_ceil(8);
     let mut wide = BitReader::new(&rest[unary..]);
-    let shorts = wide;
+    let mut shorts = wide;
     wide.seek(count * short as usize);
     if wide.is_past_the_end() {
         return Err(ends());
     }
-    let negative = |part: u16| u64::from(part >> low & 1);
-    for (step, &part) in steps.iter_mut().zip(&*parts) {
-        *step = join(negative(part), 0);
-    }
     if short > 0 {
-        let mut shorts = shorts;
-        for (step, &part) in steps.iter_mut().zip(&*parts) {
-            *step = join(negative(part), shorts.take(short));
+        for step in &mut changes.steps[..count] {
+            *step = join(split(*step).0, shorts.take(short));
         }
     }
-    for (step, &part) in steps.iter_mut().zip(&*parts) {
-        if part >> (low + 1) == 0 {
-            continue;
-        }
+    let bit = 1 << (low + 1);
+    let far = find(&changes.parts[..count], bit, bit, &mut changes.highs);
+    for &at in &changes.highs[..far] {
+        let step = &mut changes.steps[usize::from(at)];
         let above = wide.take_gamma().ok_or_else(ends)?;
-        let beyond = above << short | split(*step).1;
+        let (negative, beyond) = split(*step);
+        let beyond = above << short | beyond;
         if above.leading_zeros() <= short || beyond >> (8 * W::BYTES - 1) != 0 {
             return Err(DeltaError::Malformed {
                 what: "a step of more bits than an element has",
             });
         }
-        *step = join(negative(part), beyond);
+        *step = join(negative, beyond);
     }
     if wide.is_past_the_end() {
         return Err(ends());
@@ -263,8 +292,10 @@ fn write_bitmap<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Ve
     let bits = bitmap_bits(steps);
     out.push(BITMAP | (bits as u8) << 2);
     let begin = out.len();
-    for mask in &changes.masks[..elements.div_ceil(64)] {
-        out.extend_from_slice(&mask.to_le_bytes());
+    let masks = &changes.masks[..elements.div_ceil(64)];
+    out.resize(begin + 8 * masks.len(), 0);
+    for (word, mask) in out[begin..].as_chunks_mut::<8>().0.iter_mut().zip(masks) {
+        *word = mask.to_le_bytes();
     }
     out.truncate(begin + elements.div_ceil(8));
     if bits < PACK_BITS {
@@ -274,9 +305,12 @@ fn write_bitmap<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Ve
             pack(codes, bits, out)
         });
         if escaped > 0 {
-            let escaped = zeros(codes, &mut changes.places);
-            for &index in &changes.places[..escaped] {
-                put_whole(steps[usize::from(index)], out);
+            let escaped = find(codes, u16::MAX, 0, &mut changes.places);
+            let begin = out.len();
+            out.resize(begin + escaped * W::BYTES, 0);
+            let whole = out[begin..].chunks_exact_mut(W::BYTES);
+            for (whole, &index) in whole.zip(&changes.places[..escaped]) {
+                steps[usize::from(index)].write(whole);
             }
         }
     } else {
@@ -322,19 +356,23 @@ fn read_bitmap<W: Word>(
     elements: usize,
     bits: u32,
     changes: &mut Changes<W>,
+    ahead: &mut Ahead<'_>,
 ) -> Result<usize, DeltaError> {
     let ends = || DeltaError::Ends { at: bytes.len() };
     let (map, rest) = bytes
         .split_at_checked(elements.div_ceil(8))
         .ok_or_else(ends)?;
-    let (mut count, mut last) = (0, 0);
-    for (mask, part) in changes.masks.iter_mut().zip(map.chunks(8)) {
-        let mut word = [0; 8];
-        word[..part.len()].copy_from_slice(part);
-        *mask = u64::from_le_bytes(word);
-        count += mask.count_ones() as usize;
-        last = *mask;
+    let (words, end) = map.as_chunks::<8>();
+    let masks = &mut changes.masks[..elements.div_ceil(64)];
+    for (mask, word) in masks.iter_mut().zip(words) {
+        *mask = u64::from_le_bytes(*word);
     }
+    if let (Some(mask), false) = (masks.last_mut(), end.is_empty()) {
+        let mut word = [0; 8];
+        word[..end.len()].copy_from_slice(end);
+        *mask = u64::from_le_bytes(word);
+    }
+    let (count, last) = (count_ones(masks), masks.last().copied().unwrap_or_default());
     let behind = !elements.is_multiple_of(64) && last >> (elements % 64) != 0;
     if behind || bits == 0 || bits >= 8 * W::BYTES as u32 || bits > MOST {
         return Err(DeltaError::Malformed {
@@ -350,9 +388,14 @@ fn read_bitmap<W: Word>(
     };
     if bits < PACK_BITS {
         let codes = &mut changes.parts[..count];
-        unpack(packed, bits, codes);
+        let all = count.div_ceil(AT_ONCE);
+        for (index, codes) in codes.chunks_mut(AT_ONCE).enumerate() {
+            let begin = index * (AT_ONCE / 8) * bits as usize;
+            unpack(&packed[begin..], bits, codes);
+            ahead.go(index + 1, all);
+        }
         unzigzag(codes, steps);
-        let escapes = zeros(codes, &mut changes.places);
+        let escapes = find(codes, u16::MAX, 0, &mut changes.places);
         for &index in &changes.places[..escapes] {
             steps[usize::from(index)] = whole()?;
         }

@@ -1,10 +1,13 @@
 //! Several consecutive deltas as one.
 
-use weightsync_simd::Word;
+use weightsync_simd::{Word, compare};
 
-use super::apply::check_width;
+use super::apply::{Ahead, check_width, put};
 use super::fast::{self, Places, Written};
 use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span};
+
+/// Lists are merged where at most one element in so many changed.
+const FEW: usize = 256;
 
 /// Appends to `out` what `first` and then `second` do to a span of `bytes` bytes, as one fast delta:
 /// steps at the same place are added, and where they cancel nothing is left. Both are fast ones, or
@@ -63,7 +66,13 @@ fn fold_as<W: Word>(
     second: &[u8],
     out: &mut Vec<u8>,
 ) -> Result<u64, DeltaError> {
-    let Work { now, before, sum } = work;
+    let Work {
+        now,
+        before,
+        sum,
+        nothing,
+        block,
+    } = work;
     for changes in [&mut *now, &mut *before, &mut *sum] {
         changes.reserve();
     }
@@ -72,11 +81,28 @@ fn fold_as<W: Word>(
     fast::begin::<W>(out);
     for begin in (0..elements).step_by(BLOCK) {
         let elements = BLOCK.min(elements - begin);
-        listed(&mut first, elements, before)?;
-        listed(&mut second, elements, now)?;
-        add(before, now, sum);
-        set_masks(sum, elements);
-        fast::write_block(sum, elements, Written::Quick, out);
+        let places = [
+            next(&mut first, elements, before)?,
+            next(&mut second, elements, now)?,
+        ];
+        let is_list = |places: &Places| matches!(places, Places::None | Places::Listed);
+        let few = (before.count + now.count) * FEW <= elements;
+        if few && places.iter().all(is_list) {
+            merge(before, now, sum);
+            fast::write_block(sum, elements, false, out);
+        } else {
+            // As what both make of nothing.
+            let bytes = elements * W::BYTES;
+            nothing.resize(bytes.max(nothing.len()), 0);
+            block.clear();
+            block.resize(bytes, 0);
+            put(block, places[0], before);
+            put(block, places[1], now);
+            let (masks, at, steps) = (&mut sum.masks, &mut sum.places, &mut sum.steps);
+            sum.count = compare(&nothing[..bytes], block, masks, at, steps);
+            let as_bits = Written::Quick.as_bits(sum.count, elements);
+            fast::write_block(sum, elements, as_bits, out);
+        }
         changes += sum.count as u64;
     }
     for rest in [first, second].into_iter().flatten() {
@@ -87,34 +113,23 @@ fn fold_as<W: Word>(
     Ok(changes)
 }
 
-/// The next block of a delta, its places as a list; of no delta, no change.
-fn listed<W: Word>(
+/// The next block of a delta; of no delta, no change.
+fn next<W: Word>(
     delta: &mut Option<&[u8]>,
     elements: usize,
     changes: &mut Changes<W>,
-) -> Result<(), DeltaError> {
+) -> Result<Places, DeltaError> {
+    changes.count = 0;
     let Some(bytes) = delta else {
-        changes.count = 0;
-        return Ok(());
+        return Ok(Places::None);
     };
-    let (taken, places) = fast::read_block(bytes, elements, changes)?;
+    let (taken, places) = fast::read_block(bytes, elements, changes, &mut Ahead::nothing())?;
     *bytes = &bytes[taken..];
-    if places == Places::Masks {
-        let mut count = 0;
-        for (index, &mask) in changes.masks[..elements.div_ceil(64)].iter().enumerate() {
-            let mut mask = mask;
-            while mask != 0 {
-                changes.places[count] = (index * 64) as u16 + mask.trailing_zeros() as u16;
-                count += 1;
-                mask &= mask - 1;
-            }
-        }
-    }
-    Ok(())
+    Ok(places)
 }
 
 /// Merges two lists; what cancels is left out.
-fn add<W: Word>(first: &Changes<W>, second: &Changes<W>, sum: &mut Changes<W>) {
+fn merge<W: Word>(first: &Changes<W>, second: &Changes<W>, sum: &mut Changes<W>) {
     sum.count = 0;
     let mut one = first.places().iter().zip(first.steps()).peekable();
     let mut two = second.places().iter().zip(second.steps()).peekable();
@@ -133,12 +148,5 @@ fn add<W: Word>(first: &Changes<W>, second: &Changes<W>, sum: &mut Changes<W>) {
         if step != W::default() {
             sum.push(place, step);
         }
-    }
-}
-
-fn set_masks<W: Word>(changes: &mut Changes<W>, elements: usize) {
-    changes.masks[..elements.div_ceil(64)].fill(0);
-    for &place in &changes.places[..changes.count] {
-        changes.masks[usize::from(place / 64)] |= 1 << (place % 64);
     }
 }

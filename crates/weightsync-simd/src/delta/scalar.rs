@@ -2,7 +2,7 @@
 
 use super::Word;
 
-pub(super) fn compare<W: Word>(
+pub(super) fn compare<W: Word, const PLACES: bool>(
     old: &[u8],
     new: &[u8],
     masks: &mut [u64],
@@ -16,7 +16,7 @@ pub(super) fn compare<W: Word>(
         *mask = pairs.rev().fold(0, |mask, (old, new)| {
             mask << 1 | u64::from(W::read(old) != W::read(new))
         });
-        changes = extract(old, new, *mask, first, changes, places, steps);
+        changes = extract::<W, PLACES>(old, new, *mask, first, changes, places, steps);
         first += 64;
     }
     changes
@@ -25,7 +25,7 @@ pub(super) fn compare<W: Word>(
 /// Appends the changes of one word of the mask, whose first element is number `first`, to the
 /// `changes` there are.
 #[inline(always)]
-pub(super) fn extract<W: Word>(
+pub(super) fn extract<W: Word, const PLACES: bool>(
     old: &[u8],
     new: &[u8],
     mut mask: u64,
@@ -37,7 +37,9 @@ pub(super) fn extract<W: Word>(
     while mask != 0 {
         let place = mask.trailing_zeros() as usize;
         let at = place * W::BYTES;
-        places[changes] = (first + place) as u16;
+        if PLACES {
+            places[changes] = (first + place) as u16;
+        }
         steps[changes] = W::read(&new[at..]).minus(W::read(&old[at..]));
         changes += 1;
         mask &= mask - 1;
@@ -57,4 +59,23 @@ pub(super) fn expand<W: Word>(bytes: &mut [u8], masks: &[u64], steps: &[W]) -> u
         }
     }
     taken
+}
+
+#[inline(always)]
+pub(super) fn count_ones(words: &[u64]) -> usize {
+    let ones = words.iter().map(|word| word.count_ones() as usize);
+    ones.sum()
+}
+
+pub(super) fn ones(masks: &[u64], places: &mut [u16]) -> usize {
+    let mut found = 0;
+    for (&mask, first) in masks.iter().zip((0..).step_by(64)) {
+        let mut mask = mask;
+        while mask != 0 {
+            places[found] = (first + mask.trailing_zeros()) as u16;
+            found += 1;
+            mask &= mask - 1;
+        }
+    }
+    found
 }

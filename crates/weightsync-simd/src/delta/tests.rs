@@ -36,7 +36,8 @@ fn all_paths<W: Word>(elements: usize, offset: usize, seed: u64, density: u64) {
         let mut masks = vec![u64::MAX; elements.div_ceil(64)];
         let mut places = vec![0; elements + SLACK];
         let mut steps = vec![W::default(); elements + SLACK];
-        let changes = compare_with(path, &old, &new, &mut masks, &mut places, &mut steps);
+        let changes =
+            compare_with::<W, true>(path, &old, &new, &mut masks, &mut places, &mut steps);
         let found = places.iter().copied().zip(steps.iter().copied());
         let found: Vec<(u16, W)> = found.take(changes).collect();
         assert!(found == expected, "{path:?} finds something else");
@@ -46,6 +47,17 @@ fn all_paths<W: Word>(elements: usize, offset: usize, seed: u64, density: u64) {
             .map(|place| place as u16)
             .collect();
         assert_eq!(by_mask, places[..changes], "{path:?}");
+        let mut again = vec![0; masks.len() * 64 + SLACK];
+        assert_eq!(ones_with(path, &masks, &mut again), changes);
+        assert_eq!(again[..changes], places[..changes], "{path:?}");
+        assert_eq!(count_ones(&masks), changes);
+
+        // The same without the places.
+        let mut other = vec![u64::MAX; elements.div_ceil(64)];
+        let mut by = vec![W::default(); elements + SLACK];
+        let dense = compare_with::<W, false>(path, &old, &new, &mut other, &mut [], &mut by);
+        assert_eq!((dense, &other), (changes, &masks), "{path:?}");
+        assert!(by[..changes] == steps[..changes], "{path:?}");
 
         let mut image = Arena::new(offset, old.len());
         image.bytes_mut().copy_from_slice(&old);

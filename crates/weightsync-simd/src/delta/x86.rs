@@ -4,13 +4,27 @@ use core::arch::x86_64::*;
 
 use super::{Word, scalar};
 
-/// Brings the lines in which elements lie into the cache, to be written.
+/// The portable loop, with an instruction for it.
+#[target_feature(enable = "popcnt")]
+pub(super) fn count_ones(words: &[u64]) -> usize {
+    scalar::count_ones(words)
+}
+
+/// Brings all lines in which these bytes lie into the cache.
+pub(super) fn prefetch_all(bytes: &[u8]) {
+    for line in bytes.chunks(64) {
+        // SAFETY: SSE is part of x86-64, and a prefetch has no effect that can be seen.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+    }
+}
+
+/// Brings the lines in which elements lie into the cache.
 pub(super) fn prefetch(bytes: &[u8], places: &[u16], width: usize) {
     for &place in places {
         let at = usize::from(place) * width;
         if let Some(byte) = bytes.get(at) {
             // SAFETY: SSE is part of x86-64, and a prefetch has no effect that can be seen.
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(core::ptr::from_ref(byte).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(core::ptr::from_ref(byte).cast()) };
         }
     }
 }
@@ -22,7 +36,7 @@ pub(super) fn prefetch(bytes: &[u8], places: &[u16], width: usize) {
 /// The processor has AVX2, BMI1, BMI2 and POPCNT; the lengths are those [`super::compare`] asks
 /// for.
 #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
-pub(super) unsafe fn compare_avx2<W: Word>(
+pub(super) unsafe fn compare_avx2<W: Word, const PLACES: bool>(
     old: &[u8],
     new: &[u8],
     masks: &mut [u64],
@@ -40,14 +54,15 @@ pub(super) unsafe fn compare_avx2<W: Word>(
         // SAFETY: 64 elements are readable in both.
         *mask = unsafe { mask_avx2(old.as_ptr(), new.as_ptr(), W::BYTES) };
         if *mask != 0 {
-            changes = scalar::extract(old, new, *mask, index * 64, changes, places, steps);
+            changes =
+                scalar::extract::<W, PLACES>(old, new, *mask, index * 64, changes, places, steps);
         }
     }
-    rest(old, new, masks, places, steps, changes)
+    rest::<W, PLACES>(old, new, masks, places, steps, changes)
 }
 
 /// What is left behind the last whole group of 64 elements.
-fn rest<W: Word>(
+fn rest<W: Word, const PLACES: bool>(
     old: &[u8],
     new: &[u8],
     masks: &mut [u64],
@@ -60,10 +75,16 @@ fn rest<W: Word>(
     if at == old.len() {
         return changes;
     }
-    let (places, steps) = (&mut places[changes..], &mut steps[changes..]);
-    let more = scalar::compare(&old[at..], &new[at..], &mut masks[whole..], places, steps);
-    for place in &mut places[..more] {
-        *place += (whole * 64) as u16;
+    let places = match PLACES {
+        true => &mut places[changes..],
+        false => places,
+    };
+    let (masks, steps) = (&mut masks[whole..], &mut steps[changes..]);
+    let more = scalar::compare::<W, PLACES>(&old[at..], &new[at..], masks, places, steps);
+    if PLACES {
+        for place in &mut places[..more] {
+            *place += (whole * 64) as u16;
+        }
     }
     changes + more
 }
@@ -121,7 +142,7 @@ unsafe fn mask_avx2(old: *const u8, new: *const u8, width: usize) -> u64 {
 /// The processor has AVX-512 F, BW, VL and VBMI2 and what [`compare_avx2`] needs; the lengths are
 /// those [`super::compare`] asks for.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,avx2,bmi1,bmi2,popcnt")]
-pub(super) unsafe fn compare_avx512<W: Word>(
+pub(super) unsafe fn compare_avx512<W: Word, const PLACES: bool>(
     old: &[u8],
     new: &[u8],
     masks: &mut [u64],
@@ -134,11 +155,9 @@ pub(super) unsafe fn compare_avx512<W: Word>(
     let mut changes = 0;
     // The numbers of the elements of a vector, in 16 bits each; of 64 one-byte elements the first
     // half.
-    let mut numbers = _mm512_set_epi16(
-        31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9,
-        8, 7, 6, 5, 4, 3, 2, 1, 0,
-    );
-    let advance = _mm512_set1_epi16(lanes.min(32) as i16);
+    let mut numbers = iota();
+    let half = _mm512_set1_epi16(32);
+    let advance = _mm512_set1_epi16(lanes as i16);
     for (index, word) in masks.iter_mut().enumerate().take(whole) {
         let mut mask = 0;
         for vector in 0..vectors {
@@ -151,69 +170,90 @@ pub(super) unsafe fn compare_avx512<W: Word>(
             let old = unsafe { _mm512_loadu_si512(old.cast()) };
             // SAFETY: likewise.
             let new = unsafe { _mm512_loadu_si512(new.cast()) };
-            // SAFETY: at most as many changes as elements came before, and both outputs have room
-            // for `SLACK` more, which is a vector of bytes.
-            let place = unsafe { places.as_mut_ptr().add(changes) };
-            // SAFETY: likewise.
-            let step = unsafe { steps.as_mut_ptr().add(changes) };
-            let differs = match W::BYTES {
+            let (differs, by) = match W::BYTES {
                 1 => {
                     let differs = _mm512_cmpneq_epi8_mask(old, new);
                     let by = _mm512_sub_epi8(new, old);
-                    let by = _mm512_maskz_compress_epi8(differs, by);
-                    // SAFETY: room for a vector of steps.
-                    unsafe { _mm512_storeu_si512(step.cast(), by) };
-                    let low = _mm512_maskz_compress_epi16(differs as u32, numbers);
-                    // SAFETY: room for a vector of places.
-                    unsafe { _mm512_storeu_si512(place.cast(), low) };
-                    numbers = _mm512_add_epi16(numbers, advance);
-                    let high = _mm512_maskz_compress_epi16((differs >> 32) as u32, numbers);
-                    // SAFETY: at most half a vector of elements came since, and `SLACK` is 64.
-                    let place = unsafe { place.add((differs as u32).count_ones() as usize) };
-                    // SAFETY: so 32 places more have room.
-                    unsafe { _mm512_storeu_si512(place.cast(), high) };
-                    differs
+                    (differs, _mm512_maskz_compress_epi8(differs, by))
                 }
                 2 => {
                     let differs = _mm512_cmpneq_epi16_mask(old, new);
-                    let by = _mm512_maskz_compress_epi16(differs, _mm512_sub_epi16(new, old));
-                    // SAFETY: room for a vector of steps.
-                    unsafe { _mm512_storeu_si512(step.cast(), by) };
-                    let at = _mm512_maskz_compress_epi16(differs, numbers);
-                    // SAFETY: room for a vector of places.
-                    unsafe { _mm512_storeu_si512(place.cast(), at) };
-                    u64::from(differs)
+                    let by = _mm512_sub_epi16(new, old);
+                    let by = _mm512_maskz_compress_epi16(differs, by);
+                    (u64::from(differs), by)
                 }
                 4 => {
                     let differs = _mm512_cmpneq_epi32_mask(old, new);
-                    let by = _mm512_maskz_compress_epi32(differs, _mm512_sub_epi32(new, old));
-                    // SAFETY: room for a vector of steps.
-                    unsafe { _mm512_storeu_si512(step.cast(), by) };
-                    let at = _mm512_castsi512_si256(numbers);
-                    let at = _mm256_maskz_compress_epi16(differs, at);
-                    // SAFETY: room for a vector of places.
-                    unsafe { _mm256_storeu_si256(place.cast(), at) };
-                    u64::from(differs)
+                    let by = _mm512_sub_epi32(new, old);
+                    let by = _mm512_maskz_compress_epi32(differs, by);
+                    (u64::from(differs), by)
                 }
                 _ => {
                     let differs = _mm512_cmpneq_epi64_mask(old, new);
-                    let by = _mm512_maskz_compress_epi64(differs, _mm512_sub_epi64(new, old));
-                    // SAFETY: room for a vector of steps.
-                    unsafe { _mm512_storeu_si512(step.cast(), by) };
-                    let at = _mm512_castsi512_si128(numbers);
-                    let at = _mm_maskz_compress_epi16(differs, at);
-                    // SAFETY: room for a vector of places.
-                    unsafe { _mm_storeu_si128(place.cast(), at) };
-                    u64::from(differs)
+                    let by = _mm512_sub_epi64(new, old);
+                    let by = _mm512_maskz_compress_epi64(differs, by);
+                    (u64::from(differs), by)
                 }
             };
-            numbers = _mm512_add_epi16(numbers, advance);
+            // SAFETY: at most as many changes as elements came before, and there is room for `SLACK`
+            // more, which is a vector of bytes.
+            let step = unsafe { steps.as_mut_ptr().add(changes) };
+            // SAFETY: so there is room for a vector.
+            unsafe { _mm512_storeu_si512(step.cast(), by) };
+            if PLACES {
+                // SAFETY: as of the steps.
+                let place = unsafe { places.as_mut_ptr().add(changes) };
+                let low = _mm512_maskz_compress_epi16(differs as u32, numbers);
+                // SAFETY: room for 64 places more, of which this is the half.
+                unsafe { _mm512_storeu_si512(place.cast(), low) };
+                if W::BYTES == 1 {
+                    let numbers = _mm512_add_epi16(numbers, half);
+                    let high = _mm512_maskz_compress_epi16((differs >> 32) as u32, numbers);
+                    // SAFETY: at most 32 places came since.
+                    let place = unsafe { place.add((differs as u32).count_ones() as usize) };
+                    // SAFETY: so there is room for 32 more.
+                    unsafe { _mm512_storeu_si512(place.cast(), high) };
+                }
+                numbers = _mm512_add_epi16(numbers, advance);
+            }
             changes += differs.count_ones() as usize;
             mask |= differs << (vector * lanes % 64);
         }
         *word = mask;
     }
-    rest(old, new, masks, places, steps, changes)
+    rest::<W, PLACES>(old, new, masks, places, steps, changes)
+}
+
+/// 0, 1, 2 …
+#[target_feature(enable = "avx512f")]
+pub(crate) fn iota() -> __m512i {
+    _mm512_set_epi16(
+        31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9,
+        8, 7, 6, 5, 4, 3, 2, 1, 0,
+    )
+}
+
+/// Thirty-two bits at a time.
+///
+/// # Safety
+///
+/// The processor has the features; `places` has room for 64 for each word, and `SLACK` more.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,avx2,bmi1,bmi2,popcnt")]
+pub(super) unsafe fn ones_avx512(masks: &[u64], places: &mut [u16]) -> usize {
+    let (mut numbers, half) = (iota(), _mm512_set1_epi16(32));
+    let mut found = 0;
+    for &mask in masks {
+        for bits in [mask as u32, (mask >> 32) as u32] {
+            let some = _mm512_maskz_compress_epi16(bits, numbers);
+            // SAFETY: no more were found than bits seen, and there is room for a vector more.
+            let place = unsafe { places.as_mut_ptr().add(found) };
+            // SAFETY: so there is room for it.
+            unsafe { _mm512_storeu_si512(place.cast(), some) };
+            found += bits.count_ones() as usize;
+            numbers = _mm512_add_epi16(numbers, half);
+        }
+    }
+    found
 }
 
 /// Takes as many steps as `masks` has bits; returns how many.

@@ -71,14 +71,17 @@ pub(super) fn pack_unary(numbers: &[u16], out: &mut [u8]) -> usize {
 }
 
 #[inline(always)]
-pub(super) fn unpack_unary(bytes: &[u8], numbers: &mut [u16]) -> Option<usize> {
+pub(super) fn unpack_unary(bytes: &[u8], from: usize, numbers: &mut [u16]) -> Option<usize> {
     let mut slots = numbers.iter_mut();
-    let mut next = 0;
+    let mut next = from;
     let Some(mut number) = slots.next() else {
-        return Some(0);
+        return Some(from);
     };
-    for at in (0..bytes.len()).step_by(8) {
-        let mut word = word_at(bytes, at);
+    // What lies before it in its byte is none of it.
+    let mut before = u64::MAX << (from % 8);
+    for at in (from / 8..bytes.len()).step_by(8) {
+        let mut word = word_at(bytes, at) & before;
+        before = u64::MAX;
         while word != 0 {
             let one = at * 8 + word.trailing_zeros() as usize;
             *number = (one - next).min(usize::from(u16::MAX)) as u16;
@@ -86,7 +89,7 @@ pub(super) fn unpack_unary(bytes: &[u8], numbers: &mut [u16]) -> Option<usize> {
             word &= word - 1;
             number = match slots.next() {
                 Some(number) => number,
-                None => return Some(next.div_ceil(8)),
+                None => return Some(next),
             };
         }
     }
@@ -116,21 +119,41 @@ pub(super) fn unzigzag<W: Word>(codes: &[u16], steps: &mut [W]) {
     }
 }
 
+pub(super) fn add_up(
+    (parts, highs): (&[u16], &[u16]),
+    low: u32,
+    from: u64,
+    places: &mut [u16],
+) -> u64 {
+    let mut next = from;
+    for ((part, high), place) in parts.iter().zip(highs).zip(places) {
+        let gap = u64::from(*high) << low | u64::from(part & ((1 << low) - 1));
+        next += gap + 1;
+        *place = next.wrapping_sub(1) as u16;
+    }
+    next
+}
+
 /// The first of `numbers` has index `first`.
-pub(super) fn zeros(numbers: &[u16], first: usize, places: &mut [u16]) -> usize {
+pub(super) fn find(
+    numbers: &[u16],
+    (mask, value): (u16, u16),
+    first: usize,
+    places: &mut [u16],
+) -> usize {
+    let is_one = |number: &u16| number & mask == value;
     let mut found = 0;
     for (part, index) in numbers.chunks(32).zip((first..).step_by(32)) {
-        let none = part
+        let some = part
             .iter()
-            .fold(0, |some, number| some | u16::from(*number == 0))
-            == 0;
-        if none {
+            .fold(0, |some, one| some | u16::from(is_one(one)));
+        if some == 0 {
             continue;
         }
         for (number, index) in part.iter().zip(index..) {
             // Written in any case, and kept if it is one: no branch.
             places[found] = index as u16;
-            found += usize::from(*number == 0);
+            found += usize::from(is_one(number));
         }
     }
     found

@@ -24,15 +24,34 @@ proptest! {
     }
 
     #[test]
-    fn every_path_finds_the_zeros(
+    fn every_path_finds_the_same_numbers(
         numbers in proptest::collection::vec(prop_oneof![Just(0_u16), 0_u16..9], 0..300),
+        wanted in prop_oneof![Just((u16::MAX, 0)), Just((4, 4)), Just((5, 1))],
     ) {
         let pairs = numbers.iter().zip(0_u16..);
-        let expected: Vec<u16> = pairs.filter(|(number, _)| **number == 0).map(|(_, at)| at).collect();
+        let expected = pairs.filter(|(number, _)| **number & wanted.0 == wanted.1);
+        let expected: Vec<u16> = expected.map(|(_, at)| at).collect();
         for path in Path::available() {
             let mut places = vec![9; numbers.len() + SLACK];
-            let found = zeros_with(path, &numbers, &mut places);
+            let found = find_with(path, &numbers, wanted, &mut places);
             prop_assert_eq!(&places[..found], &expected, "{:?}", path);
+        }
+    }
+
+    #[test]
+    fn every_path_adds_the_same_gaps_up(
+        gaps in proptest::collection::vec((any::<u16>(), prop_oneof![0_u16..3, any::<u16>()]), 0..200),
+        low in 0_u32..=14,
+        from in 0_u64..100_000,
+    ) {
+        let (parts, highs): (Vec<u16>, Vec<u16>) = gaps.into_iter().unzip();
+        let mut expected = vec![0; parts.len()];
+        let sum = scalar::add_up((&parts, &highs), low, from, &mut expected);
+        for path in Path::available() {
+            let mut places = vec![9; parts.len()];
+            let got = add_up_with(path, (&parts, &highs), low, from, &mut places);
+            prop_assert_eq!(got, sum, "{:?}", path);
+            prop_assert_eq!(&places, &expected, "{:?}", path);
         }
     }
 
@@ -46,16 +65,33 @@ proptest! {
         let bytes = pack_unary(&numbers, &mut out);
         prop_assert_eq!(bytes, bits.div_ceil(8));
         let mut again = vec![1; numbers.len()];
-        prop_assert_eq!(unpack_unary(&out[..bytes], &mut again), Some(bytes));
-        prop_assert_eq!(&again, &numbers);
-        prop_assert_eq!(scalar::unpack_unary(&out[..bytes], &mut again), Some(bytes));
-        prop_assert_eq!(&again, &numbers);
-        if bytes > 0 {
-            prop_assert_eq!(unpack_unary(&out[..bytes - 1], &mut again), None);
+        for path in Path::available() {
+            let read = |bytes: &[u8], from, numbers: &mut [u16]| {
+                unpack_unary_with(path, bytes, from, numbers)
+            };
+            prop_assert_eq!(read(&out[..bytes], 0, &mut again), Some(bits));
+            prop_assert_eq!(&again, &numbers);
+            if bytes > 0 {
+                prop_assert_eq!(read(&out[..bytes - 1], 0, &mut again), None);
+            }
+            // Part by part they are the same.
+            let mut from = 0;
+            for (part, expected) in again.chunks_mut(7).zip(numbers.chunks(7)) {
+                part.fill(1);
+                from = read(&out[..bytes], from, part).expect("they suffice");
+                prop_assert_eq!(&*part, expected);
+            }
+            prop_assert_eq!(from, bits);
+            // Any bytes are numbers, or too few of them; also from behind their end.
+            for from in [0, 5, any.len() * 8, any.len() * 8 + 100] {
+                let mut plain = again.clone();
+                let taken = read(&any, from, &mut again);
+                prop_assert_eq!(taken, scalar::unpack_unary(&any, from, &mut plain));
+                if taken.is_some() {
+                    prop_assert_eq!(&again, &plain);
+                }
+            }
         }
-        // Any bytes are numbers, or too few of them.
-        let taken = unpack_unary(&any, &mut again);
-        prop_assert!(taken.is_none_or(|taken| taken <= any.len()));
     }
 
     #[test]
