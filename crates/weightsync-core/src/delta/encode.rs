@@ -18,6 +18,18 @@ pub enum Codec {
     Thin,
 }
 
+impl Codec {
+    /// By which codec a delta was made, as far as its first byte says so: [`Codec::Fast`] and
+    /// [`Codec::Gaps`] are read alike.
+    pub fn of(delta: &[u8]) -> Option<Self> {
+        match delta.first()? & !3 {
+            fast::TAG => Some(Self::Fast),
+            thin::TAG => Some(Self::Thin),
+            _ => None,
+        }
+    }
+}
+
 /// What encoding has made of a span.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Encoded {

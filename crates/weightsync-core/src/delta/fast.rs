@@ -1,5 +1,7 @@
 //! The fast codec: block by block, either gaps between places or one bit for each element.
 
+use std::iter;
+
 use weightsync_simd::{
     PACK_BITS, PACK_SLACK, SLACK, Word, add_up, count_ones, find, pack, pack_unary, unpack,
     unpack_unary, unzigzag, zigzag,
@@ -22,6 +24,9 @@ const DENSE: usize = 32;
 
 /// So many changes are read at once.
 const AT_ONCE: usize = 64;
+
+/// Of those in a bitmap more, if there are more than so many times that.
+const PARTS: usize = 128;
 
 /// How places are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,28 +164,30 @@ fn step_bits<W: Word>(steps: &[W]) -> u32 {
 
 fn write_gaps<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<u8>) {
     let count = changes.count;
-    let (parts, highs) = (&mut changes.parts[..count], &mut changes.highs[..count]);
+    let (parts, highs) = (&mut changes.parts[..count], &mut changes.highs[..]);
     let (places, steps) = (&changes.places[..count], &changes.steps[..count]);
     let low = low_bits(count, elements);
     let short = step_bits(steps);
     out.push(GAPS | (short as u8) << 2);
     out.extend_from_slice(&(count as u16).to_le_bytes());
 
-    // Where the one before is, as if another block came before this one.
-    let mut before = u16::MAX;
     let mask = (1 << low) - 1;
-    for (((part, high), &place), &step) in parts.iter_mut().zip(&mut *highs).zip(places).zip(steps)
-    {
-        let gap = place.wrapping_sub(before).wrapping_sub(1);
-        before = place;
+    // Where the one before is, as if another block came before this one.
+    let before = iter::once(&u16::MAX).chain(places);
+    for ((high, before), place) in highs.iter_mut().zip(before).zip(places) {
+        *high = place.wrapping_sub(*before).wrapping_sub(1);
+    }
+    for ((part, high), &step) in parts.iter_mut().zip(&mut *highs).zip(steps) {
         let (negative, beyond) = split(step);
         let far = u16::from(beyond >> short != 0);
-        *part = gap & mask | (negative as u16 | far << 1) << low;
-        *high = gap >> low;
+        *part = *high & mask | (negative as u16 | far << 1) << low;
+        *high >>= low;
     }
     append(out, count * 2, |out| pack(parts, low + 2, out));
     let unary = count + (elements >> low);
-    append(out, unary / 8 + 1, |out| pack_unary(highs, out));
+    append(out, unary / 8 + 1, |out| pack_unary(&highs[..count], out));
+    let bit = 1 << (low + 1);
+    let far = find(parts, bit, bit, highs);
 
     let mut writer = BitWriter::new(out, count);
     if short > 0 {
@@ -188,11 +195,8 @@ fn write_gaps<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<
             writer.put(split(step).1 & ((1 << short) - 1), short);
         }
     }
-    for &step in steps {
-        let above = split(step).1 >> short;
-        if above != 0 {
-            writer.put_gamma(above);
-        }
+    for &at in &highs[..far] {
+        writer.put_gamma(split(steps[usize::from(at)]).1 >> short);
     }
     writer.finish();
 }
@@ -382,22 +386,24 @@ fn read_bitmap<W: Word>(
     let packed = (count * bits as usize).div_ceil(8);
     let (packed, mut escaped) = rest.split_at_checked(packed).ok_or_else(ends)?;
     let steps = &mut changes.steps[..count];
-    let mut whole = || {
-        let whole = escaped.split_off(..W::BYTES).ok_or_else(ends)?;
-        Ok(W::read(whole))
-    };
     if bits < PACK_BITS {
         let codes = &mut changes.parts[..count];
-        let all = count.div_ceil(AT_ONCE);
-        for (index, codes) in codes.chunks_mut(AT_ONCE).enumerate() {
-            let begin = index * (AT_ONCE / 8) * bits as usize;
+        let at_once = (count / PARTS).next_multiple_of(AT_ONCE).max(AT_ONCE);
+        let all = count.div_ceil(at_once);
+        let some = codes.chunks_mut(at_once).zip(steps.chunks_mut(at_once));
+        for (index, (codes, steps)) in some.enumerate() {
+            let begin = index * (at_once / 8) * bits as usize;
             unpack(&packed[begin..], bits, codes);
+            unzigzag(codes, steps);
             ahead.go(index + 1, all);
         }
-        unzigzag(codes, steps);
         let escapes = find(codes, u16::MAX, 0, &mut changes.places);
-        for &index in &changes.places[..escapes] {
-            steps[usize::from(index)] = whole()?;
+        let whole = escaped
+            .split_off(..escapes * W::BYTES)
+            .ok_or_else(ends)?
+            .chunks_exact(W::BYTES);
+        for (whole, &index) in whole.zip(&changes.places[..escapes]) {
+            steps[usize::from(index)] = W::read(whole);
         }
     } else {
         let limit = (1_u64 << bits) - 1;
@@ -405,7 +411,7 @@ fn read_bitmap<W: Word>(
             let code = bits_at(packed, index * bits as usize) & limit;
             let beyond = code.wrapping_sub(1);
             *step = match code {
-                0 => whole()?,
+                0 => W::read(escaped.split_off(..W::BYTES).ok_or_else(ends)?),
                 _ => join(beyond & 1, beyond >> 1),
             };
         }

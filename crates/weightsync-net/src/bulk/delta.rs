@@ -533,11 +533,16 @@ struct Sample {
 
 impl Sample {
     /// Whether it takes less time to code, send and apply a delta than to send the bytes
-    /// themselves. What one thread codes in so long is applied in about as long; where it broke
-    /// even over loopback on two cores, with about 3 % of bf16 changed, both together and side
-    /// by side took half as long again.
+    /// themselves. What one thread codes in so long is applied in about as long, or in half of
+    /// it where what changed is so little that it is put into an older version; where it broke
+    /// even over loopback on two cores, all of that together and side by side took so much
+    /// longer than coding alone.
     fn pays(self, rate: u64) -> bool {
-        1.5 * self.took.as_secs_f64() + seconds(self.coded, rate) < seconds(self.whole, rate)
+        let longer = match 128 * self.coded <= self.whole {
+            true => 1.5,
+            false => 2.0,
+        };
+        longer * self.took.as_secs_f64() + seconds(self.coded, rate) < seconds(self.whole, rate)
     }
 
     /// Whether a delta takes so much longer on its way than to be made that one of fewer

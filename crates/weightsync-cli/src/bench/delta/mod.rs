@@ -6,6 +6,7 @@
 //! Beside synthetic steps of every density stand pairs of versions that real models were published
 //! in, which `bench/delta` makes, and for both what others need for the same changes.
 
+mod pages;
 mod passes;
 mod peers;
 mod real;

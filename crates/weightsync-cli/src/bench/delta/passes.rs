@@ -8,8 +8,9 @@ use weightsync::Dtype;
 use weightsync_core::delta::{
     Codec, DeltaError, Pattern, SPAN, Scratch, apply, apply_onto, encode, fold,
 };
-use weightsync_simd::{BLOCK, SLACK, compare, digest_lines};
+use weightsync_simd::{BLOCK, SLACK, compare, compare_dense, digest_lines};
 
+use super::pages::Pages;
 use super::steps::Steps;
 
 pub const SPAN_BYTES: usize = SPAN as usize;
@@ -53,7 +54,7 @@ pub type Deltas = Vec<Vec<u8>>;
 
 /// Memory for all passes, faulted in.
 pub struct Passes {
-    image: Vec<u8>,
+    image: Pages,
     masks: Vec<u64>,
     places: Vec<u16>,
     steps: Vec<u16>,
@@ -86,7 +87,7 @@ impl Times {
 impl Passes {
     pub fn new(bytes: usize) -> Self {
         Self {
-            image: vec![1; bytes],
+            image: Pages::new(bytes),
             masks: vec![0; AT_ONCE / 64],
             places: vec![0; AT_ONCE + SLACK],
             steps: vec![0; AT_ONCE + SLACK],
@@ -268,8 +269,17 @@ impl Passes {
     fn compare(&mut self, old: &[u8], new: &[u8]) -> usize {
         let blocks = old.chunks(2 * AT_ONCE).zip(new.chunks(2 * AT_ONCE));
         let (masks, places, steps) = (&mut self.masks, &mut self.places, &mut self.steps);
+        // As the fast codec does it: without a list of places where it would not write one.
+        let mut as_bits = false;
         blocks
-            .map(|(old, new)| compare::<u16>(old, new, masks, places, steps))
+            .map(|(old, new)| {
+                let changes = match as_bits {
+                    true => compare_dense::<u16>(old, new, masks, steps),
+                    false => compare::<u16>(old, new, masks, places, steps),
+                };
+                as_bits = changes * 24 > AT_ONCE;
+                changes
+            })
             .sum()
     }
 }

@@ -11,6 +11,7 @@ use serde::Deserialize;
 use weightsync::{Layout, SafetensorsFile, TensorData, WeightExtractor};
 use weightsync_core::delta::{Codec, Pattern, Scratch};
 
+use super::pages::Pages;
 use super::passes::{self, Deltas, Pass, SPAN_BYTES, Times};
 use super::peers::Peers;
 use super::{Row, bytes, timed};
@@ -21,8 +22,8 @@ const INDEX: &str = "pairs.json";
 /// Two consecutive versions.
 pub struct Pair {
     case: String,
-    old: Vec<u8>,
-    new: Vec<u8>,
+    old: Pages,
+    new: Pages,
     /// How each span is read.
     patterns: Vec<Pattern>,
     /// What they have without padding.
@@ -70,10 +71,12 @@ impl Place {
 }
 
 /// A version's bytes as they lie in a slot.
-fn image(path: &Path) -> Result<(Layout, Vec<u8>), Box<dyn Error>> {
+fn image(path: &Path) -> Result<(Layout, Pages), Box<dyn Error>> {
     let file = SafetensorsFile::open(path)?;
     let layout = file.layout()?;
-    let mut image = vec![0; usize::try_from(layout.bytes())?];
+    let mut image = Pages::new(usize::try_from(layout.bytes())?);
+    // Between tensors.
+    image.fill(0);
     file.extract(&mut |tensors| {
         for (tensor, spec) in tensors.iter().zip(layout.tensors()) {
             let place = spec.range.of_mut(&mut image);
@@ -113,7 +116,7 @@ struct Coded {
 impl Pair {
     /// Codes it and puts it in, in rounds; whatever was put in is compared.
     pub fn measure(&self, rounds: usize) -> Result<Figures, Box<dyn Error>> {
-        let mut image = vec![1; self.old.len()];
+        let mut image = Pages::new(self.old.len());
         let mut scratch = [Scratch::new()];
         let mut deltas: Deltas = vec![Vec::new(); self.patterns.len()];
         let mut times: [[Times; 2]; 2] = Default::default();

@@ -5,6 +5,8 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution, StandardNormal};
 
+use super::pages::Pages;
+
 const SPREAD: f32 = 0.02;
 
 /// One version, the next, and the one after it, of weights kept in f32 and published in bf16.
@@ -12,10 +14,10 @@ pub struct Steps {
     master: Vec<f32>,
     /// Of standard deviation one, to be scaled.
     update: Vec<f32>,
-    pub old: Vec<u8>,
-    pub new: Vec<u8>,
+    pub old: Pages,
+    pub new: Pages,
     /// The version after `new`.
-    pub newer: Vec<u8>,
+    pub newer: Pages,
 }
 
 impl Steps {
@@ -25,7 +27,7 @@ impl Steps {
             scope.spawn(|| fill(&mut master, 1, SPREAD));
             fill(&mut update, 2, 1.0);
         });
-        let mut old = vec![0; 2 * elements];
+        let mut old = Pages::new(2 * elements);
         for (bytes, weight) in old.chunks_exact_mut(2).zip(&master) {
             bytes.copy_from_slice(&bf16::from_f32(*weight).to_le_bytes());
         }
@@ -33,8 +35,8 @@ impl Steps {
             master,
             update,
             old,
-            new: vec![0; 2 * elements],
-            newer: vec![0; 2 * elements],
+            new: Pages::new(2 * elements),
+            newer: Pages::new(2 * elements),
         }
     }
 

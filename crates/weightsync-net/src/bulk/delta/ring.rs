@@ -10,9 +10,13 @@ use weightsync_core::Version;
 use super::{Delta, RING, UNKNOWN, seconds};
 use crate::relay::Item;
 
-/// Bytes of deltas that are folded in a second: measured at a hundredth to a tenth of all
-/// elements on one core. At a third it is 90 MB.
-const FOLDED: u64 = 150 << 20;
+/// Bytes of deltas that are folded in a second on one core, of few changes.
+const FOLDED_FEW: u64 = 100 << 20;
+
+/// The same of many, and bytes of the image that it takes beside: measured at a hundredth to
+/// nine tenths of all elements.
+const FOLDED: u64 = 600 << 20;
+const FOLDED_OF: u64 = 12 << 30;
 
 /// The deltas of one process: of each model within a bound.
 #[derive(Debug, Default)]
@@ -149,7 +153,10 @@ impl Ring {
         } else {
             0
         };
-        seconds(read, FOLDED) + seconds(bytes, rate) < seconds(whole, rate)
+        let folds = (steps as u64).saturating_sub(1);
+        let many = seconds(folds * whole, FOLDED_OF) + seconds(read, FOLDED);
+        let folded = many.min(seconds(read, FOLDED_FEW));
+        folded + seconds(bytes, rate) < seconds(whole, rate)
     }
 
     /// Whether the newest delta of a model is worth something.

@@ -110,7 +110,8 @@ fn a_range_is_folded_where_that_is_quicker_than_to_send_all() {
     // (bytes a second, steps, bytes of all of them, pays) for a model of 1 GiB
     let cases = [
         (None, 2, 1 << 20, true),
-        (None, 2, 200 << 20, false),
+        (None, 2, 200 << 20, true),
+        (None, 2, 400 << 20, false),
         (None, 40, 12 << 20, false),
         (Some(125_000_000), 2, 200 << 20, true),
         (Some(125_000_000), 40, 12 << 20, true),
@@ -147,6 +148,9 @@ fn what_takes_longer_than_the_bytes_themselves_does_not_pay() {
     let cases = [
         (ms(10), 1 << 20, 100 << 20, UNKNOWN, true),
         (ms(70), 1 << 20, 100 << 20, UNKNOWN, false),
+        (ms(55), 1 << 20, 100 << 20, UNKNOWN, false),
+        // So little is put in where it belongs.
+        (ms(55), 700 << 10, 100 << 20, UNKNOWN, true),
         (ms(70), 1 << 20, 100 << 20, 100 << 20, true),
         (ms(0), 100 << 20, 100 << 20, 1, false),
     ];

@@ -19,8 +19,10 @@ pub(crate) struct Base {
 
 /// Where two deltas of a span take at most one part in so many of its bytes, they are put
 /// into what the free slot holds: to copy the span takes longer. Where they take more, it
-/// is the other way round, as writes here and there wait for memory.
-const FEW: usize = 512;
+/// is the other way round, as each is read, and most lines are touched twice. Thin ones take
+/// so much longer to be read that reading one more seldom pays.
+const FEW: usize = 64;
+const FEW_THIN: usize = 512;
 
 /// A delta came as it was sent, and nothing can be made of it.
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +62,7 @@ impl Shared {
 
         let index = head.index as usize;
         let coded = Coded::new(bytes, head.crc);
-        if base.passes_on || coded.sent().len() * FEW <= piece.len() {
+        if base.passes_on || are_few([&coded], piece.len()) {
             base.kept.note(index, Span::Coded(coded.clone()));
             // Relays below need not wait until it is put in here.
             self.store.notify();
@@ -120,7 +122,18 @@ impl Shared {
         let Some(Span::Coded(first)) = earlier.known(index) else {
             return None;
         };
-        let bytes = first.sent().len() + coded.sent().len();
-        (bytes * FEW <= piece.len()).then_some(first)
+        are_few([first, coded], piece.len()).then_some(first)
     }
+}
+
+/// Whether deltas of a span of so many bytes are so few that it does not take longer to put
+/// them in than to copy it.
+fn are_few<const N: usize>(deltas: [&Coded; N], span: usize) -> bool {
+    let bytes: usize = deltas.iter().map(|one| one.sent().len()).sum();
+    let thin = |one: &&Coded| Codec::of(one.sent()) == Some(Codec::Thin);
+    let few = match deltas.iter().any(thin) {
+        true => FEW_THIN,
+        false => FEW,
+    };
+    bytes * few <= span
 }
