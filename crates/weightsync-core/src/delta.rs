@@ -171,8 +171,9 @@ struct Changes<W> {
     steps: Vec<W>,
     /// The same places as bits, where they came or go as such.
     masks: Vec<u64>,
-    /// What is written in a fixed number of bits, and what in unary.
+    /// What is written in a fixed number of bits.
     parts: Vec<u16>,
+    /// Gaps, then what of them is written in unary, then which steps are far.
     highs: Vec<u16>,
 }
 

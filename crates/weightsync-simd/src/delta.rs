@@ -102,6 +102,16 @@ pub fn compare<W: Word>(
 /// # Panics
 ///
 /// As [`compare`].
+///
+/// # Example
+///
+/// ```
+/// use weightsync_simd::{SLACK, compare_dense};
+///
+/// let (mut masks, mut steps) = ([0], [0_u8; 3 + SLACK]);
+/// assert_eq!(compare_dense(&[7, 8, 9], &[7, 5, 9], &mut masks, &mut steps), 1);
+/// assert_eq!((masks[0], steps[0]), (0b010, 5_u8.wrapping_sub(8)));
+/// ```
 pub fn compare_dense<W: Word>(old: &[u8], new: &[u8], masks: &mut [u64], steps: &mut [W]) -> usize {
     compare_with::<W, false>(Path::best(), old, new, masks, &mut [], steps)
 }
@@ -150,6 +160,12 @@ pub fn expand<W: Word>(bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
 }
 
 /// How many bits are set.
+///
+/// # Example
+///
+/// ```
+/// assert_eq!(weightsync_simd::count_ones(&[0b1001, 1 << 5]), 3);
+/// ```
 pub fn count_ones(words: &[u64]) -> usize {
     #[cfg(target_arch = "x86_64")]
     if Path::best() != Path::Scalar {
@@ -170,7 +186,8 @@ pub fn prefetch<W: Word>(bytes: &[u8], places: &[u16]) {
     let _ = (bytes, places);
 }
 
-/// The same of all lines in which these bytes lie.
+/// Has the processor fetch the lines of these bytes, which begin with one, into its second-level
+/// cache. Few at a time, as [`prefetch`].
 pub fn prefetch_all(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     x86::prefetch_all(bytes);

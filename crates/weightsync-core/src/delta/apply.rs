@@ -174,12 +174,13 @@ fn apply_fast<W: Word>(
 /// for all at once keep everything waiting.
 pub(super) struct Ahead<'a> {
     block: &'a [u8],
-    /// Where lines are needed, if not everywhere.
-    places: Option<&'a [u16]>,
-    prefetch: fn(&[u8], &[u16]),
+    /// Where lines are needed, if not everywhere, and how they are asked for.
+    places: Option<(&'a [u16], Prefetch)>,
     /// How many of the places, or of all lines, were asked for.
     done: usize,
 }
+
+type Prefetch = fn(&[u8], &[u16]);
 
 impl<'a> Ahead<'a> {
     pub(super) fn nothing() -> Self {
@@ -190,7 +191,6 @@ impl<'a> Ahead<'a> {
         Self {
             block,
             places: None,
-            prefetch: |_, _| (),
             done: 0,
         }
     }
@@ -198,8 +198,7 @@ impl<'a> Ahead<'a> {
     fn places<W: Word>(block: &'a [u8], places: &'a [u16]) -> Self {
         Self {
             block,
-            places: Some(places),
-            prefetch: prefetch::<W>,
+            places: Some((places, prefetch::<W>)),
             done: 0,
         }
     }
@@ -207,13 +206,13 @@ impl<'a> Ahead<'a> {
     /// Goes on, once so many parts of all are done.
     pub(super) fn go(&mut self, parts: usize, all: usize) {
         let of = match self.places {
-            Some(places) => places.len(),
+            Some((places, _)) => places.len(),
             None => self.block.len() / LINE_BYTES,
         };
         let done = of * parts / all;
         let these = std::mem::replace(&mut self.done, done)..done;
         match self.places {
-            Some(places) => (self.prefetch)(self.block, &places[these]),
+            Some((places, prefetch)) => prefetch(self.block, &places[these]),
             None => prefetch_all(&self.block[these.start * LINE_BYTES..these.end * LINE_BYTES]),
         }
     }

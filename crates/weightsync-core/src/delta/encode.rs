@@ -21,6 +21,18 @@ pub enum Codec {
 impl Codec {
     /// By which codec a delta was made, as far as its first byte says so: [`Codec::Fast`] and
     /// [`Codec::Gaps`] are read alike.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use weightsync_core::Dtype;
+    /// use weightsync_core::delta::{Codec, Pattern, Scratch, encode};
+    ///
+    /// let (pattern, mut scratch, mut delta) = (Pattern::of(Dtype::U8), Scratch::new(), Vec::new());
+    /// encode(pattern, Codec::Thin, &[0; 64], &[1; 64], &mut delta, &mut scratch)?;
+    /// assert_eq!((Codec::of(&delta), Codec::of(&[])), (Some(Codec::Thin), None));
+    /// # Ok::<(), weightsync_core::delta::DeltaError>(())
+    /// ```
     pub fn of(delta: &[u8]) -> Option<Self> {
         match delta.first()? & !3 {
             fast::TAG => Some(Self::Fast),

@@ -79,7 +79,10 @@ pub(super) fn read_block<W: Word>(
     changes.count = 0;
     let parameter = u32::from(head >> 2);
     let (taken, places) = match head & 3 {
-        NOTHING if parameter == 0 => (0, Places::None),
+        NOTHING if parameter == 0 => {
+            ahead.go(1, 1);
+            (0, Places::None)
+        }
         GAPS => (
             read_gaps(rest, elements, parameter, changes, ahead)?,
             Places::Listed,
@@ -407,7 +410,11 @@ fn read_bitmap<W: Word>(
         }
     } else {
         let limit = (1_u64 << bits) - 1;
+        let all = count.div_ceil(AT_ONCE);
         for (index, step) in steps.iter_mut().enumerate() {
+            if index.is_multiple_of(AT_ONCE) {
+                ahead.go(index / AT_ONCE + 1, all);
+            }
             let code = bits_at(packed, index * bits as usize) & limit;
             let beyond = code.wrapping_sub(1);
             *step = match code {

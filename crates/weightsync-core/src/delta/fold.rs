@@ -6,8 +6,9 @@ use super::apply::{Ahead, check_width, put};
 use super::fast::{self, Places, Written};
 use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span};
 
-/// Lists are merged where at most one element in so many changed.
-const FEW: usize = 256;
+/// Lists are merged where at most one element in so many changed: about there that takes as long as
+/// to put both into a block.
+const FEW: usize = 96;
 
 /// Appends to `out` what `first` and then `second` do to a span of `bytes` bytes, as one fast delta:
 /// steps at the same place are added, and where they cancel nothing is left. Both are fast ones, or

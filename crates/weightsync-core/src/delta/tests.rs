@@ -252,6 +252,57 @@ proptest! {
 }
 
 #[test]
+fn each_block_of_a_span_may_change_by_another_share() {
+    const SHARES: [u64; 10] = [9000, 110, 0, 3300, 60, 0, 110, 9000, 110, 60];
+    for dtype in [Dtype::BF16, Dtype::F32, Dtype::F8_E4M3] {
+        let pattern = Pattern::of(dtype);
+        let bytes = BLOCK * pattern.width();
+        let old = weights(pattern, BLOCK * SHARES.len() - 77, 1);
+        let other = |old: &[u8], shares: &mut dyn Iterator<Item = u64>| {
+            let blocks = old.chunks(bytes).zip(shares).zip(2..);
+            let new = blocks.flat_map(|((block, share), seed)| {
+                trained(pattern, block, Kind::Near, share, seed)
+            });
+            new.collect::<Vec<u8>>()
+        };
+        let new = other(&old, &mut SHARES.into_iter());
+        let newer = other(&new, &mut SHARES.into_iter().rev());
+        // The same memory for all of it, and for a shorter span with other changes behind it.
+        let mut scratch = Scratch::new();
+        for end in [old.len(), bytes + 300 * pattern.width(), old.len()] {
+            let (old, new, newer) = (&old[..end], &new[..end], &newer[..end]);
+            for codec in [Codec::Fast, Codec::Gaps, Codec::Thin] {
+                let mut delta = Vec::new();
+                encode(pattern, codec, old, new, &mut delta, &mut scratch).expect("a span");
+                assert_eq!(
+                    delta,
+                    encoded(pattern, codec, old, new),
+                    "{dtype:?} {codec:?}"
+                );
+                let mut image = vec![0xa5; end];
+                let onto = apply_onto(pattern, &delta, old, &mut image, &mut scratch);
+                assert!(onto.is_ok() && image == new, "{dtype:?} {codec:?}");
+                for first_line in [None, Some(0)] {
+                    let mut image = old.to_vec();
+                    let done = apply(pattern, &delta, &mut image, first_line, &mut scratch);
+                    assert!(done.is_ok() && image == new, "{dtype:?} {codec:?}");
+                }
+                if codec != Codec::Thin {
+                    let next = encoded(pattern, codec, new, newer);
+                    let mut both = Vec::new();
+                    fold(pattern, end, &delta, &next, &mut both, &mut scratch)
+                        .expect("they follow");
+                    assert!(
+                        both == encoded(pattern, Codec::Fast, old, newer),
+                        "{dtype:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn every_cut_of_a_fast_delta_is_refused() {
     let pattern = Pattern::of(Dtype::BF16);
     let old = weights(pattern, 70_000, 1);

@@ -4,7 +4,7 @@
 //! and its step. Both are split: the lowest bits as they are, and how many times the rest goes in,
 //! one bit each by a model of its own ([`super::range`]), which learns how many there are.
 
-use weightsync_simd::{CLASSES, Exponents, Word, classes, compare, prefetch, rank, select};
+use weightsync_simd::{CLASSES, Exponents, Word, classes, compare, rank, select};
 
 use super::apply::Target;
 use super::bits::{BitReader, BitWriter, MOST};
@@ -169,7 +169,6 @@ pub(super) fn apply<W: Word>(
         let now = &mut work.now;
         let places = &mut now.places;
         now.count = select(of_each, &ranks, &mut totals, &mut found, places);
-        prefetch::<W>(old, now.places());
         for (place, step) in now.places[..now.count].iter().zip(&mut now.steps) {
             let class = usize::from(of_each[usize::from(*place)]) % CLASSES;
             *step = W::narrow(lists.steps[class][put[class]]);

@@ -42,6 +42,10 @@ const GLANCES_OF: u64 = 256;
 const TRIALS: u64 = 8;
 const TRIAL: u64 = 1 << 20;
 
+/// Where two deltas of a span take at most one part in so many of its bytes, they are put into what
+/// the free slot holds: to copy the span takes longer.
+pub(crate) const IN_PLACE: u64 = 64;
+
 /// The deltas that are kept take at most one part in so many of a model's bytes.
 pub(crate) const RING: u64 = 2;
 
@@ -538,7 +542,7 @@ impl Sample {
     /// even over loopback on two cores, all of that together and side by side took so much
     /// longer than coding alone.
     fn pays(self, rate: u64) -> bool {
-        let longer = match 128 * self.coded <= self.whole {
+        let longer = match 2 * IN_PLACE * self.coded <= self.whole {
             true => 1.5,
             false => 2.0,
         };

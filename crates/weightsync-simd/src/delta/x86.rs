@@ -10,7 +10,7 @@ pub(super) fn count_ones(words: &[u64]) -> usize {
     scalar::count_ones(words)
 }
 
-/// Brings all lines in which these bytes lie into the cache.
+/// Brings the lines of these bytes, which begin with one, into the cache.
 pub(super) fn prefetch_all(bytes: &[u8]) {
     for line in bytes.chunks(64) {
         // SAFETY: SSE is part of x86-64, and a prefetch has no effect that can be seen.

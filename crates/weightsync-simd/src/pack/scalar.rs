@@ -33,7 +33,7 @@ pub(super) fn word_at(bytes: &[u8], at: usize) -> u64 {
 
 /// Where the next bits go.
 #[derive(Default)]
-pub(super) struct Writer {
+struct Writer {
     at: usize,
     word: u64,
     filled: u32,
@@ -42,7 +42,7 @@ pub(super) struct Writer {
 impl Writer {
     /// Writes at most 56 bits.
     #[inline(always)]
-    pub(super) fn put(&mut self, bits: u64, count: u32, out: &mut [u8]) {
+    fn put(&mut self, bits: u64, count: u32, out: &mut [u8]) {
         self.word |= bits << self.filled;
         self.filled += count;
         out[self.at..self.at + 8].copy_from_slice(&self.word.to_le_bytes());

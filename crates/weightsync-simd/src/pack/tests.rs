@@ -45,8 +45,16 @@ proptest! {
         from in 0_u64..100_000,
     ) {
         let (parts, highs): (Vec<u16>, Vec<u16>) = gaps.into_iter().unzip();
-        let mut expected = vec![0; parts.len()];
-        let sum = scalar::add_up((&parts, &highs), low, from, &mut expected);
+        let gaps = parts.iter().zip(&highs);
+        let gaps = gaps.map(|(part, high)| {
+            u64::from(*high) * (1 << low) + u64::from(*part) % (1 << low)
+        });
+        let mut sum = from;
+        let expected = gaps.map(|gap| {
+            sum += gap + 1;
+            ((sum + 65_535) % 65_536) as u16
+        });
+        let expected: Vec<u16> = expected.collect();
         for path in Path::available() {
             let mut places = vec![9; parts.len()];
             let got = add_up_with(path, (&parts, &highs), low, from, &mut places);

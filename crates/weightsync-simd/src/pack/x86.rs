@@ -1,4 +1,4 @@
-//! The loops of x86-64: four numbers at a time by parallel extract and deposit.
+//! The loops of x86-64: by parallel extract and deposit, and by vectors.
 
 use core::arch::x86_64::*;
 
@@ -44,7 +44,7 @@ pub(super) fn unpack(bytes: &[u8], bits: u32, numbers: &mut [u16]) {
                 let word = word_at(bytes, at);
                 [word, word >> (4 * bits)]
             }
-            // The other half begins within a byte.
+            // Of an odd number of bits the other half begins within a byte.
             _ => {
                 let half = 4 * bits as usize;
                 [
@@ -53,7 +53,7 @@ pub(super) fn unpack(bytes: &[u8], bits: u32, numbers: &mut [u16]) {
                 ]
             }
         };
-        // Of 15 and 16 bits four are all of a word, if that begins with them.
+        // Also of 15 and 16 bits four are within a word: the other half of 15 begins at bit 4.
         for (four, word) in eight.as_chunks_mut::<4>().0.iter_mut().zip([low, high]) {
             let spread = _pdep_u64(word, lanes);
             *four = [
@@ -78,12 +78,8 @@ pub(super) fn unpack_unary(bytes: &[u8], from: usize, numbers: &mut [u16]) -> Op
 const AT_ONCE: usize = 64;
 
 /// Thirty-two bits at a time: the places of ones among them, and then how far they lie from each other.
-///
-/// # Safety
-///
-/// The processor has the features.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,avx2,bmi1,bmi2,popcnt")]
-pub(super) unsafe fn unpack_unary_avx512(
+pub(super) fn unpack_unary_avx512(
     bytes: &[u8],
     mut from: usize,
     numbers: &mut [u16],
@@ -120,12 +116,8 @@ pub(super) unsafe fn unpack_unary_avx512(
 }
 
 /// Thirty-two gaps at a time.
-///
-/// # Safety
-///
-/// The processor has the features; all three are equally long.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,avx2,bmi1,bmi2,popcnt")]
-pub(super) unsafe fn add_up_avx512(
+pub(super) fn add_up_avx512(
     (parts, highs): (&[u16], &[u16]),
     low: u32,
     from: u64,

@@ -18,6 +18,9 @@ pub const SPAN_BYTES: usize = SPAN as usize;
 /// Elements compared at once, as the codecs do.
 const AT_ONCE: usize = BLOCK;
 
+/// The fast codec writes one change in so many elements and more as bits (`docs/deltas.md`).
+const QUICK: usize = 24;
+
 /// One pass: the median of its times, and of its times over the memcpy of their rounds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pass {
@@ -277,7 +280,7 @@ impl Passes {
                     true => compare_dense::<u16>(old, new, masks, steps),
                     false => compare::<u16>(old, new, masks, places, steps),
                 };
-                as_bits = changes * 24 > AT_ONCE;
+                as_bits = changes * QUICK > AT_ONCE;
                 changes
             })
             .sum()

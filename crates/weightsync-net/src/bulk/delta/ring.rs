@@ -10,8 +10,9 @@ use weightsync_core::Version;
 use super::{Delta, RING, UNKNOWN, seconds};
 use crate::relay::Item;
 
-/// Bytes of deltas that are folded in a second on one core, of few changes.
-const FOLDED_FEW: u64 = 100 << 20;
+/// Bytes of deltas that are folded in a second on one core, of few changes: up to a hundredth of all
+/// elements they are merged as lists.
+const FOLDED_FEW: u64 = 80 << 20;
 
 /// The same of many, and bytes of the image that it takes beside: measured at a hundredth to
 /// nine tenths of all elements.

@@ -3,6 +3,7 @@
 use weightsync_core::Version;
 
 use super::*;
+use crate::bulk::delta::IN_PLACE;
 
 /// What a version can be made from: an older one that is whole here.
 #[derive(Clone, Debug)]
@@ -17,12 +18,9 @@ pub(crate) struct Base {
     pub(crate) earlier: Option<Arc<Delta>>,
 }
 
-/// Where two deltas of a span take at most one part in so many of its bytes, they are put
-/// into what the free slot holds: to copy the span takes longer. Where they take more, it
-/// is the other way round, as each is read, and most lines are touched twice. Thin ones take
-/// so much longer to be read that reading one more seldom pays.
-const FEW: usize = 64;
-const FEW_THIN: usize = 512;
+/// As [`IN_PLACE`], where one of them is thin: that takes so much longer to be read that
+/// reading one more seldom pays.
+const IN_PLACE_THIN: u64 = 512;
 
 /// A delta came as it was sent, and nothing can be made of it.
 #[derive(Debug, thiserror::Error)]
@@ -132,8 +130,40 @@ fn are_few<const N: usize>(deltas: [&Coded; N], span: usize) -> bool {
     let bytes: usize = deltas.iter().map(|one| one.sent().len()).sum();
     let thin = |one: &&Coded| Codec::of(one.sent()) == Some(Codec::Thin);
     let few = match deltas.iter().any(thin) {
-        true => FEW_THIN,
-        false => FEW,
+        true => IN_PLACE_THIN,
+        false => IN_PLACE,
     };
-    bytes * few <= span
+    bytes as u64 * few <= span as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One of a codec that begins like this.
+    fn coded(tag: u8, bytes: usize) -> Coded {
+        Coded::new([vec![tag], vec![0; bytes - 1]].concat(), 0)
+    }
+
+    #[test]
+    fn thin_deltas_are_few_where_they_take_less() {
+        const FAST: u8 = 0x11;
+        const THIN: u8 = 0x21;
+        let span = 4 << 20;
+        // (codecs, bytes of each, few)
+        let cases = [
+            ((FAST, FAST), (32 << 10, 32 << 10), true),
+            ((FAST, FAST), (32 << 10, (32 << 10) + 1), false),
+            ((THIN, FAST), (1, 8191), true),
+            ((THIN, FAST), (1, 8192), false),
+            ((FAST, THIN), (8191, 1), true),
+            ((FAST, THIN), (8192, 1), false),
+            ((THIN, THIN), (4096, 4096), true),
+            ((THIN, THIN), (4096, 4097), false),
+        ];
+        for ((first, second), (one, two), expected) in cases {
+            let few = are_few([&coded(first, one), &coded(second, two)], span);
+            assert_eq!(few, expected, "{first:#x} {one}, {second:#x} {two}");
+        }
+    }
 }
