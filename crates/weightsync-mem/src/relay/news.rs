@@ -30,7 +30,8 @@ pub struct Seated {
 /// What a relay learns of its workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A worker wants to join: [`Relay::admit`] or [`Relay::deny`] it.
+    /// A worker wants to join: [`Relay::admit`](super::Relay::admit) or
+    /// [`Relay::deny`](super::Relay::deny) it.
     Joins {
         /// Names it in the answer.
         ticket: u64,
@@ -56,8 +57,8 @@ pub enum Event {
         /// Its words.
         reason: String,
     },
-    /// A worker asks for a version: [`Relay::answer`] it, or say that there is
-    /// [no such version](Relay::no_such_version).
+    /// A worker asks for a version: [`Relay::answer`](super::Relay::answer) it, or say that there is
+    /// [no such version](super::Relay::no_such_version).
     Asks {
         /// Who.
         who: Seated,
