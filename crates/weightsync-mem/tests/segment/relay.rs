@@ -1,43 +1,76 @@
 //! What a relay tells of its workers.
 
+use std::thread::JoinHandle;
+
 use weightsync_core::Version;
-use weightsync_mem::{Event, Listener, Reader, Relay, SegmentOptions};
+use weightsync_mem::{Error, Event, Listener, Reader, Relay, Seated, SegmentOptions, Taken};
 
 use super::{RUN, SECRET, address, attach, model, within};
 
 #[test]
 fn who_has_left_is_not_told_of_again() {
-    let address = address();
-    let listener = Listener::at(&address).unwrap();
-    let relay = Relay::create(
-        listener,
-        SECRET,
-        (RUN, 1),
-        &[model()],
-        SegmentOptions::default(),
-    );
-    let relay = relay.unwrap();
-    let joining = std::thread::spawn(move || Reader::attach(&attach(&address, 4), within(20)));
-    let who = match &relay.wait(within(20)).unwrap()[..] {
-        [Event::Joins { ticket, who, .. }] => {
-            relay.admit(*ticket).unwrap();
-            *who
-        }
-        events => panic!("{events:?}"),
-    };
-    let mut worker = joining.join().unwrap().unwrap();
-    let room = relay.room(0, Version(1), 1 << 30).unwrap().unwrap();
-    room.take(0).unwrap().keep();
-    let version = room.commit().unwrap();
-    assert!(relay.tell(who, 1, &[version]));
+    let (relay, address) = relay();
+    let (_, worker) = admitted(&relay, &address);
     // It keeps what it has, so that it is not forgotten when it leaves.
-    let held = worker.next(within(20)).unwrap().unwrap();
-    drop(worker);
+    let held = taken(&relay, worker);
     let is_gone = |event: &Event| matches!(event, Event::Gone { .. });
     while !relay.wait(within(20)).unwrap().iter().any(is_gone) {}
     relay.tell_again();
     assert_eq!(relay.last_events(), []);
     drop(held);
+}
+
+#[test]
+fn who_leaves_and_joins_anew_has_left_first() {
+    let (relay, address) = relay();
+    let (first, worker) = admitted(&relay, &address);
+    let held = taken(&relay, worker);
+    let again = joining(&address);
+    while !relay.waits(first + 1) {
+        std::thread::yield_now();
+    }
+    let events = relay.wait(within(20)).unwrap();
+    let place = |is: fn(&Event) -> bool| events.iter().position(is);
+    let gone = place(|event| matches!(event, Event::Gone { .. }));
+    let joins = place(|event| matches!(event, Event::Joins { .. }));
+    assert!(gone.is_some() && gone < joins, "{events:?}");
+    relay.admit(first + 1).unwrap();
+    again.join().unwrap().unwrap();
+    drop(held);
+}
+
+fn relay() -> (Relay, String) {
+    let address = address();
+    let listener = Listener::at(&address).unwrap();
+    let options = SegmentOptions::default();
+    let relay = Relay::create(listener, SECRET, (RUN, 1), &[model()], options);
+    (relay.unwrap(), address)
+}
+
+/// A worker that is on its way.
+fn joining(address: &str) -> JoinHandle<Result<Reader, Error>> {
+    let attach = attach(address, 4);
+    std::thread::spawn(move || Reader::attach(&attach, within(20)))
+}
+
+/// A worker that was let in, and its ticket.
+fn admitted(relay: &Relay, address: &str) -> (u64, (Seated, Reader)) {
+    let joining = joining(address);
+    let (ticket, who) = match relay.wait(within(20)).unwrap()[..] {
+        [Event::Joins { ticket, who, .. }] => (ticket, who),
+        ref events => panic!("{events:?}"),
+    };
+    relay.admit(ticket).unwrap();
+    (ticket, (who, joining.join().unwrap().unwrap()))
+}
+
+/// What a worker was told, which it keeps when it leaves.
+fn taken(relay: &Relay, (who, mut worker): (Seated, Reader)) -> Taken {
+    let room = relay.room(0, Version(1), 1 << 30).unwrap().unwrap();
+    room.take(0).unwrap().keep();
+    let version = room.commit().unwrap();
+    assert!(relay.tell(who, 1, &[version]));
+    worker.next(within(20)).unwrap().unwrap()
 }
 
 #[test]
