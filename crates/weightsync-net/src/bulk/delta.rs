@@ -537,13 +537,13 @@ struct Sample {
 
 impl Sample {
     /// Whether it takes less time to code, send and apply a delta than to send the bytes
-    /// themselves. What one thread codes in so long is applied in about as long, or in half of
-    /// it where what changed is so little that it is put into an older version; where it broke
-    /// even over loopback on two cores, all of that together and side by side took so much
-    /// longer than coding alone.
+    /// themselves. Two threads code, one of them beside another that applies: over loopback,
+    /// on two cores, all of it together takes less than one thread codes in where what changed
+    /// is so little that it is put into an older version, and breaks even at twice that where
+    /// the base is copied.
     fn pays(self, rate: u64) -> bool {
         let longer = match 2 * IN_PLACE * self.coded <= self.whole {
-            true => 1.5,
+            true => 1.0,
             false => 2.0,
         };
         longer * self.took.as_secs_f64() + seconds(self.coded, rate) < seconds(self.whole, rate)

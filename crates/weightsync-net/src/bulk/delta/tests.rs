@@ -284,6 +284,30 @@ fn what_is_stopped_is_sent_whole() {
 }
 
 #[test]
+fn a_delta_pays_where_coding_sending_and_applying_it_is_quicker_than_sending_all() {
+    const WHOLE: u64 = 128 << 20;
+    let ms = Duration::from_millis;
+    // (took, coded, bytes a second, pays); all takes 125 ms
+    let cases = [
+        (ms(100), 1 << 20, 1 << 30, true),
+        (ms(130), 1 << 20, 1 << 30, false),
+        // The base is copied.
+        (ms(60), (1 << 20) + 1, 1 << 30, true),
+        (ms(65), (1 << 20) + 1, 1 << 30, false),
+        (ms(10), WHOLE, 1 << 20, false),
+        (ms(100), WHOLE / 2, 1 << 20, true),
+    ];
+    for (took, coded, rate, expected) in cases {
+        let sample = Sample {
+            took,
+            coded,
+            whole: WHOLE,
+        };
+        assert_eq!(sample.pays(rate), expected, "{sample:?} {rate}");
+    }
+}
+
+#[test]
 fn fewer_bytes_are_worth_time_where_a_link_waits() {
     let ms = Duration::from_millis;
     // (took, coded, rate, waits)

@@ -4,6 +4,7 @@ mod attacks;
 mod bench;
 mod chain;
 mod crowd;
+mod damage;
 mod deaths;
 mod hostile;
 mod links;
@@ -55,6 +56,7 @@ fn trials() -> Vec<Trial> {
         links::TESTS,
         schedules::TESTS,
         hostile::TESTS,
+        damage::TESTS,
     ]
     .concat();
     let trial = |(name, test): (&str, fn())| {

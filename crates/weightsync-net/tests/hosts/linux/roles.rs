@@ -11,6 +11,7 @@ use weightsync::{
     Expect, Pull, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot, Tensors, Version,
     WaitFor,
 };
+use weightsync_net::scrub::Scrub;
 use weightsync_net::status::Status;
 use weightsync_net::{Deltas, Distributed, Relay, RelayNews, Token};
 
@@ -108,6 +109,10 @@ fn train(lead: &Lead) -> Outcome {
                 let status = Status::ask(&address, &token().secret(), PATIENCE)?;
                 say(&Said::Status(Box::new(status)));
             }
+            Order::Scrub => {
+                let scrub = Scrub::ask(&address, &token().secret(), PATIENCE)?;
+                say(&Said::Scrubbed(Box::new(scrub)));
+            }
             order => sends.send(order)?,
         }
     }
@@ -126,7 +131,7 @@ fn send_all(
         let (word, options) = match order {
             Order::Send { word, deadline } => (word, SendOptions::new().deadline(deadline)),
             Order::Publish { word } => (word, SendOptions::new().wait(WaitFor::Sent)),
-            Order::Status => continue,
+            Order::Status | Order::Scrub => continue,
         };
         versions.fill(word).map_err(text)?;
         say(&Said::Sending { word });

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
@@ -12,6 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use weightsync::InitInfo;
 use weightsync_conformance::hosts::Hosts;
+use weightsync_net::scrub::Scrub;
 use weightsync_net::status::{self, Status};
 
 use super::attacks::Attack;
@@ -92,6 +95,7 @@ pub(crate) struct Stage {
     sending: u64,
     statuses: u64,
     status: Option<Status>,
+    scrubbed: Option<Scrub>,
     begun: Instant,
     logs: Vec<(Who, String)>,
     transcript: Vec<String>,
@@ -140,6 +144,7 @@ impl Stage {
             sending: 0,
             statuses: 0,
             status: None,
+            scrubbed: None,
             begun: Instant::now(),
             logs: Vec::new(),
             transcript: Vec::new(),
@@ -251,8 +256,45 @@ impl Stage {
 
     /// What a process of the crate under test has warned of.
     pub(crate) fn warnings(&self, who: Who) -> impl Iterator<Item = &str> {
+        self.logged(who, "WARN ")
+    }
+
+    /// What went wrong at a process of the crate under test.
+    pub(crate) fn errors(&self, who: Who) -> impl Iterator<Item = &str> {
+        self.logged(who, "ERROR ")
+    }
+
+    fn logged(&self, who: Who, level: &'static str) -> impl Iterator<Item = &str> {
         let logs = self.logs.iter().filter(move |(of, _)| *of == who);
-        logs.filter_map(|(_, line)| line.strip_prefix("WARN "))
+        logs.filter_map(move |(_, line)| line.strip_prefix(level))
+    }
+
+    /// Has every version that a process shares damaged, but for its first bytes.
+    pub(crate) fn damage(&self, who: Who) {
+        const SOUND: u64 = 4 << 10;
+        let pid = self.pid(who);
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"));
+        let maps = maps.expect("a process that runs");
+        let memory = File::options().write(true).open(format!("/proc/{pid}/mem"));
+        let memory = memory.expect("a process that runs");
+        let mut damaged = 0;
+        for line in maps.lines().filter(|line| line.contains(" rw-s ")) {
+            let range = line
+                .split(' ')
+                .next()
+                .and_then(|range| range.split_once('-'));
+            let (start, end) = range.expect("two addresses");
+            let address = |text| u64::from_str_radix(text, 16).expect("an address");
+            let (start, end) = (address(start), address(end));
+            if end - start < self.bytes as u64 {
+                continue;
+            }
+            let wrong = vec![0x55; self.bytes - SOUND as usize];
+            let written = memory.write_all_at(&wrong, start + SOUND);
+            written.expect("it is mapped");
+            damaged += 1;
+        }
+        assert!(damaged > 0, "nothing is as large: {maps}");
     }
 
     fn start(&mut self, who: Who, host: usize, role: &Role) {
@@ -371,6 +413,14 @@ impl Stage {
             stage.statuses > before
         });
         self.status.clone().expect("it has said so")
+    }
+
+    /// Whether hosts hold what was published.
+    pub(crate) fn scrub(&mut self) -> Scrub {
+        self.scrubbed = None;
+        self.order(Order::Scrub);
+        self.until("hosts are scrubbed", |stage| stage.scrubbed.is_some());
+        self.scrubbed.take().expect("it is there")
     }
 
     /// Asks for the status until it is as it should be.
@@ -546,6 +596,7 @@ impl Stage {
                 self.statuses += 1;
                 self.status = Some(*status);
             }
+            Some(Said::Scrubbed(scrub)) => self.scrubbed = Some(*scrub),
             Some(Said::SenderGone { .. }) => process.told_gone += 1,
             Some(Said::Seen(seen)) => {
                 let before = process.seen.replace(seen);

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use weightsync::{InitInfo, Report};
+use weightsync_net::scrub::Scrub;
 use weightsync_net::status::Status;
 
 use super::attacks::Attack;
@@ -94,6 +95,8 @@ pub(crate) enum Order {
     Publish { word: u64 },
     /// Asks itself how things are, at its listening address.
     Status,
+    /// Asks itself there whether hosts hold what was published.
+    Scrub,
 }
 
 /// What a process says.
@@ -109,6 +112,8 @@ pub(crate) enum Said {
     Sent(Sent),
     /// A trainer.
     Status(Box<Status>),
+    /// A trainer.
+    Scrubbed(Box<Scrub>),
     /// A relay: it is in.
     Joined,
     /// A relay, or a worker: its sender is gone, in order or not.

@@ -1,0 +1,51 @@
+//! What a host holds is not what was published.
+
+use super::stage::{Stage, Who};
+use super::words::Content;
+
+pub(crate) const TESTS: &[(&str, fn())] = &[(
+    "a_relay_that_deltas_do_not_fit_any_more_fetches_all_anew",
+    unfit,
+)];
+
+const MIB: usize = 1 << 20;
+
+/// What a relay holds is damaged, and the next delta says so by what its base is to be like.
+fn unfit() {
+    let content = Content::Weights {
+        percent: 10.0,
+        single: false,
+    };
+    let mut stage = Stage::of(2, MIB, content);
+    // So slow that deltas are worth every byte that is saved: the thin ones.
+    stage.rate([1], 4_000_000);
+    stage.start_relay(1);
+    stage.start_workers(1, &[1]);
+    for _ in 0..4 {
+        stage.send_everywhere();
+    }
+    assert_eq!(stage.errors(Who::Relay(1)).next(), None);
+    stage.damage(Who::Relay(1));
+    let sent = stage.send_everywhere();
+    let told = stage.errors(Who::Relay(1)).next().map(str::to_owned);
+    let told = told.unwrap_or_else(|| stage.fail("nothing was said of it"));
+    assert!(told.contains("is of no use here"), "{told}");
+    // It came whole, and what follows it comes as what changed again.
+    for version in [sent.version, sent.version + 2] {
+        let scrub = stage.scrub();
+        assert!(
+            scrub.same > 0 && scrub.others.is_empty(),
+            "{version}: {scrub:?}"
+        );
+        for _ in 0..2 {
+            stage.send_everywhere();
+        }
+    }
+    let status = stage.status();
+    let bytes = status.models[0].delta_bytes;
+    assert!(
+        bytes.is_some_and(|bytes| bytes < MIB as u64 / 8),
+        "{status:#?}"
+    );
+    assert_eq!(stage.errors(Who::Relay(1)).count(), 1);
+}
