@@ -431,4 +431,14 @@ fn a_span_is_of_the_dtype_that_has_most_of_it() {
     assert_eq!(Pattern::of_span(&layout, SPAN), Pattern::of(Dtype::BF16));
     let small = Layout::new([("a".to_owned(), Dtype::F32, vec![3])]).expect("a layout");
     assert_eq!(Pattern::of_span(&small, 0), Pattern::of(Dtype::F32));
+    // Those that are read alike count together.
+    let mixed = Layout::new([
+        ("a".to_owned(), Dtype::BF16, vec![2 << 10]),
+        ("b".to_owned(), Dtype::I32, vec![768]),
+        ("c".to_owned(), Dtype::U32, vec![768]),
+    ])
+    .expect("a layout");
+    assert_eq!(Pattern::of_span(&mixed, 0), Pattern::of(Dtype::U32));
+    let none = Layout::new(Vec::<(String, Dtype, Vec<u64>)>::new()).expect("a layout");
+    assert_eq!(Pattern::of_span(&none, 0), Pattern::of(Dtype::U8));
 }

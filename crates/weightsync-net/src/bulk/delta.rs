@@ -75,6 +75,8 @@ pub(crate) struct Delta {
     spoiled: AtomicBool,
     /// No more of it is made.
     stopped: AtomicBool,
+    /// Whoever makes it has let go of the two versions.
+    let_go: AtomicBool,
 }
 
 /// What there is of a span.
@@ -172,6 +174,7 @@ impl Delta {
             folding: Mutex::default(),
             spoiled: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
+            let_go: AtomicBool::new(false),
         }
     }
 
@@ -345,6 +348,11 @@ impl Delta {
         self.held.load(Ordering::Relaxed)
     }
 
+    /// The two versions are not kept for it any more.
+    pub(crate) fn let_go(&self) {
+        self.let_go.store(true, Ordering::Release);
+    }
+
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }
@@ -359,6 +367,8 @@ impl Delta {
         is_stopped: impl Fn() -> bool + Sync,
     ) {
         let count = self.spans.len();
+        // Also by a panic: whoever waits for a span gets it whole.
+        let _ended = Ended(self, &told);
         let versions = Versions { old, new };
         let mut scratch = Scratch::new();
         let is_stopped = || self.is_stopped() || is_stopped();
@@ -372,8 +382,7 @@ impl Delta {
         let glances = (self.whole / (GLANCE * GLANCES_OF)).clamp(2, GLANCES);
         let glance = versions.sample((glances, GLANCE), Codec::Fast, &mut scratch);
         if is_stopped() || !any && !glance.pays(rate) {
-            self.end();
-            return told();
+            return;
         }
         let codec = match glance.waits_for_link(rate) {
             true => versions.cheapest(rate, &is_stopped, &mut scratch),
@@ -399,8 +408,6 @@ impl Delta {
             }
             work(&mut scratch);
         });
-        self.end();
-        told();
     }
 
     fn make_span(
@@ -437,6 +444,16 @@ impl Delta {
         self.changes.fetch_add(made.changes, Ordering::Relaxed);
         let coded = Coded::made(foldable, thin, most);
         self.note(index, coded.if_fewer(most));
+    }
+}
+
+/// That no more of a delta is made, and this is told.
+struct Ended<'a, T: Fn()>(&'a Delta, &'a T);
+
+impl<T: Fn()> Drop for Ended<'_, T> {
+    fn drop(&mut self) {
+        self.0.end();
+        (self.1)();
     }
 }
 

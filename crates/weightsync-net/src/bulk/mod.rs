@@ -12,9 +12,9 @@ mod store;
 
 pub(crate) use self::delta::{Delta, RING, Rate};
 pub(crate) use self::fetch::{Base, Connections, Fetch, FetchEnd, Parent};
-pub(crate) use self::meter::Came;
 #[cfg(test)]
 pub(crate) use self::meter::Gauge;
+pub(crate) use self::meter::{Came, MEASURABLE};
 pub(crate) use self::serve::{Served, Serving};
 pub(crate) use self::stop::Threads;
 #[cfg(test)]

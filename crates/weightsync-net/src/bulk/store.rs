@@ -275,6 +275,9 @@ impl Store {
         if usable.is_some() {
             return usable;
         }
+        if self.deltas.is_spoiled(item) {
+            return None;
+        }
         let held = Arc::new(Held::whole(self.find.as_ref()?(item)?));
         kept.served.retain(|_, held| held.strong_count() > 0);
         kept.served.insert(item, Arc::downgrade(&held));
@@ -322,6 +325,16 @@ impl Store {
         if !replaced.is_empty() {
             self.changed.notify_all();
         }
+    }
+
+    /// What there is of a version is not what was published: nobody gets it from here any more.
+    pub(crate) fn spoil(&self, item: Item) {
+        self.deltas.spoil(item);
+        let served = self.kept().served.remove(&item);
+        if let Some(held) = served.and_then(|held| held.upgrade()) {
+            held.cut_off();
+        }
+        self.changed.notify_all();
     }
 
     /// A version that was waited for will not come.

@@ -357,7 +357,12 @@ impl Engine {
     }
 
     /// Says how much has come from a parent.
-    fn say_received(&mut self, item: Item, parent: u64, Came { bytes, busy }: Came) {
+    fn say_received(&mut self, item: Item, parent: u64, came: Came) {
+        if let Some(rate) = came.rate() {
+            // Its own link is what it knows; those below are taken to be like it.
+            self.store.deltas().note_rate(rate);
+        }
+        let Came { bytes, busy } = came;
         if bytes > 0 {
             self.say(&ToRoot::Received {
                 model: item.model as u8,
@@ -514,6 +519,7 @@ impl Engine {
                 match committed {
                     Ok(snapshot) => {
                         self.failures = 0;
+                        self.store.deltas().trim(item.model);
                         self.whole.insert(item, snapshot);
                         self.say(&ToRoot::Holds {
                             have: vec![item],

@@ -1,6 +1,7 @@
 //! What was published is compared with what came before it, for those who have that.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::mpsc;
 use weightsync::transport::{CopyOptions, Deadline, Level, Outstanding, Source, Staging, Targets};
@@ -21,6 +22,8 @@ pub(super) struct Comparing {
     pub(super) store: Arc<Store>,
     pub(super) threads: Arc<Threads>,
     pub(super) deltas: Deltas,
+    /// Of each model, how many versions were published since one was scrubbed.
+    pub(super) unscrubbed: Arc<[AtomicU64]>,
 }
 
 /// Room for versions that are compared with those before them, once they are published.
@@ -77,11 +80,14 @@ impl Staging for Compared<'_> {
 impl Comparing {
     /// A version that what comes next is compared with, if it is there.
     pub(super) fn base(&self, model: usize, version: Version) -> Option<Snapshot> {
-        let spoiled = self.store.deltas().is_spoiled(Item { model, version });
-        if version.is_none() || spoiled || self.deltas == Deltas::Never {
+        if version.is_none() || self.is_spoiled(model, version) || self.deltas == Deltas::Never {
             return None;
         }
         self.guests.snapshot(model, version).ok().flatten()
+    }
+
+    fn is_spoiled(&self, model: usize, version: Version) -> bool {
+        self.store.deltas().is_spoiled(Item { model, version })
     }
 
     /// Has a version compared with the one before it, on a thread of its own.
@@ -92,10 +98,16 @@ impl Comparing {
             self.store.deltas().forget(item.model);
             return None;
         };
-        if item.version.0.is_multiple_of(SCRUBBED) {
-            // Of one that goes out whole, or where a hub does not keep up, it is found when
-            // somebody has it.
-            let _ = self.events.try_send(Event::Keep(new.clone()));
+        // By number it might be none: a trainer may have numbers of its own.
+        let since = &self.unscrubbed[item.model];
+        let due = since.fetch_add(1, Ordering::Relaxed) + 1 >= SCRUBBED;
+        // Where the hub does not keep up, it is the next one.
+        if due && self.events.try_send(Event::Keep(new.clone())).is_ok() {
+            since.store(0, Ordering::Relaxed);
+        }
+        if self.is_spoiled(item.model, base.version()) {
+            // It was found while the new one was written.
+            return None;
         }
         let layout = new.layout();
         let delta = Arc::new(Delta::new(base.version(), item.version, layout));
@@ -111,10 +123,14 @@ impl Comparing {
             let told = || store.notify();
             own.make((&base, &new), rate, told, || threads.is_stopped());
             store.deltas().trim(item.model);
+            drop((base, new));
+            own.let_go();
+            store.notify();
         };
         if let Err(error) = self.threads.spawn("weightsync-delta", work) {
             tracing::warn!("{item:?} is sent whole, as no thread can be started: {error}");
             delta.end();
+            delta.let_go();
         }
         Some(delta)
     }

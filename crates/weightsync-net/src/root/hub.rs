@@ -104,8 +104,6 @@ pub(crate) struct Settings {
     pub(crate) store: Arc<Store>,
     /// What else works for it.
     pub(crate) threads: Arc<Threads>,
-    /// Whether some versions are compared by themselves: they may be made from others.
-    pub(crate) scrubs: bool,
 }
 
 pub(crate) struct Hub {

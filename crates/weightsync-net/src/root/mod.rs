@@ -9,7 +9,7 @@ pub(crate) mod topology;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ use crate::bulk::{Find, Served, Serving, Store, Threads};
 use crate::link;
 use crate::link::listen::accept_all;
 use crate::relay::{Item, runtime};
-use crate::scheme::{Deltas, Distributed};
+use crate::scheme::Distributed;
 use crate::status::NOT_YET;
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, Message, Status, model_messages};
@@ -46,6 +46,10 @@ const NOT_YET_EVERY: Duration = Duration::from_secs(1);
 
 /// Who has had no answer for so long gets none.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
+
+/// How long it is waited for that versions which are being compared are let go of: as soon as the
+/// spans are done that are being coded.
+const LET_GO: Duration = Duration::from_millis(100);
 
 /// How many events may wait for the hub.
 const EVENTS: usize = 1024;
@@ -81,8 +85,11 @@ impl SenderTransport for NetSender {
         let mut bases = Vec::new();
         for model in models {
             let newest = self.segment.version(*model);
-            // One that is being compared keeps two slots, and soon nobody wants it any more.
+            // One that is being compared keeps two slots, and soon nobody wants it any more. A
+            // span takes less than a slot more would.
             deltas.stop(*model);
+            let store = &self.server.store;
+            store.wait_until(|| !deltas.is_making(*model), LET_GO);
             self.server.store.keep_oldest(*model, newest);
             match agents {
                 true => bases.extend(self.server.comparing.base(*model, newest)),
@@ -178,7 +185,6 @@ impl Server {
             served: Arc::default(),
             store: store.clone(),
             threads: children.clone(),
-            scrubs: scheme.deltas != Deltas::Never,
         };
         let (events, heard) = mpsc::channel(EVENTS);
         let comparing = Comparing {
@@ -187,6 +193,7 @@ impl Server {
             store: store.clone(),
             threads: children.clone(),
             deltas: scheme.deltas,
+            unscrubbed: opening.models.iter().map(|_| AtomicU64::new(0)).collect(),
         };
         let count = settings.served.clone();
         // What children want is not asked for anywhere: a sender has it or not.

@@ -101,6 +101,11 @@ impl Scrubs {
         (self.finding.insert(item), late)
     }
 
+    /// Whether this is the newest of its model whose digest was made at once.
+    pub(super) fn is_kept(&self, item: Item) -> bool {
+        self.kept.get(&item.model) == Some(&item)
+    }
+
     /// An agent says what it has; without being asked, that is nothing.
     pub(super) fn said(
         &mut self,

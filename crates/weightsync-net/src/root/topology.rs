@@ -17,14 +17,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use crate::bulk::MEASURABLE;
+
 /// An agent's number; 0 is the sender.
 pub(crate) type AgentId = u64;
 
 /// A link is slow if another is more than so many times as fast.
 const SLOW: f64 = 4.0;
-
-/// A measurement of fewer bytes says little of a link.
-const MEASURABLE: u64 = 1 << 20;
 
 /// How fast a link looks after a measurement: so much of it is the newest.
 const FRESH: f64 = 0.5;

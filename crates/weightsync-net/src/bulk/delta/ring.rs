@@ -50,8 +50,13 @@ impl Ring {
         self.announced.load(Ordering::Acquire)
     }
 
-    /// What there is of a version is not what was published: nothing is made from it any more.
+    /// What there is of a version is not what was published: nothing is made from it any more,
+    /// and what was made from it is not sent.
     pub(crate) fn spoil(&self, item: Item) {
+        if let Some(of) = self.models().get(&item.model) {
+            let from = of.deltas.iter().filter(|one| one.version > item.version);
+            from.for_each(|delta| delta.spoil());
+        }
         self.forget(item.model);
         let of = OfModel {
             spoiled: Some(item.version),
@@ -80,6 +85,16 @@ impl Ring {
                 delta.stopped.store(true, Ordering::Relaxed);
             }
         }
+    }
+
+    /// Whether versions are kept for a delta of a model that is being made here.
+    pub(crate) fn is_making(&self, model: usize) -> bool {
+        let models = self.models();
+        let mut newest = models
+            .get(&model)
+            .into_iter()
+            .filter_map(|of| of.steps().next_back());
+        newest.any(|delta| !delta.let_go.load(Ordering::Acquire))
     }
 
     /// Keeps a delta of a model; the oldest go once all together take more bytes than

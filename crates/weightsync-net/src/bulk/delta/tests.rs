@@ -132,7 +132,12 @@ fn what_is_spoiled_is_the_base_of_nothing() {
     let ring = Ring::default();
     ring.put(0, step(1, 5), 1 << 20);
     ring.put(1, step(1, 5), 1 << 20);
+    // Made from it before that was known, and on its way now.
+    let after = step(2, 5);
+    ring.put(0, after.clone(), 1 << 20);
+    let into = ring.find(item(0, V[2]), V[1]).expect("it was put there");
     ring.spoil(item(0, V[2]));
+    assert!(after.is_spoiled() && !into.is_spoiled());
     assert!(ring.is_spoiled(item(0, V[2])) && !ring.is_spoiled(item(0, V[1])));
     assert!(ring.find(item(0, V[2]), V[1]).is_none());
     assert!(ring.find(item(1, V[2]), V[1]).is_some(), "another model");
@@ -150,7 +155,8 @@ fn what_takes_longer_than_the_bytes_themselves_does_not_pay() {
         (ms(70), 1 << 20, 100 << 20, UNKNOWN, false),
         (ms(55), 1 << 20, 100 << 20, UNKNOWN, false),
         // So little is put in where it belongs.
-        (ms(55), 700 << 10, 100 << 20, UNKNOWN, true),
+        (ms(90), 700 << 10, 100 << 20, UNKNOWN, true),
+        (ms(100), 700 << 10, 100 << 20, UNKNOWN, false),
         (ms(70), 1 << 20, 100 << 20, 100 << 20, true),
         (ms(0), 100 << 20, 100 << 20, 1, false),
     ];
@@ -284,30 +290,6 @@ fn what_is_stopped_is_sent_whole() {
 }
 
 #[test]
-fn a_delta_pays_where_coding_sending_and_applying_it_is_quicker_than_sending_all() {
-    const WHOLE: u64 = 128 << 20;
-    let ms = Duration::from_millis;
-    // (took, coded, bytes a second, pays); all takes 125 ms
-    let cases = [
-        (ms(100), 1 << 20, 1 << 30, true),
-        (ms(130), 1 << 20, 1 << 30, false),
-        // The base is copied.
-        (ms(60), (1 << 20) + 1, 1 << 30, true),
-        (ms(65), (1 << 20) + 1, 1 << 30, false),
-        (ms(10), WHOLE, 1 << 20, false),
-        (ms(100), WHOLE / 2, 1 << 20, true),
-    ];
-    for (took, coded, rate, expected) in cases {
-        let sample = Sample {
-            took,
-            coded,
-            whole: WHOLE,
-        };
-        assert_eq!(sample.pays(rate), expected, "{sample:?} {rate}");
-    }
-}
-
-#[test]
 fn fewer_bytes_are_worth_time_where_a_link_waits() {
     let ms = Duration::from_millis;
     // (took, coded, rate, waits)
@@ -333,4 +315,36 @@ fn fewer_bytes_are_worth_time_where_a_link_waits() {
         };
         assert_eq!(sample.side_by_side(1 << 20), seconds);
     }
+}
+
+#[test]
+fn versions_are_kept_for_a_delta_until_whoever_makes_it_lets_go() {
+    let ring = Ring::default();
+    assert!(!ring.is_making(0), "there is none");
+    let first = step(1, 5);
+    ring.put(0, first.clone(), 1 << 20);
+    assert!(ring.is_making(0) && !ring.is_making(1));
+    first.let_go();
+    assert!(!ring.is_making(0));
+    ring.put(0, step(2, 5), 1 << 20);
+    assert!(ring.is_making(0));
+}
+
+#[test]
+fn what_is_not_made_because_of_a_panic_is_sent_whole() {
+    let layout = layout(3 * SPAN);
+    let delta = Delta::new(V[1], V[2], &layout);
+    delta.note(1, Span::Coded(Coded::new(Vec::new(), 0)));
+    let told = AtomicUsize::new(0);
+    let tell = || {
+        told.fetch_add(1, Ordering::Relaxed);
+    };
+    let made = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let _ended = Ended(&delta, &tell);
+        panic!("as a kernel does that finds nothing to be right");
+    }));
+    assert!(made.is_err());
+    assert_eq!(told.into_inner(), 1);
+    let dense = |index| matches!(delta.known(index), Some(Span::Dense));
+    assert!(dense(0) && !dense(1) && dense(2));
 }

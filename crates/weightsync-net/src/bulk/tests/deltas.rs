@@ -315,3 +315,25 @@ fn what_changed_little_is_made_of_the_version_before_the_base() {
     assert!(room.commit().unwrap().bytes() == marked(3, &marks[1..]));
     assert!(snapshot.bytes() == image(2));
 }
+
+#[test]
+fn what_is_not_what_was_published_is_served_no_more() {
+    let relay = relay("spoiled", 2);
+    let sound = whole(&relay, Version(1), &image(1));
+    let damaged = whole(&relay, Version(2), &image(3));
+    let versions = [sound, damaged];
+    let find = move |item: Item| {
+        let found = versions.iter().find(|one| one.version() == item.version);
+        found.cloned()
+    };
+    let store = Store::of_sender(Box::new(find));
+    let [first, second] = [1, 2].map(|version| Item {
+        model: 0,
+        version: Version(version),
+    });
+    let held = store.get(second).expect("it is there");
+    store.spoil(second);
+    assert!(held.is_revoked(), "also to those who get it now");
+    assert!(store.get(second).is_none());
+    assert!(store.get(first).is_some_and(|held| !held.is_revoked()));
+}

@@ -11,8 +11,8 @@ use crate::root::topology::AgentId;
 use crate::scrub;
 use crate::wire::message::FromRoot;
 
-/// Each version whose number is a multiple of this is scrubbed: whoever comes to have it is
-/// compared with what was published.
+/// One in so many versions is scrubbed: whoever comes to have it is compared with what was
+/// published.
 pub(in crate::root) const SCRUBBED: u64 = 64;
 
 /// The most bytes of a host's name in an answer.
@@ -40,13 +40,9 @@ impl Hub {
 
     /// An agent has come to have versions.
     pub(super) fn came(&mut self, agent: AgentId, have: &[Item]) {
-        if !self.settings.scrubs {
-            return;
-        }
-        let scrubbed = have
-            .iter()
-            .filter(|item| item.version.0.is_multiple_of(SCRUBBED));
-        let asks = self.scrubs.ask(scrubbed.map(|item| (*item, agent)));
+        let kept = have.iter().filter(|item| self.scrubs.is_kept(**item));
+        let kept: Vec<Item> = kept.copied().collect();
+        let asks = self.scrubs.ask(kept.into_iter().map(|item| (item, agent)));
         self.perform(asks);
     }
 
@@ -61,6 +57,13 @@ impl Hub {
         if is_new {
             self.find(vec![item], Some(snapshot));
         }
+        // Who was quicker than this was heard.
+        let quick = self.agents.iter().filter(|(_, one)| {
+            let mut known = one.known.iter();
+            known.any(|known| known.holds.iter().any(|held| held == item))
+        });
+        let asks = self.scrubs.ask(quick.map(|(agent, _)| (item, *agent)));
+        self.perform(asks);
     }
 
     /// An agent says what it has.
@@ -89,9 +92,8 @@ impl Hub {
         }
     }
 
-    /// Makes the digests of versions as they are here, of which the first may be at hand. A
-    /// trainer that wants one of their slots waits for its digest, which takes half as long
-    /// as what it does next.
+    /// Makes the digests of versions as they are here, of which the first may be at hand. It
+    /// keeps their slots as a worker would for as long as that takes, half a memcpy.
     fn find(&mut self, items: Vec<Item>, first: Option<Snapshot>) {
         let (guests, events) = (self.guests.clone(), self.events.clone());
         let (threads, own) = (self.settings.threads.clone(), items.clone());
@@ -174,7 +176,7 @@ impl Hub {
             item.version
         );
         if agent == OWN {
-            self.settings.store.deltas().spoil(item);
+            self.settings.store.spoil(item);
             return;
         }
         let spoiled = FromRoot::Spoiled {

@@ -178,7 +178,41 @@ fn deltas() -> Vec<Row> {
         let case = format!("1 GiB {dtype} at 1 Gbit/s, {percent} % changed, {bytes}, over dense");
         rows.push(Row::beside(&case, (ms(took), "ms"), ms(dense)).at_most(target));
     }
+    rows.extend(unlimited());
     rows
+}
+
+/// The same by a link that nothing limits but the machine, where deltas hardly pay: in turns
+/// with what is sent whole.
+fn unlimited() -> Vec<Row> {
+    const BYTES: usize = 512 * MIB;
+    const SENDS: usize = 9;
+    let begun = |content| {
+        let mut stage = Stage::of(2, BYTES, content);
+        stage.start_relay(1);
+        stage.start_workers(1, &[1]);
+        sends(&mut stage, 3);
+        stage
+    };
+    let mut dense = begun(DENSE);
+    let cases = [
+        (1.1, false, 1.0),
+        (33.0, false, 1.03),
+        (90.0, false, 1.03),
+        (100.0, true, 1.03),
+    ];
+    let rows = cases.map(|(percent, single, target)| {
+        let mut changed = begun(Content::Weights { percent, single });
+        let turns = (0..SENDS).map(|_| {
+            let both = [&mut dense, &mut changed];
+            both.map(|stage| stage.send_everywhere().took)
+        });
+        let (whole, took): (Vec<_>, Vec<_>) = turns.map(|[whole, took]| (whole, took)).unzip();
+        let dtype = if single { "f32" } else { "bf16" };
+        let case = format!("512 MiB {dtype}, no limit, {percent} % changed, over dense");
+        Row::beside(&case, (ms(median(took)), "ms"), ms(median(whole))).at_most(target)
+    });
+    rows.into()
 }
 
 /// Versions that say nothing of each other.
