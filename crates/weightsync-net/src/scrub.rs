@@ -2,9 +2,9 @@
 //!
 //! A version that comes as what changed is made from the one before it. The deltas' own
 //! checksums tell what is damaged on its way; what was damaged in memory, before or after,
-//! would go on from one version to the next. So the digest of every 64th version is made: when
-//! it is published, where it goes out as what changed, else once the first has it. An agent
-//! that comes to have it makes that of its own bytes, and the sender compares them. [`Scrub::ask`] has the same done at once with all that is held anywhere: of
+//! would go on from one version to the next. So the digest of every 64th version is made when
+//! it is published. An agent that comes to have it makes that of its own bytes, and the sender
+//! compares them. [`Scrub::ask`] has the same done at once with all that is held anywhere: of
 //! the other versions nothing was noted, and the sender's copy is what they are compared with.
 //!
 //! Where the two differ, nothing more is made from what is there of the model, and nothing of
@@ -79,7 +79,7 @@ pub enum Verdict {
 impl Scrub {
     /// Has all that is held compared with what the sender at `address` (`host:port`) has
     /// published, for who has its secret; see [`Status::ask`](crate::status::Status::ask).
-    /// The sender says that it is at it every few seconds, so `patience` is for its silence.
+    /// The sender says that it is at it every second, so `patience` is for its silence.
     ///
     /// # Errors
     ///
