@@ -64,9 +64,10 @@ impl Row {
 
 type Case = (&'static str, fn() -> Vec<Row>);
 
-const CASES: [Case; 5] = [
+const CASES: [Case; 6] = [
     ("chain", chain),
     ("deltas", deltas),
+    ("unlimited", unlimited),
     ("cost", cost),
     ("real", real),
     ("simulated", simulated),
@@ -170,7 +171,11 @@ fn deltas() -> Vec<Row> {
         (100.0, true, 1.03),
     ];
     for (percent, single, target) in cases {
-        let (took, bytes) = measure(Content::Weights { percent, single });
+        let (took, bytes) = measure(Content::Weights {
+            percent,
+            single,
+            deltas: true,
+        });
         let dtype = if single { "f32" } else { "bf16" };
         let bytes = bytes.map_or("dense".into(), |bytes| {
             format!("{:.1} MB", bytes as f64 / 1e6)
@@ -178,12 +183,11 @@ fn deltas() -> Vec<Row> {
         let case = format!("1 GiB {dtype} at 1 Gbit/s, {percent} % changed, {bytes}, over dense");
         rows.push(Row::beside(&case, (ms(took), "ms"), ms(dense)).at_most(target));
     }
-    rows.extend(unlimited());
     rows
 }
 
-/// The same by a link that nothing limits but the machine, where deltas hardly pay: in turns
-/// with what is sent whole.
+/// One step of 512 MiB by a link that nothing limits but the machine, where deltas hardly pay: in turns
+/// with the same sent whole.
 fn unlimited() -> Vec<Row> {
     const BYTES: usize = 512 * MIB;
     const SENDS: usize = 9;
@@ -194,7 +198,6 @@ fn unlimited() -> Vec<Row> {
         sends(&mut stage, 3);
         stage
     };
-    let mut dense = begun(DENSE);
     let cases = [
         (1.1, false, 1.0),
         (33.0, false, 1.03),
@@ -202,9 +205,15 @@ fn unlimited() -> Vec<Row> {
         (100.0, true, 1.03),
     ];
     let rows = cases.map(|(percent, single, target)| {
-        let mut changed = begun(Content::Weights { percent, single });
+        let mut both = [false, true].map(|deltas| {
+            begun(Content::Weights {
+                percent,
+                single,
+                deltas,
+            })
+        });
         let turns = (0..SENDS).map(|_| {
-            let both = [&mut dense, &mut changed];
+            let both = both.each_mut();
             both.map(|stage| stage.send_everywhere().took)
         });
         let (whole, took): (Vec<_>, Vec<_>) = turns.map(|[whole, took]| (whole, took)).unzip();

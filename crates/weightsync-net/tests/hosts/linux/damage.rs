@@ -15,6 +15,7 @@ fn unfit() {
     let content = Content::Weights {
         percent: 10.0,
         single: false,
+        deltas: true,
     };
     let mut stage = Stage::of(2, MIB, content);
     // So slow that deltas are worth every byte that is saved: the thin ones.

@@ -82,7 +82,8 @@ fn train(lead: &Lead) -> Outcome {
         Content::Words { every: 1 } => Deltas::Never,
         // In a test it is not to depend on the machine.
         Content::Words { .. } => Deltas::Always,
-        Content::Weights { .. } => Deltas::Auto,
+        Content::Weights { deltas: true, .. } => Deltas::Auto,
+        Content::Weights { deltas: false, .. } => Deltas::Never,
     });
     let mut versions = Versions::new(lead.bytes, lead.content)?;
     versions.fill(lead.word)?;
@@ -218,7 +219,9 @@ impl Versions {
                     tensors.insert(name, [words as u64], vec![0_i64; words])?;
                 }
             }
-            Content::Weights { percent, single } => {
+            Content::Weights {
+                percent, single, ..
+            } => {
                 let elements = bytes / if single { 4 } else { 2 };
                 tensors.insert("word", [1], vec![0_i64])?;
                 match single {

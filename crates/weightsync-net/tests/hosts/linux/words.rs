@@ -57,8 +57,13 @@ pub(crate) enum Content {
     Words { every: u64 },
     /// Weights of a normal distribution in bfloat16, of which about so many percent change
     /// from one version to the next as in training: by little, and small ones more often.
-    /// At 100 all change, as they do in single precision.
-    Weights { percent: f64, single: bool },
+    /// At 100 all change, as they do in single precision. Sent as what changed where that is
+    /// quicker, or always whole.
+    Weights {
+        percent: f64,
+        single: bool,
+        deltas: bool,
+    },
 }
 
 /// How a worker begins.
