@@ -557,11 +557,12 @@ impl Sample {
     /// themselves. Two threads code, one of them beside another that applies: over loopback,
     /// on two cores, all of it together takes less than one thread codes in where what changed
     /// is so little that it is put into an older version, and breaks even at twice that where
-    /// the base is copied.
+    /// the base is copied. There it has to gain a third: a sample varies by as much, and to be
+    /// wrong costs more than what could be gained.
     fn pays(self, rate: u64) -> bool {
         let longer = match 2 * IN_PLACE * self.coded <= self.whole {
             true => 1.0,
-            false => 2.0,
+            false => 3.0,
         };
         longer * self.took.as_secs_f64() + seconds(self.coded, rate) < seconds(self.whole, rate)
     }

@@ -153,7 +153,8 @@ fn what_takes_longer_than_the_bytes_themselves_does_not_pay() {
     let cases = [
         (ms(10), 1 << 20, 100 << 20, UNKNOWN, true),
         (ms(70), 1 << 20, 100 << 20, UNKNOWN, false),
-        (ms(55), 1 << 20, 100 << 20, UNKNOWN, false),
+        (ms(35), 1 << 20, 100 << 20, UNKNOWN, false),
+        (ms(30), 1 << 20, 100 << 20, UNKNOWN, true),
         // So little is put in where it belongs.
         (ms(90), 700 << 10, 100 << 20, UNKNOWN, true),
         (ms(100), 700 << 10, 100 << 20, UNKNOWN, false),
