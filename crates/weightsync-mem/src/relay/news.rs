@@ -57,8 +57,8 @@ pub enum Event {
         /// Its words.
         reason: String,
     },
-    /// A worker asks for a version: [`Relay::answer`](super::Relay::answer) it, or say that there is
-    /// [no such version](super::Relay::no_such_version).
+    /// A worker asks for a version: [`Relay::answer`](super::Relay::answer) it, or say that there
+    /// is [no such version](super::Relay::no_such_version).
     Asks {
         /// Who.
         who: Seated,

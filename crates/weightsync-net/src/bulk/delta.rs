@@ -353,6 +353,11 @@ impl Delta {
         self.let_go.store(true, Ordering::Release);
     }
 
+    /// No more of it is made.
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }

@@ -15,15 +15,15 @@ pub(crate) struct Came {
     pub(crate) busy: Duration,
 }
 
-/// Fewer bytes say little of how fast a link is.
+/// Fewer bytes say little of how fast a link is, and are told together with what comes after them.
 pub(crate) const MEASURABLE: u64 = 1 << 20;
 
 impl Came {
     /// How fast it came, in bytes a second; `None` of too few bytes.
-    pub(crate) fn rate(self) -> Option<u64> {
+    pub(crate) fn rate(self) -> Option<f64> {
         let seconds = self.busy.as_secs_f64();
         let told = self.bytes >= MEASURABLE && seconds > 0.0;
-        told.then(|| (self.bytes as f64 / seconds) as u64)
+        told.then(|| self.bytes as f64 / seconds)
     }
 }
 

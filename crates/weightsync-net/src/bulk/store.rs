@@ -330,10 +330,11 @@ impl Store {
     /// What there is of a version is not what was published: nobody gets it from here any more.
     pub(crate) fn spoil(&self, item: Item) {
         self.deltas.spoil(item);
-        let served = self.kept().served.remove(&item);
-        if let Some(held) = served.and_then(|held| held.upgrade()) {
+        let mut kept = self.kept();
+        if let Some(held) = kept.served.remove(&item).and_then(|held| held.upgrade()) {
             held.cut_off();
         }
+        drop(kept);
         self.changed.notify_all();
     }
 

@@ -1,6 +1,7 @@
 //! What an agent does: it performs what its [plan](super::plan) decides.
 
 mod asks;
+mod fetched;
 mod hear;
 mod perform;
 mod reconnect;
@@ -29,7 +30,7 @@ use super::plan::{Input, Item, Plan};
 use super::{AgentOptions, StartError, backoff};
 use crate::access::Key;
 use crate::bulk::{
-    Came, Connections, Fetch, FetchEnd, Held, Parent, Served, Serving, Store, Threads,
+    Came, Connections, Fetch, FetchEnd, Held, MEASURABLE, Parent, Served, Serving, Store, Threads,
 };
 use crate::link::causes::Causes;
 use crate::link::listen::accept_all;
@@ -42,9 +43,6 @@ const ROOM: Duration = Duration::from_millis(20);
 
 /// How often the sender is told what has come of a version that is coming.
 const MEASURE: Duration = Duration::from_secs(1);
-
-/// Less says little of a link, and is told together with what comes after it.
-const MEASURABLE: u64 = 1 << 20;
 
 /// How long an agent whose sender has shut down goes on with what it was told.
 const LINGER: Duration = Duration::from_secs(5);
@@ -356,24 +354,6 @@ impl Engine {
         }
     }
 
-    /// Says how much has come from a parent.
-    fn say_received(&mut self, item: Item, parent: u64, came: Came) {
-        if let Some(rate) = came.rate() {
-            // Its own link is what it knows; those below are taken to be like it.
-            self.store.deltas().note_rate(rate);
-        }
-        let Came { bytes, busy } = came;
-        if bytes > 0 {
-            self.say(&ToRoot::Received {
-                model: item.model as u8,
-                version: item.version,
-                parent,
-                bytes,
-                micros: busy.as_micros() as u64,
-            });
-        }
-    }
-
     fn near(&mut self, events: Vec<mem::Event>) {
         let mut progress = Vec::new();
         let mut inputs = Vec::new();
@@ -488,82 +468,6 @@ impl Engine {
         });
         for message in ToRoot::progress(all.collect()) {
             self.say(&message);
-        }
-    }
-
-    fn fetched(&mut self, fetched: Fetched) {
-        let Fetched {
-            number,
-            item,
-            parent: by,
-            end,
-            came,
-        } = fetched;
-        self.say_received(item, by, came);
-        let current = self.fetching.get(&item).map(|one| one.number);
-        if current != Some(number) {
-            return;
-        }
-        let Some(Fetching {
-            parent, instead, ..
-        }) = self.fetching.remove(&item)
-        else {
-            return;
-        };
-        match end {
-            FetchEnd::Whole => {
-                let committed = match self.coming.get(&item) {
-                    Some((room, _)) => room.commit(),
-                    None => return,
-                };
-                match committed {
-                    Ok(snapshot) => {
-                        self.failures = 0;
-                        self.store.deltas().trim(item.model);
-                        self.whole.insert(item, snapshot);
-                        self.say(&ToRoot::Holds {
-                            have: vec![item],
-                            dropped: Vec::new(),
-                        });
-                        self.step([Input::Whole { item }]);
-                    }
-                    Err(error) => tracing::error!("{item:?} cannot be committed: {error}"),
-                }
-            }
-            FetchEnd::NotThere => {
-                let sender = parent.agent == 0;
-                if !sender {
-                    self.say(&ToRoot::Missing {
-                        model: item.model as u8,
-                        version: item.version,
-                    });
-                }
-                self.step([Input::NotThere { item, sender }]);
-            }
-            FetchEnd::Broken(error) => {
-                // Also where it was the sender: it says so once more, which is when
-                // this goes on.
-                let pause = backoff(self.failures);
-                let pause = if self.failures == 0 {
-                    Duration::ZERO
-                } else {
-                    pause
-                };
-                self.failures += 1;
-                tracing::info!(
-                    "fetching {item:?} from {} broke off: {error}",
-                    parent.address
-                );
-                // That the parent is lost is worth more than that the sender was.
-                if !instead || self.complain.is_none() {
-                    self.complain = Some((Instant::now() + pause, parent.agent, error.to_string()));
-                }
-                self.leave_parent();
-                self.step([Input::Broken { item }, Input::NoParent]);
-            }
-            FetchEnd::Unfit(error) => self.start_anew(item.model, &error),
-            // What is missing still is fetched, from the same parent.
-            FetchEnd::Stopped | FetchEnd::Partly => self.step([Input::Broken { item }]),
         }
     }
 

@@ -80,14 +80,11 @@ impl Staging for Compared<'_> {
 impl Comparing {
     /// A version that what comes next is compared with, if it is there.
     pub(super) fn base(&self, model: usize, version: Version) -> Option<Snapshot> {
-        if version.is_none() || self.is_spoiled(model, version) || self.deltas == Deltas::Never {
+        let spoiled = self.store.deltas().is_spoiled(Item { model, version });
+        if version.is_none() || spoiled || self.deltas == Deltas::Never {
             return None;
         }
         self.guests.snapshot(model, version).ok().flatten()
-    }
-
-    fn is_spoiled(&self, model: usize, version: Version) -> bool {
-        self.store.deltas().is_spoiled(Item { model, version })
     }
 
     /// Has a version compared with the one before it, on a thread of its own.
@@ -105,34 +102,53 @@ impl Comparing {
         if due && self.events.try_send(Event::Keep(new.clone())).is_ok() {
             since.store(0, Ordering::Relaxed);
         }
-        if self.is_spoiled(item.model, base.version()) {
-            // It was found while the new one was written.
-            return None;
-        }
         let layout = new.layout();
         let delta = Arc::new(Delta::new(base.version(), item.version, layout));
         let ring = self.store.deltas();
         ring.put(item.model, delta.clone(), layout.bytes() / RING);
+        if delta.is_spoiled() {
+            // That the base is was found while the new version was written.
+            return None;
+        }
         let rate = match (self.deltas, ring.rate()) {
             (Deltas::Always, known) => Rate::Any(known),
             (_, Some(known)) => Rate::Known(known),
             (_, None) => Rate::Unknown,
         };
         let (store, threads, own) = (self.store.clone(), self.threads.clone(), delta.clone());
+        let kept = Kept {
+            base,
+            new,
+            _let_go: LetGo(own.clone(), store.clone()),
+        };
         let work = move || {
             let told = || store.notify();
-            own.make((&base, &new), rate, told, || threads.is_stopped());
+            let versions = (&kept.base, &kept.new);
+            own.make(versions, rate, told, || threads.is_stopped());
             store.deltas().trim(item.model);
-            drop((base, new));
-            own.let_go();
-            store.notify();
+            drop(kept);
         };
         if let Err(error) = self.threads.spawn("weightsync-delta", work) {
             tracing::warn!("{item:?} is sent whole, as no thread can be started: {error}");
             delta.end();
-            delta.let_go();
         }
         Some(delta)
+    }
+}
+
+/// Two versions that are compared, and last that they are let go of: in every case.
+struct Kept {
+    base: Snapshot,
+    new: Snapshot,
+    _let_go: LetGo,
+}
+
+struct LetGo(Arc<Delta>, Arc<Store>);
+
+impl Drop for LetGo {
+    fn drop(&mut self) {
+        self.0.let_go();
+        self.1.notify();
     }
 }
 

@@ -47,8 +47,8 @@ const NOT_YET_EVERY: Duration = Duration::from_secs(1);
 /// Who has had no answer for so long gets none.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
 
-/// How long it is waited for that versions which are being compared are let go of: as soon as the
-/// spans are done that are being coded.
+/// How long it is waited for that versions which are being compared are let go of: they are as
+/// soon as the spans are done that are being coded.
 const LET_GO: Duration = Duration::from_millis(100);
 
 /// How many events may wait for the hub.
@@ -82,14 +82,14 @@ impl SenderTransport for NetSender {
         // unless it leaves as deltas.
         let dense = models.iter().any(|model| !deltas.pays(*model));
         self.segment.set_checksums(agents && dense);
+        // One that is being compared keeps two slots, and soon nobody wants it any more. A span
+        // takes less than a slot more would.
+        models.iter().for_each(|model| deltas.stop(*model));
+        let is_making = || models.iter().any(|model| deltas.is_making(*model));
+        self.server.store.wait_until(|| !is_making(), LET_GO);
         let mut bases = Vec::new();
         for model in models {
             let newest = self.segment.version(*model);
-            // One that is being compared keeps two slots, and soon nobody wants it any more. A
-            // span takes less than a slot more would.
-            deltas.stop(*model);
-            let store = &self.server.store;
-            store.wait_until(|| !deltas.is_making(*model), LET_GO);
             self.server.store.keep_oldest(*model, newest);
             match agents {
                 true => bases.extend(self.server.comparing.base(*model, newest)),

@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::bulk::MEASURABLE;
+use crate::bulk::Came;
 
 /// An agent's number; 0 is the sender.
 pub(crate) type AgentId = u64;
@@ -266,18 +266,17 @@ impl Topology {
         bytes: u64,
         busy: Duration,
     ) -> Vec<Assigned> {
-        let seconds = busy.as_secs_f64();
         let slow = self.fastest().is_some_and(|fastest| {
             let parent = self.agents.get(&parent);
             parent.is_some_and(|parent| parent.is_slow(fastest))
         });
-        if bytes < MEASURABLE || seconds <= 0.0 || slow {
+        let rate = Came { bytes, busy }.rate();
+        let Some(measured) = rate.filter(|_| !slow) else {
             return Vec::new();
-        }
+        };
         let Some(one) = self.agents.get_mut(&agent) else {
             return Vec::new();
         };
-        let measured = bytes as f64 / seconds;
         let speed = match one.speed {
             // Of the times that bytes take, not of the speeds: a link that has become
             // a thousand times as slow looks half as fast by those.

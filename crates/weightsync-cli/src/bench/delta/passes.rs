@@ -18,7 +18,7 @@ pub const SPAN_BYTES: usize = SPAN as usize;
 /// Elements compared at once, as the codecs do.
 const AT_ONCE: usize = BLOCK;
 
-/// The fast codec writes one change in so many elements and more as bits (`docs/deltas.md`).
+/// Where more than one element in so many changed, the fast codec writes places as bits.
 const QUICK: usize = 24;
 
 /// One pass: the median of its times, and of its times over the memcpy of their rounds.

@@ -10,8 +10,8 @@ use weightsync_core::Version;
 use super::{Delta, RING, UNKNOWN, seconds};
 use crate::relay::Item;
 
-/// Bytes of deltas that are folded in a second on one core, of few changes: up to a hundredth of all
-/// elements they are merged as lists.
+/// Bytes of deltas that are folded in a second on one core, of few changes: up to a hundredth of
+/// all elements they are merged as lists.
 const FOLDED_FEW: u64 = 80 << 20;
 
 /// The same of many, and bytes of the image that it takes beside: measured at a hundredth to
@@ -53,16 +53,15 @@ impl Ring {
     /// What there is of a version is not what was published: nothing is made from it any more,
     /// and what was made from it is not sent.
     pub(crate) fn spoil(&self, item: Item) {
-        if let Some(of) = self.models().get(&item.model) {
-            let from = of.deltas.iter().filter(|one| one.version > item.version);
-            from.for_each(|delta| delta.spoil());
+        let mut models = self.models();
+        let of = models.entry(item.model).or_default();
+        for delta in of.deltas.drain(..) {
+            delta.stop();
+            if delta.version > item.version {
+                delta.spoil();
+            }
         }
-        self.forget(item.model);
-        let of = OfModel {
-            spoiled: Some(item.version),
-            ..OfModel::default()
-        };
-        self.models().insert(item.model, of);
+        of.spoiled = Some(item.version);
     }
 
     pub(crate) fn is_spoiled(&self, item: Item) -> bool {
@@ -81,9 +80,7 @@ impl Ring {
     /// No more of a model's deltas is made: what is not known of them is sent whole.
     pub(crate) fn stop(&self, model: usize) {
         if let Some(of) = self.models().get(&model) {
-            for delta in of.steps() {
-                delta.stopped.store(true, Ordering::Relaxed);
-            }
+            of.steps().for_each(|delta| delta.stop());
         }
     }
 
@@ -98,10 +95,14 @@ impl Ring {
     }
 
     /// Keeps a delta of a model; the oldest go once all together take more bytes than
-    /// `bound`, but never the newest step.
+    /// `bound`, but never the newest step. One whose base is [spoiled](Self::spoil) by now is
+    /// spoiled too.
     pub(crate) fn put(&self, model: usize, delta: Arc<Delta>, bound: u64) {
         let mut models = self.models();
         let of = models.entry(model).or_default();
+        if of.spoiled == Some(delta.base) {
+            return delta.spoil();
+        }
         of.bound = bound;
         of.deltas.push_back(delta);
         of.trim();

@@ -186,8 +186,8 @@ fn deltas() -> Vec<Row> {
     rows
 }
 
-/// One step of 512 MiB by a link that nothing limits but the machine, where deltas hardly pay: in turns
-/// with the same sent whole.
+/// One step of 512 MiB by a link that nothing limits but the machine, where a delta pays only of
+/// few changes: in turns with the same sent whole.
 fn unlimited() -> Vec<Row> {
     const BYTES: usize = 512 * MIB;
     const SENDS: usize = 9;

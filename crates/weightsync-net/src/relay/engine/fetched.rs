@@ -1,0 +1,100 @@
+//! What becomes of what an agent fetches.
+
+use super::*;
+
+impl Engine {
+    /// What became of a fetch.
+    pub(super) fn fetched(&mut self, fetched: Fetched) {
+        let Fetched {
+            number,
+            item,
+            parent: by,
+            end,
+            came,
+        } = fetched;
+        self.say_received(item, by, came);
+        let current = self.fetching.get(&item).map(|one| one.number);
+        if current != Some(number) {
+            return;
+        }
+        let Some(Fetching {
+            parent, instead, ..
+        }) = self.fetching.remove(&item)
+        else {
+            return;
+        };
+        match end {
+            FetchEnd::Whole => {
+                let committed = match self.coming.get(&item) {
+                    Some((room, _)) => room.commit(),
+                    None => return,
+                };
+                match committed {
+                    Ok(snapshot) => {
+                        self.failures = 0;
+                        self.store.deltas().trim(item.model);
+                        self.whole.insert(item, snapshot);
+                        self.say(&ToRoot::Holds {
+                            have: vec![item],
+                            dropped: Vec::new(),
+                        });
+                        self.step([Input::Whole { item }]);
+                    }
+                    Err(error) => tracing::error!("{item:?} cannot be committed: {error}"),
+                }
+            }
+            FetchEnd::NotThere => {
+                let sender = parent.agent == 0;
+                if !sender {
+                    self.say(&ToRoot::Missing {
+                        model: item.model as u8,
+                        version: item.version,
+                    });
+                }
+                self.step([Input::NotThere { item, sender }]);
+            }
+            FetchEnd::Broken(error) => {
+                // Also where it was the sender: it says so once more, which is when
+                // this goes on.
+                let pause = backoff(self.failures);
+                let pause = if self.failures == 0 {
+                    Duration::ZERO
+                } else {
+                    pause
+                };
+                self.failures += 1;
+                tracing::info!(
+                    "fetching {item:?} from {} broke off: {error}",
+                    parent.address
+                );
+                // That the parent is lost is worth more than that the sender was.
+                if !instead || self.complain.is_none() {
+                    self.complain = Some((Instant::now() + pause, parent.agent, error.to_string()));
+                }
+                self.leave_parent();
+                self.step([Input::Broken { item }, Input::NoParent]);
+            }
+            FetchEnd::Unfit(error) => self.start_anew(item.model, &error),
+            // What is missing still is fetched, from the same parent.
+            FetchEnd::Stopped | FetchEnd::Partly => self.step([Input::Broken { item }]),
+        }
+    }
+
+    /// Says how much has come from a parent.
+    pub(super) fn say_received(&mut self, item: Item, parent: u64, came: Came) {
+        if let Some(rate) = came.rate() {
+            // Its own link is what it knows; those below are taken to be like it.
+            self.store.deltas().note_rate(rate as u64);
+        }
+        let Came { bytes, busy } = came;
+        if bytes > 0 {
+            self.say(&ToRoot::Received {
+                model: item.model as u8,
+                version: item.version,
+                parent,
+                bytes,
+                micros: busy.as_micros() as u64,
+            });
+        }
+    }
+}
