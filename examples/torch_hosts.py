@@ -6,9 +6,9 @@
 
 On one host that is all. Between hosts the trainer listens at an address of its own
 (`--scheme distributed:listen=0.0.0.0:7070,insecure-plaintext`, or
-`rpc:initial=connect,listen=0.0.0.0:7070`), every host has the same WEIGHTSYNC_TOKEN_FILE
-and says WEIGHTSYNC_INSECURE_PLAINTEXT=1, and join.json is copied to the others. It holds
-what lets a worker in: keep it as you keep the token.
+`rpc:initial=connect,listen=0.0.0.0:7070,insecure-plaintext`), every host has the same
+WEIGHTSYNC_TOKEN_FILE, and join.json is copied to the others. It holds what lets a worker
+in: keep it as you keep the token.
 """
 
 import argparse
@@ -36,6 +36,11 @@ def train(options):
 
 
 def work(options):
+    if not options.info.exists():
+        raise SystemExit(
+            f"{options.info} is not there: start the trainer, which writes it, then this worker; "
+            "on another host, copy it there first"
+        )
     info = weightsync.InitInfo.from_json(options.info.read_text())
     model = nn.Linear(4, 2)
     with weightsync.Receiver(info, options.number, model=model) as receiver:

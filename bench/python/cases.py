@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from guard import Guarded
 from measure import Figures, Turns, measure, rust
 from payload import Payload
 from rows import Row
@@ -43,6 +44,8 @@ def cases(program: Path) -> Iterator[Case]:
         yield AgainstRay(workers)
     yield Small(program)
     yield Many(program)
+    yield Guarded(3, 64)
+    yield Guarded(24, 1024)
 
 
 class Large:

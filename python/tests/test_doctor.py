@@ -91,14 +91,15 @@ CASES = {
         {"files_soft": 474, "files_hard": 474},
         ("note", "descriptors", "200 workers", "hard limit"),
     ),
-    "a low soft limit": (
-        {"files_soft": 256, "files_hard": 4096},
-        ("note", "descriptors", "91 workers", "`ulimit -n 4096` before the trainer starts, which lets 2011"),
+    "small pages only": (
+        {"huge_pages": "never", "kernel": "5.15.0-generic"},
+        ("note", "huge pages", "shmem_enabled is never", "echo advise"),
     ),
-    "a soft limit without a hard one": (
-        {"files_soft": 256, "files_hard": None},
-        ("note", "descriptors", "91 workers", "`ulimit -n 8266`"),
+    "huge pages forbidden": (
+        {"huge_pages": "deny"},
+        ("note", "huge pages", "2 MiB of page tables", "echo advise"),
     ),
+    "no huge pages": ({"huge_pages": None}, ("note", "huge pages", "this kernel has none", None)),
     "no word on memory": (
         {"memory_total": None, "memory_available": None},
         ("note", "memory", "does not say", None),
@@ -164,12 +165,18 @@ def test_every_attempt_is_judged():
     [
         ({}, "GPUs", "none found; nothing here needs one"),
         ({}, "descriptors", "4096 workers"),
-        ({"files_soft": None}, "descriptors", "no limit: one sender can serve 4096 workers"),
+        (
+            {"files_soft": 256, "files_hard": None},
+            "descriptors",
+            "no limit (256 until a sender raises that): one sender can serve 4096 workers",
+        ),
+        ({"files_soft": 256, "files_hard": 4096}, "descriptors", "can serve 2011 workers"),
         ({}, "memory", "a model of 10.0 GiB"),
         ({"memory_limit": 64 << 30}, "memory", "a model of 10.0 GiB"),
         ({"memory_limit": 8 << 30}, "memory", "a model of 4.0 GiB"),
         ({"memory_limit": 8 << 30, "memory_left": 6 << 30}, "memory", "a model of 3.0 GiB"),
         ({"huge_pages": "within_size"}, "huge pages", "used for memory files"),
+        ({"huge_pages": "never", "kernel": "6.1.0"}, "huge pages", "does not matter to slots"),
         ({}, "processor", "copies with AVX2, checksums with carry-less"),
         ({"cpu_features": ("avx2", "avx512f")}, "processor", "copies with AVX-512, casts with"),
         ({"cpu_features": ()}, "processor", "copies with SSE2; 2 cores"),

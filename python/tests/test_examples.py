@@ -41,6 +41,24 @@ def test_standalone(tmp_path, scheme):
     assert not list(tmp_path.iterdir())
 
 
+def test_standalone_whose_workers_ask(tmp_path):
+    said = run([ROOT / "examples/torch_standalone.py", "--scheme", "shared-mem:pull"], tmp_path)
+    assert [line for line in said.splitlines() if line.startswith("worker 1: error")], said
+
+
+def test_standalone_says_that_none_carries_nothing(tmp_path):
+    command = [sys.executable, ROOT / "examples/torch_standalone.py", "--scheme", "none"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 2 and "carries nothing" in done.stderr, done.stderr
+
+
+def test_a_hosts_worker_says_that_the_trainer_comes_first(tmp_path):
+    command = [sys.executable, ROOT / "examples/torch_hosts.py", "worker", "join.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stderr
+    assert "start the trainer" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("scheme", ["distributed", "distributed:share=none", "rpc:initial=connect"])
 def test_hosts(tmp_path, scheme):
     """Each is started by itself, and finds the trainer by a file."""

@@ -18,6 +18,7 @@ many workers listen::
 from __future__ import annotations
 
 from weightsync._native import (
+    DryRun,
     InitInfo,
     PendingSend,
     Report,
@@ -32,7 +33,9 @@ from weightsync.errors import (
     DeadlineError,
     LifecycleError,
     LoadError,
+    MissingTensorError,
     ModelError,
+    NotAppliedError,
     OperatingSystemError,
     PeerError,
     SenderClosedError,
@@ -40,8 +43,10 @@ from weightsync.errors import (
     SettingError,
     UnsupportedError,
     WeightsyncError,
+    WrongTypeError,
     WrongWeightsError,
 )
+from weightsync.mapping import Mapping
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
 from weightsync.snapshot import Snapshot
@@ -51,10 +56,14 @@ __all__ = [
     "Cascade",
     "CorruptError",
     "DeadlineError",
+    "DryRun",
     "InitInfo",
     "LifecycleError",
     "LoadError",
+    "Mapping",
+    "MissingTensorError",
     "ModelError",
+    "NotAppliedError",
     "OperatingSystemError",
     "PeerError",
     "PendingSend",
@@ -69,6 +78,7 @@ __all__ = [
     "WeightsyncError",
     "WorkerReport",
     "WorkerStatus",
+    "WrongTypeError",
     "WrongWeightsError",
     "__version__",
 ]

@@ -6,6 +6,8 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from weightsync.errors import WrongTypeError, WrongWeightsError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -56,14 +58,21 @@ def of_tensor(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the shape of a tensor, both as safetensors has them."""
     import torch
 
+    if is_lazy(tensor):
+        raise WrongWeightsError(
+            f"tensor {name!r} has no shape yet, because its module is lazy: run the module once "
+            "before it is sent"
+        )
+    if tensor.is_nested:
+        raise WrongTypeError(f"tensor {name!r} is nested: send its parts, each as a tensor")
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(
+        raise WrongTypeError(
             f"tensor {name!r} is {'quantised' if tensor.is_quantized else tensor.layout}: "
             "send dense tensors, such as its parts"
         )
     found = _by_torch().get(tensor.dtype)
     if found is None:
-        raise TypeError(
+        raise WrongTypeError(
             f"tensor {name!r} is {tensor.dtype}, which cannot be sent: possible are "
             + ", ".join(str(dtype) for dtype in _by_torch())
         )
@@ -78,7 +87,7 @@ def torch_dtype(name: str) -> torch.dtype:
     try:
         return _to_torch()[name]
     except KeyError:
-        raise TypeError(f"this torch has no dtype for {name}") from None
+        raise WrongTypeError(f"this torch has no dtype for {name}") from None
 
 
 def torch_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,13 +97,20 @@ def torch_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
+def is_lazy(tensor: Any) -> bool:
+    """Whether it is a torch tensor of a lazy module, that has no shape yet."""
+    from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+    return isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
+
+
 def of_array(name: str, array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the shape of a numpy array."""
     own = array.dtype.name
     for found, known in _NAMES.items():
         if known == own and array.dtype.isnative:
             return found, array.shape
-    raise TypeError(
+    raise WrongTypeError(
         f"array {name!r} is {array.dtype}, which cannot be sent: possible are "
         + ", ".join(_NAMES.values())
         + " in this machine's byte order"
@@ -108,7 +124,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         known = _NAMES[name]
     except KeyError:
-        raise TypeError(f"numpy has no dtype for {name}") from None
+        raise WrongTypeError(f"numpy has no dtype for {name}") from None
     try:
         return np.dtype(known)
     except TypeError:
@@ -116,11 +132,35 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError:
-        raise TypeError(
+        raise WrongTypeError(
             f"numpy has no {known}: install ml_dtypes, or read the tensor with torch"
         ) from None
     found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, known))
     return found
+
+
+def of(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
+    """The dtype's name and the shape of a tensor of torch's or an array of numpy's."""
+    return of_tensor(name, tensor) if is_tensor(tensor) else of_array(name, tensor)
+
+
+def name_of(dtype: Any) -> str:
+    """safetensors' name of a dtype: torch's, numpy's, or the name in any of these."""
+    torch = sys.modules.get("torch")
+    if isinstance(dtype, str) or (torch is not None and isinstance(dtype, torch.dtype)):
+        word = str(dtype).removeprefix("torch.")
+    else:
+        # numpy's own, and its scalar types: np.dtype("float32"), np.float32.
+        word = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", ""))
+    if word in _NAMES:
+        return word
+    for name, known in _NAMES.items():
+        if known == word:
+            return name
+    raise WrongTypeError(
+        f'there is no dtype {dtype!r} here: give torch\'s or numpy\'s, or a name, such as '
+        '"bfloat16" or "BF16"'
+    )
 
 
 def is_tensor(value: object) -> bool:

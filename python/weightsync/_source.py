@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weightsync import _dtypes, _extra
+from weightsync._native import Mapping as NativeMapping
 from weightsync._native import Source as NativeSource
 from weightsync._native import Tensors
+from weightsync.errors import SendError, WrongTypeError, WrongWeightsError
 
 # Bytes of a tensor from which on a send takes so long that the memory of all is held.
 _LARGE = 1 << 16
@@ -25,8 +27,11 @@ Found = tuple[str, Any, bool]
 class Source:
     """One model's weights, as they are at each send."""
 
-    def __init__(self, strategy: str = "state_dict") -> None:
+    def __init__(
+        self, strategy: str = "state_dict", mapping: NativeMapping | None = None
+    ) -> None:
         self._strategy = strategy
+        self._mapping = mapping
         self._native: NativeSource | None = None
         self._names: list[str] = []
         self._specs: list[tuple[str, str, tuple[int, ...]]] = []
@@ -42,6 +47,8 @@ class Source:
         # while others are read. Small ones alone are read too soon for that to matter.
         self._held: list[Any] = []
         self._memory: list[Any] = []
+        # The dtypes and shapes of the tensors in each extra state, as they were first.
+        self._extra_tensors: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
 
     def place(self, weights: Any) -> NativeSource:
         """The source of a send. It lives as long as this source is not placed again."""
@@ -56,7 +63,7 @@ class Source:
             found, extras = module_weights(weights, self._strategy, places)
         else:
             found, extras = tree(weights, places)
-        native = self._place_anew(found, extras)
+        native = self._place_anew(weights, found, extras)
         # Extra states are made anew by each call.
         if self._is_again(weights, found) and not extras:
             self._of, self._tensors = weights, places.tensors()
@@ -68,20 +75,24 @@ class Source:
             return False
         return all(before() is one for before, (_, one, _) in zip(last[1], found, strict=True))
 
-    def _place_anew(self, found: list[Found], extras: dict[str, Any]) -> NativeSource:
+    def _place_anew(
+        self, weights: Any, found: list[Found], extras: dict[str, Any]
+    ) -> NativeSource:
         states: list[tuple[str, Any]] = []
         found = list(found)
         for prefix, state in extras.items():
             plain, within = _extra.split(prefix, state)
+            self._compare_extra(prefix, within)
             states.append((_extra.joined(prefix, _extra.NAME), plain))
             found.extend((name, tensor, False) for name, tensor in within.items())
         specs = [(name, *_spec(name, tensor)) for name, tensor, _ in found]
         tensors = [tensor for _, tensor, _ in found]
         names = [name for name, _ in states]
         if self._native is None or specs != self._specs or names != self._names:
+            _check_whole(weights, found, extras)
             buffers = [name for name, _, is_buffer in found if is_buffer]
             format = "tensordict" if self._strategy == "tensordict" else "state_dict"
-            self._native = NativeSource(specs, buffers, format, states)
+            self._native = NativeSource(specs, buffers, format, states, self._mapping)
             self._specs, self._names = specs, names
         self._kept = []
         of_torch = [tensor for tensor in tensors if _dtypes.is_tensor(tensor)]
@@ -93,6 +104,22 @@ class Source:
         # Tensors that exist for this send alone, such as slices, must outlive it.
         self._kept.extend(tensors)
         return self._native
+
+    def _compare_extra(self, prefix: str, tensors: dict[str, Any]) -> None:
+        """Refuses an extra state whose tensors are not as they were: room is made for them once."""
+        now = [_dtypes.of(name, tensor) for name, tensor in tensors.items()]
+        before = self._extra_tensors.setdefault(prefix, now)
+        if now == before:
+            return
+
+        def text(tensors: list[tuple[str, tuple[int, ...]]]) -> str:
+            each = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in tensors)
+            return f"{len(tensors)} tensor{'' if len(tensors) == 1 else 's'} ({each or 'none'})"
+
+        raise WrongWeightsError(
+            f"the extra state of {prefix!r} had {text(before)} when this sender was made, and has "
+            f"{text(now)} now: keep the tensors of a state, or make a new sender"
+        )
 
     def release(self) -> None:
         """Lets go of what was held for a send."""
@@ -121,6 +148,10 @@ class Places:
     def all_of(self, module: Any) -> None:
         """A module's dicts: what else is in them must stay as it is."""
         for part in (module._parameters, module._buffers):
+            if not isinstance(part, dict):
+                # Of a scripted module.
+                self._known = False
+                return
             self._dicts.append(part)
             self._others.extend((part, key) for key, value in part.items() if value is None)
         self._dicts.append(module._modules)
@@ -155,6 +186,55 @@ class Places:
         if torch is None or not self._known:
             return None
         return Tensors.of(torch.Tensor, self._tensors, self._others, self._dicts)
+
+
+def _check_whole(weights: Any, found: list[Found], extras: dict[str, Any]) -> None:
+    """Refuses a model of which something, or all, would be missing in what is sent."""
+    missing = _unsent(weights, found, extras) if _dtypes.is_module(weights) else []
+    if missing:
+        shown = ", ".join(map(repr, missing[:8])) + (", …" if len(missing) > 8 else "")
+        raise SendError(
+            f"the state dict of {type(weights).__name__} has {shown}, which are neither "
+            "parameters nor buffers nor extra state, and would not be sent. Register the tensors "
+            "as buffers, or send `model.state_dict()` if all in it is tensors, and give what a "
+            "worker receives to its `load_state_dict`"
+        )
+    if not extras and not any(tensor.nbytes for _, tensor, _ in found):
+        what = f"a {type(weights).__name__} without" if found == [] else "nothing but empty"
+        raise SendError(f"there is nothing to send: the weights are {what} tensors")
+
+
+def _unsent(module: Any, found: list[Found], extras: dict[str, Any]) -> list[str]:
+    """What the state dict of a module has in addition to what is sent, if it makes it in its own way."""
+    import torch
+
+    plain = torch.nn.Module
+    if not any(
+        type(part).state_dict is not plain.state_dict
+        or type(part)._save_to_state_dict is not plain._save_to_state_dict
+        or getattr(part, "_state_dict_hooks", None)
+        for part in module.modules()
+    ):
+        return []
+    names = {name for name, *_ in found}
+    # Under another name it is the same tensor.
+    places = {tensor.data_ptr() for _, tensor, _ in found if _has_memory(tensor)}
+    missing = []
+    for name, value in module.state_dict().items():
+        prefix, _, last = name.rpartition(".")
+        if name in names or value is None or (last == _extra.TORCH_NAME and prefix in extras):
+            continue
+        if not (_has_memory(value) and value.data_ptr() in places):
+            missing.append(name)
+    return missing
+
+
+def _has_memory(value: Any) -> bool:
+    import torch
+
+    if not _dtypes.is_tensor(value) or isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+        return False
+    return value.device.type != "meta" and bool(value.nbytes)
 
 
 def has_extra_state(module: Any) -> bool:
@@ -204,7 +284,7 @@ def tree(
     found: list[Found] = []
     extras: dict[str, Any] = {}
     if not isinstance(weights, Mapping) and not _dtypes.is_tensordict(weights):
-        raise TypeError(
+        raise WrongTypeError(
             f"weights are a torch module, a state dict, a nested dict of tensors or arrays, or a "
             f"TensorDict, not a {type(weights).__name__}"
         )
@@ -221,7 +301,7 @@ def _walk(
         places.entry(inside, key, value)
         key = ".".join(key) if isinstance(key, tuple) else key
         if not isinstance(key, str):
-            raise TypeError(f"{prefix or 'the weights'} have the key {key!r}: names are text")
+            raise WrongTypeError(f"{prefix or 'the weights'} have the key {key!r}: names are text")
         name = _extra.joined(prefix, key)
         last = key.rpartition(".")[2]
         if last in (_extra.NAME, _extra.TORCH_NAME):
@@ -231,7 +311,7 @@ def _walk(
         elif isinstance(value, Mapping) or _dtypes.is_tensordict(value):
             _walk(value, name, places, found, extras)
         elif value is not None:
-            raise TypeError(
+            raise WrongTypeError(
                 f"{name!r} is a {type(value).__name__}: weights are tensors and arrays, "
                 f"and plain data under {_extra.NAME!r}"
             )
@@ -244,7 +324,7 @@ def _is_buffer(value: Any) -> bool:
 def _spec(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
     if _dtypes.is_tensor(tensor):
         if tensor.device.type == "meta":
-            raise ValueError(f"tensor {name!r} is on the meta device and has no values to send")
+            raise WrongWeightsError(f"tensor {name!r} is on the meta device and has no values to send")
         return _dtypes.of_tensor(name, tensor)
     return _dtypes.of_array(name, tensor)
 

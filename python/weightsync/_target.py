@@ -6,46 +6,35 @@ points only, and again with the version before if a set fails midway.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from weightsync import _dtypes, _extra
+from weightsync import _dtypes, _extra, _guard
+from weightsync._guard import loading
 from weightsync._native import Copies, Layout, Snapshot, Tensors
 from weightsync._source import Places, has_extra_state, module_tensors, tree
+from weightsync.errors import SettingError, UnsupportedError, WrongTypeError, WrongWeightsError
 
 # Smaller tensors are copied where others are bound: the copy is quicker than the binding.
 BIND_FROM = 64 * 1024
 
 
-class _Loading(threading.local):
-    """Whether this thread is loading: it is alone with the models then."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-
-
-loading = _Loading()
-
-
 def target_of(model: Any, mode: str) -> Target:
     """The target of a worker's model."""
     if mode not in ("bind", "copy"):
-        raise ValueError(f'mode wants "bind" or "copy", and got {mode!r}')
+        raise SettingError(f'mode wants "bind" or "copy", and got {mode!r}')
     if _dtypes.is_module(model):
         return ModuleTarget(model, mode)
     if isinstance(model, Mapping) or _dtypes.is_tensordict(model):
         return TreeTarget(model)
     if all(callable(getattr(model, name, None)) for name in ("layout", "shape", "load")):
         return cast("Target", model)
-    raise TypeError(
+    raise WrongTypeError(
         "a worker's model is a torch module, a TensorDict, a dict of tensors or arrays, or has "
         f"methods layout, shape and load; not a {type(model).__name__}"
     )
@@ -104,13 +93,13 @@ class ModuleTarget(Target):
             return self._layout
 
     def shape(self, layout: Layout) -> bool:
-        with self._lock:
+        with self._lock, not_inferring():
             self._sent = {name: (dtype, tuple(shape)) for name, dtype, shape in layout.tensors()}
             self._layout, self._fresh = None, False
             return self._materialise()
 
     def load(self, snapshot: Snapshot) -> None:
-        with loading, self._lock:
+        with loading, self._lock, not_inferring():
             if not self._fresh:
                 self.layout()
             self._fresh = False
@@ -124,17 +113,15 @@ class ModuleTarget(Target):
                 self._load_extra(snapshot, states)
 
     def release(self) -> None:
-        import torch
-
-        with self._lock, torch.no_grad():
-            for tensor in self._bound:
-                tensor.data = tensor.data.clone()
+        with self._lock, not_inferring():
+            _exchange([(tensor, tensor.detach().clone()) for tensor in self._bound])
             self._bound = []
 
     def _bind(self, snapshot: Snapshot, plan: _Plan) -> bool:
         """Brings a version into the module; False if a tensor is not what was planned for."""
         import torch
 
+        plan.tied.check(snapshot)
         staged: list[tuple[Any, Any]] = []
         # Another thread may exchange a parameter's memory while it is written.
         memory = [tensor.detach() for tensor in plan.held]
@@ -149,14 +136,11 @@ class ModuleTarget(Target):
             snapshot.copy_to(
                 [(at, tensor.data_ptr(), tensor.nbytes) for _, at, tensor in plan.copied]
             )
-        for tensor, over in staged:
-            tensor.data = over
+        _exchange(staged)
         self._bound = [tensor for tensor, _ in staged]
-        if plan.others:
-            with torch.no_grad():
-                for tensor, dtype, shape, offset, count in plan.others:
-                    over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
-                    tensor.copy_(over if shape is None else over.view(shape))
+        for tensor, dtype, shape, offset, count in plan.others:
+            over = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
+            _copy(tensor, over if shape is None else over.view(shape))
         del memory
         if plan.changed:
             # What autograd has saved of them is not what they are any more.
@@ -212,6 +196,7 @@ class ModuleTarget(Target):
         for _, part in module.named_modules(remove_duplicate=False):
             places.all_of(part)
         self._tensors = places.tensors()
+        _guard.cover(module)
 
     def _holds(self) -> bool:
         if self._tensors is not None:
@@ -221,7 +206,11 @@ class ModuleTarget(Target):
         # A part that was replaced keeps its own tensors where they are.
         if any(list(part.values()) != parts for part, parts in self._parts):
             return False
-        if not all([entry.inside.get(entry.key) is entry.tensor for entry in self._entries]):
+        # A scripted module's are no dicts, and have no `get`.
+        if not all([
+            entry.key in entry.inside and entry.inside[entry.key] is entry.tensor
+            for entry in self._entries
+        ]):
             return False
         return self._kinds_now() == self._kinds
 
@@ -249,12 +238,12 @@ class ModuleTarget(Target):
                 module_tensors(module, "tensordict")
             ):
                 name = _extra.joined(prefix, key)
-                lazy = isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+                lazy = _dtypes.is_lazy(tensor)
                 if not lazy and tensor.device.type != "meta":
                     continue
                 known = sent.get(name)
                 if known is None and is_buffer and not lazy:
-                    raise ValueError(
+                    raise WrongWeightsError(
                         f"buffer {name!r} has no values here, and is not persistent, so a state "
                         'dict does not have it: send with strategy="tensordict"'
                     )
@@ -276,7 +265,7 @@ class ModuleTarget(Target):
         own = dict(self._extras)
         for name in names:
             prefix = _prefix(name)
-            state = _extra.join(prefix, snapshot.extra_state(name), _View(snapshot).copy)
+            state = _extra.join(prefix, snapshot.extra_state(name), View(snapshot).copy)
             own[prefix].set_extra_state(state)
 
     def _the_module(self) -> Any:
@@ -313,16 +302,14 @@ class _Plan:
         self.others: list[_Place] = []
         # The place among the entries, the place in the snapshot, the tensor.
         self.copied: list[tuple[int, int, Any]] = []
-        places = {place[0]: (at, *place[1:]) for at, place in enumerate(snapshot.places())}
+        listed = snapshot.places()
+        places = {place[0]: (at, *place[1:]) for at, place in enumerate(listed)}
         ties = dict(snapshot.ties)
-        seen: set[int] = set()
+        self.tied = _Tied(listed)
         for own, entry in enumerate(entries):
-            tensor = entry.tensor
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            at, name, sizes, offset, length = places[ties.get(entry.name, entry.name)]
-            if not length:
+            tensor, sent = entry.tensor, ties.get(entry.name, entry.name)
+            at, name, sizes, offset, length = places[sent]
+            if not self.tied.add(id(tensor), entry.name, sent) or not length:
                 continue
             dtype = _dtypes.torch_dtype(name)
             shape = _dtypes.torch_shape(name, tuple(sizes))
@@ -331,10 +318,17 @@ class _Plan:
             odd = tensor.is_conj() or tensor.is_neg()
             if odd or not tensor.is_cpu or not tensor.is_contiguous():
                 self.others.append(place)
-            elif mode == "bind" and not entry.is_buffer and length >= BIND_FROM:
+            elif (
+                mode == "bind"
+                and not entry.is_buffer
+                and length >= BIND_FROM
+                and not tensor.is_inference()
+            ):
                 self.bound.append(place)
             else:
                 self.copied.append((own, at, tensor))
+                # Two parameters may share memory as well as be one.
+                self.tied.add(_memory_of(tensor), entry.name, sent)
         self.copies: Copies | None = None
         if tensors is not None and self.copied:
             self.copies = Copies(tensors, [(own, at) for own, at, _ in self.copied])
@@ -343,7 +337,84 @@ class _Plan:
         self.held = of_all if any(tensor.nbytes >= BIND_FROM for tensor in of_all) else []
         written = [tensor for _, _, tensor in self.copied]
         written += [tensor for tensor, *_ in self.bound]
-        self.changed = [tensor for tensor in written if tensor.requires_grad]
+        # Inference tensors count no versions: autograd saves none of them.
+        self.changed = [one for one in written if one.requires_grad and not one.is_inference()]
+
+
+class _Tied:
+    """Names that are one tensor here, and may be several in what was sent."""
+
+    def __init__(self, listed: list[tuple[str, str, list[int], int, int]]) -> None:
+        # The places of a snapshot.
+        self._listed = listed
+        self._first: dict[Any, tuple[str, str]] = {}
+        self._differ: list[tuple[str, str, str, str]] = []
+
+    def add(self, tensor: Any, name: str, sent: str) -> bool:
+        """A tensor by what identifies it, its name, and the name it was sent by.
+
+        Returns:
+            Whether it is the first of its kind.
+        """
+        first = self._first.setdefault(tensor, (name, sent))
+        # What has no memory has no values either.
+        if tensor is None or first[0] == name:
+            return True
+        if first[1] != sent:
+            self._differ.append((*first, name, sent))
+        return False
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Compares what was sent by several names, and is one tensor here."""
+        if not self._differ:
+            return
+        places = {name: (offset, length) for name, _, _, offset, length in self._listed}
+        for one, sent, other, also in self._differ:
+            (start, length), (begin, size) = places[sent], places[also]
+            # Released before it raises: an exception that is kept would keep the version.
+            with memoryview(snapshot.view()) as view:
+                same = length == size and _same(
+                    view[start : start + length], view[begin : begin + size]
+                )
+            if not same:
+                raise WrongWeightsError(
+                    f"{one!r} and {other!r} are tied here: one tensor has both names. They were "
+                    f"sent as {sent!r} and {also!r}, with different values: tie them in the "
+                    "trainer too, or untie them here"
+                )
+
+
+def _same(one: memoryview, other: memoryview) -> bool:
+    """Whether two views of as many bytes are equal: in parts, as objects that compare quickly."""
+    part = 1 << 20
+    return all(
+        bytes(one[at : at + part]) == bytes(other[at : at + part])
+        for at in range(0, len(one), part)
+    )
+
+
+def _is_contiguous(tensor: Any) -> bool:
+    """Of a tensor or an array."""
+    if _dtypes.is_array(tensor):
+        return bool(tensor.flags.c_contiguous)
+    return bool(tensor.is_contiguous())
+
+
+def _memory_of(tensor: Any) -> tuple[int, int] | None:
+    """Where the values of a tensor or an array are; None if it has none."""
+    if not tensor.nbytes:
+        return None
+    if _dtypes.is_array(tensor):
+        return tensor.__array_interface__["data"][0], tensor.nbytes
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _copy(tensor: Any, over: Any) -> None:
+    """Copies values as torch does, whatever the memory of either is."""
+    import torch
+
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(over)
 
 
 class TreeTarget(Target):
@@ -375,19 +446,29 @@ class TreeTarget(Target):
             return False
         import torch
 
-        for name, dtype, shape in self._sent:
-            if not _extra.is_extra(name):
-                own = _dtypes.torch_shape(dtype, tuple(shape))
-                self._weights[name] = torch.zeros(own, dtype=_dtypes.torch_dtype(dtype))
+        with not_inferring():
+            for name, dtype, shape in self._sent:
+                if not _extra.is_extra(name):
+                    own = _dtypes.torch_shape(dtype, tuple(shape))
+                    self._weights[name] = torch.zeros(own, dtype=_dtypes.torch_dtype(dtype))
         return True
 
     def load(self, snapshot: Snapshot) -> None:
-        places = {name: at for at, (name, *_) in enumerate(snapshot.places())}
+        with loading, not_inferring():
+            self._load(snapshot)
+
+    def _load(self, snapshot: Snapshot) -> None:
+        listed = snapshot.places()
+        places = {name: at for at, (name, *_) in enumerate(listed)}
         ties = dict(snapshot.ties)
         copies, others, kept = [], [], []
         found, _ = tree(self._weights)
+        tied = _Tied(listed)
         for name, tensor, _ in found:
             sent = ties.get(name, name)
+            # A transposed view has the same memory and other bytes.
+            if _is_contiguous(tensor):
+                tied.add(_memory_of(tensor), name, sent)
             if _dtypes.is_array(tensor):
                 if tensor.flags.c_contiguous and tensor.flags.writeable:
                     address = tensor.__array_interface__["data"][0]
@@ -399,18 +480,19 @@ class TreeTarget(Target):
                 kept.append(tensor.detach())
             else:
                 others.append((tensor, sent))
+        tied.check(snapshot)
         snapshot.copy_to(copies)
         del kept
         if others:
-            view = _View(snapshot)
+            view = View(snapshot)
             for tensor, sent in others:
                 if _dtypes.is_array(tensor):
                     tensor[...] = view.array(sent)
                 else:
-                    tensor.data.copy_(view.tensor(sent))
+                    _copy(tensor, view.tensor(sent))
         for name in snapshot.extra_states:
             prefix = _prefix(name)
-            state = _extra.join(prefix, snapshot.extra_state(name), _View(snapshot).copy)
+            state = _extra.join(prefix, snapshot.extra_state(name), View(snapshot).copy)
             self._put(prefix, state)
 
     def _put(self, prefix: str, state: Any) -> None:
@@ -426,15 +508,10 @@ class TreeTarget(Target):
         place[name] = state
 
 
-def tensors_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Torch tensors over a snapshot, by name; tied ones under each of theirs."""
-    view = _View(snapshot)
-    return view.all(view.tensor)
-
-
 def weights_of(snapshot: Snapshot) -> dict[str, Any]:
-    """As :func:`tensors_of`, and each extra state as what it was, under its name."""
-    view = _View(snapshot)
+    """Torch tensors over a snapshot, by name, and each extra state as what it was; tied ones
+    under each of their names."""
+    view = View(snapshot)
     found = view.all(view.tensor, lambda name: not _extra.is_extra(name))
     for name in snapshot.extra_states:
         found[name] = _extra.join(_prefix(name), snapshot.extra_state(name), view.copy)
@@ -443,22 +520,22 @@ def weights_of(snapshot: Snapshot) -> dict[str, Any]:
 
 def arrays_of(snapshot: Snapshot) -> dict[str, Any]:
     """numpy arrays over a snapshot, by name; tied ones under each of theirs."""
-    view = _View(snapshot)
+    view = View(snapshot)
     return view.all(view.array)
 
 
-class _View:
+class View:
     """A snapshot's tensors, one by one: what is not asked for may be of any dtype."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._view = snapshot.view()
-        self._places = {place[0]: place[1:] for place in snapshot.places()}
-        self._ties = dict(snapshot.ties)
+        self.places = {place[0]: place[1:] for place in snapshot.places()}
+        self.ties = dict(snapshot.ties)
 
     def tensor(self, name: str) -> Any:
         import torch
 
-        dtype, sizes, offset, length = self._places[self._ties.get(name, name)]
+        dtype, sizes, offset, length = self.places[self.ties.get(name, name)]
         own = _dtypes.torch_dtype(dtype)
         shape = _dtypes.torch_shape(dtype, tuple(sizes))
         if not length:
@@ -467,14 +544,21 @@ class _View:
         return torch.frombuffer(self._view, dtype=own, count=count, offset=offset).view(shape)
 
     def array(self, name: str) -> Any:
-        import numpy as np
+        try:
+            import numpy as np
+        except ImportError:
+            raise UnsupportedError(
+                "neither torch nor numpy is installed here, so tensors cannot be looked at: "
+                "install one of them, or save_safetensors"
+            ) from None
 
-        dtype, shape, offset, length = self._places[self._ties.get(name, name)]
+        dtype, shape, offset, length = self.places[self.ties.get(name, name)]
         own = _dtypes.numpy_dtype(dtype)
         if not length:
             return np.empty(shape, dtype=own)
         count = length // own.itemsize
-        return np.frombuffer(self._view, dtype=own, count=count, offset=offset).reshape(shape)
+        view: Any = self._view
+        return np.frombuffer(view, dtype=own, count=count, offset=offset).reshape(shape)
 
     def copy(self, name: str, kind: str) -> Any:
         # Not by way of torch, whose bfloat16 and float8 cannot become arrays.
@@ -483,8 +567,8 @@ class _View:
     def all(
         self, one: Callable[[str], Any], wanted: Callable[[str], bool] = lambda _: True
     ) -> dict[str, Any]:
-        found = {name: one(name) for name in self._places if wanted(name)}
-        return found | {alias: found[of] for alias, of in self._ties.items() if wanted(alias)}
+        found = {name: one(name) for name in self.places if wanted(name)}
+        return found | {alias: found[of] for alias, of in self.ties.items() if wanted(alias)}
 
 
 def _prefix(name: str) -> str:
@@ -503,6 +587,29 @@ def _alike(tensor: Any, room: Any) -> Any:
     if type(tensor).__name__ == "Buffer":
         return type(tensor)(room)
     return room
+
+
+def _exchange(places: list[tuple[Any, Any]]) -> None:
+    """Gives each tensor the memory of another.
+
+    As ``tensor.data = over`` does, which keeps the interpreter's lock while it waits for a lock of
+    autograd's. Another thread may have that one, and wait for the interpreter's: whoever uses a
+    parameter with gradients takes them in this order. This operator lets go of the interpreter's.
+    """
+    import torch
+
+    set_data = torch.ops.aten.set_data.default
+    # Another thread may be about to count itself among those that use the memory of before.
+    before = [tensor.detach() for tensor, _ in places]
+    for tensor, over in places:
+        set_data(tensor, over)
+    del before
+
+
+def not_inferring() -> contextlib.AbstractContextManager[Any]:
+    """What is made meanwhile is no inference tensor, wherever the worker calls from."""
+    torch = sys.modules.get("torch")
+    return contextlib.nullcontext() if torch is None else torch.inference_mode(False)
 
 
 def _is_odd(tensor: Any) -> bool:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import weakref
 from typing import Any
 
 from weightsync import _ends
+from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
-from weightsync._target import ModuleTarget, Target, loading
+from weightsync._target import ModuleTarget, Target
 
 
 class Background:
     """What :meth:`Receiver.start_background` returns.
 
-    A module does not change while its forward runs, nor inside ``with`` of this; in
-    between, whole versions at a time, it does. Several models flip together.
+    A module does not change while its forward, or that of a part of it, runs, nor inside
+    ``with`` of this; in between, whole versions at a time, it does. Several models flip
+    together.
     """
 
     def __init__(self, native: Native, targets: dict[str, Target], one: bool) -> None:
@@ -25,15 +25,15 @@ class Background:
         self._native = native
         self._one = one
         self._targets = targets
-        self._seats = threading.local()
-        self._guards: list[_Guard] = []
+        self._hold = Hold(native.take_seat)
+        self._guards: list[Guard] = []
         for target in targets.values():
             if isinstance(target, ModuleTarget) and (module := target._module()) is not None:
                 self.guard(module)
 
     def guard(self, module: Any) -> None:
-        """Keeps the models as they are while this module's forward runs, too."""
-        self._guards.append(_Guard(self, module))
+        """Keeps the models as they are while this module's forward, or a part's, runs, too."""
+        self._guards.append(Guard(self._hold, module))
 
     def safe_point(self) -> Any:
         """Lets the models change here and now; their versions if they did, else None."""
@@ -45,7 +45,8 @@ class Background:
         """Waits until the models have at least this version, or, without one, a new one.
 
         Returns:
-            False if the timeout came first, or nothing will arrive any more.
+            False if the timeout came first, or nothing will arrive any more; without a
+            timeout also if the sender has shut down.
         """
         if isinstance(version, int):
             version = dict.fromkeys(self.versions, version)
@@ -70,7 +71,11 @@ class Background:
 
     @property
     def state(self) -> str:
-        """What it does: "following", "searching", "closed", "died" or "failed"."""
+        """What it does: "following", "searching", "closed", "died" or "failed".
+
+        It searches after the death of a sender with a run directory. Once such a sender
+        has shut down it is "closed", and follows the next one all the same.
+        """
         return self._native.state()[0]
 
     @property
@@ -80,8 +85,12 @@ class Background:
 
     def shutdown(self) -> None:
         """Ends the thread and leaves. Any number of times; models keep what they have."""
+        self._end(_ends.why)
+
+    def _end(self, reason: str | None) -> None:
         # Modules are guarded until nothing loads any more.
-        self._native.shutdown()
+        self._native.shutdown(reason)
+        self._hold.end()
         for guard in self._guards:
             guard.remove()
         self._guards = []
@@ -92,99 +101,21 @@ class Background:
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and os.getpid() == self._pid:
-            self.shutdown()
+            self._end(_ends.DROPPED)
 
     def __enter__(self) -> Background:
         """Keeps the models as they are, in this thread, until ``with`` ends."""
-        self._enter()
+        self._hold.enter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave()
+        self._hold.leave()
 
     def __repr__(self) -> str:
         return repr(self._native)
-
-    def _enter(self, frame: Any = None) -> None:
-        seats = self._seats.__dict__.setdefault("taken", [])
-        if frame is not None and seats:
-            # A forward that was ended by Ctrl-C has not told: what it held is let go of.
-            while seats and seats[-1][1] is not None and not _is_running(seats[-1][1]):
-                self._leave()
-        # One seat for each thread: a nested forward is inside the outer one. Whoever loads
-        # is alone with the models, and may look at them.
-        taken = None if seats or loading.depth else self._native.take_seat()
-        seats.append((taken, frame))
-
-    def _leave(self) -> None:
-        seats = self._seats.__dict__.get("taken")
-        if seats and (seat := seats.pop()[0]) is not None:
-            seat.release()
 
     def _versions(self, versions: dict[str, int] | None) -> Any:
         if versions is None:
             return None
         return next(iter(versions.values())) if self._one else versions
 
-
-def _is_running(frame: Any) -> bool:
-    """Whether a call of this thread has not ended."""
-    here: Any = sys._getframe(1)
-    while here is not None:
-        if here is frame:
-            return True
-        here = here.f_back
-    return False
-
-
-class _Guard:
-    """Keeps a module as it is while its forward runs."""
-
-    def __init__(self, background: Background, module: Any) -> None:
-        self._hook = _Hook(background)
-        self._handles = [
-            module.register_forward_pre_hook(self._hook.before, prepend=True),
-            module.register_forward_hook(self._hook.after, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        self._hook.end()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-class _Hook:
-    """The two ends of a forward. A copy of the module has copies that do nothing."""
-
-    def __init__(self, background: Background | None = None) -> None:
-        # A module may outlive what guards it.
-        self._background: weakref.ref[Background] | None = (
-            None if background is None else weakref.ref(background)
-        )
-
-    def end(self) -> None:
-        self._background = None
-
-    def before(self, module: Any, args: Any) -> None:
-        background = self._here()
-        if background is not None:
-            background._enter(sys._getframe(1))
-
-    def after(self, module: Any, args: Any, output: Any) -> None:
-        background = self._here()
-        if background is not None:
-            background._leave()
-
-    def _here(self) -> Background | None:
-        """The background receiver, if it is this process's: a forked child has none."""
-        background = None if self._background is None else self._background()
-        if background is None or background._pid != os.getpid():
-            return None
-        return background
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Hook, ()

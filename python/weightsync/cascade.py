@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weightsync._native import _Setup
 
 
-class Cascade:
+class Cascade(_ends.AsyncWith):
     """Passes on what a sender sends, under the same version numbers.
 
     The trainer's report counts this worker once its own workers have the version; one
@@ -39,7 +39,7 @@ class Cascade:
             "slots": None,
             "history": 0,
             "checksums": False,
-            "digest_in_background": False,
+            "digest": False,
             "copy_threads": 1,
             "pending": None,
             "deadline": timeout,
@@ -54,8 +54,7 @@ class Cascade:
 
     def connect(self, workers: int | Iterable[int] = 1, *, timeout: float | None = 60.0) -> None:
         """Returns once the sub-workers have the initial weights; then the trainer counts it."""
-        expected = workers if isinstance(workers, int) else list(workers)
-        self._native.connect(expected, timeout)
+        self._native.connect(workers, timeout)
 
     def forward(self, timeout: float | None = None) -> Report | None:
         """Waits for what comes next and passes it on; what became of it, or None."""
@@ -70,16 +69,24 @@ class Cascade:
         """What became of what was passed on last, in the background."""
         return self._native.last
 
+    def forget(self, worker_ids: int | Iterable[int]) -> None:
+        """Takes sub-workers that failed, died or were lost out of the reports, for good."""
+        gone = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+        self._native.forget(gone)
+
     def shutdown(self) -> None:
-        """Leaves, and ends the sub-workers' connection. Any number of times."""
-        self._native.shutdown()
+        """Leaves in order, and ends the sub-workers' connection. Any number of times."""
+        self._end(_ends.why)
+
+    def _end(self, reason: str | None) -> None:
+        self._native.shutdown(reason)
         _ends.closed(self)
 
     def __enter__(self) -> Cascade:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._end(_ends.reason_of(error))
 
     def __repr__(self) -> str:
         return repr(self._native)

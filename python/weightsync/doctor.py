@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -34,8 +35,18 @@ FILES_SPARED = 64
 #: The most workers that one sender lets in.
 MOST_WORKERS = 4096
 
+#: What a page of a slot takes in the page tables of each process that maps it, at most.
+_PAGE_BYTES = 4096
+_ENTRY_BYTES = 8
+
 #: Fewer workers than this can be run into by accident.
 _FEW_WORKERS = 256
+
+#: Since this Linux a slot gets huge pages whatever ``shmem_enabled`` says, but for ``deny``.
+_COLLAPSES = (6, 1)
+
+#: What 1 GiB in small pages takes longer to make than in huge ones.
+_SMALL_SECONDS = 0.5
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -203,18 +214,13 @@ def _kernel(facts: Facts) -> Iterator[Finding]:
 
 def _descriptors(facts: Facts) -> Iterator[Finding]:
     soft, hard = facts.files_soft, facts.files_hard
-    workers = _workers(facts, soft)
-    limit = "no limit" if soft is None else f"at most {soft} in a process"
+    # A sender raises its own limit as far as it may, when it comes near it.
+    workers = _workers(facts, hard)
+    limit = "no limit" if hard is None else f"at most {hard} in a process"
+    if soft is not None and soft != hard:
+        limit += f" ({soft} until a sender raises that)"
     what = f"{limit}: one sender can serve {workers} workers"
-    raised = _workers(facts, hard)
-    if raised > workers:
-        wanted = min(
-            facts.files_open + FILES_SPARED + FILES_PER_WORKER * MOST_WORKERS,
-            hard or 1 << 20,
-        )
-        fix = f"`ulimit -n {wanted}` before the trainer starts, which lets {raised} in"
-    else:
-        fix = "have the hard limit raised (`ulimit -Hn`; LimitNOFILE= of a service)"
+    fix = "have the hard limit raised (`ulimit -Hn`; LimitNOFILE= of a service)"
     if workers < 1:
         yield Finding("problem", "descriptors", what, fix)
     elif workers < _FEW_WORKERS:
@@ -239,13 +245,14 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", "memory", "the system does not say how much there is")
         return
     free = min(known)
+    model = free // 2 * _PAGE_BYTES // (_PAGE_BYTES + _ENTRY_BYTES)
     what = f"{_size(total)}, of which {_size(free)} can be had"
     if limit is not None and limit < total:
         what += f" (a control group allows {_size(limit)}, memory files included)"
-    # A sender has two slots of a model beside the model itself.
-    what += f": enough for the two slots of a model of {_size(free // 2)}"
+    # A sender has two slots of a model in addition to the model, and says so if they do not fit.
+    what += f": enough for the two slots of a model of {_size(model)}, with their page tables"
     largest = facts.file_size_limit
-    if largest is not None and largest < free // 2:
+    if largest is not None and largest < model:
         what += f", but a file may have {_size(largest)} only, and a slot is a file"
         yield Finding("note", "memory", what, "`ulimit -f unlimited` before the trainer starts")
     elif free < _GIB:
@@ -256,11 +263,28 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _huge_pages(facts: Facts) -> Iterator[Finding]:
-    if facts.huge_pages in ("always", "force", "within_size"):
-        yield Finding("ok", "huge pages", f"used for memory files ({facts.huge_pages})")
-    elif facts.huge_pages is not None:
-        what = f"not used for memory files (shmem_enabled is {facts.huge_pages}); nothing needs them"
+    costs = (
+        f"without them each GiB takes some {_SMALL_SECONDS:g} s more before the first send, and "
+        "each process that maps it has 2 MiB of page tables for it"
+    )
+    fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    setting = facts.huge_pages
+    if setting is None:
+        what = f"this kernel has none for memory files: {costs}"
+        yield Finding("note", "huge pages", what)
+    elif setting in ("always", "force", "within_size", "advise"):
+        yield Finding("ok", "huge pages", f"used for memory files ({setting})")
+    elif setting != "deny" and _kernel_version(facts) >= _COLLAPSES:
+        what = f"used for memory files (shmem_enabled is {setting}, which does not matter to slots)"
         yield Finding("ok", "huge pages", what)
+    else:
+        what = f"not used for memory files (shmem_enabled is {setting}): {costs}"
+        yield Finding("note", "huge pages", what, fix)
+
+
+def _kernel_version(facts: Facts) -> tuple[int, ...]:
+    numbers = re.match(r"(\d+)\.(\d+)", facts.kernel)
+    return tuple(map(int, numbers.groups())) if numbers else (0, 0)
 
 
 def _processor(facts: Facts) -> Iterator[Finding]:

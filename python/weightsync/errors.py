@@ -8,12 +8,19 @@ end anew from the init info; weights already held stay valid) or ``"give up"``
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync._native import Report
+
 __all__ = [
     "CorruptError",
     "DeadlineError",
     "LifecycleError",
     "LoadError",
+    "MissingTensorError",
     "ModelError",
+    "NotAppliedError",
     "PeerError",
     "SendError",
     "SenderClosedError",
@@ -21,6 +28,7 @@ __all__ = [
     "OperatingSystemError",
     "UnsupportedError",
     "WeightsyncError",
+    "WrongTypeError",
     "WrongWeightsError",
 ]
 
@@ -33,6 +41,10 @@ class WeightsyncError(Exception):
     def __init__(self, message: str, remedy: str = "give up") -> None:
         super().__init__(message)
         self.remedy = remedy
+
+    def __str__(self) -> str:
+        # A KeyError would put it in quotation marks.
+        return Exception.__str__(self)
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (str(self), self.remedy)
@@ -54,6 +66,10 @@ class WrongWeightsError(WeightsyncError, ValueError):
     """Weights that are not those the model was set up with; each tensor is named."""
 
 
+class WrongTypeError(WeightsyncError, TypeError):
+    """A value that is not of a kind taken here, such as a tensor that cannot be sent."""
+
+
 class LoadError(WeightsyncError, RuntimeError):
     """The worker's own model could not take the weights; its words are the cause."""
 
@@ -62,8 +78,18 @@ class ModelError(WeightsyncError, LookupError):
     """No such model or version, or not clear which one is meant."""
 
 
+class MissingTensorError(ModelError, KeyError):
+    """A snapshot has no tensor of that name."""
+
+
 class SendError(WeightsyncError, RuntimeError):
     """A send that cannot be made as it was asked for. Nothing was sent."""
+
+
+class NotAppliedError(WeightsyncError, RuntimeError):
+    """Not every worker has applied what was sent, or nobody is there: ``report`` says who."""
+
+    report: Report | None = None
 
 
 class LifecycleError(WeightsyncError, RuntimeError):

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from weightsync import _ends, _paths
+from weightsync import _dtypes, _ends, _paths
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
+from weightsync._processes import Watched
 from weightsync._source import Source
-from weightsync.errors import LifecycleError, ModelError, SendError
+from weightsync.errors import LifecycleError, ModelError, SendError, SettingError
+from weightsync.mapping import PerModel, by_model
 from weightsync.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ WaitFor = Literal["sent", "staged", "applied"]
 Strategy = Literal["state_dict", "tensordict"]
 
 
-class Sender:
+class Sender(_ends.AsyncWith):
     """The trainer's end of one model, or of several that can flip together.
 
     Making it communicates nothing: it decides names, dtypes and shapes, and where
@@ -46,12 +48,14 @@ class Sender:
         strategy: ``"state_dict"`` leaves out buffers that are not persistent,
             ``"tensordict"`` sends them too. Workers of either take either.
         run_dir: a directory of this user's own: a restarted trainer is found again.
-        cast: a dtype (``torch.bfloat16``, ``"BF16"``) for floating-point tensors.
-        slots: versions there is room for: from the beginning, and at most.
+        mapping: rules that make what is sent of the weights that are given; a dict of
+            them by name for several models.
+        cast: a dtype (``torch.bfloat16``, ``"bfloat16"``) for floating-point tensors.
+        slots: versions there is room for: in any case, and at most.
         history: how many older versions are kept.
         checksums: whether the copy pass makes checksums for workers to verify.
         digest: whether each version's digest is made after it was sent.
-        copy_threads: how many threads copy.
+        copy_threads: how many threads copy; 0 chooses by the size and the cores.
         pending: how many asynchronous sends may be on their way; None refuses a second.
         timeout: how long a send waits at most, in seconds, unless it says otherwise.
     """
@@ -66,32 +70,34 @@ class Sender:
         scheme: str = "shared-mem",
         strategy: Strategy = "state_dict",
         run_dir: str | os.PathLike[str] | None = None,
+        mapping: PerModel | None = None,
         cast: Any = None,
         slots: tuple[int, int] | None = None,
         history: int = 0,
         checksums: bool = False,
         digest: bool = False,
-        copy_threads: int = 1,
+        copy_threads: int = 0,
         pending: int | None = None,
         timeout: float | None = 60.0,
     ) -> None:
         if strategy not in ("state_dict", "tensordict"):
-            raise ValueError(f'strategy wants "state_dict" or "tensordict", and got {strategy!r}')
+            raise SettingError(f'strategy wants "state_dict" or "tensordict", and got {strategy!r}')
         self._context = context
         self._models = _named(model, name, models, context)
         self._strategy = strategy
-        self._sources = {name: Source(strategy) for name in self._models}
+        self._mappings = by_model(mapping, self._models)
+        self._sources = {name: self._source(name) for name in self._models}
         self._sending = _Sending(list(self._sources.values()))
         self._connected = False
         self._session = Session(scheme)
         self._setup: _Setup = {
             "scheme": scheme,
             "run_dir": None if run_dir is None else os.fspath(run_dir),
-            "cast": _dtype_name(cast),
+            "cast": None if cast is None else _dtypes.name_of(cast),
             "slots": slots,
             "history": history,
             "checksums": checksums,
-            "digest_in_background": digest,
+            "digest": digest,
             "copy_threads": copy_threads,
             "pending": pending,
             "deadline": timeout,
@@ -126,6 +132,7 @@ class Sender:
         *,
         weights: Any = None,
         weights_dict: Mapping[str, Any] | None = None,
+        processes: Iterable[Any] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
         """Publishes the first version, and returns once the workers have loaded it.
@@ -135,22 +142,29 @@ class Sender:
         returns once the workers are there.
 
         Args:
-            workers: how many, or which; others may join later.
+            workers: how many, or which; others may join later. One that has loaded the
+                first version and has left in order by now counts.
             weights: the model's first weights, in place of its own.
             weights_dict: the same for several models.
+            processes: the workers' processes, of :mod:`multiprocessing` or
+                :mod:`subprocess`: one that fails before all have joined ends the wait.
             timeout: in seconds.
 
         Raises:
-            DeadlineError: naming the workers that were not there in time.
+            DeadlineError: naming the workers that were not there in time. Those that have
+                joined stay: ``connect`` can be called again, and goes on waiting. The
+                first version stays what was published the first time.
+            PeerError: naming the processes that have failed.
             WrongWeightsError: if a worker's model is another.
         """
         with self._sending:
             given = self._given(weights, None, weights_dict, whole=True)
-            expected = workers if isinstance(workers, int) else list(workers)
-            self._session.connect_sender(given, expected, timeout)
-            self._connected = True
+            watch = None if processes is None else Watched(processes).look
+            # Workers may have joined also if it fails.
             _ends.opened(self)
-        logger.debug("connected: %r", self)
+            self._session.connect_sender(given, workers, timeout, watch)
+            self._connected = True
+        logger.info("connected: %r", self)
 
     def wait_for(self, workers: int | Iterable[int], *, timeout: float | None = 60.0) -> None:
         """Waits until these workers, too, are there and have loaded what was sent.
@@ -158,8 +172,7 @@ class Sender:
         Raises:
             DeadlineError: naming those that were not there in time.
         """
-        expected = workers if isinstance(workers, int) else list(workers)
-        self._session.wait_for(expected, timeout)
+        self._session.wait_for(workers, timeout)
 
     def send(
         self,
@@ -172,6 +185,7 @@ class Sender:
         timeout: float | None = None,
         partial: bool = False,
         version: int | None = None,
+        wait_late: bool = False,
     ) -> Report:
         """Publishes the next version, and waits until every worker has its line.
 
@@ -185,10 +199,14 @@ class Sender:
             timeout: in seconds; None: the sender's own.
             partial: whether these are some of the model's tensors only.
             version: the version's number, such as a training step; it must grow.
+            wait_late: wait also for workers that were late for an earlier send and have
+                not moved since; without it the send passes them over.
 
         Returns:
             One line per worker: one that died, refused or was late is a line, and
-            costs the others nothing.
+            costs the others nothing. ``send().ensure_applied()`` raises unless every worker
+            has it, and somebody is there; ``assert send().all_applied`` does so too, but
+            with ``python -O`` there is no assert, and no send.
 
         Raises:
             WrongWeightsError: naming each tensor that is not as it was set up.
@@ -201,11 +219,11 @@ class Sender:
                     raise ModelError(f"the snapshot is of {weights.model!r} alone")
                 if partial:
                     raise SendError("a snapshot is a whole version, and no partial update")
-                again = (weights.model, workers, wait, timeout, False, version)
+                again = (weights.model, workers, wait, timeout, False, version, wait_late)
                 report = self._session.send_again(weights._native, again)
             else:
                 given = self._given(weights, model, weights_dict, partial=partial)
-                options = (model, workers, wait, timeout, partial, version)
+                options = (model, workers, wait, timeout, partial, version, wait_late)
                 report = self._session.send(given, options)
         _log(report)
         return report
@@ -221,11 +239,16 @@ class Sender:
         timeout: float | None = None,
         partial: bool = False,
         version: int | None = None,
+        wait_late: bool = False,
     ) -> PendingSend:
-        """As :meth:`send`, but returns once the weights were read: they may change."""
+        """As :meth:`send`, but returns once the weights were read: they may change.
+
+        The report comes by ``wait()`` of what is returned, or by ``await``.
+        """
         with self._sending:
             given = self._given(weights, model, weights_dict, partial=partial)
-            options = (model, _workers(worker_ids), wait, timeout, partial, version)
+            workers = _workers(worker_ids)
+            options = (model, workers, wait, timeout, partial, version, wait_late)
             return self._session.send_async(given, options)
 
     def send_each(
@@ -235,6 +258,7 @@ class Sender:
         model: str | None = None,
         wait: WaitFor = "applied",
         timeout: float | None = None,
+        wait_late: bool = False,
     ) -> Report:
         """Sends each worker weights of its own, and changes only these workers.
 
@@ -243,16 +267,17 @@ class Sender:
         with self._sending:
             name = self._only(model)
             if not weights:
-                raise ValueError("send_each wants the weights of at least one worker: {0: …}")
+                raise SettingError("send_each wants the weights of at least one worker: {0: …}")
             sources: dict[int, Any] = {}
             kept = []
             for given in weights.values():
                 if id(given) not in sources:
-                    source = Source(self._strategy)
+                    source = self._source(name)
                     kept.append((source, given))
                     sources[id(given)] = source.place(given)
             each = [(worker, sources[id(given)]) for worker, given in weights.items()]
-            report = self._session.send_each(each, (name, None, wait, timeout, False, None))
+            options = (name, None, wait, timeout, False, None, wait_late)
+            report = self._session.send_each(each, options)
         _log(report)
         return report
 
@@ -263,6 +288,13 @@ class Sender:
     def release(self, worker_ids: int | Iterable[int]) -> None:
         """Lets held workers go on, with the newest version at once."""
         self._session.hold(_workers(worker_ids) or [], False)
+
+    def forget(self, worker_ids: int | Iterable[int]) -> None:
+        """Takes workers that failed, died or were lost out of the reports, for good.
+
+        Until then, or until they are back, each report has their lines.
+        """
+        self._session.forget(_workers(worker_ids) or [])
 
     @property
     def workers(self) -> list[WorkerStatus]:
@@ -344,11 +376,14 @@ class Sender:
                 given = _paths.resolve(self._context, given)
         elif isinstance(given, str):
             given = _paths.resolve(self._context, given)
-        source = Source(self._strategy) if partial else self._sources[name]
+        source = self._source(name) if partial else self._sources[name]
         native = source.place(given)
         if partial:
             self._sending.parts.append(source)
         return native
+
+    def _source(self, name: str) -> Source:
+        return Source(self._strategy, self._mappings.get(name))
 
     def _only(self, model: str | None) -> str:
         if model is not None:
@@ -409,20 +444,12 @@ def _named(
 def _workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
     if worker_ids is None:
         return None
-    return [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-
-
-def _dtype_name(cast: Any) -> str | None:
-    if cast is None or isinstance(cast, str):
-        return cast
-    from weightsync import _dtypes
-
-    names = _dtypes._by_torch()
-    if cast not in names:
-        raise TypeError(f"cast wants a floating-point dtype, and got {cast!r}")
-    return names[cast]
+    if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str):
+        return list(worker_ids)
+    # What is no number is refused where it is read.
+    return [worker_ids]
 
 
 def _log(report: Report) -> None:
-    if not report.all_reached:
+    if report.failed:
         logger.warning("%s", report)

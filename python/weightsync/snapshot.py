@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import abc
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import arrays_of, target_of, tensors_of
+from weightsync._target import View, arrays_of, target_of
+from weightsync.errors import MissingTensorError, UnsupportedError
+
+if TYPE_CHECKING:
+    from weightsync.mapping import Mapping
 
 
-class Snapshot(Mapping[str, Any]):
+class Snapshot(abc.Mapping[str, Any]):
     """One whole version of a model: its tensors by name, read without a copy.
+
+    They are torch's, or numpy's where torch is not installed.
 
     It does not change while it, or a tensor of it, is held, whatever the sender
     does, and also after the sender's death. Holding one costs the sender room for
@@ -21,7 +29,10 @@ class Snapshot(Mapping[str, Any]):
 
     def __init__(self, native: NativeSnapshot) -> None:
         self._native = native
-        self._tensors: dict[str, Any] | None = None
+        # In order; a dict, to be asked whether one is there.
+        self._names: dict[str, None] | None = None
+        self._view: View | None = None
+        self._seen: dict[str, Any] = {}
 
     @property
     def model(self) -> str:
@@ -40,9 +51,9 @@ class Snapshot(Mapping[str, Any]):
 
     def tensors(self) -> dict[str, Any]:
         """Torch tensors over the version, by name; tied ones under each of theirs."""
-        if self._tensors is None:
-            self._tensors = tensors_of(self._native)
-        return dict(self._tensors)
+        if not _has_torch():
+            raise UnsupportedError("torch is not installed here, so use numpy() in place of tensors()")
+        return {name: self[name] for name in self}
 
     def numpy(self) -> dict[str, Any]:
         """numpy arrays over the version; bf16 and fp8 want ml_dtypes installed."""
@@ -55,6 +66,14 @@ class Snapshot(Mapping[str, Any]):
             WrongWeightsError: naming each tensor that does not fit; nothing was copied.
         """
         self._native.load_into(target_of(model, "copy"))
+
+    def mapped(self, mapping: Mapping) -> Snapshot:
+        """The same version as a :class:`Mapping` makes it, in this process's own memory.
+
+        Raises:
+            WrongWeightsError: naming each rule that does not fit.
+        """
+        return Snapshot(self._native.mapped(mapping._native))
 
     def copy(self) -> Snapshot:
         """The same version in this process's own memory."""
@@ -82,21 +101,41 @@ class Snapshot(Mapping[str, Any]):
         return self._native.save_safetensors(os.fspath(path))
 
     def __getitem__(self, name: str) -> Any:
-        if self._tensors is None:
-            self._tensors = tensors_of(self._native)
-        try:
-            return self._tensors[name]
-        except KeyError:
-            some = ", ".join(repr(known) for known in list(self._tensors)[:5])
-            raise KeyError(f"{self.model} has no tensor {name!r}; it has {some}, …") from None
+        """A tensor over the version; where torch is not installed, a numpy array."""
+        if self._view is None:
+            self._view = View(self._native)
+        of = self._view.ties.get(name, name)
+        if of not in self._seen:
+            if of not in self._view.places:
+                known = list(self)
+                some = ", ".join(map(repr, known[:5])) + (", …" if len(known) > 5 else "")
+                raise MissingTensorError(f"{self.model} has no tensor {name!r}; it has {some}")
+            self._seen[of] = self._view.tensor(of) if _has_torch() else self._view.array(of)
+        return self._seen[of]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known()
 
     def __iter__(self) -> Iterator[str]:
-        if self._tensors is None:
-            self._tensors = tensors_of(self._native)
-        return iter(self._tensors)
+        return iter(self._known())
 
     def __len__(self) -> int:
-        return len(self._native.layout)
+        return len(self._known())
 
     def __repr__(self) -> str:
         return repr(self._native)
+
+    def _known(self) -> dict[str, None]:
+        if self._names is None:
+            self._names = dict.fromkeys(place[0] for place in self._native.places())
+            self._names.update((alias, None) for alias, _ in self._native.ties)
+        return self._names
+
+
+@cache
+def _has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True

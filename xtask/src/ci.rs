@@ -20,6 +20,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     let deny = tools::DENY.provide(places)?;
     tools::NEXTEST.provide(places)?;
     python::TESTS.provide(places)?;
+    python::OLDEST.provide(places)?;
 
     let mut passed: Vec<String> = Vec::new();
     let mut pass = |name: &str, took: Duration| {

@@ -31,7 +31,8 @@ usage: cargo xtask <command>
 
   test                            every test, with what the tests need set up first
   ci                              every check, then every test
-  pytest [ARGS]                   every test of the Python package, or those that ARGS ask for
+  pytest [--oldest] [ARGS]        every test of the Python package, or those that ARGS ask for; with
+                                  --oldest those that also run with the oldest torch
   wheel                           the Python package, built
   arrows                          the crate graph, held against the design's table
   bench GROUP [--json] [--plot]   one group of benchmarks

@@ -12,16 +12,41 @@ use crate::wheel;
 /// The module in Rust, whose stubs are written by hand.
 const MODULE: &str = "weightsync._native";
 
-/// Builds and installs the package, and tests it with the environment in `python`.
+/// What runs with the oldest torch as well: sending from and loading into modules, tensors of every
+/// dtype, threads that share a module, and the guard, without torch's own compiler of code.
+const WITH_OLDEST: &[&str] = &[
+    "python/tests/core/test_background.py",
+    "python/tests/core/test_compile.py",
+    "python/tests/core/test_dtypes.py",
+    "python/tests/core/test_modules.py",
+    "python/tests/core/test_readers.py",
+    "-k",
+    "not inductor",
+];
+
+/// Builds and installs the package, and tests it with the environment in `python`, and a part of it
+/// with the one in `oldest`.
 ///
 /// `timeout` is the limit of each test in seconds where it is not that of pyproject.toml. When a
 /// test fails, pytest's summary is the last thing printed.
-pub fn run(places: &Places, python: &Path, timeout: Option<u32>) -> Result<(), Error> {
+pub fn run(
+    places: &Places,
+    python: &Path,
+    oldest: &Path,
+    timeout: Option<u32>,
+) -> Result<(), Error> {
     let wheel = wheel::build(places, python)?;
     wheel::test_alone(places, python, &wheel)?;
-    let own = wheel::install_over(places, python, &wheel)?;
+    let own = wheel::install_over(places, python, "tests", &wheel)?;
     step::run("stubs", &mut stubtest(places, &own))?;
-    let mut tests = pytest(places, &own);
+    let oldest = wheel::install_over(places, oldest, "oldest", &wheel)?;
+    let mut with_oldest = timed(pytest(places, &oldest), timeout);
+    step::run_reported("the oldest torch", with_oldest.args(WITH_OLDEST))?;
+    let mut tests = timed(pytest(places, &own), timeout);
+    step::run_reported("python tests", &mut tests).map(drop)
+}
+
+fn timed(mut tests: Command, timeout: Option<u32>) -> Command {
     if let Some(seconds) = timeout {
         // The one ends a test, the other the run, where a test cannot be ended.
         tests.arg(format!("--timeout={seconds}"));
@@ -30,23 +55,36 @@ pub fn run(places: &Places, python: &Path, timeout: Option<u32>) -> Result<(), E
             seconds + 60
         ));
     }
-    step::run_reported("python tests", &mut tests).map(drop)
+    tests
 }
 
-/// `cargo xtask pytest [ARGS]`: all of the above, or only the tests that the arguments ask for.
+/// `cargo xtask pytest [ARGS]`: all of the above, or only the tests that the arguments ask for; after
+/// `--oldest` with the oldest torch.
 pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
-    if args.is_empty() {
-        return run(places, &python::TESTS.provide(places)?, None);
+    match args {
+        [] => {
+            let python = python::TESTS.provide(places)?;
+            run(places, &python, &python::OLDEST.provide(places)?, None)
+        }
+        ["--oldest", rest @ ..] => {
+            let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
+            let oldest = python::OLDEST.provide(places)?;
+            let own = wheel::install_over(places, &oldest, "oldest", &wheel)?;
+            let chosen = if rest.is_empty() { WITH_OLDEST } else { rest };
+            step::run_last("the oldest torch", pytest(places, &own).args(chosen))
+        }
+        chosen => {
+            let own = installed(places)?;
+            step::run_last("python tests", pytest(places, &own).args(chosen))
+        }
     }
-    let own = installed(places)?;
-    step::run_last("python tests", pytest(places, &own).args(args))
 }
 
 /// The Python that sees the package, just built, and the packages ours is tested and compared with.
 pub fn installed(places: &Places) -> Result<PathBuf, Error> {
     let python = python::TESTS.provide(places)?;
     let wheel = wheel::build(places, &python)?;
-    wheel::install_over(places, &python, &wheel)
+    wheel::install_over(places, &python, "tests", &wheel)
 }
 
 /// Holds the stubs against the module. What it reads is configured in pyproject.toml.

@@ -20,6 +20,16 @@ pub const TESTS: Environment = Environment {
     name: "tests",
     requirements: "python/requirements-test.txt",
     imports: "torch, torchrl, ray, zstandard, sentence_transformers, maturin, mypy, pytest",
+    with_dependencies: true,
+};
+
+/// What some of the Python tests run in once more: the oldest torch the package supports, as
+/// `torch` in pyproject.toml's optional dependencies says.
+pub const OLDEST: Environment = Environment {
+    name: "oldest",
+    requirements: "python/requirements-oldest.txt",
+    imports: "torch, numpy, ml_dtypes, pytest, pytest_timeout",
+    with_dependencies: false,
 };
 
 /// What the scripts in `bench/peers/net` run in: made for `cargo xtask bench net` alone. What loads
@@ -28,6 +38,7 @@ pub const NET: Environment = Environment {
     name: "net",
     requirements: "python/requirements-net.txt",
     imports: "torch, numpy, ray, zmq",
+    with_dependencies: true,
 };
 
 /// What is looked for on `PATH`, in this order: the first that is new enough is taken.
@@ -51,6 +62,8 @@ pub struct Environment {
     requirements: &'static str,
     /// What must be importable before it counts as complete.
     imports: &'static str,
+    /// Whether what its packages depend on is installed too. Otherwise its lines name all of it.
+    with_dependencies: bool,
 }
 
 impl Environment {
@@ -117,6 +130,9 @@ impl Environment {
             .arg("--only-binary=:all:")
             .arg("--requirement")
             .arg(requirements);
+        if !self.with_dependencies {
+            pip.arg("--no-deps");
+        }
         step::run(&format!("{} packages", self.name), &mut pip).map_err(|error| {
             let fix = format!(
                 "make the package index reachable (pip's own settings apply), with a Python that \
@@ -394,7 +410,7 @@ mod tests {
 
     #[test]
     fn every_requirement_is_pinned() {
-        for environment in [TESTS, NET] {
+        for environment in [TESTS, OLDEST, NET] {
             let path = Path::new(env!("CARGO_MANIFEST_DIR"))
                 .join("..")
                 .join(environment.requirements);

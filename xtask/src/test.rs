@@ -37,6 +37,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
         tools::IPROUTE.provide()?;
     }
     let python = python::TESTS.provide(places)?;
+    let oldest = python::OLDEST.provide(places)?;
 
     let (level, value) = OPT_LEVEL;
     let mut doc = places.cargo();
@@ -46,7 +47,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
 
     step::run("loom", &mut loom(places, &nextest))?;
 
-    pytest::run(places, &python, soak.pytest_timeout())?;
+    pytest::run(places, &python, &oldest, soak.pytest_timeout())?;
 
     let mut tests = places.command(&nextest);
     tests

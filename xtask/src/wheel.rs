@@ -1,9 +1,10 @@
 //! The Python package as its users get it: a wheel, built once, and installed where it is tested.
 //!
-//! Two places have it. One sees the packages of the tests' environment behind it: there the Python
-//! tests run, and the benchmarks that compare with other packages. The other is empty but for the
-//! wheel, and holds it to what it promises: no compiler, no other package. Both are made anew by
-//! each run, in the build directory: an old file of the package would hide that the wheel lacks it.
+//! Three places have it. One sees the packages of the tests' environment behind it: there the Python
+//! tests run, and the benchmarks that compare with other packages. One sees those of the oldest torch.
+//! The third is empty but for the wheel, and holds it to what it promises: no compiler, no other
+//! package. All are made anew by each run, in the build directory: an old file of the package would
+//! hide that the wheel lacks it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,18 +38,23 @@ pub fn build(places: &Places, python: &Path) -> Result<PathBuf, Error> {
     only_wheel(&folder)
 }
 
-/// Installs the wheel before the packages of the environment of `python`, and returns the Python
-/// that sees both.
-pub fn install_over(places: &Places, python: &Path, wheel: &Path) -> Result<PathBuf, Error> {
+/// Installs the wheel before the packages of the environment of `python`, in a place of that `name`,
+/// and returns the Python that sees both.
+pub fn install_over(
+    places: &Places,
+    python: &Path,
+    name: &str,
+    wheel: &Path,
+) -> Result<PathBuf, Error> {
     let ask = "import sysconfig; print(sysconfig.get_path('purelib'))";
     let mut where_to = python::command(places, python);
     where_to.args(["-c", ask]);
     let packages = step::output(&mut where_to, "python")?;
-    let (home, own) = make(places, python, "tests")?;
+    let (home, own) = make(places, python, name)?;
 
     let mut where_to = python::command(places, &own);
     where_to.args(["-c", ask]);
-    let link = PathBuf::from(step::output(&mut where_to, "python")?.trim()).join("tests.pth");
+    let link = PathBuf::from(step::output(&mut where_to, "python")?.trim()).join("packages.pth");
     fs::write(&link, packages).map_err(|source| Error::Io {
         doing: format!("writing {}", link.display()),
         source,

@@ -1,13 +1,14 @@
 //! The one pass that brings a model's tensors into a slot.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use weightsync_core::{Layout, TensorSpec};
 use weightsync_simd::{Copier, Crc64};
 
 use crate::error::Error;
 use crate::map::Mapping;
-use crate::spans::{CHECKSUM_BLOCK, Span, Spans};
+use crate::spans::{CHECKSUM_BLOCK, SlotShape, Span, Spans};
 
 /// Where one tensor's bytes come from.
 pub enum Source<'a> {
@@ -34,21 +35,13 @@ impl std::fmt::Debug for Source<'_> {
 }
 
 /// How [`Staging::write`](crate::Staging::write) goes over the source.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct CopyOptions {
-    /// Threads that copy, this one included; at least 1.
+    /// Threads that copy, this one included; 0 for as many as pay, by the bytes
+    /// there are to copy and the processor's cores.
     pub threads: usize,
     /// Whether to make chunk checksums in the same pass.
     pub checksums: bool,
-}
-
-impl Default for CopyOptions {
-    fn default() -> Self {
-        Self {
-            threads: 1,
-            checksums: false,
-        }
-    }
 }
 
 /// Writes every tensor of an image that starts at `map`'s beginning, with the
@@ -81,7 +74,7 @@ pub(crate) unsafe fn write_image(
     );
     // Without sums there is no need to cut large tensors that small.
     let (spans, blocks) = match options.checksums {
-        true => (spans.all(), spans.blocks()),
+        true => (spans.all(), SlotShape::of(layout).blocks()),
         false => (spans.joined(), 0),
     };
     let mut sums = vec![0; blocks];
@@ -91,11 +84,15 @@ pub(crate) unsafe fn write_image(
         sources,
         bytes: layout.bytes() as usize,
     };
-    if options.threads <= 1 {
+    let threads = match options.threads {
+        0 => that_pay(image.bytes, sources),
+        threads => threads,
+    };
+    if threads <= 1 {
         image.write(spans, (0, &mut sums))?;
         return Ok(sums);
     }
-    let cuts = cut(spans, sources, options);
+    let cuts = cut(spans, sources, CopyOptions { threads, ..options });
     let (first, others) = cuts
         .split_first()
         .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
@@ -135,6 +132,30 @@ pub(crate) unsafe fn write_image(
         result
     })?;
     Ok(sums)
+}
+
+/// What a thread copies at the least: a few milliseconds, of which its start is 1 %.
+const SHARE: usize = 64 << 20;
+
+/// From there on they wait for memory.
+const MAX_THREADS: usize = 4;
+
+/// How many threads copy, where nobody has said so: one thread does not take all that
+/// memory gives. A function that fills a tensor may need what the caller has.
+fn that_pay(bytes: usize, sources: &[Source<'_>]) -> usize {
+    let most = (bytes / SHARE).min(MAX_THREADS);
+    let fills = || sources.iter().any(|one| matches!(one, Source::Fill(_)));
+    if most <= 1 || fills() {
+        return 1;
+    }
+    most.min(cores())
+}
+
+/// How many cores this process may use, asked for once: it takes longer than a small
+/// send.
+fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 /// Cuts the spans into one run per thread, of about the same number of bytes.
@@ -318,4 +339,21 @@ fn check_length(source: &[u8], tensor: &TensorSpec) {
         "length of {}",
         tensor.name
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_threads_copy_only_where_there_is_enough_to_copy() {
+        let fill: &Fill<'_> = &|_| Ok(());
+        let (plain, filled) = ([Source::Bytes(&[])], [Source::Fill(fill)]);
+        for bytes in [0, SHARE, 2 * SHARE - 1] {
+            assert_eq!(that_pay(bytes, &plain), 1);
+        }
+        assert_eq!(that_pay(2 * SHARE, &plain), cores().min(2));
+        assert_eq!(that_pay(1 << 40, &plain), cores().min(MAX_THREADS));
+        assert_eq!(that_pay(1 << 40, &filled), 1);
+    }
 }

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
+use rustix::io::Errno;
 use weightsync_core::{Epoch, Version, WorkerId};
+
+use crate::limits;
 
 /// One reader that keeps a slot from being written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +28,28 @@ impl std::fmt::Display for Holder {
     }
 }
 
+/// One reader that keeps set records from being written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecordHolder {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Its process.
+    pub pid: u32,
+    /// How many records it holds, or has before it.
+    pub records: usize,
+}
+
+impl std::fmt::Display for RecordHolder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            worker,
+            pid,
+            records,
+        } = self;
+        write!(f, "{worker} (pid {pid}) holds {records}")
+    }
+}
+
 fn in_words(versions: &[Version]) -> String {
     if versions.is_empty() {
         return "none".into();
@@ -33,7 +58,26 @@ fn in_words(versions: &[Version]) -> String {
     versions.join(", ")
 }
 
-fn list(holders: &[Holder]) -> String {
+fn size(bytes: u64) -> String {
+    match bytes >> 30 {
+        0 => format!("{} MiB", bytes.div_ceil(1 << 20)),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}
+
+/// Whose limit it is.
+struct Group(Option<u64>);
+
+impl std::fmt::Display for Group {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(limit) => write!(f, "of the {} that a control group allows ", size(limit)),
+            None => f.write_str("of the machine's memory "),
+        }
+    }
+}
+
+fn list(holders: &[impl ToString]) -> String {
     let lines: Vec<_> = holders.iter().map(ToString::to_string).collect();
     lines.join("; ")
 }
@@ -50,10 +94,36 @@ pub enum Error {
         /// The system's answer.
         source: std::io::Error,
     },
-    /// A sender already serves this address.
+    /// There is not so much memory for this process: it would be killed.
     #[error(
-        "a sender already serves {address}: two senders cannot feed one model; \
-         shut the other one down, or give this one a name or run directory of its own"
+        "{} of shared memory are needed, but {}{} are left: send fewer bytes (a cast, say), \
+         end what else runs there, or allow more",
+        size(*wanted), Group(*limit), size(*left)
+    )]
+    NoMemory {
+        /// Bytes that the slots take.
+        wanted: u64,
+        /// Bytes that are left.
+        left: u64,
+        /// The limit of the control group that has so few left; `None` if that is
+        /// the machine.
+        limit: Option<u64>,
+    },
+    /// This process has as many files open as it may.
+    #[error(
+        "this process has as many files open as it may ({}), and needs more: raise the hard \
+         limit (`ulimit -Hn`, LimitNOFILE= of a service), or have fewer workers",
+        limit.map_or("no limit".into(), |limit| limit.to_string())
+    )]
+    TooManyFiles {
+        /// The limit.
+        limit: Option<u64>,
+    },
+    /// The address is taken: by another sender, or by another program.
+    #[error(
+        "{address} is taken: another sender lives there, or another program listens; two senders \
+         cannot feed one model: stop the other one, or give this one a port, a name or a run \
+         directory of its own"
     )]
     AddressInUse {
         /// The address asked for.
@@ -61,7 +131,7 @@ pub enum Error {
     },
     /// Nobody answered at the address before the deadline.
     #[error(
-        "no sender answered at {address} within {waited:?}: is the trainer running, \
+        "no sender answered at {address} within {waited:.1?}: is the trainer running, \
          has it called connect, and does the init info belong to this run?"
     )]
     NoSender {
@@ -96,7 +166,7 @@ pub enum Error {
     },
     /// Every slot of a model is pinned and none came free before the deadline.
     #[error(
-        "all {slots} slots of model {model} are pinned after {waited:?}: {}; drop those snapshots, \
+        "all {slots} slots of model {model} are pinned after {waited:.1?}: {}; drop those snapshots, \
          give the sender more slots, or let it grow",
         list(holders)
     )]
@@ -109,6 +179,21 @@ pub enum Error {
         waited: Duration,
         /// Who holds them.
         holders: Vec<Holder>,
+    },
+    /// Every set record is in use and none came free before the deadline: nothing could
+    /// be told to any reader.
+    #[error(
+        "all {records} set records are in use after {waited:.1?}: {}; have these workers take what \
+         waits for them, give them shorter queues, or restart them",
+        list(holders)
+    )]
+    AllRecordsHeld {
+        /// How many there are.
+        records: usize,
+        /// How long the sender waited.
+        waited: Duration,
+        /// Who holds them.
+        holders: Vec<RecordHolder>,
     },
     /// The sender died; what it published last stays readable.
     #[error("the sender (pid {pid}) died; the last whole version stays readable")]
@@ -252,7 +337,7 @@ impl Error {
     /// Too many descriptors of this user are on their way through sockets: for
     /// the other ends to take, and not a failing of this one.
     pub(crate) fn is_crowded_out(&self) -> bool {
-        let crowded = rustix::io::Errno::TOOMANYREFS.raw_os_error();
+        let crowded = Errno::TOOMANYREFS.raw_os_error();
         matches!(self, Self::Os { source, .. } if source.raw_os_error() == Some(crowded))
     }
 
@@ -276,10 +361,15 @@ impl Error {
     }
 }
 
-pub(crate) fn os(action: &'static str) -> impl FnOnce(rustix::io::Errno) -> Error {
-    move |errno| Error::Os {
-        action,
-        source: errno.into(),
+pub(crate) fn os(action: &'static str) -> impl FnOnce(Errno) -> Error {
+    move |errno| match errno {
+        Errno::MFILE => Error::TooManyFiles {
+            limit: limits::files(),
+        },
+        _ => Error::Os {
+            action,
+            source: errno.into(),
+        },
     }
 }
 

@@ -6,29 +6,91 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// This process's number, as [`std::process::id`] but in a nanosecond: ends ask at
-/// every use whether they were opened here.
-///
-/// It is kept in a page that a fork wipes (`MADV_WIPEONFORK`, Linux 4.14), so
-/// that it is asked for once per process and still right in every child.
-pub fn process_id() -> u32 {
-    static PAGE: OnceLock<Option<&'static AtomicU32>> = OnceLock::new();
-    let Some(known) = PAGE.get_or_init(wiped_on_fork) else {
-        return std::process::id();
+use crate::error::Error;
+
+/// The process that made something. A forked child is another one, also where it has the
+/// same number in a process namespace of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// How many forks there were between the first process that asked and this one.
+    generation: u32,
+    /// For people to read.
+    pid: u32,
+}
+
+impl Origin {
+    /// No process at all: it is nowhere [here](Self::is_here).
+    pub const NOWHERE: Self = Self {
+        generation: 0,
+        pid: 0,
     };
-    match known.load(Ordering::Relaxed) {
-        0 => {
-            let own = std::process::id();
-            known.store(own, Ordering::Relaxed);
-            own
+
+    /// This process, in a nanosecond: ends ask at every use whether they were made here.
+    ///
+    /// It is kept in a page that a fork wipes (`MADV_WIPEONFORK`, Linux 4.14), so that the
+    /// kernel is asked once per process. Where that cannot be had, the process's number
+    /// has to do.
+    pub fn here() -> Self {
+        static PAGE: OnceLock<Option<&'static Known>> = OnceLock::new();
+        /// In memory that a fork copies: the generation of the last process that asked.
+        static LAST: AtomicU32 = AtomicU32::new(0);
+        let Some(known) = PAGE.get_or_init(wiped_on_fork) else {
+            return Self {
+                generation: 0,
+                pid: std::process::id(),
+            };
+        };
+        if known.generation.load(Ordering::Acquire) == 0 {
+            // Two threads that come here at once write the same.
+            let next = LAST.load(Ordering::Relaxed) + 1;
+            known.pid.store(std::process::id(), Ordering::Relaxed);
+            let first =
+                known
+                    .generation
+                    .compare_exchange(0, next, Ordering::AcqRel, Ordering::Acquire);
+            if first.is_ok() {
+                LAST.store(next, Ordering::Relaxed);
+            }
         }
-        own => own,
+        Self {
+            generation: known.generation.load(Ordering::Acquire),
+            pid: known.pid.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Whether it is this process.
+    pub fn is_here(self) -> bool {
+        self == Self::here()
+    }
+
+    /// Nothing if it is this process.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Forked`] in a forked child.
+    pub fn check(self) -> Result<(), Error> {
+        let here = Self::here();
+        match self == here {
+            true => Ok(()),
+            false => Err(Error::Forked {
+                owner: self.pid,
+                child: here.pid,
+            }),
+        }
     }
 }
 
-/// A zero that is zero again in every forked child. `None` where the kernel
+/// What the page says of this process.
+#[repr(C)]
+struct Known {
+    /// 0 until it is asked for.
+    generation: AtomicU32,
+    pid: AtomicU32,
+}
+
+/// Zeros that are zero again in every forked child. `None` where the kernel
 /// cannot do it.
-fn wiped_on_fork() -> Option<&'static AtomicU32> {
+fn wiped_on_fork() -> Option<&'static Known> {
     const PAGE: usize = 4096;
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: the kernel picks an unused address range, so no existing memory is
@@ -42,7 +104,62 @@ fn wiped_on_fork() -> Option<&'static AtomicU32> {
         let _ = unsafe { rustix::mm::munmap(page, PAGE) };
         return None;
     }
-    // SAFETY: the page is mapped readable and writable, aligned, never unmapped,
-    // and accessed through this atomic alone.
-    Some(unsafe { AtomicU32::from_ptr(page.cast()) })
+    // SAFETY: the page is mapped readable and writable, aligned, never unmapped, and holds
+    // zeros, which are a value of atomics; it is accessed through these alone.
+    unsafe { page.cast::<Known>().as_ref() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Makes a child, and gives what it ended with.
+    fn in_child(call: impl FnOnce() -> i32) -> i32 {
+        // SAFETY: the child has no other thread, makes system calls and ends itself.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let code = call();
+            // SAFETY: it ends the child, and runs nothing of the parent's.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        // SAFETY: the child is this process's own, and the place is valid for the call.
+        let ended = unsafe { libc::waitpid(child, &mut status, 0) };
+        match ended == child && libc::WIFEXITED(status) {
+            true => libc::WEXITSTATUS(status),
+            false => -1,
+        }
+    }
+
+    /// Children of this process are the first of a process namespace from here on.
+    fn leave_namespace() -> bool {
+        // SAFETY: it changes the namespaces of this process, which a test has forked.
+        unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWPID) == 0 }
+    }
+
+    #[test]
+    fn a_forked_child_is_another_process_whatever_its_number() {
+        const NO_NAMESPACES: i32 = 40;
+        let here = Origin::here();
+        assert!(here.is_here() && here.check().is_ok());
+        assert_eq!(in_child(|| here.is_here().into()), 0);
+        // A first process of a namespace whose child is the first of another.
+        let code = in_child(|| {
+            if !leave_namespace() {
+                return NO_NAMESPACES;
+            }
+            in_child(|| {
+                let parent = Origin::here();
+                if parent.pid != 1 || !leave_namespace() {
+                    return NO_NAMESPACES;
+                }
+                in_child(|| match (std::process::id(), parent.check()) {
+                    (1, Err(Error::Forked { owner: 1, child: 1 })) => 0,
+                    _ => 1,
+                })
+            })
+        });
+        // Where they are forbidden, there is no such child either.
+        assert!(code == 0 || code == NO_NAMESPACES, "{code}");
+    }
 }

@@ -5,7 +5,7 @@
 //! sequence, or of the count of entries, or of the number of a question). The
 //! kernel needs no more than to read it, so a reader's read-only mapping will do.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::Instant;
 
 use rustix::io::Errno;
@@ -13,6 +13,7 @@ use rustix::thread::futex::{self, Flags};
 
 use crate::error::{Error, os};
 use crate::interrupt;
+use crate::sync::load_acquire;
 use crate::wait::{Deadline, timespec};
 
 #[cfg(not(target_endian = "little"))]
@@ -20,7 +21,7 @@ compile_error!("the low half of a lane's word is expected at its address");
 
 /// What [`wait`] compares with.
 pub(crate) fn value(word: &AtomicU64) -> u32 {
-    word.load(Ordering::Acquire) as u32
+    load_acquire(word) as u32
 }
 
 /// Sleeps while the low half is `value`, until somebody wakes the word or the

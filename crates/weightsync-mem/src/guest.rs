@@ -19,8 +19,9 @@ use crate::protocol::order;
 use crate::roster::{Call, End, Going, MAX_GUESTS, Reader, ReaderStatus, Shared, State};
 use crate::service::Newcomer;
 use crate::set::{ModelSet, Models, Placed};
-use crate::shared::Seat;
+use crate::shared::{Parting, Seat};
 use crate::snapshot::Snapshot;
+use crate::sync::load_acquire;
 use crate::wire::{Delivery, MAX_DEVICE, Want};
 use crate::writer::Writer;
 
@@ -91,6 +92,22 @@ impl Guests {
         self.shared.state().plan.version(model)
     }
 
+    /// The newest set that was sent to every worker, and the last sequence number that was
+    /// given out so far.
+    ///
+    /// # Panics
+    ///
+    /// In a forked child.
+    pub fn sent_to_all(&self) -> (u64, Vec<(usize, Version)>) {
+        if let Err(error) = self.shared.header.map.usable() {
+            panic!("{error}");
+        }
+        let state = self.shared.state();
+        let set = state.plan.default_set().iter();
+        let set = set.map(|(model, placed)| (model, placed.version));
+        (state.plan.sequence(), set.collect())
+    }
+
     /// Bytes of each version of a model.
     ///
     /// # Panics
@@ -109,8 +126,7 @@ impl Guests {
     /// and [`Error::BadOption`] if there is no such model.
     pub fn snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>, Error> {
         self.shared.check_model(model)?;
-        let state = self.shared.state();
-        self.shared.open()?;
+        let state = self.shared.open_state()?;
         let Some(slot) = state.plan.find(model, version) else {
             return Ok(None);
         };
@@ -168,13 +184,9 @@ impl Guests {
         if let Err(reason) = shared.admit(&newcomer, seen) {
             return denied(reason);
         }
-        let mut state = shared.state();
-        shared.open()?;
-        // Looked at again under the lock: two may come with one number.
-        let mut others = state.readers.range((worker, 0)..=(worker, u64::MAX));
-        if let Some((_, other)) = others.find(|(_, other)| !other.has_left()) {
-            let pid = other.pid();
-            return denied(already(worker, pid));
+        let mut state = shared.open_state()?;
+        if let Err(reason) = shared.vacate(&mut state, worker) {
+            return denied(reason);
         }
         let (_, guests) = state.counts();
         if guests >= MAX_GUESTS {
@@ -198,7 +210,7 @@ impl Guests {
             plan.join((key, u64::MAX), models, delivery, records, steps);
         });
         drop(state);
-        shared.doorbell.ring();
+        shared.bells.ring();
         Ok(Guest {
             shared: shared.clone(),
             key,
@@ -234,8 +246,7 @@ impl Guest {
     /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child,
     /// and what is wrong with a record.
     pub fn told(&self) -> Result<Vec<Told>, Error> {
-        let state = self.shared.state();
-        self.shared.open()?;
+        let state = self.shared.open_state()?;
         let Some(reader) = self.reader(&state) else {
             return Ok(Vec::new());
         };
@@ -264,9 +275,11 @@ impl Guest {
     /// Hands out its queue from the beginning again: to somebody else who acts for
     /// it from here on.
     pub fn start_over(&self) {
-        let state = self.shared.state();
+        let Ok(state) = self.shared.state_here() else {
+            return;
+        };
         if let Some(reader) = self.reader(&state) {
-            let head = reader.control().head.0.load();
+            let head = reader.control().head.load();
             self.handed.store(head, Ordering::Relaxed);
         }
     }
@@ -278,13 +291,12 @@ impl Guest {
     ///
     /// As [`told`](Self::told).
     pub fn answered(&self) -> Result<Option<(u64, Told)>, Error> {
-        let state = self.shared.state();
-        self.shared.open()?;
+        let state = self.shared.open_state()?;
         let Some(reader) = self.reader(&state) else {
             return Ok(None);
         };
         let place = &reader.lane().answer.0;
-        let question = place.question.load(Ordering::Acquire);
+        let question = load_acquire(&place.question);
         let Some(live) = place.live.load().filter(|_| question > reader.through()) else {
             return Ok(None);
         };
@@ -299,8 +311,7 @@ impl Guest {
     /// [`Error::NoSuchVersion`], [`Error::Protocol`] if it may not ask for that,
     /// and as [`told`](Self::told).
     pub fn ask(&self, question: u64, want: Want) -> Result<(), Error> {
-        let mut state = self.shared.state();
-        self.shared.open()?;
+        let mut state = self.shared.open_state()?;
         if state.asks(self.key).is_none() {
             return Ok(());
         }
@@ -345,8 +356,8 @@ impl Guest {
             return;
         };
         let control = reader.control();
-        control.holds.0.taken.fetch_max(taken, Ordering::AcqRel);
-        control.through.0.fetch_max(through, Ordering::AcqRel);
+        control.taken.fetch_max(taken, Ordering::AcqRel);
+        control.through.fetch_max(through, Ordering::AcqRel);
         self.advance(reader, taken);
         order();
         self.deliver(&mut state);
@@ -365,18 +376,10 @@ impl Guest {
         let Some(reader) = self.reader(&state) else {
             return;
         };
-        let loaded = &reader.control().loaded.0;
-        let before = loaded.sequence.load(Ordering::Relaxed);
-        if sequence == 0 || sequence >= before {
-            for (model, version) in versions {
-                if self.models.contains(model) {
-                    loaded.versions[model].store(version.0, Ordering::Relaxed);
-                }
-            }
-            loaded
-                .sequence
-                .store(sequence.max(before), Ordering::Release);
-        }
+        let mine = versions
+            .into_iter()
+            .filter(|(model, _)| self.models.contains(*model));
+        reader.control().say_loaded(sequence, mine);
         state.hear(self.key);
         drop(state);
         self.tell_sender();
@@ -403,7 +406,7 @@ impl Guest {
             self.shared.deliver(&mut state);
         }
         drop(state);
-        self.shared.doorbell.ring();
+        self.shared.bells.ring();
     }
 
     /// Has what waits come where this guest has made room: in its own queue, or by a
@@ -420,7 +423,7 @@ impl Guest {
         let Delivery::Every { .. } = self.delivery else {
             return;
         };
-        let (queue, head) = (&reader.lane().queue.0, &reader.control().head.0);
+        let (queue, head) = (&reader.lane().queue.0, &reader.control().head);
         let mut at = head.load();
         let handed = self.handed.load(Ordering::Relaxed);
         while at < handed && queue.get(at).is_some_and(|live| live.sequence <= sequence) {
@@ -441,14 +444,15 @@ impl Guest {
         let mut state = self.shared.state();
         if let Some(reader) = self.reader(&state) {
             if going == Going::Left {
-                reader.control().left.0.store(1, Ordering::Release);
+                let left = &reader.control().left;
+                left.store(Parting::InOrder.word(), Ordering::Release);
             }
             state.bury(self.key, going);
             if state.plan.anything_waits() {
                 self.shared.deliver(&mut state);
             }
             drop(state);
-            self.shared.doorbell.ring();
+            self.shared.bells.ring();
         }
     }
 
@@ -472,7 +476,7 @@ impl Guest {
     fn tell_sender(&self) {
         order();
         if self.shared.header().sender.0.sleeping() {
-            self.shared.doorbell.ring();
+            self.shared.bells.ring();
         }
     }
 }
@@ -491,9 +495,4 @@ impl fmt::Debug for Guest {
             .field("delivery", &self.delivery)
             .finish_non_exhaustive()
     }
-}
-
-/// Why a worker whose number is taken is refused.
-pub(crate) fn already(worker: WorkerId, pid: u32) -> String {
-    format!("{worker} is already connected (pid {pid}); give this one another number")
 }

@@ -3,9 +3,10 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::plan::{Plan, Step};
+use crate::plan::{Key, Plan, Step};
 use crate::protocol::{SlotSet, order};
 use crate::roster::{Shared, State};
+use crate::scan::{self, Breach};
 use crate::wire::Delivery;
 
 impl Shared {
@@ -13,29 +14,49 @@ impl Shared {
     /// some reader pins. Whoever asks for data pins does so after this.
     pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
         let mut records = SlotSet::default();
+        let mut breaches = Vec::new();
+        let mut retired = Vec::new();
         state.follow(|plan, key, reader| {
-            if !reader.retired && reader.has_left() {
-                // Its pins go on counting, but nothing more comes to it.
-                reader.retired = true;
-                plan.leave(key);
+            if !reader.retired && reader.retire(plan, key) {
+                retired.push(key);
             }
-            let control = reader.control();
-            if reader.delivery != Delivery::Newest || reader.asks {
-                plan.observe(key, control.head.0.load(), reader.through());
-            }
-            records = records.union(control.holds.0.records.held());
+            let moves = reader.delivery != Delivery::Newest || reader.asks;
+            let through = moves.then(|| reader.through());
+            let (words, claims) = reader.scanned();
+            records = records.union(scan::observe(plan, key, words, through, claims));
+            breaches.extend(reader.take_breach().map(|breach| (key, breach)));
         });
+        for key in retired {
+            state.miss_retired(key);
+        }
+        self.condemn(state, breaches);
         records
     }
 
     /// The slots of a model that some end holds, given the records that
     /// [`observe`](Self::observe) found pinned before.
-    pub(crate) fn pinned(&self, state: &State, model: usize, records: SlotSet) -> SlotSet {
-        // A guest pins nothing: whoever acts for it holds what the sender does.
-        let readers = state.processes();
-        let pins = readers.map(|(_, reader)| reader.control().holds.0.pins[model].held());
-        let held = pins.fold(self.own.held(model), SlotSet::union);
+    pub(crate) fn pinned(&self, state: &mut State, model: usize, records: SlotSet) -> SlotSet {
+        let mut held = self.own.held(model);
+        let mut breaches = Vec::new();
+        state.follow(|plan, key, reader| {
+            // A guest pins nothing: the sender holds the versions for it.
+            if reader.socket().is_some() {
+                let (words, claims) = reader.scanned();
+                held = held.union(scan::pinned(plan, key, words, model, claims));
+                breaches.extend(reader.take_breach().map(|breach| (key, breach)));
+            }
+        });
+        self.condemn(state, breaches);
         held.union(state.plan.slots_of(records, model))
+    }
+
+    /// Turns readers away whose pages say what no page of theirs can.
+    fn condemn(&self, state: &mut State, breaches: Vec<(Key, Breach)>) {
+        for (key, breach) in breaches {
+            state.condemn(key, breach.to_string());
+            // The threads that wait for it look again.
+            self.bells.ring();
+        }
     }
 
     /// Makes the shared pages say what the plan has decided, and asks full
@@ -94,17 +115,19 @@ impl Shared {
                     self.header().write_set(*record, &set);
                 }
                 Step::Flip { key, live } => {
-                    if let Some(reader) = state.readers.get(key) {
+                    if let Some(reader) = state.readers.get_mut(key) {
+                        reader.claims.tell(live.record, state.plan.set(live.record));
                         reader.lane().live.0.swap_in(*live);
                     }
                 }
                 Step::Push { key, live } => {
-                    if let Some(reader) = state.readers.get(key)
+                    if let Some(reader) = state.readers.get_mut(key)
                         && let Delivery::Every { bound } = reader.delivery
                     {
+                        reader.claims.tell(live.record, state.plan.set(live.record));
+                        let head = reader.control().head.load();
                         // Refused only if the reader has moved its head back,
                         // which harms nobody else.
-                        let head = reader.control().head.0.load();
                         reader.lane().queue.0.push(head, bound, *live);
                     }
                 }
@@ -118,16 +141,18 @@ impl Shared {
                     live,
                     question,
                 } => {
-                    if let Some(reader) = state.readers.get(key) {
+                    if let Some(reader) = state.readers.get_mut(key) {
+                        reader.claims.tell(live.record, state.plan.set(live.record));
                         let place = &reader.lane().answer.0;
                         place.live.swap_in(*live);
                         place.question.store(*question, Ordering::Release);
-                        order();
                     }
                 }
             }
         }
-        // All lanes first: a reader that is woken may want the processor.
+        // One fence for all lanes, before the question who sleeps and before any look at
+        // pins. All lanes first: a reader that is woken may want the processor.
+        order();
         for step in &steps {
             match step {
                 Step::Flip { key, .. } | Step::Push { key, .. } => {

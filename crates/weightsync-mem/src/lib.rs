@@ -24,23 +24,31 @@
 //! Absent here: policy about when to send, formats of weights, async, serde.
 //! This is one of the two crates with `unsafe` code.
 
+// Loom explores the protocol and the sender's decisions; of these it leaves a part unused.
+#![cfg_attr(loom, allow(dead_code))]
+
 pub mod protocol;
 mod sync;
 
 #[cfg(not(loom))]
 mod copy;
-#[cfg(not(loom))]
 mod error;
 #[cfg(not(loom))]
 mod fork;
 #[cfg(not(loom))]
 mod futex;
 #[cfg(not(loom))]
+mod grow;
+#[cfg(not(loom))]
 mod guest;
 #[cfg(not(loom))]
 pub mod interrupt;
 #[cfg(not(loom))]
 mod lanes;
+#[cfg(not(loom))]
+mod late;
+#[cfg_attr(loom, allow(dead_code))]
+mod limits;
 #[cfg(not(loom))]
 mod map;
 #[cfg(not(loom))]
@@ -49,8 +57,9 @@ mod model;
 mod pagemap;
 #[cfg(not(loom))]
 mod pins;
-#[cfg(not(loom))]
 mod plan;
+#[cfg(not(loom))]
+mod populate;
 #[cfg(not(loom))]
 mod private;
 #[cfg(not(loom))]
@@ -63,9 +72,9 @@ mod report;
 mod room;
 #[cfg(not(loom))]
 mod roster;
+mod scan;
 #[cfg(not(loom))]
 mod service;
-#[cfg(not(loom))]
 mod set;
 #[cfg(not(loom))]
 mod shared;
@@ -83,7 +92,6 @@ mod staging;
 mod wait;
 #[cfg(not(loom))]
 mod watch;
-#[cfg(not(loom))]
 pub mod wire;
 #[cfg(not(loom))]
 mod writer;
@@ -94,9 +102,11 @@ pub use weightsync_simd::stream_copy_slice;
 #[cfg(not(loom))]
 pub use crate::{
     copy::{BoxedError, CopyOptions, Fill, Source},
-    error::{Error, Holder},
-    fork::process_id,
+    error::{Error, Holder, RecordHolder},
+    fork::Origin,
     guest::{Guest, GuestOptions, Guests, Told},
+    late::Lateness,
+    limits::raise_files,
     model::{MAX_NOTE_BYTES, ModelSpec},
     plan::Targets,
     private::PrivateView,
@@ -104,7 +114,7 @@ pub use crate::{
     relay::{Event, Progress, Relay, Seated},
     report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
     room::{Piece, Room},
-    roster::{Going, ReaderStatus},
+    roster::{Attendance, Going, GoneReader, ReaderStatus},
     shared::Ending,
     snapshot::Snapshot,
     socket::{Listener, is_served},

@@ -3,18 +3,22 @@
 //! **Guarantee.** A mapping covers memory that can neither shrink nor grow
 //! underneath it (the seals are checked before anything is mapped), a reader's
 //! mapping cannot be written but for a private one, and no mapping reaches a
-//! forked child.
+//! forked child or a core file.
 
+use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, os};
-use crate::fork::process_id;
+use crate::fork::Origin;
+use crate::populate::{self, HUGE_PAGE};
 
 /// Seals every shared file carries: no resizing, and after the owner's own
 /// mapping no writable mapping and no `write` by anybody.
@@ -31,19 +35,33 @@ pub(crate) struct OwnedFile {
 }
 
 impl OwnedFile {
-    /// Creates, faults in, maps and seals `len` zero bytes.
+    /// Creates, maps, faults in and seals `len` zero bytes.
     ///
     /// The pages are allocated here, so that running out of memory is an error
     /// of this call and not a signal in the middle of a copy.
     pub(crate) fn new(name: &str, len: usize) -> Result<Self, Error> {
+        Self::new_unless(name, len, &AtomicBool::new(false))
+    }
+
+    /// As [`new`](Self::new), but stops soon after `stop` is set, with
+    /// [`Error::SenderClosed`].
+    pub(crate) fn new_unless(name: &str, len: usize, stop: &AtomicBool) -> Result<Self, Error> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create(name, flags).map_err(os("creating a memory file"))?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(os("sizing a memory file"))?;
-        rustix::io::retry_on_intr(|| {
-            rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), 0, len as u64)
-        })
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let map = Mapping::map(fd.as_fd(), len, prot, MapFlags::SHARED)?;
+        match populate::to_write(&map, stop) {
+            // Before Linux 5.14: allocated here, mapped as it is touched.
+            Err(Errno::INVAL) => rustix::io::retry_on_intr(|| {
+                rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), 0, len as u64)
+            }),
+            done => done,
+        }
         .map_err(os("allocating shared memory"))?;
-        let map = Mapping::new(fd.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
+        if stop.load(Ordering::Relaxed) {
+            return Err(Error::SenderClosed);
+        }
         rustix::fs::fcntl_add_seals(&fd, SEALS | SealFlags::SEAL)
             .map_err(os("sealing a memory file"))?;
         Ok(Self {
@@ -74,7 +92,7 @@ pub(crate) struct Mapping {
     len: usize,
     /// The process that made it: in a forked child the addresses are not mapped
     /// (`MADV_DONTFORK`), and something else may live there.
-    pid: u32,
+    origin: Origin,
 }
 
 // SAFETY: the mapping is plain memory; every access through it goes through
@@ -105,7 +123,9 @@ impl Mapping {
                 got: format!("{size} bytes where {len} were announced"),
             });
         }
-        Self::new(fd, len, ProtFlags::READ)
+        let mapping = Self::map(fd, len, ProtFlags::READ, MapFlags::SHARED)?;
+        populate::to_read(&mapping, &(0..len));
+        Ok(mapping)
     }
 
     /// Maps a file that this process has mapped already, so that what is written
@@ -115,8 +135,8 @@ impl Mapping {
         // Nearly nothing is ever written, so no room is set aside for all of it.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let mapping = Self::map(fd, len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
-        // Not `MAP_POPULATE`, which would copy every page.
-        mapping.populate(&(0..len));
+        // To be read: else every page would be copied.
+        populate::to_read(&mapping, &(0..len));
         Ok(mapping)
     }
 
@@ -128,7 +148,7 @@ impl Mapping {
         // looks at it; the file's bytes take the place of the copies.
         unsafe { rustix::mm::madvise(start, pages.len(), Advice::LinuxDontNeed) }
             .map_err(os("dropping what was written"))?;
-        self.populate(pages);
+        populate::to_read(self, pages);
         Ok(())
     }
 
@@ -141,15 +161,7 @@ impl Mapping {
         own != other
     }
 
-    /// Faults pages in to be read.
-    fn populate(&self, pages: &Range<usize>) {
-        let start = self.at(pages);
-        // It saves time only, and kernels before 5.14 do not know it.
-        // SAFETY: the range is inside this mapping; reading changes nothing.
-        let _ = unsafe { rustix::mm::madvise(start, pages.len(), Advice::LinuxPopulateRead) };
-    }
-
-    fn at(&self, range: &Range<usize>) -> *mut std::ffi::c_void {
+    pub(crate) fn at(&self, range: &Range<usize>) -> *mut c_void {
         assert!(
             range.start <= range.end && range.end <= self.len,
             "bytes {range:?} of a mapping of {}",
@@ -159,32 +171,31 @@ impl Mapping {
         unsafe { self.as_ptr().add(range.start) }.cast()
     }
 
-    fn new(fd: BorrowedFd<'_>, len: usize, prot: ProtFlags) -> Result<Self, Error> {
-        Self::map(fd, len, prot, MapFlags::SHARED | MapFlags::POPULATE)
-    }
-
+    /// Nothing of it is faulted in before it is kept out of forked children and
+    /// core files: faulting in takes seconds, in which a fork would take it along.
     fn map(
         fd: BorrowedFd<'_>,
         len: usize,
         prot: ProtFlags,
         flags: MapFlags,
     ) -> Result<Self, Error> {
-        // SAFETY: the kernel picks an unused address range, so no existing
-        // memory is affected.
-        let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, fd, 0) }
-            .map_err(os("mapping shared memory"))?;
+        let start = map_aligned(fd, len, prot, flags).map_err(os("mapping shared memory"))?;
         let mapping = Self {
             start: NonNull::new(start.cast()).ok_or(Error::Protocol {
                 expected: "a mapping",
                 got: "address 0".into(),
             })?,
             len,
-            pid: process_id(),
+            origin: Origin::here(),
         };
         // SAFETY: the range is exactly the mapping made above; keeping it out
         // of forked children changes nothing in this process.
         unsafe { rustix::mm::madvise(start, len, Advice::LinuxDontFork) }
             .map_err(os("keeping shared memory out of forked children"))?;
+        // Else a crash would write every slot to a file before its death is seen.
+        // SAFETY: as above.
+        unsafe { rustix::mm::madvise(start, len, Advice::LinuxDontDump) }
+            .map_err(os("keeping shared memory out of core files"))?;
         Ok(mapping)
     }
 
@@ -210,14 +221,7 @@ impl Mapping {
     /// Whether this process is the one that made the mapping. Everything that
     /// touches the memory asks first.
     pub(crate) fn usable(&self) -> Result<(), Error> {
-        let child = process_id();
-        if child == self.pid {
-            return Ok(());
-        }
-        Err(Error::Forked {
-            owner: self.pid,
-            child,
-        })
+        self.origin.check()
     }
 
     /// The start of the mapping as a table of atomics.
@@ -244,6 +248,46 @@ impl Drop for Mapping {
             debug_assert!(done.is_ok(), "{done:?}");
         }
     }
+}
+
+/// Maps a file where the kernel can use huge pages for it, if it is long enough for
+/// one.
+fn map_aligned(
+    fd: BorrowedFd<'_>,
+    len: usize,
+    prot: ProtFlags,
+    flags: MapFlags,
+) -> rustix::io::Result<*mut c_void> {
+    if len < HUGE_PAGE {
+        // SAFETY: the kernel picks an unused address range, so no existing
+        // memory is affected.
+        return unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, fd, 0) };
+    }
+    let len = len.next_multiple_of(rustix::param::page_size());
+    let room = len + HUGE_PAGE;
+    let none = (ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE);
+    // SAFETY: as above.
+    let reserved =
+        unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, none.0, none.1) }?;
+    let before = reserved.addr().next_multiple_of(HUGE_PAGE) - reserved.addr();
+    let start = reserved.wrapping_byte_add(before);
+    // SAFETY: the range lies in the one reserved above, which nobody else uses.
+    let mapped = unsafe { rustix::mm::mmap(start, len, prot, flags | MapFlags::FIXED, fd, 0) };
+    let unused = match mapped {
+        Ok(_) => [
+            (reserved, before),
+            (start.wrapping_byte_add(len), HUGE_PAGE - before),
+        ],
+        Err(_) => [(reserved, room), (reserved, 0)],
+    };
+    for (rest, len) in unused {
+        if len > 0 {
+            // SAFETY: what is left of the range reserved above, which nobody uses.
+            let done = unsafe { rustix::mm::munmap(rest, len) };
+            debug_assert!(done.is_ok(), "{done:?}");
+        }
+    }
+    mapped
 }
 
 /// A type made of atomics alone, laid out as declared.

@@ -1,13 +1,13 @@
 //! A model of the segment: what it looks like, and where its pages are mapped.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use weightsync_core::Layout;
 
 use crate::error::{Error, unexpected};
 use crate::map::{Mapping, OwnedFile};
 use crate::shared::ModelPage;
-use crate::spans::Spans;
+use crate::spans::{SlotShape, Spans};
 
 /// The longest encoded layout, in bytes.
 const MAX_LAYOUT_BYTES: u64 = 1 << 30;
@@ -31,7 +31,7 @@ pub(crate) struct Model {
     /// Its place among the models of the segment.
     pub(crate) index: usize,
     pub(crate) layout: Layout,
-    pub(crate) spans: Spans,
+    spans: OnceLock<Spans>,
     pub(crate) page: Arc<Mapping>,
 }
 
@@ -40,7 +40,7 @@ impl Model {
         Self {
             index,
             layout: layout.clone(),
-            spans: Spans::new(layout),
+            spans: OnceLock::new(),
             page,
         }
     }
@@ -49,8 +49,17 @@ impl Model {
         self.page.table()
     }
 
+    /// How its image is cut: only who writes one asks.
+    pub(crate) fn spans(&self) -> &Spans {
+        self.spans.get_or_init(|| Spans::new(&self.layout))
+    }
+
+    pub(crate) fn shape(&self) -> SlotShape {
+        SlotShape::of(&self.layout)
+    }
+
     pub(crate) fn slot_bytes(&self) -> usize {
-        self.spans.slot_bytes()
+        self.shape().slot_bytes()
     }
 }
 

@@ -142,7 +142,7 @@ impl PinBook {
     fn pin_word(self: &Arc<Self>, word: &LiveWord, told: bool) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
         let lane = self.lane()?;
-        let records = &self.control()?.holds.0.records;
+        let records = &self.control()?.records;
         while let Some(live) = word.load() {
             let hold = records.pin(live, word).then(|| self.hand_over(live));
             records.unpin(live.record);
@@ -182,7 +182,7 @@ impl PinBook {
             self.refuse_damage(live.sequence, error);
         }
         // Also past one that is corrupt: the next may be whole.
-        control.head.0.advance(position + 1);
+        control.head.advance(position + 1);
         // The sender hears of it with what becomes of the set.
         order();
         self.tell_room(lane);
@@ -214,7 +214,7 @@ impl PinBook {
 
     /// Says that a set has come, and is whole: every record of it was checked.
     pub(crate) fn say_taken(&self, sequence: u64) -> Result<(), Error> {
-        let taken = &self.control()?.holds.0.taken;
+        let taken = &self.control()?.taken;
         taken.store(sequence, Ordering::Release);
         self.tell_sender();
         Ok(())
@@ -277,7 +277,7 @@ impl PinBook {
 
     fn word(&self, model: usize) -> &PinWord {
         match &self.home {
-            Home::Reader { control, .. } => &control.map.table::<Control>().holds.0.pins[model],
+            Home::Reader { control, .. } => &control.map.table::<Control>().pins[model],
             Home::Sender(words) => &words[model],
         }
     }

@@ -80,6 +80,13 @@ pub(crate) enum Fate {
     Shut,
 }
 
+/// The plan keeps this lane no more. The words of the lane's page still name records and
+/// slots, which may be written again from now on, so the page has to follow before the
+/// lock is released: `Reader::take_down` sees to it.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "the lane's words still name what may be written again: `Reader::take_down` clears them"]
+pub(crate) struct Removed(());
+
 /// A decided publication.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Published {
@@ -105,8 +112,9 @@ pub(crate) struct Crowded {
 pub(crate) enum Lend {
     /// In this slot, which is lent now.
     Slot(u8),
-    /// In a new slot: make one, hand it out, then call [`Plan::grown`].
-    Grow,
+    /// In a new slot: make one, hand it out, call [`Plan::grown`], and ask again.
+    /// Unless it is `needed`, only pins are in the way, and may soon be gone.
+    Grow { needed: bool },
     /// Nowhere until a slot comes free.
     Wait,
 }
@@ -155,24 +163,33 @@ struct Model {
 }
 
 impl Plan {
-    /// The plan of a segment with `models` models of `slots` slots each, that
+    /// The plan of a segment with a model for each of these numbers of slots, that
     /// keeps `history` earlier sets besides the newest.
-    pub(crate) fn new(models: usize, slots: u8, history: u8) -> Self {
-        let model = |_| Model {
-            slots,
+    pub(crate) fn new(slots: impl IntoIterator<Item = usize>, history: u8) -> Self {
+        let model = |slots| Model {
+            slots: slots as u8,
             lent: SlotSet::default(),
             numbered: None,
             versions: [Version::NONE; MAX_SLOTS],
             version: Version::NONE,
         };
         Self {
-            models: (0..models).map(model).collect(),
+            models: slots.into_iter().map(model).collect(),
             sequence: 0,
             meant: Meant::new(history.into()),
             records: Records::new(),
             lanes: BTreeMap::new(),
             waiting: BTreeSet::new(),
         }
+    }
+}
+
+#[cfg(loom)]
+impl Plan {
+    /// The same with so few records.
+    pub(crate) fn with_records(mut self, count: u8) -> Self {
+        self.records.keep(count);
+        self
     }
 }
 
@@ -233,6 +250,11 @@ impl Plan {
         self.models[model].slots
     }
 
+    /// The last sequence number given out.
+    pub(crate) fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
     /// The newest that was sent to all.
     pub(crate) fn default_set(&self) -> &ModelSet {
         self.meant.default_set()
@@ -270,6 +292,11 @@ impl Plan {
         self.records.record(record)
     }
 
+    /// The set that it says.
+    pub(crate) fn set(&self, record: u8) -> &ModelSet {
+        self.records.set(record)
+    }
+
     /// The version a slot was last published with.
     pub(crate) fn version_in(&self, model: usize, slot: u8) -> Version {
         self.models[model].versions[usize::from(slot)]
@@ -284,12 +311,22 @@ impl Plan {
     /// The slots of a model that this reader's lane refers to, for saying who
     /// holds what.
     pub(crate) fn lane_slots(&self, key: Key, model: usize) -> SlotSet {
-        self.lane(key)
-            .filter(|lane| lane.models.contains(model))
-            .map_or(SlotSet::default(), |lane| {
-                self.slots_of(lane.records(), model)
-                    .union(slots_in(lane.kept_waiting(), model))
-            })
+        let lane = self.lane(key).filter(|lane| lane.models.contains(model));
+        let waiting = lane.map(|lane| slots_in(lane.kept_waiting(), model));
+        let named = self.named_slots(key, model);
+        named.union(waiting.unwrap_or_default())
+    }
+
+    /// The slots of a model that this reader's lane names in the shared pages.
+    pub(crate) fn named_slots(&self, key: Key, model: usize) -> SlotSet {
+        let lane = self.lane(key).filter(|lane| lane.models.contains(model));
+        let records = lane.map(Lane::records).unwrap_or_default();
+        self.slots_of(records, model)
+    }
+
+    /// The records that this reader's lane names there.
+    pub(crate) fn named_records(&self, key: Key) -> SlotSet {
+        self.lane(key).map(Lane::records).unwrap_or_default()
     }
 
     /// The slots of a model that lanes refer to.
@@ -367,5 +404,5 @@ fn slots_in<'a>(sets: impl Iterator<Item = &'a ModelSet>, model: usize) -> SlotS
     places.fold(SlotSet::default(), |all, placed| all.with(placed.slot))
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests;

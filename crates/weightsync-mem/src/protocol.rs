@@ -18,8 +18,8 @@
 //! * A reader *announces* a pin for the record it believes live, then issues a
 //!   sequentially consistent fence, then *re-checks* that the live word has not
 //!   moved. Only if it has not, the pin counts.
-//! * The sender swaps the live word, issues the same fence, and only then reads
-//!   the pins to find what it may write.
+//! * The sender swaps the live words of all lanes, issues the same fence once, and
+//!   only then reads the pins to find what it may write.
 //!
 //! The two fences are totally ordered. If the reader's comes first, the sender
 //! sees the pin and leaves the record alone; if the sender's comes first, the
@@ -45,16 +45,17 @@
 //! anywhere leaves each lane on a whole set. `protocol/loom_tests.rs` checks
 //! both at every step.
 
-use crate::sync::{AtomicU64, Ordering, fence};
+use crate::sync::{AtomicU64, Ordering, fence, load_acquire};
 
-/// The most data slots a model can have: one bit each in a [`PinWord`].
-pub const MAX_SLOTS: usize = 64;
+/// The most data slots a model can have: one bit each in a [`PinWord`]. (Loom's threads have
+/// small stacks, on which the sender's plan is to fit.)
+pub const MAX_SLOTS: usize = if cfg!(loom) { 8 } else { 64 };
 
 /// How many set records a segment has: one bit each in a [`PinWord`].
-pub const MAX_RECORDS: usize = 64;
+pub const MAX_RECORDS: usize = if cfg!(loom) { 8 } else { 64 };
 
 /// The most models of a segment.
-pub const MAX_MODELS: usize = 64;
+pub const MAX_MODELS: usize = if cfg!(loom) { 8 } else { 64 };
 
 /// How many entries a [`Queue`] has room for.
 pub const QUEUE: usize = if cfg!(loom) { 4 } else { 64 };
@@ -110,7 +111,7 @@ impl LiveWord {
     /// The live record, or `None` while there is none. What the sender wrote
     /// before is visible once a pin on it has succeeded.
     pub fn load(&self) -> Option<Live> {
-        Live::unpack(self.0.load(Ordering::Acquire))
+        Live::unpack(load_acquire(&self.0))
     }
 
     /// The word that changes with every step, for a reader to sleep on.
@@ -120,15 +121,15 @@ impl LiveWord {
     }
 
     /// Puts the lane on `live`. Everything written before is visible to the
-    /// reader once it has pinned it; the fence makes every pin announced before
-    /// the swap visible to the scan that follows.
+    /// reader once it has pinned it. The sender calls [`order`] after the last of its
+    /// lanes, before it looks at pins or asks who sleeps.
     pub fn swap_in(&self, live: Live) {
         self.0.store(live.pack(), Ordering::Release);
-        fence(Ordering::SeqCst);
     }
 
     /// Takes the lane off its record: it has none until the next
-    /// [`swap_in`](Self::swap_in).
+    /// [`swap_in`](Self::swap_in). The fence makes every pin announced before visible
+    /// to the scan that follows.
     pub fn clear(&self) {
         self.0.store(0, Ordering::Release);
         fence(Ordering::SeqCst);
@@ -184,7 +185,7 @@ impl PinWord {
 
     /// What is pinned or announced.
     pub fn held(&self) -> SlotSet {
-        SlotSet(self.0.load(Ordering::Acquire))
+        SlotSet(load_acquire(&self.0))
     }
 }
 
@@ -218,8 +219,8 @@ impl Queue {
 
     /// Adds an entry, unless `bound` of them wait beyond the reader's `head`. Not
     /// to be called once it is [shut](Self::shut).
-    /// Everything written before is visible to the reader that gets it; the
-    /// fence comes before the question whether the reader sleeps.
+    /// Everything written before is visible to the reader that gets it. The sender
+    /// calls [`order`] before it asks whether the reader sleeps.
     ///
     /// A head beyond the tail is a reader's lie and harms only that reader.
     pub fn push(&self, head: u64, bound: u8, live: Live) -> bool {
@@ -229,13 +230,12 @@ impl Queue {
         }
         self.entry(tail).store(live.pack(), Ordering::Relaxed);
         self.tail.store(tail + 1, Ordering::Release);
-        fence(Ordering::SeqCst);
         true
     }
 
     /// The entry at `position` (the reader's head), if there is one yet.
     pub fn get(&self, position: u64) -> Option<Live> {
-        let tail = self.tail.load(Ordering::Acquire);
+        let tail = load_acquire(&self.tail);
         if tail & Self::SHUT != 0 || position >= tail {
             return None;
         }
@@ -294,7 +294,7 @@ impl Head {
 
     /// How many entries were taken.
     pub fn load(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
+        load_acquire(&self.0)
     }
 }
 
@@ -319,6 +319,12 @@ impl SlotSet {
     #[must_use]
     pub fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
+    }
+
+    /// The slots in both sets.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
     }
 
     /// Whether `slot` is in the set.
@@ -388,14 +394,15 @@ impl SleepWord {
     }
 
     /// Whether the other side sleeps. To be called after the change it waits
-    /// for, with a fence between ([`LiveWord::swap_in`] and [`Queue::push`] bring
-    /// one, else [`order`]).
+    /// for, with [`order`] between.
     pub fn sleeping(&self) -> bool {
         self.0.load(Ordering::Relaxed) != 0
     }
 }
 
-/// Orders a change before the question whether anybody sleeps.
+/// Orders changes before the question whether anybody sleeps, and new records in lanes
+/// before the next look at pins: every pin that was announced before is visible to it.
+/// One call serves any number of lanes.
 pub fn order() {
     fence(Ordering::SeqCst);
 }

@@ -9,7 +9,7 @@ mod tests;
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Run, Version, WorkerId};
@@ -21,10 +21,14 @@ use crate::model::{Description, Model, ModelSpec};
 use crate::pins::{Hold, Home, PinBook};
 use crate::protocol::{MAX_BOUND, MAX_MODELS};
 use crate::set::Models;
-use crate::shared::{CONTROL_BYTES, Control, Ending, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES};
+use crate::shared::{
+    CONTROL_BYTES, Control, Ending, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES, Parting,
+};
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::{Packet, Socket};
+use crate::spans::SlotShape;
+use crate::sync::load_acquire;
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
 use crate::watch::{End, Interrupter, Mapped, Watch};
 use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE};
@@ -137,6 +141,8 @@ pub struct Reader {
     unmapped: Option<Hold>,
     /// The sender's process, if the segment is a relay's.
     relayed: u32,
+    /// It has said that it can use nothing at all, and why.
+    unusable: AtomicBool,
 }
 
 impl Reader {
@@ -183,6 +189,14 @@ impl Reader {
     /// Whether the segment is a relay's.
     pub fn is_relayed(&self) -> bool {
         self.relayed != 0
+    }
+
+    /// Whether its lane has ever been told of a set, taken or not.
+    pub fn has_news(&self) -> bool {
+        self.sequence > 0
+            || self.book.lane().is_ok_and(|lane| {
+                lane.live.0.load().is_some() || lane.queue.0.get(self.head).is_some()
+            })
     }
 
     /// Where it goes on at another segment of the same run.
@@ -293,16 +307,7 @@ impl Reader {
                 got: model.to_string(),
             });
         }
-        let loaded = &self.book.control()?.loaded.0;
-        let before = loaded.sequence.load(Ordering::Relaxed);
-        if sequence == 0 || sequence >= before {
-            for (model, version) in versions {
-                loaded.versions[model].store(version.0, Ordering::Relaxed);
-            }
-            loaded
-                .sequence
-                .store(sequence.max(before), Ordering::Release);
-        }
+        self.book.control()?.say_loaded(sequence, versions);
         self.book.tell_sender();
         Ok(())
     }
@@ -322,7 +327,12 @@ impl Reader {
             return Ok(());
         }
         match self.book.refuse(sequence.unwrap_or(0), reason)? {
-            true => Ok(()),
+            true => {
+                if sequence.is_none() {
+                    self.unusable.store(true, Ordering::Relaxed);
+                }
+                Ok(())
+            }
             false => self.unheard().map_or(Ok(()), Err),
         }
     }
@@ -369,7 +379,7 @@ impl Reader {
     }
 
     fn ending(&self) -> Option<Ending> {
-        Ending::of(self.book.header().closed.0.load(Ordering::Acquire))
+        Ending::of(load_acquire(&self.book.header().closed.0))
     }
 
     fn is_hung_up(&self) -> Result<bool, Error> {
@@ -409,7 +419,11 @@ impl Drop for Reader {
         if self.book.header.usable().is_ok()
             && let Ok(control) = self.book.control()
         {
-            control.left.0.store(1, Ordering::Release);
+            let parting = match self.unusable.load(Ordering::Relaxed) {
+                true => Parting::Failed,
+                false => Parting::InOrder,
+            };
+            control.left.store(parting.word(), Ordering::Release);
             self.book.tell_sender();
             if let Ok(lane) = self.book.lane() {
                 self.book.tell_room(lane);

@@ -12,11 +12,11 @@
 mod news;
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 
 use weightsync_core::{Run, Version};
 
 use crate::error::Error;
+use crate::grow;
 use crate::model::ModelSpec;
 use crate::plan::Key;
 use crate::room::Room;
@@ -28,7 +28,7 @@ use crate::snapshot::Snapshot;
 use crate::socket::Listener;
 use crate::wait::Deadline;
 use crate::wire::FromSender;
-use crate::writer::{self, SegmentOptions};
+use crate::writer::{self, SegmentOptions, Threads};
 
 pub use self::news::{Event, Progress, Seated};
 pub(crate) use self::news::{Relayed, Ticket};
@@ -40,7 +40,7 @@ pub(crate) use self::news::{Relayed, Ticket};
 #[derive(Debug)]
 pub struct Relay {
     shared: Arc<Shared>,
-    service: Mutex<Option<JoinHandle<()>>>,
+    threads: Mutex<Option<Threads>>,
     options: SegmentOptions,
     /// Who lends slots does so alone.
     lending: Mutex<()>,
@@ -64,10 +64,10 @@ impl Relay {
         // 0 would say that there is none.
         let relayed = Relayed::new(sender.max(1));
         let shared = Shared::new(run, models, secret, &options, Some(relayed))?;
-        let service = service::start(shared.clone(), listener)?;
+        let threads = Threads::start(&shared, listener)?;
         Ok(Self {
             shared,
-            service: Mutex::new(Some(service)),
+            threads: Mutex::new(Some(threads)),
             options,
             lending: Mutex::default(),
         })
@@ -112,13 +112,16 @@ impl Relay {
     /// Tells everything again from here on, as if it had changed: for a sender
     /// that knows nothing of it. Workers that left are not told of again.
     pub fn tell_again(&self) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
         self.relayed().tell_again();
-        self.shared.doorbell.ring();
+        self.shared.bells.ring();
     }
 
     /// Whether a worker still waits to be let in.
     pub fn waits(&self, ticket: u64) -> bool {
-        self.relayed().waits(ticket)
+        self.shared.header.map.usable().is_ok() && self.relayed().waits(ticket)
     }
 
     /// Lets a worker in. Its lane is empty until it is told something.
@@ -126,11 +129,12 @@ impl Relay {
     /// # Errors
     ///
     /// [`Error::Denied`] with the reason if that was not possible, or the worker
-    /// has given up meanwhile; it has been told.
+    /// has given up meanwhile; it has been told. [`Error::Forked`] in a forked child.
     pub fn admit(&self, ticket: u64) -> Result<(), Error> {
         let gave_up = || Error::Denied {
             reason: "the worker has given up waiting".into(),
         };
+        self.shared.header.map.usable()?;
         let ticket = self.relayed().take(ticket);
         let Ticket {
             newcomer,
@@ -154,6 +158,9 @@ impl Relay {
 
     /// Turns a worker that waits to be let in away.
     pub fn deny(&self, ticket: u64, reason: &str) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
         if let Some(ticket) = self.relayed().take(ticket) {
             let denied = FromSender::Denied {
                 reason: reason.into(),
@@ -165,7 +172,9 @@ impl Relay {
 
     /// Says no more to a worker, and why.
     pub fn turn_away(&self, who: Seated, reason: &str) {
-        let mut state = self.shared.state();
+        let Ok(mut state) = self.shared.state_here() else {
+            return;
+        };
         if let Some(key) = find(&state, who) {
             state.turn_away(key, reason.into());
         }
@@ -179,7 +188,9 @@ impl Relay {
     /// If a snapshot is of another segment.
     pub fn tell(&self, who: Seated, sequence: u64, set: &[Snapshot]) -> bool {
         let set = self.set_of(set);
-        let mut state = self.shared.state();
+        let Ok(mut state) = self.shared.state_here() else {
+            return false;
+        };
         let Some(key) = find(&state, who) else {
             return false;
         };
@@ -196,7 +207,9 @@ impl Relay {
     /// If a snapshot is of another segment.
     pub fn answer(&self, who: Seated, question: u64, sequence: u64, set: &[Snapshot]) -> bool {
         let set = self.set_of(set);
-        let mut state = self.shared.state();
+        let Ok(mut state) = self.shared.state_here() else {
+            return false;
+        };
         let Some(key) = find(&state, who) else {
             return false;
         };
@@ -220,7 +233,9 @@ impl Relay {
             asked,
             known,
         };
-        let state = self.shared.state();
+        let Ok(state) = self.shared.state_here() else {
+            return;
+        };
         let reader = find(&state, who).and_then(|key| state.readers.get(&key));
         if let Some(socket) = reader.and_then(Reader::socket) {
             // One that does not read its answers waits until its own deadline.
@@ -245,7 +260,13 @@ impl Relay {
         self.shared.open()?;
         let _alone = self.lending.lock().unwrap_or_else(PoisonError::into_inner);
         let mut parts = Vec::new();
-        writer::lend(&self.shared, &[model], &mut parts, self.options.max_slots)?;
+        grow::lend(
+            &self.shared,
+            &[model],
+            &mut parts,
+            self.options.max_slots,
+            None,
+        )?;
         let Some(part) = parts.pop() else {
             return Ok(None);
         };
@@ -262,7 +283,9 @@ impl Relay {
     /// Nothing is known any more of what is in the slots of a model, from before: no
     /// [room](Room) there has a [base](Room::base) until another version was whole.
     pub fn forget_bases(&self, model: usize) {
-        let state = self.shared.state();
+        let Ok(state) = self.shared.state_here() else {
+            return;
+        };
         for slot in state.slots.get(model).into_iter().flatten() {
             slot.forget();
         }
@@ -275,15 +298,13 @@ impl Relay {
 
     /// Ends the segment, and tells the workers how. Only the first call counts.
     pub fn close(&self, ending: Ending) {
-        let mut service = self.service.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         if self.shared.header.map.usable().is_err() {
             // A forked child's copy: the thread and the memory are the parent's.
-            if let Some(service) = service.take() {
-                std::mem::forget(service);
-            }
+            std::mem::forget(threads.take());
             return;
         }
-        let Some(service) = service.take() else {
+        let Some(threads) = threads.take() else {
             return;
         };
         // What was said before the end is heard: why a worker refused, say.
@@ -295,8 +316,12 @@ impl Relay {
         for ticket in self.relayed().take_all() {
             ticket.socket.shut_down();
         }
-        // A panic there has been reported by the panic hook already.
-        let _ = service.join();
+        threads.join();
+    }
+
+    #[cfg(test)]
+    pub(crate) fn locked_for_a_test(&self) -> std::sync::MutexGuard<'_, State> {
+        self.shared.state()
     }
 
     fn set_of(&self, set: &[Snapshot]) -> ModelSet {

@@ -31,6 +31,8 @@ pub struct Publication {
     /// The readers whose queue had no room for it until that was given up; `None`
     /// if all had.
     full: Option<Arc<Mutex<BTreeSet<Key>>>>,
+    /// Whether readers that were late for an earlier one are waited for.
+    waits_for_late: bool,
 }
 
 /// How far a publication has to have come at a reader to count as done there.
@@ -60,6 +62,11 @@ pub enum Outcome {
     Died,
     /// The worker closed its end in order.
     Left,
+    /// The worker could use nothing more, and has gone.
+    Failed {
+        /// The worker's reason.
+        reason: String,
+    },
     /// Nothing has been heard of the worker for too long; it may come back.
     Lost,
     /// The deadline came first.
@@ -93,6 +100,9 @@ pub struct ReaderOutcome {
     pub current: bool,
     /// How long after the publication the sender learned of it.
     pub after: Duration,
+    /// Of one that was late for an earlier publication and has not moved since: for how
+    /// long. It was not waited for.
+    pub late: Option<Duration>,
 }
 
 /// Waits for readers, from any thread and while others do.
@@ -102,7 +112,12 @@ pub struct Waiter {
 }
 
 impl Publication {
-    pub(crate) fn new(published: Published, targets: &Targets, at: Instant) -> Self {
+    pub(crate) fn new(
+        published: Published,
+        targets: &Targets,
+        at: Instant,
+        waits_for_late: bool,
+    ) -> Self {
         let mut fates = published.fates.iter();
         let waits = fates.any(|(_, fate)| *fate == Fate::Waiting);
         Self {
@@ -116,6 +131,15 @@ impl Publication {
                 Targets::All => None,
                 Targets::Workers(workers) => Some(workers.iter().copied().collect()),
             },
+            waits_for_late,
+        }
+    }
+
+    /// For how long a reader has been late, if it is not waited for.
+    fn late(&self, reader: &Reader) -> Option<Duration> {
+        match self.waits_for_late {
+            true => None,
+            false => reader.late.since(self.sequence, || reader.progress()),
         }
     }
 
@@ -137,7 +161,10 @@ impl Publication {
             Fate::Told | Fate::Waiting if is_applied() => return Some(Outcome::Applied),
             _ if reader.unusable.is_some() => {
                 let reason = reader.unusable.clone().unwrap_or_default();
-                return Some(Outcome::Refused { reason });
+                return Some(match reader.has_left() {
+                    true => Outcome::Failed { reason },
+                    false => Outcome::Refused { reason },
+                });
             }
             Fate::Told | Fate::Waiting => {}
             Fate::Held => return Some(Outcome::Held),
@@ -217,12 +244,17 @@ impl Waiter {
 
     /// Waits until the publication has come to `level` at every reader it was
     /// for, or the reader has refused it or gone, or the deadline comes. One line
-    /// for each reader it was for, and for each of its workers that went since
-    /// the last lines were made; by worker.
+    /// for each reader it was for, for each of its workers that left in order since
+    /// the last lines were made, and for each that failed, died or was lost and is
+    /// neither back nor [forgotten](crate::Writer::forget); by worker.
     ///
     /// While it waits it also puts into queues what had no room there before.
     /// What finds none by the deadline is [`Outcome::Late`] and goes on waiting
     /// for room, until it is [given up](Self::give_up).
+    ///
+    /// A reader that was [late](Self::late) for an earlier publication and has not moved
+    /// since is not waited for, unless the publication
+    /// [waits for such](crate::Staging::wait_for_late).
     ///
     /// # Errors
     ///
@@ -243,20 +275,18 @@ impl Waiter {
             publication,
             level,
             ear: None,
-            guests: BTreeMap::new(),
-            pending: publication.fates.clone(),
+            passed: Open::default(),
+            awaited: Open::of(publication.fates.clone()),
             lines: Vec::with_capacity(publication.fates.len()),
             told: Vec::new(),
-            answered: Vec::new(),
+            named: Vec::new(),
         };
         let done = shared.wait_until(deadline, || {
             settling.look();
-            Ok(settling.is_done().then_some(()))
+            Ok(settling.awaited.is_empty().then_some(()))
         });
-        let done = done.inspect_err(|_| settling.untell())?;
-        if done.is_none() {
-            settling.late();
-        }
+        done.inspect_err(|_| settling.untell())?;
+        settling.late();
         settling.tell_the_rest();
         let mut lines = std::mem::take(&mut settling.lines);
         lines.sort_by_key(|line| line.worker);
@@ -276,14 +306,15 @@ impl Waiter {
             state.readers.get(key).is_none_or(|reader| {
                 let fate = (*key, *fate);
                 let known = publication.outcome(fate, reader, &state.plan, level);
-                known.is_some()
+                known.is_some() || publication.late(reader).is_some()
             })
         }))
     }
 
     /// The lines that publishing alone has decided: of readers that will not get
-    /// it ([`Outcome::Full`]) or not now ([`Outcome::Held`]), and of named workers
-    /// that are not connected. Waits for nothing.
+    /// it ([`Outcome::Full`]), not now ([`Outcome::Held`]) or cannot use it
+    /// ([`Outcome::Refused`]), of those that went and did not leave in order, and of named
+    /// workers that are not connected. Waits for nothing.
     ///
     /// # Errors
     ///
@@ -291,24 +322,51 @@ impl Waiter {
     pub fn decided(&self, publication: &Publication) -> Result<Vec<ReaderOutcome>, Error> {
         let shared = &self.shared;
         shared.open()?;
-        let decided = |(_, fate): &&(Key, Fate)| matches!(fate, Fate::Full | Fate::Held);
+        let decided =
+            |(_, fate): &&(Key, Fate)| matches!(fate, Fate::Full | Fate::Held | Fate::Shut);
         let mut settling = Settling {
             shared,
             after: None,
             publication,
             level: Level::Staged,
             ear: None,
-            guests: BTreeMap::new(),
-            pending: publication.fates.iter().filter(decided).copied().collect(),
+            passed: Open::default(),
+            awaited: Open::of(publication.fates.iter().filter(decided).copied().collect()),
             lines: Vec::new(),
             told: Vec::new(),
-            answered: Vec::new(),
+            named: Vec::new(),
         };
         settling.look();
+        settling.tell_missing(&shared.state());
         settling.tell_absent();
         let mut lines = std::mem::take(&mut settling.lines);
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
+    }
+
+    /// The deadline of the publication has come: later publications do not wait for the
+    /// readers that have not got to `level`, until they move. This one can be waited for
+    /// again.
+    ///
+    /// # Errors
+    ///
+    /// As [`settle`](Self::settle).
+    pub fn late(&self, publication: &Publication, level: Level) -> Result<(), Error> {
+        self.shared.open()?;
+        let mut state = self.shared.state();
+        let State { readers, plan, .. } = &mut *state;
+        for (key, fate) in &publication.fates {
+            if let Some(reader) = readers.get_mut(key)
+                && publication
+                    .outcome((*key, *fate), reader, plan, level)
+                    .is_none()
+            {
+                let progress = reader.progress();
+                let (sequence, at) = (publication.sequence, publication.at);
+                reader.late.note(sequence, at, progress);
+            }
+        }
+        Ok(())
     }
 
     /// Gives up what still waits for room in a queue: those readers will not get
@@ -344,19 +402,48 @@ struct Settling<'a> {
     level: Level,
     /// By what it [hears](State::hear) of guests, from its first look on.
     ear: Option<u64>,
-    /// Those that are looked at again only when something is heard of them.
-    guests: BTreeMap<Key, Fate>,
-    /// The others.
-    pending: Vec<(Key, Fate)>,
+    /// Those whose outcome is not known yet, and that are waited for.
+    awaited: Open,
+    /// Those that are not waited for, as they were late before and have not moved.
+    passed: Open,
     lines: Vec<ReaderOutcome>,
     /// Of the lines those of readers that went, which are told once.
     told: Vec<Key>,
-    /// Of the lines those of readers that were there; they may go any moment.
-    answered: Vec<Key>,
+    /// Those that have a line. Some were there when it was made, and may go any moment.
+    named: Vec<Key>,
+}
+
+/// Readers whose outcome is not known yet.
+#[derive(Debug, Default)]
+struct Open {
+    /// Looked at again each time.
+    processes: Vec<(Key, Fate)>,
+    /// Looked at again only when something is heard of them.
+    guests: BTreeMap<Key, Fate>,
+}
+
+impl Open {
+    /// The first look finds out which of them are guests.
+    fn of(fates: Vec<(Key, Fate)>) -> Self {
+        Self {
+            processes: fates,
+            guests: BTreeMap::new(),
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.processes.is_empty() && self.guests.is_empty()
+    }
+
+    fn take(&mut self) -> impl Iterator<Item = Key> {
+        let Self { processes, guests } = std::mem::take(self);
+        let guests = guests.into_keys();
+        processes.into_iter().map(|(key, _)| key).chain(guests)
+    }
 }
 
 impl Settling<'_> {
-    /// Moves the readers whose outcome is known from `pending` and `guests` to `lines`.
+    /// Moves the readers whose outcome is known to `lines`.
     fn look(&mut self) {
         self.after = None;
         let mut state = self.shared.state();
@@ -366,18 +453,28 @@ impl Settling<'_> {
         match self.ear {
             None => self.ear = Some(state.listen()),
             Some(ear) => {
-                let heard = state.take_heard(ear);
-                let again = |key| self.guests.remove_entry(&key);
-                self.pending.extend(heard.into_iter().filter_map(again));
+                for key in state.take_heard(ear) {
+                    let awaited = self.awaited.guests.remove_entry(&key);
+                    let again = awaited.or_else(|| self.passed.guests.remove_entry(&key));
+                    self.awaited.processes.extend(again);
+                }
             }
         }
-        for (key, fate) in std::mem::take(&mut self.pending) {
+        let mut again = std::mem::take(&mut self.awaited.processes);
+        again.append(&mut self.passed.processes);
+        for (key, fate) in again {
             if self.is_known(&mut state, key, fate) {
                 continue;
             }
-            match state.readers.get(&key).and_then(Reader::socket) {
-                Some(_) => self.pending.push((key, fate)),
-                None => drop(self.guests.insert(key, fate)),
+            let reader = state.readers.get(&key);
+            let late = reader.and_then(|reader| self.publication.late(reader));
+            let open = match late {
+                Some(_) => &mut self.passed,
+                None => &mut self.awaited,
+            };
+            match reader.and_then(Reader::socket) {
+                Some(_) => open.processes.push((key, fate)),
+                None => drop(open.guests.insert(key, fate)),
             }
         }
     }
@@ -399,18 +496,13 @@ impl Settling<'_> {
                 self.told.push(key);
             }
             self.line(state, key, outcome);
-            self.answered.push(key);
         } else if let Some(gone) = state.tell_gone(key) {
             if !gone.told {
                 self.told.push(key);
             }
-            self.gone_line(gone);
+            self.gone_line(&gone);
         }
         true
-    }
-
-    fn is_done(&self) -> bool {
-        self.pending.is_empty() && self.guests.is_empty()
     }
 
     /// The lines come to nobody: whoever went is to be told of again.
@@ -421,14 +513,16 @@ impl Settling<'_> {
         }
     }
 
-    /// The lines of readers that have not answered in time.
+    /// The lines of readers that have not answered in time, or were not waited for.
     fn late(&mut self) {
         self.after = None;
+        let open: Vec<Key> = self.awaited.take().chain(self.passed.take()).collect();
+        if open.is_empty() {
+            return;
+        }
         let state = self.shared.state();
-        let guests = std::mem::take(&mut self.guests);
-        for (key, _) in std::mem::take(&mut self.pending).into_iter().chain(guests) {
+        for key in open {
             self.line(&state, key, Outcome::Late);
-            self.answered.push(key);
         }
     }
 
@@ -436,9 +530,12 @@ impl Settling<'_> {
     /// those that are not connected, that cannot use the models, that went.
     fn tell_the_rest(&mut self) {
         let mut state = self.shared.state();
+        // The first version has gone out, if it was that.
+        self.shared.make_ahead(&mut state);
         let publication = self.publication;
         for one in state.tell_rejected(|worker| publication.is_for(worker)) {
-            let told = publication.fates.iter().any(|(key, _)| *key == one.key);
+            let told = publication.fates.iter().any(|(key, _)| *key == one.key)
+                || state.missing().any(|gone| gone.key == one.key);
             // One that went since, and whose number another reader has, is nobody's
             // concern any more: that one has the line.
             let succeeded = !state.readers.contains_key(&one.key)
@@ -450,6 +547,7 @@ impl Settling<'_> {
                 continue;
             }
             let reason = one.reason;
+            self.named.push(one.key);
             self.lines.push(ReaderOutcome {
                 worker: one.key.0,
                 pid: one.pid,
@@ -457,13 +555,14 @@ impl Settling<'_> {
                 versions: vec![Version::NONE; self.shared.models.len()],
                 current: false,
                 after: publication.at.elapsed(),
+                late: None,
             });
         }
         let mut again = Vec::new();
         for gone in state.tell_untold(|worker| publication.is_for(worker)) {
-            if !self.answered.contains(&gone.key) {
-                self.gone_line(gone);
-            } else if gone.going != Going::Left {
+            if !self.named.contains(&gone.key) {
+                self.gone_line(&gone);
+            } else if !gone.is_in_order() {
                 // It has its line, and one is enough: the next report tells of its death.
                 again.push(gone.key);
             }
@@ -471,8 +570,26 @@ impl Settling<'_> {
         for key in again {
             state.untell(key);
         }
+        self.tell_missing(&state);
         drop(state);
         self.tell_absent();
+    }
+
+    /// The lines of workers that failed, died or were lost, and are not back.
+    fn tell_missing(&mut self, state: &State) {
+        let publication = self.publication;
+        let mut missing = state.missing().peekable();
+        if missing.peek().is_none() {
+            return;
+        }
+        let named: BTreeSet<Key> = self.named.iter().copied().collect();
+        for gone in missing {
+            let mut sent = publication.versions.iter();
+            let takes_one = sent.any(|(model, _)| gone.models.contains(*model));
+            if takes_one && publication.is_for(gone.key.0) && !named.contains(&gone.key) {
+                self.gone_line(gone);
+            }
+        }
     }
 
     /// The lines of workers that were named and are not connected.
@@ -489,6 +606,7 @@ impl Settling<'_> {
                 versions: vec![Version::NONE; self.shared.models.len()],
                 current: false,
                 after: publication.at.elapsed(),
+                late: None,
             });
         }
     }
@@ -500,6 +618,11 @@ impl Settling<'_> {
         let after = self.after();
         let versions = reader.versions(self.shared.models.len());
         let applied = |model: &usize| versions[*model];
+        let late = match outcome {
+            Outcome::Late => self.publication.late(reader),
+            _ => None,
+        };
+        self.named.push(key);
         self.lines.push(ReaderOutcome {
             worker: key.0,
             pid: reader.pid(),
@@ -507,6 +630,7 @@ impl Settling<'_> {
             current: self.publication.is_current(reader.models, applied),
             versions,
             after,
+            late,
         });
     }
 
@@ -516,26 +640,31 @@ impl Settling<'_> {
             .get_or_insert_with(|| self.publication.at.elapsed())
     }
 
-    fn gone_line(&mut self, gone: Gone) {
+    fn gone_line(&mut self, gone: &Gone) {
         let loaded = |model: &usize| gone.versions[*model];
         let did_its_part = self
             .publication
             .is_applied(gone.models, gone.applied, loaded);
-        let outcome = match gone.going {
+        let outcome = match (gone.going, &gone.reason) {
             // It did its part before it went.
-            Going::Left if did_its_part => Outcome::Applied,
-            Going::Left => Outcome::Left,
-            Going::Died => Outcome::Died,
-            Going::Lost => Outcome::Lost,
+            (Going::Left, _) if did_its_part => Outcome::Applied,
+            (_, Some(reason)) => Outcome::Failed {
+                reason: reason.clone(),
+            },
+            (Going::Left, None) => Outcome::Left,
+            (Going::Died, None) => Outcome::Died,
+            (Going::Lost, None) => Outcome::Lost,
         };
         let after = self.after();
+        self.named.push(gone.key);
         self.lines.push(ReaderOutcome {
             worker: gone.key.0,
             pid: gone.pid,
             outcome,
             current: self.publication.is_current(gone.models, loaded),
-            versions: gone.versions,
+            versions: gone.versions.clone(),
             after,
+            late: None,
         });
     }
 }

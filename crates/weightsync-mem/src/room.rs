@@ -237,9 +237,12 @@ impl Room {
         let held = shared.hold(&state, self.model, &set)?;
         let held = held.ok_or(Error::SenderClosed)?;
         state.plan.keep(self.model, slot, version);
+        shared.make_ahead(&mut state);
         self.file.note(version, self.before);
+        // Under the lock: nobody commits it a second time meanwhile.
+        let committed = self.committed.get_or_init(|| held).clone();
         drop(state);
-        Ok(self.committed.get_or_init(|| held).clone())
+        Ok(committed)
     }
 
     fn at(&self, range: &Range<usize>) -> *mut u8 {

@@ -6,8 +6,8 @@ mod state;
 
 use std::fmt;
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use weightsync_core::{Run, Version, WorkerId};
 
@@ -16,7 +16,8 @@ pub(crate) use self::{
     reader::{Call, End, Reader},
     state::{Gone, State},
 };
-use crate::error::{Error, Holder};
+use crate::error::{Error, Holder, RecordHolder};
+use crate::grow;
 use crate::map::OwnedFile;
 use crate::model::{Description, Model, ModelSpec};
 use crate::pins::{Home, PinBook};
@@ -29,7 +30,8 @@ use crate::shared::{Ending, HEADER_BYTES, Header, MODEL_PAGE_BYTES};
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
-use crate::wait::{Deadline, Doorbell, WaitStyle, Watchers};
+use crate::sync::load_acquire;
+use crate::wait::{Bells, Deadline, Doorbell, WaitStyle, Watchers};
 use crate::wire::FromSender;
 use crate::writer::SegmentOptions;
 
@@ -43,7 +45,7 @@ pub(crate) const MAX_GUESTS: usize = 1 << 16;
 pub(crate) struct Shared {
     pub(crate) run: Run,
     pub(crate) header: OwnedFile,
-    pub(crate) doorbell: Arc<Doorbell>,
+    pub(crate) bells: Bells,
     pub(crate) own: Arc<PinBook>,
     pub(crate) models: Vec<Served>,
     pub(crate) secret: [u8; 16],
@@ -51,7 +53,17 @@ pub(crate) struct Shared {
     /// Rings when a reader is owed slots.
     pub(crate) owes: Doorbell,
     pub(crate) wait: WaitStyle,
+    /// How many versions may wait in a reader's queue.
+    pub(crate) max_queue: u8,
     pub(crate) watchers: Watchers,
+    /// The slots that each model soon needs.
+    pub(crate) slots: u8,
+    /// A slot is to be made, or the sender closes.
+    pub(crate) asked: Condvar,
+    /// Why a reader could not be let in, if none was since.
+    trouble: Mutex<Option<Error>>,
+    /// Slots that are being made are not needed any more.
+    pub(crate) ends: AtomicBool,
     state: Mutex<State>,
     /// What a relay is to be told of its own readers; `None` of a sender.
     pub(crate) relayed: Option<Relayed>,
@@ -94,6 +106,38 @@ pub struct ReaderStatus {
     pub applied: Vec<Version>,
 }
 
+/// Who is there, and who was.
+#[derive(Clone, Debug, Default)]
+pub struct Attendance {
+    /// The readers connected at present, by worker.
+    pub readers: Vec<ReaderStatus>,
+    /// Those that cannot use the models, until they are
+    /// [taken](crate::Writer::take_rejected) or told of.
+    pub rejected: Vec<WorkerId>,
+    /// Those that have joined and are gone, in the order in which they joined, as far as
+    /// that is remembered.
+    pub gone: Vec<GoneReader>,
+    /// How many have joined so far.
+    pub joined: u64,
+}
+
+/// A reader that was there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GoneReader {
+    /// Which worker.
+    pub worker: WorkerId,
+    /// Its process.
+    pub pid: u32,
+    /// How it went.
+    pub going: Going,
+    /// Why it could use nothing more, if it said so: then it failed, however it went.
+    pub reason: Option<String>,
+    /// The version of each model it had loaded.
+    pub applied: Vec<Version>,
+    /// Of all that joined it was this one, from 1.
+    pub joined: u64,
+}
+
 impl Shared {
     pub(crate) fn new(
         run: Run,
@@ -102,41 +146,50 @@ impl Shared {
         options: &SegmentOptions,
         relayed: Option<Relayed>,
     ) -> Result<Arc<Self>, Error> {
+        grow::check_room(specs, options.slots)?;
         let header = OwnedFile::new("weightsync-header", HEADER_BYTES)?;
         let mut models = Vec::with_capacity(specs.len());
-        let mut slots = Vec::with_capacity(specs.len());
+        let (mut slots, mut growth) = (Vec::with_capacity(specs.len()), Vec::new());
         for (index, spec) in specs.iter().enumerate() {
             let page = OwnedFile::new("weightsync-commits", MODEL_PAGE_BYTES)?;
             let model = Model::new(index, &spec.layout, page.map.clone());
-            slots.push(make_slots(options.slots, model.slot_bytes())?);
+            let (made, grows) = grow::first_slots(options.slots, model.slot_bytes())?;
+            slots.push(made);
+            growth.push(grows);
             models.push(Served {
                 model: Arc::new(model),
                 page,
                 description: Description::new(spec)?,
             });
         }
-        let doorbell = Arc::new(Doorbell::new()?);
+        let bells = Bells::new()?;
         // The sender's own pins: in its private memory, by the same protocol.
         let words = Box::new(std::array::from_fn(|_| PinWord::new()));
         let own = PinBook::new(
             Home::Sender(words),
             header.map.clone(),
-            doorbell.clone(),
+            bells.own().clone(),
             Models::first(specs.len()),
         );
-        let plan = Plan::new(specs.len(), options.slots, options.history);
+        let made = slots.iter().map(Vec::len);
+        let plan = Plan::new(made, options.history);
         Ok(Arc::new(Self {
             run,
             header,
-            doorbell,
+            bells,
             own: Arc::new(own),
             models,
             secret,
             stop: Doorbell::new()?,
             owes: Doorbell::new()?,
             wait: options.wait,
+            max_queue: options.max_queue,
             watchers: Watchers::default(),
-            state: Mutex::new(State::new(plan, slots)),
+            slots: options.slots,
+            asked: Condvar::new(),
+            trouble: Mutex::default(),
+            ends: AtomicBool::new(false),
+            state: Mutex::new(State::new(plan, slots, growth)),
             relayed,
         }))
     }
@@ -155,22 +208,23 @@ impl Shared {
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.header().closed.0.load(Ordering::Acquire) != 0
+        load_acquire(&self.header().closed.0) != 0
     }
 
     /// Looks again and again until something is found, the deadline comes or the
-    /// sender closes. Readers ring the doorbell only while somebody sleeps here.
+    /// sender closes. Readers ring their bells only while somebody sleeps here.
     pub(crate) fn wait_until<T>(
         &self,
         deadline: Deadline,
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
+        self.header.map.usable()?;
         let found = self.wait.brief(deadline, || look().transpose());
         if let Some(found) = found {
             return found.map(Some);
         }
         let sleep = &self.header().sender.0;
-        self.watchers.wait(sleep, &self.doorbell, deadline, || {
+        self.watchers.wait(sleep, &self.bells, deadline, || {
             self.open()?;
             look()
         })
@@ -178,7 +232,7 @@ impl Shared {
 
     /// Hands a new slot of a model to every reader of it, before any set can name
     /// it.
-    pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<Slot>) -> u8 {
+    pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<Slot>) {
         let index = state.plan.grown(model);
         state.slots[model].push(file);
         for reader in state.readers.values_mut() {
@@ -190,7 +244,6 @@ impl Shared {
         if self.hand_slots(state) {
             self.owes.ring();
         }
-        index
     }
 
     /// Hands readers the slots they are owed, as far as it goes. True if it has
@@ -284,10 +337,10 @@ impl Shared {
         let readers = state.readers.iter().map(|(key, reader)| {
             let queued = state.plan.lane_slots(*key, model);
             let queued = newest.map_or(queued, |newest| queued.without(newest.slot));
-            let control = reader.control();
-            let records = control.holds.0.records.held();
-            let pinned = state.plan.slots_of(records, model);
-            let pinned = pinned.union(control.holds.0.pins[model].held());
+            let pinned = reader.control().pins[model].held();
+            let pinned = reader.claims.of(model, pinned);
+            let by_record = state.plan.slots_of(reader.claims.records(), model);
+            let pinned = pinned.union(by_record);
             Holder {
                 worker: Some(key.0),
                 pid: reader.pid(),
@@ -305,13 +358,35 @@ impl Shared {
             .collect()
     }
 
+    /// Who holds set records, and how many.
+    pub(crate) fn record_holders(&self) -> Vec<RecordHolder> {
+        let mut state = self.state();
+        let _ = self.observe(&mut state);
+        let holders = state.readers.iter().map(|(key, reader)| {
+            let named = state.plan.named_records(*key);
+            let named = named.union(reader.claims.records());
+            // What all are meant to run is nobody's fault.
+            let newest = state.plan.default_set();
+            let held = named.iter().filter(|one| state.plan.set(*one) != newest);
+            RecordHolder {
+                worker: key.0,
+                pid: reader.pid(),
+                records: held.count(),
+            }
+        });
+        holders.filter(|holder| holder.records > 0).collect()
+    }
+
     pub(crate) fn readers(&self) -> Vec<ReaderStatus> {
         // In a forked child the control pages are not mapped, and the lock may
         // be held by a thread that does not exist there.
         if self.header.map.usable().is_err() {
             return Vec::new();
         }
-        let state = self.state();
+        self.present(&self.state())
+    }
+
+    fn present(&self, state: &State) -> Vec<ReaderStatus> {
         let present = state
             .readers
             .iter()
@@ -327,19 +402,33 @@ impl Shared {
         lines.collect()
     }
 
+    /// Who is there, and who was, at one moment.
+    pub(crate) fn attendance(&self) -> Attendance {
+        if self.header.map.usable().is_err() {
+            return Attendance::default();
+        }
+        let state = self.state();
+        let gone = state.gone().into_iter().map(|gone| GoneReader {
+            worker: gone.key.0,
+            pid: gone.pid,
+            going: gone.going,
+            reason: gone.reason,
+            applied: gone.versions,
+            joined: gone.key.1,
+        });
+        Attendance {
+            readers: self.present(&state),
+            rejected: state.rejected().iter().map(|one| one.key.0).collect(),
+            gone: gone.collect(),
+            joined: state.joined,
+        }
+    }
+
     pub(crate) fn take_rejected(&self) -> Vec<(WorkerId, String)> {
         let rejected = self.state().tell_rejected(|_| true);
         rejected
             .into_iter()
             .map(|one| (one.key.0, one.reason))
-            .collect()
-    }
-
-    pub(crate) fn rejected(&self) -> Vec<WorkerId> {
-        self.state()
-            .rejected()
-            .iter()
-            .map(|one| one.key.0)
             .collect()
     }
 
@@ -363,8 +452,10 @@ impl Shared {
         // A waiter may outlive the sender; the memory of the weights need not.
         state.slots.clear();
         drop(state);
+        self.ends.store(true, Ordering::Relaxed);
+        self.asked.notify_all();
         self.stop.ring();
-        self.doorbell.ring();
+        self.bells.ring();
     }
 
     /// The connections to watch; of deaf ones only the end.
@@ -376,27 +467,27 @@ impl Shared {
             .collect()
     }
 
+    /// The state, unless this process is a forked child: there the lock may be held by a
+    /// thread that does not exist.
+    pub(crate) fn state_here(&self) -> Result<MutexGuard<'_, State>, Error> {
+        self.header.map.usable()?;
+        Ok(self.state())
+    }
+
+    /// The same, of a sender that has not closed: what closing takes away is there for as
+    /// long as the lock is held.
+    pub(crate) fn open_state(&self) -> Result<MutexGuard<'_, State>, Error> {
+        let state = self.state_here()?;
+        self.open()?;
+        Ok(state)
+    }
+
+    pub(crate) fn trouble(&self) -> MutexGuard<'_, Option<Error>> {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
         // Every change of the state is complete before anything can panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Makes the first slots of a model. Large ones side by side: the kernel clears
-/// their pages one by one, which takes ten times as long as a copy.
-fn make_slots(count: u8, bytes: usize) -> Result<Vec<Arc<Slot>>, Error> {
-    const LARGE: usize = 16 << 20;
-    let make = || Slot::new(bytes).map(Arc::new);
-    if bytes < LARGE {
-        return (0..count).map(|_| make()).collect();
-    }
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..count).map(|_| scope.spawn(make)).collect();
-        let made = threads.into_iter().map(|thread| {
-            thread
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        });
-        made.collect()
-    })
 }

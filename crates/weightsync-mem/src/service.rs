@@ -13,7 +13,6 @@ use rustix::event::{PollFd, PollFlags};
 use weightsync_core::{Epoch, Version, WorkerId};
 
 use crate::error::{Error, unexpected};
-use crate::guest::already;
 use crate::map::{Mapping, OwnedFile};
 use crate::plan::{Answer, Key};
 use crate::relay::Ticket;
@@ -80,7 +79,8 @@ impl Service {
                 Ok(true) => {}
                 // Out of descriptors or memory: what is connected goes on being
                 // served; the pause keeps a lasting condition from spinning.
-                Err(_) => {
+                Err(error) => {
+                    *self.shared.trouble() = Some(error);
                     let pause = Some(Instant::now() + Duration::from_millis(50));
                     if let Ok([true]) = poll([self.shared.stop.as_fd()], pause) {
                         return;
@@ -254,12 +254,7 @@ impl Shared {
                     break;
                 }
             };
-            // Nothing more is heard of one that breaks the protocol. But it
-            // lives, and may hold snapshots: its pins go on counting.
-            if let Some(reader) = state.readers.get_mut(&key) {
-                reader.deaf = true;
-            }
-            state.turn_away(key, fault);
+            state.condemn(key, fault);
         }
         // One that goes now is heard next. A sender that closes has ended the
         // connections itself: that tells of nobody's death.
@@ -284,7 +279,7 @@ impl Shared {
         if state.plan.anything_waits() {
             self.deliver(state);
         }
-        self.doorbell.ring();
+        self.bells.ring();
     }
 
     /// Handles the first words of a connection; gives it back if there are none
@@ -298,7 +293,14 @@ impl Shared {
         let (bytes, fds) = match socket.receive() {
             Ok(Packet::Data(bytes, fds)) => (bytes, fds),
             Ok(Packet::Empty) => return Some(socket),
-            Ok(Packet::HungUp) | Err(_) => return None,
+            Ok(Packet::HungUp) => return None,
+            // It comes again, if it is a worker.
+            Err(error) => {
+                if !error.is_peer_fault() {
+                    *self.trouble() = Some(error);
+                }
+                return None;
+            }
         };
         let hello = FromReader::decode(&bytes);
         let denied = match hello {
@@ -323,7 +325,8 @@ impl Shared {
                     instance,
                 };
                 let admitted = self.admit(&newcomer, seen);
-                let admitted = admitted.and_then(|()| self.has_place());
+                // Seated later, perhaps much later: then this is asked again.
+                let admitted = admitted.and_then(|()| self.vacate(&mut self.state(), worker));
                 match admitted.and_then(|()| take_control(fds)) {
                     Ok(control) => {
                         let socket = Arc::new(socket);
@@ -400,13 +403,12 @@ impl Shared {
             control,
         };
         let asked = relayed.ask_in(ticket, seen);
-        self.doorbell.ring();
+        self.bells.ring();
         asked.map_err(|ticket| (ticket.socket, "too many workers wait to be let in".into()))
     }
 
-    /// Decides whether a reader may join.
+    /// Decides whether a reader may join as far as that does not depend on others.
     pub(crate) fn admit(&self, newcomer: &Newcomer, seen: Epoch) -> Result<(), String> {
-        let worker = newcomer.worker;
         if seen > self.run.epoch {
             return Err(format!(
                 "this run has {}, but the worker has seen {seen}: a newer trainer has taken over",
@@ -420,40 +422,45 @@ impl Shared {
                 "the worker asks for models {wanted:?}, but there are {there_are:?}"
             ));
         }
-        let mut state = self.state();
-        let before: Vec<Key> = state
-            .readers
-            .range((worker, 0)..=(worker, u64::MAX))
-            .map(|(key, _)| *key)
-            .collect();
-        for key in before {
+        if let Delivery::Every { bound } = newcomer.delivery
+            && bound > self.max_queue
+        {
+            return Err(match self.max_queue {
+                0 => "the worker asks for every version, but this sender keeps no queues".into(),
+                most => format!(
+                    "the worker asks for a queue of {bound} versions, but this sender allows {most}"
+                ),
+            });
+        }
+        Ok(())
+    }
+
+    /// Has a worker's number free for a newcomer, or says who has it. A reader that is
+    /// gone is buried, and one that has left keeps nothing but its pins.
+    ///
+    /// The caller asks this under the lock under which it seats the reader: else
+    /// two that come at once would both be seated under one number.
+    pub(crate) fn vacate(&self, state: &mut State, worker: WorkerId) -> Result<(), String> {
+        let before = state.readers.range((worker, 0)..=(worker, u64::MAX));
+        for key in before.map(|(key, _)| *key).collect::<Vec<_>>() {
             let Some(old) = state.readers.get(&key) else {
                 continue;
             };
+            let pid = old.pid();
             if old.socket().is_some_and(|socket| is_gone(socket)) {
-                self.bury(&mut state, key);
-                self.pass_on(&mut state);
-            } else if !old.has_left() {
-                let pid = old.pid();
-                return Err(already(worker, pid));
+                self.bury(state, key);
+                self.pass_on(state);
+            } else if !state.retire(key) {
+                return Err(format!(
+                    "{worker} is already connected (pid {pid}); give this one another number"
+                ));
             }
         }
         Ok(())
     }
 
-    /// Whether another process of this host may join.
-    fn has_place(&self) -> Result<(), String> {
-        let (processes, _) = self.state().counts();
-        match processes < MAX_READERS {
-            true => Ok(()),
-            false => Err(format!(
-                "{MAX_READERS} workers of this host are connected, which is the most"
-            )),
-        }
-    }
-
-    /// Lets a reader in: from here on its pins are looked at, and its lane says
-    /// what it is to run.
+    /// Lets a reader in, if its number is free and there is a place: from here on its
+    /// pins are looked at, and its lane says what it is to run.
     pub(crate) fn welcome(
         &self,
         newcomer: Newcomer,
@@ -462,12 +469,26 @@ impl Shared {
     ) -> Result<(), (Arc<Socket>, String)> {
         let lane = match OwnedFile::new("weightsync-lane", LANE_BYTES) {
             Ok(lane) => lane,
-            Err(error) => return Err((socket, error.to_string())),
+            Err(error) => {
+                let reason = error.to_string();
+                *self.trouble() = Some(error);
+                return Err((socket, reason));
+            }
         };
         let mut state = self.state();
         if self.is_closed() {
             // Its hang-up tells the worker to look for the next sender.
             return Ok(());
+        }
+        let vacant = self.vacate(&mut state, newcomer.worker);
+        let vacant = vacant.and_then(|()| match state.counts().0 < MAX_READERS {
+            true => Ok(()),
+            false => Err(format!(
+                "{MAX_READERS} workers of this host are connected, which is the most"
+            )),
+        });
+        if let Err(reason) = vacant {
+            return Err((socket, reason));
         }
         let models = newcomer.models.and(Models::first(self.models.len()));
         state.joined += 1;
@@ -493,16 +514,20 @@ impl Shared {
             plan.join((key, 0), models, newcomer.delivery, records, steps);
         });
         if let Err(error) = self.hand_out(&state, &socket, models, &lane) {
-            state.plan.leave(key);
             state.unseat(key);
             return match error.is_crowded_out() {
                 // Its hang-up has the worker try again.
                 true => Ok(()),
-                false => Err((socket, error.to_string())),
+                false => {
+                    let reason = error.to_string();
+                    *self.trouble() = Some(error);
+                    Err((socket, reason))
+                }
             };
         }
         drop(state);
-        self.doorbell.ring();
+        *self.trouble() = None;
+        self.bells.ring();
         Ok(())
     }
 
@@ -527,11 +552,8 @@ impl Shared {
             models,
             relayed: self.relayed.as_ref().map_or(0, |relayed| relayed.sender),
         };
-        let fds = [
-            self.header.fd.as_fd(),
-            lane.fd.as_fd(),
-            self.doorbell.as_fd(),
-        ];
+        let bell = self.bells.for_reader()?;
+        let fds = [self.header.fd.as_fd(), lane.fd.as_fd(), bell.as_fd()];
         send(welcome, &fds)?;
         for model in models.iter() {
             let served = &self.models[model];

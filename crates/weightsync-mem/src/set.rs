@@ -304,7 +304,7 @@ fn checksum(words: &[u64; SET_WORDS]) -> u64 {
     weightsync_simd::crc64(&bytes[..used(words[1]) * 8])
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 

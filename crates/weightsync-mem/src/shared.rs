@@ -13,6 +13,7 @@ use crate::protocol::{
     Head, Live, LiveWord, MAX_MODELS, MAX_RECORDS, MAX_SLOTS, PinWord, Queue, SleepWord,
 };
 use crate::set::{SET_WORDS, SetRecord};
+use crate::sync::load_acquire;
 
 /// Alone on its cache line pair, so that one end's writes do not slow the
 /// other's.
@@ -24,7 +25,7 @@ pub(crate) struct Line<T>(pub(crate) T);
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Header {
-    /// The sender waits for readers and wants its doorbell rung.
+    /// The sender waits for readers and wants to be rung up.
     pub(crate) sender: Line<SleepWord>,
     /// How the segment has ended, once it has: an [`Ending`]; 0 before.
     pub(crate) closed: Line<AtomicU64>,
@@ -58,6 +59,33 @@ impl Ending {
             2 => Some(Self::Died),
             3 => Some(Self::Moved),
             _ => Some(Self::Closed),
+        }
+    }
+}
+
+/// How a reader closed its end, as its control page says it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parting {
+    /// It leaves in order.
+    InOrder,
+    /// It can use nothing more; its words are on their way by the socket.
+    Failed,
+}
+
+impl Parting {
+    pub(crate) fn word(self) -> u64 {
+        match self {
+            Self::InOrder => 1,
+            Self::Failed => 2,
+        }
+    }
+
+    /// A parting of a word that is not 0; a failure of any that is unknown.
+    pub(crate) fn of(word: u64) -> Option<Self> {
+        match word {
+            0 => None,
+            1 => Some(Self::InOrder),
+            _ => Some(Self::Failed),
         }
     }
 }
@@ -161,7 +189,7 @@ impl ModelPage {
     /// The digest of the version in a pinned slot, if the sender has made it.
     pub(crate) fn read_digest(&self, slot: u8, version: Version) -> Option<Digest> {
         let place = &self.commits[usize::from(slot)].0;
-        if place.digest_of.load(Ordering::Acquire) != version.0 {
+        if load_acquire(&place.digest_of) != version.0 {
             return None;
         }
         let low = u128::from(place.digest[0].load(Ordering::Relaxed));
@@ -198,48 +226,51 @@ pub(crate) struct AnswerPlace {
 // SAFETY: atomics only; `repr(C)`; alignment 128.
 unsafe impl Table for Lane {}
 
-/// A reader's page: that reader alone maps it writable.
-#[repr(C)]
+/// A reader's page: that reader alone maps it writable. What the sender looks at while it
+/// waits lies together: of a reader of one model, in the first cache line.
+#[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Control {
-    /// Written when it takes a set.
-    pub(crate) holds: Line<Holds>,
-    pub(crate) sleep: Line<SleepWord>,
+    pub(crate) sleep: SleepWord,
+    /// A [`Parting`] once the reader has closed its end while snapshots of it live
+    /// on: it is not waited for any more, its data pins still count.
+    pub(crate) left: AtomicU64,
     /// How many entries of its queue it has taken.
-    pub(crate) head: Line<Head>,
+    pub(crate) head: Head,
     /// The number of the last question whose answer it needs no more: it has
     /// taken it, has asked anew, or has given up waiting.
-    pub(crate) through: Line<AtomicU64>,
-    /// Written when the worker has loaded a set.
-    pub(crate) loaded: Line<Loaded>,
-    /// 1 once the reader has closed its end while snapshots of it live on: it
-    /// is not waited for any more, its data pins still count.
-    pub(crate) left: Line<AtomicU64>,
-}
-
-/// What a reader holds. Together, because they change together: with few models
-/// all of it is one cache line.
-#[repr(C)]
-#[derive(Debug)]
-pub(crate) struct Holds {
-    /// The set records it holds. The sender reads them, and the head, before
-    /// the data pins.
-    pub(crate) records: PinWord,
+    pub(crate) through: AtomicU64,
+    /// The sequence number of the newest set that the worker has loaded; 0 before the
+    /// first.
+    pub(crate) loaded: AtomicU64,
     /// The sequence number of the newest set it has taken and found whole; 0
     /// before the first.
     pub(crate) taken: AtomicU64,
+    /// The set records it holds. The sender reads them, and the head, before
+    /// the data pins.
+    pub(crate) records: PinWord,
     /// The data slots it holds, per model.
     pub(crate) pins: [PinWord; MAX_MODELS],
+    /// The version of each model that the worker has loaded; 0 before the first.
+    pub(crate) versions: [AtomicU64; MAX_MODELS],
 }
 
-/// What a worker has loaded.
-#[repr(C)]
-#[derive(Debug)]
-pub(crate) struct Loaded {
-    /// The sequence number of the newest set; 0 before the first.
-    pub(crate) sequence: AtomicU64,
-    /// The version of each model; 0 before the first.
-    pub(crate) versions: [AtomicU64; MAX_MODELS],
+impl Control {
+    /// The worker has loaded these versions, with the set of this sequence number, or (0)
+    /// with one that it asked for. Those of an older set than it has loaded are left out.
+    pub(crate) fn say_loaded(
+        &self,
+        sequence: u64,
+        versions: impl IntoIterator<Item = (usize, Version)>,
+    ) {
+        let before = self.loaded.load(Ordering::Relaxed);
+        if sequence == 0 || sequence >= before {
+            for (model, version) in versions {
+                self.versions[model].store(version.0, Ordering::Relaxed);
+            }
+            self.loaded.store(sequence.max(before), Ordering::Release);
+        }
+    }
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.

@@ -4,6 +4,7 @@
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use weightsync_core::Version;
@@ -50,9 +51,9 @@ struct Private {
 }
 
 impl Slot {
-    /// A sender's own, as [`OwnedFile::new`].
-    pub(crate) fn new(bytes: usize) -> Result<Self, Error> {
-        let OwnedFile { fd, map } = OwnedFile::new("weightsync-slot", bytes)?;
+    /// A sender's own, as [`OwnedFile::new_unless`].
+    pub(crate) fn new(bytes: usize, stop: &AtomicBool) -> Result<Self, Error> {
+        let OwnedFile { fd, map } = OwnedFile::new_unless("weightsync-slot", bytes, stop)?;
         Ok(Self::with(fd, map))
     }
 

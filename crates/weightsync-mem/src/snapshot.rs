@@ -218,13 +218,13 @@ impl Snapshot {
         if self.record.checksum_block == 0 {
             return Ok(None);
         }
-        let spans = &self.model.spans;
+        let shape = self.model.shape();
         self.check_process();
         // SAFETY: the table lies behind the image in the same slot, whose size
         // covers both (checked at attach).
-        let start = unsafe { self.slot.map.as_ptr().add(spans.table_offset()) };
+        let start = unsafe { self.slot.map.as_ptr().add(shape.table_offset()) };
         // SAFETY: as in `bytes`.
-        let table = unsafe { std::slice::from_raw_parts(start, spans.table_bytes()) };
+        let table = unsafe { std::slice::from_raw_parts(start, shape.table_bytes()) };
         if weightsync_simd::crc64(table) != self.record.checksum_table {
             let slot = self.pin.slot;
             return Err(Error::CorruptCommit {

@@ -19,8 +19,9 @@ use rustix::net::{
 };
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::error::{Error, os};
+use crate::error::{Error, os, unexpected};
 use crate::interrupt;
+use crate::limits;
 use crate::protocol::MAX_SLOTS;
 use crate::wait::poll;
 use crate::wire::MAX_PACKET;
@@ -111,10 +112,17 @@ impl Listener {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         loop {
             return match rustix::net::accept_with(&self.fd, flags) {
-                Ok(fd) => match Socket::with_checked_peer(fd)? {
-                    None => continue,
-                    socket => Ok(socket),
-                },
+                Ok(fd) => {
+                    keep_files_free(&fd);
+                    match Socket::with_checked_peer(fd)? {
+                        None => continue,
+                        socket => Ok(socket),
+                    }
+                }
+                Err(Errno::MFILE) if limits::raise_files() => continue,
+                Err(Errno::MFILE) => Err(Error::TooManyFiles {
+                    limit: limits::files(),
+                }),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
                 Err(errno) => Err(os("accepting a reader")(errno)),
             };
@@ -268,9 +276,11 @@ impl Socket {
             .flatten()
             .collect();
         if got.flags.contains(ReturnFlags::CTRUNC) {
-            return Err(Error::Os {
-                action: "receiving shared memory's descriptors (is the limit on open files reached?)",
-                source: Errno::MFILE.into(),
+            return Err(match rustix::io::dup(&self.fd) {
+                Err(Errno::MFILE) => Error::TooManyFiles {
+                    limit: limits::files(),
+                },
+                _ => unexpected("descriptors that there is room for", "more".into()),
             });
         }
         // The ends never send an empty packet, so no bytes means end of file.
@@ -284,6 +294,18 @@ impl Socket {
 impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+}
+
+/// Raises this process's limit on open files when a new one is near it: each has
+/// the lowest number that is free. The usual limit of 1024 is for programs that call
+/// `select`, and a worker takes two.
+fn keep_files_free(newest: &OwnedFd) {
+    const SPARED: u64 = 64;
+    let number = u64::from(newest.as_raw_fd().unsigned_abs());
+    if limits::files().is_some_and(|limit| number + SPARED >= limit) {
+        // What cannot be raised is told when it is reached.
+        limits::raise_files();
     }
 }
 

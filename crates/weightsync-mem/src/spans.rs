@@ -25,6 +25,13 @@ pub(crate) struct Span {
 pub(crate) struct Spans {
     spans: Vec<Span>,
     joined: Vec<Span>,
+}
+
+/// What lies where in a slot: the image, then the table of checksums. It costs nothing to
+/// make, so a reader compares a slot with it before it does anything by the size that a
+/// layout claims.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SlotShape {
     image_bytes: usize,
 }
 
@@ -67,7 +74,6 @@ impl Spans {
         Self {
             joined: joined(&spans),
             spans,
-            image_bytes: layout.bytes() as usize,
         }
     }
 
@@ -80,6 +86,14 @@ impl Spans {
     /// shared out among threads.
     pub(crate) fn joined(&self) -> &[Span] {
         &self.joined
+    }
+}
+
+impl SlotShape {
+    pub(crate) fn of(layout: &Layout) -> Self {
+        Self {
+            image_bytes: layout.bytes() as usize,
+        }
     }
 
     /// How many checksums there are: one for each [`CHECKSUM_BLOCK`] bytes of the image,
@@ -167,7 +181,8 @@ mod tests {
                 }
             }
             assert_eq!(covered, lens);
-            assert!(spans.slot_bytes() >= layout.bytes() as usize + 8 * spans.blocks());
+            let shape = SlotShape::of(&layout);
+            assert!(shape.slot_bytes() >= layout.bytes() as usize + 8 * shape.blocks());
             let bytes = |spans: &[Span]| spans.iter().map(|span| span.image.len()).sum::<usize>();
             assert_eq!(bytes(spans.joined()), bytes(spans.all()));
         }

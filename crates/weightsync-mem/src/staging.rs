@@ -14,7 +14,7 @@ use crate::plan::Targets;
 use crate::report::Publication;
 use crate::roster::Shared;
 use crate::slot::Slot;
-use crate::spans::{CHECKSUM_BLOCK, Spans};
+use crate::spans::CHECKSUM_BLOCK;
 use crate::writer::Writer;
 
 /// Slots that nobody reads, one for each model staged, to be filled and then
@@ -34,6 +34,7 @@ use crate::writer::Writer;
 pub struct Staging<'a> {
     writer: &'a mut Writer,
     parts: Vec<Part>,
+    waits_for_late: bool,
 }
 
 /// One model's part.
@@ -72,6 +73,7 @@ impl<'a> Staging<'a> {
         Self {
             writer,
             parts: Vec::with_capacity(models),
+            waits_for_late: false,
         }
     }
 
@@ -135,10 +137,10 @@ impl<'a> Staging<'a> {
         // SAFETY: the sender's mapping is writable and a slot of this model; the
         // slot is lent, so no reader reads it, and `&mut self` is the only way
         // to it here.
-        let sums = unsafe { write_image(map, &served.layout, &served.spans, sources, options) }?;
+        let sums = unsafe { write_image(map, &served.layout, served.spans(), sources, options) }?;
         if options.checksums {
             let table: Vec<u8> = sums.iter().flat_map(|sum| u64::to_le_bytes(*sum)).collect();
-            let start = served.spans.table_offset();
+            let start = served.shape().table_offset();
             self.part(model, start..start + table.len())
                 .copy_from_slice(&table);
         }
@@ -163,6 +165,13 @@ impl<'a> Staging<'a> {
         }
         self.parts[at].number = Some(version);
         Ok(())
+    }
+
+    /// Has the publication wait for readers that were late for an earlier one, as for
+    /// all others. Without it those are passed over until they move: see
+    /// [`ReaderOutcome::late`](crate::ReaderOutcome::late).
+    pub fn wait_for_late(&mut self) {
+        self.waits_for_late = true;
     }
 
     /// Makes what was written the newest versions of these models for
@@ -214,7 +223,12 @@ impl<'a> Staging<'a> {
                 for (model, _) in &published.versions {
                     self.writer.versions[*model] = state.plan.version(*model);
                 }
-                Ok(Publication::new(published, targets, at))
+                Ok(Publication::new(
+                    published,
+                    targets,
+                    at,
+                    self.waits_for_late,
+                ))
             }
             Err(crowded) => {
                 let slots = state.plan.slots(crowded.model);
@@ -233,9 +247,9 @@ impl<'a> Staging<'a> {
             model, checksums, ..
         } = self.parts[at];
         checksums.then(|| {
-            let spans: &Spans = &self.writer.shared.models[model].model.spans;
-            let start = spans.table_offset();
-            let end = start + spans.table_bytes();
+            let shape = self.writer.shared.models[model].model.shape();
+            let start = shape.table_offset();
+            let end = start + shape.table_bytes();
             weightsync_simd::crc64(self.stretch(at, start..end))
         })
     }

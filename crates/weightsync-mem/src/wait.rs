@@ -1,9 +1,10 @@
 //! Waiting: deadlines, the yield-then-sleep style, and polls that a death ends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
@@ -127,6 +128,73 @@ impl AsFd for Doorbell {
     }
 }
 
+/// The sender's bells: one of its own, and one for each reader.
+///
+/// **Guarantee.** A reader can ring, and nothing else: it cannot silence the bell of
+/// another, nor have anybody wait who listens. Its bell costs no descriptor.
+///
+/// Each reader gets an eventfd of its own, which the sender watches by its *edges* (each
+/// ring is one) and never reads. So nothing that a reader does with it, from reading it to
+/// making it blocking, is felt by anybody else. The sender closes its descriptor as soon as
+/// it has handed the bell out: the kernel watches it for as long as the reader has it.
+#[derive(Debug)]
+pub(crate) struct Bells {
+    edges: OwnedFd,
+    own: Arc<Doorbell>,
+}
+
+impl Bells {
+    pub(crate) fn new() -> Result<Self, Error> {
+        let edges = epoll::create(CreateFlags::CLOEXEC).map_err(os("making an epoll"))?;
+        let own = Arc::new(Doorbell::new()?);
+        let bells = Self { edges, own };
+        bells.watch(&bells.own)?;
+        Ok(bells)
+    }
+
+    /// The bell of this process.
+    pub(crate) fn own(&self) -> &Arc<Doorbell> {
+        &self.own
+    }
+
+    /// A new one, for a reader.
+    pub(crate) fn for_reader(&self) -> Result<Doorbell, Error> {
+        let bell = Doorbell::new()?;
+        self.watch(&bell)?;
+        Ok(bell)
+    }
+
+    pub(crate) fn ring(&self) {
+        self.own.ring();
+    }
+
+    /// Takes note of what has rung: a ring after this is heard by the next poll.
+    pub(crate) fn silence(&self) {
+        let mut rung = [epoll::Event {
+            flags: EventFlags::empty(),
+            data: EventData::new_u64(0),
+        }; 64];
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // Once: what does not fit rings again.
+        let _ = epoll::wait(&self.edges, &mut rung, Some(&now));
+    }
+
+    fn watch(&self, bell: &Doorbell) -> Result<(), Error> {
+        let edges = EventFlags::IN | EventFlags::ET;
+        epoll::add(&self.edges, bell, EventData::new_u64(0), edges)
+            .map_err(os("watching a reader's bell"))
+    }
+}
+
+impl AsFd for Bells {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.edges.as_fd()
+    }
+}
+
 /// The sender's threads that wait for its readers.
 ///
 /// One of them leads: it alone announces sleep and listens to the doorbell. The
@@ -147,11 +215,12 @@ struct Line {
 
 impl Watchers {
     /// Looks again and again until something is found or the deadline comes.
-    /// `sleep` and `doorbell` are how readers learn that they are waited for.
+    /// `sleep` says to readers that they are waited for, and `bells` are what they ring
+    /// then.
     pub(crate) fn wait<T>(
         &self,
         sleep: &SleepWord,
-        doorbell: &Doorbell,
+        bells: &Bells,
         deadline: Deadline,
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
@@ -167,7 +236,7 @@ impl Watchers {
                     watchers: self,
                     sleep,
                 };
-                return lead.wait(doorbell, deadline, look);
+                return lead.wait(bells, deadline, look);
             }
             let news = line.news;
             drop(line);
@@ -212,7 +281,7 @@ struct Lead<'a> {
 impl Lead<'_> {
     fn wait<T>(
         &self,
-        doorbell: &Doorbell,
+        bells: &Bells,
         deadline: Deadline,
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
@@ -221,10 +290,10 @@ impl Lead<'_> {
             if found.is_some() || passed(deadline) {
                 return Ok(found);
             }
-            poll([doorbell.as_fd()], deadline)?;
+            poll([bells.as_fd()], deadline)?;
             // Silenced before the others look: a ring after that is heard by the
             // next poll.
-            doorbell.silence();
+            bells.silence();
             self.watchers.line().news += 1;
             self.watchers.changed.notify_all();
         }

@@ -308,7 +308,7 @@ impl Watch {
         let seen = &self.seen;
         seen.asking.store(question, Ordering::SeqCst);
         let word = seen.word()?;
-        let sleep = &seen.book.control()?.sleep.0;
+        let sleep = &seen.book.control()?.sleep;
         let value = futex::value(word);
         seen.asleep.store(true, Ordering::SeqCst);
         sleep.announce();
@@ -335,6 +335,10 @@ impl Drop for Watch {
             return;
         }
         self.seen.stop.ring();
+        if thread.thread().id() == std::thread::current().id() {
+            // What it called has dropped the reader: it ends when that returns.
+            return;
+        }
         // A panic there has been reported by the panic hook.
         let _ = thread.join();
     }

@@ -7,25 +7,25 @@ use std::time::Instant;
 use weightsync_core::{Run, Version, WorkerId};
 
 use crate::error::Error;
+use crate::grow::{self, Short};
 use crate::model::{MAX_NOTE_BYTES, ModelSpec};
-use crate::plan::{Key, Lend, Targets};
-use crate::protocol::{MAX_MODELS, MAX_SLOTS};
+use crate::plan::{Key, Targets};
+use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_RECORDS, MAX_SLOTS};
 use crate::report::Waiter;
-use crate::roster::{ReaderStatus, Shared};
+use crate::roster::{Attendance, ReaderStatus, Shared};
 use crate::service;
 use crate::set::ModelSet;
 use crate::shared::Ending;
-use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Listener;
-use crate::staging::{Part, Staging};
-use crate::wait::{Deadline, WaitStyle};
+use crate::staging::Staging;
+use crate::wait::{Deadline, WaitStyle, passed};
 
 /// How a segment is made.
 #[derive(Clone, Copy, Debug)]
 pub struct SegmentOptions {
-    /// Slots of each model made at the beginning: at least 2, one live and one
-    /// to write.
+    /// Slots of each model: at least 2, one live and one to write. Of large models
+    /// the first is made at the beginning and the others after the first send.
     pub slots: u8,
     /// Slots a model may grow to when all are pinned; then the sender waits. Each
     /// version beyond one that is meant to be run or kept at once (for some
@@ -36,6 +36,10 @@ pub struct SegmentOptions {
     /// the sets they were sent in, to be had by [`Writer::old_snapshot`] and by
     /// readers that ask.
     pub history: u8,
+    /// How many versions may wait in the queue of a reader that takes every one, at most
+    /// [`MAX_BOUND`]: each keeps its slot until it is taken. A reader that wants to let
+    /// more wait is refused; with 0, every reader that takes every version.
+    pub max_queue: u8,
     /// How the sender waits for its readers.
     pub wait: WaitStyle,
 }
@@ -46,6 +50,7 @@ impl Default for SegmentOptions {
             slots: 2,
             max_slots: 4,
             history: 0,
+            max_queue: MAX_BOUND,
             wait: WaitStyle::default(),
         }
     }
@@ -57,13 +62,13 @@ impl Default for SegmentOptions {
 /// all, with every model of it, also if this process is killed at any moment; a
 /// slot that anybody holds is not written.
 ///
-/// A thread of its own accepts readers and notices their deaths. Dropping the
-/// writer tells the readers that it closed, ends the thread and every wait, and
-/// frees the memory; snapshots that readers hold stay valid.
+/// A thread of its own accepts readers and notices their deaths, another makes
+/// slots. Dropping the writer tells the readers that it closed, ends the threads and
+/// every wait, and frees the memory; snapshots that readers hold stay valid.
 #[derive(Debug)]
 pub struct Writer {
     pub(crate) shared: Arc<Shared>,
-    service: Option<JoinHandle<()>>,
+    threads: Option<Threads>,
     models: Vec<ModelSpec>,
     /// By model, the newest published.
     pub(crate) versions: Vec<Version>,
@@ -71,13 +76,14 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Makes the segment, faults its slots in and begins to accept readers at
+    /// Makes the segment, faults its first slots in and begins to accept readers at
     /// the abstract socket name `address`.
     ///
     /// # Errors
     ///
-    /// [`Error::AddressInUse`] if another sender lives there, [`Error::Os`] if
-    /// memory or descriptors run out, [`Error::BadOption`].
+    /// [`Error::AddressInUse`] if another sender lives there, [`Error::NoMemory`] if
+    /// the slots do not fit into what this process may have, [`Error::Os`] if memory
+    /// or descriptors run out, [`Error::BadOption`].
     pub fn create(
         address: &str,
         secret: [u8; 16],
@@ -103,10 +109,10 @@ impl Writer {
     ) -> Result<Self, Error> {
         check(models, &options)?;
         let shared = Shared::new(run, models, secret, &options, None)?;
-        let service = service::start(shared.clone(), listener)?;
+        let threads = Threads::start(&shared, listener)?;
         Ok(Self {
             shared,
-            service: Some(service),
+            threads: Some(threads),
             models: models.to_vec(),
             versions: vec![Version::NONE; models.len()],
             options,
@@ -144,11 +150,13 @@ impl Writer {
     /// into.
     ///
     /// If every slot of one is pinned, it grows if the options allow or if what
-    /// is meant to be run needs it, else this waits until one comes free.
+    /// is meant to be run needs it, else this waits until one comes free. It also
+    /// waits for a set record by which the versions can be told.
     ///
     /// # Errors
     ///
-    /// [`Error::AllSlotsPinned`] at the deadline, naming the holders;
+    /// [`Error::AllSlotsPinned`] or [`Error::AllRecordsHeld`] at the deadline, naming the
+    /// holders;
     /// [`Error::BadOption`] for no model at all, a model that there is not, or one
     /// named twice.
     pub fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Staging<'_>, Error> {
@@ -169,23 +177,41 @@ impl Writer {
         // Its drop gives back what was lent.
         let mut staging = Staging::new(self, models.len());
         let (shared, parts) = staging.parts();
-        lend(shared, models, parts, max_slots)?;
-        if parts.len() == models.len() {
+        let mut look = || grow::lend(shared, models, parts, max_slots, deadline);
+        let Some(mut why) = look()? else {
             return Ok(staging);
-        }
+        };
         let since = Instant::now();
-        shared.wait_until(deadline, || {
-            lend(shared, models, parts, max_slots)?;
-            Ok((parts.len() == models.len()).then_some(()))
-        })?;
+        loop {
+            let until = match why {
+                // That wait ends without help.
+                Short::Making => None,
+                Short::Until(at) => Some(at),
+                Short::Pinned | Short::Records if passed(deadline) => break,
+                Short::Pinned | Short::Records => deadline,
+            };
+            let changed = shared.wait_until(until, || {
+                let short = look()?;
+                Ok((short != Some(why)).then_some(short))
+            })?;
+            match changed.map_or_else(&mut look, Ok)? {
+                Some(short) => why = short,
+                None => return Ok(staging),
+            }
+        }
+        let waited = since.elapsed();
         let Some(&model) = models.get(parts.len()) else {
-            return Ok(staging);
+            return Err(Error::AllRecordsHeld {
+                records: MAX_RECORDS,
+                waited,
+                holders: shared.record_holders(),
+            });
         };
         let slots = shared.state().plan.slots(model);
         Err(Error::AllSlotsPinned {
             model,
             slots,
-            waited: since.elapsed(),
+            waited,
             holders: shared.holders(model),
         })
     }
@@ -195,22 +221,28 @@ impl Writer {
         self.shared.readers()
     }
 
-    /// Waits until `enough`, given the readers present and those that cannot use
-    /// the models, is content. False if the deadline came first.
+    /// Waits until `enough`, given who is there and who was, is content. False if the
+    /// deadline came first.
     ///
     /// # Errors
     ///
-    /// Only of the operating system.
+    /// Only of the operating system: [`Error::TooManyFiles`] if readers that came
+    /// could not be let in.
     pub fn wait_readers(
         &self,
         deadline: Deadline,
-        mut enough: impl FnMut(&[ReaderStatus], &[WorkerId]) -> bool,
+        mut enough: impl FnMut(&Attendance) -> bool,
     ) -> Result<bool, Error> {
         let shared = &self.shared;
         shared.header.map.usable()?;
-        let met = shared.wait_until(deadline, || {
-            Ok(enough(&shared.readers(), &shared.rejected()).then_some(()))
-        })?;
+        let met = shared.wait_until(deadline, || Ok(enough(&shared.attendance()).then_some(())))?;
+        shared.make_ahead(&mut shared.state());
+        // The readers may well be there, and not be let in.
+        if met.is_none()
+            && let Some(error) = shared.trouble().take()
+        {
+            return Err(error);
+        }
         Ok(met.is_some())
     }
 
@@ -218,6 +250,18 @@ impl Writer {
     /// taken are lines of the next publication that is settled.
     pub fn take_rejected(&self) -> Vec<(WorkerId, String)> {
         self.shared.take_rejected()
+    }
+
+    /// Forgets workers that failed, died or were lost: they are no lines of later
+    /// publications, until they come and go again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Forked`] in a forked child.
+    pub fn forget(&mut self, workers: &[WorkerId]) -> Result<(), Error> {
+        self.shared.header.map.usable()?;
+        self.shared.state().forget(workers);
+        Ok(())
     }
 
     /// Holds workers, connected or not, at what they are meant to run now:
@@ -347,64 +391,40 @@ impl Drop for Writer {
     fn drop(&mut self) {
         if self.shared.header.map.usable().is_err() {
             // A forked child's copy: the thread and the memory are the parent's.
-            if let Some(service) = self.service.take() {
-                std::mem::forget(service);
-            }
+            std::mem::forget(self.threads.take());
             return;
         }
         self.shared.close(Ending::Closed);
-        if let Some(service) = self.service.take() {
-            // A panic there has been reported by the panic hook already.
-            let _ = service.join();
+        if let Some(threads) = self.threads.take() {
+            threads.join();
         }
     }
 }
 
-/// Lends slots for the models that have none yet, in order, as far as it goes.
-pub(crate) fn lend(
-    shared: &Shared,
-    models: &[usize],
-    parts: &mut Vec<Part>,
-    max_slots: u8,
-) -> Result<(), Error> {
-    let mut state = shared.state();
-    // Heads and records before data pins, again after each change of a lane.
-    let mut records = shared.observe(&mut state);
-    while let Some(&model) = models.get(parts.len()) {
-        let pinned = shared.pinned(&state, model, records);
-        let mut decided = state.plan.lend(model, pinned, max_slots);
-        if !matches!(decided, Lend::Slot(_))
-            && shared.decide(&mut state, |plan, steps| plan.clear_taken(steps))
-        {
-            records = shared.observe(&mut state);
-            let pinned = shared.pinned(&state, model, records);
-            decided = state.plan.lend(model, pinned, max_slots);
+/// The threads of a segment.
+#[derive(Debug)]
+pub(crate) struct Threads([JoinHandle<()>; 2]);
+
+impl Threads {
+    /// Starts them. They end when [`Shared::close`] is called.
+    pub(crate) fn start(shared: &Arc<Shared>, listener: Listener) -> Result<Self, Error> {
+        let slots = grow::start(shared.clone())?;
+        match service::start(shared.clone(), listener) {
+            Ok(service) => Ok(Self([service, slots])),
+            Err(error) => {
+                shared.close(Ending::Closed);
+                let _ = slots.join();
+                Err(error)
+            }
         }
-        let slot = match decided {
-            Lend::Slot(slot) => slot,
-            Lend::Grow => {
-                // Faulting the pages in takes its time: readers may join
-                // meanwhile. Nobody else lends or grows.
-                drop(state);
-                let bytes = shared.models[model].model.slot_bytes();
-                let file = Slot::new(bytes)?;
-                state = shared.state();
-                let slot = shared.add_slot(&mut state, model, Arc::new(file));
-                // After it: a reader that could not be handed the slot is told
-                // nothing any more, so only its pins count from there on.
-                records = shared.observe(&mut state);
-                slot
-            }
-            Lend::Wait => {
-                // Room in a queue gives slots back, later.
-                shared.deliver(&mut state);
-                return Ok(());
-            }
-        };
-        let file = state.slots[model][usize::from(slot)].clone();
-        parts.push(Part::new(model, slot, file));
     }
-    Ok(())
+
+    pub(crate) fn join(self) {
+        for thread in self.0 {
+            // A panic there has been reported by the panic hook already.
+            let _ = thread.join();
+        }
+    }
 }
 
 pub(crate) fn check(models: &[ModelSpec], options: &SegmentOptions) -> Result<(), Error> {

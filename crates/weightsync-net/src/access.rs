@@ -29,6 +29,10 @@ pub const TOKEN_FILE_VARIABLE: &str = "WEIGHTSYNC_TOKEN_FILE";
 /// The environment variable that, set to 1, allows links off this machine that are not encrypted.
 pub const PLAINTEXT_VARIABLE: &str = "WEIGHTSYNC_INSECURE_PLAINTEXT";
 
+/// How somebody says so: in either scheme, in a command, or for all of a process.
+const PERMISSION: &str = "the scheme's setting insecure-plaintext (of a command: \
+                          --insecure-plaintext), or WEIGHTSYNC_INSECURE_PLAINTEXT=1";
+
 /// How a token is made, for the errors that miss one.
 const MAKE_ONE: &str = "make one with `head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE` \
                         and give every machine the same";
@@ -415,8 +419,8 @@ pub enum AccessError {
     #[error(
         "without a token this process does not {to} {addr}, which is not loopback: anybody there \
          could take part; {MAKE_ONE} ({TOKEN_FILE_VARIABLE}=FILE, or {TOKEN_VARIABLE}){}",
-        if *plaintext { "" } else { "; links are not encrypted yet, so this takes \
-         --insecure-plaintext (or WEIGHTSYNC_INSECURE_PLAINTEXT=1) too" }
+        if *plaintext { String::new() } else { format!("; links are not encrypted yet, so this \
+         takes {PERMISSION} too") }
     )]
     NoToken {
         /// What was to be done.
@@ -430,7 +434,7 @@ pub enum AccessError {
     #[error(
         "this process does not {to} {addr}, which is not loopback: links are not encrypted yet, \
          so whoever is on that network can read the weights and change them on their way; where \
-         that network is trusted, allow it with --insecure-plaintext or {PLAINTEXT_VARIABLE}=1"
+         that network is trusted, allow it with {PERMISSION}"
     )]
     Plaintext {
         /// What was to be done.

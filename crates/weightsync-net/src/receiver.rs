@@ -15,7 +15,7 @@ use weightsync::transport::{
 };
 use weightsync::{Error, MemoryError, Result, Run, SetSnapshot};
 
-use self::way::{Found, Way};
+use self::way::{Found, Waits, Way};
 use crate::error::NetError;
 use crate::scheme::Distributed;
 
@@ -254,7 +254,9 @@ impl Shared {
 
     fn search(self: Arc<Self>) {
         let handoff = self.state().handoff.clone();
-        let found = self.way.find_again(&handoff, &self.closed, way::DENIED);
+        let found = self
+            .way
+            .find_again(&handoff, &self.closed, Waits::default());
         match found {
             Ok(Some(mut found)) if found.attached.run() == self.run => {
                 if let Err(error) = found.attached.take_over(handoff) {

@@ -7,13 +7,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use weightsync::{BackgroundState, Error, Receiver, SafePoints};
+use weightsync::{BackgroundState, BackgroundStatus, Error, Receiver, SafePoints};
 
 use crate::errors::exception;
 use crate::loader::{Target, set_of};
-use crate::options::timeout_of;
+use crate::options::{Seconds, timeout_of};
 use crate::report::versions_of;
-use crate::session::run_of;
+use crate::session::{DROPPED, run_of};
 use crate::wait::{released, released_until};
 
 type Inner = weightsync::Background<Vec<Target>>;
@@ -37,7 +37,10 @@ impl Background {
     /// What keeps the models as they are, until it is released, in the thread
     /// that took it; any number of threads may have one.
     fn take_seat(&self, py: Python<'_>) -> PyResult<Seat> {
-        let inner = self.running(py)?;
+        let Ok(inner) = self.running(py) else {
+            // It is being ended by another thread: a forward is no error for that.
+            return Ok(Seat(Mutex::new(None)));
+        };
         // The usual case takes no lock, and need not let go of the interpreter's.
         let seat = inner.try_hold();
         let_go(py, inner);
@@ -57,7 +60,7 @@ impl Background {
     /// What it does (`following`, `searching`, `closed`, `died` or `failed`), in
     /// words, and why the newest version could not be applied.
     fn state(&self, py: Python<'_>) -> PyResult<(&'static str, String, Option<String>)> {
-        let status = self.call(py, |inner| inner.status())?;
+        let status = self.status(py)?;
         Ok((
             word(&status.state),
             status.state.to_string(),
@@ -67,13 +70,13 @@ impl Background {
 
     /// The version of each model that this worker runs.
     fn versions(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
-        let status = self.call(py, |inner| inner.status())?;
+        let status = self.status(py)?;
         Ok(versions_of(&status.versions))
     }
 
     /// The run of these versions.
     fn run(&self, py: Python<'_>) -> PyResult<(u64, String)> {
-        Ok(run_of(self.call(py, |inner| inner.status())?.run))
+        Ok(run_of(self.status(py)?.run))
     }
 
     /// Waits, in seconds, until every model named has at least this version, or,
@@ -84,9 +87,9 @@ impl Background {
         &self,
         py: Python<'_>,
         versions: BTreeMap<String, u64>,
-        timeout: Option<f64>,
+        timeout: Option<Seconds>,
     ) -> PyResult<bool> {
-        let until = timeout_of(timeout)?.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = timeout_of(timeout).and_then(|timeout| Instant::now().checked_add(timeout));
         self.call(py, |inner| {
             let before = inner.status()?;
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
@@ -103,18 +106,23 @@ impl Background {
         })
     }
 
-    /// Ends the thread and the receiver; any number of times.
-    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+    /// Ends the thread and the receiver; any number of times. One that ends for a reason
+    /// has failed, and its sender is told the reason.
+    #[pyo3(signature = (reason = None))]
+    fn shutdown(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
         let Some(inner) = self.take() else {
             return Ok(());
         };
         self.ending.store(true, Ordering::SeqCst);
         if INSIDE.get() > 0 {
             // A signal's handler, in the middle of a wait: ended when that returns.
+            if let Some(reason) = reason {
+                inner.fail_at_end(&reason);
+            }
             let_go(py, inner);
             return Ok(());
         }
-        py.detach(|| drop(alone(inner)));
+        py.detach(|| end(alone(inner), reason.as_deref()));
         Ok(())
     }
 
@@ -122,7 +130,7 @@ impl Background {
         if self.lock().is_none() {
             return Ok("<Background: shut down>".into());
         }
-        let status = self.call(py, |inner| inner.status())?;
+        let status = self.status(py)?;
         let versions = status.versions.iter();
         let versions: Vec<_> = versions
             .map(|(model, one)| format!("{model} {one}"))
@@ -162,10 +170,20 @@ impl Background {
                 Error::WrongOrder {
                     call: "this",
                     state: "after shutdown",
-                    fix: "start a background receiver anew",
+                    fix: "make a new receiver from the init info",
                 },
             )
         })
+    }
+
+    /// Without releasing the interpreter's lock, since this waits for nothing: a thread that
+    /// asks in a loop would give the lock away for less time than the thread that loads needs
+    /// to wake.
+    fn status(&self, py: Python<'_>) -> PyResult<BackgroundStatus> {
+        let inner = self.running(py)?;
+        let status = inner.status();
+        let_go(py, inner);
+        status.map_err(|error| exception(py, error))
     }
 
     /// A call that may wait, until this is ended.
@@ -176,7 +194,7 @@ impl Background {
     ) -> PyResult<T> {
         let inner = self.running(py)?;
         INSIDE.set(INSIDE.get() + 1);
-        let done = released_until(py, &self.ending, || call(&inner));
+        let done = released_until(py, &self.ending, None, || call(&inner));
         INSIDE.set(INSIDE.get() - 1);
         let_go(py, inner);
         done
@@ -201,8 +219,21 @@ impl Drop for Background {
         // Without an interpreter nobody waits for its lock any more, nor for the thread.
         let inner = std::mem::ManuallyDrop::new(inner);
         let _ = Python::try_attach(|py| {
-            py.detach(|| drop(std::mem::ManuallyDrop::into_inner(inner)));
+            py.detach(|| {
+                if let Some(inner) = Arc::into_inner(std::mem::ManuallyDrop::into_inner(inner)) {
+                    end(inner, Some(DROPPED));
+                }
+            });
         });
+    }
+}
+
+/// Ends the thread, and leaves: in order, unless there is a reason.
+fn end(inner: Inner, reason: Option<&str>) {
+    match reason {
+        None => drop(inner),
+        // In a forked child there is nothing to end.
+        Some(reason) => drop(inner.fail(reason)),
     }
 }
 

@@ -3,9 +3,9 @@
 use pyo3::prelude::*;
 use weightsync::{Error, ReceiverSetup};
 
-use crate::options::{Setup, Workers, deadline_of, schemes, timeout_of};
+use crate::options::{Seconds, Setup, Worker, Workers, deadline_of, schemes, timeout_of};
 use crate::report::Report;
-use crate::session::InitInfo;
+use crate::session::{DROPPED, InitInfo};
 use crate::wait::{Turns, released};
 
 /// A worker that passes on what it receives, under the same version numbers,
@@ -32,12 +32,12 @@ impl Cascade {
     fn join(
         py: Python<'_>,
         info: &InitInfo,
-        worker: u32,
+        worker: Worker,
         setup: Setup,
-        timeout: Option<f64>,
+        timeout: Option<Seconds>,
     ) -> PyResult<Self> {
-        let deadline = deadline_of(timeout)?;
-        let receiver = ReceiverSetup::new(info.0.clone(), worker).schemes(schemes());
+        let deadline = deadline_of(timeout);
+        let receiver = ReceiverSetup::new(info.0.clone(), worker.0).schemes(schemes());
         let chosen = setup.chosen()?;
         let joined = released(py, || {
             let joined = weightsync::Cascade::join(receiver, deadline)?;
@@ -57,8 +57,8 @@ impl Cascade {
 
     /// The rendez-vous with the sub-workers; only then the trainer counts this
     /// worker.
-    fn connect(&self, py: Python<'_>, workers: Workers, timeout: Option<f64>) -> PyResult<()> {
-        let deadline = deadline_of(timeout)?;
+    fn connect(&self, py: Python<'_>, workers: Workers, timeout: Option<Seconds>) -> PyResult<()> {
+        let deadline = deadline_of(timeout);
         self.with(py, |state| match std::mem::replace(state, State::Closed) {
             State::Joined(setup) => {
                 *state = State::Feeding(Box::new(setup.connect(workers.into(), deadline)?));
@@ -73,8 +73,8 @@ impl Cascade {
 
     /// Waits for what comes next and passes it on; what became of it, or None.
     #[pyo3(signature = (timeout = None))]
-    fn forward(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Report>> {
-        let timeout = timeout_of(timeout)?;
+    fn forward(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Option<Report>> {
+        let timeout = timeout_of(timeout);
         self.with(py, |state| match state {
             State::Feeding(cascade) => {
                 let forwarded = cascade.forward(timeout)?;
@@ -109,14 +109,31 @@ impl Cascade {
         })
     }
 
-    /// Ends both ends, and any call that waits; any number of times.
-    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
-        self.state.end(py)
+    /// Forgets sub-workers that failed, died or were lost.
+    fn forget(&self, py: Python<'_>, workers: Vec<Worker>) -> PyResult<()> {
+        let workers: Vec<u32> = workers.into_iter().map(|worker| worker.0).collect();
+        self.with(py, |state| match state {
+            State::Feeding(cascade) => cascade.forget(workers),
+            state => Err(state.wrong("forget")),
+        })
+    }
+
+    /// Ends both ends, and any call that waits; any number of times. One that ends for a
+    /// reason has failed, and its trainer is told the reason.
+    #[pyo3(signature = (reason = None))]
+    fn shutdown(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
+        self.state.end(py, reason)
     }
 
     fn __repr__(&self) -> String {
         let word = self.state.look(State::word).unwrap_or("in a call");
         format!("<Cascade: {word}>")
+    }
+}
+
+impl Drop for Cascade {
+    fn drop(&mut self) {
+        self.state.abandon(DROPPED);
     }
 }
 
@@ -131,8 +148,14 @@ impl Cascade {
 }
 
 impl State {
-    fn close(&mut self) {
-        *self = Self::Closed;
+    fn close(&mut self, why: Option<&str>) {
+        match (std::mem::replace(self, Self::Closed), why) {
+            (_, None) | (Self::Closed, _) => {}
+            (Self::Joined(setup), Some(why)) => setup.fail(why),
+            (Self::Feeding(cascade), Some(why)) => cascade.fail(why),
+            // In a forked child there is nothing to end.
+            (Self::Following(cascade), Some(why)) => drop(cascade.fail(why)),
+        }
     }
 
     fn word(&self) -> &'static str {

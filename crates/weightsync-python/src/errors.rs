@@ -5,7 +5,12 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
-use weightsync::{Error, MemoryError, Remedy};
+use weightsync::{Error, MappingError, MemoryError, Remedy};
+
+pyo3::import_exception!(weightsync.errors, LifecycleError);
+pyo3::import_exception!(weightsync.errors, SettingError);
+pyo3::import_exception!(weightsync.errors, WrongTypeError);
+pyo3::import_exception!(weightsync.errors, WrongWeightsError);
 
 /// The name of the class of an error.
 fn class_of(error: &Error) -> &'static str {
@@ -15,6 +20,7 @@ fn class_of(error: &Error) -> &'static str {
         | Error::NoSender { .. }
         | Error::AllSlotsPinned { .. }
         | Error::FileLocked { .. } => "DeadlineError",
+        Error::NotApplied { .. } => "NotAppliedError",
         Error::SenderClosed => "SenderClosedError",
         Error::SenderDied { .. } | Error::Withdrawn { .. } | Error::ConflictingRun { .. } => {
             "PeerError"
@@ -28,6 +34,8 @@ fn class_of(error: &Error) -> &'static str {
         | Error::Extract { .. }
         | Error::Attributes(_)
         | Error::Layout(_) => "WrongWeightsError",
+        // A mapping that does not fit says which names do not.
+        Error::Load { source, .. } if source.is::<MappingError>() => "WrongWeightsError",
         Error::Load { .. } | Error::NotWhole { .. } | Error::Panicked { .. } => "LoadError",
         Error::NoSuchModel { .. }
         | Error::SeveralModels { .. }
@@ -63,6 +71,7 @@ fn class_of(error: &Error) -> &'static str {
 fn class_of_memory(error: &MemoryError) -> &'static str {
     match error {
         MemoryError::Forked { .. } => "LifecycleError",
+        MemoryError::AllRecordsHeld { .. } => "DeadlineError",
         MemoryError::CorruptSet { .. }
         | MemoryError::CorruptCommit { .. }
         | MemoryError::ChecksumMismatch { .. } => "CorruptError",
@@ -70,7 +79,10 @@ fn class_of_memory(error: &MemoryError) -> &'static str {
         | MemoryError::Denied { .. }
         | MemoryError::GivenUp { .. }
         | MemoryError::Protocol { .. } => "PeerError",
-        MemoryError::Os { .. } | MemoryError::AddressInUse { .. } => "OperatingSystemError",
+        MemoryError::Os { .. }
+        | MemoryError::AddressInUse { .. }
+        | MemoryError::NoMemory { .. }
+        | MemoryError::TooManyFiles { .. } => "OperatingSystemError",
         MemoryError::BadOption { .. } => "SettingError",
         _ => "WeightsyncError",
     }
@@ -99,29 +111,24 @@ pub fn exception(py: Python<'_>, error: Error) -> PyErr {
 }
 
 /// A call whose end was shut down meanwhile.
-pub fn ended(py: Python<'_>) -> PyErr {
+pub fn ended() -> PyErr {
     let text = "this end was shut down while the call waited: make one anew from the init info";
-    lifecycle(py, text)
+    LifecycleError::new_err(text)
 }
 
 /// A call from within another of the same end, such as by a model that is loaded.
-pub fn within_itself(py: Python<'_>) -> PyErr {
+pub fn within_itself() -> PyErr {
     let text = "this end is in the middle of a call of this very thread: let that return first";
-    lifecycle(py, text)
+    LifecycleError::new_err(text)
 }
 
 /// A call of an end that another thread was using when this process was forked.
-pub fn forked(py: Python<'_>) -> PyErr {
+pub fn forked() -> PyErr {
     let text = "this end is the parent process's: open one of this process's own";
-    lifecycle(py, text)
+    LifecycleError::new_err(text)
 }
 
-fn lifecycle(py: Python<'_>, text: &str) -> PyErr {
-    let made = class(py, "LifecycleError").and_then(|class| class.call1((text,)));
-    made.map_or_else(|broken| broken, PyErr::from_value)
-}
-
-fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let class = class(py, class_of(error))?;
     let remedy = match error.remedy() {
         Remedy::Retry => "retry",

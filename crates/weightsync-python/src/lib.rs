@@ -13,6 +13,7 @@ mod cascade;
 mod errors;
 mod loader;
 mod log;
+mod mapping;
 mod options;
 mod plain;
 mod raw;
@@ -32,6 +33,8 @@ mod _native {
     use crate::background::{Background, Seat};
     #[pymodule_export]
     use crate::cascade::Cascade;
+    #[pymodule_export]
+    use crate::mapping::{DryRun, Fate, MappedTarget, Mapping};
     #[pymodule_export]
     use crate::raw::View;
     #[pymodule_export]

@@ -6,18 +6,32 @@ use pyo3::prelude::*;
 use weightsync::{Error, Result, SetLoader, TensorView, WeightLoader};
 
 use crate::errors::Raised;
+use crate::mapping::MappedTarget;
 use crate::raw::attached;
 use crate::snapshot::Snapshot;
 use crate::source::Layout;
 
 /// A worker's model, behind three methods: `layout()`, `shape(layout)` and
 /// `load(snapshot)`.
-pub struct Target {
+pub struct Object {
     id: String,
     object: Py<PyAny>,
 }
 
-impl Target {
+/// What a worker loads into: its model, or that seen through a mapping.
+#[derive(FromPyObject)]
+pub enum Given {
+    Mapped(Py<MappedTarget>),
+    Object(Py<PyAny>),
+}
+
+/// The same, by the model it is for.
+pub enum Target {
+    Object(Object),
+    Mapped { id: String, of: Py<MappedTarget> },
+}
+
+impl Object {
     /// Names `object`, by the model it is for.
     pub fn new(id: String, object: Py<PyAny>) -> Self {
         Self { id, object }
@@ -37,7 +51,7 @@ impl Target {
     }
 }
 
-impl WeightLoader for Target {
+impl WeightLoader for Object {
     fn layout(&self) -> Result<weightsync::Layout> {
         self.call(|object| {
             let layout = object.call_method0("layout")?;
@@ -63,11 +77,55 @@ impl WeightLoader for Target {
     }
 }
 
+impl Target {
+    pub fn new(id: String, given: Given) -> Self {
+        match given {
+            Given::Mapped(of) => Self::Mapped { id, of },
+            Given::Object(object) => Self::Object(Object::new(id, object)),
+        }
+    }
+
+    fn id(&self) -> &str {
+        match self {
+            Self::Object(object) => &object.id,
+            Self::Mapped { id, .. } => id,
+        }
+    }
+
+    fn with<T>(&mut self, call: impl FnOnce(&mut dyn WeightLoader) -> Result<T>) -> Result<T> {
+        match self {
+            Self::Object(object) => call(object),
+            Self::Mapped { of, .. } => call(&mut *of.get().loader()),
+        }
+    }
+}
+
+impl WeightLoader for Target {
+    fn layout(&self) -> Result<weightsync::Layout> {
+        match self {
+            Self::Object(object) => object.layout(),
+            Self::Mapped { of, .. } => of.get().loader().layout(),
+        }
+    }
+
+    fn shape(&mut self, layout: &weightsync::Layout) -> Result<bool> {
+        self.with(|model| model.shape(layout))
+    }
+
+    fn bind(&mut self, snapshot: &weightsync::Snapshot) -> Result<bool> {
+        self.with(|model| model.bind(snapshot))
+    }
+
+    fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {
+        self.with(|model| model.load(tensors))
+    }
+}
+
 /// All models of a worker, as one.
 pub fn set_of(targets: &mut [Target]) -> SetLoader<'_> {
     let mut set = SetLoader::new();
     for target in targets {
-        let id = target.id.clone();
+        let id = target.id().to_owned();
         set = set.with(&id, target);
     }
     set

@@ -1,8 +1,9 @@
-//! Warnings of the library, said by Python's `logging` as `weightsync`.
+//! Warnings of the library, and what it tells of joins, said by Python's `logging` as
+//! `weightsync`.
 //!
 //! They come from any thread, also from some that must not wait for the
 //! interpreter's lock. So they are put aside, and said by the main thread as soon
-//! as it runs Python.
+//! as it runs Python, or by a thread that waits in a call and looks for signals.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
@@ -31,16 +32,16 @@ struct Listener;
 
 impl Subscriber for Listener {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::WARN && metadata.target().starts_with("weightsync")
+        *metadata.level() <= Level::INFO && metadata.target().starts_with("weightsync")
     }
 
     fn event(&self, event: &Event<'_>) {
         let mut text = Text::default();
         event.record(&mut text);
-        let level = if *event.metadata().level() == Level::ERROR {
-            40
-        } else {
-            30
+        let level = match *event.metadata().level() {
+            Level::ERROR => 40,
+            Level::WARN => 30,
+            _ => 20,
         };
         let mut aside = ASIDE.lock().unwrap_or_else(PoisonError::into_inner);
         if aside.0.len() < MOST {
@@ -83,11 +84,14 @@ impl Visit for Text {
 }
 
 /// Says what was put aside.
-fn say(py: Python<'_>) {
+pub fn say(py: Python<'_>) {
     let (texts, lost) = {
         let mut aside = ASIDE.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(&mut *aside)
     };
+    if texts.is_empty() && lost == 0 {
+        return;
+    }
     let said = || -> PyResult<()> {
         let logger = py
             .import("logging")?
@@ -96,7 +100,7 @@ fn say(py: Python<'_>) {
             logger.call_method1("log", (level, "%s", text))?;
         }
         if lost > 0 {
-            logger.call_method1("warning", ("%d more warnings had no room", lost))?;
+            logger.call_method1("warning", ("%d more messages had no room", lost))?;
         }
         Ok(())
     };

@@ -2,54 +2,121 @@
 
 use std::time::Duration;
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBool;
 use weightsync::{
     DigestPolicy, Dtype, Error, Expect, Pending, Pull, Schemes, SendOptions, SenderSetup, Version,
     WaitFor, WorkerId,
 };
 
+use crate::errors::SettingError;
+
 /// The longest timeout there is: more is none.
 const LONGEST: f64 = 1e9;
 
-/// A timeout in seconds; none without one.
-pub fn timeout_of(seconds: Option<f64>) -> PyResult<Option<Duration>> {
-    match seconds {
-        None => Ok(None),
-        Some(seconds) if seconds >= LONGEST => Ok(None),
-        Some(seconds) => match Duration::try_from_secs_f64(seconds) {
-            Ok(timeout) => Ok(Some(timeout)),
-            Err(_) => Err(PyValueError::new_err(format!(
-                "a timeout wants seconds from 0 on, or None, and got {seconds}"
-            ))),
-        },
+/// A timeout in seconds.
+#[derive(Clone, Copy)]
+pub struct Seconds(f64);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Seconds {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let seconds = value.extract::<f64>().ok();
+        let possible = seconds.filter(|seconds| *seconds >= 0.0);
+        possible
+            .map(Self)
+            .ok_or_else(|| wants("timeout", "seconds from 0 on, or None", &value))
     }
 }
 
+/// The timeout; none without one.
+pub fn timeout_of(seconds: Option<Seconds>) -> Option<Duration> {
+    let Seconds(seconds) = seconds.filter(|seconds| seconds.0 < LONGEST)?;
+    Some(Duration::from_secs_f64(seconds))
+}
+
 /// As [`timeout_of`], where "none" is a very long time.
-pub fn deadline_of(seconds: Option<f64>) -> PyResult<Duration> {
-    Ok(timeout_of(seconds)?.unwrap_or(Duration::from_secs(LONGEST as u64)))
+pub fn deadline_of(seconds: Option<Seconds>) -> Duration {
+    timeout_of(seconds).unwrap_or(Duration::from_secs(LONGEST as u64))
+}
+
+/// A worker's number.
+#[derive(Clone, Copy)]
+pub struct Worker(pub u32);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Worker {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        whole("a worker's number", "a whole number from 0 on", &value).map(Self)
+    }
+}
+
+/// A version's number.
+#[derive(Clone, Copy)]
+pub struct Number(pub u64);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Number {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        whole("version", "a whole number from 0 on", &value).map(Self)
+    }
 }
 
 /// Which workers `connect` waits for.
-#[derive(FromPyObject)]
-pub enum Workers {
-    Count(usize),
-    Numbers(Vec<u32>),
+pub struct Workers(Expect);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Workers {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        const POSSIBLE: &str = "a count from 0 on, or the workers' numbers";
+        if let Ok(count) = whole("workers", POSSIBLE, &value) {
+            return Ok(Self(Expect::Count(count)));
+        }
+        let refused = || wants("workers", POSSIBLE, &value);
+        let named = value.try_iter().map_err(|_| refused())?;
+        let mut workers: Vec<WorkerId> = Vec::new();
+        for number in named {
+            let number = whole("workers", POSSIBLE, &number?).map_err(|_| refused())?;
+            if workers.contains(&WorkerId(number)) {
+                let text = format!("workers names worker {number} twice: name each one once");
+                return Err(SettingError::new_err(text));
+            }
+            workers.push(WorkerId(number));
+        }
+        Ok(Self(Expect::Workers(workers)))
+    }
 }
 
 impl From<Workers> for Expect {
     fn from(workers: Workers) -> Self {
-        match workers {
-            Workers::Count(count) => Self::Count(count),
-            Workers::Numbers(workers) => Self::Workers(workers.into_iter().map(WorkerId).collect()),
-        }
+        workers.0
     }
 }
 
+/// A whole number; `True` is none.
+fn whole<'py, T: for<'a> FromPyObject<'a, 'py>>(
+    name: &str,
+    possible: &str,
+    value: &Bound<'py, PyAny>,
+) -> PyResult<T> {
+    let number = value.extract::<T>().ok();
+    let number = number.filter(|_| !value.is_instance_of::<PyBool>());
+    number.ok_or_else(|| wants(name, possible, value))
+}
+
+/// A value that cannot be.
+fn wants(name: &str, possible: &str, got: &Bound<'_, PyAny>) -> PyErr {
+    let got = got.repr().map_or("what has no repr".into(), |text| {
+        text.to_string_lossy().chars().take(80).collect::<String>()
+    });
+    SettingError::new_err(format!("{name} wants {possible}, and got {got}"))
+}
+
 /// How a sender is set up, beside its models.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
 pub struct Setup {
     scheme: String,
     run_dir: Option<std::path::PathBuf>,
@@ -60,7 +127,40 @@ pub struct Setup {
     digest_in_background: bool,
     copy_threads: usize,
     pending: Option<u8>,
-    deadline: Option<f64>,
+    deadline: Option<Seconds>,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Setup {
+    type Error = PyErr;
+
+    fn extract(given: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        fn of<'py, T: for<'a> FromPyObject<'a, 'py>>(
+            given: &Bound<'py, PyAny>,
+            name: &str,
+            possible: &str,
+        ) -> PyResult<T> {
+            let value = given.get_item(name)?;
+            value.extract().map_err(|_| wants(name, possible, &value))
+        }
+        const FEW: &str = "a whole number from 0 to 255";
+        const SWITCH: &str = "True or False";
+        Ok(Self {
+            scheme: of(&given, "scheme", "the word of a scheme")?,
+            run_dir: of(&given, "run_dir", "a directory, or None")?,
+            cast: of(&given, "cast", "a dtype, or None")?,
+            slots: of(
+                &given,
+                "slots",
+                "(how many from the beginning, how many at most), or None",
+            )?,
+            history: of(&given, "history", FEW)?,
+            checksums: of(&given, "checksums", SWITCH)?,
+            digest_in_background: of(&given, "digest", SWITCH)?,
+            copy_threads: of(&given, "copy_threads", "a whole number from 0 on")?,
+            pending: of(&given, "pending", "a whole number from 0 to 255, or None")?,
+            deadline: given.get_item("deadline")?.extract()?,
+        })
+    }
 }
 
 impl Setup {
@@ -69,7 +169,7 @@ impl Setup {
     pub fn chosen(self) -> PyResult<Chosen> {
         let cast = self.cast.as_deref();
         Ok(Chosen {
-            deadline: deadline_of(self.deadline)?,
+            deadline: deadline_of(self.deadline),
             cast: cast
                 .map(|dtype| crate::source::dtype_of("cast", dtype))
                 .transpose()?,
@@ -124,40 +224,62 @@ impl Chosen {
 }
 
 /// How one send differs from the plain one.
-#[derive(FromPyObject)]
-pub struct Send(
-    /// Which model.
-    Option<String>,
-    /// Which workers.
-    Option<Vec<u32>>,
+pub struct Send {
+    model: Option<String>,
+    workers: Option<Vec<Worker>>,
     /// How far it waits.
-    Option<String>,
-    /// How long, in seconds.
-    Option<f64>,
-    /// Whether it is a part.
-    bool,
-    /// The version's number.
-    Option<u64>,
-);
+    wait: Option<String>,
+    timeout: Option<Seconds>,
+    partial: bool,
+    version: Option<Number>,
+    /// Whether it waits for workers that are late already.
+    wait_late: bool,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Send {
+    type Error = PyErr;
+
+    /// Of a tuple: one that is derived would say which of its fields is wrong, and not why.
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let (model, workers, wait, timeout, partial, version, wait_late) = value.extract()?;
+        Ok(Self {
+            model,
+            workers,
+            wait,
+            timeout,
+            partial,
+            version,
+            wait_late,
+        })
+    }
+}
 
 impl Send {
     pub fn options(self) -> PyResult<SendOptions> {
-        let Self(model, workers, wait, timeout, partial, version) = self;
-        let mut options = SendOptions::new().partial(partial);
+        let Self {
+            model,
+            workers,
+            wait,
+            timeout,
+            partial,
+            version,
+            wait_late,
+        } = self;
+        let mut options = SendOptions::new().partial(partial).wait_late(wait_late);
         if let Some(model) = model {
             options = options.model(&model);
         }
         if let Some(workers) = workers {
-            options = options.workers(workers);
+            options = options.workers(workers.into_iter().map(|worker| worker.0));
         }
         if let Some(word) = wait {
             options = options.wait(level_of(&word)?);
         }
         if let Some(seconds) = timeout {
-            options = options.deadline(deadline_of(Some(seconds))?);
+            options = options.deadline(deadline_of(Some(seconds)));
         }
         if let Some(version) = version {
-            options = options.version(Version(version));
+            options = options.version(Version(version.0));
         }
         Ok(options)
     }
@@ -168,19 +290,19 @@ fn level_of(word: &str) -> PyResult<WaitFor> {
         "sent" => Ok(WaitFor::Sent),
         "staged" => Ok(WaitFor::Staged),
         "applied" => Ok(WaitFor::Applied),
-        other => Err(PyValueError::new_err(format!(
+        other => Err(SettingError::new_err(format!(
             "wait wants \"sent\", \"staged\" or \"applied\", and got {other:?}"
         ))),
     }
 }
 
 /// What a worker asks for: nothing for the newest.
-pub fn pull_of(exactly: Option<u64>, at_least: Option<u64>) -> PyResult<Pull> {
+pub fn pull_of(exactly: Option<Number>, at_least: Option<Number>) -> PyResult<Pull> {
     match (exactly, at_least) {
         (None, None) => Ok(Pull::Newest),
-        (Some(version), None) => Ok(Pull::Exactly(Version(version))),
-        (None, Some(version)) => Ok(Pull::AtLeast(Version(version))),
-        (Some(_), Some(_)) => Err(PyValueError::new_err(
+        (Some(version), None) => Ok(Pull::Exactly(Version(version.0))),
+        (None, Some(version)) => Ok(Pull::AtLeast(Version(version.0))),
+        (Some(_), Some(_)) => Err(SettingError::new_err(
             "a pull is of exactly one version, or at least of one: give version or at_least",
         )),
     }

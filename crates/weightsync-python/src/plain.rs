@@ -1,9 +1,10 @@
 //! Plain data of extra state, to and from Python.
 
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use weightsync::Plain;
+
+use crate::errors::WrongTypeError;
 
 /// The deepest nesting that is looked into: the library refuses less.
 const DEEPEST: usize = 64;
@@ -16,7 +17,7 @@ pub fn from_python(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Plain> {
 
 fn convert(value: &Bound<'_, PyAny>, place: &str, left: usize) -> PyResult<Plain> {
     if left == 0 {
-        return Err(PyTypeError::new_err(format!(
+        return Err(WrongTypeError::new_err(format!(
             "{place} is nested too deeply"
         )));
     }
@@ -31,7 +32,7 @@ fn convert(value: &Bound<'_, PyAny>, place: &str, left: usize) -> PyResult<Plain
             return Ok(Plain::Int(value));
         }
         return value.extract().map(Plain::Unsigned).map_err(|_| {
-            PyTypeError::new_err(format!(
+            WrongTypeError::new_err(format!(
                 "{place} is {value}: whole numbers are from -2**63 to 2**64 - 1"
             ))
         });
@@ -50,7 +51,7 @@ fn convert(value: &Bound<'_, PyAny>, place: &str, left: usize) -> PyResult<Plain
     if let Ok(map) = value.cast::<PyDict>() {
         let entries = map.iter().map(|(key, value)| {
             let Ok(key) = key.extract::<String>() else {
-                return Err(PyTypeError::new_err(format!(
+                return Err(WrongTypeError::new_err(format!(
                     "{place} has the key {key}, and only text can be one"
                 )));
             };
@@ -59,7 +60,7 @@ fn convert(value: &Bound<'_, PyAny>, place: &str, left: usize) -> PyResult<Plain
         });
         return Ok(Plain::Map(entries.collect::<PyResult<_>>()?));
     }
-    Err(PyTypeError::new_err(format!(
+    Err(WrongTypeError::new_err(format!(
         "{place} is a {}: extra state is tensors, numbers, text, lists and maps",
         value.get_type().name()?
     )))

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyType};
-use weightsync::PrivateView;
+use weightsync::{Origin, PrivateView};
 use weightsync_simd::stream_copy_slice;
 
 /// Where a tensor or an array of Python's lies.
@@ -24,18 +24,6 @@ use weightsync_simd::stream_copy_slice;
 pub struct Address(usize);
 
 impl Address {
-    /// The object's bytes: so many, of which `before` lie in front of the address.
-    /// For the time of the call it came with. None if it has no memory: one whose
-    /// storage was taken away, or a wrapper around others.
-    pub fn lend<'a>(self, before: usize, len: usize) -> Option<&'a [u8]> {
-        if len == 0 {
-            return Some(&[]);
-        }
-        let start = self.0.checked_sub(before).filter(|start| *start != 0)?;
-        // SAFETY: allocated, by what is promised of an address; not null.
-        Some(unsafe { std::slice::from_raw_parts(start as *const u8, len) })
-    }
-
     /// Copies bytes into the object, which has room for them, past the caches
     /// where that is faster; false if it has no memory.
     pub fn store(self, bytes: &[u8]) -> bool {
@@ -50,6 +38,44 @@ impl Address {
         stream_copy_slice(place, bytes);
         true
     }
+}
+
+/// The bytes of an object that a call reads: `len` of them, `before` of which lie in front of
+/// its address.
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    pub address: Address,
+    pub before: usize,
+    pub len: usize,
+}
+
+impl Span {
+    /// None if the object has no memory: its storage was taken away, or it wraps other objects.
+    ///
+    /// # Safety
+    ///
+    /// The caller uses the bytes only while the object's holder keeps the promise of [`Address`].
+    unsafe fn bytes<'a>(self) -> Option<&'a [u8]> {
+        if self.len == 0 {
+            return Some(&[]);
+        }
+        let start = self.address.0.checked_sub(self.before);
+        let start = start.filter(|start| *start != 0)?;
+        // SAFETY: allocated, by what is promised of an address; not null.
+        Some(unsafe { std::slice::from_raw_parts(start as *const u8, self.len) })
+    }
+}
+
+/// Lends the bytes of all spans, in their order, for the time of one call. The error is the
+/// index of the first span whose object has no memory.
+pub fn lend<T>(spans: &[Span], call: impl FnOnce(&[&[u8]]) -> T) -> Result<T, usize> {
+    let mut lent = Vec::with_capacity(spans.len());
+    for (index, span) in spans.iter().enumerate() {
+        // SAFETY: `call` takes bytes of any lifetime, so none outlives it, and what is promised
+        // of an address holds until the call from Python returns.
+        lent.push(unsafe { span.bytes() }.ok_or(index)?);
+    }
+    Ok(call(&lent))
 }
 
 /// Has the main thread make a call as soon as it runs Python. Any thread may ask
@@ -120,13 +146,13 @@ impl Drop for Kept {
 pub struct View {
     held: PrivateView,
     /// A forked child does not have the memory.
-    pid: u32,
+    origin: Origin,
 }
 
 impl View {
     pub fn new(held: PrivateView) -> Self {
-        let pid = std::process::id();
-        Self { held, pid }
+        let origin = Origin::here();
+        Self { held, origin }
     }
 }
 
@@ -146,7 +172,7 @@ impl View {
         if buffer.is_null() {
             return Err(PyBufferError::new_err("no place for the buffer"));
         }
-        if slf.get().pid != std::process::id() {
+        if !slf.get().origin.is_here() {
             return Err(PyBufferError::new_err(
                 "the version's memory is its process's own, and this is a forked child: receive \
                  it here, or copy it before the fork",

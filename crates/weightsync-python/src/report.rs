@@ -1,11 +1,14 @@
 //! What became of a send, seen from Python.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use pyo3::prelude::*;
-use weightsync::{ModelId, Outcome, Version, WaitFor};
+use pyo3::types::PyDict;
+use weightsync::{Error, ModelId, Outcome, Version, WaitFor, WorkerId};
 
-use crate::options::timeout_of;
+use crate::errors::{exception, make};
+use crate::options::{Seconds, timeout_of};
 use crate::wait::released;
 
 /// The result of one send: a line per worker.
@@ -78,7 +81,8 @@ impl Report {
         lines.map(|line| self.line(line)).collect()
     }
 
-    /// Whether every worker has loaded it.
+    /// Whether there is a worker that has loaded it, and every worker that belongs to the
+    /// sender, and that the send was for, has.
     #[getter]
     fn all_applied(&self) -> bool {
         self.0.all_applied()
@@ -99,6 +103,54 @@ impl Report {
     /// One worker's line, or None.
     fn worker(&self, worker: u32) -> Option<WorkerReport> {
         self.0.worker(worker).map(|line| self.line(line))
+    }
+
+    /// The report itself, if all have applied it; otherwise a `NotAppliedError`, which has
+    /// it as `report`.
+    fn ensure_applied(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
+        let py = slf.py();
+        match slf.get().0.clone().ensure_applied() {
+            Ok(_) => Ok(slf),
+            Err(error) => {
+                let raised = make(py, &error)?;
+                raised.value(py).setattr("report", slf)?;
+                Err(raised)
+            }
+        }
+    }
+
+    /// All of it as plain values: numbers, text, lists and dicts.
+    fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        dict.set_item("text", self.0.to_string())?;
+        dict.set_item("versions", self.versions())?;
+        dict.set_item("bytes", self.bytes())?;
+        dict.set_item("partial", self.partial())?;
+        dict.set_item("changed", self.changed())?;
+        dict.set_item("delta_bytes", self.delta_bytes())?;
+        dict.set_item("copied", self.copied())?;
+        dict.set_item("took", self.took())?;
+        dict.set_item("level", self.level())?;
+        dict.set_item("all_applied", self.all_applied())?;
+        dict.set_item("all_reached", self.all_reached())?;
+        let lines = self.workers().into_iter().map(|line| line.to_dict(py));
+        dict.set_item("workers", lines.collect::<PyResult<Vec<_>>>()?)?;
+        Ok(dict)
+    }
+
+    /// Makes one again of what `__reduce__` took apart.
+    #[staticmethod]
+    fn _of(parts: Parts) -> PyResult<Self> {
+        parts.report().map(Self)
+    }
+
+    fn __reduce__<'py>(slf: Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Parts,))> {
+        let parts = Parts::of(&slf.get().0);
+        Ok((slf.get_type().getattr("_of")?, (parts,)))
+    }
+
+    fn __eq__(&self, other: &Self) -> bool {
+        Parts::of(&self.0) == Parts::of(&other.0)
     }
 
     fn __str__(&self) -> String {
@@ -134,19 +186,16 @@ impl WorkerReport {
     }
 
     /// What became of the version there: "applied", "staged", "refused", "died",
-    /// "left", "lost", "late", "held", "full", "asks" or "absent".
+    /// "left", "failed", "lost", "late", "held", "full", "asks" or "absent".
     #[getter]
     fn outcome(&self) -> &'static str {
         outcome_word(&self.0.outcome)
     }
 
-    /// The worker's words, if it refused.
+    /// The worker's words, if it refused or failed.
     #[getter]
     fn reason(&self) -> Option<String> {
-        match &self.0.outcome {
-            Outcome::Refused { reason } => Some(reason.clone()),
-            _ => None,
-        }
+        reason_of(&self.0.outcome).cloned()
     }
 
     /// The version it has loaded of each model that was sent; 0 before the first.
@@ -167,16 +216,160 @@ impl WorkerReport {
         self.0.after.as_secs_f64()
     }
 
+    /// Of a worker that was late for an earlier send and has not moved since: for how
+    /// many seconds. The send did not wait for it. None for all others.
+    #[getter]
+    fn late(&self) -> Option<f64> {
+        self.0.late.map(|late| late.as_secs_f64())
+    }
+
+    /// All of it as plain values.
+    fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        dict.set_item("worker", self.worker())?;
+        dict.set_item("pid", self.pid())?;
+        dict.set_item("outcome", self.outcome())?;
+        dict.set_item("reason", self.reason())?;
+        dict.set_item("versions", self.versions())?;
+        dict.set_item("current", self.current())?;
+        dict.set_item("after", self.after())?;
+        dict.set_item("late", self.late())?;
+        Ok(dict)
+    }
+
+    /// Makes one again of what `__reduce__` took apart.
+    #[staticmethod]
+    fn _of(parts: LineParts) -> PyResult<Self> {
+        line_of(parts).map(Self)
+    }
+
+    fn __reduce__<'py>(slf: Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (LineParts,))> {
+        let parts = line_parts(&slf.get().0);
+        Ok((slf.get_type().getattr("_of")?, (parts,)))
+    }
+
+    fn __eq__(&self, other: &Self) -> bool {
+        self.0 == other.0
+    }
+
     fn __repr__(&self) -> String {
         let (worker, pid) = (self.0.worker, self.0.pid);
         let outcome = outcome_word(&self.0.outcome);
-        match &self.0.outcome {
-            Outcome::Refused { reason } => {
-                format!("<WorkerReport {worker} (pid {pid}): refused, {reason}>")
-            }
-            _ => format!("<WorkerReport {worker} (pid {pid}): {outcome}>"),
+        match reason_of(&self.0.outcome) {
+            Some(reason) => format!("<WorkerReport {worker} (pid {pid}): {outcome}, {reason}>"),
+            None => format!("<WorkerReport {worker} (pid {pid}): {outcome}>"),
         }
     }
+}
+
+/// A line as it is pickled: worker, process, outcome, reason, versions, whether they are
+/// what was sent, and nanoseconds: since the version went live, and for how long it has
+/// been late.
+type LineParts = (
+    u32,
+    u32,
+    String,
+    Option<String>,
+    Vec<u64>,
+    bool,
+    u64,
+    Option<u64>,
+);
+
+fn line_parts(line: &weightsync::WorkerReport) -> LineParts {
+    (
+        line.worker.0,
+        line.pid,
+        outcome_word(&line.outcome).to_owned(),
+        reason_of(&line.outcome).cloned(),
+        line.versions.iter().map(|version| version.0).collect(),
+        line.current,
+        nanos(line.after),
+        line.late.map(nanos),
+    )
+}
+
+fn line_of(parts: LineParts) -> PyResult<weightsync::WorkerReport> {
+    let (worker, pid, word, reason, versions, current, after, late) = parts;
+    Ok(weightsync::WorkerReport {
+        worker: WorkerId(worker),
+        pid,
+        outcome: outcome_of(&word, reason)?,
+        versions: versions.into_iter().map(Version).collect(),
+        current,
+        after: Duration::from_nanos(after),
+        late: late.map(Duration::from_nanos),
+    })
+}
+
+/// A report as it is pickled.
+#[derive(PartialEq, FromPyObject, IntoPyObject)]
+#[pyo3(from_item_all)]
+struct Parts {
+    versions: Vec<(String, u64)>,
+    bytes: u64,
+    partial: Option<Vec<String>>,
+    changes: Option<(u64, u64, u64, u64)>,
+    copied: u64,
+    took: u64,
+    level: String,
+    workers: Vec<LineParts>,
+}
+
+impl Parts {
+    fn of(report: &weightsync::Report) -> Self {
+        let versions = report.versions.iter();
+        Self {
+            versions: versions
+                .map(|(model, version)| (model.to_string(), version.0))
+                .collect(),
+            bytes: report.bytes,
+            partial: report.partial.clone(),
+            changes: report
+                .changes
+                .map(|one| (one.elements, one.changed, one.bytes, one.whole)),
+            copied: nanos(report.copied),
+            took: nanos(report.took),
+            level: level_word(report.level).to_owned(),
+            workers: report.workers.iter().map(line_parts).collect(),
+        }
+    }
+
+    fn report(self) -> PyResult<weightsync::Report> {
+        let versions = self.versions.into_iter().map(|(model, version)| {
+            let model = ModelId::new(&model).map_err(|error| raised(error.into()))?;
+            Ok((model, Version(version)))
+        });
+        let changes = self.changes.map(|(elements, changed, bytes, whole)| {
+            weightsync::Changes::new(elements, changed, bytes, whole)
+        });
+        Ok(weightsync::Report {
+            versions: versions.collect::<PyResult<_>>()?,
+            bytes: self.bytes,
+            partial: self.partial,
+            changes,
+            copied: Duration::from_nanos(self.copied),
+            took: Duration::from_nanos(self.took),
+            level: match self.level.as_str() {
+                "sent" => WaitFor::Sent,
+                "staged" => WaitFor::Staged,
+                _ => WaitFor::Applied,
+            },
+            workers: self
+                .workers
+                .into_iter()
+                .map(line_of)
+                .collect::<PyResult<_>>()?,
+        })
+    }
+}
+
+fn raised(error: Error) -> PyErr {
+    Python::attach(|py| exception(py, error))
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// A worker as the sender sees it.
@@ -234,9 +427,16 @@ impl PendingSend {
     /// Waits, in seconds, until every worker has its line; those that are not
     /// there by then are "late", and can be waited for again.
     #[pyo3(signature = (timeout = None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Report> {
-        let timeout = timeout_of(timeout)?;
+    fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Report> {
+        let timeout = timeout_of(timeout);
         released(py, || self.0.wait(timeout)).map(Report)
+    }
+
+    /// `await`: [`wait`](Self::wait) on a thread of its own.
+    fn __await__<'py>(slf: Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let wait = slf.getattr("wait")?;
+        let to_thread = slf.py().import("asyncio")?.getattr("to_thread")?;
+        to_thread.call1((wait,))?.call_method0("__await__")
     }
 
     /// Whether there is nothing left to wait for.
@@ -274,6 +474,39 @@ fn level_word(level: WaitFor) -> &'static str {
     }
 }
 
+fn reason_of(outcome: &Outcome) -> Option<&String> {
+    match outcome {
+        Outcome::Refused { reason } | Outcome::Failed { reason } => Some(reason),
+        _ => None,
+    }
+}
+
+/// The outcome of a word that [`outcome_word`] gave.
+fn outcome_of(word: &str, reason: Option<String>) -> PyResult<Outcome> {
+    let reason = reason.unwrap_or_default();
+    Ok(match word {
+        "applied" => Outcome::Applied,
+        "staged" => Outcome::Staged,
+        "refused" => Outcome::Refused { reason },
+        "died" => Outcome::Died,
+        "left" => Outcome::Left,
+        "failed" => Outcome::Failed { reason },
+        "lost" => Outcome::Lost,
+        "late" => Outcome::Late,
+        "held" => Outcome::Held,
+        "full" => Outcome::Full,
+        "asks" => Outcome::Asks,
+        "absent" => Outcome::Absent,
+        word => {
+            return Err(raised(Error::BadSetting {
+                setting: "an outcome".into(),
+                expected: "one that a report has".into(),
+                got: word.into(),
+            }));
+        }
+    })
+}
+
 fn outcome_word(outcome: &Outcome) -> &'static str {
     match outcome {
         Outcome::Applied => "applied",
@@ -281,6 +514,7 @@ fn outcome_word(outcome: &Outcome) -> &'static str {
         Outcome::Refused { .. } => "refused",
         Outcome::Died => "died",
         Outcome::Left => "left",
+        Outcome::Failed { .. } => "failed",
         Outcome::Lost => "lost",
         Outcome::Late => "late",
         Outcome::Held => "held",

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use weightsync::{
@@ -10,9 +9,11 @@ use weightsync::{
 };
 
 use crate::background::Background;
-use crate::errors::exception;
-use crate::loader::{Target, set_of};
-use crate::options::{Send, Setup, Workers, deadline_of, pull_of, schemes, timeout_of};
+use crate::errors::{LifecycleError, exception};
+use crate::loader::{self, Target, set_of};
+use crate::options::{
+    Number, Seconds, Send, Setup, Worker, Workers, deadline_of, pull_of, schemes, timeout_of,
+};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
 use crate::source::{Layout, Source};
@@ -36,7 +37,7 @@ impl InitInfo {
 
     /// The value as text.
     fn to_json(&self) -> PyResult<String> {
-        serde_json::to_string(&self.0).map_err(crate::source::value_error)
+        serde_json::to_string(&self.0).map_err(crate::source::wrong_weights)
     }
 
     /// The models the sender feeds.
@@ -107,26 +108,28 @@ impl Session {
     }
 
     /// The rendez-vous of a sender: its first weights, the workers it waits for
-    /// (a count or numbers), and how long, in seconds.
-    #[pyo3(signature = (weights, workers, timeout))]
+    /// (a count or numbers), and how long, in seconds. While it waits, `watch` is called,
+    /// and what that raises ends it.
+    #[pyo3(signature = (weights, workers, timeout, watch = None))]
     fn connect_sender(
         &self,
         py: Python<'_>,
         weights: Given,
         workers: Workers,
-        timeout: Option<f64>,
+        timeout: Option<Seconds>,
+        watch: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let sent = Sent::of(&weights);
-        let deadline = deadline_of(timeout)?;
-        self.with(py, |session| {
+        let deadline = deadline_of(timeout);
+        self.inner.watched(py, watch.as_ref(), |session| {
             session.connect_sender(&sent, workers.into(), deadline)
         })
     }
 
     /// Waits, in seconds, until these workers are there and have loaded something.
     #[pyo3(signature = (workers, timeout))]
-    fn wait_for(&self, py: Python<'_>, workers: Workers, timeout: Option<f64>) -> PyResult<()> {
-        let deadline = deadline_of(timeout)?;
+    fn wait_for(&self, py: Python<'_>, workers: Workers, timeout: Option<Seconds>) -> PyResult<()> {
+        let deadline = deadline_of(timeout);
         let expect = workers.into();
         self.with(py, |session| session.sender()?.wait_for(&expect, deadline))
     }
@@ -149,13 +152,13 @@ impl Session {
     fn send_each(
         &self,
         py: Python<'_>,
-        weights: Vec<(u32, Py<Source>)>,
+        weights: Vec<(Worker, Py<Source>)>,
         options: Send,
     ) -> PyResult<Report> {
         let options = options.options()?;
         let each: Vec<(u32, &Source)> = weights
             .iter()
-            .map(|(worker, source)| (*worker, source.get()))
+            .map(|(worker, source)| (worker.0, source.get()))
             .collect();
         self.with(py, |session| {
             let each = each.iter().map(|(worker, source)| {
@@ -174,9 +177,10 @@ impl Session {
     }
 
     /// Holds workers at what they have, or lets them go on.
-    fn hold(&self, py: Python<'_>, workers: Vec<u32>, hold: bool) -> PyResult<()> {
+    fn hold(&self, py: Python<'_>, workers: Vec<Worker>, hold: bool) -> PyResult<()> {
         self.with(py, |session| {
             let sender = session.sender()?;
+            let workers = workers.into_iter().map(|worker| worker.0);
             match hold {
                 true => sender.hold(workers),
                 false => sender.release(workers),
@@ -200,12 +204,12 @@ impl Session {
     /// The sender's own view of a version: of what was sent to all last, or of an
     /// older one that is still kept.
     #[pyo3(signature = (model, version = None))]
-    fn sent(&self, py: Python<'_>, model: &str, version: Option<u64>) -> PyResult<Snapshot> {
+    fn sent(&self, py: Python<'_>, model: &str, version: Option<Number>) -> PyResult<Snapshot> {
         let snapshot = self.with(py, |session| {
             let sender = session.sender()?;
             match version {
                 None => sender.snapshot_of(model),
-                Some(version) => sender.old_snapshot(model, weightsync::Version(version)),
+                Some(version) => sender.old_snapshot(model, weightsync::Version(version.0)),
             }
         })?;
         Ok(Snapshot::new(snapshot.into()))
@@ -232,11 +236,11 @@ impl Session {
     fn prepare_receiver(
         py: Python<'_>,
         info: &InitInfo,
-        worker: u32,
+        worker: Worker,
         models: Option<Vec<String>>,
         device: &str,
     ) -> PyResult<Self> {
-        let setup = ReceiverSetup::new(info.0.clone(), worker);
+        let setup = ReceiverSetup::new(info.0.clone(), worker.0);
         let mut setup = setup.schemes(schemes()).device(device);
         if let Some(models) = models {
             setup = setup.models(models);
@@ -252,10 +256,10 @@ impl Session {
     fn connect_receiver(
         &self,
         py: Python<'_>,
-        targets: Option<Vec<(String, Py<PyAny>)>>,
-        timeout: Option<f64>,
+        targets: Option<Vec<(String, loader::Given)>>,
+        timeout: Option<Seconds>,
     ) -> PyResult<()> {
-        let deadline = deadline_of(timeout)?;
+        let deadline = deadline_of(timeout);
         let targets = targets.map(targets_of);
         self.with(py, |session| match targets {
             None => session.connect_receiver(deadline),
@@ -266,14 +270,18 @@ impl Session {
     /// Joins, and takes the initial weights without saying yet that this worker
     /// runs them: `load_joined` does.
     #[pyo3(signature = (timeout))]
-    fn join_receiver(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<SetSnapshot>> {
-        let deadline = deadline_of(timeout)?;
+    fn join_receiver(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Seconds>,
+    ) -> PyResult<Option<SetSnapshot>> {
+        let deadline = deadline_of(timeout);
         let first = self.with(py, |session| session.join_receiver(deadline))?;
         Ok(first.map(SetSnapshot))
     }
 
     /// Loads the initial weights of a session that has joined.
-    fn load_joined(&self, py: Python<'_>, targets: Vec<(String, Py<PyAny>)>) -> PyResult<()> {
+    fn load_joined(&self, py: Python<'_>, targets: Vec<(String, loader::Given)>) -> PyResult<()> {
         let mut targets = targets_of(targets);
         self.with(py, |session| session.load_joined(&mut set_of(&mut targets)))
     }
@@ -281,8 +289,8 @@ impl Session {
     /// Waits for what this worker has not had yet; None if the timeout comes
     /// first. It counts as loaded.
     #[pyo3(signature = (timeout = None))]
-    fn receive(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<SetSnapshot>> {
-        let timeout = timeout_of(timeout)?;
+    fn receive(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Option<SetSnapshot>> {
+        let timeout = timeout_of(timeout);
         let set = self.with(py, |session| session.receive_set(timeout))?;
         Ok(set.map(SetSnapshot))
     }
@@ -292,10 +300,10 @@ impl Session {
     fn receive_into(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, Py<PyAny>)>,
-        timeout: Option<f64>,
+        targets: Vec<(String, loader::Given)>,
+        timeout: Option<Seconds>,
     ) -> PyResult<Option<BTreeMap<String, u64>>> {
-        let timeout = timeout_of(timeout)?;
+        let timeout = timeout_of(timeout);
         let mut targets = targets_of(targets);
         let versions = self.with(py, |session| {
             session.receive_set_into(&mut set_of(&mut targets), timeout)
@@ -315,11 +323,11 @@ impl Session {
         &self,
         py: Python<'_>,
         model: &str,
-        version: Option<u64>,
-        at_least: Option<u64>,
-        timeout: Option<f64>,
+        version: Option<Number>,
+        at_least: Option<Number>,
+        timeout: Option<Seconds>,
     ) -> PyResult<Option<SetSnapshot>> {
-        let (pull, timeout) = (pull_of(version, at_least)?, timeout_of(timeout)?);
+        let (pull, timeout) = (pull_of(version, at_least)?, timeout_of(timeout));
         let set = self.with(py, |session| session.pull_set(model, pull, timeout))?;
         Ok(set.map(SetSnapshot))
     }
@@ -329,13 +337,13 @@ impl Session {
     fn pull_into(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, Py<PyAny>)>,
+        targets: Vec<(String, loader::Given)>,
         model: &str,
-        version: Option<u64>,
-        at_least: Option<u64>,
-        timeout: Option<f64>,
+        version: Option<Number>,
+        at_least: Option<Number>,
+        timeout: Option<Seconds>,
     ) -> PyResult<Option<BTreeMap<String, u64>>> {
-        let (pull, timeout) = (pull_of(version, at_least)?, timeout_of(timeout)?);
+        let (pull, timeout) = (pull_of(version, at_least)?, timeout_of(timeout));
         let mut targets = targets_of(targets);
         let versions = self.with(py, |session| {
             session.pull_set_into(&mut set_of(&mut targets), model, pull, timeout)
@@ -370,7 +378,7 @@ impl Session {
     fn start_background(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, Py<PyAny>)>,
+        targets: Vec<(String, loader::Given)>,
         declared: bool,
     ) -> PyResult<Background> {
         let targets = targets_of(targets);
@@ -390,9 +398,17 @@ impl Session {
         self.with(py, |session| Ok(session.init_info().cloned().map(InitInfo)))
     }
 
-    /// Ends whatever this is, and any call that waits; any number of times.
-    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
-        self.inner.end(py)
+    /// Forgets workers that failed, died or were lost.
+    fn forget(&self, py: Python<'_>, workers: Vec<Worker>) -> PyResult<()> {
+        let workers: Vec<u32> = workers.into_iter().map(|worker| worker.0).collect();
+        self.with(py, |session| session.sender()?.forget(workers))
+    }
+
+    /// Ends whatever this is, and any call that waits; any number of times. A receiver
+    /// that ends for a reason has failed, and its sender is told the reason.
+    #[pyo3(signature = (reason = None))]
+    fn shutdown(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
+        self.inner.end(py, reason)
     }
 
     fn __repr__(&self) -> String {
@@ -404,17 +420,30 @@ impl Session {
     }
 
     fn __reduce__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, PyTuple>> {
-        Err(PyValueError::new_err(format!(
+        Err(LifecycleError::new_err(format!(
             "{} is a live end and cannot be pickled: hand its init info over",
             slf.repr()?
         )))
     }
 }
 
+/// What the sender is told of a receiver that nobody has shut down: an exception may
+/// have unwound the frames that had it.
+pub const DROPPED: &str = "its receiver was dropped without shutdown()";
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.inner.abandon(DROPPED);
+    }
+}
+
 impl Session {
     pub fn of(session: weightsync::Session) -> Self {
         Self {
-            inner: Turns::new(session, weightsync::Session::shutdown),
+            inner: Turns::new(session, |session, why| match why {
+                None => session.shutdown(),
+                Some(why) => session.fail(why),
+            }),
         }
     }
 
@@ -459,11 +488,9 @@ impl SendSource for Sent<'_> {
     }
 }
 
-fn targets_of(targets: Vec<(String, Py<PyAny>)>) -> Vec<Target> {
+fn targets_of(targets: Vec<(String, loader::Given)>) -> Vec<Target> {
     let targets = targets.into_iter();
-    targets
-        .map(|(id, object)| Target::new(id, object))
-        .collect()
+    targets.map(|(id, given)| Target::new(id, given)).collect()
 }
 
 /// A run as Python has it: its epoch, and its id in hexadecimal digits.

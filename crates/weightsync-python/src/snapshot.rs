@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use weightsync::{Error, ExtraState};
+use weightsync::{Error, ExtraState, Origin};
 
-use crate::errors::forked;
-use crate::loader::Target;
+use crate::errors::{WrongWeightsError, forked};
+use crate::loader::Object;
+use crate::mapping::Mapping;
 use crate::plain;
 use crate::raw::{Address, View};
-use crate::source::{Layout, value_error};
+use crate::source::{Layout, wrong_weights};
 use crate::tensors::Copies;
 use crate::wait::released;
 
@@ -20,13 +20,13 @@ use crate::wait::released;
 pub struct Snapshot {
     held: Arc<weightsync::Snapshot>,
     /// A forked child does not have the memory, but for a copy's.
-    pid: u32,
+    origin: Origin,
 }
 
 impl Snapshot {
     pub fn new(held: Arc<weightsync::Snapshot>) -> Self {
-        let pid = std::process::id();
-        Self { held, pid }
+        let origin = Origin::here();
+        Self { held, origin }
     }
 
     /// Makes a call that reads the version's bytes, without the interpreter's lock.
@@ -35,9 +35,9 @@ impl Snapshot {
         py: Python<'_>,
         call: impl FnOnce(&weightsync::Snapshot) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        match self.held.is_owned() || std::process::id() == self.pid {
+        match self.held.is_owned() || self.origin.is_here() {
             true => released(py, || call(&self.held)),
-            false => Err(forked(py)),
+            false => Err(forked()),
         }
     }
 
@@ -83,6 +83,20 @@ impl Snapshot {
     #[getter]
     fn layout(&self) -> Layout {
         Layout(self.held.layout().clone())
+    }
+
+    /// As [`layout`](Self::layout), with tied tensors under each of their names.
+    #[getter]
+    fn whole_layout(&self, py: Python<'_>) -> PyResult<Layout> {
+        self.read(py, |held| {
+            weightsync::WeightExtractor::layout(held).map(Layout)
+        })
+    }
+
+    /// The same version as a mapping makes it, in this process's own memory.
+    fn mapped(&self, py: Python<'_>, mapping: &Mapping) -> PyResult<Self> {
+        let made = self.read(py, |held| held.mapped(&mapping.0))?;
+        Ok(Self::new(Arc::new(made)))
     }
 
     /// `state_dict` or `tensordict`: the sender's format.
@@ -139,7 +153,7 @@ impl Snapshot {
                 .get(*index)
                 .map(|one| one.range.len);
             if range != Some(*room) {
-                return Err(PyValueError::new_err(format!(
+                return Err(WrongWeightsError::new_err(format!(
                     "tensor {index} was to be copied to {room} bytes, and has {range:?}"
                 )));
             }
@@ -153,7 +167,7 @@ impl Snapshot {
     /// Loads it into a target: an object with `layout`, `shape` and `load`. What
     /// does not fit is named before the target is touched.
     fn load_into(&self, py: Python<'_>, target: Py<PyAny>) -> PyResult<()> {
-        let mut target = Target::new(self.model().to_owned(), target);
+        let mut target = Object::new(self.model().to_owned(), target);
         self.read(py, |held| held.load_into(&mut target))
     }
 
@@ -170,7 +184,7 @@ impl Snapshot {
     /// The extra state of a module, by the name it travels under.
     fn extra_state<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let bytes = self.read(py, |held| Ok(held.tensor(name)?.bytes().to_vec()))?;
-        let state = ExtraState::from_bytes(&bytes).map_err(value_error)?;
+        let state = ExtraState::from_bytes(&bytes).map_err(wrong_weights)?;
         plain::to_python(py, state.value())
     }
 

@@ -2,18 +2,18 @@
 
 use std::sync::{PoisonError, RwLock};
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use weightsync::{
-    Attributes, Dtype, Error, ExtraState, Extracted, Result, Strategy, TensorData, WeightExtractor,
-    find_ties,
+    Attributes, Dtype, Error, ExtraState, Extracted, MappedExtractor, Result, Strategy, TensorData,
+    WeightExtractor, find_ties,
 };
 use weightsync_core::extract::TensorRef;
 
-use crate::errors::exception;
+use crate::errors::{SettingError, WrongTypeError, WrongWeightsError, exception};
+use crate::mapping::Mapping;
 use crate::plain;
-use crate::raw::Address;
+use crate::raw::{self, Address, Span};
 use crate::tensors::Tensors;
 
 /// Names, dtypes and shapes of tensors, in order.
@@ -31,7 +31,7 @@ impl Layout {
         });
         let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
         let layout = weightsync::Layout::new(tensors);
-        Ok(Self(layout.map_err(value_error)?))
+        Ok(Self(layout.map_err(wrong_weights)?))
     }
 
     /// `(name, dtype, shape)` of every tensor.
@@ -70,21 +70,29 @@ impl Layout {
 /// The dtype of a safetensors name.
 pub fn dtype_of(tensor: &str, name: &str) -> PyResult<Dtype> {
     name.parse().map_err(|_| {
-        PyTypeError::new_err(format!(
+        WrongTypeError::new_err(format!(
             "tensor {tensor:?} has the dtype {name:?}, and no model can have that"
         ))
     })
 }
 
-pub fn value_error(error: impl ToString) -> PyErr {
-    PyValueError::new_err(error.to_string())
+pub fn wrong_weights(error: impl ToString) -> PyErr {
+    WrongWeightsError::new_err(error.to_string())
 }
 
 /// The tensors of one model in this process's memory, with the addresses they
-/// have now. Reading them is left to the caller: they have to stay where they
-/// are during a send.
+/// have now, and the mapping that they are sent through, if there is one. Reading
+/// them is left to the caller: they have to stay where they are during a send.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct Source {
+pub struct Source(Form);
+
+enum Form {
+    AsItIs(Placed),
+    Mapped(MappedExtractor<'static, Placed>),
+}
+
+/// Tensors in this process's memory.
+struct Placed {
     tensors: Vec<Tensor>,
     layout: weightsync::Layout,
     buffers: Vec<String>,
@@ -113,20 +121,24 @@ struct Now {
 #[pymethods]
 impl Source {
     /// Tensors as `(name, dtype, shape)`; the names of those that are buffers;
-    /// `state_dict` or `tensordict`; extra state by name.
+    /// `state_dict` or `tensordict`; extra state by name; what they are sent through.
     #[new]
+    #[pyo3(signature = (tensors, buffers, format, extra, mapping = None))]
     fn new(
         tensors: Vec<(String, String, Vec<u64>)>,
         buffers: Vec<String>,
         format: &str,
         extra: Vec<(String, Bound<'_, PyAny>)>,
+        mapping: Option<&Mapping>,
     ) -> PyResult<Self> {
         let tensors = tensors.into_iter().map(|(name, dtype, shape)| {
             let dtype = dtype_of(&name, &dtype)?;
             let bits = dtype.bits_of(&shape).filter(|bits| bits % 8 == 0);
             let len = bits.and_then(|bits| usize::try_from(bits / 8).ok());
             let len = len.ok_or_else(|| {
-                PyValueError::new_err(format!("tensor {name:?} cannot have the shape {shape:?}"))
+                WrongWeightsError::new_err(format!(
+                    "tensor {name:?} cannot have the shape {shape:?}"
+                ))
             })?;
             Ok(Tensor {
                 name,
@@ -137,7 +149,8 @@ impl Source {
         });
         let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
         let extra = extra.into_iter().map(|(name, value)| {
-            let state = ExtraState::new(plain::from_python(&name, &value)?).map_err(value_error)?;
+            let state =
+                ExtraState::new(plain::from_python(&name, &value)?).map_err(wrong_weights)?;
             Ok((name, state))
         });
         let extra = extra.collect::<PyResult<Vec<_>>>()?;
@@ -146,8 +159,8 @@ impl Source {
         let states = extra
             .iter()
             .map(|(name, state)| (name.clone(), Dtype::U8, vec![state.capacity() as u64]));
-        let layout = weightsync::Layout::new(specs.chain(states)).map_err(value_error)?;
-        Ok(Self {
+        let layout = weightsync::Layout::new(specs.chain(states)).map_err(wrong_weights)?;
+        let placed = Placed {
             now: RwLock::new(Now {
                 addresses: Vec::new(),
                 strides: Vec::new(),
@@ -156,8 +169,14 @@ impl Source {
             tensors,
             layout,
             buffers,
-            format: format.parse().map_err(value_error)?,
-        })
+            format: format
+                .parse()
+                .map_err(|error| SettingError::new_err(ToString::to_string(&error)))?,
+        };
+        Ok(Self(match mapping {
+            None => Form::AsItIs(placed),
+            Some(mapping) => Form::Mapped(mapping.0.clone().into_extractor(placed)),
+        }))
     }
 
     /// The place of every tensor, in order, with the strides (in elements) of
@@ -170,20 +189,21 @@ impl Source {
         strides: Option<Bound<'_, PyDict>>,
         extra: Option<Vec<(String, Bound<'_, PyAny>)>>,
     ) -> PyResult<()> {
-        let (expected, got) = (self.tensors.len(), addresses.len());
+        let placed = self.placed();
+        let (expected, got) = (placed.tensors.len(), addresses.len());
         if expected != got {
-            return Err(PyValueError::new_err(format!(
+            return Err(WrongWeightsError::new_err(format!(
                 "{expected} addresses were expected, {got} came"
             )));
         }
         let strides = strides.map_or(Ok(Vec::new()), |strides| {
             let strides = strides.iter().map(|(index, strides)| {
                 let index: usize = index.extract()?;
-                let rank = self.tensors.get(index).map(|tensor| tensor.shape.len());
+                let rank = placed.tensors.get(index).map(|tensor| tensor.shape.len());
                 let strides: Vec<i64> = strides.extract()?;
                 match rank == Some(strides.len()) {
                     true => Ok((index, strides)),
-                    false => Err(PyValueError::new_err(format!(
+                    false => Err(WrongWeightsError::new_err(format!(
                         "tensor {index} cannot have {} strides",
                         strides.len()
                     ))),
@@ -191,12 +211,12 @@ impl Source {
             });
             strides.collect::<PyResult<Vec<_>>>()
         })?;
-        let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
+        let mut now = placed.now.write().unwrap_or_else(PoisonError::into_inner);
         for (name, value) in extra.into_iter().flatten() {
             let value = plain::from_python(&name, &value)?;
             let known = now.extra.iter_mut().find(|(one, _)| *one == name);
             let Some((_, state)) = known else {
-                return Err(PyValueError::new_err(format!(
+                return Err(WrongWeightsError::new_err(format!(
                     "there is no extra state {name:?}"
                 )));
             };
@@ -213,13 +233,14 @@ impl Source {
     /// The same of tensors that are looked at all at once, in this order; False if
     /// they are not what they were, or cannot be read where they lie.
     fn place_tensors(&self, py: Python<'_>, tensors: &Tensors) -> PyResult<bool> {
+        let placed = self.placed();
         let Some(laid) = tensors.laid(py)? else {
             return Ok(false);
         };
-        if laid.addresses.len() != self.tensors.len() {
+        if laid.addresses.len() != placed.tensors.len() {
             return Ok(false);
         }
-        let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
+        let mut now = placed.now.write().unwrap_or_else(PoisonError::into_inner);
         now.addresses = laid.addresses;
         now.strides = laid.strides;
         Ok(true)
@@ -227,16 +248,51 @@ impl Source {
 
     #[getter]
     fn layout(&self) -> Layout {
-        Layout(self.layout.clone())
+        Layout(self.placed().layout.clone())
     }
 
     fn __repr__(&self) -> String {
-        let (tensors, bytes) = (self.layout.len(), self.layout.payload_bytes());
+        let layout = &self.placed().layout;
+        let (tensors, bytes) = (layout.len(), layout.payload_bytes());
         format!("<Source: {tensors} tensors, {bytes} bytes>")
     }
 }
 
 impl Source {
+    fn placed(&self) -> &Placed {
+        match &self.0 {
+            Form::AsItIs(placed) => placed,
+            Form::Mapped(mapped) => mapped.source(),
+        }
+    }
+
+    fn sent(&self) -> &dyn WeightExtractor {
+        match &self.0 {
+            Form::AsItIs(placed) => placed,
+            Form::Mapped(mapped) => mapped,
+        }
+    }
+}
+
+impl WeightExtractor for Source {
+    fn layout(&self) -> Result<weightsync::Layout> {
+        self.sent().layout()
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        self.sent().extract(take)
+    }
+
+    fn ties(&self) -> Result<Vec<(String, String)>> {
+        self.sent().ties()
+    }
+
+    fn attributes(&self) -> Result<Attributes> {
+        self.sent().attributes()
+    }
+}
+
+impl Placed {
     /// Lends every tensor as it is now.
     fn lend(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
         let now = self.now.read().unwrap_or_else(PoisonError::into_inner);
@@ -251,36 +307,49 @@ impl Source {
         let tensors = tensors.map(|(index, (tensor, address))| {
             let strides = strides.next_if(|(one, _)| *one == index);
             let strides = strides.map(|(_, strides)| &strides[..]);
-            tensor.at(*address, strides)
+            Ok((tensor.span(*address, strides)?, strides))
         });
-        let mut lent = tensors.collect::<Result<Vec<_>>>()?;
+        let (spans, strides): (Vec<Span>, Vec<_>) =
+            tensors.collect::<Result<Vec<_>>>()?.into_iter().unzip();
         let room: Vec<_> = now
             .extra
             .iter()
             .map(|(_, state)| [state.capacity() as u64])
             .collect();
-        for ((name, state), shape) in now.extra.iter().zip(&room) {
+        let extra = now.extra.iter().zip(&room).map(|((name, state), shape)| {
             let data = TensorRef::new(Dtype::U8, shape, state.bytes());
-            lent.push(Extracted {
+            let data = data.map_err(|error| failed(name, error))?;
+            Ok(Extracted {
                 name,
-                data: TensorData::InMemory(data.map_err(|error| failed(name, error))?),
-            });
-        }
-        take(&lent)
+                data: TensorData::InMemory(data),
+            })
+        });
+        let extra = extra.collect::<Result<Vec<_>>>()?;
+        let lent = raw::lend(&spans, |bytes| {
+            let mut tensors = Vec::with_capacity(bytes.len() + extra.len());
+            let lent = self.tensors.iter().zip(&spans).zip(&strides).zip(bytes);
+            for (((tensor, span), strides), bytes) in lent {
+                tensors.push(tensor.extracted(span, *strides, bytes)?);
+            }
+            tensors.extend(extra);
+            take(&tensors)
+        });
+        lent.unwrap_or_else(|hollow| Err(self.tensors[hollow].hollow()))
     }
 }
 
 impl Tensor {
-    fn at(&self, address: Address, strides: Option<&[i64]>) -> Result<Extracted<'_>> {
+    /// The tensor as its bytes say it.
+    fn extracted<'a>(
+        &'a self,
+        span: &Span,
+        strides: Option<&'a [i64]>,
+        bytes: &'a [u8],
+    ) -> Result<Extracted<'a>> {
         let data = match strides {
-            None => {
-                let bytes = address.lend(0, self.len).ok_or_else(|| self.hollow())?;
-                TensorRef::new(self.dtype, &self.shape, bytes)
-            }
+            None => TensorRef::new(self.dtype, &self.shape, bytes),
             Some(strides) => {
-                let (before, len) = self.span(strides)?;
-                let bytes = address.lend(before, len).ok_or_else(|| self.hollow())?;
-                let offset = (before / self.size()) as u64;
+                let offset = (span.before / self.size()) as u64;
                 TensorRef::strided(self.dtype, &self.shape, strides, offset, bytes)
             }
         };
@@ -297,8 +366,21 @@ impl Tensor {
         )
     }
 
+    /// The bytes of the tensor, or those that its strides reach.
+    fn span(&self, address: Address, strides: Option<&[i64]>) -> Result<Span> {
+        let (before, len) = match strides {
+            Some(strides) => self.reach(strides)?,
+            None => (0, self.len),
+        };
+        Ok(Span {
+            address,
+            before,
+            len,
+        })
+    }
+
     /// Bytes before the first element, and bytes in all, that strides reach.
-    fn span(&self, strides: &[i64]) -> Result<(usize, usize)> {
+    fn reach(&self, strides: &[i64]) -> Result<(usize, usize)> {
         if self.len == 0 {
             return Ok((0, 0));
         }
@@ -333,7 +415,7 @@ fn failed(name: &str, source: impl Into<Box<dyn std::error::Error + Send + Sync>
     }
 }
 
-impl WeightExtractor for Source {
+impl WeightExtractor for Placed {
     fn layout(&self) -> Result<weightsync::Layout> {
         Ok(self.layout.clone())
     }

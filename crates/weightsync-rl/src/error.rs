@@ -78,7 +78,7 @@ pub enum Error {
         exit: Box<Exit>,
     },
     /// Some workers did not deliver in time.
-    #[error("workers {:?} delivered no frames within {waited:?}", numbers(.missing))]
+    #[error("workers {:?} delivered no frames within {waited:.1?}", numbers(.missing))]
     CollectTimeout {
         /// The workers waited for.
         missing: Vec<WorkerId>,

@@ -336,9 +336,11 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// meanwhile is applied, in this thread, unless the status is as wished
     /// already. A load that fails is in the status, and the wait goes on.
     ///
-    /// A sender with a run directory is looked for as long as this lives, and
-    /// without a timeout this waits as long: ask for
-    /// [`BackgroundState::Searching`] as well to learn of its end.
+    /// The successor of a sender with a run directory is looked for as long as this
+    /// lives. Without a timeout this waits as long after a death: ask for
+    /// [`BackgroundState::Searching`] as well to learn of it. After an orderly shutdown
+    /// it returns false ([`BackgroundState::Closed`]), and with a timeout it waits for the
+    /// successor.
     ///
     /// `enough` is called with the status locked: it must not call this, nor wait
     /// for anybody.
@@ -406,6 +408,30 @@ impl<M: Send + Sync + 'static> Background<M> {
         match hold {
             Some(Ok(held)) if held.whole => Ok((receiver, held.models)),
             _ => Err(not_whole),
+        }
+    }
+
+    /// Ends the thread, and leaves: the worker has failed, and says why. See
+    /// [`Receiver::fail`].
+    ///
+    /// # Errors
+    ///
+    /// In a forked child; [`Error::Interrupted`], as of [`stop`](Self::stop).
+    pub fn fail(self, reason: &str) -> Result<()> {
+        if self.follower.is_here() {
+            // It cannot wait for itself. It says why when it ends.
+            self.fail_at_end(reason);
+            return Ok(());
+        }
+        let (receiver, _) = self.follower.stop()?;
+        receiver.fail(reason);
+        Ok(())
+    }
+
+    /// The worker has failed, and says why once this is dropped.
+    pub fn fail_at_end(&self, reason: &str) {
+        if let Ok(desk) = self.follower.desk() {
+            desk.note(|book| book.why = Some(reason.to_owned()));
         }
     }
 

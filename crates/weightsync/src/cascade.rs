@@ -100,8 +100,26 @@ impl Cascade {
         })
     }
 
+    /// Leaves, and says why: see [`Receiver::fail`]. Its sub-workers are told that it has
+    /// shut down.
+    pub fn fail(self, reason: &str) {
+        self.receiver.fail(reason);
+    }
+
+    /// Forgets sub-workers that will not come back: see [`Sender::forget`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Sender::forget`].
+    pub fn forget(&mut self, workers: impl IntoIterator<Item = u32>) -> Result<()> {
+        self.passing.sender.forget(workers)
+    }
+
     /// Waits for what the trainer sends next, passes it on, and says what became
     /// of it, to the trainer too; `None` if `timeout` comes before anything did.
+    ///
+    /// A sub-worker that failed, died or was lost is named to the trainer with each
+    /// version, until it is back or [forgotten](Self::forget).
     ///
     /// The timeout is for the wait alone. Passing on takes as long as it takes
     /// the sub-workers, and at most the deadline the sender was
@@ -158,6 +176,11 @@ impl Cascade {
 }
 
 impl CascadeSetup {
+    /// Leaves, and says why: see [`Receiver::fail`].
+    pub fn fail(self, reason: &str) {
+        self.receiver.fail(reason);
+    }
+
     /// Sets the sender up for the sub-workers: another scheme, a run directory,
     /// a cast, a deadline, and so on.
     ///
@@ -224,6 +247,16 @@ pub struct CascadeInBackground {
 }
 
 impl CascadeInBackground {
+    /// Ends the thread, and leaves: see [`Receiver::fail`].
+    ///
+    /// # Errors
+    ///
+    /// As [`stop`](Self::stop).
+    pub fn fail(self, reason: &str) -> Result<()> {
+        self.stop()?.fail(reason);
+        Ok(())
+    }
+
     /// Where it stands: what the trainer is doing, and what was passed on.
     ///
     /// # Errors

@@ -1,11 +1,10 @@
 //! The thread that makes digests off the critical path.
 
 use std::collections::BTreeMap;
-use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use weightsync_mem::Snapshot;
+use weightsync_mem::{Origin, Snapshot};
 
 use crate::error::{Error, Result};
 
@@ -19,7 +18,7 @@ pub(crate) struct DigestThread {
     inbox: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,
     /// The process that has the thread.
-    owner: u32,
+    owner: Origin,
 }
 
 #[derive(Debug, Default)]
@@ -50,7 +49,7 @@ impl DigestThread {
         Ok(Self {
             inbox,
             thread: Some(thread),
-            owner: process::id(),
+            owner: Origin::here(),
         })
     }
 
@@ -64,7 +63,7 @@ impl DigestThread {
     }
 
     fn is_in_a_child(&self) -> bool {
-        process::id() != self.owner
+        !self.owner.is_here()
     }
 }
 
@@ -131,7 +130,7 @@ mod tests {
         let mut copy = DigestThread::start().unwrap();
         let inbox = copy.inbox.clone();
         // As a child has it: of another process, the lock taken by nobody who is there.
-        copy.owner = 0;
+        copy.owner = Origin::NOWHERE;
         let mut order = inbox.order();
         drop(copy);
         order.stop = true;

@@ -3,6 +3,8 @@
 mod of_memory;
 mod text;
 
+pub(crate) use self::text::misfit_text;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,11 +12,12 @@ use weightsync_core::{Dtype, LayoutMismatch, ModelId, Run, Version, WorkerId};
 use weightsync_mem::Holder;
 
 use self::text::{
-    expected_among, holders_text, list_of_versions, missing_text, names, pid_text, refusals_text,
-    sends_text, some_names, versions_text,
+    expected_among, gone_text, holders_text, list_of_versions, missing_text, names, pid_text,
+    refusals_text, sends_text, some_names, versions_text,
 };
 use crate::attributes::AttributesError;
 use crate::path::ModelPathError;
+use crate::report::{Report, WorkerReport};
 use crate::scheme::AnyScheme;
 use crate::worker::WorkerError;
 
@@ -48,7 +51,7 @@ pub enum Error {
         mismatch: Box<LayoutMismatch>,
     },
     /// The sender's model is not the one this worker has room for.
-    #[error("the sender's {model} does not fit this worker's model: {mismatch}")]
+    #[error("the sender's {model} does not fit this worker's model: {}", misfit_text(.mismatch))]
     WrongModel {
         /// The model.
         model: ModelId,
@@ -63,12 +66,18 @@ pub enum Error {
         /// Which workers, and why; at least one.
         refusals: Vec<(WorkerId, String)>,
     },
+    /// Not every worker has applied what was sent.
+    #[error("{report}")]
+    NotApplied {
+        /// What became of the send.
+        report: Box<Report>,
+    },
     /// Not every expected worker had joined and loaded the initial weights by
-    /// the deadline.
+    /// the deadline. Those that had stay, where what they joined does.
     #[error(
-        "only {} of {expected} workers joined {model} within {waited:?}{}: \
+        "only {} of {expected} workers joined {model} within {waited:.1?}{}{}: \
          did the others start, and do they call connect with this init info, and then receive?",
-        expected_among(.expected, .joined, .missing), missing_text(.missing)
+        expected_among(.expected, .joined, .missing), missing_text(.missing), gone_text(.gone)
     )]
     MissingWorkers {
         /// The model.
@@ -79,12 +88,14 @@ pub enum Error {
         joined: Vec<WorkerId>,
         /// Those that are not, where they were expected by number.
         missing: Vec<WorkerId>,
+        /// Those that were there, went without leaving in order, and are not back.
+        gone: Vec<WorkerReport>,
         /// How long they were waited for.
         waited: Duration,
     },
     /// The sender is there, but had not published its first version by the
     /// deadline.
-    #[error("the sender of {model} had no weights yet after {waited:?}")]
+    #[error("the sender of {model} had no weights yet after {waited:.1?}")]
     NoInitialWeights {
         /// The model.
         model: ModelId,
@@ -102,7 +113,7 @@ pub enum Error {
     SenderClosed,
     /// Nobody answered at the address before the deadline.
     #[error(
-        "no sender answered at {address} within {waited:?}: is the trainer running, \
+        "no sender answered at {address} within {waited:.1?}: is the trainer running, \
          has it called connect, and does the init info belong to this run?"
     )]
     NoSender {
@@ -253,7 +264,7 @@ pub enum Error {
     },
     /// Every slot of a model is pinned and none came free before the deadline.
     #[error(
-        "all {slots} slots of {model} are pinned after {waited:?}: {}; drop those snapshots, \
+        "all {slots} slots of {model} are pinned after {waited:.1?}: {}; drop those snapshots, \
          give the sender more slots, or let it grow",
         holders_text(.holders)
     )]
@@ -438,7 +449,7 @@ pub enum Error {
     },
     /// Another process holds a file of the run directory, and did not let go of
     /// it by the deadline.
-    #[error("{path} was still locked by another process after {waited:?}", path = .path.display())]
+    #[error("{path} was still locked by another process after {waited:.1?}", path = .path.display())]
     FileLocked {
         /// The file.
         path: PathBuf,
@@ -511,6 +522,7 @@ impl Error {
         use weightsync_mem::Error as Memory;
         match self {
             Self::MissingWorkers { .. }
+            | Self::NotApplied { .. }
             | Self::NoInitialWeights { .. }
             | Self::NoSender { .. }
             | Self::SendPending { .. }
@@ -526,6 +538,7 @@ impl Error {
             // now: its successor may.
             Self::ConflictingRun { .. }
             | Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
+            Self::Memory(Memory::AllRecordsHeld { .. }) => Remedy::Retry,
             // What comes after what is damaged is next.
             Self::Memory(Memory::CorruptSet { .. } | Memory::CorruptCommit { .. }) => Remedy::Retry,
             // An end that has come to these keeps saying so.

@@ -101,7 +101,7 @@ pub use crate::{
     init_info::InitInfo,
     load::{TensorView, WeightLoader},
     load_set::SetLoader,
-    mapping::{DryRun, MappedExtractor, MappedLoader, Mapping, MappingError},
+    mapping::{DryRun, Fate, MappedExtractor, MappedLoader, Mapping, MappingError},
     models::{Model, ModelTree, Models, ModuleTree},
     options::SendOptions,
     path::{ModelPath, ModelPathError, PathPart},
@@ -129,7 +129,7 @@ pub use weightsync_core::{
     extract::ExtractError, layout, manifest, names,
 };
 pub use weightsync_mem::interrupt::with as interruptible;
-pub use weightsync_mem::{Error as MemoryError, Holder, WaitStyle};
+pub use weightsync_mem::{Error as MemoryError, Holder, Origin, WaitStyle};
 
 /// The examples run as they are.
 #[cfg(doctest)]

@@ -13,6 +13,7 @@ mod sides;
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -131,7 +132,7 @@ pub enum MappingError {
     #[error("the mapping does not fit: {}", problems_text(.0))]
     DoesNotFit(Vec<Problem>),
     /// What the mapping makes is not what the model has room for.
-    #[error("the mapping does not lead to the model.\n{0}")]
+    #[error("the mapping does not lead to the model:\n{}", Differences(.0))]
     Incomplete(Box<DryRun>),
 }
 
@@ -258,17 +259,26 @@ impl Mapping {
     }
 
     /// A source seen through the mapping: the sender's side.
-    pub fn extract<'a, E: WeightExtractor + ?Sized>(
-        &'a self,
-        source: &'a E,
-    ) -> MappedExtractor<'a, E> {
-        MappedExtractor::new(self, source)
+    pub fn extract<E: WeightExtractor>(&self, source: E) -> MappedExtractor<'_, E> {
+        MappedExtractor::new(Cow::Borrowed(self), source)
+    }
+
+    /// As [`extract`](Self::extract), with the mapping in it: for a program that
+    /// keeps both.
+    pub fn into_extractor<E: WeightExtractor>(self, source: E) -> MappedExtractor<'static, E> {
+        MappedExtractor::new(Cow::Owned(self), source)
     }
 
     /// A model seen through the mapping: the worker's side. It takes the layout
     /// of whatever sender it meets, if the rules lead from there to the model.
-    pub fn load<'a, L: WeightLoader + ?Sized>(&'a self, model: &'a mut L) -> MappedLoader<'a, L> {
-        MappedLoader::new(self, model)
+    pub fn load<L: WeightLoader>(&self, model: L) -> MappedLoader<'_, L> {
+        MappedLoader::new(Cow::Borrowed(self), model)
+    }
+
+    /// As [`load`](Self::load), with the mapping in it: for a program that keeps
+    /// both.
+    pub fn into_loader<L: WeightLoader>(self, model: L) -> MappedLoader<'static, L> {
+        MappedLoader::new(Cow::Owned(self), model)
     }
 }
 
@@ -339,6 +349,15 @@ impl fmt::Display for Rule {
             }
             Self::Drop { tensors } => write!(f, "drop {tensors}"),
         }
+    }
+}
+
+/// What is wrong alone: those who read it may see its beginning only.
+struct Differences<'a>(&'a DryRun);
+
+impl fmt::Display for Differences<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.write_differences(f)
     }
 }
 

@@ -26,6 +26,7 @@ pub struct SendOptions {
     pub(crate) targets: Targets,
     pub(crate) wait: WaitFor,
     pub(crate) deadline: Option<Duration>,
+    pub(crate) wait_late: bool,
     pub(crate) partial: bool,
     pub(crate) version: Option<Version>,
     /// As `version`, for models one by one.
@@ -70,6 +71,15 @@ impl SendOptions {
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = Some(deadline);
+        self
+    }
+
+    /// Waits also for workers that were late for an earlier send and have not moved
+    /// since. Without it the send passes them over, with a line that says so: a worker
+    /// that stands still costs one send its deadline, and not every one.
+    #[must_use]
+    pub fn wait_late(mut self, wait: bool) -> Self {
+        self.wait_late = wait;
         self
     }
 

@@ -30,6 +30,10 @@ impl PendingSend {
         }))
     }
 
+    pub(crate) fn makes_way(&self) -> Result<bool> {
+        self.0.makes_way()
+    }
+
     pub(crate) fn downgrade(&self) -> Weak<Handle> {
         Arc::downgrade(&self.0)
     }
@@ -41,7 +45,12 @@ impl PendingSend {
     /// A worker that is to get every version, and whose queue has no room, is
     /// given up at the deadline of the send itself
     /// ([`SendOptions::deadline`](crate::SendOptions::deadline)), and not before:
-    /// a shorter wait changes nothing for it.
+    /// a shorter wait changes nothing for it. Only if it is late already, the next
+    /// send gives it up.
+    ///
+    /// Workers that were late for an earlier send and have not moved since are passed
+    /// over, unless [`SendOptions::wait_late`](crate::SendOptions::wait_late) says
+    /// otherwise.
     ///
     /// # Errors
     ///
@@ -120,6 +129,16 @@ impl Handle {
         }
     }
 
+    /// Whether the next send need not wait for this one. Workers that are late are passed
+    /// over by it, and what still waits for room at them is given up: it would keep the
+    /// room of what is sent next.
+    pub(crate) fn makes_way(&self) -> Result<bool> {
+        let settled = self.is_settled()?;
+        let flight = self.state().flight.clone().filter(|_| settled);
+        flight.map_or(Ok(()), |flight| flight.give_up())?;
+        Ok(settled)
+    }
+
     /// The sender shuts down: looks for the last time.
     pub(crate) fn close(&self) {
         // Where it fails, as in a forked child, nothing is known.
@@ -154,8 +173,12 @@ impl Flight {
             return self.settle(wait, until);
         };
         let mut lines = self.look(level, self.first(until))?;
-        if !lines.iter().all(|line| line.outcome.is_final(wait)) && self.is_over() {
+        if !lines.iter().all(|line| line.outcome.is_final(wait)) {
             self.settled().extend(finals(&lines));
+            if self.is_over() {
+                self.late(level)?;
+            }
+            // Nobody can wait for it again.
             self.give_up()?;
             lines = self.lines(level, until)?;
         }
@@ -184,6 +207,7 @@ impl Flight {
         let mut lines = self.lines(level, self.first(until))?;
         let done = |line: &WorkerReport| line.outcome.is_final(wait);
         if !lines.iter().all(done) && self.is_over() {
+            self.late(level)?;
             self.give_up()?;
             lines = self.lines(level, until)?;
         }
@@ -195,6 +219,7 @@ impl Flight {
             return Ok(true);
         };
         if self.is_over() {
+            self.late(level)?;
             self.give_up()?;
         }
         for one in &self.outstanding {
@@ -248,6 +273,10 @@ impl Flight {
     /// Whether the send's own deadline has come.
     fn is_over(&self) -> bool {
         self.deadline.is_some_and(|at| Instant::now() >= at)
+    }
+
+    fn late(&self, level: Level) -> Result<()> {
+        self.outstanding.iter().try_for_each(|one| one.late(level))
     }
 
     fn give_up(&self) -> Result<()> {

@@ -20,6 +20,20 @@ pub(crate) struct Prepared {
     pub(crate) attributes: Attributes,
 }
 
+impl Prepared {
+    /// A model as its source has it.
+    pub(crate) fn new(id: ModelId, source: &dyn WeightExtractor) -> Result<Self> {
+        let attributes = source.attributes()?;
+        let layout = attributes.sent_layout(&source.layout()?)?;
+        Ok(Self {
+            id,
+            source: layout.clone(),
+            layout,
+            attributes,
+        })
+    }
+}
+
 /// Takes the sources of a whole version, one per tensor in layout order.
 pub(crate) type Take<'a> = dyn FnMut(&[Source<'_>]) -> Result<()> + 'a;
 

@@ -9,7 +9,7 @@ use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Run, Version, Work
 use weightsync_mem::{Deadline, Error as Memory, WaitStyle};
 
 use self::inner::Search;
-use crate::error::{Error, Remedy, Result};
+use crate::error::{Error, Remedy, Result, misfit_text};
 use crate::init_info::InitInfo;
 use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
@@ -55,8 +55,8 @@ pub struct ReceiverSetup {
 
 /// A worker's end of connected models.
 ///
-/// Dropping it tells the sender that this worker has left; snapshots taken from
-/// it stay valid.
+/// Dropping it tells the sender that this worker has left in order, or, while the
+/// thread panics, that it has [failed](Self::fail); snapshots taken from it stay valid.
 #[derive(Debug)]
 pub struct Receiver {
     transport: Box<dyn ReceiverTransport>,
@@ -72,8 +72,10 @@ pub struct Receiver {
     /// What the worker runs, and the run it is of.
     applied: Vec<(ModelId, Version)>,
     run: Run,
-    /// The sender died, and that has been said.
+    /// The sender is gone, and that has been said.
     sender_lost: bool,
+    /// It said so itself.
+    sender_closed: bool,
     /// What a sender that is still there was told when it was refused for good:
     /// it sends nothing more.
     withdrawn: Option<String>,
@@ -320,6 +322,25 @@ impl Receiver {
         self.whole
     }
 
+    /// Leaves, and says why: the worker has failed. The sender's reports have these
+    /// words until a worker of this number is back, or is
+    /// [forgotten](crate::Sender::forget).
+    pub fn fail(mut self, reason: &str) {
+        self.tell_failure(reason);
+    }
+
+    /// A sender that is gone, or was told before that this worker can use nothing more,
+    /// need not be told.
+    fn tell_failure(&mut self, reason: &str) {
+        if self.withdrawn.is_none()
+            && !self.sender_lost
+            && let Err(error) = self.refuse(None, reason)
+        {
+            // It finds the connection closed, and calls that a death.
+            tracing::debug!(%error, "the sender has not heard why this worker ends");
+        }
+    }
+
     /// This worker's number.
     pub fn worker(&self) -> WorkerId {
         self.setup.worker
@@ -483,6 +504,7 @@ impl Receiver {
     fn note_loss(&mut self, error: Option<&Error>) {
         if let Some(Error::SenderClosed | Error::SenderDied { .. }) = error {
             self.sender_lost = true;
+            self.sender_closed = matches!(error, Some(Error::SenderClosed));
         }
     }
 
@@ -500,6 +522,14 @@ impl Receiver {
     fn not_whole(&self) -> Error {
         Error::NotWhole {
             models: self.models().iter().map(|spec| spec.id.clone()).collect(),
+        }
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.tell_failure("it panicked");
         }
     }
 }
@@ -525,7 +555,7 @@ fn refused(
     model: ModelId,
     mismatch: LayoutMismatch,
 ) -> Result<Error> {
-    transport.refuse(None, &mismatch.to_string())?;
+    transport.refuse(None, &misfit_text(&mismatch))?;
     Ok(Error::WrongModel {
         model,
         mismatch: Box::new(mismatch),

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use weightsync_core::{ModelId, Version, WorkerId};
 
+use crate::error::{Error, Result};
+
 /// The result of one send: a line per worker. A failure of one worker is its
 /// line and nobody else's.
 #[derive(Clone, Debug)]
@@ -28,10 +30,12 @@ pub struct Report {
     pub took: Duration,
     /// How far the send waited.
     pub level: WaitFor,
-    /// One line per worker, by worker number; two where a process has gone since the
-    /// last report and another has its number. A send that did not wait has those
-    /// alone that were decided without: of workers that will not get the version
-    /// (`Full`), or not now (`Held`, `Absent`).
+    /// One line per worker that belongs to the sender (let in, and neither left in order
+    /// nor [forgotten](crate::Sender::forget)), by worker number; two where a process has
+    /// gone since the last report and another has its number, and one of each that left
+    /// since. A send that did not wait has those alone that were decided without: of
+    /// workers that will not get the version (`Full`, `Failed`, `Died`, `Lost`), or not
+    /// now (`Held`, `Absent`).
     pub workers: Vec<WorkerReport>,
 }
 
@@ -143,6 +147,9 @@ pub struct WorkerReport {
     pub current: bool,
     /// How long after the version went live the sender learned of it.
     pub after: Duration,
+    /// Of a worker that was late for an earlier send and has not moved since: how long
+    /// ago the version went live that it was late for. The send did not wait for it.
+    pub late: Option<Duration>,
 }
 
 /// What became of a version at one worker.
@@ -162,10 +169,16 @@ pub enum Outcome {
     Died,
     /// The worker closed its end in order.
     Left,
+    /// The worker ended and said why: an error, or that it can use nothing more.
+    Failed {
+        /// The worker's words.
+        reason: String,
+    },
     /// Nothing has been heard of the worker for too long: its link is silent, or the
     /// relay of its host is gone. It gets the newest version when it is back.
     Lost,
-    /// The deadline came first.
+    /// The deadline came first; or it did for an earlier send, and the worker has not
+    /// moved since ([`WorkerReport::late`]).
     Late,
     /// The worker is held at the version it has.
     Held,
@@ -227,21 +240,41 @@ impl Report {
         first.map_or(Version::NONE, |(_, version)| *version)
     }
 
-    /// Whether every worker has loaded the version. One that left in order does
+    /// Whether there is a worker that has loaded the version, and every worker that
+    /// belongs to the sender and that the send was for has. One that left in order does
     /// not count, because it is no worker any more; one that is held does not
-    /// count, because that was wished; one that died does not where another process
+    /// count, because that was wished; one that went does not where another process
     /// has taken its number. One that takes only what it asks for has loaded the
     /// version if that is what it runs of the models it takes.
+    ///
+    /// One that failed, died or was lost does count, in this report and in all later
+    /// ones, until it is back or [forgotten](crate::Sender::forget).
     pub fn all_applied(&self) -> bool {
         self.level == WaitFor::Applied && self.all_reached()
     }
 
     /// Whether every worker has got as far as the send waited, by the same
-    /// rules.
+    /// rules. A send that waited for nobody needs no worker.
     pub fn all_reached(&self) -> bool {
         let excused = |line: &WorkerReport| matches!(line.outcome, Outcome::Left | Outcome::Held);
         let mut lines = self.workers.iter();
-        lines.all(|line| self.reached(line) || excused(line) || self.is_succeeded(line))
+        let nobody_waited_for = self.level == WaitFor::Sent;
+        (nobody_waited_for || lines.clone().any(|line| self.reached(line)))
+            && lines.all(|line| self.reached(line) || excused(line) || self.is_succeeded(line))
+    }
+
+    /// The report, if [all have applied](Self::all_applied) the version.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotApplied`] with the report otherwise.
+    pub fn ensure_applied(self) -> Result<Self> {
+        match self.all_applied() {
+            true => Ok(self),
+            false => Err(Error::NotApplied {
+                report: Box::new(self),
+            }),
+        }
     }
 
     /// The lines of workers that should have got that far and have not; one
@@ -286,7 +319,10 @@ impl Outcome {
 
     /// Whether the worker's process is no longer connected.
     pub(crate) fn is_gone(&self) -> bool {
-        matches!(self, Self::Died | Self::Left | Self::Lost)
+        matches!(
+            self,
+            Self::Died | Self::Left | Self::Failed { .. } | Self::Lost
+        )
     }
 
     /// Whether waiting longer can change it.
@@ -308,6 +344,7 @@ impl From<weightsync_mem::Outcome> for Outcome {
             Memory::Refused { reason } => Self::Refused { reason },
             Memory::Died => Self::Died,
             Memory::Left => Self::Left,
+            Memory::Failed { reason } => Self::Failed { reason },
             Memory::Lost => Self::Lost,
             Memory::Late => Self::Late,
             Memory::Held => Self::Held,
@@ -412,6 +449,10 @@ impl WorkerReport {
             true => write!(f, "; it has no version yet"),
             false => write!(f, "; it goes on with {version}"),
         };
+        let last = |f: &mut fmt::Formatter<'_>| match none_yet {
+            true => write!(f, "; it had no version yet"),
+            false => write!(f, "; its last version was {version}"),
+        };
         match &self.outcome {
             Outcome::Applied => write!(f, " applied it after {:.1?}", self.after),
             Outcome::Staged => {
@@ -422,14 +463,24 @@ impl WorkerReport {
                 write!(f, " refused it: {reason}")?;
                 still(f)
             }
-            Outcome::Died if none_yet => write!(f, " died; it had no version yet"),
-            Outcome::Died => write!(f, " died; its last version was {version}"),
+            Outcome::Failed { reason } => {
+                write!(f, " failed: {reason}")?;
+                last(f)
+            }
+            Outcome::Died => {
+                f.write_str(" died")?;
+                last(f)
+            }
             Outcome::Left => write!(f, " left in order"),
             Outcome::Lost => {
                 write!(
                     f,
                     " cannot be reached; it gets the newest version when it is back"
                 )?;
+                still(f)
+            }
+            Outcome::Late if let Some(late) = self.late => {
+                write!(f, " has been late for {late:.1?} and was not waited for")?;
                 still(f)
             }
             Outcome::Late => {
@@ -482,6 +533,7 @@ mod tests {
             current: outcome == Outcome::Applied,
             outcome,
             after: Duration::ZERO,
+            late: None,
         }
     }
 

@@ -235,8 +235,22 @@ const WRITABLE_BY_OTHERS: Mode = Mode::WGRP.union(Mode::WOTH);
 /// Opens a file of the run directory, for this user alone, under a lock that
 /// ends with the file.
 fn locked(dir: &Path, entry: Entry, until: Option<Instant>) -> Result<Locked> {
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    made.map_err(failed("making the run directory", dir))?;
+    match DirBuilder::new().mode(0o700).create(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            // A path with a typing error would lead its workers to nobody, for ever.
+            return Err(Error::File {
+                action: "making the run directory",
+                path: dir.to_owned(),
+                source: "the directory above it does not exist: make that first, or correct the \
+                         path"
+                    .into(),
+            });
+        }
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+            return Err(failed("making the run directory", dir)(error));
+        }
+        _ => {}
+    }
     let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = openat(CWD, dir, OFlags::RDONLY | flags, Mode::empty())
         .map_err(|errno| failed("opening the run directory", dir)(errno.into()))?;

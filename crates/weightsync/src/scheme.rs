@@ -59,6 +59,16 @@ pub enum Queue {
     },
 }
 
+impl Queue {
+    /// The most versions that may wait in a worker's queue: 0 where there is none.
+    pub fn bound(self) -> u8 {
+        match self {
+            Self::Newest => 0,
+            Self::Every { bound } => bound,
+        }
+    }
+}
+
 /// A scheme by its word and settings: `shared-mem`, `multi-process`, `none`, or
 /// one of your own ([`Schemes`]). It is a plain value: text in any serde format.
 /// Reading it back knows the schemes built in; what holds the text of others, an
@@ -328,7 +338,7 @@ impl Scheme for SharedMem {
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
-        Memory::open(opening)
+        Memory::open(opening, Queue::Newest.bound())
     }
 
     fn join(
@@ -375,7 +385,7 @@ impl Scheme for MultiProcess {
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
-        Memory::open(opening)
+        Memory::open(opening, self.queue.bound())
     }
 
     fn join(

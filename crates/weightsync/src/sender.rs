@@ -5,21 +5,23 @@ mod loan;
 mod publishing;
 mod views;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
+use weightsync_mem::Origin;
 
 pub use self::loan::Loan;
 use crate::error::{Error, Result};
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
 use crate::pending::{Handle, PendingSend};
-use crate::report::{Report, WorkerStatus};
+use crate::report::{Outcome, Report, WorkerReport, WorkerStatus};
 use crate::scheme::AnyScheme;
-use crate::send_source::SendSource;
+use crate::send_source::{Members, SendSource};
 use crate::setup::{Expect, SenderSetup};
-use crate::transport::{Capabilities, Deadline, FirstWeights, SenderTransport};
+use crate::transport::{Attendance, Capabilities, Deadline, FirstWeights, SenderTransport};
 
 /// The trainer's end of connected models.
 ///
@@ -34,7 +36,10 @@ pub struct Sender {
     flying: Vec<PendingSend>,
     /// All that somebody may still ask about, oldest first.
     handed: Vec<Weak<Handle>>,
-    owner: u32,
+    /// How many had joined when all were there that were waited for last: of those only
+    /// the ones that are there count for the next wait.
+    counted: u64,
+    owner: Origin,
 }
 
 impl Sender {
@@ -45,7 +50,8 @@ impl Sender {
             run,
             flying: Vec::new(),
             handed: Vec::new(),
-            owner: std::process::id(),
+            counted: 0,
+            owner: Origin::here(),
         }
     }
 
@@ -159,7 +165,8 @@ impl Sender {
     /// Waits until these workers are there and have loaded something, as
     /// [`connect`](SenderSetup::connect) does: for those that join later. Where the
     /// [first weights](crate::transport::FirstWeights) come with the first send, they
-    /// only have to be there.
+    /// only have to be there. One that joined since the last wait for workers, and has
+    /// left in order since, counts.
     ///
     /// # Errors
     ///
@@ -170,6 +177,11 @@ impl Sender {
         self.wait_until(expect, since, since.checked_add(deadline))
     }
 
+    /// Compares weights with what was set up, and sends nothing.
+    pub(crate) fn check(&self, weights: Members<'_>) -> Result<()> {
+        self.setup.check(weights)
+    }
+
     pub(crate) fn wait_until(
         &mut self,
         expect: &Expect,
@@ -177,27 +189,39 @@ impl Sender {
         until: Deadline,
     ) -> Result<()> {
         let first = self.setup.scheme.scheme().first_weights();
-        let ready = |workers: &[WorkerStatus]| -> Vec<WorkerId> {
-            let counts =
-                |worker: &&WorkerStatus| worker.is_ready() || first == FirstWeights::AtFirstSend;
-            let ready = workers.iter().filter(counts);
-            ready.map(|worker| worker.worker).collect()
-        };
+        let counts =
+            |worker: &WorkerStatus| worker.is_ready() || first == FirstWeights::AtFirstSend;
+        let before = self.counted;
+        let mut all = before;
+        if expect.len() > 0 {
+            tracing::info!("{} waits for {} workers", self.setup.name(), expect.len());
+        }
         // As they were when it was enough: one that leaves right after has been
         // there.
-        let mut joined = Vec::new();
-        let there = self
-            .transport
-            .wait_workers(until, &mut |workers, rejected| {
-                joined = ready(workers);
-                let hopeless = rejected.iter().any(|worker| expect.includes(*worker));
-                hopeless || expect.met_by(&joined)
-            })?;
+        let mut joined: Vec<WorkerId> = Vec::new();
+        let mut gone = Vec::new();
+        let there = self.transport.wait_workers(until, &mut |there| {
+            all = there.joined;
+            let here = there.workers.iter().filter(|worker| counts(worker));
+            let left = there.gone.iter().filter(|gone| {
+                gone.joined > before && gone.how == Outcome::Left && counts(&gone.status)
+            });
+            let left = left.map(|gone| &gone.status);
+            let ready: BTreeSet<_> = here.chain(left).map(|worker| worker.worker).collect();
+            let known = std::mem::replace(&mut joined, ready.into_iter().collect());
+            say_who_joined(&there.workers, &known, &joined, expect);
+            gone = not_back(there, expect);
+            let mut rejected = there.rejected.iter();
+            let hopeless = rejected.any(|worker| expect.includes(*worker));
+            hopeless || expect.met_by(&joined)
+        })?;
         // A scheme without workers has them all.
+        let model = self.setup.name();
         if expect.met_by(&joined) || (there && !self.has_workers()) {
+            tracing::debug!(%model, run = %self.run, workers = expect.len(), "connected");
+            self.counted = all;
             return Ok(());
         }
-        let model = self.setup.name();
         // A worker that was not asked for and does not fit costs nobody else.
         let mut refusals = self.transport.take_rejected();
         refusals.retain(|(worker, _)| expect.includes(*worker));
@@ -209,8 +233,21 @@ impl Sender {
             expected: expect.len(),
             missing: expect.missing(&joined),
             joined,
+            gone,
             waited: since.elapsed(),
         })
+    }
+
+    /// Forgets workers that failed, died or were lost, and will not come back under
+    /// their numbers: reports have no lines of them any more. One that joins under such
+    /// a number belongs to the sender as any other.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn forget(&mut self, workers: impl IntoIterator<Item = u32>) -> Result<()> {
+        let workers: Vec<_> = workers.into_iter().map(WorkerId).collect();
+        self.transport.forget(&workers)
     }
 
     /// Holds workers at the versions they have: sends pass them over, with a
@@ -272,13 +309,33 @@ impl Sender {
 impl Drop for Sender {
     fn drop(&mut self) {
         // In a forked child a thread that is not there may hold their locks.
-        if self.owner != std::process::id() {
+        if !self.owner.is_here() {
             return;
         }
         for one in self.handed.iter().filter_map(Weak::upgrade) {
             one.close();
         }
     }
+}
+
+/// The last of each number expected that went without leaving in order and is not back.
+fn not_back(there: &Attendance, expect: &Expect) -> Vec<WorkerReport> {
+    let last = there.gone.iter().map(|gone| (gone.status.worker, gone));
+    let last: BTreeMap<_, _> = last.collect();
+    let is_back = |worker: &WorkerId| there.workers.iter().any(|one| one.worker == *worker);
+    let gone = last.into_iter().filter(|(worker, gone)| {
+        gone.how != Outcome::Left && expect.includes(*worker) && !is_back(worker)
+    });
+    let lines = gone.map(|(worker, gone)| WorkerReport {
+        worker,
+        pid: gone.status.pid,
+        outcome: gone.how.clone(),
+        versions: gone.status.versions.clone(),
+        current: false,
+        after: Duration::ZERO,
+        late: None,
+    });
+    lines.collect()
 }
 
 /// Refuses what the scheme cannot do.
@@ -294,4 +351,21 @@ fn need(
         what,
         scheme: scheme.to_string(),
     })
+}
+
+/// Says which workers have joined since they were last looked at.
+fn say_who_joined(
+    workers: &[WorkerStatus],
+    before: &[WorkerId],
+    now: &[WorkerId],
+    expect: &Expect,
+) {
+    let new = workers
+        .iter()
+        .filter(|one| now.contains(&one.worker) && !before.contains(&one.worker));
+    for (at, one) in new.enumerate() {
+        let (worker, pid) = (one.worker, one.pid);
+        let (there, expected) = (before.len() + at + 1, expect.len());
+        tracing::info!("{worker} (pid {pid}) has joined: {there} of {expected} workers are there");
+    }
 }

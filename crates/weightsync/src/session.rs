@@ -1,7 +1,7 @@
 //! The lifecycle as one value: which call may follow which.
 
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 use weightsync_core::{ModelId, Version};
@@ -34,6 +34,9 @@ use crate::transport::Pull;
 ///          │  init_on_receiver           connect_receiver          ├─▶ closed
 ///          └──────────────────▶ prepared ──────────────▶ receiving ┘
 /// ```
+///
+/// A `connect_sender` that fails because workers are missing leaves the sender open for
+/// them, and can be called again.
 ///
 /// Every call out of order is an [`Error::WrongOrder`] that says what to do;
 /// nothing changes by it. [`shutdown`](Self::shutdown) is allowed anywhere, any
@@ -78,6 +81,8 @@ pub struct Session {
 enum State {
     Idle,
     PreparedSender(Box<SenderSetup>),
+    /// Workers join, and not all that were expected have.
+    Opened(Box<Sender>),
     Sending(Box<Sender>),
     PreparedReceiver(Box<ReceiverSetup>),
     Joined(Box<Joined>),
@@ -198,7 +203,9 @@ impl Session {
     }
 
     /// The rendez-vous of a sender: see [`SenderSetup::connect`]. After an error
-    /// the session is prepared as before, and can connect again.
+    /// it can be called again, with other expectations too: what was opened stays, and
+    /// so do the workers that have joined. The first version stays what was published
+    /// the first time: weights that have changed since go with the next send.
     ///
     /// # Errors
     ///
@@ -209,12 +216,26 @@ impl Session {
         expect: Expect,
         deadline: Duration,
     ) -> Result<()> {
-        let State::PreparedSender(setup) = &self.state else {
-            return Err(self.state.wrong("connect_sender"));
-        };
-        let sender = (**setup).clone().connect(weights, expect, deadline)?;
-        self.state = State::Sending(Box::new(sender));
-        Ok(())
+        let since = Instant::now();
+        match &self.state {
+            State::PreparedSender(setup) => {
+                let sender = (**setup).clone().open(weights, deadline)?;
+                self.state = State::Opened(Box::new(sender));
+            }
+            State::Opened(sender) => sender.check(weights.members())?,
+            state => return Err(state.wrong("connect_sender")),
+        }
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Opened(mut sender) => {
+                let connected = sender.wait_until(&expect, since, since.checked_add(deadline));
+                self.state = match connected {
+                    Ok(()) => State::Sending(sender),
+                    Err(_) => State::Opened(sender),
+                };
+                connected
+            }
+            _ => unreachable!("it was opened just now"),
+        }
     }
 
     /// The rendez-vous of a worker: see [`ReceiverSetup::connect`]. After an
@@ -309,6 +330,7 @@ impl Session {
         match self.state {
             State::Idle => "idle",
             State::PreparedSender(_) => "prepared to send",
+            State::Opened(_) => "waiting for workers",
             State::Sending(_) => "sending",
             State::PreparedReceiver(_) => "prepared to receive",
             State::Joined(_) => "joined",
@@ -467,6 +489,18 @@ impl Session {
         }
     }
 
+    /// The same of a worker that has failed, with the reason: see [`Receiver::fail`].
+    pub fn fail(&mut self, reason: &str) {
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Joined(joined) => joined.fail(reason),
+            State::Receiving(receiver) => receiver.fail(reason),
+            state => {
+                self.state = state;
+                self.shutdown();
+            }
+        }
+    }
+
     fn chosen_or_known(&self) -> Result<AnyScheme> {
         match &self.chosen {
             Some(scheme) => Ok(scheme.clone()),
@@ -511,6 +545,10 @@ impl State {
                 "before connect",
                 "call connect_receiver first: it returns with the initial weights",
             ),
+            Self::Opened(_) if of_sender => (
+                "while workers are missing",
+                "call connect_sender again: it goes on waiting for them",
+            ),
             Self::Joined(_) if !of_sender => (
                 "before its initial weights are loaded",
                 "call load_joined first: the sender counts this worker then",
@@ -523,7 +561,7 @@ impl State {
                 "on a connected receiver",
                 "receive, or shut it down to begin anew",
             ),
-            Self::PreparedSender(_) | Self::Sending(_) => {
+            Self::PreparedSender(_) | Self::Opened(_) | Self::Sending(_) => {
                 ("on a sender", "it is the workers' half that does this")
             }
             Self::PreparedReceiver(_) | Self::Joined(_) | Self::Receiving(_) => {
@@ -539,6 +577,7 @@ impl fmt::Debug for State {
         f.write_str(match self {
             Self::Idle => "Idle",
             Self::PreparedSender(_) => "PreparedSender",
+            Self::Opened(_) => "Opened",
             Self::Sending(_) => "Sending",
             Self::PreparedReceiver(_) => "PreparedReceiver",
             Self::Joined(_) => "Joined",

@@ -15,7 +15,7 @@ use crate::publish::{self, Prepared, compare};
 use crate::report::WaitFor;
 use crate::run_dir;
 use crate::scheme::AnyScheme;
-use crate::send_source::{Members, SendSource, resolve};
+use crate::send_source::{Members, Resolved, SendSource, resolve};
 use crate::sender::Sender;
 use crate::transport::{Endpoint, FirstWeights, ModelSpec, Opening, TransferOptions};
 
@@ -253,8 +253,8 @@ impl SenderSetup {
         Ok(self)
     }
 
-    /// Keeps the run's epoch and its address in a directory (made if absent),
-    /// so that a restarted trainer takes over: workers find it again by
+    /// Keeps the run's epoch and its address in a directory (made if absent,
+    /// in one that is there), so that a restarted trainer takes over: workers find it again by
     /// themselves, and do not go back to a trainer of an earlier epoch.
     ///
     /// It takes over once its predecessor is dead or has shut down, whatever a
@@ -274,8 +274,9 @@ impl SenderSetup {
         self.placed()
     }
 
-    /// How many versions of each model there is room for: `slots` from the
-    /// beginning (at least 2), growing to `max_slots` when workers hold so many.
+    /// How many versions of each model there is room for: `slots` (at least 2),
+    /// growing to `max_slots` when workers hold so many. Of a large model one slot
+    /// is made before the first send and the others after it.
     /// With both equal, a send waits instead, and fails by its deadline.
     ///
     /// Versions that the sender itself keeps apart (for some workers, held ones,
@@ -302,9 +303,10 @@ impl SenderSetup {
         self
     }
 
-    /// How many threads copy (1 by default).
+    /// How many threads copy. By default (0) one for each 64 MiB, of four at most and
+    /// of the cores there are; one if a tensor is cast or gathered on the way.
     pub fn copy_threads(mut self, threads: usize) -> Self {
-        self.copy.threads = threads.max(1);
+        self.copy.threads = threads;
         self
     }
 
@@ -352,8 +354,12 @@ impl SenderSetup {
     }
 
     /// The rendez-vous: makes room, publishes `weights` as the first version,
-    /// and waits until the expected workers have loaded it. One that has left
-    /// again by then is not there and does not count.
+    /// and waits until the expected workers have loaded it. One that has done so and
+    /// left in order again by then counts.
+    ///
+    /// After an error nothing is left of it, and workers that had joined are told that
+    /// the sender has shut down. To keep them, [`open`](Self::open) and then
+    /// [wait](Sender::wait_for): that can be called again.
     ///
     /// Every model of the set needs its first weights here. With a scheme whose
     /// [first weights](crate::transport::FirstWeights) come with the first send they
@@ -371,11 +377,25 @@ impl SenderSetup {
         expect: Expect,
         deadline: Duration,
     ) -> Result<Sender> {
+        let since = Instant::now();
+        let mut sender = self.open(weights, deadline)?;
+        sender.wait_until(&expect, since, since.checked_add(deadline))?;
+        Ok(sender)
+    }
+
+    /// The first half of [`connect`](Self::connect): makes room and publishes `weights`
+    /// as the first version. Workers can join from here on; the deadline is for what is
+    /// in the way of that.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect), but those of workers.
+    pub fn open(self, weights: &(impl SendSource + ?Sized), deadline: Duration) -> Result<Sender> {
         let first = match self.scheme.scheme().first_weights() {
             FirstWeights::AtConnect => Some(SendOptions::new()),
             FirstWeights::AtFirstSend => None,
         };
-        self.open(weights, first, expect, deadline)
+        self.open_with(weights, first, deadline)
     }
 
     /// As [`connect`](Self::connect), with the first versions numbered.
@@ -386,19 +406,24 @@ impl SenderSetup {
         expect: Expect,
         deadline: Duration,
     ) -> Result<Sender> {
-        self.open(weights, Some(first), expect, deadline)
+        let since = Instant::now();
+        let mut sender = self.open_with(weights, Some(first), deadline)?;
+        sender.wait_until(&expect, since, since.checked_add(deadline))?;
+        Ok(sender)
     }
 
-    fn open(
+    fn open_with(
         self,
         weights: &(impl SendSource + ?Sized),
         first: Option<SendOptions>,
-        expect: Expect,
         deadline: Duration,
     ) -> Result<Sender> {
-        let since = Instant::now();
-        let until = since.checked_add(deadline);
-        self.are_all_there(weights.members())?;
+        let until = Instant::now().checked_add(deadline);
+        match &first {
+            // Compared when they are read.
+            Some(_) => drop(self.are_all_there(weights.members())?),
+            None => self.check(weights.members())?,
+        }
         let run = match &self.run_dir {
             Some(dir) => run_dir::next_run(dir, until)?,
             None => run_dir::anonymous_run()?,
@@ -410,34 +435,33 @@ impl SenderSetup {
             models: &specs,
             options: self.transfer,
         })?;
-        let model = self.name();
         let mut sender = Sender::new(self, transport, run);
         if let Some(first) = first {
             let first = first.wait(WaitFor::Sent).deadline(deadline);
             sender.send_with(weights, &first)?;
         }
-        sender.wait_until(&expect, since, until)?;
-        tracing::debug!(model = %model, %run, workers = expect.len(), "connected");
         Ok(sender)
     }
 
     /// Finds models without first weights before anything is opened.
-    fn are_all_there(&self, weights: Members<'_>) -> Result<()> {
+    fn are_all_there<'a>(&'a self, weights: Members<'a>) -> Result<Resolved<'a>> {
         let ids = self.ids();
         let sent = resolve(weights, None, &self.models)?;
         let is_there = |index: &usize| sent.iter().any(|(one, _)| one == index);
         let missing = (0..ids.len()).filter(|index| !is_there(index));
         let missing: Vec<_> = missing.map(|index| ids[index].clone()).collect();
-        if !missing.is_empty() {
-            return Err(Error::MissingModels { missing });
+        match missing.is_empty() {
+            true => Ok(sent),
+            false => Err(Error::MissingModels { missing }),
         }
-        // What is not sent now is at least known to be right.
-        match self.scheme.scheme().first_weights() {
-            FirstWeights::AtConnect => Ok(()),
-            FirstWeights::AtFirstSend => sent.iter().try_for_each(|(index, source)| {
-                publish::check(&self.models[*index].prepared, *source, false)
-            }),
-        }
+    }
+
+    /// Compares the first weights of every model with what was set up.
+    pub(crate) fn check(&self, weights: Members<'_>) -> Result<()> {
+        let sent = self.are_all_there(weights)?;
+        sent.iter().try_for_each(|(index, source)| {
+            publish::check(&self.models[*index].prepared, *source, false)
+        })
     }
 
     /// The same with another source in the place of a model's; what was decided
@@ -502,16 +526,8 @@ impl Model {
     }
 
     fn new(id: &str, source: &dyn WeightExtractor) -> Result<Self> {
-        let id = ModelId::new(id)?;
-        let attributes = source.attributes()?;
-        let layout = attributes.sent_layout(&source.layout()?)?;
         Ok(Self {
-            prepared: Prepared {
-                id,
-                source: layout.clone(),
-                layout,
-                attributes,
-            },
+            prepared: Prepared::new(ModelId::new(id)?, source)?,
             source: None,
         })
     }

@@ -12,6 +12,8 @@ use crate::error::{Error, Result};
 use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
 use crate::load_set::SetLoader;
+use crate::mapping::Mapping;
+use crate::publish::{self, Prepared};
 use crate::safetensors_file;
 use crate::tensors::{Element, typed};
 use crate::transport::{Image, ModelSpec};
@@ -117,6 +119,32 @@ impl Snapshot {
             })),
         };
         copy.with_digest_of(self)
+    }
+
+    /// The same version as a mapping makes it, in memory of this process: one pass.
+    /// It keeps its number and its run; its digest is another, because its bytes
+    /// are.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Extract`] with every rule that does not fit.
+    pub fn mapped(&self, mapping: &Mapping) -> Result<Self> {
+        self.made_as(&mapping.extract(self), None)
+    }
+
+    /// The same version in another form, which `seen` makes of it; in the memory of
+    /// `spare`, if that has its layout.
+    pub(crate) fn made_as(&self, seen: &dyn WeightExtractor, spare: Option<Image>) -> Result<Self> {
+        let prepared = Prepared::new(self.model.clone(), seen)?;
+        let spare = spare.filter(|image| *image.layout() == prepared.layout);
+        let mut image = spare.unwrap_or_else(|| Image::zeros(&prepared.layout));
+        publish::whole(&prepared, seen, &mut |sources| image.write(sources))?;
+        let spec = ModelSpec {
+            id: prepared.id,
+            layout: prepared.layout,
+            attributes: prepared.attributes,
+        };
+        Self::received(&spec, self.run(), self.version(), image)
     }
 
     /// Whether it lies in memory of this process alone: a [copy](Self::to_owned_copy),

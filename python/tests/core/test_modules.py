@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import weightsync
-from ends import MODES, Net, all_ended, meet, pair, pass_on
+from ends import LONG, MODES, Net, all_ended, meet, pair, pass_on
 from torch import nn
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -248,3 +248,183 @@ def test_memory_that_a_module_has_changed_since_is_looked_at_anew(change, mode):
             return
         receiver.receive(30)
         assert worker.value == 2.0
+
+
+class Untied(nn.Module):
+    """Two parameters, which a worker may have as one."""
+
+    def __init__(self, one, other, numel=32 * 1024):
+        super().__init__()
+        self.one = nn.Parameter(torch.full((numel,), float(one)))
+        self.other = nn.Parameter(torch.full((numel,), float(other)))
+
+    def tied(self, how):
+        if how == "one object":
+            self.other = self.one
+        else:
+            self.other = nn.Parameter(self.one.detach())
+        return self
+
+
+@pytest.mark.parametrize("how", ["one object", "one memory"])
+@pytest.mark.parametrize("numel", [3, 32 * 1024])
+def test_untied_weights_reach_a_tied_worker_if_they_are_equal(numel, how):
+    trainer, worker = Untied(1, 1, numel), Untied(0, 0, numel).tied(how)
+    with pair(trainer, worker, mode="copy") as (sender, receiver):
+        assert worker.one[0] == worker.other[0] == 1.0
+        with torch.no_grad():
+            trainer.one.fill_(2.0)
+        sender.send(wait="sent")
+        with pytest.raises(weightsync.LoadError, match="'one' and 'other' are tied here"):
+            receiver.receive(30)
+        assert worker.one[0] == worker.other[0] == 1.0
+        with torch.no_grad():
+            trainer.other.fill_(2.0)
+        pass_on(sender, receiver)
+        assert worker.one[-1] == worker.other[-1] == 2.0
+
+
+def test_untied_weights_are_bound_to_a_tied_worker_if_they_are_equal():
+    worker = Untied(0, 0).tied("one object")
+    with pair(Untied(1, 1), worker):
+        assert worker.one is worker.other and worker.one[0] == 1.0
+    # The worker's own error, or the trainer's that names the worker: which one is first.
+    with pytest.raises(weightsync.WeightsyncError, match="tie them in the trainer too"):
+        with pair(Untied(1, 2), Untied(0, 0).tied("one object")):
+            pass
+
+
+def test_untied_weights_reach_a_state_dict_of_a_tied_module_if_they_are_equal():
+    into = Untied(0, 0).tied("one object").state_dict()
+    with pair(Untied(1, 1), into) as (sender, receiver):
+        assert into["other"][0] == 1.0
+        sender.send(Untied(1, 2).state_dict(), wait="sent")
+        with pytest.raises(weightsync.LoadError, match="tied here"):
+            receiver.receive(30)
+
+
+def test_tied_weights_reach_an_untied_worker():
+    worker = Untied(0, 0)
+    with pair(Untied(1, 2).tied("one object"), worker):
+        assert worker.one[0] == worker.other[0] == 1.0
+
+
+class Added(nn.Module):
+    """A tensor that the state dict has, and no parameter or buffer is."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.scale = torch.ones(2)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale
+
+
+def _renaming(module, state, prefix, _):
+    for name in [name for name in state if name.startswith(prefix + "inner.")]:
+        state[prefix + "outer." + name.removeprefix(prefix + "inner.")] = state.pop(name)
+
+
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+def test_what_only_a_state_dict_has_is_refused_by_name(strategy):
+    with pytest.raises(weightsync.SendError, match=r"state dict of Added has 'scale'"):
+        weightsync.Sender(Added(), strategy=strategy)
+    with pytest.raises(weightsync.SendError, match=r"'0\.scale'"):
+        weightsync.Sender(nn.Sequential(Added()), strategy=strategy)
+    # Its state dict can be sent.
+    into = {}
+    with pair(Added().state_dict(), into):
+        assert into["scale"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_module_is_refused_by_name():
+    quantised = torch.ao.quantization.quantize_dynamic(_deep(), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(weightsync.SendError, match=r"'0\.scale', '0\.zero_point'"):
+        weightsync.Sender(quantised)
+
+
+def test_a_state_dict_with_names_of_its_own_is_no_loss():
+    trainer, worker = Net(1.0), Net()
+    for one in (trainer, worker):
+        one.register_state_dict_post_hook(_renaming)
+    trainer.inner, worker.inner = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pair(trainer, worker):
+        assert "outer.weight" in trainer.state_dict()
+        assert torch.equal(trainer.inner.weight, worker.inner.weight)
+
+
+@pytest.mark.parametrize(
+    "nothing", [nn.ReLU(), {}, {"a": torch.zeros(0)}], ids=["module", "dict", "tensor"]
+)
+def test_weights_of_no_bytes_are_refused(nothing):
+    with pytest.raises(weightsync.SendError, match="nothing to send"):
+        weightsync.Sender(nothing)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_came_in_inference_mode_can_be_trained(mode):
+    trainer, worker = Net(1.0), Net()
+    sender = weightsync.Sender(trainer)
+    receiver = weightsync.Receiver(sender.init_info, model=worker, mode=mode)
+    with all_ended(sender, receiver):
+        with torch.inference_mode():
+            meet(sender, receiver)
+            sender.send(trainer.fill(2.0), wait="sent")
+            assert receiver.receive(30) == 2
+        assert not any(one.is_inference() for one in worker.parameters())
+        (worker.large.sum() + 2 * worker.small.sum()).backward()
+        assert worker.large.grad.unique().tolist() == [1.0]
+        assert worker.small.grad.unique().tolist() == [2.0]
+        worker.zero_grad()
+        with torch.inference_mode():
+            receiver.shutdown()
+        worker.large.sum().backward()
+        assert worker.large.grad.unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("make", [_lazy, _meta])
+def test_a_module_that_took_shapes_in_inference_mode_can_be_trained(make):
+    trainer, worker = _filled(_deep(), 0.5), make()
+    sender = weightsync.Sender(trainer)
+    receiver = weightsync.Receiver(sender.init_info, model=worker)
+    with all_ended(sender, receiver):
+        with torch.inference_mode():
+            meet(sender, receiver)
+        worker(torch.rand(3, 300)).sum().backward()
+        assert all(one.grad is not None for one in worker.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_made_in_inference_mode_is_loaded(mode):
+    with torch.inference_mode():
+        worker = Net()
+    trainer = Net(1.0)
+    with pair(trainer, worker, mode=mode) as (sender, receiver):
+        trainer.fill(2.0)
+        pass_on(sender, receiver)
+        assert worker.value == 2.0
+        assert all(one.is_inference() for one in worker.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_module_with_a_scripted_part_is_loaded():
+    def model(value):
+        net = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(value)
+        return net
+
+    trainer, worker = model(1.0), model(0.0)
+    with pair(trainer, worker) as (sender, receiver):
+        background = receiver.start_background()
+        with torch.no_grad():
+            trainer[1].weight.fill_(3.0)
+        report = sender.send(timeout=LONG)
+        assert report.all_applied, report
+        assert background.version == 2
+        assert [one.flatten()[0].item() for one in worker.parameters()] == [1.0, 1.0, 3.0, 1.0]
+        assert worker(torch.ones(1, 4))[0, 0].item() == 61.0

@@ -4,12 +4,15 @@ import gc
 import logging
 import multiprocessing
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 import weightsync
 from ends import LONG, MODES, NEWEST, PUSHING, Net, all_ended, bits, meet, pair, pass_on
+from torch import nn
 
 # Only of these a receiver holds what the sender's slots hold.
 IN_PLACE = ["shared-mem", "multi-process", "multi-process:every=4"]
@@ -400,3 +403,57 @@ def test_a_worker_lets_versions_go_before_the_garbage_collector_comes(mode):
                 assert worker.state["seen"][0].tolist() == [float(value)] * 3
         finally:
             gc.enable()
+
+
+WITHOUT_TORCH = """
+import sys, threading
+sys.modules["torch"] = None
+import numpy as np, weightsync
+
+weights = {"a": {"w": np.arange(6.0).reshape(2, 3)}, "b": np.ones(2, np.int8)}
+with weightsync.Sender(weights) as sender:
+    receiver = weightsync.Receiver(sender.init_info)
+    joining = threading.Thread(target=receiver.connect)
+    joining.start()
+    sender.connect()
+    joining.join()
+    snapshot = receiver.latest()
+    assert list(snapshot) == ["a.w", "b"] and len(snapshot) == 2 and "a.w" in snapshot
+    for name, array in snapshot.items():
+        assert isinstance(array, np.ndarray) and name in ("a.w", "b")
+    assert (snapshot["a.w"] == weights["a"]["w"]).all()
+    assert (snapshot.numpy()["b"] == 1).all()
+    assert snapshot.get("c") is None
+    try:
+        snapshot.tensors()
+    except weightsync.UnsupportedError as error:
+        assert "numpy()" in str(error)
+    else:
+        raise AssertionError("there is no torch")
+    made = snapshot.mapped(weightsync.Mapping().rename("a.*", "c.*").cast("*", "float32"))
+    assert made["c.w"].dtype == np.float32
+    own = {"a": {"w": np.zeros((2, 3))}, "b": np.zeros(2, np.int8)}
+    snapshot.load_into(own)
+    assert (own["a"]["w"] == weights["a"]["w"]).all()
+    del snapshot, array, made
+    receiver.shutdown()
+assert "torch" not in [name for name, module in sys.modules.items() if module is not None]
+"""
+
+
+def test_a_snapshot_is_read_without_torch(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_snapshot_has_each_tied_name():
+    model = nn.Module()
+    model.one = nn.Parameter(torch.ones(3))
+    model.two = model.one
+    with pair(model) as (_, receiver):
+        snapshot = receiver.latest()
+        assert len(snapshot) == len(list(snapshot)) == 2
+        assert snapshot["one"] is snapshot["two"]
+        assert set(snapshot) == {"one", "two"}

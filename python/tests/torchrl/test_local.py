@@ -177,6 +177,48 @@ def test_a_worker_waits_for_a_version_by_its_number(kind):
         assert not receiver.background.wait(9, timeout=0.05)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_keeps_a_workers_model_as_it_is(kind):
+    model = Probe()
+    with connected(kind, Probe(1.0), model) as (sender, receiver):
+        with receiver.frozen():
+            before = [one.clone() for one in model.state_dict().values()]
+            report = sender._group.send({"policy": Probe(2.0)}, None, "staged", LONG)
+            assert report.all_reached and not report.all_applied
+            for one, other in zip(before, model.state_dict().values(), strict=True):
+                assert torch.equal(one, other)
+        assert receiver.background.wait(2, timeout=LONG)
+        assert model() == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_declared_safe_points_are_the_only_moments_of_change(kind):
+    model = Probe()
+    with connected(kind, Probe(1.0), model, safe_points="declared") as (sender, receiver):
+        for value, at in ((2.0, receiver.receive), (3.0, receiver.background.safe_point)):
+            report = sender._group.send({"policy": Probe(value)}, None, "staged", LONG)
+            assert report.all_reached and not report.all_applied
+            assert model() == (value - 1, value - 1)
+            assert at() is not None
+            assert model() == (value, value)
+    with pytest.raises(ValueError, match="safe_points"):
+        kind(safe_points="never")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_policy_runs_what_is_sent(kind):
+    model = nn.Linear(2, 2)
+    source = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with connected(kind, source, model) as (sender, receiver):
+        _collector.bump_at_next_forward(Counting(), model, 1)
+        for _ in range(3):
+            with torch.no_grad():
+                source.weight.add_(1.0)
+            assert sender.send().all_applied
+            assert torch.equal(compiled(torch.ones(2)), source(torch.ones(2)))
+
+
 class All:
     """The schemes of one end, connected one after the other."""
 

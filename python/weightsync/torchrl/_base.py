@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 
-from weightsync.errors import UnsupportedError
+from weightsync.errors import SettingError, UnsupportedError
 
 
 class WeightSyncScheme(_TorchRLScheme):
@@ -45,7 +45,7 @@ class WeightSyncScheme(_TorchRLScheme):
                 "its init info, to the actors as they are made"
             )
         if backend not in kinds:
-            raise ValueError(
+            raise SettingError(
                 f"there is no backend {backend!r} here; there are {', '.join(sorted(kinds))}"
             )
         return kinds[backend](**kwargs)

@@ -7,10 +7,12 @@ import weakref
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from torchrl.weight_update import WeightStrategy
 
 from weightsync import _paths
+from weightsync._guard import hide_from_compiler
 from weightsync._source import tree
 from weightsync.errors import ModelError, WrongWeightsError
 
@@ -205,7 +207,8 @@ class _Bumps:
             self._handle.remove()
         self._module = weakref.ref(module)
         # After the hook that keeps the weights as they are: what was applied until then counts.
-        self._handle = module.register_forward_pre_hook(self)
+        self._handle = module.register_forward_pre_hook(self.before)
+        hide_from_compiler(_Bumps.before)
 
     def applied(self, version: int) -> None:
         """One more; it takes the place of those it goes back from."""
@@ -214,7 +217,10 @@ class _Bumps:
         else:
             self._versions.append(version)
 
-    def __call__(self, module: Any, args: Any) -> None:
+    def before(self, module: Any, args: Any) -> None:
+        """The policy's forward begins."""
+        if torch.compiler.is_compiling():
+            return
         collector = self._collector and self._collector()
         while collector is not None and self._versions:
             self._versions.pop()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightsync import _paths
-from weightsync.errors import ModelError
+from weightsync.errors import ModelError, SettingError, WrongTypeError
 
 
 def check(
@@ -33,7 +33,7 @@ def check(
     """
     given = [name for name, value in sources.items() if value is not None]
     if len(given) != 1:
-        raise ValueError(
+        raise SettingError(
             f"init_on_sender wants one of {', '.join(sources)}, and got "
             f"{' and '.join(given) or 'none'}"
         )
@@ -43,22 +43,22 @@ def check(
     if given[0] == "params_map":
         by_number = isinstance(source, dict) and all(isinstance(key, int) for key in source)
         if not by_number or not source:
-            raise ValueError("params_map is a dict of weights by worker number, of some worker")
+            raise SettingError("params_map is a dict of weights by worker number, of some worker")
         if too_much or num_workers is not None:
-            raise ValueError("params_map says all: no devices, device_map_fn or num_workers")
+            raise SettingError("params_map says all: no devices, device_map_fn or num_workers")
     elif given[0] == "context":
         if model_id is None:
-            raise ValueError("a context wants the model_id to look up in it")
+            raise SettingError("a context wants the model_id to look up in it")
         if too_much:
-            raise ValueError(f"the context has the devices: {' and '.join(too_much)} is too much")
+            raise SettingError(f"the context has the devices: {' and '.join(too_much)} is too much")
     elif given[0] == "model" and not isinstance(source, nn.Module):
-        raise TypeError(f"{scheme} sends torch modules, not {type(source).__name__}")
+        raise WrongTypeError(f"{scheme} sends torch modules, not {type(source).__name__}")
     elif len(too_much) == 2:
-        raise ValueError("give devices or device_map_fn, not both")
+        raise SettingError("give devices or device_map_fn, not both")
     elif device_map_fn is not None and num_workers is None:
-        raise ValueError("device_map_fn wants num_workers")
+        raise SettingError("device_map_fn wants num_workers")
     elif not too_much and num_workers is None:
-        raise ValueError("say how many workers there are: devices or num_workers")
+        raise SettingError("say how many workers there are: devices or num_workers")
 
 
 def model_of(context: Any, name: str) -> Any:
@@ -79,7 +79,7 @@ def devices_of(context: Any) -> list[Any]:
     workers = getattr(context, "num_workers", None)
     if isinstance(workers, int):
         return [devices] * workers
-    raise ValueError(
+    raise SettingError(
         f"a {type(context).__name__} has no workers that this scheme could tell: its context wants "
         "policy_device (a list) or num_workers"
     )

@@ -18,9 +18,10 @@ from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 
 from weightsync import _ends
+from weightsync._guard import loading
 from weightsync._native import InitInfo, Layout, Session
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, loading, target_of, weights_of
+from weightsync._target import Target, not_inferring, target_of, weights_of
 from weightsync.background import Background
 from weightsync.errors import DeadlineError, LifecycleError, ModelError
 from weightsync.sender import Sender
@@ -69,6 +70,7 @@ class Group:
         # A worker's half.
         self._session: Session | None = None
         self._first_set: Any = None
+        self._declared = False
         self._left_worker: set[str] = set()
         self.models: dict[str, WorkerModel] = {}
         self.background: Background | None = None
@@ -261,9 +263,13 @@ class Group:
 
     # A worker's half.
 
-    def join(self, name: str, worker: int, own: WorkerModel) -> None:
-        """The rendez-vous of one model of a worker's: its initial weights are loaded."""
+    def join(self, name: str, worker: int, own: WorkerModel, declared: bool) -> None:
+        """The rendez-vous of one model of a worker's: its initial weights are loaded.
+
+        Models change at declared safe points only if one of them asks for that.
+        """
         with self._join_lock:
+            self._declared = self._declared or declared
             if self._info is None:
                 raise LifecycleError(
                     f"{name!r} knows no sender: call init_on_sender in the trainer, and hand the "
@@ -306,7 +312,7 @@ class Group:
         models = [(one, self.models[one]) for one in self._names]
         session.load_joined(models)
         self._receive_own(session, worker, models)
-        native = session.start_background(models, False)
+        native = session.start_background(models, self._declared)
         self.background = Background(native, {}, len(models) == 1)
         for one in self.models.values():
             one.follow(self.background)
@@ -356,13 +362,14 @@ class Group:
     def _leave_sender(self) -> None:
         """Ends the worker's half."""
         if self.background is not None:
-            self.background.shutdown()
+            self.background._end(_ends.why)
         if self._session is not None:
-            self._session.shutdown()
+            self._session.shutdown(_ends.why)
         for own in self.models.values():
             own.release()
         # It can be joined anew.
         self._session = self.background = self._first_set = None
+        self._declared = False
         self.models, self._left_worker = {}, set()
 
 
@@ -425,7 +432,7 @@ class WorkerModel(Target):
         return self._target is not None and self._target.shape(layout)
 
     def load(self, snapshot: NativeSnapshot) -> None:
-        with loading:
+        with loading, not_inferring():
             self._load_and_tell(snapshot)
 
     def _load_and_tell(self, snapshot: NativeSnapshot) -> None:

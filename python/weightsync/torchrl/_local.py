@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import weakref
@@ -16,7 +17,7 @@ from torchrl.weight_update import WeightStrategy
 from weightsync import _ends, _paths
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._target import weights_of
-from weightsync.errors import LifecycleError, ModelError
+from weightsync.errors import LifecycleError, ModelError, SettingError, WrongTypeError
 from weightsync.torchrl import _collector, _given
 from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._formats import formatted
@@ -43,13 +44,17 @@ class LocalScheme(WeightSyncScheme):
         sync: bool = True,
         *,
         mode: Literal["bind", "copy"] = "bind",
+        safe_points: Literal["implied", "declared"] = "implied",
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(strategy)
         if mode not in ("bind", "copy"):
-            raise ValueError(f'mode wants "bind" or "copy", and got {mode!r}')
+            raise SettingError(f'mode wants "bind" or "copy", and got {mode!r}')
+        if safe_points not in ("implied", "declared"):
+            raise SettingError(f'safe_points wants "implied" or "declared", and got {safe_points!r}')
         self.sync = sync
         self._mode = mode
+        self._safe_points = safe_points
         self._run_dir = None if run_dir is None else os.fspath(run_dir)
         self.per_worker_weights = False
         self.auto_register = True
@@ -155,7 +160,7 @@ class LocalScheme(WeightSyncScheme):
                 policies = {at: make() for at, make in enumerate(factories) if make is not None}
                 return _given.never(name), _given.once(policies, name)
         if not isinstance(model, nn.Module):
-            raise TypeError(
+            raise WrongTypeError(
                 f"{type(self).__name__} sends torch modules, and the collector's {name!r} is "
                 f"{type(model).__name__}: a policy without weights needs no scheme"
             )
@@ -249,7 +254,7 @@ class LocalScheme(WeightSyncScheme):
             device = torch.device(one)
             found = [at for at, own in enumerate(self._devices or []) if _given.is_on(own, device)]
             if not found:
-                raise ValueError(
+                raise SettingError(
                     f"no worker is on {device}; they are on "
                     f"{', '.join(str(own or 'cpu') for own in self._devices or []) or 'none'}"
                 )
@@ -260,7 +265,7 @@ class LocalScheme(WeightSyncScheme):
         assert self._group is not None
         known = self._group.worker_ids
         if worker not in known:
-            raise ValueError(
+            raise SettingError(
                 f"there is no worker {worker}; there is {', '.join(map(str, known)) or 'none'}"
             )
         return worker
@@ -348,7 +353,8 @@ class LocalScheme(WeightSyncScheme):
             raise LifecycleError("a worker wants its number: connect(worker_idx=…)")
         self._worker_idx = worker_idx
         _ends.opened(self)
-        self._group.join(self._model_id or "policy", worker_idx, self._worker_model)
+        declared = self._safe_points == "declared"
+        self._group.join(self._model_id or "policy", worker_idx, self._worker_model, declared)
         self._seen = self._worker_model.count
         self._pass_first_on()
 
@@ -374,12 +380,15 @@ class LocalScheme(WeightSyncScheme):
         """The weights that were applied since the last call, or None.
 
         Weights are applied without it; it only waits. With ``timeout=None`` it waits
-        for the next, until the sender ends; with shared memory it looks once.
+        for the next, until the sender ends; with shared memory it looks once. With
+        ``safe_points="declared"`` it is such a safe point, and applies them itself.
         """
         if not self.initialized_on_receiver or not self.synchronized_on_receiver:
             raise LifecycleError("receive wants init_on_receiver and connect before it")
         assert self._worker_model is not None and self._group is not None
         model, background = self._worker_model, self._group.background
+        if self._safe_points == "declared" and background is not None:
+            background.safe_point()
         # One that comes meanwhile is a newer one.
         version = model.version
         if model.count == self._seen and timeout != 0 and background is not None:
@@ -438,7 +447,7 @@ class LocalScheme(WeightSyncScheme):
                 weights = scheme._formatted(weights)
             # Otherwise by dotted names: extra state of any module has a name there.
             report = _collector.send_set(schemes, {self._model_id: weights}, None)
-            if report is not None and not report.all_applied:
+            if report is not None and report.workers and not report.all_applied:
                 raise RuntimeError(f"not all sub-workers have it: {report}")
         else:
             weights = self._formatted(weights)
@@ -476,11 +485,16 @@ class LocalScheme(WeightSyncScheme):
 
     @property
     def background(self) -> Any:
-        """On a worker, what changes its model: ``with scheme.background:`` keeps it as it is.
-
-        For whoever reads the model in another way than by its forward.
-        """
+        """On a worker, what changes its model; None before ``connect``."""
         return None if self._group is None else self._group.background
+
+    def frozen(self) -> contextlib.AbstractContextManager[Any]:
+        """Keeps a worker's model as it is inside ``with scheme.frozen():``, in this thread.
+
+        For code that reads it in another way than by a forward of it.
+        """
+        background = self.background
+        return contextlib.nullcontext() if background is None else background
 
     @property
     def sender_transports(self) -> dict[int, Any] | None:

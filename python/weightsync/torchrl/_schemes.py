@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from weightsync.errors import LifecycleError, UnsupportedError
+from weightsync.errors import LifecycleError, SettingError, UnsupportedError
 from weightsync.torchrl._given import model_of
 from weightsync.torchrl._group import Group
 from weightsync.torchrl._local import LocalScheme
@@ -30,6 +30,9 @@ class SharedMemWeightSyncScheme(LocalScheme):
         mode: "bind": a worker's parameters from 64 KiB on lie in the version itself, at
             another address each time; "copy": everything is copied, and they stay where
             they are.
+        safe_points: "implied": a worker's weights change whenever no forward of the model is
+            running; "declared": in its ``scheme.receive()`` and
+            ``scheme.background.safe_point()`` only, for workers that train.
     """
 
     def __init__(
@@ -40,8 +43,9 @@ class SharedMemWeightSyncScheme(LocalScheme):
         *,
         auto_register: bool = True,
         mode: Literal["bind", "copy"] = "bind",
+        safe_points: Literal["implied", "declared"] = "implied",
     ) -> None:
-        super().__init__(strategy, sync, mode=mode)
+        super().__init__(strategy, sync, mode=mode, safe_points=safe_points)
         self.per_worker_weights = per_worker_weights
         self.auto_register = auto_register
 
@@ -55,7 +59,7 @@ class MultiProcessWeightSyncScheme(LocalScheme):
     Args:
         strategy: "tensordict" or "state_dict".
         sync: whether ``send`` waits until every worker has applied the version.
-        mode: as of :class:`SharedMemWeightSyncScheme`.
+        mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
     """
 
     _word = "multi-process"
@@ -80,7 +84,8 @@ class NoWeightSyncScheme(LocalScheme):
         self._model_id = model_id or "policy"
         factories = getattr(context, "policy_factory", None) or []
         model = model_of(context, self._model_id) if context is not None else None
-        if isinstance(model, nn.Module) and not any(factories):
+        has_weights = isinstance(model, nn.Module) and bool(model.state_dict())
+        if has_weights and not any(factories):
             super()._init_on_sender_impl(model_id=model_id, context=context, **kwargs)
         else:
             self._group = None
@@ -129,7 +134,7 @@ class DistributedWeightSyncScheme(LocalScheme):
             soon as it is live.
         timeout: as TorchRL has it; waits here have timeouts of their own.
         strategy: "tensordict" or "state_dict".
-        mode: as of :class:`SharedMemWeightSyncScheme`.
+        mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
         listen: where the trainer listens, as "host:port"; loopback without it, which
             workers of other hosts cannot reach. Off loopback a token is needed
             (``WEIGHTSYNC_TOKEN_FILE``).
@@ -160,6 +165,7 @@ class DistributedWeightSyncScheme(LocalScheme):
         *,
         strategy: str = "tensordict",
         mode: Literal["bind", "copy"] = "bind",
+        safe_points: Literal["implied", "declared"] = "implied",
         listen: str | None = None,
         advertise: str | None = None,
         insecure_plaintext: bool = False,
@@ -171,11 +177,11 @@ class DistributedWeightSyncScheme(LocalScheme):
         own_copy: bool = False,
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(strategy, sync, mode=mode, run_dir=run_dir)
+        super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
         if share not in ("all", "relay", "none"):
-            raise ValueError(f'share wants "all", "relay" or "none", and got {share!r}')
+            raise SettingError(f'share wants "all", "relay" or "none", and got {share!r}')
         if deltas not in ("auto", "always", "never"):
-            raise ValueError(f'deltas wants "auto", "always" or "never", and got {deltas!r}')
+            raise SettingError(f'deltas wants "auto", "always" or "never", and got {deltas!r}')
         if backend not in _OVER_TCP:
             raise UnsupportedError(
                 f"there is no backend {backend!r}: weights go over TCP here, by "
@@ -218,14 +224,15 @@ class RPCWeightSyncScheme(LocalScheme):
     Args:
         strategy: "tensordict" or "state_dict".
         sync: whether ``send`` waits until every worker has applied the version.
-        mode: as of :class:`SharedMemWeightSyncScheme`.
+        mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
         initial: "send": the first weights come with the first send, as TorchRL has it;
             "connect": with the rendez-vous. Without it, "connect" in a collector, whose
             workers begin to act before anything is sent, and otherwise "send".
         listen: where the trainer listens, as "host:port"; loopback without it. Off
-            loopback a token is needed (``WEIGHTSYNC_TOKEN_FILE``), and
-            ``WEIGHTSYNC_INSECURE_PLAINTEXT=1``.
+            loopback a token is needed (``WEIGHTSYNC_TOKEN_FILE``), on every host.
         advertise: how workers reach it, if that is another address.
+        insecure_plaintext: that links leave this machine, although they are not
+            encrypted.
         run_dir: a directory of the trainer's own: a restarted trainer is found again.
     """
 
@@ -235,18 +242,21 @@ class RPCWeightSyncScheme(LocalScheme):
         sync: bool = True,
         *,
         mode: Literal["bind", "copy"] = "bind",
+        safe_points: Literal["implied", "declared"] = "implied",
         initial: Literal["send", "connect"] | None = None,
         listen: str | None = None,
         advertise: str | None = None,
+        insecure_plaintext: bool = False,
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(strategy, sync, mode=mode, run_dir=run_dir)
+        super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
         if initial not in ("send", "connect", None):
-            raise ValueError(f'initial wants "send" or "connect", and got {initial!r}')
+            raise SettingError(f'initial wants "send" or "connect", and got {initial!r}')
         self._initial = initial
         self._settings = [
             f"listen={listen}" if listen else "",
             f"advertise={advertise}" if advertise else "",
+            "insecure-plaintext" if insecure_plaintext else "",
         ]
         self._word = self._text(initial or "send")
 

@@ -18,7 +18,7 @@ from weightsync import _ends
 from weightsync._native import InitInfo, Layout, PendingSend, Session
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._target import Target, target_of, weights_of
-from weightsync.errors import DeadlineError, LifecycleError
+from weightsync.errors import DeadlineError, LifecycleError, SettingError
 from weightsync.sender import Sender
 from weightsync.torchrl._formats import formatted
 
@@ -255,7 +255,7 @@ class _QueueTransport:
             if self._sender is not None:
                 self._sender.shutdown()
             if self._session is not None:
-                self._session.shutdown()
+                self._session.shutdown(_ends.why)
         _ends.closed(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class SharedMemTransport(_QueueTransport):
         if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
             unknown = [worker for worker in weights if worker not in self._queues]
             if unknown:
-                raise ValueError(f"there is no worker {unknown[0]}; there are {list(self._queues)}")
+                raise SettingError(f"there is no worker {unknown[0]}; there are {list(self._queues)}")
             return self._sender.send_each(weights, timeout=self.timeout)
         return self._sender.send(weights, worker_ids=worker_ids, timeout=self.timeout)
 

@@ -151,8 +151,8 @@ pub struct Figures {
     pub ratio: f64,
     /// The first send, with `connect`: slots made and faulted in, workers joined.
     pub first_us: f64,
-    /// Memory of all processes together (proportional set size), after the
-    /// rounds, and how much of it is the trainer's own source.
+    /// Memory of all processes together (proportional set size and page tables),
+    /// after the rounds, and how much of it is the trainer's own source.
     pub memory_bytes: u64,
     pub source_bytes: u64,
 }
@@ -547,21 +547,19 @@ fn filled(layout: &Layout) -> Result<Tensors, Box<dyn Error>> {
     Ok(tensors)
 }
 
-/// The memory of this process and its workers, each shared page counted once.
+/// The memory of this process and its workers, each shared page counted once, with
+/// the page tables that map it.
 fn memory_of(workers: &Workers) -> Result<u64, Box<dyn Error>> {
     let pids = (0..workers.len()).filter_map(|worker| workers.pid(worker));
     let mut total = 0;
     for pid in pids.chain([std::process::id()]) {
-        let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
-        let kib = rollup.lines().find_map(|line| line.strip_prefix("Pss:"));
-        let kib = kib.and_then(|rest| {
-            rest.trim()
-                .trim_end_matches(" kB")
-                .trim()
-                .parse::<u64>()
-                .ok()
-        });
-        total += kib.ok_or("no Pss line in smaps_rollup")? << 10;
+        for (file, name) in [("smaps_rollup", "Pss:"), ("status", "VmPTE:")] {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/{file}"))?;
+            let line = text.lines().find_map(|line| line.strip_prefix(name));
+            let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB"));
+            let kib = kib.ok_or_else(|| format!("no {name} line in {file}"))?;
+            total += kib.trim().parse::<u64>()? << 10;
+        }
     }
     Ok(total)
 }

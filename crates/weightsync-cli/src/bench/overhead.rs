@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use weightsync::transport::{
-    CopyOptions, Deadline, Endpoint, Image, Joining, Level, Opening, Outstanding,
+    Attendance, CopyOptions, Deadline, Endpoint, Image, Joining, Level, Opening, Outstanding,
     ReceiverTransport, Scheme, SenderTransport, Source, Staging, Targets,
 };
 use weightsync::worker::Spawn;
@@ -18,7 +18,7 @@ use weightsync::{
 
 use super::local::{self, Args};
 use super::numbers::Times;
-use super::reader::{Task, allow_files};
+use super::reader::Task;
 
 /// Times of the same send, measured in turns.
 pub struct Pair {
@@ -62,8 +62,6 @@ pub fn simulated(args: &Args, workers: usize, rounds: u32) -> Result<Pair, Box<d
 pub fn crowd(args: &Args, receivers: u32, rounds: u32) -> Result<Times, Box<dyn Error>> {
     let processes = args.readers;
     let all = processes * receivers as usize;
-    // A socket and a pidfd for each.
-    allow_files(2 * all as u64)?;
     let source = local::Source::new(args)?;
     let setup = source.setup()?.scheme(SharedMem::default())?;
     let setup = setup.wait_style(WaitStyle::YieldThenSleep);
@@ -154,6 +152,7 @@ impl Memory {
             versions: versions.clone(),
             current: true,
             after: Duration::ZERO,
+            late: None,
         };
         (0..self.workers).map(line).collect()
     }
@@ -189,9 +188,13 @@ impl SenderTransport for Memory {
     fn wait_workers(
         &mut self,
         _: Deadline,
-        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+        enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> weightsync::Result<bool> {
-        Ok(enough(&self.workers(), &[]))
+        let workers = self.workers();
+        Ok(enough(&Attendance {
+            workers,
+            ..Attendance::default()
+        }))
     }
 
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
@@ -232,6 +235,8 @@ impl Staging for Room<'_> {
         Ok(())
     }
 
+    fn wait_for_late(&mut self) {}
+
     fn publish(self: Box<Self>, _: &Targets) -> weightsync::Result<Box<dyn Outstanding>> {
         let Self { memory, versions } = *self;
         for (model, version) in &versions {
@@ -257,6 +262,10 @@ impl Outstanding for Applied {
 
     fn settle(&self, _: Level, _: Deadline) -> weightsync::Result<Vec<WorkerReport>> {
         Ok(self.lines.clone())
+    }
+
+    fn late(&self, _: Level) -> weightsync::Result<()> {
+        Ok(())
     }
 }
 

@@ -88,7 +88,7 @@ fn until_closed(
 }
 
 /// Lets this process have so many descriptors more than it might by default.
-pub fn allow_files(more: u64) -> Result<(), Box<dyn Error>> {
+fn allow_files(more: u64) -> Result<(), Box<dyn Error>> {
     let limit = getrlimit(Resource::Nofile);
     let wanted = more + 1024;
     if limit.current.is_none_or(|current| current >= wanted) {

@@ -47,6 +47,14 @@ impl Middle {
         })
     }
 
+    pub(crate) fn forget(&mut self, workers: &[u32]) -> Result<Answer, Stop> {
+        let Self::ByHand(cascade) = self else {
+            return Err("it is not for it to pass on".into());
+        };
+        cascade.forget(workers.iter().copied())?;
+        Ok(Answer::Done)
+    }
+
     /// Starts the thread, or ends it.
     pub(crate) fn turn(self) -> Result<Self, Stop> {
         match self {

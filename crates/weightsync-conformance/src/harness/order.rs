@@ -98,6 +98,8 @@ pub(crate) enum Act {
     Publish(Publish),
     /// Holds workers at what they have, or lets them go on.
     Hold(Vec<u32>, bool),
+    /// Forgets workers that are gone.
+    Forget(Vec<u32>),
     /// Tells of its workers.
     Status,
     /// Looks at its own view of a model: what was sent to all, or an older
@@ -174,6 +176,9 @@ pub(crate) struct How {
     pub(crate) deadline: Duration,
     pub(crate) partial: bool,
     pub(crate) version: Option<u64>,
+    /// Whether workers that are late already are waited for: they are here, so that one
+    /// that begins to receive just now is.
+    pub(crate) wait_late: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -192,6 +197,7 @@ impl Default for How {
             deadline: PATIENCE,
             partial: false,
             version: None,
+            wait_late: true,
         }
     }
 }
@@ -332,6 +338,10 @@ pub(crate) enum Deed {
     PassOnByHand,
     /// Leaves in order.
     Leave,
+    /// Leaves with these words: it has failed.
+    Fail(String),
+    /// Forgets workers of its own that are gone.
+    Forget(Vec<u32>),
 }
 
 /// When a model changes that a thread loads.
@@ -419,6 +429,8 @@ pub(crate) struct Line {
     pub(crate) worker: u32,
     pub(crate) pid: u32,
     pub(crate) fate: Fate,
+    /// Whether it was late before and has not been waited for.
+    pub(crate) passed: bool,
     pub(crate) versions: Vec<u64>,
     pub(crate) reason: String,
 }
@@ -430,6 +442,7 @@ pub(crate) enum Fate {
     Refused,
     Died,
     Left,
+    Failed,
     Lost,
     Late,
     Held,

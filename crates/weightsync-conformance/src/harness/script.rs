@@ -337,7 +337,12 @@ impl<'a> Script<'a> {
     /// them still do.
     pub(crate) fn assert_applied(&self, sent: &Sent, workers: &[u32]) {
         let mut fates = sent.fates();
-        fates.retain(|(_, fate)| !matches!(fate, Fate::Died | Fate::Left | Fate::Refused));
+        fates.retain(|(_, fate)| {
+            !matches!(
+                fate,
+                Fate::Died | Fate::Left | Fate::Lost | Fate::Failed | Fate::Refused
+            )
+        });
         if self.subject.pulls() {
             assert!(
                 fates.iter().all(|(_, fate)| *fate == Fate::Asks),

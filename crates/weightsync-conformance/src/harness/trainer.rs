@@ -24,6 +24,8 @@ pub(crate) struct Trainer {
     scheme: AnyScheme,
     models: Vec<Own>,
     setup: Option<SenderSetup>,
+    /// Waits for workers that were missing when it connected.
+    opened: Option<Sender>,
     sender: Option<Sender>,
     pending: Vec<PendingSend>,
     corrupt: Option<Corrupt>,
@@ -55,6 +57,7 @@ impl Trainer {
             scheme,
             models: Vec::new(),
             setup: None,
+            opened: None,
             sender: None,
             pending: Vec::new(),
             corrupt,
@@ -93,6 +96,10 @@ impl Trainer {
                 }
                 Ok(Answer::Done)
             }
+            Act::Forget(workers) => {
+                self.sender()?.forget(workers)?;
+                Ok(Answer::Done)
+            }
             Act::Status => Ok(Answer::Workers(self.status()?)),
             Act::Look { model, version } => self.look(model.as_deref(), version),
             Act::Source => match self.models.first() {
@@ -113,6 +120,7 @@ impl Trainer {
             Act::Corrupt(version) => self.corrupt(Version(version)),
             Act::Close => {
                 self.pending.clear();
+                self.opened = None;
                 if let Some(sender) = self.sender.take() {
                     sender.shutdown();
                 }
@@ -159,6 +167,7 @@ impl Trainer {
             .deadline(PATIENCE);
         let info = setup.init_info();
         self.setup = Some(setup);
+        self.opened = None;
         Ok(Answer::Info(info))
     }
 
@@ -170,12 +179,21 @@ impl Trainer {
             .iter()
             .map(|model| Shared(model.tensors.clone()))
             .collect();
-        let sender = match &sources[..] {
-            [one] => setup.connect(one, expect, deadline)?,
-            _ => setup.connect(&set_of(&self.models, &sources), expect, deadline)?,
+        let mut sender = match (self.opened.take(), &sources[..]) {
+            (Some(opened), _) => opened,
+            (None, [one]) => setup.open(one, deadline)?,
+            (None, _) => setup.open(&set_of(&self.models, &sources), deadline)?,
         };
-        self.sender = Some(sender);
-        Ok(Answer::Done)
+        match sender.wait_for(&expect, deadline) {
+            Ok(()) => {
+                self.sender = Some(sender);
+                Ok(Answer::Done)
+            }
+            Err(error) => {
+                self.opened = Some(sender);
+                Err(error.into())
+            }
+        }
     }
 
     fn sender(&mut self) -> Result<&mut Sender, Stop> {
@@ -501,7 +519,8 @@ fn options(how: &How) -> SendOptions {
             Wait::Applied => WaitFor::Applied,
         })
         .deadline(how.deadline)
-        .partial(how.partial);
+        .partial(how.partial)
+        .wait_late(how.wait_late);
     if let Some(model) = &how.model {
         options = options.model(model);
     }
@@ -521,6 +540,7 @@ pub(crate) fn told(report: &Report, took: Duration) -> Sent {
             worker: line.worker.0,
             pid: line.pid,
             fate,
+            passed: line.late.is_some(),
             versions: line.versions.iter().map(|version| version.0).collect(),
             reason,
         }
@@ -546,6 +566,7 @@ fn fate(outcome: &Outcome) -> (Fate, String) {
         Outcome::Refused { reason } => return (Fate::Refused, reason.clone()),
         Outcome::Died => Fate::Died,
         Outcome::Left => Fate::Left,
+        Outcome::Failed { reason } => return (Fate::Failed, reason.clone()),
         Outcome::Lost => Fate::Lost,
         Outcome::Late => Fate::Late,
         Outcome::Held => Fate::Held,

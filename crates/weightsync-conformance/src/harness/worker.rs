@@ -156,6 +156,12 @@ impl Worker {
             Deed::Feed(workers) => self.turn(|middle| middle.feed(&workers)),
             Deed::PassOn => self.middle.as_mut().ok_or("no cascade")?.pass_on(),
             Deed::PassOnByThread | Deed::PassOnByHand => self.turn(Middle::turn),
+            Deed::Fail(reason) => {
+                let receiver = self.receiver.take().ok_or("no receiver")?;
+                receiver.fail(&reason);
+                Ok(Answer::Done)
+            }
+            Deed::Forget(workers) => self.middle.as_mut().ok_or("no cascade")?.forget(&workers),
             Deed::Leave => {
                 self.receiver = None;
                 self.follower = None;

@@ -180,6 +180,45 @@ pub(crate) fn a_thread_knows_of_the_end_of_its_sender(subject: &Subject) {
     }
 }
 
+/// Also where a sender may have a successor: a worker that only waits would else live on
+/// for ever. If one comes all the same, it is followed.
+pub(crate) fn a_thread_is_told_of_an_orderly_end_and_finds_the_next_sender(subject: &Subject) {
+    let (mut script, lead) = crate::scenarios::restart::open(subject, 2);
+    for worker in 0..2 {
+        follow(&mut script, worker, SafePoints::Implied);
+    }
+    for life in 0..3 {
+        let killed = life == 1;
+        match killed {
+            true => script.kill(TRAINER),
+            false => assert_eq!(script.act(Act::Close), Answer::Done),
+        }
+        for worker in 0..2 {
+            let followed = script.deed(worker, Deed::FollowToTheEnd).followed();
+            let expected = match killed {
+                true => Doing::Searches,
+                false => Doing::SenderClosed,
+            };
+            assert_eq!(followed.doing, expected, "{followed:?}");
+        }
+        if killed {
+            script.raise(TRAINER);
+        }
+        script.prepare(lead.clone());
+        let connect = Act::Connect {
+            expect: vec![0, 1],
+            deadline: PATIENCE,
+        };
+        assert_eq!(script.act(connect), Answer::Done);
+        let sent = script.send(What::Word(5 + life), How::default());
+        script.assert_applied(&sent, &[0, 1]);
+        for worker in 0..2 {
+            assert_eq!(following(&mut script, worker), (2, 5 + life));
+        }
+    }
+    script.close();
+}
+
 /// Two workers that pass on, one below the other, and two below both. The
 /// trainer's number is everybody's, and it waits for the last of them.
 pub(crate) fn a_cascade_of_two_levels_passes_on_and_acknowledges(subject: &Subject) {
@@ -224,14 +263,22 @@ pub(crate) fn a_cascade_tells_of_a_death_below_it(subject: &Subject) {
         assert!(reason.contains("worker 3"), "{reason}");
     }
 
-    send_down(&mut script, 3);
-    script.tell_worker(2, Deed::Receive(None));
-    assert_eq!(script.answer_of(2).seen().one(), (3, 3));
-    let below = [script.answer_of(1).sent(), script.answer_of(0).sent()];
-    script.assert_applied(&below[0], &[2]);
-    script.assert_applied(&below[1], &[1]);
-    let sent = script.answer(TRAINER).sent();
-    script.assert_applied(&sent, &[0]);
+    // As long as it is missing; it costs the others nothing.
+    for word in [3, 4] {
+        send_down(&mut script, word);
+        script.tell_worker(2, Deed::Receive(None));
+        assert_eq!(script.answer_of(2).seen().one(), (word, word));
+        let below = [script.answer_of(1).sent(), script.answer_of(0).sent()];
+        let sent = script.answer(TRAINER).sent();
+        script.assert_applied(&below[0], &[2]);
+        if word == 3 {
+            assert!(sent.line(0).reason.contains("worker 3"), "{}", sent.text);
+            assert_eq!(script.deed(1, Deed::Forget(vec![3])), Answer::Done);
+        } else {
+            script.assert_applied(&below[1], &[1]);
+            script.assert_applied(&sent, &[0]);
+        }
+    }
     script.close();
 }
 

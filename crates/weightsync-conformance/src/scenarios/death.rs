@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::Subject;
 use crate::harness::fault::Kind;
 use crate::harness::order::{
-    Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Stage, Wait, What,
+    Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Sent, Stage, Wait, What,
 };
 use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
@@ -191,13 +191,61 @@ pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {
     let line = sent.line(1);
     assert!(line.pid == 0 || line.pid == pid, "{line:?}");
 
-    // The next send knows nothing of it, and the next process of its number is
-    // a worker like any other.
+    // The next process of its number is a worker like any other.
     script.deliver_word(3, &[0, 2]);
     script.raise(2);
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
     assert_eq!(script.take(1).one(), (3, 3));
     script.deliver_word(4, &[0, 1, 2]);
+    script.close();
+}
+
+/// Its words are in every report until another has its number.
+pub(crate) fn a_worker_that_fails_is_a_line_until_it_is_back(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
+    let why = "RuntimeError: CUDA error".to_owned();
+    assert_eq!(script.deed(1, Deed::Fail(why.clone())), Answer::Done);
+    // It says first that it can use nothing more, and then leaves. A report between the two
+    // has its words, and calls it refused.
+    script.until_status(|workers| workers.len() == 1);
+    for word in 2..4 {
+        let (sent, _) = script.deliver(What::Word(word), How::default(), &[0]);
+        let line = sent.line(1);
+        assert_eq!(
+            (line.fate, &line.reason),
+            (Fate::Failed, &why),
+            "{}",
+            sent.text
+        );
+        assert!(!sent.all_applied, "{}", sent.text);
+        let words = format!("failed: {why}; its last version was v1");
+        assert!(sent.text.contains(&words), "{}", sent.text);
+    }
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    assert_eq!(script.take(1).one(), (3, 3));
+    let (sent, _) = script.deliver(What::Word(4), How::default(), &[0, 1]);
+    assert!(sent.all_applied || subject.pulls(), "{}", sent.text);
+    script.close();
+}
+
+/// It is missing, also for sends that began after its death.
+pub(crate) fn a_dead_worker_is_a_line_until_it_is_forgotten(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
+    script.kill(2);
+    script.until_status(|workers| workers.len() == 1);
+    for word in 2..5 {
+        let (sent, _) = script.deliver(What::Word(word), How::default(), &[0]);
+        let fate = sent.line(1).fate;
+        assert!(matches!(fate, Fate::Died | Fate::Lost), "{}", sent.text);
+        assert!(!sent.all_applied, "{}", sent.text);
+    }
+    let sent = script.send(What::Word(5), How::wait(Wait::Sent));
+    assert_eq!(sent.lines.len(), 1, "{}", sent.text);
+    assert_eq!(script.take(0).word(), 5);
+    assert_eq!(script.act(Act::Forget(vec![1])), Answer::Done);
+    let (sent, _) = script.deliver(What::Word(6), How::default(), &[0]);
+    assert_eq!(sent.lines.len(), 1, "{}", sent.text);
+    assert!(sent.all_applied || subject.pulls(), "{}", sent.text);
     script.close();
 }
 
@@ -333,6 +381,84 @@ pub(crate) fn a_stopped_worker_is_late_and_the_others_are_up_to_date(subject: &S
     assert_eq!(script.deed(0, Deed::Reread(3)).held()[0].word(), 1);
     assert_eq!(script.take(0).one(), (4, 4));
     script.deliver_word(5, &[0, 1, 2]);
+    script.close();
+}
+
+/// Those after it pass it over until it moves, and have a line that says so.
+pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
+    let lead = Lead {
+        slots: (2, 8),
+        ..Lead::words(64)
+    };
+    let (mut script, _) = Script::open(subject, lead, 2);
+    script.stop(1);
+    let short = Duration::from_millis(300);
+    let (sent, _) = script.deliver(What::Word(2), How::within(short), &[1]);
+    // One that is far from its sender may be given up for its silence.
+    let may_be_lost = !script.is_near();
+    let is = |sent: &Sent, fate, passed| {
+        let line = sent.line(0);
+        let lost = may_be_lost && line.fate == Fate::Lost;
+        assert!(
+            lost || (line.fate, line.passed) == (fate, passed),
+            "{}",
+            sent.text
+        );
+        assert_eq!(sent.line(1).fate, Fate::Applied, "{}", sent.text);
+        assert!(!sent.all_applied, "{}", sent.text);
+        !lost
+    };
+    assert!(!is(&sent, Fate::Late, false) || sent.took >= short);
+    let passing = How {
+        wait_late: false,
+        ..How::default()
+    };
+    let (mut last, mut queued) = (12, vec![2]);
+    for word in 3..=last {
+        let (sent, _) = script.deliver(What::Word(word), passing.clone(), &[1]);
+        assert!(sent.took < MOMENT, "{:?}: {}", sent.took, sent.text);
+        // One that gets every version has no room for all of these.
+        if subject.can.every_version && sent.line(0).fate == Fate::Full {
+            continue;
+        }
+        let late = is(&sent, Fate::Late, true);
+        assert!(
+            !late || sent.text.contains("was not waited for"),
+            "{}",
+            sent.text
+        );
+        queued.push(word);
+    }
+    if !subject.can.every_version {
+        last = 13;
+        let insists = How::within(short);
+        let (sent, _) = script.deliver(What::Word(last), insists, &[1]);
+        let late = is(&sent, Fate::Late, false);
+        assert!(!late || sent.took >= short, "{:?}", sent.took);
+    }
+
+    // It moves, and is a worker like any other.
+    script.wake(1);
+    if subject.can.every_version {
+        if may_be_lost {
+            // What it is given depends on whether it was.
+            return script.close();
+        }
+        for word in queued {
+            assert_eq!(script.take(0).word(), word);
+        }
+    } else {
+        while script.take(0).word() < last {}
+        script.until_status(|workers| workers.iter().all(|one| one.versions == [last]));
+    }
+    for worker in 0..2 {
+        script.tell_worker(worker, Deed::Receive(None));
+    }
+    let sent = script.send(What::Word(14), passing);
+    for worker in 0..2 {
+        assert_eq!(script.answer_of(worker).seen().word(), 14);
+    }
+    script.assert_applied(&sent, &[0, 1]);
     script.close();
 }
 

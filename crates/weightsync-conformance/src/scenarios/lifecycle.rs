@@ -156,10 +156,59 @@ pub(crate) fn missing_workers_are_named(subject: &Subject) {
     );
     assert_eq!(script.answer_of(0), Answer::Done);
 
-    // The same setup connects when they are there.
-    assert_eq!(script.deed(0, Deed::Leave), Answer::Done);
-    script.gather(&info, &[0]);
+    // Who has joined stays, and the next connect goes on waiting.
+    let again = |expect: &[u32]| Act::Connect {
+        expect: expect.to_vec(),
+        deadline: PATIENCE,
+    };
+    script.tell(TRAINER, &Order::Trainer(again(&[0])));
+    assert_eq!(script.answer(TRAINER), Answer::Done);
     assert_eq!(script.take(0).one(), (1, 1));
+    script.deliver_word(2, &[0]);
+    script.close();
+}
+
+/// It has been there, and did what was expected of it.
+pub(crate) fn a_worker_that_joins_and_leaves_at_once_counts(subject: &Subject) {
+    let mut script = Script::new(subject, 2);
+    let info = script.prepare(Lead::words(64));
+    let connect = Act::Connect {
+        expect: vec![0, 1],
+        deadline: PATIENCE,
+    };
+    script.tell(TRAINER, &Order::Trainer(connect));
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    assert_eq!(script.deed(1, Deed::Leave), Answer::Done);
+    assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
+    assert_eq!(script.answer(TRAINER), Answer::Done);
+    assert_eq!(script.take(0).one(), (1, 1));
+    script.deliver_word(2, &[0]);
+    script.close();
+}
+
+/// It says which of the missing were there, and what became of them.
+pub(crate) fn a_worker_that_joined_and_died_is_named(subject: &Subject) {
+    let mut script = Script::new(subject, 2);
+    let info = script.prepare(Lead::words(64));
+    let connect = Act::Connect {
+        expect: vec![0, 1],
+        deadline: Duration::from_secs(3),
+    };
+    script.tell(TRAINER, &Order::Trainer(connect));
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    script.kill(2);
+    let fault = script.answer(TRAINER).fault();
+    let missing = Kind::MissingWorkers {
+        joined: vec![],
+        missing: vec![0, 1],
+    };
+    assert_eq!(fault.kind, missing, "{}", fault.text);
+    // The sender may have heard that it died before it heard that it had loaded v1.
+    let told = ["worker 1 (pid ", " died; it"];
+    let lost = " cannot be reached";
+    let is_named =
+        fault.text.contains(told[0]) && (fault.text.contains(told[1]) || fault.text.contains(lost));
+    assert!(is_named, "{}", fault.text);
     script.close();
 }
 

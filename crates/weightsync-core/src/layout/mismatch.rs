@@ -130,7 +130,47 @@ fn first_order_difference(expected: &Layout, got: &Layout) -> Option<Box<OrderDi
         })
 }
 
+/// The parts of names that PyTorch adds for a module that it has wrapped, and what wraps so.
+const WRAPPERS: &[(&str, &str)] = &[
+    ("_orig_mod", "torch.compile"),
+    ("module", "DistributedDataParallel"),
+];
+
 impl LayoutMismatch {
+    /// The floating-point dtype that all tensors of another dtype were expected to have: what a
+    /// cast would make right. None where that is not all that differs.
+    pub fn wanted_float(&self) -> Option<Dtype> {
+        let float = |dtype| matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
+        let wanted = self.dtypes.first()?.expected;
+        let fits = |one: &DtypeDifference| one.expected == wanted && float(one.got);
+        let alone = self.missing.is_empty() && self.unknown.is_empty() && self.shapes.is_empty();
+        (alone && float(wanted) && self.dtypes.iter().all(fits)).then_some(wanted)
+    }
+
+    /// The wrapper whose part of the names is all that differs in them: that part, who adds it,
+    /// where the module inside is, and whether it was expected.
+    fn wrapper(&self) -> Option<(&'static str, &'static str, String, bool)> {
+        let differs = |with: &[String], bare: &[String], part: &str| {
+            let mut bare: Vec<_> = bare.iter().map(String::as_str).collect();
+            bare.sort_unstable();
+            let mut stripped: Vec<_> = with.iter().map(|name| without(name, part)).collect();
+            stripped.sort_unstable();
+            !bare.is_empty() && stripped == bare
+        };
+        let wrappers = WRAPPERS.iter();
+        wrappers
+            .flat_map(|(part, adds)| [(part, adds, false), (part, adds, true)])
+            .find_map(|(part, adds, expected)| {
+                let (with, bare) = match expected {
+                    true => (&self.missing, &self.unknown),
+                    false => (&self.unknown, &self.missing),
+                };
+                let inside = with.first()?.split('.').take_while(|one| one != part);
+                let inside: Vec<_> = inside.chain([*part]).collect();
+                differs(with, bare, part).then(|| (*part, *adds, inside.join("."), expected))
+            })
+    }
+
     /// Whether the tensors are the same and only their order differs.
     pub fn is_order_alone(&self) -> bool {
         self.missing.is_empty()
@@ -193,8 +233,23 @@ impl fmt::Display for LayoutMismatch {
                 "in another order: tensor {position} should be {expected:?}, is {got:?}"
             )?;
         }
+        if let Some((part, adds, inside, expected)) = self.wrapper() {
+            let whose = if expected { "expected" } else { "got" };
+            section(f)?;
+            write!(
+                f,
+                "the names {whose} have {part:?} in them, which {adds} adds to the module that it \
+                 wraps: pass the module inside (model.{inside}), or rename by a mapping"
+            )?;
+        }
         Ok(())
     }
+}
+
+/// A dotted name without the parts that are this one.
+fn without(name: &str, part: &str) -> String {
+    let parts: Vec<_> = name.split('.').filter(|one| *one != part).collect();
+    parts.join(".")
 }
 
 /// Writes `2 missing: "a", "b"`, or `9 missing: …, … and 1 more`.

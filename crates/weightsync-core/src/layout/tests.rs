@@ -273,6 +273,69 @@ fn another_order_is_told_apart_from_other_names() {
 }
 
 #[test]
+fn names_of_a_wrapped_module_say_what_to_pass() {
+    let names = |names: &[&str]| {
+        let tensors = names.iter().map(|name| tensor(name, Dtype::F32, &[1]));
+        layout(&tensors.collect::<Vec<_>>())
+    };
+    let words = |expected: &[&str], got: &[&str]| {
+        let mismatch = Layout::compare(&names(expected), &names(got)).unwrap_err();
+        mismatch.to_string()
+    };
+    let bare = ["actor.weight", "actor.bias", "step"];
+    for (wrapped, part, inside) in [
+        (
+            ["module.actor.weight", "module.actor.bias", "module.step"],
+            "\"module\"",
+            "model.module)",
+        ),
+        (
+            ["actor._orig_mod.weight", "actor._orig_mod.bias", "step"],
+            "\"_orig_mod\"",
+            "model.actor._orig_mod)",
+        ),
+    ] {
+        let got = words(&bare, &wrapped);
+        assert!(
+            got.contains("names got have") && got.contains(part) && got.contains(inside),
+            "{got}"
+        );
+        let expected = words(&wrapped, &bare);
+        assert!(
+            expected.contains("names expected have") && expected.contains(inside),
+            "{expected}"
+        );
+    }
+    let other = words(
+        &bare,
+        &["module.actor.weight", "module.actor.bias", "module.steps"],
+    );
+    assert!(!other.contains("wraps"), "{other}");
+}
+
+#[test]
+fn a_float_that_was_wanted_is_told_from_other_differences() {
+    let of = |first, second| layout(&[tensor("a", first, &[1]), tensor("b", second, &[1])]);
+    let wanted = |expected: &Layout, got: &Layout| {
+        Layout::compare(expected, got).unwrap_err().wanted_float()
+    };
+    let worker = of(Dtype::BF16, Dtype::BF16);
+    assert_eq!(
+        wanted(&worker, &of(Dtype::F32, Dtype::F32)),
+        Some(Dtype::BF16)
+    );
+    assert_eq!(wanted(&worker, &of(Dtype::F32, Dtype::I64)), None);
+    assert_eq!(
+        wanted(&of(Dtype::BF16, Dtype::F16), &of(Dtype::F32, Dtype::F32)),
+        None
+    );
+    assert_eq!(
+        wanted(&worker, &layout(&[tensor("a", Dtype::F32, &[1])])),
+        None
+    );
+}
+
+#[test]
 fn long_lists_are_cut_with_a_count() {
     let expected: Vec<_> = (0..11)
         .map(|i| tensor(&format!("t{i}"), Dtype::U8, &[]))

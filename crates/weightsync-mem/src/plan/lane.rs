@@ -75,6 +75,15 @@ impl<'a> Teller<'a> {
             steps,
         }
     }
+
+    /// The sequence numbers for which a record may have been written that says what
+    /// this one does: a publication has new versions, which none says from before.
+    fn span(&self, sequence: u64) -> (u64, u64) {
+        match sequence == self.sequence {
+            true => (sequence, sequence),
+            false => (1, sequence),
+        }
+    }
 }
 
 impl Lane {
@@ -136,7 +145,8 @@ impl Lane {
         records: &mut Records,
         teller: &mut Teller<'_>,
     ) {
-        let Some(record) = records.provide(sequence, set, &mut teller.in_use, teller.steps) else {
+        let span = teller.span(sequence);
+        let Some(record) = records.provide(span, set, &mut teller.in_use, teller.steps) else {
             let set = set.only(self.models);
             self.asks.owed = Some((question, Waiting { sequence, set }));
             return;
@@ -185,8 +195,9 @@ impl Lane {
         records: &mut Records,
         teller: &mut Teller<'_>,
     ) -> Fate {
+        let span = teller.span(sequence);
         if self.has_room()
-            && let Some(record) = records.provide(sequence, set, &mut teller.in_use, teller.steps)
+            && let Some(record) = records.provide(span, set, &mut teller.in_use, teller.steps)
         {
             self.put(worker, Live { sequence, record }, records, teller);
             return Fate::Told;
@@ -210,7 +221,8 @@ impl Lane {
     ) {
         while self.has_place()
             && let Some(Waiting { sequence, set }) = self.waiting.front()
-            && let Some(record) = records.provide(*sequence, set, &mut teller.in_use, teller.steps)
+            && let span = teller.span(*sequence)
+            && let Some(record) = records.provide(span, set, &mut teller.in_use, teller.steps)
         {
             let live = Live {
                 sequence: *sequence,

@@ -29,20 +29,21 @@ impl Plan {
         // that stands still would make every sender grow to the end.
         // What is kept apart has its room beside what readers may pin.
         let apart = needed.len().saturating_sub(1) + usize::from(max_slots);
-        let limit = apart.max(needed.union(*lent).len() + 1).min(MAX_SLOTS);
+        let needed = needed.union(*lent).len() + 1;
+        let limit = apart.max(needed).min(MAX_SLOTS);
         match usize::from(*slots) < limit {
-            true => Lend::Grow,
+            true => Lend::Grow {
+                needed: usize::from(*slots) < needed,
+            },
             false => Lend::Wait,
         }
     }
 
-    /// Notes a new slot, and lends it.
+    /// Notes a new slot.
     pub(crate) fn grown(&mut self, model: usize) -> u8 {
-        let Model { slots, lent, .. } = &mut self.models[model];
-        let slot = *slots;
+        let slots = &mut self.models[model].slots;
         *slots += 1;
-        *lent = lent.with(slot);
-        slot
+        *slots - 1
     }
 
     /// A lent slot has a version that was numbered elsewhere, and is lent no more.
@@ -156,6 +157,11 @@ impl Plan {
                 note(&mut self.waiting, worker, lane);
             }
         }
+    }
+
+    /// Whether there is a record to tell a new set by, given those that readers pin.
+    pub(crate) fn has_record(&self, record_pins: SlotSet) -> bool {
+        self.records.has_free(record_pins)
     }
 
     /// Whether a lane waits that has room, but there was no record for it.

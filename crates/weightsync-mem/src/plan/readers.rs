@@ -5,17 +5,21 @@ use std::collections::{BTreeMap, VecDeque};
 use weightsync_core::WorkerId;
 
 use super::lane::{Asks, Lane, satisfies};
-use super::{Answer, Key, Plan, Step};
+use super::{Answer, Key, Plan, Removed, Step};
 use crate::protocol::SlotSet;
 use crate::set::{ModelSet, Models};
 use crate::wire::{Delivery, MAX_KNOWN, Want};
 
 impl Plan {
-    /// A reader joins, in place of an earlier one of its worker; the steps put
-    /// its lane where it is meant to be.
+    /// A reader joins; the steps put its lane where it is meant to be.
     ///
     /// `had` is no less than the newest sequence number it was handed before, in
     /// another lane of this run, if there was one: what it is told comes after that.
+    ///
+    /// # Panics
+    ///
+    /// If its worker has a lane. That one [leaves](Self::leave) first, so that
+    /// the caller takes its words down.
     pub(crate) fn join(
         &mut self,
         ((worker, joined), had): (Key, u64),
@@ -37,9 +41,8 @@ impl Plan {
             asks: Asks::default(),
             shut: false,
         };
-        if let Some(before) = self.lanes.insert(worker, lane) {
-            self.records.release(before.refers());
-        }
+        let before = self.lanes.insert(worker, lane);
+        assert!(before.is_none(), "{worker} has a lane already");
         self.note(worker);
         let set = self.meant.for_worker(worker);
         if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
@@ -86,24 +89,25 @@ impl Plan {
         true
     }
 
-    /// A reader has left or died: its lane holds nothing any more.
-    pub(crate) fn leave(&mut self, key: Key) {
-        if self.lane(key).is_some()
-            && let Some(gone) = self.lanes.remove(&key.0)
-        {
-            self.records.release(gone.refers());
-            self.note(key.0);
-        }
+    /// A reader has left or died: its lane holds nothing any more. `None` if it had
+    /// none.
+    #[must_use = "the words of a lane that was removed have to be cleared"]
+    pub(crate) fn leave(&mut self, key: Key) -> Option<Removed> {
+        self.lane(key)?;
+        let gone = self.lanes.remove(&key.0)?;
+        self.records.release(gone.refers());
+        self.note(key.0);
+        Some(Removed(()))
     }
 
     /// A reader can use nothing: its lane refers to nothing any more, and nothing
-    /// more is told to it. The caller shuts its lane in the shared pages, and
-    /// looks for pins after that.
-    pub(crate) fn shut(&mut self, key: Key) {
-        if let Some(lane) = open_lane(&mut self.lanes, key) {
-            lane.shut(&mut self.records);
-            self.note(key.0);
-        }
+    /// more is told to it. Pins are looked for after its page was taken down.
+    #[must_use = "the words of a lane that was shut have to be cleared"]
+    pub(crate) fn shut(&mut self, key: Key) -> Option<Removed> {
+        let lane = open_lane(&mut self.lanes, key)?;
+        lane.shut(&mut self.records);
+        self.note(key.0);
+        Some(Removed(()))
     }
 
     /// What the reader's control page says: how many entries it has taken, and

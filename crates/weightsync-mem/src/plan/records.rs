@@ -9,6 +9,8 @@ use super::Step;
 /// what it says until it is written again.
 #[derive(Debug)]
 pub(super) struct Records {
+    /// How many of them there are.
+    count: u8,
     /// 0: never written.
     sequences: [u64; MAX_RECORDS],
     sets: [ModelSet; MAX_RECORDS],
@@ -19,10 +21,22 @@ pub(super) struct Records {
 impl Records {
     pub(super) fn new() -> Self {
         Self {
+            count: MAX_RECORDS as u8,
             sequences: [0; MAX_RECORDS],
             sets: [ModelSet::EMPTY; MAX_RECORDS],
             told: [0; MAX_RECORDS],
         }
+    }
+
+    /// So few of them that every way of using them again can be explored.
+    #[cfg(loom)]
+    pub(super) fn keep(&mut self, count: u8) {
+        self.count = count;
+    }
+
+    /// Whether one is free to be written, given those that readers pin.
+    pub(super) fn has_free(&self, pins: SlotSet) -> bool {
+        self.told().union(pins).first_free(self.count).is_some()
     }
 
     /// A lane refers to this record from now on.
@@ -55,23 +69,23 @@ impl Records {
     }
 
     /// A record that says this, written for this sequence number or an earlier
-    /// one, or one that is `in_use` by nothing and is written with it. `None` if
-    /// there is none. Either is in use from now on.
+    /// one, but not before `since`; or one that is `in_use` by nothing and is
+    /// written with it. `None` if there is none. Either is in use from now on.
     pub(super) fn provide(
         &mut self,
-        sequence: u64,
+        (since, sequence): (u64, u64),
         set: &ModelSet,
         in_use: &mut SlotSet,
         steps: &mut Vec<Step>,
     ) -> Option<u8> {
         let written = (0..MAX_RECORDS as u8).find(|&record| {
             let written = self.sequences[usize::from(record)];
-            (1..=sequence).contains(&written) && self.set(record) == set
+            (since..=sequence).contains(&written) && self.set(record) == set
         });
         let record = match written {
             Some(record) => record,
             None => {
-                let record = in_use.first_free(MAX_RECORDS as u8)?;
+                let record = in_use.first_free(self.count)?;
                 self.sequences[usize::from(record)] = sequence;
                 self.sets[usize::from(record)] = *set;
                 steps.push(Step::Write { record });

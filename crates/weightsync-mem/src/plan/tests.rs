@@ -18,14 +18,22 @@ fn join(plan: &mut Plan, worker: u32, models: Models, delivery: Delivery) -> (Ke
     (key, steps)
 }
 
+/// Lends a slot, of a model that grows as far as it may.
+fn lend(plan: &mut Plan, model: usize, max_slots: u8) -> u8 {
+    match plan.lend(model, SlotSet::default(), max_slots) {
+        Lend::Slot(slot) => slot,
+        Lend::Grow { .. } => {
+            plan.grown(model);
+            lend(plan, model, max_slots)
+        }
+        Lend::Wait => panic!("no slot of model {model} is free"),
+    }
+}
+
 /// Publishes one version of each of these models.
 fn send(plan: &mut Plan, models: &[usize], targets: &Targets) -> (Published, Vec<Step>) {
-    let slot = |model: usize| match plan.lend(model, SlotSet::default(), 2) {
-        Lend::Slot(slot) => (model, slot),
-        Lend::Grow => (model, plan.grown(model)),
-        Lend::Wait => panic!("no slot of model {model} is free"),
-    };
-    let written: Vec<_> = models.iter().copied().map(slot).collect();
+    let slot = |&model: &usize| (model, lend(plan, model, 2));
+    let written: Vec<_> = models.iter().map(slot).collect();
     let mut steps = Vec::new();
     let published = plan.publish(&written, targets, SlotSet::default(), &mut steps);
     (published.unwrap(), steps)
@@ -63,7 +71,7 @@ fn versions(set: &ModelSet) -> [u64; 2] {
 
 #[test]
 fn one_record_serves_every_lane_that_goes_to_the_same_set() {
-    let mut plan = Plan::new(2, 2, 0);
+    let mut plan = Plan::new([2; 2], 0);
     let keys: Vec<_> = (0..9)
         .map(|worker| join(&mut plan, worker, ALL, Delivery::Newest).0)
         .collect();
@@ -88,7 +96,7 @@ fn one_record_serves_every_lane_that_goes_to_the_same_set() {
 
 #[test]
 fn a_publication_is_for_the_readers_that_want_its_models() {
-    let mut plan = Plan::new(2, 2, 0);
+    let mut plan = Plan::new([2; 2], 0);
     let (first, _) = join(&mut plan, 0, Models(1), Delivery::Newest);
     let (second, _) = join(&mut plan, 1, Models(2), Delivery::Newest);
     let (published, steps) = send(&mut plan, &[1], &Targets::All);
@@ -101,7 +109,7 @@ fn a_publication_is_for_the_readers_that_want_its_models() {
 
 #[test]
 fn a_worker_comes_back_to_what_was_last_meant_for_it() {
-    let mut plan = Plan::new(2, 2, 0);
+    let mut plan = Plan::new([2; 2], 0);
     send(&mut plan, &[0, 1], &Targets::All);
     send(&mut plan, &[0], &to(&[3]));
     let (key, steps) = join(&mut plan, 3, ALL, Delivery::Newest);
@@ -109,7 +117,7 @@ fn a_worker_comes_back_to_what_was_last_meant_for_it() {
     let (other, steps) = join(&mut plan, 4, ALL, Delivery::Newest);
     assert_eq!(shown(&plan, other, &steps), Some([1, 1]));
     // What goes to all replaces what was its own.
-    plan.leave(key);
+    assert!(plan.leave(key).is_some());
     send(&mut plan, &[0], &Targets::All);
     let (key, steps) = join(&mut plan, 3, ALL, Delivery::Newest);
     assert_eq!(shown(&plan, key, &steps), Some([3, 1]));
@@ -117,7 +125,7 @@ fn a_worker_comes_back_to_what_was_last_meant_for_it() {
 
 #[test]
 fn a_held_worker_stays_where_it_is_until_it_is_released() {
-    let mut plan = Plan::new(2, 2, 0);
+    let mut plan = Plan::new([2; 2], 0);
     let (key, _) = join(&mut plan, 0, ALL, Delivery::Newest);
     send(&mut plan, &[0, 1], &Targets::All);
     plan.hold(&[WorkerId(0)]);
@@ -127,7 +135,7 @@ fn a_held_worker_stays_where_it_is_until_it_is_released() {
         assert_eq!(shown(&plan, key, &steps), None);
     }
     plan.hold(&[WorkerId(0)]);
-    plan.leave(key);
+    assert!(plan.leave(key).is_some());
     let (key, steps) = join(&mut plan, 0, ALL, Delivery::Newest);
     assert_eq!(
         shown(&plan, key, &steps),
@@ -148,7 +156,7 @@ fn a_held_worker_stays_where_it_is_until_it_is_released() {
 #[test]
 fn a_record_that_a_lane_is_taken_off_is_not_written_by_the_same_steps() {
     // Its reader may have pinned it after the pins were looked for.
-    let mut plan = Plan::new(1, 2, 0);
+    let mut plan = Plan::new([2; 1], 0);
     let workers = [0, 1, 2].map(WorkerId);
     let keys = [0, 1, 2].map(|worker| join(&mut plan, worker, ALL, Delivery::Newest).0);
     let mut on = SlotSet::default();
@@ -176,7 +184,7 @@ fn a_record_that_a_lane_is_taken_off_is_not_written_by_the_same_steps() {
 
 #[test]
 fn a_full_queue_keeps_nobody_else_waiting() {
-    let mut plan = Plan::new(1, 2, 0);
+    let mut plan = Plan::new([2; 1], 0);
     let (slow, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 2 });
     let (newest, _) = join(&mut plan, 1, ALL, Delivery::Newest);
     let mut sequences = Vec::new();
@@ -191,10 +199,7 @@ fn a_full_queue_keeps_nobody_else_waiting() {
     .enumerate()
     {
         // Lent with all the slots there can be: what waits does not make it grow.
-        let slot = match plan.lend(0, SlotSet::default(), 8) {
-            Lend::Slot(slot) => slot,
-            _ => plan.grown(0),
-        };
+        let slot = lend(&mut plan, 0, 8);
         let mut steps = Vec::new();
         let published = plan.publish(&[(0, slot)], &Targets::All, SlotSet::default(), &mut steps);
         let published = published.unwrap();
@@ -222,7 +227,7 @@ fn a_full_queue_keeps_nobody_else_waiting() {
 
 #[test]
 fn one_that_is_released_gets_the_newest_also_if_its_queue_is_full() {
-    let mut plan = Plan::new(1, 2, 0);
+    let mut plan = Plan::new([2; 1], 0);
     let (key, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
     send(&mut plan, &[0], &Targets::All); // in the queue
     let (waits, _) = send(&mut plan, &[0], &Targets::All);
@@ -248,25 +253,26 @@ fn one_that_is_released_gets_the_newest_also_if_its_queue_is_full() {
 
 #[test]
 fn what_waits_for_room_is_kept_but_no_reason_to_grow() {
-    let mut plan = Plan::new(1, 2, 0);
+    let mut plan = Plan::new([2; 1], 0);
     join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
     send(&mut plan, &[0], &Targets::All); // in the queue
     send(&mut plan, &[0], &Targets::All); // waits, and meant for all
     // Those two are needed, and one to write.
-    assert_eq!(plan.lend(0, SlotSet::default(), 2), Lend::Grow);
-    let slot = plan.grown(0);
-    let written = [(0, slot)];
+    let decided = plan.lend(0, SlotSet::default(), 2);
+    assert_eq!(decided, Lend::Grow { needed: true });
+    let written = [(0, lend(&mut plan, 0, 2))];
     let mut steps = Vec::new();
     plan.publish(&written, &Targets::All, SlotSet::default(), &mut steps)
         .unwrap();
     // Now the second only waits: the third is meant for all.
     assert_eq!(plan.lend(0, SlotSet::default(), 2), Lend::Wait);
-    assert_eq!(plan.lend(0, SlotSet::default(), 4), Lend::Grow);
+    let decided = plan.lend(0, SlotSet::default(), 4);
+    assert_eq!(decided, Lend::Grow { needed: false });
 }
 
 #[test]
 fn asking_finds_what_is_kept_and_names_it_otherwise() {
-    let mut plan = Plan::new(2, 2, 2);
+    let mut plan = Plan::new([2; 2], 2);
     let (key, steps) = join(&mut plan, 0, ALL, Delivery::Asked);
     assert_eq!(
         (steps.len(), ask(&mut plan, key, Want::Newest).0),
@@ -335,7 +341,7 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
 
 #[test]
 fn not_everybody_may_ask_for_everything() {
-    let mut plan = Plan::new(2, 2, 0);
+    let mut plan = Plan::new([2; 2], 0);
     send(&mut plan, &[0, 1], &Targets::All);
     let (model, version) = (1, Version(1));
     let want = Want::Exactly { model, version };
@@ -352,13 +358,13 @@ fn not_everybody_may_ask_for_everything() {
     assert_eq!(ask(&mut plan, key, want).0, Answer::Unknown { known });
     let (key, _) = join(&mut plan, 2, ALL, Delivery::Asked);
     assert_eq!(ask(&mut plan, key, want).0, Answer::Told);
-    plan.leave(key);
+    assert!(plan.leave(key).is_some());
     assert_eq!(ask(&mut plan, key, want).0, Answer::Gone);
 }
 
 #[test]
 fn what_was_asked_for_and_taken_frees_its_slots() {
-    let mut plan = Plan::new(1, 2, 0);
+    let mut plan = Plan::new([2; 1], 0);
     let (key, _) = join(&mut plan, 0, ALL, Delivery::Asked);
     send(&mut plan, &[0], &Targets::All);
     ask(&mut plan, key, Want::Newest);
@@ -366,7 +372,8 @@ fn what_was_asked_for_and_taken_frees_its_slots() {
     let mut steps = Vec::new();
     plan.observe(key, 0, 0);
     assert!(!plan.clear_taken(&mut steps), "it has not taken it");
-    assert_eq!(plan.lend(0, SlotSet::default(), 2), Lend::Grow);
+    let decided = plan.lend(0, SlotSet::default(), 2);
+    assert_eq!(decided, Lend::Grow { needed: true });
     plan.observe(key, 0, 1);
     assert!(plan.clear_taken(&mut steps));
     assert_eq!(steps, [Step::Clear { key }]);
@@ -375,7 +382,7 @@ fn what_was_asked_for_and_taken_frees_its_slots() {
 
 #[test]
 fn versions_are_found_while_anything_refers_to_them() {
-    let mut plan = Plan::new(1, 2, 1);
+    let mut plan = Plan::new([2; 1], 1);
     for _ in 0..3 {
         send(&mut plan, &[0], &Targets::All);
     }
@@ -409,7 +416,7 @@ fn versions_are_found_while_anything_refers_to_them() {
 
 #[test]
 fn a_slot_stays_to_write_the_next_version_into() {
-    let mut plan = Plan::new(1, 2, 10);
+    let mut plan = Plan::new([2; 1], 10);
     for _ in 0..20 {
         send(&mut plan, &[0], &Targets::All);
     }
@@ -417,11 +424,7 @@ fn a_slot_stays_to_write_the_next_version_into() {
     // One version each, for more and more workers: history makes way first.
     let mut sent = 0;
     let refused = loop {
-        let slot = match plan.lend(0, SlotSet::default(), 2) {
-            Lend::Slot(slot) => slot,
-            Lend::Grow => plan.grown(0),
-            Lend::Wait => panic!("a slot stays free"),
-        };
+        let slot = lend(&mut plan, 0, 2);
         let mut steps = Vec::new();
         match plan.publish(&[(0, slot)], &to(&[sent]), SlotSet::default(), &mut steps) {
             Ok(_) => sent += 1,
@@ -438,7 +441,7 @@ fn a_slot_stays_to_write_the_next_version_into() {
 
 #[test]
 fn the_same_set_asked_for_again_and_again_takes_one_record() {
-    let mut plan = Plan::new(1, 2, 0);
+    let mut plan = Plan::new([2; 1], 0);
     send(&mut plan, &[0], &Targets::All);
     let asking: Vec<_> = (0..MAX_RECORDS as u32 + 6)
         .map(|worker| join(&mut plan, worker, ALL, Delivery::Asked).0)
@@ -463,7 +466,7 @@ fn the_same_set_asked_for_again_and_again_takes_one_record() {
 fn where_records_run_out_lanes_wait_for_one() {
     // 72 workers, no two with the same set: 8 versions of one model, 9 of the
     // other.
-    let mut plan = Plan::new(2, 2, 0);
+    let mut plan = Plan::new([2; 2], 0);
     let workers = || (0..8).flat_map(|a| (0..9).map(move |b| (a, b, a * 9 + b)));
     for group in 0..8 {
         let named: Vec<_> = workers()
@@ -495,7 +498,7 @@ fn where_records_run_out_lanes_wait_for_one() {
     assert_eq!((told, last.len()), (MAX_RECORDS, 72 - MAX_RECORDS));
     assert!(last.iter().all(|(key, _)| plan.waits(*key, 0)));
     for worker in 0..last.len() as u32 {
-        plan.leave((WorkerId(worker), 1));
+        assert!(plan.leave((WorkerId(worker), 1)).is_some());
     }
     let mut steps = Vec::new();
     // Pins of readers still count: one record is not free.

@@ -7,6 +7,7 @@ use weightsync_core::Version;
 use super::{Reader, Taken};
 use crate::error::{Error, unexpected};
 use crate::pins::Hold;
+use crate::sync::load_acquire;
 use crate::wait::Deadline;
 use crate::wire::{Delivery, FromReader, Want};
 
@@ -100,7 +101,7 @@ impl Reader {
         let book = self.book.clone();
         let (place, question) = (&book.lane()?.answer.0, self.question);
         let found = self.wait_for(question, deadline, || {
-            let placed = place.question.load(Ordering::Acquire) == question;
+            let placed = load_acquire(&place.question) == question;
             (placed || self.watch.has_answer(question)).then_some(())
         })?;
         if found.is_none() {
@@ -159,7 +160,7 @@ impl Reader {
     /// The answer to the last question, if it comes, is needed no more.
     fn close_question(&mut self) -> Result<(), Error> {
         self.asks = false;
-        let through = &self.book.control()?.through.0;
+        let through = &self.book.control()?.through;
         through.store(self.question, Ordering::Release);
         self.book.tell_sender();
         self.book.tell_room(self.book.lane()?);

@@ -98,9 +98,9 @@ impl Reader {
                 got: run.epoch,
             });
         }
-        let [header, lane, doorbell] = <[OwnedFd; 3]>::try_from(fds).map_err(|fds| {
+        let [header, lane, bell] = <[OwnedFd; 3]>::try_from(fds).map_err(|fds| {
             let got = format!("{} descriptors", fds.len());
-            unexpected("header, lane and doorbell", got)
+            unexpected("header, lane and bell", got)
         })?;
         let wanted = match &options.models {
             None => Models::first(count.into()),
@@ -112,7 +112,7 @@ impl Reader {
         }
         let header = Arc::new(Mapping::of_peer(header.as_fd(), HEADER_BYTES)?);
         let lane = Mapping::of_peer(lane.as_fd(), LANE_BYTES)?;
-        let doorbell = Arc::new(Doorbell::from_fd(doorbell));
+        let doorbell = Arc::new(Doorbell::from_fd(bell));
         let mut specs = Vec::with_capacity(models.len());
         let mut mapped: Vec<Option<Mapped>> = Vec::new();
         mapped.resize_with(count.into(), || None);
@@ -154,6 +154,7 @@ impl Reader {
             question: options.resume.question,
             asks: false,
             unmapped: None,
+            unusable: AtomicBool::new(false),
         }))
     }
 }
@@ -169,7 +170,8 @@ impl Drop for GivingUp {
     fn drop(&mut self) {
         if !self.has_joined {
             let control: &Control = self.control.table();
-            control.left.0.store(1, Ordering::Release);
+            let left = &control.left;
+            left.store(Parting::InOrder.word(), Ordering::Release);
         }
     }
 }
@@ -264,13 +266,13 @@ fn take_model(
         return Err(unexpected("description, page and every slot", got));
     }
     let spec = Description::read(fds[0].as_fd(), layout_bytes, note_bytes)?;
-    let page = Mapping::of_peer(fds[1].as_fd(), MODEL_PAGE_BYTES)?;
-    let pages = Model::new(model, &spec.layout, Arc::new(page));
-    let needed = pages.slot_bytes();
+    let needed = SlotShape::of(&spec.layout).slot_bytes();
     if slot_bytes != needed as u64 {
         let got = format!("{slot_bytes} bytes for {needed}");
         return Err(unexpected("slots of the layout's size", got));
     }
+    let page = Mapping::of_peer(fds[1].as_fd(), MODEL_PAGE_BYTES)?;
+    let pages = Model::new(model, &spec.layout, Arc::new(page));
     let slots = fds
         .into_iter()
         .skip(2)

@@ -1,5 +1,7 @@
 //! What a reader does not believe, and what one that stops midway leaves behind.
 
+mod pages;
+
 use std::sync::atomic::AtomicU32;
 
 use weightsync_core::{Dtype, Layout};
@@ -16,6 +18,13 @@ fn soon() -> Deadline {
 }
 
 fn pair(delivery: Delivery) -> (Writer, Reader) {
+    let (writer, address) = segment(1, 2);
+    let reader = join(&address, 0, delivery);
+    (writer, reader)
+}
+
+/// A segment of small models that grow to so many slots.
+fn segment(models: usize, max_slots: u8) -> (Writer, String) {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let address = format!("weightsync-test/reader/{}/{number}", std::process::id());
@@ -29,14 +38,23 @@ fn pair(delivery: Delivery) -> (Writer, Reader) {
     };
     let options = SegmentOptions {
         slots: 2,
-        max_slots: 2,
+        max_slots,
         ..SegmentOptions::default()
     };
-    let writer = Writer::create(&address, [9; 16], run, &[model], options).unwrap();
-    let options = AttachOptions {
-        address,
+    let models = vec![model; models];
+    let writer = Writer::create(&address, [9; 16], run, &models, options).unwrap();
+    (writer, address)
+}
+
+fn join(address: &str, worker: u32, delivery: Delivery) -> Reader {
+    Reader::attach(&options(address, worker, delivery), soon()).unwrap()
+}
+
+fn options(address: &str, worker: u32, delivery: Delivery) -> AttachOptions {
+    AttachOptions {
+        address: address.into(),
         secret: [9; 16],
-        worker: WorkerId(0),
+        worker: WorkerId(worker),
         seen: Epoch(0),
         wait: WaitStyle::Sleep,
         models: None,
@@ -44,8 +62,7 @@ fn pair(delivery: Delivery) -> (Writer, Reader) {
         device: String::new(),
         instance: 0,
         resume: crate::Resume::default(),
-    };
-    (writer, Reader::attach(&options, soon()).unwrap())
+    }
 }
 
 fn publish(writer: &mut Writer) -> Publication {
@@ -137,7 +154,7 @@ fn a_reader_that_stops_with_a_record_pinned_holds_its_slots_until_it_dies() {
     publish(&mut writer);
     let control = reader.book.control().unwrap();
     let lane = reader.book.lane().unwrap();
-    assert!(control.holds.0.records.pin(live(&reader), &lane.live.0));
+    assert!(control.records.pin(live(&reader), &lane.live.0));
     publish(&mut writer);
     let error = writer.stage(&[0], Some(Instant::now())).map(drop);
     let Err(Error::AllSlotsPinned { holders, .. }) = &error else {
@@ -172,7 +189,7 @@ fn a_head_that_lies_harms_nobody() {
         let (mut writer, mut reader) = pair(Delivery::Every { bound: 2 });
         publish(&mut writer);
         assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 1);
-        reader.book.control().unwrap().head.0.advance(lie);
+        reader.book.control().unwrap().head.advance(lie);
         (0..200).for_each(|_| {
             let _ = writer
                 .stage(&[0], Some(Instant::now()))
@@ -223,4 +240,18 @@ fn errors_that_are_said_again_are_the_same() {
         assert_eq!(error.again().to_string(), error.to_string());
         assert_eq!(format!("{:?}", error.again()), format!("{error:?}"));
     }
+}
+
+/// What is done at the end may be to drop the reader, by the thread that its drop waits for.
+#[test]
+fn a_reader_may_be_dropped_by_what_its_end_calls() {
+    let (writer, reader) = pair(Delivery::Newest);
+    let end = reader.end();
+    let (done, ends) = std::sync::mpsc::channel();
+    end.then(move || {
+        drop(reader);
+        done.send(()).unwrap();
+    });
+    drop(writer);
+    ends.recv_timeout(Duration::from_secs(20)).unwrap();
 }

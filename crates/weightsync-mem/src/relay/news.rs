@@ -109,6 +109,9 @@ pub(crate) struct Relayed {
 #[derive(Debug, Default)]
 struct News {
     events: VecDeque<Event>,
+    /// The last that each reader has said of questions: an earlier question of the same
+    /// reader is over with a later one, so one place for each is enough, however much it says.
+    said: BTreeMap<Seated, Said>,
     tickets: BTreeMap<u64, Ticket>,
     last_ticket: u64,
     /// How far each reader was when that was last told.
@@ -120,6 +123,13 @@ struct Told {
     progress: Progress,
     unusable: bool,
     gone: bool,
+}
+
+/// What a reader says of questions.
+#[derive(Debug)]
+enum Said {
+    Asks(u64, Want),
+    Withdraws,
 }
 
 /// A worker that waits to be let in.
@@ -162,8 +172,18 @@ impl Relayed {
     /// many wait.
     pub(crate) fn ask_in(&self, ticket: Ticket, seen: Epoch) -> Result<(), Ticket> {
         let mut news = self.news();
-        // Those that have given up meanwhile make room.
+        // Those that have given up meanwhile make room, and nobody need hear of them.
+        let before = news.tickets.len();
         news.tickets.retain(|_, one| !service::is_gone(&one.socket));
+        if news.tickets.len() < before {
+            let News {
+                events, tickets, ..
+            } = &mut *news;
+            events.retain(|event| match event {
+                Event::Joins { ticket, .. } => tickets.contains_key(ticket),
+                _ => true,
+            });
+        }
         if news.tickets.len() >= MAX_TICKETS {
             return Err(ticket);
         }
@@ -188,18 +208,12 @@ impl Relayed {
     }
 
     pub(crate) fn note_question(&self, reader: (Key, &Reader), question: u64, want: Want) {
-        let who = who(reader);
-        let asks = Event::Asks {
-            who,
-            question,
-            want,
-        };
-        self.news().events.push_back(asks);
+        let said = Said::Asks(question, want);
+        self.news().said.insert(who(reader), said);
     }
 
     pub(crate) fn note_withdrawal(&self, reader: (Key, &Reader)) {
-        let who = who(reader);
-        self.news().events.push_back(Event::Withdraws { who });
+        self.news().said.insert(who(reader), Said::Withdraws);
     }
 
     /// A reader goes: how far it came is told before that.
@@ -211,6 +225,8 @@ impl Relayed {
         let mut events = std::mem::take(&mut news.events);
         let told = news.told.remove(&key);
         let was_gone = told.as_ref().is_some_and(|told| told.gone);
+        // Nobody waits for the answer.
+        news.said.remove(&who((key, reader)));
         news.note(&mut events, (key, reader), told);
         news.told.remove(&key);
         if !was_gone && !reader.has_left() {
@@ -232,9 +248,18 @@ impl Relayed {
         leaving.map(|(key, _)| *key).collect()
     }
 
-    pub(super) fn look(&self, state: &State) -> Vec<Event> {
+    pub(crate) fn look(&self, state: &State) -> Vec<Event> {
         let mut news = self.news();
         let mut events = std::mem::take(&mut news.events);
+        let said = std::mem::take(&mut news.said).into_iter();
+        events.extend(said.map(|(who, said)| match said {
+            Said::Asks(question, want) => Event::Asks {
+                who,
+                question,
+                want,
+            },
+            Said::Withdraws => Event::Withdraws { who },
+        }));
         for (key, reader) in &state.readers {
             let told = news.told.remove(key);
             news.note(&mut events, (*key, reader), told);
@@ -289,7 +314,7 @@ fn progress(who: Seated, reader: &Reader) -> Progress {
     let loaded = reader.applied();
     let control = reader.control();
     let versions = reader.models.iter().filter_map(|model| {
-        let word = &control.loaded.0.versions[model];
+        let word = &control.versions[model];
         let version = Version(word.load(Ordering::Relaxed));
         (!version.is_none()).then_some((model, version))
     });

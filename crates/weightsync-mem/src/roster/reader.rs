@@ -8,11 +8,14 @@ use std::sync::atomic::Ordering;
 use weightsync_core::Version;
 
 use crate::futex;
+use crate::late::Lateness;
 use crate::map::Mapping;
-use crate::plan::Key;
+use crate::plan::{Key, Plan, Removed};
+use crate::scan::{Breach, Claims, Words};
 use crate::set::Models;
-use crate::shared::{Control, Lane, Seat};
+use crate::shared::{Control, Lane, Parting, Seat};
 use crate::socket::Socket;
+use crate::sync::load_acquire;
 use crate::wire::Delivery;
 
 #[derive(Debug)]
@@ -32,13 +35,28 @@ pub(crate) struct Reader {
     pub(crate) told: bool,
     /// It broke the protocol and is not listened to any more.
     pub(crate) deaf: bool,
-    /// It has closed its end and its lane is taken down.
+    /// It has closed its end, and the plan knows it no more; what its page says
+    /// later takes nothing of that back.
     pub(crate) retired: bool,
     /// New slots it has not been handed, each a model and its slot's number: they
     /// go to it in order, as soon as they can.
     pub(crate) owed: VecDeque<(u8, u8)>,
     /// It has asked for something.
     pub(crate) asks: bool,
+    /// What its page may hold back.
+    pub(crate) claims: Claims,
+    /// Whether it was late for a publication, and where it stood then.
+    pub(crate) late: Lateness<Progress>,
+}
+
+/// How far a reader is, as far as it has said: what changes once it moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Progress {
+    taken: u64,
+    loaded: u64,
+    head: u64,
+    through: u64,
+    refused: u64,
 }
 
 /// Where a reader's pages are, and how it is spoken to.
@@ -69,6 +87,15 @@ impl fmt::Debug for Call {
     }
 }
 
+impl End {
+    fn control(&self) -> &Control {
+        match self {
+            Self::Process { control, .. } => control.table(),
+            Self::Guest { seat, .. } => &seat.control,
+        }
+    }
+}
+
 impl Reader {
     pub(crate) fn new(
         end: End,
@@ -77,7 +104,13 @@ impl Reader {
         delivery: Delivery,
         device: String,
     ) -> Self {
+        // What a guest's page says is written in this process.
+        let claims = match &end {
+            End::Process { .. } => Claims::new(models),
+            End::Guest { .. } => Claims::new(Models(0)),
+        };
         Self {
+            claims,
             end,
             instance,
             models,
@@ -90,14 +123,41 @@ impl Reader {
             retired: false,
             owed: VecDeque::new(),
             asks: false,
+            late: Lateness::default(),
+        }
+    }
+
+    pub(crate) fn progress(&self) -> Progress {
+        Progress {
+            taken: self.taken(),
+            loaded: self.applied(),
+            head: self.control().head.load(),
+            through: self.through(),
+            refused: self.refused.as_ref().map_or(0, |(sequence, _)| *sequence),
         }
     }
 
     pub(crate) fn control(&self) -> &Control {
-        match &self.end {
-            End::Process { control, .. } => control.table(),
-            End::Guest { seat, .. } => &seat.control,
-        }
+        self.end.control()
+    }
+
+    /// What its page says it holds, and what of that may count.
+    pub(crate) fn scanned(&mut self) -> (Words<'_>, &mut Claims) {
+        let control = self.end.control();
+        let words = Words {
+            head: &control.head,
+            records: &control.records,
+            pins: &control.pins,
+        };
+        (words, &mut self.claims)
+    }
+
+    /// What its page said that it cannot, unless it can use nothing anyway: there is
+    /// nothing left to take from it then.
+    pub(crate) fn take_breach(&self) -> Option<Breach> {
+        self.claims
+            .breach()
+            .filter(|_| self.unusable.is_none() && !self.has_left())
     }
 
     pub(crate) fn lane(&self) -> &Lane {
@@ -124,25 +184,44 @@ impl Reader {
     }
 
     pub(crate) fn applied(&self) -> u64 {
-        self.control().loaded.0.sequence.load(Ordering::Acquire)
+        load_acquire(&self.control().loaded)
     }
 
     pub(crate) fn taken(&self) -> u64 {
-        self.control().holds.0.taken.load(Ordering::Acquire)
+        load_acquire(&self.control().taken)
     }
 
     /// The last question whose answer it needs no more.
     pub(crate) fn through(&self) -> u64 {
-        self.control().through.0.load(Ordering::Acquire)
+        load_acquire(&self.control().through)
     }
 
+    /// Whether it has closed its end. One that says that it failed has done so once
+    /// its words are here, as they come by another way.
     pub(crate) fn has_left(&self) -> bool {
-        self.control().left.0.load(Ordering::Acquire) != 0
+        self.retired
+            || match Parting::of(load_acquire(&self.control().left)) {
+                None => false,
+                Some(Parting::InOrder) => true,
+                Some(Parting::Failed) => self.unusable.is_some(),
+            }
+    }
+
+    /// Takes it out of the plan once it has closed its end. Its pins go on
+    /// counting, but nothing more comes to it. Whether it has left.
+    pub(crate) fn retire(&mut self, plan: &mut Plan, key: Key) -> bool {
+        if !self.retired && self.has_left() {
+            self.retired = true;
+            if let Some(lane) = plan.leave(key) {
+                self.take_down(lane);
+            }
+        }
+        self.retired
     }
 
     /// The version it has loaded of a model.
     pub(crate) fn version(&self, model: usize) -> Version {
-        let word = &self.control().loaded.0.versions[model];
+        let word = &self.control().versions[model];
         match self.models.contains(model) {
             true => Version(word.load(Ordering::Relaxed)),
             false => Version::NONE,
@@ -154,8 +233,9 @@ impl Reader {
         (0..models).map(|model| self.version(model)).collect()
     }
 
-    /// Takes its lane off everything.
-    pub(super) fn shut(&self) {
+    /// Clears what its lane's page says, after the plan has removed the lane: nothing
+    /// that is written from now on is named there.
+    pub(super) fn take_down(&self, _: Removed) {
         match self.delivery {
             Delivery::Every { .. } => self.lane().queue.0.shut(),
             Delivery::Newest | Delivery::Asked => self.lane().live.0.clear(),
@@ -167,7 +247,7 @@ impl Reader {
     pub(crate) fn wake_for_answer(&self, key: Key) {
         if let End::Guest { call, .. } = &self.end {
             (call.0)(key);
-        } else if self.control().sleep.0.sleeping() {
+        } else if self.control().sleep.sleeping() {
             futex::wake(&self.lane().answer.0.question);
         }
     }
@@ -176,7 +256,7 @@ impl Reader {
     pub(crate) fn wake(&self, key: Key) {
         if let End::Guest { call, .. } = &self.end {
             (call.0)(key);
-        } else if self.control().sleep.0.sleeping() {
+        } else if self.control().sleep.sleeping() {
             futex::wake(match self.delivery {
                 Delivery::Every { .. } => self.lane().queue.0.tail_word(),
                 Delivery::Newest | Delivery::Asked => self.lane().live.0.word(),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use weightsync_core::{Version, WorkerId};
 
 use super::Reader;
+use crate::grow::Growth;
 use crate::plan::{Key, Plan, Step};
 use crate::set::Models;
 use crate::slot::Slot;
@@ -36,9 +37,15 @@ pub(crate) struct State {
     gone: VecDeque<Gone>,
     /// How many of them nobody has been told of.
     untold: usize,
+    /// Those that had loaded something and failed, died or were lost, by number, until a
+    /// reader of that number is back, or it is forgotten: each is a line of every
+    /// publication for it.
+    missing: BTreeMap<WorkerId, Gone>,
     rejected: Vec<Rejected>,
     /// The data slots of each model.
     pub(crate) slots: Vec<Vec<Arc<Slot>>>,
+    /// How each model comes to more of them.
+    pub(crate) growth: Vec<Growth>,
     /// Kept to be used again.
     pub(crate) steps: Vec<Step>,
 }
@@ -49,10 +56,19 @@ pub(crate) struct Gone {
     pub(crate) key: Key,
     pub(crate) pid: u32,
     pub(crate) going: Going,
+    /// Why it could use nothing more, if it said so: then it failed, however it went.
+    pub(crate) reason: Option<String>,
     pub(crate) applied: u64,
     pub(crate) models: Models,
     pub(crate) versions: Vec<Version>,
     pub(crate) told: bool,
+}
+
+impl Gone {
+    /// Whether it closed its end and had no reason to give.
+    pub(crate) fn is_in_order(&self) -> bool {
+        self.going == Going::Left && self.reason.is_none()
+    }
 }
 
 /// How a reader went.
@@ -75,8 +91,32 @@ pub(crate) struct Rejected {
     pub(crate) reason: String,
 }
 
+impl Gone {
+    /// What is known of a reader that goes; in which way, unless it has closed its end.
+    fn new(key: Key, reader: &Reader, unless_left: Going, models: usize) -> Self {
+        let applied = reader.applied();
+        let reason = reader.unusable.clone();
+        let going = match reader.has_left() {
+            true => Going::Left,
+            false => unless_left,
+        };
+        // One that gives up joining says that it leaves, too.
+        let never_joined = going == Going::Left && applied == 0 && reason.is_none();
+        Self {
+            key,
+            pid: reader.pid(),
+            going,
+            reason,
+            applied,
+            models: reader.models,
+            versions: reader.versions(models),
+            told: reader.told || never_joined,
+        }
+    }
+}
+
 impl State {
-    pub(super) fn new(plan: Plan, slots: Vec<Vec<Arc<Slot>>>) -> Self {
+    pub(super) fn new(plan: Plan, slots: Vec<Vec<Arc<Slot>>>, growth: Vec<Growth>) -> Self {
         Self {
             plan,
             models: slots.len(),
@@ -88,8 +128,10 @@ impl State {
             joined: 0,
             gone: VecDeque::new(),
             untold: 0,
+            missing: BTreeMap::new(),
             rejected: Vec::new(),
             slots,
+            growth,
             steps: Vec::new(),
         }
     }
@@ -104,11 +146,14 @@ impl State {
         self.readers.insert(key, reader);
     }
 
-    /// A reader is there no more.
+    /// A reader is there no more, and its pins count no more.
     pub(crate) fn unseat(&mut self, key: Key) -> Option<Reader> {
         let reader = self.readers.remove(&key)?;
         self.processes -= usize::from(reader.socket().is_some());
         self.followed.remove(&key);
+        if let Some(lane) = self.plan.leave(key) {
+            reader.take_down(lane);
+        }
         Some(reader)
     }
 
@@ -185,6 +230,15 @@ impl State {
         self.reject(key, reason);
     }
 
+    /// Turns away a reader that breaks the protocol: nothing more is heard of it. But it
+    /// lives, and may hold snapshots: its pins go on counting.
+    pub(crate) fn condemn(&mut self, key: Key, fault: String) {
+        if let Some(reader) = self.readers.get_mut(&key) {
+            reader.deaf = true;
+        }
+        self.turn_away(key, fault);
+    }
+
     /// Notes that a reader cannot use the models, once, and shuts its lane: a
     /// worker that has failed for good must not take slots from the others. What
     /// it pins goes on counting; pins that were looked for before are to be
@@ -195,8 +249,9 @@ impl State {
             return;
         };
         if reader.unusable.is_none() {
-            self.plan.shut(key);
-            reader.shut();
+            if let Some(lane) = self.plan.shut(key) {
+                reader.take_down(lane);
+            }
             reader.owed.clear();
         }
         let reason = reader.unusable.get_or_insert(reason).clone();
@@ -233,31 +288,91 @@ impl State {
             return;
         };
         self.hear(key);
-        self.plan.leave(key);
-        let versions = reader.versions(self.models);
-        let applied = reader.applied();
-        // Who leaves in order says so first, also one that gives up joining.
-        let going = match reader.has_left() {
-            true => Going::Left,
-            false => unless_left,
-        };
-        let never_joined = going == Going::Left && applied == 0;
-        let told = reader.told || never_joined;
+        let gone = Gone::new(key, &reader, unless_left, self.models);
+        if !reader.retired {
+            self.miss(&gone);
+        }
         if self.gone.len() >= MAX_GONE
             && let Some(forgotten) = self.gone.pop_front()
         {
             self.untold -= usize::from(!forgotten.told);
         }
-        self.untold += usize::from(!told);
-        self.gone.push_back(Gone {
-            key,
-            pid: reader.pid(),
-            going,
-            applied,
-            models: reader.models,
-            versions,
-            told,
-        });
+        self.untold += usize::from(!gone.told);
+        self.gone.push_back(gone);
+    }
+
+    /// Takes a reader out of the plan once it has closed its end, and notes that it went.
+    /// Whether it has left.
+    pub(crate) fn retire(&mut self, key: Key) -> bool {
+        let Some(reader) = self.readers.get_mut(&key) else {
+            return true;
+        };
+        let before = reader.retired;
+        let has_left = reader.retire(&mut self.plan, key);
+        if has_left && !before {
+            self.miss_retired(key);
+        }
+        has_left
+    }
+
+    /// Notes a reader that has closed its end while snapshots of it live on, if it did
+    /// not leave in order: nothing is published to it any more, and that is a line.
+    pub(crate) fn miss_retired(&mut self, key: Key) {
+        if let Some(reader) = self.readers.get(&key) {
+            let gone = Gone::new(key, reader, Going::Left, self.models);
+            self.miss(&gone);
+        }
+    }
+
+    /// Misses one that went, unless it left in order, never had anything, or another has
+    /// its number. One that left in order is the last of its number. If one is missed and
+    /// its successor ends before it had anything, the successor is missed in its place.
+    fn miss(&mut self, gone: &Gone) {
+        if self.is_back(gone) {
+            return;
+        }
+        let worker = gone.key.0;
+        let had_none = gone.versions.iter().all(|version| version.is_none());
+        if had_none && (gone.is_in_order() || !self.missing.contains_key(&worker)) {
+            return;
+        }
+        if gone.is_in_order() {
+            self.missing.remove(&worker);
+            return;
+        }
+        if self.missing.len() >= MAX_GONE {
+            self.missing.pop_first();
+        }
+        self.missing.insert(worker, gone.clone());
+    }
+
+    /// Whether a reader that joined later has the number of one that is gone.
+    fn is_back(&self, gone: &Gone) -> bool {
+        let (worker, joined) = gone.key;
+        let later = (worker, joined + 1)..=(worker, u64::MAX);
+        self.readers.range(later).next().is_some()
+    }
+
+    /// Misses these no more, until they come and go again.
+    pub(crate) fn forget(&mut self, workers: &[WorkerId]) {
+        for worker in workers {
+            self.missing.remove(worker);
+        }
+    }
+
+    /// Those that failed, died or were lost and are not back.
+    pub(crate) fn missing(&self) -> impl Iterator<Item = &Gone> {
+        self.missing.values().filter(|gone| !self.is_back(gone))
+    }
+
+    /// Those that have joined and are gone, the last of each number, in the order in which
+    /// they joined: as far as that is remembered.
+    pub(crate) fn gone(&self) -> Vec<Gone> {
+        let closed = self.readers.iter().filter(|(_, reader)| reader.has_left());
+        let closed = closed.map(|(key, reader)| Gone::new(*key, reader, Going::Left, self.models));
+        let mut all: Vec<_> = self.gone.iter().cloned().chain(closed).collect();
+        all.sort_by_key(|gone| gone.key.1);
+        all
     }
 
     /// What is known of a reader that was there, and whether that was told before;

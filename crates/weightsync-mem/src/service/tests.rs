@@ -1,6 +1,6 @@
 //! What the service thread does, one step at a time.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use weightsync_core::{Dtype, Epoch, Layout, Run};
@@ -10,6 +10,7 @@ use crate::model::ModelSpec;
 use crate::plan::Targets;
 use crate::reader::{AttachOptions, Reader as Worker};
 use crate::report::{Level, Outcome};
+use crate::roster::Attendance;
 use crate::shared::Control;
 use crate::slot::Slot;
 use crate::wait::{Deadline, WaitStyle};
@@ -116,12 +117,12 @@ fn one_that_gives_up_joining_has_left() {
         let options = SegmentOptions::default();
         let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
         let (gives_up, control) = knock_with(&address);
-        let one = |readers: &[_], _: &[_]| readers.len() == 1;
+        let one = |there: &Attendance| there.readers.len() == 1;
         assert!(writer.wait_readers(soon(), one).unwrap());
         let staging = writer.stage(&[0], soon()).unwrap();
         let publication = staging.publish(&Targets::All).unwrap();
         let page: &Control = control.map.table();
-        page.left.0.store(says_so.into(), Ordering::Release);
+        page.left.store(says_so.into(), Ordering::Release);
         drop(gives_up);
         // Its next attempt may be what finds it gone.
         let _next = again.then(|| knock(&address));
@@ -152,11 +153,11 @@ fn a_reader_that_gives_up_joining_says_that_it_leaves() {
     };
     let page = Mapping::of_peer(fds[0].as_fd(), CONTROL_BYTES).unwrap();
     let control: &Control = page.table();
-    assert_eq!(control.left.0.load(Ordering::Acquire), 0);
+    assert_eq!(control.left.load(Ordering::Acquire), 0);
     // Nobody answers.
     let error = joining.join().unwrap();
     assert!(matches!(error, Error::NoSender { .. }), "{error}");
-    assert_eq!(control.left.0.load(Ordering::Acquire), 1);
+    assert_eq!(control.left.load(Ordering::Acquire), 1);
 }
 
 #[test]
@@ -169,6 +170,235 @@ fn a_refusal_that_nobody_hears_is_an_error() {
     worker.refuse(Some(1), "no").unwrap();
 }
 
+/// A worker has its bell's file in common with nobody.
+#[test]
+fn a_worker_can_ring_and_nothing_else() {
+    use rustix::fs::{OFlags, fcntl_setfl};
+    use rustix::io::{read, write};
+
+    let address = format!("weightsync-test/bells/{}", std::process::id());
+    let listener = Listener::at(&address).unwrap();
+    let shared = shared();
+    let join = |worker| {
+        let socket = Socket::connect(&address).unwrap().unwrap();
+        let control = OwnedFile::new("weightsync-control", CONTROL_BYTES).unwrap();
+        let FromReader::Hello { secret, seen, .. } = hello() else {
+            unreachable!()
+        };
+        let hello = FromReader::Hello {
+            secret,
+            worker: WorkerId(worker),
+            seen,
+            models: Models::ALL,
+            delivery: Delivery::Newest,
+            device: String::new(),
+            instance: 0,
+        };
+        let fds = [control.fd.as_fd()];
+        assert!(socket.send(&hello.encode(), &fds).unwrap());
+        assert!(shared.meet(listener.accept().unwrap().unwrap()).is_none());
+        let Ok(Packet::Data(_, mut fds)) = socket.receive() else {
+            panic!("a welcome was expected");
+        };
+        (socket, control, fds.pop().unwrap())
+    };
+    let [(_one, _, mean), (_other, _, honest)] = [join(0), join(1)];
+    let rings = || poll([shared.bells.as_fd()], Some(Instant::now())).unwrap() == [true];
+    let ring = |bell: &OwnedFd, count: u64| assert_eq!(write(bell, &count.to_ne_bytes()), Ok(8));
+    shared.bells.silence();
+    assert!(!rings());
+    // What it rings is heard, also if it reads it away, and makes its bell one that waits.
+    ring(&honest, 1);
+    fcntl_setfl(&mean, OFlags::empty()).unwrap();
+    ring(&mean, 1);
+    read(&mean, &mut [0; 8]).unwrap();
+    assert!(rings());
+    shared.bells.silence();
+    shared.bells.silence();
+    assert!(!rings());
+    // Full, it would have its own writer wait, and no other.
+    ring(&mean, u64::MAX - 1);
+    shared.bells.silence();
+    ring(&honest, 1);
+    assert!(rings());
+}
+
+/// Whoever is to be told does not listen.
+#[test]
+fn what_a_relays_workers_say_is_kept_within_bounds() {
+    let address = format!("weightsync-test/news/{}", std::process::id());
+    let listener = Listener::at(&address).unwrap();
+    let relayed = crate::relay::Relayed::new(1);
+    let options = SegmentOptions::default();
+    let shared = Shared::new(RUN, &[model()], SECRET, &options, Some(relayed)).unwrap();
+    let relayed = shared.relayed.as_ref().unwrap();
+    let meet = || shared.meet(listener.accept().unwrap().unwrap());
+    for _ in 0..50 {
+        let gives_up = knock(&address);
+        assert!(meet().is_none());
+        drop(gives_up);
+    }
+    let (worker, control) = knock_with(&address);
+    assert!(meet().is_none());
+    let events = relayed.look(&shared.state());
+    let [crate::Event::Joins { who, .. }] = events[..] else {
+        panic!("{events:?}");
+    };
+    let page = Mapping::of_peer(control.fd.as_fd(), CONTROL_BYTES).unwrap();
+    let end = Socket::connect(&address).unwrap().unwrap();
+    shared.welcome(newcomer(), Arc::new(end), page).unwrap();
+    for question in 1..=1000 {
+        let state = shared.state();
+        let (key, reader) = state.readers.iter().next().unwrap();
+        relayed.note_withdrawal((*key, reader));
+        relayed.note_question((*key, reader), question, Want::Newest);
+    }
+    let events = relayed.look(&shared.state());
+    let asks = |event: &&crate::Event| {
+        let (question, want) = (1000, Want::Newest);
+        let instance = 0;
+        let who = crate::Seated { instance, ..who };
+        **event
+            == crate::Event::Asks {
+                who,
+                question,
+                want,
+            }
+    };
+    assert_eq!(events.iter().filter(asks).count(), 1);
+    assert!(events.len() < 10, "{events:?}");
+    drop(worker);
+}
+
+/// The thread that has the lock is not in the child, which would wait for it for ever.
+#[test]
+fn a_forked_child_waits_for_no_lock_of_its_parent() {
+    let address = format!("weightsync-test/fork-lock/{}", std::process::id());
+    let options = SegmentOptions::default();
+    let writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    let guest = guest(&writer);
+    let listener = Listener::at(&format!("{address}/relay")).unwrap();
+    let relay = crate::Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
+    let who = crate::Seated {
+        worker: WorkerId(3),
+        instance: 0,
+    };
+    let lock = writer.shared.state();
+    let relayed = relay.locked_for_a_test();
+    // SAFETY: the child makes calls that end at once, and ends itself without unwinding.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: no handler is set, so the signal ends a child that waits.
+        unsafe { libc::alarm(20) };
+        let forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked { .. }));
+        guest.start_over();
+        relay.tell_again();
+        relay.deny(1, "");
+        relay.forget_bases(0);
+        relay.turn_away(who, "");
+        let fine = forked(guest.told().map(drop))
+            && forked(guest.answered().map(drop))
+            && forked(guest.ask(1, Want::Newest))
+            && forked(relay.wait(None).map(drop))
+            && forked(relay.admit(1))
+            && !relay.waits(1)
+            && !relay.tell(who, 1, &[])
+            && !relay.answer(who, 1, 1, &[]);
+        // SAFETY: it ends the child, and runs nothing of the parent's.
+        unsafe { libc::_exit(i32::from(!fine)) };
+    }
+    drop((lock, relayed));
+    let mut status = 0;
+    // SAFETY: the child is this process's own, and the place is valid for the call.
+    let ended = unsafe { libc::waitpid(child, &mut status, 0) };
+    assert_eq!((ended, status), (child, 0));
+}
+
+/// The number was free when the worker said hello, and a guest was seated under it since.
+#[test]
+fn a_number_is_free_when_it_is_seated_or_not_at_all() {
+    let address = format!("weightsync-test/two-ways/{}", std::process::id());
+    let options = SegmentOptions::default();
+    let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    let shared = writer.shared.clone();
+    let meeting = format!("{address}/meeting");
+    let listener = Listener::at(&meeting).unwrap();
+    let hello = knock(&meeting);
+    let socket = listener.accept().unwrap().unwrap();
+    let Ok(Packet::Data(_, fds)) = socket.receive() else {
+        panic!("a hello was expected");
+    };
+    shared.vacate(&mut shared.state(), WorkerId(3)).unwrap();
+
+    let guest = guest(&writer);
+    let late = newcomer();
+    let control = take_control(fds).unwrap();
+    let denied = shared.welcome(late, Arc::new(socket), control);
+    let (_, reason) = denied.unwrap_err();
+    assert!(reason.contains("already connected"), "{reason}");
+    assert_eq!(shared.readers().len(), 1);
+
+    // Its lane is told as before.
+    send(&mut writer);
+    let told = guest.told().unwrap();
+    assert_eq!(told[0].members[0].version(), Version(1));
+    drop(hello);
+}
+
+fn newcomer() -> Newcomer {
+    Newcomer {
+        worker: WorkerId(3),
+        models: Models::ALL,
+        delivery: Delivery::Newest,
+        device: String::new(),
+        instance: 0,
+    }
+}
+
+/// The worker of the other tests, on another host.
+fn guest(writer: &Writer) -> crate::Guest {
+    let options = crate::GuestOptions {
+        worker: WorkerId(3),
+        pid: 1,
+        seen: Epoch(0),
+        models: Models::ALL,
+        delivery: Delivery::Newest,
+        device: String::new(),
+    };
+    crate::Guests::of(writer).join(options, |_| ()).unwrap()
+}
+
+/// Whatever its page says later: its lane is nobody's any more.
+#[test]
+fn a_reader_that_has_left_does_not_come_back() {
+    let address = format!("weightsync-test/comes-back/{}", std::process::id());
+    let options = SegmentOptions::default();
+    let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    let (_first, control) = knock_with(&address);
+    let one = |there: &Attendance| there.readers.len() == 1;
+    assert!(writer.wait_readers(soon(), one).unwrap());
+    send(&mut writer);
+    let shared = writer.shared.clone();
+    let lane = || {
+        let state = shared.state();
+        let reader = &state.readers[&(WorkerId(3), 1)];
+        reader.lane().live.0.load()
+    };
+    assert!(lane().is_some());
+    let left = &control.map.table::<Control>().left;
+    left.store(1, Ordering::Release);
+    let guest = guest(&writer);
+    left.store(0, Ordering::Release);
+    assert_eq!(lane(), None, "what it names may be written again");
+    assert_eq!(writer.readers().len(), 1);
+    let publication = send(&mut writer);
+    let told = guest.told().unwrap();
+    assert_eq!(told[0].members[0].version(), Version(2));
+    let waiter = writer.waiter();
+    let lines = waiter.settle(&publication, Level::Staged, Some(Instant::now()));
+    assert_eq!(lines.unwrap().len(), 1);
+}
+
 #[test]
 fn a_slot_that_finds_no_room_on_its_way_comes_later() {
     let address = format!("weightsync-test/owed/{}", std::process::id());
@@ -176,7 +406,7 @@ fn a_slot_that_finds_no_room_on_its_way_comes_later() {
     let writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
     let shared = &writer.shared;
     let worker = knock(&address);
-    let one = |readers: &[_], _: &[_]| readers.len() == 1;
+    let one = |there: &Attendance| there.readers.len() == 1;
     assert!(writer.wait_readers(soon(), one).unwrap());
     let (_, socket, _) = shared.watched().remove(0);
     let answer = FromSender::NoSuchVersion {
@@ -187,9 +417,10 @@ fn a_slot_that_finds_no_room_on_its_way_comes_later() {
     };
     while socket.send(&answer.encode(), &[]).unwrap() {}
     for index in 2..5 {
-        let file = Slot::new(4096).unwrap();
+        let file = Slot::new(4096, &AtomicBool::new(false)).unwrap();
         let mut state = shared.state();
-        assert_eq!(shared.add_slot(&mut state, 0, Arc::new(file)), index);
+        shared.add_slot(&mut state, 0, Arc::new(file));
+        assert_eq!(state.slots[0].len(), index + 1);
     }
     assert!(writer.take_rejected().is_empty());
     let mut came = Vec::new();
@@ -242,11 +473,10 @@ fn a_sender_that_closes_takes_nobody_in_again() {
 /// Gives the model another slot, of which nobody is told yet.
 fn grow_unheard(shared: &Shared) {
     let bytes = shared.models[0].model.slot_bytes();
-    let file = Slot::new(bytes).unwrap();
+    let file = Slot::new(bytes, &AtomicBool::new(false)).unwrap();
     let mut state = shared.state();
     let index = state.plan.grown(0);
     state.slots[0].push(Arc::new(file));
-    state.plan.give_back(0, index);
     for reader in state.readers.values_mut() {
         reader.owed.push_back((0, index));
     }
@@ -342,7 +572,7 @@ fn one_that_has_left_takes_no_new_slots() {
     let shared = &writer.shared;
     let mut state = shared.state();
     assert_eq!(owed(&state), 1);
-    let file = Slot::new(4096).unwrap();
+    let file = Slot::new(4096, &AtomicBool::new(false)).unwrap();
     shared.add_slot(&mut state, 0, Arc::new(file));
     assert_eq!(owed(&state), 0);
     drop(held);
@@ -357,13 +587,13 @@ fn a_death_that_a_successor_finds_is_told_also_if_that_is_denied() {
     let first = knock(&address);
     assert!(meet().is_none());
     drop(first);
-    shared.doorbell.silence();
+    shared.bells.silence();
     let socket = Socket::connect(&address).unwrap().unwrap();
     assert!(socket.send(&hello().encode(), &[]).unwrap());
     assert!(meet().is_none(), "it has no control page");
     assert!(shared.watched().is_empty());
     assert_eq!(
-        poll([shared.doorbell.as_fd()], Some(Instant::now())).unwrap(),
+        poll([shared.bells.as_fd()], Some(Instant::now())).unwrap(),
         [true]
     );
 }

@@ -12,7 +12,7 @@ use weightsync_core::{Dtype, Epoch, WorkerId};
 
 use super::*;
 use crate::map::{Mapping, OwnedFile};
-use crate::spans::{CHECKSUM_BLOCK, Spans};
+use crate::spans::{CHECKSUM_BLOCK, SlotShape, Spans};
 use crate::wire::FromSender;
 use crate::{
     AttachOptions, CopyOptions, Delivery, ModelSpec, Reader, SegmentOptions, Source, Targets,
@@ -109,7 +109,7 @@ fn every_byte_is_under_a_checksum() {
     let snapshot = next(&mut reader);
     assert!(snapshot.verify_checksums().unwrap());
     let slot = snapshot.pin.slot;
-    let spans = Spans::new(&layout());
+    let (spans, shape) = (Spans::new(&layout()), SlotShape::of(&layout()));
     for span in spans.all() {
         for at in [span.image.start, span.image.end - 1] {
             spoil(&writer, slot, at);
@@ -126,8 +126,8 @@ fn every_byte_is_under_a_checksum() {
         }
     }
     for at in [
-        spans.table_offset(),
-        spans.table_offset() + spans.table_bytes() - 1,
+        shape.table_offset(),
+        shape.table_offset() + shape.table_bytes() - 1,
     ] {
         spoil(&writer, slot, at);
         let error = snapshot.verify_checksums().unwrap_err();
@@ -252,7 +252,7 @@ fn a_reader_that_breaks_the_protocol_keeps_its_pins() {
         publish(&mut writer, 1);
         let held = next(&mut reader);
         held.pin.book.socket().unwrap().send(junk, &[]).unwrap();
-        let told = writer.wait_readers(soon(), |_, rejected| rejected == [WorkerId(0)]);
+        let told = writer.wait_readers(soon(), |there| there.rejected == [WorkerId(0)]);
         assert!(told.unwrap(), "the breach was not noticed");
         publish(&mut writer, 2);
         // Slot 1 is live, slot 0 is held: there is nothing to write.

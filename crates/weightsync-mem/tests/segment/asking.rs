@@ -165,7 +165,7 @@ fn one_that_went_back_to_an_older_version_does_not_count_as_having_the_newer() {
     drop(reader);
     assert!(
         writer
-            .wait_readers(within(20), |readers, _| readers.is_empty())
+            .wait_readers(within(20), |there| there.readers.is_empty())
             .unwrap()
     );
     let lines = waiter.settle(&fourth, Level::Applied, within(20)).unwrap();

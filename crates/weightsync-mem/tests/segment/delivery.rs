@@ -3,9 +3,10 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::{Epoch, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, Deadline, Delivery, Error, Level, Outcome, Reader, Targets, Want,
+    AttachOptions, Attendance, Deadline, Delivery, Error, GuestOptions, Guests, Level, Models,
+    Outcome, Reader, SegmentOptions, Targets, Want,
 };
 
 use crate::{
@@ -126,7 +127,7 @@ fn a_worker_that_has_failed_for_good_stops_nobody() {
     assert_eq!(take(&mut newest).version(), Version(5));
     let grown = writer.slots(0);
     fails.refuse(None, "no such layer").unwrap();
-    let heard = |_: &[_], rejected: &[_]| rejected == [WorkerId(0)];
+    let heard = |there: &Attendance| there.rejected == [WorkerId(0)];
     assert!(writer.wait_readers(within(20), heard).unwrap());
     for version in 6..=40 {
         let publication = send(&mut writer, &[0], &Targets::All);
@@ -297,4 +298,103 @@ fn lanes_without_a_record_get_one_once_there_is_one_and_nobody_waits_for_it() {
     for (worker, reader) in (READERS - 2..).zip(&mut late) {
         assert_eq!(versions(&take_set(reader)), own(worker));
     }
+}
+
+#[test]
+fn the_sender_says_how_long_a_queue_may_be() {
+    let every = |bound| Delivery::Every { bound };
+    let newest = Delivery::Newest;
+    for (max_queue, delivery, denied) in [
+        (4, every(4), None),
+        (4, every(5), Some("allows 4")),
+        (0, every(1), Some("keeps no queues")),
+        (0, newest, None),
+    ] {
+        let address = address();
+        let options = SegmentOptions {
+            max_queue,
+            ..slots(2, 2)
+        };
+        let writer = small(&address, 1, options);
+        let here = AttachOptions {
+            delivery,
+            ..attach(&address, 0)
+        };
+        let guest = GuestOptions {
+            worker: WorkerId(1),
+            pid: 1,
+            seen: Epoch(0),
+            models: Models::ALL,
+            delivery,
+            device: String::new(),
+        };
+        let joined = [
+            Reader::attach(&here, within(20)).map(drop),
+            Guests::of(&writer).join(guest, |_| ()).map(drop),
+        ];
+        for joined in joined {
+            match (joined, denied) {
+                (Ok(()), None) => {}
+                (Err(Error::Denied { reason }), Some(words)) if reason.contains(words) => {}
+                other => panic!("{max_queue}, {delivery:?}: {other:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_late_reader_is_passed_over_until_it_moves() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 16));
+    let mut slow = joins(&address, 0, Delivery::Newest);
+    let guest = crate::guests::join(&writer, 1, Delivery::Newest);
+    let mut every = joins(&address, 2, Delivery::Every { bound: 8 });
+    let waiter = writer.waiter();
+    let first = send(&mut writer, &[0], &Targets::All);
+    // It takes the first, and is late for it all the same.
+    assert_eq!(take(&mut slow).version(), Version(1));
+    let first_too = send(&mut writer, &[0], &Targets::All);
+    waiter.late(&first_too, Level::Applied).unwrap();
+    let next = send(&mut writer, &[0], &Targets::All);
+    // Without a deadline: it would wait without end.
+    let lines = waiter.settle(&next, Level::Applied, None).unwrap();
+    let all_late = [0, 1, 2].map(|worker| (worker, Outcome::Late));
+    assert_eq!(outcomes(&lines), all_late);
+    assert!(lines.iter().all(|line| line.late.is_some()), "{lines:?}");
+    assert!(waiter.is_settled(&next, Level::Applied).unwrap());
+    // What it was late for, and what was before, can be waited for.
+    for earlier in [&first, &first_too] {
+        assert!(!waiter.is_settled(earlier, Level::Applied).unwrap());
+    }
+    let lines = waiter.settle(&first_too, Level::Applied, soon()).unwrap();
+    assert_eq!(outcomes(&lines), all_late);
+    assert!(lines.iter().all(|line| line.late.is_none()), "{lines:?}");
+
+    // A publication that insists waits for all of them.
+    let mut staging = writer.stage(&[0], within(20)).unwrap();
+    staging.wait_for_late();
+    let insists = staging.publish(&Targets::All).unwrap();
+    let lines = waiter.settle(&insists, Level::Applied, soon()).unwrap();
+    assert!(lines.iter().all(|line| line.late.is_none()), "{lines:?}");
+
+    // Each that moves is waited for again.
+    let next = send(&mut writer, &[0], &Targets::All);
+    let waits = thread::spawn({
+        let waiter = writer.waiter();
+        move || waiter.settle(&next, Level::Applied, None)
+    });
+    assert!(waits.join().unwrap().is_ok());
+    assert_eq!(take(&mut every).version(), Version(1));
+    let waited = |lines: &[weightsync_mem::ReaderOutcome]| {
+        let waited = lines.iter().filter(|line| line.late.is_none());
+        waited.map(|line| line.worker.0).collect::<Vec<_>>()
+    };
+    let next = send(&mut writer, &[0], &Targets::All);
+    let lines = waiter.settle(&next, Level::Applied, soon()).unwrap();
+    assert_eq!(waited(&lines), [2]);
+    assert_eq!(take(&mut slow).version(), Version(6));
+    crate::guests::load(&guest);
+    let next = send(&mut writer, &[0], &Targets::All);
+    let lines = waiter.settle(&next, Level::Applied, soon()).unwrap();
+    assert_eq!(waited(&lines), [0, 1, 2]);
 }

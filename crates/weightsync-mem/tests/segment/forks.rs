@@ -110,7 +110,7 @@ fn a_killed_worker_is_dead_although_its_child_has_its_socket() {
 }
 
 /// A process that has forked a child, which sleeps.
-struct Parent {
+pub(super) struct Parent {
     pid: libc::pid_t,
     killed: std::cell::Cell<bool>,
     child: libc::pid_t,
@@ -120,7 +120,7 @@ struct Parent {
 
 impl Parent {
     /// Forks a process that does `work`, forks a child, says so, and sleeps.
-    fn fork(work: impl FnOnce()) -> Self {
+    pub(super) fn fork(work: impl FnOnce()) -> Self {
         let mut ends = [0; 2];
         // SAFETY: there is room for two descriptors.
         let made = unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) };

@@ -6,12 +6,12 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 use weightsync_core::{Epoch, WorkerId};
 use weightsync_mem::{
-    Delivery, Guest, GuestOptions, Guests, Level, Models, Outcome, Targets, Writer,
+    Delivery, Going, Guest, GuestOptions, Guests, Level, Models, Outcome, Targets, Writer,
 };
 
-use crate::{address, outcomes, send, settle, slots, small, within};
+use crate::{address, outcomes, send, settle, slots, small, within, workers};
 
-fn join(writer: &Writer, worker: u32, delivery: Delivery) -> Guest {
+pub fn join(writer: &Writer, worker: u32, delivery: Delivery) -> Guest {
     let options = GuestOptions {
         worker: WorkerId(worker),
         pid: 1,
@@ -24,7 +24,7 @@ fn join(writer: &Writer, worker: u32, delivery: Delivery) -> Guest {
 }
 
 /// It has taken and loaded what it was told last.
-fn load(guest: &Guest) {
+pub fn load(guest: &Guest) {
     let told = guest.told().unwrap();
     let last = told.last().unwrap();
     let versions = last.members.iter().map(|one| (one.model(), one.version()));
@@ -99,11 +99,54 @@ fn whatever_is_heard_of_a_guest_while_it_is_waited_for_ends_the_wait() {
         (3, Outcome::Lost),
     ];
     assert_eq!(outcomes(&waits.join().unwrap().unwrap()), expected);
-    // What became of it in between is not forgotten by the next.
+    // What became of it in between is not forgotten by the next, and who was lost before
+    // it had anything has one line.
     let publication = send(&mut writer, &[0], &Targets::All);
     load(&loads);
     load(&refuses);
     let lines = settle(&writer, &publication);
     assert_eq!(lines[0].outcome, Outcome::Applied);
     assert_eq!(lines[1].outcome, Outcome::Applied);
+}
+
+/// Of those that had a version; one that leaves in order has one line, once.
+#[test]
+fn a_guest_that_went_is_a_line_until_it_is_back_or_forgotten() {
+    let mut writer = small(&address(), 1, slots(2, 2));
+    let guests = [0, 1, 2, 3].map(|worker| join(&writer, worker, Delivery::Newest));
+    let [left, died, lost, fails] = guests;
+    send(&mut writer, &[0], &Targets::All);
+    for guest in [&left, &died, &lost, &fails] {
+        load(guest);
+    }
+    left.leave(Going::Left);
+    died.leave(Going::Died);
+    lost.leave(Going::Lost);
+    fails.refuse(None, "CUDA error".into());
+    fails.leave(Going::Left);
+    let reason = || "CUDA error".to_owned();
+    let gone = |first: Option<Outcome>| {
+        let failed = Outcome::Failed { reason: reason() };
+        let others = [(1, Outcome::Died), (2, Outcome::Lost), (3, failed)];
+        let first = first.map(|outcome| (0, outcome));
+        first.into_iter().chain(others).collect::<Vec<_>>()
+    };
+    for first in [Some(Outcome::Left), None, None] {
+        let publication = send(&mut writer, &[0], &Targets::All);
+        assert_eq!(outcomes(&settle(&writer, &publication)), gone(first));
+    }
+    let publication = send(&mut writer, &[0], &workers(&[2]));
+    let expected = [(2, Outcome::Lost)];
+    assert_eq!(
+        outcomes(&writer.waiter().decided(&publication).unwrap()),
+        expected
+    );
+    assert_eq!(outcomes(&settle(&writer, &publication)), expected);
+
+    let back = join(&writer, 2, Delivery::Newest);
+    writer.forget(&[WorkerId(1), WorkerId(3)]).unwrap();
+    let publication = send(&mut writer, &[0], &Targets::All);
+    load(&back);
+    let lines = settle(&writer, &publication);
+    assert_eq!(outcomes(&lines), [(2, Outcome::Applied)]);
 }

@@ -140,10 +140,15 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
     let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     rustix::net::bind(&listener, &name).unwrap();
     rustix::net::listen(&listener, 8).unwrap();
-    let small = Layout::new([("w".to_owned(), Dtype::U8, vec![100])]).unwrap();
-    let layout = small.encode();
-    let len = layout.len() as u64;
-    let (page, description) = (sealed(b"", PAGE), sealed(&layout, PAGE));
+    let described = |bytes| {
+        let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]);
+        let layout = layout.unwrap().encode();
+        (layout.len() as u64, sealed(&layout, PAGE))
+    };
+    let page = sealed(b"", PAGE);
+    let (len, description) = described(100);
+    // Its image would not fit any machine: nothing is made by what it claims.
+    let (huge_len, huge) = described(1 << 49);
     let slot = sealed(b"", 4096);
     let doorbell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
     let model = |index, slots, slot_bytes, layout_bytes, note_bytes| {
@@ -161,6 +166,7 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
     };
     for (packet, whole) in [
         (model(0, 1, 4096, len, 0), true),
+        (model(0, 1, 4096, huge_len, 0), false),
         (model(1, 1, 4096, len, 0), false),
         (model(0, 2, 4096, len, 0), false),
         (model(0, 1, 8192, len, 0), false),
@@ -181,7 +187,11 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
             relayed: 0,
         };
         send_fds(&peer, &welcome.encode(), &[&page, &page, &doorbell]);
-        send_fds(&peer, &packet, &[&description, &page, &slot]);
+        let described = match packet == model(0, 1, 4096, huge_len, 0) {
+            true => &huge,
+            false => &description,
+        };
+        send_fds(&peer, &packet, &[described, &page, &slot]);
         let joined = joining.join().unwrap();
         assert_eq!(joined.is_ok(), whole, "{joined:?}");
         if let Err(error) = joined {

@@ -4,6 +4,7 @@
 mod asking;
 mod delivery;
 mod faults;
+mod files;
 mod forks;
 mod guests;
 mod hostile;

@@ -39,6 +39,27 @@ fn who_leaves_and_joins_anew_has_left_first() {
     drop(held);
 }
 
+#[test]
+fn of_two_that_wait_under_one_number_one_is_let_in() {
+    let (relay, address) = relay();
+    let workers = [joining(&address), joining(&address)];
+    let mut tickets = Vec::new();
+    while tickets.len() < 2 {
+        let events = relay.wait(within(20)).unwrap();
+        tickets.extend(events.iter().filter_map(|event| match event {
+            Event::Joins { ticket, .. } => Some(*ticket),
+            _ => None,
+        }));
+    }
+    relay.admit(tickets[0]).unwrap();
+    let error = relay.admit(tickets[1]).unwrap_err();
+    assert!(error.to_string().contains("already connected"), "{error}");
+    assert_eq!(relay.readers().len(), 1);
+    let joined = workers.map(|worker| worker.join().unwrap());
+    let denied = |joined: &&Result<Reader, Error>| matches!(joined, Err(Error::Denied { .. }));
+    assert_eq!(joined.iter().filter(denied).count(), 1, "{joined:?}");
+}
+
 fn relay() -> (Relay, String) {
     let address = address();
     let listener = Listener::at(&address).unwrap();

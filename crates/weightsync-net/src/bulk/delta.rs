@@ -91,8 +91,17 @@ pub(crate) enum Span {
 pub(crate) struct Coded {
     sent: Arc<[u8]>,
     crc: u64,
-    /// The same in more bytes, as it can be folded, where that is kept.
-    foldable: Option<Arc<[u8]>>,
+    /// Of a thin one the same in more bytes, as it can be folded; `None` where that is not
+    /// kept. Not known before the span has been made.
+    foldable: OnceLock<Option<Arc<[u8]>>>,
+}
+
+/// What is folded of a delta of a span.
+enum Foldable<'a> {
+    Ready(&'a [u8]),
+    NotYet,
+    /// It is thin, and nothing else is kept of it.
+    Nothing,
 }
 
 impl Coded {
@@ -101,7 +110,7 @@ impl Coded {
         Self {
             sent: bytes.into(),
             crc,
-            foldable: None,
+            foldable: OnceLock::new(),
         }
     }
 
@@ -112,13 +121,26 @@ impl Coded {
             Some(thin) => (thin, Some(foldable)),
             None => (foldable, None),
         };
-        let few = |bytes: &Vec<u8>| ((sent.len() + bytes.len()) as u64) < most;
-        let foldable = foldable.filter(few).map(Into::into);
-        Self {
-            foldable,
-            crc: weightsync_simd::crc64(&sent),
-            sent: sent.into(),
+        let crc = weightsync_simd::crc64(&sent);
+        let made = Self::new(sent, crc);
+        made.keep_foldable(foldable, most);
+        made
+    }
+
+    /// Keeps how it can be folded, if both together are fewer bytes than `most`; how many
+    /// bytes that takes.
+    fn keep_foldable(&self, foldable: Option<Vec<u8>>, most: u64) -> u64 {
+        let few = |bytes: &Vec<u8>| ((self.sent.len() + bytes.len()) as u64) < most;
+        let kept = foldable.filter(few);
+        let bytes = kept.as_ref().map_or(0, Vec::len) as u64;
+        match self.foldable.set(kept.map(Into::into)) {
+            Ok(()) => bytes,
+            Err(_) => 0,
         }
+    }
+
+    pub(crate) fn is_thin(&self) -> bool {
+        Codec::of(&self.sent) == Some(Codec::Thin)
     }
 
     /// What is sent of it.
@@ -131,9 +153,13 @@ impl Coded {
         self.crc
     }
 
-    /// What is folded of it: thin ones of which nothing else is kept cannot be.
-    fn foldable(&self) -> &[u8] {
-        self.foldable.as_deref().unwrap_or(&self.sent)
+    fn foldable(&self) -> Foldable<'_> {
+        match self.foldable.get() {
+            _ if !self.is_thin() => Foldable::Ready(&self.sent),
+            None => Foldable::NotYet,
+            Some(None) => Foldable::Nothing,
+            Some(Some(bytes)) => Foldable::Ready(bytes),
+        }
     }
 
     /// What is noted of a span: one that is not of fewer bytes than `most` is sent whole.
@@ -146,8 +172,8 @@ impl Coded {
 
     /// Bytes of memory it takes.
     fn held(&self) -> u64 {
-        let other = self.foldable.as_ref().map_or(0, |bytes| bytes.len());
-        (self.sent.len() + other) as u64
+        let other = self.foldable.get().and_then(Option::as_ref);
+        (self.sent.len() + other.map_or(0, |bytes| bytes.len())) as u64
     }
 }
 
@@ -209,6 +235,14 @@ impl Delta {
         }
     }
 
+    /// Keeps of a span that was noted thin how it can be folded.
+    pub(crate) fn note_foldable(&self, index: usize, bytes: Vec<u8>, layout: &Layout) {
+        if let Some(Span::Coded(coded)) = self.noted(index) {
+            let more = coded.keep_foldable(Some(bytes), most(index, layout));
+            self.held.fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
     /// What there is of a span; `None` while it is not known.
     pub(crate) fn span(
         &self,
@@ -232,45 +266,44 @@ impl Delta {
         if let Some(known) = span.get() {
             return Some(known);
         }
-        let mut parts = self.parts.iter();
-        let mut folded = match parts.next()?.span(index, layout, scratch)? {
-            Span::Coded(coded) => coded.foldable().to_vec(),
-            Span::Dense => {
-                self.note(index, Span::Dense);
-                return span.get();
-            }
-        };
-        for part in parts {
-            let Span::Coded(next) = part.span(index, layout, scratch)? else {
-                self.note(index, Span::Dense);
-                return span.get();
+        let mut folded: Option<Vec<u8>> = None;
+        for part in &self.parts {
+            let next = match part.span(index, layout, scratch)? {
+                Span::Coded(coded) => coded.foldable(),
+                Span::Dense => Foldable::Nothing,
+            };
+            let next = match next {
+                Foldable::Ready(next) => next,
+                Foldable::NotYet => return None,
+                Foldable::Nothing => {
+                    self.note(index, Span::Dense);
+                    return span.get();
+                }
+            };
+            let Some(before) = &folded else {
+                folded = Some(next.to_vec());
+                continue;
             };
             let mut both = Vec::new();
             let start = index as u64 * SPAN;
             let pattern = Pattern::of_span(layout, start);
             let bytes = SPAN.min(layout.bytes() - start) as usize;
-            let next = next.foldable();
-            match delta::fold(pattern, bytes, &folded, next, &mut both, scratch) {
-                Ok(_) => folded = both,
-                Err(error) => {
-                    // As thin ones cannot, of which a relay has nothing else.
-                    tracing::debug!(
-                        "two deltas cannot be folded, so a span is sent whole: {error}"
-                    );
-                    self.note(index, Span::Dense);
-                    return span.get();
-                }
+            if let Err(error) = delta::fold(pattern, bytes, before, next, &mut both, scratch) {
+                tracing::debug!("two deltas cannot be folded, so a span is sent whole: {error}");
+                self.note(index, Span::Dense);
+                return span.get();
             }
+            folded = Some(both);
         }
         let most = most(index, layout);
-        let coded = Coded::made(folded, None, most);
+        let coded = Coded::made(folded?, None, most);
         self.note(index, coded.if_fewer(most));
         span.get()
     }
 
     /// What is known of a span by itself.
     pub(crate) fn known(&self, index: usize) -> Option<&Span> {
-        let known = self.spans.get(index)?.get()?;
+        let known = self.noted(index)?;
         Some(match self.is_spoiled() {
             true => &Span::Dense,
             false => known,
@@ -289,13 +322,17 @@ impl Delta {
 
     /// Whether a span of it is known, or can be found.
     pub(crate) fn is_known(&self, index: usize) -> bool {
-        let known = |delta: &Self| {
-            delta
-                .spans
-                .get(index)
-                .is_some_and(|span| span.get().is_some())
+        let can_be_folded = |part: &Arc<Self>| match part.noted(index) {
+            None => false,
+            Some(Span::Dense) => true,
+            Some(Span::Coded(coded)) => !matches!(coded.foldable(), Foldable::NotYet),
         };
-        known(self) || !self.parts.is_empty() && self.parts.iter().all(|part| known(part))
+        let is_noted = self.noted(index).is_some();
+        is_noted || self.is_folded() && self.parts.iter().all(can_be_folded)
+    }
+
+    fn noted(&self, index: usize) -> Option<&Span> {
+        self.spans.get(index)?.get()
     }
 
     /// Nothing more will be known of it: what is not known is sent whole.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
-use weightsync_core::delta::{Codec, DeltaError, Pattern, Scratch, apply, apply_onto};
+use weightsync_core::delta::{Codec, DeltaError, Pattern, Scratch, apply, apply_onto, encode};
 use weightsync_mem::{Piece, Room, Snapshot};
 use weightsync_simd::Crc64;
 

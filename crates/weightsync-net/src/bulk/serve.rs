@@ -1,9 +1,10 @@
 //! The parent's end of a bulk link.
 
+use std::collections::HashMap;
 use std::io::{self, IoSlice, Write};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
@@ -43,6 +44,13 @@ const QUIET: Duration = Duration::from_secs(60);
 /// How many children may be connected, whether or not they ask for anything.
 const CHILDREN: usize = 32_768;
 
+/// So many bytes that went to a child in one turn tell how fast its link is, whatever
+/// buffers have taken of them.
+const TELLING: u64 = 16 << 20;
+
+/// Of so many children that is remembered.
+const REMEMBERED: usize = 1024;
+
 /// Why a version is not served to its end.
 const REPLACED: &str = "it was replaced by a newer one";
 
@@ -68,6 +76,8 @@ pub(crate) struct Serving {
     pub(crate) tell: Arc<dyn Fn(Served) + Send + Sync>,
     at_once: Arc<Semaphore>,
     children: Arc<Semaphore>,
+    /// How fast the link to each child is, in bytes a second, as far as it has shown.
+    rates: Arc<Mutex<HashMap<u64, u64>>>,
     quiet: Duration,
 }
 
@@ -86,6 +96,7 @@ impl Serving {
             tell: Arc::new(tell),
             at_once: Arc::new(Semaphore::new(AT_ONCE)),
             children: Arc::new(Semaphore::new(CHILDREN)),
+            rates: Arc::default(),
             quiet: QUIET,
         }
     }
@@ -209,6 +220,24 @@ impl Serving {
         }
     }
 
+    /// So much went to a child. What it waited for counts too: to take a link for slower
+    /// than it is costs a fold.
+    fn note_rate(&self, agent: u64, bytes: u64, took: Duration) {
+        if bytes < TELLING {
+            return;
+        }
+        let mut rates = self.rates();
+        if rates.len() >= REMEMBERED && !rates.contains_key(&agent) {
+            rates.clear();
+        }
+        rates.insert(agent, (bytes as f64 / took.as_secs_f64()) as u64);
+    }
+
+    fn rates(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
+        // Single insertions: it holds after a panic.
+        self.rates.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Whether somebody waits for a turn.
     fn others_wait(&self) -> bool {
         self.at_once.available_permits() == 0
@@ -317,10 +346,14 @@ impl Going {
             self.since = Some(Instant::now());
             (self.serving.tell)(Served::Wanted { item });
         }
-        let mut bytes = 0;
+        let (mut bytes, begun) = (0, Instant::now());
         let end = self.serve(socket, &mut bytes);
+        self.serving.note_rate(agent, bytes, begun.elapsed());
         if !matches!(end, Ok(End::Turn)) {
             self.since = None;
+            if let Some(held) = self.held.take().filter(|_| end.is_err()) {
+                self.serving.store.broke_off(item, held);
+            }
             (self.serving.tell)(Served::Unwanted { item });
         }
         if bytes > 0 {
@@ -335,20 +368,22 @@ impl Going {
     /// Sends what was asked for, as far as one turn goes; `sent` is how many bytes of it.
     fn serve(&mut self, socket: &mut TcpStream, sent: &mut u64) -> io::Result<End> {
         let begun = Instant::now();
-        let held = match self.held.take() {
+        let held = match self.held.clone() {
             Some(held) => held,
             None => match self.find(socket, begun)? {
                 Ok(held) => held,
                 Err(end) => return Ok(end),
             },
         };
+        self.held = Some(held.clone());
         let Some(_going) = held.goes_by(socket)? else {
+            self.held = None;
             drop(held);
             say_gone(socket, REPLACED)?;
             return Ok(End::Over);
         };
         let (item, serving) = (self.item(), self.serving.clone());
-        let ToParent::Fetch { ranges, .. } = &self.fetch;
+        let ToParent::Fetch { agent, ranges, .. } = &self.fetch;
         // They ascend, and none is asked for twice: what follows is bounded by this.
         let behind = ranges.last().and_then(|range| range.end());
         if behind.is_some_and(|behind| behind as usize > held.chunks()) {
@@ -364,13 +399,12 @@ impl Going {
             let deltas = serving.store.deltas();
             let known = || !deltas.is_announced();
             serving.store.wait_until(known, IDLE);
-            deltas.find(item, base)
+            deltas.find(item, base, serving.rates().get(agent).copied())
         });
         let mut scratch = Scratch::new();
         let mut left = &indices[..];
         while let Some(&index) = left.first() {
             if begun.elapsed() >= TURN && serving.others_wait() {
-                self.held = Some(held.clone());
                 return Ok(End::Turn);
             }
             let span = span_of(left, held.chunks());

@@ -1,5 +1,6 @@
 //! What can be served: versions that are whole, and those that are still coming.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::io;
@@ -18,6 +19,9 @@ use crate::wire::frame::CHUNK;
 
 // The checksums of a sender's copy pass are those of chunks.
 const _: () = assert!(CHUNK as usize == weightsync_mem::CHECKSUM_BLOCK);
+
+/// For so long a sender keeps a version for one whose connection has broken.
+const COMES_AGAIN: Duration = Duration::from_secs(3);
 
 /// A version that can be served, as far as it is there.
 #[derive(Debug)]
@@ -222,6 +226,9 @@ struct Kept {
     /// Those that somebody is being served, to find their checksums again.
     served: HashMap<Item, Weak<Held>>,
     refused: Vec<(Item, Instant)>,
+    /// Of each model the version of which somebody was served a part when its connection
+    /// broke, and since when it waits for that one to come again.
+    broken_off: BTreeMap<usize, (Item, Arc<Held>, Instant)>,
     closed: bool,
 }
 
@@ -310,14 +317,28 @@ impl Store {
         let Some(find) = &self.find else {
             return;
         };
-        let kept = self.kept();
+        let mut kept = self.kept();
+        let waits = kept.broken_off.get(&model).map(|(item, ..)| *item);
         let all = kept.served.iter();
         let all: BTreeMap<Item, Arc<Held>> = all
             .filter_map(|(item, held)| Some((*item, held.upgrade()?)))
             .collect();
-        let replaced = replaced(all.keys().copied(), model, newest, |item| {
-            find(item).is_some()
-        });
+        // What is kept only for one that may come again.
+        let is_left = |item: &Item| waits == Some(*item) && Arc::strong_count(&all[item]) == 2;
+        let is_kept = |item| find(item).is_some();
+        let served = all.keys().copied().filter(|item| !is_left(item));
+        let is_old = |item: Item| item.model == model && item.version < newest && !is_kept(item);
+        let is_served = served.clone().any(is_old);
+        let replaced = replaced(served, model, newest, is_kept);
+        let is_late = |since: Instant| since.elapsed() >= COMES_AGAIN;
+        let over = |(item, _, since): &mut (Item, Arc<Held>, Instant)| {
+            is_late(*since) || replaced.contains(item) || is_left(item) && is_served
+        };
+        if let Entry::Occupied(mut waits) = kept.broken_off.entry(model)
+            && over(waits.get_mut())
+        {
+            waits.remove();
+        }
         for item in &replaced {
             all[item].cut_off();
         }
@@ -327,10 +348,22 @@ impl Store {
         }
     }
 
+    /// A connection has broken by which somebody was served this: as long as nobody else
+    /// is served an older one, it is kept for a moment, for that one to come again.
+    pub(super) fn broke_off(&self, item: Item, held: Arc<Held>) {
+        let mut kept = self.kept();
+        if !self.is_sender() || kept.closed || held.is_revoked() {
+            return;
+        }
+        let now = Instant::now();
+        kept.broken_off.insert(item.model, (item, held, now));
+    }
+
     /// What there is of a version is not what was published: nobody gets it from here any more.
     pub(crate) fn spoil(&self, item: Item) {
         self.deltas.spoil(item);
         let mut kept = self.kept();
+        kept.broken_off.remove(&item.model);
         if let Some(held) = kept.served.remove(&item).and_then(|held| held.upgrade()) {
             held.cut_off();
         }
@@ -418,6 +451,7 @@ impl Store {
             held.revoked.store(true, Ordering::Release);
         }
         kept.held.clear();
+        kept.broken_off.clear();
         drop(kept);
         self.changed.notify_all();
     }

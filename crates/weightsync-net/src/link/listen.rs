@@ -37,6 +37,8 @@ pub(crate) async fn accept_all(
         };
         let (mut socket, from) = match accepted {
             Ok(accepted) => accepted,
+            // Out of descriptors, most likely.
+            Err(_) if weightsync_mem::raise_files() => continue,
             Err(error) => {
                 log(&causes, "accept", || {
                     format!("no connection can be accepted: {error}")
@@ -54,6 +56,10 @@ pub(crate) async fn accept_all(
             let answers = || locked(&answers).gives(from.ip(), Instant::now());
             match greet(&mut socket, &key, busy, answers).await {
                 Ok(agreed) => take(socket, from, agreed.role),
+                // As one does that gives an attempt up, and tries again.
+                Err(error) if error.is_hang_up() => {
+                    tracing::debug!("{from} hung up before it was let in: {error}");
+                }
                 Err(error) => log(&noted, cause(&error), || {
                     format!("a connection from {from} was not let in: {error}")
                 }),

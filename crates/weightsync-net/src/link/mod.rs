@@ -424,6 +424,21 @@ pub(crate) enum GreetError {
     Hello(HelloError),
 }
 
+impl GreetError {
+    /// Whether the client hung up, and had done nothing wrong by then.
+    pub(crate) fn is_hang_up(&self) -> bool {
+        use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
+        match self {
+            Self::Hello(HelloError::HungUp { .. }) => true,
+            Self::Failed(error) => matches!(
+                error.kind(),
+                BrokenPipe | ConnectionAborted | ConnectionReset
+            ),
+            Self::Slow | Self::Hello(_) => false,
+        }
+    }
+}
+
 impl From<io::Error> for GreetError {
     fn from(error: io::Error) -> Self {
         Self::Failed(error)

@@ -52,6 +52,22 @@ fn who_does_not_take_what_it_is_told_loses_its_link() {
     });
 }
 
+/// A relay that stops a fetch, say, while it connects.
+#[test]
+fn a_client_that_hangs_up_is_not_one_that_is_refused() {
+    let key = Key::new(&[1; 16]);
+    let cases: [(&[u8], bool); 3] = [(b"", true), (b"wsLI", true), (&[b'G'; HELLO_BYTES], false)];
+    runtime("weightsync-test").unwrap().block_on(async {
+        for (said, hangs_up) in cases {
+            let (mut client, mut server) = pair().await;
+            client.write_all(said).await.unwrap();
+            drop(client);
+            let error = greet(&mut server, &key, false, || true).await.unwrap_err();
+            assert_eq!(error.is_hang_up(), hangs_up, "{said:?}: {error}");
+        }
+    });
+}
+
 /// A listener at loopback that takes whoever has the key.
 async fn listen(key: &Key) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -2,15 +2,20 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use weightsync::transport::ReceiverTransport;
 
 use super::way::Found;
 use super::{Shared, State};
 
-/// When a relay is looked for first; later less often.
-const FIRST: Duration = Duration::from_millis(500);
+/// When a relay is looked for first; later less often. What a worker fetches for itself
+/// until then, its host fetches twice.
+const FIRST: Duration = Duration::from_millis(50);
+
+/// For so long a worker that has a version already stays where it is: a relay that has just
+/// begun has none, and the worker would find none there.
+const STAYS: Duration = Duration::from_millis(500);
 
 /// The longest pause between two looks.
 const LONGEST: Duration = Duration::from_secs(8);
@@ -33,7 +38,7 @@ impl Shared {
     }
 
     fn look_out_for_a_relay(shared: &Arc<Self>) {
-        let mut pause = FIRST;
+        let (mut pause, mut since) = (FIRST, Instant::now());
         while !shared.rest(pause) {
             pause = (pause * 2).min(LONGEST);
             if !shared.way.has_a_relay() {
@@ -42,7 +47,11 @@ impl Shared {
             let Some(old) = shared.take_between_calls() else {
                 return;
             };
-            let (next, left) = shared.at_the_relay(old);
+            let stays = since.elapsed() < STAYS && old.attached.reader().has_news();
+            let (next, left) = match stays {
+                true => (old, None),
+                false => shared.at_the_relay(old),
+            };
             shared.state().moving = false;
             let is_over = left.is_some();
             // The sender has it there before it leaves here.
@@ -52,7 +61,7 @@ impl Shared {
                 if shared.has_looked() {
                     return;
                 }
-                pause = FIRST;
+                (pause, since) = (FIRST, Instant::now());
             }
         }
     }
@@ -109,7 +118,7 @@ impl Shared {
 
     /// Waits for so long; whether the worker leaves.
     fn rest(&self, pause: Duration) -> bool {
-        let since = std::time::Instant::now();
+        let since = Instant::now();
         let mut state = self.state();
         loop {
             if self.closed.load(Ordering::SeqCst) {

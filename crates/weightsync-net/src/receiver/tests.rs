@@ -1,15 +1,16 @@
 //! A worker between two relays.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Barrier;
 use std::time::Duration;
 use std::{env, thread};
 
 use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
 use weightsync::{
-    AnyScheme, BackgroundState, Expect, InitInfo, ModelId, ReceiverSetup, Schemes, SenderSetup,
-    SnapshotsInBackground, Tensors,
+    AnyScheme, BackgroundState, Expect, InitInfo, ModelId, ReceiverSetup, Schemes, SendOptions,
+    SenderSetup, SnapshotsInBackground, Tensors, WaitFor,
 };
 
 use super::*;
@@ -170,7 +171,7 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
 /// With which scheme a copy of this program is to be a trainer.
 const SCHEME: &str = "WEIGHTSYNC_TEST_SCHEME";
 
-/// What a copy of this program does, until its input ends.
+/// What a copy of this program does, until its input ends: a line of that is a send.
 #[test]
 fn as_a_trainer() {
     let Ok(scheme) = env::var(SCHEME) else {
@@ -182,8 +183,12 @@ fn as_a_trainer() {
     let setup = SenderSetup::new("policy", &weights).unwrap();
     let setup = setup.scheme(scheme).unwrap();
     println!("\n{}", serde_json::to_string(&setup.init_info()).unwrap());
-    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
-    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+    let mut sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    for line in std::io::stdin().lines() {
+        line.unwrap();
+        let sent = SendOptions::new().wait(WaitFor::Sent);
+        sender.send_with(&weights, &sent).unwrap();
+    }
     sender.shutdown();
 }
 
@@ -201,6 +206,38 @@ fn trainer_apart(scheme: &str) -> (Child, InitInfo) {
     let info = lines.find(|line| line.starts_with('{')).unwrap();
     thread::spawn(move || lines.for_each(drop));
     (trainer, serde_json::from_str(&info).unwrap())
+}
+
+/// For longer than five handshakes take that nobody answers: it may be in a debugger.
+#[test]
+fn a_trainer_that_was_stopped_is_found_again() {
+    let [.., high, low] = std::process::id().to_be_bytes();
+    let scheme = format!("distributed:listen=127.8.{high}.{low}:7070,share=none");
+    let (mut trainer, info) = trainer_apart(&scheme);
+    let setup = ReceiverSetup::new(info, 1).schemes(Distributed::among_schemes());
+    let mut receiver = setup.connect(LONG).unwrap();
+    assert_eq!(
+        receiver.receive(Some(LONG)).unwrap().unwrap().version().0,
+        1
+    );
+    let signal = |name: &str| {
+        let pid = trainer.id().to_string();
+        let sent = Command::new("kill").args([name, &pid]).status().unwrap();
+        assert!(sent.success());
+    };
+    signal("-STOP");
+    let nothing = receiver.receive(Some(Duration::from_secs(14)));
+    assert!(matches!(nothing, Ok(None)), "{nothing:?}");
+    signal("-CONT");
+    writeln!(trainer.stdin.as_mut().unwrap()).unwrap();
+    assert_eq!(
+        receiver.receive(Some(LONG)).unwrap().unwrap().version().0,
+        2
+    );
+    drop(trainer.stdin.take());
+    let error = receiver.receive(Some(LONG)).unwrap_err();
+    assert!(error.is_sender_closed(), "{error}");
+    trainer.wait().unwrap();
 }
 
 /// Whoever comes to the port after it is of another run, which no worker joins.
@@ -304,7 +341,10 @@ fn what_hinders_one_look_for_another_way_does_not_end_the_search() {
     let shared = receiver.shared.clone();
     let closed = Arc::new(AtomicBool::new(false));
     let (own, ends) = (shared.clone(), closed.clone());
-    let search = thread::spawn(move || own.way.find_again(&Handoff::default(), &ends, LONG));
+    let search = thread::spawn(move || {
+        own.way
+            .find_again(&Handoff::default(), &ends, Waits::default())
+    });
     for _ in 0..3 {
         for expected in [Heard::Came, Heard::Left] {
             assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
@@ -315,7 +355,7 @@ fn what_hinders_one_look_for_another_way_does_not_end_the_search() {
 }
 
 #[test]
-fn a_sender_that_answers_nobody_for_long_is_dead() {
+fn a_sender_that_answers_nobody_is_dead_after_a_while() {
     let (sender, info) = trainer();
     let receiver = worker(&info);
     sender.shutdown();
@@ -323,12 +363,14 @@ fn a_sender_that_answers_nobody_for_long_is_dead() {
     let _kept = std::net::TcpListener::bind(info.endpoint().address()).unwrap();
     let begun = Instant::now();
     let closed = AtomicBool::new(false);
-    let found = receiver
-        .shared
-        .way
-        .find_again(&Handoff::default(), &closed, LONG);
+    let waits = Waits {
+        silent: Duration::from_secs(3),
+        ..Waits::default()
+    };
+    let way = &receiver.shared.way;
+    let found = way.find_again(&Handoff::default(), &closed, waits);
     assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
-    assert!(begun.elapsed() < LONG, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() >= waits.silent, "{:?}", begun.elapsed());
 }
 
 /// It has its room to make before it answers, here and over a link.
@@ -373,7 +415,13 @@ fn a_worker_whose_number_is_taken_for_long_is_told_so() {
     let scheme = Distributed::new().share(Share::Relay);
     let way = Way::new(&scheme, info.endpoint(), &joining(&info)).unwrap();
     let closed = AtomicBool::new(false);
-    let look = |patience| way.find_again(&Handoff::default(), &closed, patience);
+    let look = |denied| {
+        let waits = Waits {
+            denied,
+            ..Waits::default()
+        };
+        way.find_again(&Handoff::default(), &closed, waits)
+    };
     let found = look(Duration::from_millis(100));
     let is_denied = matches!(&found, Err(Error::Memory(MemoryError::Denied { .. })));
     assert!(is_denied, "{found:?}");
@@ -398,10 +446,11 @@ fn who_is_in_its_senders_place_for_a_while_does_not_end_a_background_receiver() 
         loop {
             let status = background.status().unwrap();
             let says = status.failure.is_some_and(|why| why.contains(complaint));
-            match status.state {
-                BackgroundState::Searching | BackgroundState::Following => {}
-                state => panic!("{state:?}"),
-            }
+            let over = matches!(
+                status.state,
+                BackgroundState::Died { .. } | BackgroundState::Failed { .. }
+            );
+            assert!(!over, "{:?}", status.state);
             if says {
                 break;
             }
@@ -439,4 +488,56 @@ fn a_worker_whose_new_relay_goes_at_once_looks_for_the_next_one() {
     receiver.shared.state().is_own_agent = false;
     assert!(receiver.shared.has_looked());
     assert!(receiver.shared.state().looks.is_none());
+}
+
+/// One comes by the memory of the trainer's host, the other by a link: whoever is first
+/// has the number, and the other is told so at once.
+#[test]
+fn one_of_two_that_come_with_one_number_has_it() {
+    let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let setup = setup.scheme(Distributed::new()).unwrap();
+    let near = setup.init_info();
+    let mut sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
+    let mut far = serde_json::to_value(&near).unwrap();
+    far["scheme"] = "distributed:share=none".into();
+    let far: InitInfo = serde_json::from_value(far).unwrap();
+    let count = weightsync_conformance::scale::rounds(5_000, 40);
+    let mut won = [0, 0];
+    for number in 0..count as u32 {
+        let start = Barrier::new(2);
+        let join = |info: &InitInfo| {
+            let setup = ReceiverSetup::new(info.clone(), number);
+            start.wait();
+            setup.schemes(Distributed::among_schemes()).connect(LONG)
+        };
+        let begun = Instant::now();
+        let both = thread::scope(|scope| {
+            let far = scope.spawn(|| join(&far));
+            [join(&near), far.join().unwrap()]
+        });
+        assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
+        let mut there = Vec::new();
+        for (way, joined) in both.into_iter().enumerate() {
+            match joined {
+                Ok(receiver) => {
+                    won[way] += 1;
+                    there.push(receiver);
+                }
+                Err(error) => {
+                    let words = error.to_string();
+                    assert!(words.contains("is already connected"), "{words}");
+                }
+            }
+        }
+        let [mut winner] = <[_; 1]>::try_from(there).unwrap();
+        let workers = sender.workers();
+        let of_it = workers.iter().filter(|one| one.worker.0 == number);
+        assert_eq!(of_it.count(), 1, "{workers:?}");
+        // What is sent is what comes. To all: what is sent to one worker is kept for it,
+        // and would take a slot for each number.
+        let options = SendOptions::new().wait(WaitFor::Sent);
+        let sent = sender.send_with(&weights(), &options).unwrap().version();
+        while winner.receive(Some(LONG)).unwrap().unwrap().version() < sent {}
+    }
+    println!("{won:?} came first by memory and by a link");
 }

@@ -3,9 +3,11 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use weightsync::transport::{Attached, Deadline, Endpoint, Handoff, Joining, interrupt};
+use weightsync::transport::{
+    Attached, Deadline, Endpoint, Handoff, Joining, SILENT_SENDER, interrupt,
+};
 use weightsync::{Error, MemoryError, Result};
-use weightsync_mem::{AttachOptions, Reader};
+use weightsync_mem::{AttachOptions, Origin, Reader};
 
 use crate::access::Access;
 use crate::error::{NetError, transport};
@@ -32,13 +34,24 @@ const MOMENT: Duration = Duration::from_millis(300);
 /// After so many refusals in a row nobody listens where the sender did.
 const REFUSALS: u32 = 5;
 
-/// And after so many handshakes in a row that nobody answered, although somebody
-/// listens, it is dead: some ten seconds.
-const UNANSWERED: u32 = 5;
+/// How long a worker looks for another way to its sender before it takes this for an
+/// answer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Waits {
+    /// That it is turned away: the next look may find what was told of it meanwhile.
+    pub(super) denied: Duration,
+    /// That somebody listens where the sender did, and answers nobody.
+    pub(super) silent: Duration,
+}
 
-/// For so long a worker is turned away before it takes that for an answer: the next
-/// look may find what was told of it meanwhile.
-pub(super) const DENIED: Duration = Duration::from_secs(10);
+impl Default for Waits {
+    fn default() -> Self {
+        Self {
+            denied: Duration::from_secs(10),
+            silent: SILENT_SENDER,
+        }
+    }
+}
 
 /// The way of one worker.
 #[derive(Debug)]
@@ -47,7 +60,7 @@ pub(super) struct Way {
     at: Endpoint,
     joining: Joining,
     instance: u64,
-    owner: u32,
+    owner: Origin,
 }
 
 /// Where it has led.
@@ -89,12 +102,12 @@ impl Way {
             at: at.clone(),
             joining: joining.clone(),
             instance: random()?,
-            owner: std::process::id(),
+            owner: Origin::here(),
         })
     }
 
     pub(super) fn is_forked(&self) -> bool {
-        self.owner != std::process::id()
+        !self.owner.is_here()
     }
 
     /// Attaches to the trainer's segment if that is on this host, to that of the
@@ -121,15 +134,16 @@ impl Way {
     }
 
     /// The same after a relay has gone: until it is `closed`, or the sender is gone
-    /// as well. What hinders one look may be over at the next; that it is turned away for
-    /// so long is an answer.
+    /// as well. What hinders one look may be over at the next, unless it lasts.
     pub(super) fn find_again(
         &self,
         handoff: &Handoff,
         closed: &AtomicBool,
-        patience: Duration,
+        waits: Waits,
     ) -> Result<Option<Found>> {
-        let (mut looks, mut refusals, mut unanswered) = (0, 0, 0);
+        let (mut looks, mut refusals) = (0, 0);
+        // Since when nobody has answered.
+        let mut silent: Option<Instant> = None;
         let mut hindrances = Causes::default();
         // Since when it has been turned away at each look.
         let mut denied: Option<Instant> = None;
@@ -143,7 +157,7 @@ impl Way {
                 }
                 Err(error) => {
                     denied = is_denied(&error).then(|| denied.unwrap_or_else(Instant::now));
-                    if denied.is_some_and(|since| since.elapsed() >= patience) {
+                    if denied.is_some_and(|since| since.elapsed() >= waits.denied) {
                         return Err(error);
                     }
                     let hindrance = passing(error)?;
@@ -153,10 +167,18 @@ impl Way {
                     Reach::Unknown
                 }
             };
-            let more = |count: u32, what| if reach == what { count + 1 } else { 0 };
-            refusals = more(refusals, Reach::Refused);
-            unanswered = more(unanswered, Reach::Unanswered);
-            if refusals >= REFUSALS || unanswered >= UNANSWERED {
+            refusals = match reach {
+                Reach::Refused => refusals + 1,
+                _ => 0,
+            };
+            silent = match reach {
+                Reach::Unanswered => silent.or_else(|| Some(Instant::now())),
+                // The sender that answers nobody has a full queue by now, say.
+                Reach::Unknown => silent,
+                Reach::Refused => None,
+            };
+            let given_up = silent.is_some_and(|since| since.elapsed() >= waits.silent);
+            if refusals >= REFUSALS || given_up {
                 return Err(Error::SenderDied { pid: None });
             }
             std::thread::sleep(pause(looks));

@@ -170,13 +170,16 @@ impl Engine {
             ..
         } = joined;
         let segment = SegmentOptions {
-            // One that is live, one that comes; and one that a slow relay below takes.
-            slots: slots.max(if options.serves { 3 } else { 2 }),
+            // One that is live and one that comes. What a slow relay below takes gets
+            // room when there is such a relay.
+            slots: slots.max(2),
             // A worker that holds on to versions holds up nobody on other hosts; here
             // it costs memory.
             max_slots: MAX_SLOTS as u8,
             history: 0,
             wait: WaitStyle::Sleep,
+            // The trainer says who may join, and with what queue.
+            ..SegmentOptions::default()
         };
         let relay = Relay::create(listener, options.secret, (run, pid), &models, segment)
             .map_err(StartError::Memory)?;

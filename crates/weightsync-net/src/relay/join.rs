@@ -61,7 +61,7 @@ pub(crate) async fn join(
     } = patience;
     let dialled = tokio::time::timeout(within, dial(&options.root, key)).await;
     let (socket, root) = dialled.unwrap_or_else(|_| {
-        let reason = format!("{} did not answer within {within:?}", options.root);
+        let reason = format!("{} did not answer within {within:.1?}", options.root);
         Err(StartError::Unreachable(Reach::Unknown, reason))
     })?;
     // Reached by the way the sender is.

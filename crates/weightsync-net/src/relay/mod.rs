@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 use weightsync_core::{Epoch, Run};
-use weightsync_mem::{Ending, Listener};
+use weightsync_mem::{Ending, Listener, Origin};
 
 use self::engine::{Engine, Event};
 use self::join::{Joined, join};
@@ -133,7 +133,7 @@ pub(crate) struct Agent {
     pub(crate) run: Run,
     /// Where it serves others.
     pub(crate) serves: Option<SocketAddr>,
-    owner: u32,
+    owner: Origin,
 }
 
 impl Agent {
@@ -188,7 +188,7 @@ impl Agent {
                 address,
                 run,
                 serves,
-                owner: std::process::id(),
+                owner: Origin::here(),
             }),
             Some(Err(error)) => {
                 let _ = thread.join();
@@ -232,7 +232,7 @@ impl Stopper {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        if self.owner != std::process::id() {
+        if !self.owner.is_here() {
             // The threads are the parent's and do not exist in a forked child.
             if let Some(thread) = self.thread.take() {
                 std::mem::forget(thread);

@@ -5,9 +5,17 @@
 //! happened ([`Input`]) and answers with what is to be done ([`Effect`]), in order.
 //!
 //! * A worker is told a set only when every version of it is whole here.
+//! * **The first set is finished.** A set that began to come while nothing of one of its
+//!   models was whole here is fetched to its end, also when newer ones are published and
+//!   when the worker it was for has left. So a relay whose transfers take longer than a
+//!   worker waits has a version in the time of one transfer. There is at most one such
+//!   set for each model.
 //! * A worker that wants the newest is not told what was replaced meanwhile, but
 //!   never misses two in a row: then the transfer that is under way is finished
 //!   first, so that a slow link does not starve its workers.
+//! * Workers wait for one version of a model at a time, one that has begun to come first,
+//!   whoever it was for: two side by side would each take twice as long. Only those who
+//!   take every version do not wait for others.
 //! * Of what is to be told next everything is asked for at once, side by side: what
 //!   was asked for stays above until it has come, and a set is of no use while one of
 //!   its versions is missing. So is, of each model, the oldest that relays below want:
@@ -63,6 +71,8 @@ pub enum Input {
     Broken { item: Item },
     /// The parent does not have it, or (`sender`) the sender itself does not.
     NotThere { item: Item, sender: bool },
+    /// It comes from the sender itself, which is not the parent any more.
+    FromSender { item: Item },
     /// There may be room for a version by now.
     MayHaveRoom,
     /// There was no room to fetch into.
@@ -113,6 +123,9 @@ pub struct Plan {
     /// more.
     refused: BTreeMap<Item, u32>,
     fetching: BTreeSet<Item>,
+    /// Sets that are finished in any case: each began to come while nothing of one of its
+    /// models was whole here.
+    firsts: Vec<Vec<Item>>,
     has_parent: bool,
     /// No room was found; nothing is fetched until there may be some.
     full: bool,
@@ -135,8 +148,9 @@ struct Worker {
     answer: Option<(u64, Tell)>,
     /// The last question that it has taken back.
     withdrawn: u64,
-    /// What its lane is on.
+    /// What its lane is on, and the sequence number of that.
     told: Vec<Item>,
+    told_at: u64,
     /// What its last answer was.
     answered: Vec<Item>,
     /// A set was passed over since it was told one.
@@ -178,9 +192,19 @@ impl Plan {
                 self.workers.remove(&who);
             }
             Input::Told { who, sequence, set } => {
-                if let Some(worker) = self.workers.get_mut(&who) {
-                    worker.tell(Tell { sequence, set });
+                let (items, firsts) = (&self.items, &self.firsts);
+                let Some(worker) = self.workers.get_mut(&who) else {
+                    return;
+                };
+                let tell = Tell { sequence, set };
+                if worker.may_begin_with(&tell) && is_whole(items, &tell.set) {
+                    effects.push(worker.put_on(who, tell));
+                    return;
                 }
+                worker.tell(tell, |front| {
+                    let is_first = firsts.contains(&front.set);
+                    (is_first, is_first || is_begun(items, &front.set))
+                });
             }
             Input::Answered {
                 who,
@@ -213,6 +237,8 @@ impl Plan {
             Input::Whole { item } => {
                 self.items.insert(item, State::Whole);
                 self.fetching.remove(&item);
+                let items = &self.items;
+                self.firsts.retain(|set| !is_whole(items, set));
             }
             Input::Broken { item } => {
                 self.fetching.remove(&item);
@@ -233,10 +259,20 @@ impl Plan {
                 self.fetching.remove(&item);
                 self.give_up(item, effects);
             }
+            Input::FromSender { item } => {
+                if self.fetching.contains(&item) {
+                    self.items.insert(item, State::FromSender);
+                }
+            }
             Input::MayHaveRoom => self.full = false,
             Input::NoRoom { item } => {
                 self.fetching.remove(&item);
                 self.full = true;
+                // Nothing of it has begun to come.
+                if self.items.get(&item) == Some(&State::Begun) {
+                    self.items.remove(&item);
+                    self.drop_firsts(|one| *one == item);
+                }
             }
             Input::Spoiled { model } => self.start_anew(model, effects),
             Input::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
@@ -264,6 +300,17 @@ impl Plan {
             .map(|(item, _)| *item)
     }
 
+    /// Whether a version is finished in any case.
+    pub(crate) fn is_first(&self, item: &Item) -> bool {
+        self.firsts.iter().flatten().any(|first| first == item)
+    }
+
+    /// Sets that are finished in any case.
+    #[cfg(test)]
+    pub(crate) fn firsts(&self) -> &[Vec<Item>] {
+        &self.firsts
+    }
+
     /// What is being fetched.
     #[cfg(test)]
     pub(crate) fn fetching(&self) -> &BTreeSet<Item> {
@@ -288,10 +335,7 @@ impl Plan {
     /// Tells workers what is whole by now.
     fn deliver(&mut self, effects: &mut Vec<Effect>) {
         let items = &self.items;
-        let whole = |tell: &Tell| {
-            let mut set = tell.set.iter();
-            set.all(|item| items.get(item) == Some(&State::Whole))
-        };
+        let whole = |tell: &Tell| is_whole(items, &tell.set);
         for (who, worker) in &mut self.workers {
             // The newest that is whole stands for those before it, unless every
             // one is to come.
@@ -301,12 +345,7 @@ impl Plan {
             }
             while let Some(tell) = worker.pending.pop_front_if(|tell| whole(tell)) {
                 worker.missed = false;
-                worker.told.clone_from(&tell.set);
-                effects.push(Effect::Tell {
-                    who: *who,
-                    sequence: tell.sequence,
-                    set: tell.set,
-                });
+                effects.push(worker.put_on(*who, tell));
             }
             let answer = worker.answer.take_if(|(_, tell)| whole(tell));
             if let Some((question, tell)) = answer {
@@ -352,9 +391,10 @@ impl Plan {
         if self.full {
             return;
         }
-        for item in self.next() {
+        let sets: Vec<Vec<Item>> = self.sets().into_iter().map(<[Item]>::to_vec).collect();
+        for item in self.next(&sets) {
             if self.fetching.len() >= SIDE_BY_SIDE {
-                return;
+                break;
             }
             let sender = self.items.get(&item) == Some(&State::FromSender);
             if (sender || self.has_parent) && self.fetching.insert(item) {
@@ -362,19 +402,29 @@ impl Plan {
                 effects.push(Effect::Fetch { item, sender });
             }
         }
+        self.note_firsts(sets);
     }
 
-    /// What to fetch next: of what each worker waits for the first; then of each model
-    /// the oldest that relays below want, unless something older comes anyway. Above
-    /// it would be replaced meanwhile, and its bytes hold up the others.
-    fn next(&self) -> Vec<Item> {
-        let firsts = self.workers.values().flat_map(|worker| {
-            let answer = worker.answer.iter().map(|(_, tell)| tell);
-            answer.chain(worker.pending.front())
-        });
-        let mut firsts: Vec<&Tell> = firsts.collect();
-        firsts.sort_by_key(|tell| tell.sequence);
-        let here = firsts.into_iter().flat_map(|tell| &tell.set);
+    /// Notes the sets that come to a relay that has nothing of one of their models.
+    fn note_firsts(&mut self, sets: Vec<Vec<Item>>) {
+        let firsts = self.firsts.iter().flatten().copied();
+        let known = self.whole().chain(firsts).map(|item| item.model);
+        let mut known: BTreeSet<usize> = known.collect();
+        for set in sets {
+            let is_first =
+                |item: &Item| self.fetching.contains(item) && !known.contains(&item.model);
+            if set.iter().any(is_first) {
+                known.extend(set.iter().map(|item| item.model));
+                self.firsts.push(set);
+            }
+        }
+    }
+
+    /// What to fetch next: these sets, for which workers here wait; then of each model the
+    /// oldest that relays below want, unless something older comes anyway. Above it would be
+    /// replaced meanwhile, and its bytes hold up the others.
+    fn next(&self, sets: &[Vec<Item>]) -> Vec<Item> {
+        let here = sets.iter().flatten();
         let mut next: Vec<Item> = here.filter(|item| !self.is_whole(item)).copied().collect();
         let mut below = self
             .wanted
@@ -391,6 +441,41 @@ impl Plan {
         next
     }
 
+    /// The sets that workers here wait for and that are to come now: those that are
+    /// finished in any case, and what each worker waits for the first, unless another
+    /// version of one of its models comes before.
+    fn sets(&self) -> Vec<&[Item]> {
+        let (mut sets, mut others) = (Vec::new(), Vec::new());
+        for worker in self.workers.values() {
+            others.extend(worker.answer.iter().map(|(_, tell)| tell));
+            match worker.delivery {
+                Delivery::Every { .. } => sets.extend(worker.pending.front()),
+                Delivery::Newest | Delivery::Asked => others.extend(worker.pending.front()),
+            }
+        }
+        others.sort_by_key(|tell| (!is_begun(&self.items, &tell.set), tell.sequence));
+        let missing = |set: &[Item]| -> Vec<Item> {
+            let missing = set.iter().filter(|item| !self.is_whole(item));
+            missing.copied().collect()
+        };
+        let firsts = self.firsts.iter().flat_map(|set| missing(set));
+        let mut coming: BTreeMap<usize, Version> =
+            firsts.map(|item| (item.model, item.version)).collect();
+        for tell in others {
+            let missing = missing(&tell.set);
+            let comes = |item: &Item| coming.get(&item.model).copied();
+            let comes_other = |item| comes(item).is_some_and(|comes| comes != item.version);
+            if !missing.iter().any(comes_other) {
+                coming.extend(missing.iter().map(|item| (item.model, item.version)));
+                sets.push(tell);
+            }
+        }
+        sets.sort_by_key(|tell| tell.sequence);
+        let firsts = self.firsts.iter().map(Vec::as_slice);
+        let sets = sets.into_iter().map(|tell| &tell.set[..]);
+        firsts.chain(sets).collect()
+    }
+
     /// What must not be let go of.
     fn needed(&self) -> BTreeSet<Item> {
         let workers = self.workers.values();
@@ -400,7 +485,12 @@ impl Plan {
             let coming = tells.flat_map(|tell| &tell.set);
             coming.chain(&worker.told).chain(&worker.answered)
         });
-        items.chain(self.wanted.keys()).copied().collect()
+        let firsts = self.firsts.iter().flatten();
+        items
+            .chain(self.wanted.keys())
+            .chain(firsts)
+            .copied()
+            .collect()
     }
 
     /// Lets go of all there is of a model: what came after a version may be made from it.
@@ -414,15 +504,25 @@ impl Plan {
             }
             effects.push(Effect::Release { item });
         }
+        self.drop_firsts(|item| item.model == model);
         for worker in self.workers.values_mut() {
             worker.told.retain(|item| item.model != model);
             worker.answered.retain(|item| item.model != model);
         }
     }
 
+    /// Nothing is here any more of such versions: sets of which nothing else has begun to
+    /// come need not be finished.
+    fn drop_firsts(&mut self, of: impl Fn(&Item) -> bool) {
+        let items = &self.items;
+        self.firsts
+            .retain(|set| !set.iter().any(&of) || is_begun(items, set));
+    }
+
     /// Nobody has this version any more: who waits for it waits for what comes
     /// after it.
     fn give_up(&mut self, item: Item, effects: &mut Vec<Effect>) {
+        self.firsts.retain(|set| !set.contains(&item));
         for worker in self.workers.values_mut() {
             worker.pending.retain(|tell| !tell.set.contains(&item));
             worker.answer.take_if(|(_, tell)| tell.set.contains(&item));
@@ -442,35 +542,62 @@ impl Worker {
             answer: None,
             withdrawn: 0,
             told: Vec::new(),
+            told_at: 0,
             answered: Vec::new(),
             missed: false,
             newest: 0,
         }
     }
 
-    fn tell(&mut self, tell: Tell) {
+    /// Whether this is older than what came for it, and newer than what it was told: it
+    /// may begin with that if it is here, and goes on to the newer one.
+    fn may_begin_with(&self, tell: &Tell) -> bool {
+        let newest = !matches!(self.delivery, Delivery::Every { .. });
+        newest && self.told_at < tell.sequence && tell.sequence < self.newest
+    }
+
+    /// It is to be told this. `comes` says of a set whether it is finished in any case,
+    /// and whether it has begun to come.
+    fn tell(&mut self, tell: Tell, comes: impl Fn(&Tell) -> (bool, bool)) {
         // It may be said again after a link broke.
         if tell.sequence <= self.newest {
             return;
         }
         self.newest = tell.sequence;
-        if let Delivery::Every { .. } = self.delivery {
-            self.pending.push_back(tell);
-            return;
-        }
-        if self.pending.is_empty() {
-            self.pending.push_back(tell);
-            return;
-        }
-        if self.missed {
-            // What is on its way is finished; what would come after it is replaced.
-            self.pending.truncate(1);
-        } else {
-            self.pending.clear();
-            self.missed = true;
+        if !matches!(self.delivery, Delivery::Every { .. })
+            && let Some(front) = self.pending.front()
+        {
+            let (is_finished, is_begun) = comes(front);
+            if is_finished || is_begun && self.missed {
+                // What is on its way is finished; what would come after it is replaced.
+                self.pending.truncate(1);
+            } else {
+                self.pending.clear();
+                self.missed = true;
+            }
         }
         self.pending.push_back(tell);
     }
+
+    /// Its lane is put on a set.
+    fn put_on(&mut self, who: Seated, Tell { sequence, set }: Tell) -> Effect {
+        // An older one that is still on its way comes too late.
+        self.pending.retain(|tell| tell.sequence > sequence);
+        self.told.clone_from(&set);
+        self.told_at = sequence;
+        Effect::Tell { who, sequence, set }
+    }
+}
+
+fn is_whole(items: &BTreeMap<Item, State>, set: &[Item]) -> bool {
+    let mut set = set.iter();
+    set.all(|item| items.get(item) == Some(&State::Whole))
+}
+
+/// Whether some of a set is on its way, or was.
+fn is_begun(items: &BTreeMap<Item, State>, set: &[Item]) -> bool {
+    let begun = |item| matches!(items.get(item), Some(State::Begun | State::FromSender));
+    set.iter().any(begun)
 }
 
 #[cfg(test)]

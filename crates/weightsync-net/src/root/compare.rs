@@ -52,6 +52,10 @@ impl Staging for Compared<'_> {
         self.inner.number(model, version)
     }
 
+    fn wait_for_late(&mut self) {
+        self.inner.wait_for_late();
+    }
+
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
         let Self {
             inner,
@@ -180,6 +184,10 @@ impl Outstanding for Told {
 
     fn decided(&self) -> Result<Vec<WorkerReport>> {
         self.inner.decided()
+    }
+
+    fn late(&self, level: Level) -> Result<()> {
+        self.inner.late(level)
     }
 
     fn give_up(&self) -> Result<()> {

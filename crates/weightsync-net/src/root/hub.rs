@@ -26,6 +26,7 @@ use weightsync_mem::{GuestOptions, Guests, Models, Snapshot};
 
 use self::holdings::Holdings;
 use self::workers::{Asks, Worker};
+use super::recent::Recent;
 use super::scrub::{Round, Scrubs};
 use super::seats::{Parted, Parting, Process, Seats, Waiter};
 use super::topology::{AgentId, Assigned, Place, Topology};
@@ -123,6 +124,9 @@ pub(crate) struct Hub {
     /// Who waits for comparisons.
     rounds: Vec<Round<oneshot::Sender<String>>>,
     seats: Seats<Worker, Asks>,
+    recent: Recent,
+    /// Workers that want the newest and have taken nothing yet, by their agents.
+    fresh: BTreeSet<(AgentId, WorkerId)>,
     since: Instant,
 }
 
@@ -165,6 +169,8 @@ impl Hub {
             scrubs: Scrubs::default(),
             rounds: Vec::new(),
             seats: Seats::new(),
+            recent: Recent::default(),
+            fresh: BTreeSet::new(),
             since: Instant::now(),
         }
     }
@@ -365,6 +371,9 @@ impl Hub {
                     return;
                 }
                 self.came(agent, &have);
+                if !have.is_empty() {
+                    self.begin_at(agent);
+                }
             }
             ToRoot::Received {
                 parent,
@@ -482,6 +491,7 @@ impl Hub {
         self.checked(&checked);
         let gone = self.agents.remove(&agent)?;
         self.count.store(self.agents.len(), Ordering::Relaxed);
+        self.forget_fresh(agent);
         let how = if gone.leaves { Parting::Left } else { how };
         let process = gone.known.as_ref().map(|known| known.process);
         let Parted { over, back } = self.seats.part(agent, process, how, self.now());

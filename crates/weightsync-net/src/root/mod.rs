@@ -3,6 +3,7 @@
 
 mod compare;
 mod hub;
+pub(crate) mod recent;
 mod scrub;
 pub(crate) mod seats;
 pub(crate) mod topology;
@@ -15,10 +16,10 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use weightsync::transport::{
-    Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
+    Attendance, Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
 use weightsync::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
-use weightsync_mem::{Guests, Listener};
+use weightsync_mem::{Guests, Listener, Origin};
 
 use self::compare::{Compared, Comparing};
 use self::hub::{Event, Hub, News, Settings};
@@ -68,7 +69,7 @@ impl NetSender {
         opening: &Opening<'_>,
         (local, remote): (Listener, TcpListener),
     ) -> Result<Self> {
-        let segment = Segment::open(opening, local)?;
+        let segment = Segment::open(opening, local, scheme.queue.bound())?;
         let server = Server::start(scheme, opening, &segment, remote)?;
         Ok(Self { server, segment })
     }
@@ -119,7 +120,7 @@ impl SenderTransport for NetSender {
     fn wait_workers(
         &mut self,
         deadline: Deadline,
-        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+        enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool> {
         self.segment.wait_workers(deadline, enough)
     }
@@ -143,6 +144,10 @@ impl SenderTransport for NetSender {
     fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
         self.segment.hold(workers, hold)
     }
+
+    fn forget(&mut self, workers: &[WorkerId]) -> Result<()> {
+        self.segment.forget(workers)
+    }
 }
 
 /// The thread that listens, and those that serve.
@@ -155,7 +160,7 @@ struct Server {
     /// How many agents there are.
     agents: Arc<AtomicUsize>,
     comparing: Comparing,
-    owner: u32,
+    owner: Origin,
 }
 
 impl Server {
@@ -249,14 +254,14 @@ impl Server {
             children,
             agents,
             comparing,
-            owner: std::process::id(),
+            owner: Origin::here(),
         })
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if self.owner != std::process::id() {
+        if !self.owner.is_here() {
             // The threads are the parent's and do not exist in a forked child.
             if let Some(thread) = self.thread.take() {
                 std::mem::forget(thread);

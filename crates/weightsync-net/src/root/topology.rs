@@ -11,7 +11,9 @@
 //!
 //! A slow link slows down everybody behind it, so agents whose link has been
 //! measured as much slower than that of others go to the end, where nobody is
-//! behind them. What comes through a slow one says nothing of the one behind it.
+//! behind them. What comes through a slow one says nothing of the one behind it. So an
+//! agent that looks no faster than its parent, where that is not fast, is put first once:
+//! then the sender itself finds out how fast it is.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -24,6 +26,10 @@ pub(crate) type AgentId = u64;
 
 /// A link is slow if another is more than so many times as fast.
 const SLOW: f64 = 4.0;
+
+/// Below so many bytes a second (270 Mbit/s) it is worth an agent's move to find out
+/// whether its parent holds it up.
+const MAY_BE_HELD_UP: f64 = 33_554_432.0;
 
 /// How fast a link looks after a measurement: so much of it is the newest.
 const FRESH: f64 = 0.5;
@@ -49,6 +55,8 @@ pub(crate) struct Topology {
     beside: BTreeSet<Rank>,
     /// Until when whom is not given which parent.
     avoided: BTreeSet<(Duration, AgentId, AgentId)>,
+    /// The agent that was put first, until the sender has found out how fast it is.
+    tried: Option<AgentId>,
 }
 
 /// A speed and whose it is: a float that is not negative stands where its bits do.
@@ -80,6 +88,8 @@ struct Agent {
     speed: Option<(f64, AgentId)>,
     /// Whom it was last told to fetch from.
     parent: Option<AgentId>,
+    /// Whether anything has come to it from the sender itself that says how fast it is.
+    by_sender: bool,
     /// Whom it could not fetch from.
     failed: BTreeMap<AgentId, Failed>,
 }
@@ -138,6 +148,7 @@ impl Topology {
             speeds: BTreeSet::new(),
             beside: BTreeSet::new(),
             avoided: BTreeSet::new(),
+            tried: None,
         }
     }
 
@@ -147,6 +158,7 @@ impl Topology {
             place,
             speed: None,
             parent: None,
+            by_sender: false,
             failed: BTreeMap::new(),
         };
         self.agents.insert(agent, fresh);
@@ -178,6 +190,7 @@ impl Topology {
     /// An agent is gone.
     pub(crate) fn leave(&mut self, agent: AgentId) -> Vec<Assigned> {
         let gone = self.agents.remove(&agent);
+        self.tried.take_if(|tried| *tried == agent);
         if let Some((speed, _)) = gone.as_ref().and_then(|gone| gone.speed) {
             self.beside.remove(&(speed.to_bits(), agent));
         }
@@ -203,7 +216,9 @@ impl Topology {
                 _ => drop(self.order.swap_remove(at)),
             }
         }
-        if measured_by_it {
+        // With more than one child each, the last agent has taken the free place, and the last
+        // are the slow ones.
+        if measured_by_it || self.arity > 1 {
             self.sort();
         }
         self.assign()
@@ -285,6 +300,10 @@ impl Topology {
             // slow, and not known to be.
             _ => measured,
         };
+        if parent == 0 {
+            one.by_sender = true;
+            self.tried.take_if(|tried| *tried == agent);
+        }
         let now = Some((speed, parent));
         let before = std::mem::replace(&mut one.speed, now);
         if one.place.is_none() {
@@ -294,11 +313,38 @@ impl Topology {
             self.beside.insert((speed.to_bits(), agent));
             return Vec::new();
         }
-        if !self.rank(agent, before, now) {
+        let moves = self.rank(agent, before, now);
+        let held_up = self.may_be_held_up(agent);
+        if !moves && !held_up {
             return Vec::new();
+        }
+        if held_up {
+            self.put_first(agent);
         }
         self.sort();
         self.assign()
+    }
+
+    /// Whether an agent may be faster than it looks: all that came to it came through one
+    /// that is as slow. One after the other is found out about.
+    fn may_be_held_up(&self, agent: AgentId) -> bool {
+        let unknown = |one: &&Agent| !one.by_sender && self.tried.is_none();
+        let Some(one) = self.agents.get(&agent).filter(unknown) else {
+            return false;
+        };
+        let Some((speed, by)) = one.speed.filter(|(speed, _)| *speed < MAY_BE_HELD_UP) else {
+            return false;
+        };
+        // One that is much faster would have shown that it is not.
+        let as_slow = |parent: f64| parent <= speed * SLOW;
+        self.speed(by).is_some_and(as_slow)
+    }
+
+    fn put_first(&mut self, agent: AgentId) {
+        self.tried = Some(agent);
+        if let Some(at) = self.order.iter().position(|one| *one == agent) {
+            self.order[..=at].rotate_right(1);
+        }
     }
 
     /// The slowest link by which anybody fetches, in bytes a second, as far as they are

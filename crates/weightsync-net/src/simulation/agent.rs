@@ -114,6 +114,7 @@ impl World {
         agent.link = Some(link);
         agent.dials = 0;
         let (life, serves, own) = (agent.life, agent.serves, agent.own);
+        let holds = agent.whole.iter().copied().collect();
         // One that is its only worker's process is that process.
         let pid = if own { 1000 + life as u32 } else { 1 };
         self.say(
@@ -124,8 +125,8 @@ impl World {
                 pid,
                 bulk: serves.then_some(life as u16),
                 seen: weightsync_core::Epoch(1),
-                holds: Vec::new(),
-                run: None,
+                holds,
+                run: Some(sender::RUN),
             },
         );
     }
@@ -275,10 +276,30 @@ impl World {
         if agent.parent == Some(parent) && !agent.fetching.is_empty() {
             return;
         }
+        let mut inputs = Vec::new();
+        if agent.parent == Some(ROOT) {
+            // What is finished in any case goes on at the sender.
+            let plan = &agent.plan;
+            let fetching = agent.fetching.iter_mut();
+            let firsts = fetching.filter(|(item, one)| !one.instead && plan.is_first(item));
+            let firsts: Vec<(Item, u64)> = firsts
+                .map(|(item, one)| {
+                    one.instead = true;
+                    (*item, one.number)
+                })
+                .collect();
+            for (item, number) in firsts {
+                inputs.push(Input::FromSender { item });
+                if let Some(transfer) = self.transfers.get_mut(&number) {
+                    transfer.instead = true;
+                }
+            }
+        }
         self.leave_parent(node);
         let agent = self.agent_of(node);
         agent.parent = Some(parent);
         agent.complain = None;
-        self.step(node, vec![Input::NoParent, Input::Parent]);
+        inputs.extend([Input::NoParent, Input::Parent]);
+        self.step(node, inputs);
     }
 }

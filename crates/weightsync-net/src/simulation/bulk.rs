@@ -29,7 +29,7 @@ pub(super) struct Transfer {
     pub(super) parent: Parent,
     pub(super) item: Item,
     /// It comes from the sender although that is not the parent.
-    instead: bool,
+    pub(super) instead: bool,
     /// It was not the newest any more, and somebody takes every version.
     late: bool,
     /// The next chunk to come.

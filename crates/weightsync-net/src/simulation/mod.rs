@@ -112,6 +112,8 @@ struct Worker {
     delivery: Delivery,
     alive: bool,
     told: u64,
+    /// Which life of which machine's agent told it last.
+    told_by: (Node, u64),
     taken: u64,
 }
 

@@ -50,7 +50,9 @@ impl World {
             Effect::Release { item } => {
                 let agent = self.agent_of(node);
                 agent.coming.remove(&item);
-                agent.whole.remove(&item);
+                if agent.whole.remove(&item) {
+                    self.say_holds(node, Vec::new(), vec![item]);
+                }
                 self.revoke(node, item);
             }
             Effect::Refuse { item } => self.refuse(node, item),
@@ -101,6 +103,7 @@ impl World {
                         micros: came.busy.as_micros() as Time,
                     },
                 );
+                self.say_holds(node, vec![item], Vec::new());
                 self.step(node, vec![Input::Whole { item }]);
             }
             FetchEnd::NotThere => {
@@ -126,6 +129,10 @@ impl World {
                 self.step(node, vec![Input::Broken { item }, Input::NoParent]);
             }
         }
+    }
+
+    fn say_holds(&mut self, node: Node, have: Vec<Item>, dropped: Vec<Item>) {
+        self.say(node, ToRoot::Holds { have, dropped });
     }
 
     /// Nothing comes from the parent any more; how many fetches that ends.

@@ -1,7 +1,8 @@
 //! What must be true on the way, and at the end.
 //!
 //! * What a worker is told is whole where it is told, and its sequence numbers never
-//!   go back; one that takes every version is told all that its queue took, in order.
+//!   go back at one agent; one that takes every version is told all that its queue took,
+//!   in order.
 //! * **Two in a row.** A publication is *due* for a worker that wants the newest if
 //!   nothing happened (no fault, nobody that came or went, nobody that was given
 //!   another parent) from [`CALM`] before it until the next publication, and if that
@@ -22,8 +23,7 @@
 //!   whole sets for each time that an agent became its child, and what was not to be
 //!   had from a parent, old versions for those that take every one, and a chunk for
 //!   each fetch that broke off.
-//! * Agents with slow links, if they fetch anything, stand behind those with fast ones,
-//!   once it is known of any that it is fast.
+//! * Agents with slow links, if they fetch anything, stand behind those with fast ones.
 
 use std::collections::BTreeMap;
 
@@ -49,7 +49,7 @@ pub(super) struct Facts {
     /// What each life of a worker was told.
     pub(super) told: BTreeMap<Seated, Vec<u64>>,
     /// And when.
-    told_at: BTreeMap<Seated, Vec<Time>>,
+    pub(super) told_at: BTreeMap<Seated, Vec<Time>>,
     /// Bytes that the sender may serve, by what has happened.
     allowed: u64,
     pub(super) served: u64,
@@ -190,11 +190,19 @@ impl World {
 
     /// A worker's lane is put on a set.
     pub(super) fn told(&mut self, node: Node, who: Seated, sequence: u64) {
+        let by = (node, self.agent_of(node).life);
         let Some(worker) = self.hosts[node].worker(who) else {
             return;
         };
-        let Worker { told, delivery, .. } = worker;
-        if *delivery == Delivery::Newest {
+        let Worker {
+            told,
+            told_by,
+            delivery,
+            ..
+        } = worker;
+        // What it has from one agent it ignores where another is behind that.
+        let before = std::mem::replace(told_by, by);
+        if *delivery == Delivery::Newest && before == by {
             assert!(
                 sequence >= *told,
                 "{who:?} goes back from {told} to {sequence}"
@@ -322,18 +330,12 @@ impl World {
             .map(|agent| (agent, self.sender.agents[&agent].node))
             .collect();
         let rate = |node: Node| self.network.rate(node);
-        // Else nobody knows that there are faster ones.
-        let speed = |agent: AgentId| self.sender.topology.speed(agent);
-        let measured = |(agent, _): &(AgentId, Node)| speed(*agent) > Some(1_000_000.0);
-        if !order.iter().any(measured) {
-            return;
-        }
         // One without workers fetches nothing while nobody is behind it.
         let fetches = |node: Node| !self.hosts[node].workers.is_empty();
         let slow = |(_, node): &(AgentId, Node)| rate(*node) < 1_000_000 && fetches(*node);
         if let Some(first) = order.iter().position(slow) {
             let mut behind = order[first..].iter();
-            let fast = behind.find(|(_, node)| rate(*node) > 1_000_000);
+            let fast = behind.find(|(_, node)| rate(*node) > 1_000_000 && fetches(*node));
             let rates: Vec<_> = order.iter().map(|(_, node)| rate(*node)).collect();
             assert_eq!(fast, None, "behind a slow one, of {rates:?}");
             self.counts.ordered += 1;

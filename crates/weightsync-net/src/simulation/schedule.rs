@@ -59,6 +59,13 @@ pub(super) enum Op {
         node: Node,
         index: usize,
     },
+    /// A worker starts, and as often as it has been told nothing for so long it gives up
+    /// and starts again.
+    Try {
+        node: Node,
+        index: usize,
+        patience: Time,
+    },
     EndWorker {
         node: Node,
         index: usize,
@@ -237,6 +244,7 @@ impl World {
             },
             alive: false,
             told: 0,
+            told_by: (0, 0),
             taken: 0,
         });
         let workers = workers.collect();
@@ -252,16 +260,7 @@ impl World {
     /// A machine with so many workers that want the newest.
     pub(super) fn add_plain_host(&mut self, workers: usize) {
         let node = self.hosts.len();
-        let worker = |index| Worker {
-            who: Seated {
-                worker: WorkerId((node * 10 + index) as u32),
-                instance: 0,
-            },
-            delivery: Delivery::Newest,
-            alive: false,
-            told: 0,
-            taken: 0,
-        };
+        let worker = |index| plain_worker(node, index);
         self.hosts.push(Host {
             agent: None,
             lives: 0,
@@ -353,6 +352,20 @@ impl World {
                     self.start_worker(node, index);
                 }
             }
+            Op::Try {
+                node,
+                index,
+                patience,
+            } => {
+                if self.hosts[node].workers.len() == index {
+                    self.hosts[node].workers.push(plain_worker(node, index));
+                }
+                if self.hosts[node].workers[index].told == 0 {
+                    self.end_worker(node, index, false);
+                    self.start_worker(node, index);
+                    self.clock.after(patience, Event::Op(op));
+                }
+            }
             Op::EndWorker { node, index, died } => {
                 if index < self.hosts[node].workers.len() {
                     self.end_worker(node, index, died);
@@ -432,5 +445,20 @@ impl World {
         if self.options.trace {
             println!("{:>12} {}", self.clock.now(), what());
         }
+    }
+}
+
+/// One that wants the newest.
+fn plain_worker(node: Node, index: usize) -> Worker {
+    Worker {
+        who: Seated {
+            worker: WorkerId((node * 10 + index) as u32),
+            instance: 0,
+        },
+        delivery: Delivery::Newest,
+        alive: false,
+        told: 0,
+        told_by: (0, 0),
+        taken: 0,
     }
 }

@@ -13,9 +13,15 @@ use super::clock::{MS, SECOND, Time};
 use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
+use crate::root::recent::Recent;
 use crate::root::seats::{Comer, Leaver, Parted, Parting, Process, Seats, Waiter};
 use crate::root::topology::{AgentId, Assigned, Place, Topology};
 use crate::wire::message::{Delivery, FromRoot, ToRoot};
+
+pub(super) const RUN: Run = Run {
+    epoch: Epoch(1),
+    id: [0; 16],
+};
 
 pub(super) struct Sender {
     /// Bytes of a version of each model.
@@ -24,6 +30,7 @@ pub(super) struct Sender {
     pub(super) sequence: u64,
     pub(super) topology: Topology,
     pub(super) seats: Seats<Guest, Asks>,
+    recent: Recent,
     pub(super) agents: BTreeMap<AgentId, Known>,
     pub(super) last_agent: AgentId,
     /// When parents are given again next, as far as that is planned.
@@ -35,6 +42,8 @@ pub(super) struct Known {
     pub(super) node: Node,
     process: Option<Process>,
     leaves: bool,
+    /// What it says that it has.
+    holds: BTreeSet<Item>,
 }
 
 /// What a worker asks for that is to have a seat.
@@ -57,6 +66,10 @@ pub(super) struct Guest {
     /// What waits for room in the queue.
     waiting: VecDeque<Told>,
     told: u64,
+    /// The sequence number of the last older set that it may begin with, and whether it
+    /// has taken nothing yet.
+    begins: u64,
+    is_fresh: bool,
     /// All that was put in its queue since it has this seat.
     pub(super) meant: Vec<u64>,
 }
@@ -69,6 +82,7 @@ impl Sender {
             sequence: 0,
             topology: Topology::new(arity),
             seats: Seats::new(),
+            recent: Recent::default(),
             agents: BTreeMap::new(),
             last_agent: 0,
             again: None,
@@ -120,8 +134,17 @@ impl Guest {
             handed: 0,
             waiting: VecDeque::new(),
             told: 0,
+            begins: 0,
+            is_fresh: delivery == Delivery::Newest,
             meant: Vec::new(),
         }
+    }
+
+    /// It is reached by another way.
+    fn start_over(&mut self) {
+        self.told = 0;
+        self.begins = 0;
+        self.handed = 0;
     }
 
     fn publish(&mut self, told: Told) {
@@ -154,6 +177,7 @@ impl Guest {
     }
 
     fn progress(&mut self, taken: u64) {
+        self.is_fresh &= taken == 0;
         let Delivery::Every { bound } = self.delivery else {
             return;
         };
@@ -197,8 +221,13 @@ impl World {
         };
         match message {
             ToRoot::Agent {
-                host, pid, bulk, ..
+                host,
+                pid,
+                bulk,
+                holds,
+                ..
             } => {
+                known.holds = holds.into_iter().collect();
                 known.process = Some(Process { host, pid });
                 let bulk = bulk.map(|port| Place {
                     address: address(known.node, port),
@@ -247,6 +276,16 @@ impl World {
                 self.late_when_due(now);
                 self.seat_again();
             }
+            ToRoot::Holds { have, dropped } => {
+                known.holds.retain(|item| !dropped.contains(item));
+                known.holds.extend(&have);
+                if !have.is_empty() {
+                    let seats = self.sender.seats.iter();
+                    let here = seats.filter(|seat| seat.2 == Some(agent));
+                    let here: Vec<WorkerId> = here.map(|seat| seat.0).collect();
+                    self.begin_with_what_is_there(here);
+                }
+            }
             ToRoot::ParentLost { parent, .. } => {
                 let now = Duration::from_micros(self.clock.now());
                 let assigned = self.sender.topology.lost(agent, parent, now);
@@ -273,8 +312,7 @@ impl World {
         let agent = comer.agent;
         match self.sender.seats.comes(agent, comer.worker, comer.instance) {
             Comer::Back(guest) => {
-                guest.told = 0;
-                guest.handed = 0;
+                guest.start_over();
                 self.joined(agent, comer.asks.ticket, comer.worker);
                 self.is_there(agent);
             }
@@ -341,8 +379,7 @@ impl World {
     /// A worker is reached by the agent at which it has been all the time.
     fn is_back(&mut self, worker: WorkerId) {
         if let Some((_, guest)) = self.sender.seats.reached(worker) {
-            guest.told = 0;
-            guest.handed = 0;
+            guest.start_over();
         }
         self.tell(BTreeSet::from([worker]));
         if let Some(waiter) = self.sender.seats.comes_again(worker) {
@@ -351,8 +388,10 @@ impl World {
     }
 
     fn tell(&mut self, workers: BTreeSet<WorkerId>) {
+        let (sequence, set) = (self.sender.sequence, self.sender.set());
+        self.sender.recent.note(sequence, set);
         let mut tells: BTreeMap<(AgentId, u64), (Vec<Item>, Vec<WorkerId>)> = BTreeMap::new();
-        for worker in workers {
+        for &worker in &workers {
             let Some((agent, guest)) = self.sender.seats.reached(worker) else {
                 continue;
             };
@@ -371,6 +410,35 @@ impl World {
                 workers,
             };
             self.say_to(agent, tell);
+        }
+        self.begin_with_what_is_there(workers);
+    }
+
+    /// Workers that run nothing yet are told of an older set that their agent has.
+    fn begin_with_what_is_there(&mut self, workers: impl IntoIterator<Item = WorkerId>) {
+        for worker in workers {
+            let Some((agent, guest)) = self.sender.seats.reached(worker) else {
+                continue;
+            };
+            let Some((_, set)) = guest.queue.back().filter(|_| guest.is_fresh) else {
+                continue;
+            };
+            let holds = &self.sender.agents[&agent].holds;
+            let meant = (guest.told, &set[..]);
+            let older = self
+                .sender
+                .recent
+                .before(meant, |item| holds.contains(item));
+            if let Some((sequence, set)) = older.filter(|(at, _)| *at > guest.begins) {
+                guest.begins = sequence;
+                let workers = vec![worker];
+                let tell = FromRoot::Tell {
+                    sequence,
+                    set,
+                    workers,
+                };
+                self.say_to(agent, tell);
+            }
         }
     }
 
@@ -443,6 +511,7 @@ impl World {
             node,
             process: None,
             leaves: false,
+            holds: BTreeSet::new(),
         };
         self.sender.agents.insert(self.sender.last_agent, known);
         self.sender.last_agent
@@ -465,10 +534,7 @@ pub(super) fn address(node: Node, port: u16) -> SocketAddr {
 
 fn welcome(agent: AgentId) -> FromRoot {
     FromRoot::Welcome {
-        run: Run {
-            epoch: Epoch(1),
-            id: [0; 16],
-        },
+        run: RUN,
         agent,
         address: String::new(),
         models: 1,

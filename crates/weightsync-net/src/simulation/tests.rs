@@ -146,6 +146,77 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
     }
 }
 
+/// Its rate is not known to be low before somebody behind it has been before it.
+#[test]
+fn a_slow_machine_that_came_first_holds_the_others_up_once() {
+    let options = Options::calm(1, &[2_500_000, FAST, FAST]);
+    let mut world = World::new(options, vec![20 * CHUNK], Dice::new(1));
+    for _ in 0..3 {
+        world.add_plain_host(1);
+    }
+    for number in 0..30 {
+        let publish = Event::Op(Op::Publish { models: 1 });
+        world.clock.after((1 + 3 * number) * SECOND, publish);
+    }
+    let world = run(world);
+    for node in [2, 3] {
+        let who = world.hosts[node].workers[0].who;
+        let told = world.facts.told[&who]
+            .iter()
+            .zip(&world.facts.told_at[&who]);
+        // Its first version took it nine seconds, as it did the slow one.
+        let late = told.filter(|(sequence, at)| **at > (3 * **sequence - 1) * SECOND);
+        let late: Vec<_> = late.collect();
+        assert!(late.len() <= 3, "{who:?}: {late:?}");
+    }
+}
+
+/// A machine of 20 Mbit/s, to which a version takes 36 seconds, gets one every two. Its
+/// workers give up after 30 seconds, and try again.
+#[test]
+fn a_slow_machine_has_a_version_in_the_time_of_one_transfer() {
+    const RATE: u64 = 2_500_000;
+    const BYTES: u64 = 87 * CHUNK;
+    let transfer = BYTES * SECOND / RATE;
+    // (bytes a second, when each worker comes, and when all are to have a version)
+    let cases: [(u64, &[u64], u64); 3] = [
+        (RATE, &[0, 29], transfer),
+        (RATE, &[0, 29, 55, 71], transfer),
+        (RATE / 2, &[0], 2 * transfer),
+    ];
+    for (rate, workers, takes) in cases {
+        // One that is quick is before it.
+        let options = Options::calm(1, &[FAST, rate]);
+        let mut world = World::new(options, vec![BYTES], Dice::new(1));
+        world.add_plain_host(1);
+        world.add_plain_host(0);
+        for number in 0..160 {
+            let publish = Event::Op(Op::Publish { models: 1 });
+            world.clock.after(SECOND + number * 2 * SECOND, publish);
+        }
+        for (index, at) in workers.iter().enumerate() {
+            let patience = 30 * SECOND;
+            let (node, at) = (2, 4 + at);
+            let op = Op::Try {
+                node,
+                index,
+                patience,
+            };
+            world.clock.after(at * SECOND, Event::Op(op));
+        }
+        let world = run(world);
+        for (index, at) in workers.iter().enumerate() {
+            let begun = world.hosts[2].workers[index].who;
+            let first = world.facts.told_at[&begun][0];
+            let due = (4 + at).max(4 + takes / SECOND) + 2;
+            assert!(
+                first <= due * SECOND,
+                "worker {index} after {first} us, not {due} s"
+            );
+        }
+    }
+}
+
 /// Two machines that do not reach each other from ten seconds on, and again after so
 /// long; a version each second.
 fn two_apart(until: u64, seconds: u64) -> World {

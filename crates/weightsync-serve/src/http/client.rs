@@ -43,7 +43,7 @@ pub(crate) enum Fault {
         addr: SocketAddr,
         source: std::io::Error,
     },
-    #[error("{addr} did not answer within {after:?}")]
+    #[error("{addr} did not answer within {after:.1?}")]
     Silent { addr: SocketAddr, after: Duration },
     #[error("the connection to {addr} broke: {source}")]
     Broken {

@@ -21,6 +21,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
+use weightsync::transport::raise_files;
 
 use super::client::tune;
 use super::{Bearer, Stopping};
@@ -129,13 +130,18 @@ impl Server {
             };
             let (stream, peer) = match accepted {
                 Ok(accepted) => accepted,
+                // Out of descriptors, most likely.
+                Err(_) if raise_files() => continue,
                 Err(error) => {
                     self.door.complain(Cause::Accept, &error);
                     sleep(PAUSE).await;
                     continue;
                 }
             };
-            let room = room();
+            let mut room = room_for_connections();
+            if connections.len() >= room && raise_files() {
+                room = room_for_connections();
+            }
             if connections.len() >= room {
                 self.door.complain(Cause::Connections, &peer);
                 continue;
@@ -163,7 +169,7 @@ impl Server {
 
 /// How many connections there may be: as many as workers make, up to half of the
 /// descriptors that this process may have. The calls to them take the other half.
-fn room() -> usize {
+fn room_for_connections() -> usize {
     let most = getrlimit(Resource::Nofile).current;
     most.map_or(usize::MAX, |most| (most / 2) as usize)
 }

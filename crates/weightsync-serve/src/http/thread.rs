@@ -5,6 +5,7 @@ use std::thread::JoinHandle;
 
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::watch;
+use weightsync::Origin;
 
 /// A thread with a runtime of its own: it serves and calls, and nothing else.
 ///
@@ -12,7 +13,7 @@ use tokio::sync::watch;
 /// thread. In a forked child, which has no such thread, it does nothing.
 #[derive(Debug)]
 pub(crate) struct HttpThread {
-    owner: u32,
+    owner: Origin,
     runtime: Handle,
     stop: watch::Sender<bool>,
     thread: Option<JoinHandle<()>>,
@@ -53,7 +54,7 @@ impl HttpThread {
         let body = move || run(&runtime, main(Stopping(stopping)));
         let thread = std::thread::Builder::new().name(name.into()).spawn(body)?;
         Ok(Self {
-            owner: std::process::id(),
+            owner: Origin::here(),
             runtime: handle,
             stop,
             thread: Some(thread),
@@ -75,7 +76,7 @@ impl Drop for HttpThread {
         let Some(thread) = self.thread.take() else {
             return;
         };
-        if self.owner != std::process::id() {
+        if !self.owner.is_here() {
             std::mem::forget(thread);
             return;
         }

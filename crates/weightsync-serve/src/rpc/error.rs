@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use weightsync::{Error, MemoryError, Remedy};
+use weightsync::{Error, Remedy};
 use weightsync_net::AccessError;
 
 #[derive(Debug, thiserror::Error)]
@@ -47,36 +47,6 @@ impl From<Trouble> for Error {
         Self::Transport {
             source: trouble.into(),
             remedy,
-        }
-    }
-}
-
-/// The process that an end belongs to.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Owner(u32);
-
-impl Owner {
-    pub(super) fn this() -> Self {
-        Self(std::process::id())
-    }
-
-    /// Whether this is that process, and no child that it forked: a child has no
-    /// thread that serves, and whoever held a lock at that moment never lets go of it.
-    pub(super) fn is_here(self) -> bool {
-        self.0 == std::process::id()
-    }
-
-    /// # Errors
-    ///
-    /// In a forked child.
-    pub(super) fn check(self) -> weightsync::Result<()> {
-        match std::process::id() {
-            child if child != self.0 => Err(MemoryError::Forked {
-                owner: self.0,
-                child,
-            }
-            .into()),
-            _ => Ok(()),
         }
     }
 }

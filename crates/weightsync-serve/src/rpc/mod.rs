@@ -57,7 +57,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The sender calls its workers over HTTP, and they fetch what it published.
 ///
-/// `rpc`, or with settings `rpc:initial=connect,listen=HOST:PORT,advertise=HOST:PORT`.
+/// `rpc`, or with settings
+/// `rpc:initial=connect,listen=HOST:PORT,advertise=HOST:PORT,insecure-plaintext`.
 /// See `docs/rpc.md`.
 ///
 /// ```
@@ -75,6 +76,7 @@ pub struct Rpc {
     initial: FirstWeights,
     listen: String,
     advertise: Option<String>,
+    insecure_plaintext: bool,
     access: Option<Access>,
 }
 
@@ -88,6 +90,7 @@ impl Default for Rpc {
             initial: FirstWeights::AtFirstSend,
             listen: ANYWHERE.into(),
             advertise: None,
+            insecure_plaintext: false,
             access: None,
         }
     }
@@ -105,9 +108,9 @@ impl Rpc {
     /// Where the sender listens, as `HOST:PORT`. With port 0 it chooses one, and keeps
     /// it where there is a run directory.
     ///
-    /// Off loopback this takes a token and the permission to send plain text
-    /// ([`Access`]), on every machine. At every address (`0.0.0.0`) workers find it at
-    /// the one that this machine has towards others.
+    /// Off loopback this takes a token ([`Access`]), on every machine, and the permission
+    /// to send [plain text](Self::insecure_plaintext). At every address (`0.0.0.0`) workers
+    /// find it at the one that this machine has towards others.
     #[must_use]
     pub fn listen(mut self, at: &str) -> Self {
         self.listen = at.into();
@@ -119,6 +122,14 @@ impl Rpc {
     #[must_use]
     pub fn advertise(mut self, at: &str) -> Self {
         self.advertise = Some(at.into());
+        self
+    }
+
+    /// Links may leave this machine, although they are not encrypted. Workers take it
+    /// from the init info.
+    #[must_use]
+    pub fn insecure_plaintext(mut self) -> Self {
+        self.insecure_plaintext = true;
         self
     }
 
@@ -147,9 +158,14 @@ impl Rpc {
                             _ => scheme.advertise = Some(at.into()),
                         }
                     }
+                    ("insecure-plaintext", "" | "true") => scheme.insecure_plaintext = true,
+                    ("insecure-plaintext", "false") => scheme.insecure_plaintext = false,
+                    ("insecure-plaintext", _) => {
+                        return Err(place::bad(key, "no value, true or false", value));
+                    }
                     _ => {
                         let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
-                                     advertise=HOST:PORT";
+                                     advertise=HOST:PORT, insecure-plaintext";
                         return Err(place::bad(key, known, key));
                     }
                 }
@@ -159,10 +175,13 @@ impl Rpc {
     }
 
     fn allowed(&self) -> Result<Access> {
-        match &self.access {
+        let access = match &self.access {
             Some(access) => Ok(access.clone()),
-            None => Ok(Access::from_env().map_err(Trouble::from)?),
-        }
+            None => Access::from_env(),
+        };
+        let mut access = access.map_err(Trouble::from)?;
+        access.insecure_plaintext |= self.insecure_plaintext;
+        Ok(access)
     }
 
     /// The same for a worker: where its sender is on this machine it wants no token, and
@@ -199,6 +218,9 @@ impl Scheme for Rpc {
         }
         if let Some(advertise) = &self.advertise {
             settings.push(("advertise".to_owned(), advertise.clone()));
+        }
+        if self.insecure_plaintext {
+            settings.push(("insecure-plaintext".to_owned(), String::new()));
         }
         settings
     }

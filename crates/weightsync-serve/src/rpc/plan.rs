@@ -11,14 +11,17 @@
 //!   call before was not begun takes its place.
 //! * Words count by the sequence they name: an old one never counts for a new
 //!   version.
+//! * One that failed, died or was lost has a line of every publication for it, until a
+//!   worker of its number is back or it is forgotten.
 
 mod lanes;
 mod meant;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 
-use weightsync::transport::{Level, Targets};
+use weightsync::transport::{Attendance, GoneWorker, Lateness, Level, Targets};
 use weightsync::{Outcome, Version, WorkerId, WorkerStatus};
 
 use self::meant::Meant;
@@ -43,6 +46,8 @@ pub(crate) struct About {
     pub(crate) device: String,
     /// The models it takes, by their places in the sender's set.
     pub(crate) wanted: Vec<usize>,
+    /// It says itself when its rendez-vous is over.
+    pub(crate) announces: bool,
 }
 
 /// How a connection stands.
@@ -106,6 +111,19 @@ pub(crate) struct Publication {
     pub(crate) fates: Vec<(LaneId, Fate)>,
     /// Workers that were named and are not connected.
     pub(crate) absent: Vec<WorkerId>,
+    /// Whether those that are late already are waited for.
+    pub(crate) waits_for_late: bool,
+}
+
+/// How far a worker is, as far as it has said: what changes once it moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Progress {
+    staged: u64,
+    taken: u64,
+    applied: u64,
+    refused: u64,
+    /// Its last question.
+    asked: u64,
 }
 
 /// One connection.
@@ -116,6 +134,8 @@ struct Lane<V> {
     /// Nothing was heard of it for so long that a sender that ends does not wait for
     /// it. It may be stopped: it is late, and not dead.
     silent: bool,
+    /// How many signs of life it has given.
+    signs: u64,
     meant: Option<Order<V>>,
     /// The sequence it was called with last.
     called: u64,
@@ -128,11 +148,20 @@ struct Lane<V> {
     refused: Option<(u64, String)>,
     /// It can use nothing at all.
     rejected: Option<String>,
+    /// Whether it was late for a publication, and where it stood then.
+    late: Lateness<Progress>,
+    /// The number of its last question.
+    asked: u64,
+    /// It has read all it needs and its models fit: its own rendez-vous is over.
+    joined: bool,
     /// Its questions that wait for what there is not yet.
     asking: BTreeMap<u64, Want>,
     /// How many publications may still have a line of it.
     watchers: usize,
 }
+
+/// The most workers that are remembered once they are gone.
+const MAX_GONE: usize = 1 << 16;
 
 /// The most versions an answer names.
 const MAX_KNOWN: usize = 16;
@@ -147,6 +176,10 @@ pub(crate) struct Plan<V> {
     lanes: BTreeMap<LaneId, Lane<V>>,
     /// The connection of each worker that is here.
     current: BTreeMap<WorkerId, LaneId>,
+    /// The last connection of each worker that failed, died or was lost and is not back.
+    missing: BTreeMap<WorkerId, LaneId>,
+    /// The last of each number that left in order.
+    left: BTreeMap<WorkerId, GoneWorker>,
     last_lane: LaneId,
     last_question: u64,
     rejected: Vec<(WorkerId, String)>,
@@ -162,6 +195,8 @@ impl<V: Clone + Numbered> Plan<V> {
             meant: Meant::new(history.into()),
             lanes: BTreeMap::new(),
             current: BTreeMap::new(),
+            missing: BTreeMap::new(),
+            left: BTreeMap::new(),
             last_lane: 0,
             last_question: 0,
             rejected: Vec::new(),
@@ -208,7 +243,8 @@ impl<V: Clone + Numbered> Plan<V> {
             if self.current.get(&worker) != Some(id) {
                 let place = (lane.about.pid, lane.about.addr.ip());
                 let is_back = places.get(&worker) == Some(&place);
-                if before.contains(id) && !is_back {
+                let is_missing = self.missing.get(&worker) == Some(id);
+                if is_missing || (before.contains(id) && !is_back) {
                     fates.push((*id, Fate::Told));
                 }
                 continue;
@@ -228,7 +264,14 @@ impl<V: Clone + Numbered> Plan<V> {
             Targets::All => Vec::new(),
             Targets::Workers(workers) => workers.clone(),
         };
-        absent.retain(|worker| !self.current.contains_key(worker));
+        // One that failed, died or was lost has its line.
+        let has_line = |worker: &WorkerId| {
+            let lanes = fates.iter().filter_map(|(id, _)| self.lanes.get(id));
+            lanes
+                .map(|lane| lane.about.worker)
+                .any(|one| one == *worker)
+        };
+        absent.retain(|worker| !self.current.contains_key(worker) && !has_line(worker));
         absent.sort_unstable();
         absent.dedup();
         Publication {
@@ -239,6 +282,7 @@ impl<V: Clone + Numbered> Plan<V> {
                 .collect(),
             fates,
             absent,
+            waits_for_late: false,
         }
     }
 
@@ -280,7 +324,10 @@ impl<V: Clone + Numbered> Plan<V> {
             return Some(Outcome::Applied);
         }
         if let Some(reason) = lane.rejected.clone() {
-            return Some(Outcome::Refused { reason });
+            return Some(match lane.life {
+                Life::Here => Outcome::Refused { reason },
+                Life::Left | Life::Died | Life::Lost => Outcome::Failed { reason },
+            });
         }
         if fate == Fate::Held {
             return Some(Outcome::Held);
@@ -311,6 +358,25 @@ impl<V: Clone + Numbered> Plan<V> {
         // It waits for one to come and takes nothing meanwhile, and that one may
         // come only after this send.
         (!lane.asking.is_empty()).then_some(Outcome::Asks)
+    }
+
+    /// For how long a connection has been late, if a publication does not wait for it.
+    pub(crate) fn late(&self, of: &Publication, id: LaneId) -> Option<Duration> {
+        let lane = self.lanes.get(&id).filter(|_| !of.waits_for_late)?;
+        lane.late.since(of.sequence, || lane.progress())
+    }
+
+    /// The deadline of a publication that was made at this time has come: later ones do
+    /// not wait for those that have not got to this level, until they move.
+    pub(crate) fn note_late(&mut self, of: &Publication, level: Level, at: Instant) {
+        for fate in &of.fates {
+            if self.outcome(of, *fate, level).is_none()
+                && let Some(lane) = self.lanes.get_mut(&fate.0)
+            {
+                let progress = lane.progress();
+                lane.late.note(of.sequence, at, progress);
+            }
+        }
     }
 
     /// What became of it so far at a connection for which that is open.
@@ -356,6 +422,35 @@ impl<V: Clone + Numbered> Lane<V> {
             Want::Exactly(model, exact) => set.version(*model) != *exact,
         });
         self.meant = Some(order);
+    }
+
+    fn progress(&self) -> Progress {
+        Progress {
+            staged: self.staged,
+            taken: self.taken,
+            applied: self.applied,
+            refused: self.refused.as_ref().map_or(0, |(sequence, _)| *sequence),
+            asked: self.asked,
+        }
+    }
+
+    /// Whether a rendez-vous counts it: its own has come to an end, or it has loaded
+    /// something.
+    fn belongs(&self) -> bool {
+        self.joined || self.runs.iter().any(|version| !version.is_none())
+    }
+
+    /// How it went; `None` while it is here.
+    fn end(&self) -> Option<Outcome> {
+        Some(match (self.life, &self.rejected) {
+            (Life::Here, _) => return None,
+            (_, Some(reason)) => Outcome::Failed {
+                reason: reason.clone(),
+            },
+            (Life::Left, None) => Outcome::Left,
+            (Life::Died, None) => Outcome::Died,
+            (Life::Lost, None) => Outcome::Lost,
+        })
     }
 
     /// Whether it runs what was published, or newer, of each model it takes.
@@ -472,23 +567,47 @@ impl<V: Clone + Numbered> Plan<V> {
 
     /// The workers that are here and can use the models.
     pub(crate) fn workers(&self) -> Vec<WorkerStatus> {
-        let here = self.current.iter().filter_map(|(worker, id)| {
-            let lane = self.lanes.get(id)?;
-            if lane.rejected.is_some() {
-                return None;
-            }
-            let about = &lane.about;
-            let mut status = WorkerStatus::new(*worker, about.pid, self.newest.len());
-            status.device = about.device.clone();
-            status.held = self.meant.is_held(*worker);
-            status.versions = lane.runs.clone();
-            Some(status)
-        });
-        here.collect()
+        self.here(|_| true)
     }
 
-    pub(crate) fn rejections(&self) -> &[(WorkerId, String)] {
-        &self.rejected
+    /// Those of them that a rendez-vous counts.
+    fn members(&self) -> Vec<WorkerStatus> {
+        self.here(Lane::belongs)
+    }
+
+    fn here(&self, counts: impl Fn(&Lane<V>) -> bool) -> Vec<WorkerStatus> {
+        let here = self.current.values().filter_map(|id| self.lanes.get(id));
+        let here = here.filter(|lane| lane.rejected.is_none() && counts(lane));
+        here.map(|lane| self.status(lane)).collect()
+    }
+
+    fn status(&self, lane: &Lane<V>) -> WorkerStatus {
+        let about = &lane.about;
+        let mut status = WorkerStatus::new(about.worker, about.pid, self.newest.len());
+        status.device = about.device.clone();
+        status.held = self.meant.is_held(about.worker);
+        status.versions = lane.runs.clone();
+        status
+    }
+
+    /// Who is here, and who was.
+    pub(crate) fn attendance(&self) -> Attendance {
+        let missing = self.missing.values().filter_map(|id| {
+            let lane = self.lanes.get(id)?;
+            Some(GoneWorker {
+                status: self.status(lane),
+                how: lane.end()?,
+                joined: *id,
+            })
+        });
+        let mut gone: Vec<_> = missing.chain(self.left.values().cloned()).collect();
+        gone.sort_by_key(|gone| gone.joined);
+        Attendance {
+            workers: self.members(),
+            rejected: self.rejected.iter().map(|(worker, _)| *worker).collect(),
+            gone,
+            joined: self.last_lane,
+        }
     }
 
     pub(crate) fn take_rejections(&mut self) -> Vec<(WorkerId, String)> {

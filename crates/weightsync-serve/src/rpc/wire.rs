@@ -59,6 +59,10 @@ pub(crate) struct Register {
     /// New and random for each registration. Who sends one is given a proof.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) nonce: Option<Digits>,
+    /// It says [`Words::Joined`] once its own rendez-vous is over; a sender that waits for
+    /// workers counts it then, and without this at once.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) announces: bool,
 }
 
 /// A line of the answer to [`Register`], which lasts as long as both ends.
@@ -162,6 +166,8 @@ pub(crate) struct Runs {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Words {
+    /// It has read what it needs of the models, and they fit its own.
+    Joined {},
     Applied(Applied),
     Refused {
         sequence: u64,
@@ -212,6 +218,9 @@ pub(crate) struct Problem {
     /// For a worker that has seen a later sender: this one's epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) epoch: Option<Epoch>,
+    /// For a worker whose number another has that lives: that one's process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) taken_by: Option<u32>,
 }
 
 /// A checksum, in JSON as 16 hexadecimal digits: a number would lose some.

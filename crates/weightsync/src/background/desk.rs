@@ -7,7 +7,7 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use weightsync_mem::{interrupt, process_id};
+use weightsync_mem::{Origin, interrupt};
 
 use super::status::{BackgroundState, BackgroundStatus};
 use crate::error::Result;
@@ -21,7 +21,7 @@ pub(crate) struct Desk<B> {
     pub(super) changed: Condvar,
     /// The process that opened it. In a forked child there is no thread, and the
     /// lock may be held for ever.
-    pub(super) owner: u32,
+    pub(super) owner: Origin,
 }
 
 /// What lies on the desk.
@@ -37,16 +37,25 @@ pub(crate) struct Book<B> {
     /// Counts what the thread has to look at.
     pub(super) news: u64,
     pub(super) stop: bool,
+    /// Why the worker has failed, if the thread is to tell it at its end.
+    pub(super) why: Option<String>,
     /// The thread has ended, or there never was one: nothing arrives any more.
     pub(super) ended: bool,
     /// The thread uses the desk no more.
     pub(super) gone: bool,
 }
 
+impl<B> Book<B> {
+    /// The sender has shut down, and nothing of it is left to be loaded.
+    fn is_closed(&self) -> bool {
+        self.status.state == BackgroundState::Closed && self.status.staged.is_empty()
+    }
+}
+
 impl<B> Desk<B> {
     /// Whether this process opened it.
     pub(crate) fn is_own(&self) -> bool {
-        self.owner == process_id()
+        self.owner.is_here()
     }
 
     pub(crate) fn open(&self) -> MutexGuard<'_, Book<B>> {
@@ -91,7 +100,8 @@ impl<B> Desk<B> {
     }
 
     /// Waits until `look` finds something, or the deadline comes, or nothing
-    /// will change any more.
+    /// will change any more; without a deadline also until the sender has shut down: its
+    /// successor may never come.
     ///
     /// # Errors
     ///
@@ -105,7 +115,8 @@ impl<B> Desk<B> {
         let mut book = self.open();
         loop {
             let found = look(&mut book);
-            if found.is_some() || book.ended {
+            let is_over = book.ended || until.is_none() && book.is_closed();
+            if found.is_some() || is_over {
                 return Ok(found);
             }
             book = match until.map(|at| at.saturating_duration_since(Instant::now())) {
@@ -152,6 +163,17 @@ impl<B> Desk<B> {
             book = self.rest(book, None)?;
         }
         Ok(())
+    }
+
+    /// At the end of the thread: tells why the worker has failed, if it has.
+    pub(super) fn fail(&self) {
+        let mut book = self.open();
+        let why = book.why.take();
+        let receiver = why.as_ref().and_then(|_| book.receiver.take());
+        drop(book);
+        if let (Some(why), Some(receiver)) = (why, receiver) {
+            receiver.fail(&why);
+        }
     }
 
     /// Takes the receiver for the thread, once no other thread wants it; `None`

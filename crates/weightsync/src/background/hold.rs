@@ -43,9 +43,12 @@ impl<M> Hold<M> {
         set: SetSnapshot,
     ) -> Result<()> {
         let done = self.load(receiver, set);
+        // Before the book is locked: the text of a loader's error may need a lock of the
+        // loader's, which a thread that waits for the book may have.
+        let failure = done.as_ref().err().map(ToString::to_string);
         desk.note(|book| {
             book.board.leave(me);
-            book.status.failure = done.as_ref().err().map(ToString::to_string);
+            book.status.failure = failure;
             book.status.reflect(receiver);
         });
         done

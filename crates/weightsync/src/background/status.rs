@@ -12,11 +12,12 @@ use crate::receiver::Receiver;
 pub enum BackgroundState {
     /// It waits for weights, or applies them.
     Following,
-    /// The sender is gone, and its successor is looked for. The models serve on.
+    /// The sender has died, and its successor is looked for. The models serve on.
     /// If one answers that cannot be followed, why is in the
     /// [failure](BackgroundStatus::failure).
     Searching,
-    /// The sender has shut down, and will not come back. The models serve on.
+    /// The sender has shut down. The models serve on. A sender with a run directory may
+    /// have a successor all the same, so that is looked for, and followed once it is there.
     Closed,
     /// The sender has died, and will not come back. The models serve on.
     Died {
@@ -35,7 +36,7 @@ impl fmt::Display for BackgroundState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Following => f.write_str("it follows its sender"),
-            Self::Searching => f.write_str("the sender is gone, and its successor is looked for"),
+            Self::Searching => f.write_str("the sender has died, and its successor is looked for"),
             Self::Closed => f.write_str("the sender has shut down"),
             Self::Died { pid: Some(pid) } => write!(f, "the sender (pid {pid}) has died"),
             Self::Died { pid: None } => f.write_str("the sender has died"),

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use weightsync_mem::{Error as Memory, interrupt, process_id};
+use weightsync_mem::{Error as Memory, Origin, interrupt};
 
 use super::desk::{Book, Desk};
 use super::status::{BackgroundState, BackgroundStatus};
@@ -91,11 +91,12 @@ impl<B: Send + 'static> Follower<B> {
                 borrowers: 0,
                 news: 0,
                 stop: false,
+                why: None,
                 ended: !carries,
                 gone: false,
             }),
             changed: Condvar::new(),
-            owner: process_id(),
+            owner: Origin::here(),
         });
         let thread = match carries {
             false => None,
@@ -105,6 +106,7 @@ impl<B: Send + 'static> Follower<B> {
                 let thread = thread.spawn(move || {
                     let _gone = Gone(&desk);
                     run(&desk, task);
+                    desk.fail();
                 });
                 Some(thread.map_err(|source| Error::Os {
                     action: "starting a background receiver",
@@ -121,11 +123,8 @@ impl<B: Send + 'static> Follower<B> {
     ///
     /// In a forked child.
     pub(crate) fn desk(&self) -> Result<&Arc<Desk<B>>> {
-        let child = process_id();
-        match self.desk.owner {
-            owner if owner == child => Ok(&self.desk),
-            owner => Err(Memory::Forked { owner, child }.into()),
-        }
+        self.desk.owner.check()?;
+        Ok(&self.desk)
     }
 
     /// Ends the thread and clears the desk. Whoever leaves a seat there after that
@@ -159,7 +158,14 @@ impl<B: Send + 'static> Follower<B> {
         Ok((*receiver, board))
     }
 
+    /// Whether this is the thread itself: what it loads into called.
+    pub(crate) fn is_here(&self) -> bool {
+        let thread = self.thread.as_ref();
+        thread.is_some_and(|thread| thread.thread().id() == std::thread::current().id())
+    }
+
     fn end(&mut self) {
+        let is_here = self.is_here();
         let Some(thread) = self.thread.take() else {
             return;
         };
@@ -169,7 +175,7 @@ impl<B: Send + 'static> Follower<B> {
             return;
         }
         self.desk.tell(|book| book.stop = true);
-        if thread.thread().id() == std::thread::current().id() {
+        if is_here {
             // Ended by what it loads into: it stops once that has returned.
             return;
         }
@@ -229,11 +235,12 @@ fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
             Err(Error::Memory(
                 error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }),
             )) => {
-                desk.note(|book| book.status.failure = Some(error.to_string()));
+                let failure = Some(error.to_string());
+                desk.note(|book| book.status.failure = failure);
                 (Turn::Again, None)
             }
             Err(Error::SenderClosed | Error::SenderDied { .. }) if receiver.restarts() => {
-                (Turn::Again, Some(BackgroundState::Searching))
+                (Turn::Again, Some(state_of(&receiver)))
             }
             Err(error) => {
                 over = true;
@@ -296,6 +303,7 @@ fn turn<T: Task>(
 
 fn state_of(receiver: &Receiver) -> BackgroundState {
     match receiver.has_lost_sender() {
+        true if receiver.has_closed_sender() => BackgroundState::Closed,
         true => BackgroundState::Searching,
         false => BackgroundState::Following,
     }
@@ -337,7 +345,6 @@ mod tests {
     #[test]
     fn in_a_forked_child_calls_are_errors_and_dropping_does_nothing() {
         let (end, ended) = mpsc::channel::<()>();
-        let parent = std::process::id().wrapping_add(1);
         let run = Run {
             epoch: Epoch(1),
             id: [0; 16],
@@ -357,11 +364,12 @@ mod tests {
                 borrowers: 0,
                 news: 0,
                 stop: false,
+                why: None,
                 ended: false,
                 gone: false,
             }),
             changed: Condvar::new(),
-            owner: parent,
+            owner: Origin::NOWHERE,
         });
         let follower = || Follower {
             desk: desk.clone(),
@@ -372,8 +380,7 @@ mod tests {
             follower().desk().map(drop).unwrap_err(),
             follower().stop().map(drop).unwrap_err(),
         ] {
-            let is_forked =
-                matches!(error, Error::Memory(Memory::Forked { owner, .. }) if owner == parent);
+            let is_forked = matches!(error, Error::Memory(Memory::Forked { owner: 0, .. }));
             assert!(is_forked, "{error}");
         }
         // A thread that would never be joined.

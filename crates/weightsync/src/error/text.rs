@@ -1,7 +1,9 @@
 //! What errors say of lists, counts and what may be missing.
 
-use weightsync_core::{ModelId, Version, WorkerId};
+use weightsync_core::{LayoutMismatch, ModelId, Version, WorkerId};
 use weightsync_mem::Holder;
+
+use crate::report::WorkerReport;
 
 /// How many of the expected workers joined: where they were expected by number,
 /// others that are there too do not count.
@@ -12,12 +14,25 @@ pub(super) fn expected_among(expected: &usize, joined: &[WorkerId], missing: &[W
     }
 }
 
+/// How the sender's model differs from a worker's, and whether the sender could cast.
+pub(crate) fn misfit_text(mismatch: &LayoutMismatch) -> String {
+    match mismatch.wanted_float() {
+        None => mismatch.to_string(),
+        Some(dtype) => format!("{mismatch}; the sender can cast: cast={:?}", dtype.name()),
+    }
+}
+
 pub(super) fn missing_text(missing: &[WorkerId]) -> String {
     if missing.is_empty() {
         return String::new();
     }
     let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
     format!(" (missing: {})", names.join(", "))
+}
+
+/// How those went that had joined and are not there.
+pub(super) fn gone_text(gone: &[WorkerReport]) -> String {
+    gone.iter().map(|line| format!(", and {line}")).collect()
 }
 
 pub(super) fn refusals_text(refusals: &[(WorkerId, String)]) -> String {

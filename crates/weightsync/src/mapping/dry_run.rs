@@ -117,11 +117,9 @@ fn fates(plan: &Plan) -> Vec<Fate> {
     fates
 }
 
-impl fmt::Display for DryRun {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for fate in &self.tensors {
-            writeln!(f, "{fate}")?;
-        }
+impl DryRun {
+    /// A line for each difference, and for each rule that matches nothing.
+    pub(super) fn write_differences(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for name in &self.unmatched {
             writeln!(f, "! {name:?} has no place in the target")?;
         }
@@ -153,6 +151,16 @@ impl fmt::Display for DryRun {
         for (number, rule) in &self.unused {
             writeln!(f, "? rule {number} ({rule}) matches nothing")?;
         }
+        Ok(())
+    }
+}
+
+impl fmt::Display for DryRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for fate in &self.tensors {
+            writeln!(f, "{fate}")?;
+        }
+        self.write_differences(f)?;
         match self.is_complete() {
             true => f.write_str("complete: every tensor has its place"),
             false => f.write_str("not complete"),

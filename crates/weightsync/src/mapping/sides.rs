@@ -1,5 +1,6 @@
 //! The two sides of the journey at which a mapping can sit.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,25 +13,32 @@ use crate::attributes::Attributes;
 use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
+use crate::snapshot::Snapshot;
 use crate::tensors::Tensor;
+use crate::transport::Image;
 
 /// A source seen through a mapping. What is only renamed or transposed is lent
 /// where it lies; what is cast, fused or split goes straight into its place.
 #[derive(Debug)]
-pub struct MappedExtractor<'a, E: ?Sized> {
-    mapping: &'a Mapping,
-    source: &'a E,
+pub struct MappedExtractor<'a, E> {
+    mapping: Cow<'a, Mapping>,
+    source: E,
     /// That of the layout which was last seen.
     plan: Mutex<Option<Arc<Plan>>>,
 }
 
-impl<'a, E: WeightExtractor + ?Sized> MappedExtractor<'a, E> {
-    pub(super) fn new(mapping: &'a Mapping, source: &'a E) -> Self {
+impl<'a, E: WeightExtractor> MappedExtractor<'a, E> {
+    pub(super) fn new(mapping: Cow<'a, Mapping>, source: E) -> Self {
         Self {
             mapping,
             source,
             plan: Mutex::new(None),
         }
+    }
+
+    /// The source itself, without the mapping.
+    pub fn source(&self) -> &E {
+        &self.source
     }
 
     fn plan(
@@ -55,7 +63,7 @@ impl<'a, E: WeightExtractor + ?Sized> MappedExtractor<'a, E> {
     }
 }
 
-impl<E: WeightExtractor + ?Sized> WeightExtractor for MappedExtractor<'_, E> {
+impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
     fn layout(&self) -> Result<Layout> {
         let plan = self.current()?;
         plan.layout()
@@ -134,23 +142,39 @@ impl<E: WeightExtractor + ?Sized> WeightExtractor for MappedExtractor<'_, E> {
 /// [`shape`](WeightLoader::shape) checks that the rules lead from there to the
 /// model, and says what is missing if not.
 #[derive(Debug)]
-pub struct MappedLoader<'a, L: ?Sized> {
-    mapping: &'a Mapping,
-    model: &'a mut L,
-    plan: Option<Plan>,
+pub struct MappedLoader<'a, L> {
+    mapping: Cow<'a, Mapping>,
+    model: L,
+    plan: Option<Arc<Plan>>,
+    /// Whether the model takes whole versions; and the memory of the last one
+    /// that was made for it, if it is free again.
+    binds: bool,
+    spare: Option<Image>,
 }
 
-impl<'a, L: WeightLoader + ?Sized> MappedLoader<'a, L> {
-    pub(super) fn new(mapping: &'a Mapping, model: &'a mut L) -> Self {
+impl<'a, L: WeightLoader> MappedLoader<'a, L> {
+    pub(super) fn new(mapping: Cow<'a, Mapping>, model: L) -> Self {
         Self {
             mapping,
             model,
             plan: None,
+            binds: false,
+            spare: None,
         }
     }
 
-    fn plan_for(&mut self, sent: &Layout) -> Result<Plan> {
-        let plan = Plan::new(self.mapping.rules(), sent);
+    /// For a model that takes whole versions by [`bind`](WeightLoader::bind):
+    /// each version is made in memory of this process, by
+    /// [`Snapshot::mapped`](crate::Snapshot::mapped), and handed over whole. What
+    /// the model does not keep is used again for the next version.
+    #[must_use]
+    pub fn binding(mut self) -> Self {
+        self.binds = true;
+        self
+    }
+
+    fn plan_for(&mut self, sent: &Layout) -> Result<Arc<Plan>> {
+        let plan = Arc::new(Plan::new(self.mapping.rules(), sent));
         let made = plan
             .layout()
             .map_err(|error| load_error("the whole model", error))?;
@@ -165,7 +189,7 @@ impl<'a, L: WeightLoader + ?Sized> MappedLoader<'a, L> {
     }
 }
 
-impl<L: WeightLoader + ?Sized> WeightLoader for MappedLoader<'_, L> {
+impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
     fn layout(&self) -> Result<Layout> {
         match &self.plan {
             Some(plan) => Ok(plan.source.clone()),
@@ -176,6 +200,21 @@ impl<L: WeightLoader + ?Sized> WeightLoader for MappedLoader<'_, L> {
     fn shape(&mut self, layout: &Layout) -> Result<bool> {
         self.plan = Some(self.plan_for(layout)?);
         Ok(true)
+    }
+
+    fn bind(&mut self, snapshot: &Snapshot) -> Result<bool> {
+        if !self.binds {
+            return Ok(false);
+        }
+        let seen = MappedExtractor {
+            mapping: Cow::Borrowed(&*self.mapping),
+            source: snapshot,
+            plan: Mutex::new(self.plan.clone()),
+        };
+        let made = snapshot.made_as(&seen, self.spare.take())?;
+        let bound = self.model.bind(&made)?;
+        self.spare = made.into_image();
+        Ok(bound)
     }
 
     fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {

@@ -116,6 +116,11 @@ impl Receiver {
         self.sender_lost
     }
 
+    /// Whether it shut down in order.
+    pub(crate) fn has_closed_sender(&self) -> bool {
+        self.sender_lost && self.sender_closed
+    }
+
     /// Whether a sender that is gone may come back.
     pub(crate) fn restarts(&self) -> bool {
         self.setup.info.at.restarts()

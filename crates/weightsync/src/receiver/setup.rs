@@ -183,6 +183,7 @@ impl ReceiverSetup {
             applied: Vec::new(),
             setup: self,
             sender_lost: false,
+            sender_closed: false,
             withdrawn: None,
             conflicting: None,
             interrupted: false,
@@ -246,6 +247,9 @@ impl ReceiverSetup {
                 return Err(refused(&mut *transport, model, mismatch)?);
             }
         }
+        if scheme.scheme().first_weights() == FirstWeights::AtFirstSend {
+            transport.joined()?;
+        }
         Ok(transport)
     }
 
@@ -305,6 +309,11 @@ impl Joined {
     /// The initial weights; none with a scheme that carries nothing.
     pub fn first(&self) -> Option<&SetSnapshot> {
         self.receiver.initial.as_ref()
+    }
+
+    /// Leaves, and says why: see [`Receiver::fail`].
+    pub fn fail(self, reason: &str) {
+        self.receiver.fail(reason);
     }
 
     /// Loads the initial weights into the worker's own models; the sender counts

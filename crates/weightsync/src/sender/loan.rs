@@ -126,6 +126,9 @@ impl Loan<'_> {
         if let Some(version) = options.version {
             self.staging.number(self.model, version)?;
         }
+        if options.wait_late {
+            self.staging.wait_for_late();
+        }
         let outstanding = self.staging.publish(&options.targets)?;
         let version = outstanding
             .versions()

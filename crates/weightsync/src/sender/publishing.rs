@@ -17,8 +17,14 @@ use crate::transport::{Deadline, Outstanding, SenderTransport, Source, Staging, 
 /// looked at.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// The tensors a partial update carried.
-type Carried = Option<Vec<String>>;
+/// What a send carried.
+#[derive(Default)]
+struct Carried {
+    /// Bytes of its tensors.
+    bytes: u64,
+    /// The tensors of a partial update.
+    partial: Option<Vec<String>>,
+}
 
 impl Sender {
     /// Makes way for one more asynchronous send, or says that one is pending.
@@ -52,7 +58,7 @@ impl Sender {
     /// Keeps the asynchronous sends that are still on their way.
     fn forget_settled(&mut self) -> Result<()> {
         let mut failed = None;
-        self.flying.retain(|one| match one.is_settled() {
+        self.flying.retain(|one| match one.makes_way() {
             Ok(settled) => !settled,
             Err(error) => {
                 failed = Some(error);
@@ -79,13 +85,8 @@ impl Sender {
         if resolved.len() > 1 {
             self.need("several models at once", |can| can.sets)?;
         }
-        let bytes = resolved.iter().map(|(index, _)| {
-            let layout = &models[*index].prepared.layout;
-            layout.payload_bytes()
-        });
-        let bytes = bytes.sum();
         let transport = &mut *self.transport;
-        let (outstanding, partial) =
+        let (outstanding, carried) =
             stage_and_publish(&self.setup, transport, &resolved, options, until)?;
         let versions = outstanding.versions().iter();
         Ok(Flight {
@@ -93,8 +94,8 @@ impl Sender {
                 .map(|(index, version)| (models[*index].prepared.id.clone(), *version))
                 .collect(),
             outstanding: vec![outstanding],
-            bytes,
-            partial,
+            bytes: carried.bytes,
+            partial: carried.partial,
             since,
             copied: since.elapsed(),
             deadline: until,
@@ -124,7 +125,7 @@ fn stage_and_publish(
         let prepared = &setup.models[*index].prepared;
         publish::check(prepared, *weights, options.partial)?;
     }
-    let mut carried: Carried = None;
+    let mut carried = Carried::default();
     let mut transport = Some(transport);
     let mut staging: Option<Box<dyn Staging + '_>> = None;
     for (place, (index, weights)) in resolved.iter().enumerate() {
@@ -141,10 +142,15 @@ fn stage_and_publish(
             }
         };
         match bases.get(place) {
-            None => publish::whole(prepared, *weights, &mut take)?,
+            None => {
+                publish::whole(prepared, *weights, &mut take)?;
+                carried.bytes += prepared.layout.payload_bytes();
+            }
             Some(base) => {
                 let names = publish::partial(prepared, *weights, base, &mut take)?;
-                carried.get_or_insert_default().extend(names);
+                let specs = names.iter().filter_map(|name| prepared.layout.tensor(name));
+                carried.bytes += specs.map(|spec| spec.range.len).sum::<u64>();
+                carried.partial.get_or_insert_default().extend(names);
             }
         }
     }
@@ -163,6 +169,9 @@ fn stage_and_publish(
         if let Some((_, version)) = numbers.find(|(model, _)| model == id) {
             staging.number(*index, *version)?;
         }
+    }
+    if options.wait_late {
+        staging.wait_for_late();
     }
     Ok((staging.publish(&options.targets)?, carried))
 }

@@ -22,7 +22,7 @@ impl Memory {
         Endpoint::fresh(models, run_dir)
     }
 
-    pub(crate) fn open(opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+    pub(crate) fn open(opening: &Opening<'_>, max_queue: u8) -> Result<Box<dyn SenderTransport>> {
         let at = opening.at;
         let listener = match at.lookup() {
             None => Listener::at(at.address())?,
@@ -31,7 +31,7 @@ impl Memory {
                 run_dir::listen(file, &ids.collect::<Vec<_>>())?
             }
         };
-        Ok(Box::new(Segment::open(opening, listener)?))
+        Ok(Box::new(Segment::open(opening, listener, max_queue)?))
     }
 
     pub(crate) fn join(
@@ -103,7 +103,7 @@ mod tests {
                 digest: DigestPolicy::OnRequest,
             },
         };
-        let mut sender = Memory::open(&opening).unwrap();
+        let mut sender = Memory::open(&opening, 0).unwrap();
         // In another order than the sender has them.
         let joining = Joining {
             worker: WorkerId(0),

@@ -13,7 +13,7 @@
 //! | transport | [`Staging::write`], or the trainer writes into [`Staging::tensors_mut`] |
 //! | swap | [`Staging::publish`]: one atomic step for each worker |
 //! | verify, hand over | [`ReceiverTransport::next`] |
-//! | say what became of it | [`ReceiverTransport::applied`], [`ReceiverTransport::refuse`], [`Outstanding::settle`] |
+//! | say what became of it | [`ReceiverTransport::joined`], [`ReceiverTransport::applied`], [`ReceiverTransport::refuse`], [`Outstanding::settle`] |
 
 mod copies;
 mod endpoint;
@@ -24,7 +24,7 @@ mod none;
 
 use std::fmt;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
@@ -37,13 +37,21 @@ pub use self::memory::{Attached, Handoff, Segment};
 pub use self::none::NoSync;
 use crate::attributes::Attributes;
 use crate::error::{Error, Result, UNNAMED};
-use crate::report::{Changes, WaitFor, WorkerReport, WorkerStatus};
+use crate::report::{Changes, Outcome, WaitFor, WorkerReport, WorkerStatus};
 use crate::set::SetSnapshot;
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
 
 pub use weightsync_mem::interrupt;
-pub use weightsync_mem::{BoxedError, CopyOptions, Deadline, Fill, Source, WaitStyle};
+pub use weightsync_mem::{
+    BoxedError, CopyOptions, Deadline, Fill, Lateness, Source, WaitStyle, raise_files,
+};
+
+/// How long a worker on a network looks for a sender that is silent, and of whose end
+/// nothing tells, before that counts as dead. One that is stopped by a debugger, or whose
+/// machine is suspended, looks the same as one that has died and left a process that
+/// keeps its port.
+pub const SILENT_SENDER: Duration = Duration::from_secs(5 * 60);
 
 /// A way for weights to travel, with its settings: it makes the two ends.
 ///
@@ -201,7 +209,7 @@ pub struct Opening<'a> {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct TransferOptions {
-    /// Versions of a model there is room for from the beginning.
+    /// Versions of a model there is room for in any case.
     pub slots: u8,
     /// Versions there may be room for when workers hold so many.
     pub max_slots: u8,
@@ -220,6 +228,7 @@ impl Default for TransferOptions {
             max_slots,
             history,
             wait,
+            ..
         } = weightsync_mem::SegmentOptions::default();
         Self {
             slots,
@@ -296,6 +305,32 @@ pub enum Pull {
     Exactly(Version),
 }
 
+/// Who is there, and who was, for a sender that waits for workers.
+#[derive(Clone, Debug, Default)]
+pub struct Attendance {
+    /// The workers connected at present, by number.
+    pub workers: Vec<WorkerStatus>,
+    /// Those that cannot use the models, of whom nobody has been told.
+    pub rejected: Vec<WorkerId>,
+    /// Those that have joined and are gone, in the order in which they joined, as far as
+    /// that is remembered.
+    pub gone: Vec<GoneWorker>,
+    /// How many have joined so far.
+    pub joined: u64,
+}
+
+/// A worker that was there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GoneWorker {
+    /// As it was last.
+    pub status: WorkerStatus,
+    /// How it went: [`Outcome::Left`], [`Outcome::Failed`], [`Outcome::Died`] or
+    /// [`Outcome::Lost`].
+    pub how: Outcome,
+    /// Of all that joined it was this one, from 1.
+    pub joined: u64,
+}
+
 /// The trainer's end.
 ///
 /// **Guarantee.** A version becomes visible to a worker whole or not at all,
@@ -316,8 +351,8 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// The workers connected at present, by number.
     fn workers(&self) -> Vec<WorkerStatus>;
 
-    /// Waits until `enough`, given the workers and those that cannot use the
-    /// models (with the reason), is content. False if the deadline came first.
+    /// Waits until `enough`, given who is there and who was, is content. False if the
+    /// deadline came first.
     ///
     /// # Errors
     ///
@@ -325,8 +360,20 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     fn wait_workers(
         &mut self,
         deadline: Deadline,
-        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+        enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool>;
+
+    /// Forgets workers that failed, died or were lost: until they come and go again,
+    /// no report has a line of them. A transport that has such lines only once has
+    /// nothing to forget.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    fn forget(&mut self, workers: &[WorkerId]) -> Result<()> {
+        let _ = workers;
+        Ok(())
+    }
 
     /// Takes the workers that cannot use the models, with the reason.
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)>;
@@ -415,6 +462,13 @@ pub trait Staging: fmt::Debug {
     /// If the number does not grow.
     fn number(&mut self, model: usize, version: Version) -> Result<()>;
 
+    /// Has the publication wait for workers that are late already as for all others.
+    ///
+    /// Without it, a worker that was late for an earlier publication
+    /// ([`Outstanding::late`]) and has not moved since is passed over: it gets this one
+    /// when it takes the newest, but nobody waits for that. [`Lateness`] decides it.
+    fn wait_for_late(&mut self);
+
     /// Makes what was written the live versions of the targets: in one step for
     /// each worker, whatever the number of models.
     ///
@@ -431,7 +485,8 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
     fn versions(&self) -> &[(usize, Version)];
 
     /// Waits until every worker it was for has reached `level`, will not reach
-    /// it, or the deadline comes; one line for each.
+    /// it, or the deadline comes; one line for each. The lines of workers that are passed
+    /// over say for how long they have been [late](WorkerReport::late).
     ///
     /// # Errors
     ///
@@ -452,7 +507,7 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
         };
         let lines = self.settle(level, Some(Instant::now()))?;
         let mut lines = lines.iter();
-        Ok(lines.all(|line| line.outcome.is_final(wait)))
+        Ok(lines.all(|line| line.outcome.is_final(wait) || line.late.is_some()))
     }
 
     /// What has changed since the versions before, as far as it is sent so and known by
@@ -471,7 +526,16 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// The deadline of the send has come: workers whose queue still has no room
+    /// The deadline of the send has come: workers that have not reached `level` are late.
+    /// Later publications pass them over until they move; this one can be waited for
+    /// again.
+    ///
+    /// # Errors
+    ///
+    /// As [`settle`](Self::settle).
+    fn late(&self, level: Level) -> Result<()>;
+
+    /// Nobody waits for this any more: workers whose queue still has no room
     /// will not get this, and [`settle`](Self::settle) says so from here on.
     ///
     /// # Errors
@@ -547,6 +611,18 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
             what: "ending a wait from another thread",
             scheme: UNNAMED.into(),
         })
+    }
+
+    /// Tells the sender that this worker's own rendez-vous is over: its models fit.
+    /// Called only where the [first weights](FirstWeights) come with the first send, as
+    /// elsewhere it is over with the first version that is [applied](Self::applied); and
+    /// then a sender that waits for workers is to count this one from here on.
+    ///
+    /// # Errors
+    ///
+    /// As [`applied`](Self::applied).
+    fn joined(&mut self) -> Result<()> {
+        Ok(())
     }
 
     /// Tells the sender that the worker runs this from here on.

@@ -9,8 +9,9 @@ use crate::report::{WorkerReport, WorkerStatus};
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
 use crate::transport::{
-    Capabilities, CopyOptions, Deadline, Endpoint, Interrupter, Joining, Level, ModelSpec, Opening,
-    Outstanding, ReceiverTransport, Scheme, SenderTransport, Source, Staging, Targets,
+    Attendance, Capabilities, CopyOptions, Deadline, Endpoint, Interrupter, Joining, Level,
+    ModelSpec, Opening, Outstanding, ReceiverTransport, Scheme, SenderTransport, Source, Staging,
+    Targets,
 };
 
 /// No synchronisation: the trainer and its workers go through the same calls,
@@ -88,7 +89,7 @@ impl SenderTransport for Sent {
     fn wait_workers(
         &mut self,
         _: Deadline,
-        _: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+        _: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool> {
         Ok(true)
     }
@@ -139,6 +140,8 @@ impl Staging for Unseen<'_> {
         Ok(())
     }
 
+    fn wait_for_late(&mut self) {}
+
     fn publish(self: Box<Self>, _: &Targets) -> Result<Box<dyn Outstanding>> {
         let Self { sent, numbers } = *self;
         for (model, version) in &numbers {
@@ -160,6 +163,10 @@ impl Outstanding for ToNobody {
 
     fn settle(&self, _: Level, _: Deadline) -> Result<Vec<WorkerReport>> {
         Ok(Vec::new())
+    }
+
+    fn late(&self, _: Level) -> Result<()> {
+        Ok(())
     }
 }
 

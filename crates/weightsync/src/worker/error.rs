@@ -42,7 +42,7 @@ pub enum WorkerError {
     /// The worker did not read its pipe in time. With `begun`, part of the frame is in the pipe:
     /// it will arrive whole once the worker reads, so it must not be sent again.
     #[error(
-        "worker {worker} did not read its pipe within {waited:?}; {}",
+        "worker {worker} did not read its pipe within {waited:.1?}; {}",
         if *begun { "the frame has been begun and will arrive whole once it reads" } else { "nothing was sent" }
     )]
     SendTimeout {
@@ -67,7 +67,7 @@ pub enum WorkerError {
     },
 
     /// A worker did not die of SIGKILL in time: the kernel holds it in an uninterruptible wait.
-    #[error("worker {worker} is still there {waited:?} after SIGKILL")]
+    #[error("worker {worker} is still there {waited:.1?} after SIGKILL")]
     Unkillable {
         /// The worker that does not die.
         worker: usize,

@@ -1,12 +1,11 @@
 //! Locks, deadlines and wake-ups shared by both ends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
-use weightsync_mem::interrupt;
+use weightsync_mem::{Error as MemoryError, Origin, interrupt};
 
 use super::error::WorkerError;
 
@@ -75,21 +74,20 @@ pub(super) enum Ended {
 
 /// The process that made something. After a fork, the copy has neither the threads nor the right.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Owner(u32);
+pub(super) struct Owner(Origin);
 
 impl Owner {
     pub(super) fn this_process() -> Self {
-        Self(process::id())
+        Self(Origin::here())
     }
 
     /// Refuses the call in a forked copy of the owning process.
     pub(super) fn check(self) -> Result<(), WorkerError> {
-        match process::id() {
-            here if here == self.0 => Ok(()),
-            here => Err(WorkerError::Forked {
-                owner: self.0,
-                here,
-            }),
+        match self.0.check() {
+            Err(MemoryError::Forked { owner, child }) => {
+                Err(WorkerError::Forked { owner, here: child })
+            }
+            _ => Ok(()),
         }
     }
 }
@@ -130,8 +128,8 @@ mod tests {
     fn a_forked_copy_is_told_whose_end_it_holds() {
         assert!(Owner::this_process().check().is_ok());
         // Process 0 is nobody's, so this end is another process's.
-        match Owner(0).check() {
-            Err(WorkerError::Forked { owner: 0, here }) => assert_eq!(here, process::id()),
+        match Owner(Origin::NOWHERE).check() {
+            Err(WorkerError::Forked { owner: 0, here }) => assert_eq!(here, std::process::id()),
             other => panic!("{other:?}"),
         }
     }

@@ -5,7 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::transport::{
-    Deadline, Endpoint, Joining, Opening, ReceiverTransport, Scheme, SenderTransport, Staging,
+    Attendance, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Scheme, SenderTransport,
+    Staging,
 };
 use weightsync::{
     Capabilities, Error, Expect, MemoryError, ModelId, NoSync, Outcome, ReceiverSetup, Remedy,
@@ -79,6 +80,7 @@ fn missing_workers_are_named() {
         expected,
         joined,
         missing,
+        gone,
         waited,
     } = error
     else {
@@ -92,6 +94,7 @@ fn missing_workers_are_named() {
             vec![WorkerId(2), WorkerId(9)]
         )
     );
+    assert!(gone.is_empty(), "{gone:?}");
     assert!(waited >= Duration::from_millis(500));
     assert!(
         words.starts_with("only 1 of 3 workers joined policy within"),
@@ -267,7 +270,7 @@ fn a_late_joiner_gets_the_newest_version() {
     for step in 2..=4 {
         source.slice_mut::<i64>("step").unwrap()[0] = step;
         let report = sender.send(&source).unwrap();
-        assert!(report.all_applied() && report.workers.is_empty());
+        assert!(!report.all_applied() && report.workers.is_empty());
     }
     let mut late = ReceiverSetup::new(sender.init_info(), 8)
         .connect(SOON)
@@ -504,11 +507,14 @@ impl SenderTransport for Fled {
     fn wait_workers(
         &mut self,
         _: Deadline,
-        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+        enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> weightsync::Result<bool> {
         let mut there = WorkerStatus::new(WorkerId(3), 0, 1);
         there.versions[0] = Version(1);
-        Ok(enough(&[there], &[]))
+        Ok(enough(&Attendance {
+            workers: vec![there],
+            ..Attendance::default()
+        }))
     }
 
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {

@@ -11,6 +11,7 @@ mod connect;
 mod digest;
 mod extract;
 mod files;
+mod gone;
 mod init_info;
 mod interrupt;
 mod leaks;

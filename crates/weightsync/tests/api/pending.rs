@@ -127,3 +127,49 @@ fn one_that_waited_for_a_later_version_is_looked_at_again() {
     assert!(report.all_applied(), "{report}");
     assert_eq!(report.workers[0].outcome, Outcome::Applied, "{report}");
 }
+
+/// Not one that it never looked at: its line says why, and the next send waits again.
+#[test]
+fn a_late_worker_costs_one_send_its_deadline() {
+    let (mut sender, mut receiver) = pair(&weights());
+    let late = |report: &weightsync::Report| {
+        assert_eq!(report.workers[0].outcome, Outcome::Late, "{report}");
+        assert!(!report.all_applied() && report.failed().count() == 1);
+        report.workers[0].late
+    };
+    let brief = SendOptions::new().deadline(BRIEF);
+    let report = sender.send_with(&weights(), &brief).unwrap();
+    assert_eq!(late(&report), None);
+    assert!(report.took >= BRIEF, "{report}");
+    // It would take the life of this test.
+    let long = SendOptions::new().deadline(Duration::MAX);
+    for _ in 0..3 {
+        let report = sender.send_with(&weights(), &long).unwrap();
+        assert!(late(&report).unwrap() >= BRIEF, "{report}");
+        let words = report.to_string();
+        assert!(
+            words.contains("and was not waited for; it goes on with v1"),
+            "{words}"
+        );
+    }
+    // Nor are asynchronous ones in each other's way.
+    for _ in 0..3 {
+        let sent = sender.send_async(&weights(), &long).unwrap();
+        assert!(sent.is_settled().unwrap());
+        assert!(late(&sent.wait(None).unwrap()).is_some());
+    }
+    // If it is told to, it waits.
+    let insists = brief.clone().wait_late(true);
+    let report = sender.send_with(&weights(), &insists).unwrap();
+    assert_eq!(late(&report), None);
+    assert!(report.took >= BRIEF, "{report}");
+
+    assert_eq!(
+        receiver.receive(None).unwrap().unwrap().version(),
+        Version(9)
+    );
+    let sent = sender.send_async(&weights(), &long).unwrap();
+    assert!(!sent.is_settled().unwrap());
+    receiver.receive(None).unwrap().unwrap();
+    assert!(sent.wait(None).unwrap().all_applied());
+}

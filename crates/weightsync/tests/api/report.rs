@@ -18,6 +18,7 @@ fn line(worker: u32, outcome: Outcome, version: u64) -> WorkerReport {
         versions: vec![Version(version)],
         current: version >= 7,
         after: Duration::from_micros(1500),
+        late: None,
     }
 }
 
@@ -61,6 +62,16 @@ fn every_outcome_has_its_sentence() {
             "worker 2 (pid 102) died; it had no version yet",
         ),
         (
+            line(
+                2,
+                Outcome::Failed {
+                    reason: "out of memory".into(),
+                },
+                5,
+            ),
+            "worker 2 (pid 102) failed: out of memory; its last version was v5",
+        ),
+        (
             line(3, Outcome::Left, 7),
             "worker 3 (pid 103) left in order",
         ),
@@ -71,6 +82,13 @@ fn every_outcome_has_its_sentence() {
         (
             line(4, Outcome::Late, 0),
             "worker 4 (pid 104) had not applied it after 1.5ms; it has no version yet",
+        ),
+        (
+            WorkerReport {
+                late: Some(Duration::from_millis(32_100)),
+                ..line(4, Outcome::Late, 6)
+            },
+            "worker 4 (pid 104) has been late for 32.1s and was not waited for; it goes on with v6",
         ),
         (
             line(5, Outcome::Staged, 6),
@@ -151,7 +169,10 @@ fn a_report_says_the_whole_and_names_those_who_have_it_not() {
         assert!(text.starts_with(words), "{text}");
     }
     let nobody = report(Vec::new());
-    assert!(nobody.all_applied());
+    assert!(!nobody.all_applied(), "nobody has it");
+    let error = nobody.clone().ensure_applied().unwrap_err();
+    assert_eq!(error.to_string(), nobody.to_string());
+    assert!(all.ensure_applied().is_ok());
     assert_eq!(
         nobody.to_string(),
         "policy v7 is live after 250.0µs; there is no worker"
@@ -173,13 +194,15 @@ fn who_only_asks_has_the_version_or_has_not() {
         assert!(report.to_string().starts_with(&words), "{report}");
     }
     let mut held = report(vec![line(0, Outcome::Held, 3), line(1, Outcome::Left, 0)]);
+    assert!(!held.all_applied(), "nobody has it");
+    held.workers.push(line(2, Outcome::Applied, 7));
     assert!(held.all_applied());
     // Different weights for different workers: what counts is what each was sent.
     held.versions
         .push((ModelId::new("policy").unwrap(), Version(8)));
-    held.workers.push(line(2, Outcome::Asks, 7));
+    held.workers.push(line(3, Outcome::Asks, 7));
     assert!(held.all_applied());
-    held.workers.push(line(3, Outcome::Asks, 6));
+    held.workers.push(line(4, Outcome::Asks, 6));
     assert!(!held.all_applied());
 }
 

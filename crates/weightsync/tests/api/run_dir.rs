@@ -249,7 +249,7 @@ fn a_successor_with_another_model_is_refused_by_name() {
 #[test]
 fn the_directory_is_for_this_user_alone() {
     let parent = tempfile::tempdir().unwrap();
-    let dir = parent.path().join("runs").join("seven");
+    let dir = parent.path().join("seven");
     setup(&dir)
         .connect(&weights(), Expect::Count(0), SOON)
         .unwrap();

@@ -6,8 +6,8 @@ use std::thread;
 
 use weightsync::{
     Attributes, Dtype, Error, Expect, Extracted, Layout, Mapping, ModelTree, Models, Plain,
-    ReceiverSetup, Registered, Result, SendOptions, Sender, SenderSetup, Set, SetLoader, StateDict,
-    Strategy, TensorDict, Tensors, Version, WeightExtractor, WeightLoader,
+    ReceiverSetup, Registered, Result, SendOptions, Sender, SenderSetup, Set, SetLoader, Snapshot,
+    StateDict, Strategy, TensorDict, TensorView, Tensors, Version, WeightExtractor, WeightLoader,
 };
 
 use crate::SOON;
@@ -171,7 +171,8 @@ fn tied_tensors_travel_once_and_arrive_under_every_name() {
         let len = if name == "bias" { 1 } else { 64 };
         let mut part = Tensors::new();
         part.insert(name, [len], vec![value; len as usize]).unwrap();
-        sender.send_with(&part, &partial).unwrap();
+        let report = sender.send_with(&part, &partial).unwrap();
+        assert_eq!(report.bytes, 4 * len, "{report}");
         let snapshot = sender.snapshot().unwrap();
         assert_eq!(snapshot.slice::<f32>(name).unwrap()[0], value, "{name}");
     }
@@ -262,6 +263,55 @@ fn a_mapping_serves_on_either_side() {
         !dry.is_complete() && dry.to_string().contains("head.scale"),
         "{dry}"
     );
+}
+
+/// Serves from the version itself.
+#[derive(Default)]
+struct Serving {
+    bound: Option<Snapshot>,
+}
+
+impl WeightLoader for Serving {
+    fn layout(&self) -> Result<Layout> {
+        let parts = [("gate", Dtype::F32, 1), ("up", Dtype::BF16, 2)];
+        let parts = parts.map(|(name, dtype, len)| (name.to_owned(), dtype, vec![len, 1]));
+        Ok(Layout::new(parts)?)
+    }
+
+    fn bind(&mut self, snapshot: &Snapshot) -> Result<bool> {
+        self.bound = Some(snapshot.clone());
+        Ok(true)
+    }
+
+    fn load(&mut self, _: &[TensorView<'_>]) -> Result<()> {
+        unreachable!("bind takes every snapshot")
+    }
+}
+
+#[test]
+fn a_mapping_makes_whole_versions_for_models_that_bind() {
+    let mut source = Tensors::new();
+    source
+        .insert("gate_up", [3, 1], [1.0_f32, 2.0, 3.0])
+        .unwrap();
+    let mapping = Mapping::new()
+        .split("gate_up", [("gate", 1), ("up", 2)], 0)
+        .and_then(|mapping| mapping.cast("up", Dtype::BF16))
+        .unwrap();
+    let mut model = Serving::default();
+    let sender = deliver(&source, &source, &mut mapping.load(&mut model).binding());
+    let bound = model.bound.unwrap();
+    assert!(bound.is_owned());
+    assert_eq!((bound.version(), bound.run()), (Version(2), sender.run()));
+    assert_eq!(bound.slice::<f32>("gate").unwrap(), [1.0]);
+    assert_eq!(bound.tensor("up").unwrap().dtype(), Dtype::BF16);
+
+    // The same, of a version at hand.
+    let by_hand = sender.snapshot().unwrap().mapped(&mapping).unwrap();
+    assert_eq!(by_hand.digest(), bound.digest());
+    let wrong = Mapping::new().split("gate_up", [("gate", 1)], 0).unwrap();
+    let error = sender.snapshot().unwrap().mapped(&wrong).unwrap_err();
+    assert!(matches!(error, Error::Extract { .. }), "{error}");
 }
 
 #[test]

@@ -101,7 +101,7 @@ fn without_a_worker_there_is_nothing_to_send_by_device() {
     let options = SendOptions::new();
     let report = sender.send_by_device(|device| unreachable!("{device}"), &options);
     let report = report.unwrap();
-    assert!(report.all_applied() && report.workers.is_empty());
+    assert!(!report.all_applied() && report.workers.is_empty());
     assert_eq!(report.versions, []);
     assert_eq!(report.to_string(), "nothing was sent: there is no worker");
     assert_eq!(sender.version(), Version(1));

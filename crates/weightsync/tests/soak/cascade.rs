@@ -26,8 +26,15 @@ pub fn the_death_of_a_leaf_is_a_line_of_the_trainers_report() {
         assert!(reason.contains(words), "{words:?}: {reason}");
     }
 
-    // The others go on, and the one that comes back has what they have.
-    receive_all(&script, &LEAVES[1..], 3, 3);
+    // The other one goes on, and the dead one is missed until it is back.
+    script.tell(LEAVES[1], &Order::Receive(None));
+    script.tell(TRAINER, &send(3));
+    assert_eq!(script.answer(LEAVES[1]), version(3, 3));
+    let missed = self::lines(script.answer(TRAINER));
+    let [(0, Fate::Refused(reason))] = &missed[..] else {
+        panic!("{missed:?}");
+    };
+    assert!(reason.contains("died"), "{reason}");
     script.raise(LEAVES[0]);
     assert_eq!(script.ask(LEAVES[0], &join(&script, 0)), Answer::Done);
     let receive = Order::Receive(None);

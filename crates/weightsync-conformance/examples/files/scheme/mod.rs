@@ -174,7 +174,7 @@ struct AboutWorker {
 }
 
 /// A worker's file `said`.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Said {
     /// The newest publication that it has whole, and has checked.
     staged: u64,

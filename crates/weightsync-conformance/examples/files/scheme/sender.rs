@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use weightsync::transport::{
-    CopyOptions, Deadline, Image, Level, ModelSpec, Opening, Outstanding, SenderTransport, Source,
-    Staging, Targets, interrupt,
+    Attendance, CopyOptions, Deadline, GoneWorker, Image, Lateness, Level, ModelSpec, Opening,
+    Outstanding, SenderTransport, Source, Staging, Targets, interrupt,
 };
 use weightsync::{
     Digest, Error, Outcome, Result, Snapshot, Version, WaitFor, WorkerId, WorkerReport,
@@ -61,6 +61,9 @@ impl FileSender {
             roster: Mutex::new(Roster {
                 dir: workers,
                 known: BTreeMap::new(),
+                joined: 0,
+                gone: BTreeMap::new(),
+                missing: BTreeMap::new(),
                 rejected: Vec::new(),
             }),
             stay,
@@ -74,7 +77,7 @@ impl FileSender {
 
 impl SenderTransport for FileSender {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
-        let workers = self.roster().look();
+        let workers = self.roster().look_for_all();
         let rooms = models.iter().map(|model| Room {
             model: *model,
             version: self.version(*model).next(),
@@ -84,6 +87,7 @@ impl SenderTransport for FileSender {
             rooms: rooms.collect(),
             workers,
             sender: self,
+            waits_for_late: false,
         }))
     }
 
@@ -100,13 +104,23 @@ impl SenderTransport for FileSender {
     fn wait_workers(
         &mut self,
         deadline: Deadline,
-        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+        enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool> {
         loop {
             let workers = self.workers();
-            let rejected = self.roster().rejected.clone();
-            let rejected: Vec<_> = rejected.iter().map(|(worker, _)| *worker).collect();
-            if enough(&workers, &rejected) {
+            let there = {
+                let roster = self.roster();
+                let rejected = roster.rejected.iter();
+                let mut gone: Vec<_> = roster.gone.values().cloned().collect();
+                gone.sort_by_key(|gone| gone.joined);
+                Attendance {
+                    workers,
+                    rejected: rejected.map(|(worker, _)| *worker).collect(),
+                    gone,
+                    joined: roster.joined,
+                }
+            };
+            if enough(&there) {
                 return Ok(true);
             }
             if passed(deadline) {
@@ -118,6 +132,12 @@ impl SenderTransport for FileSender {
 
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
         std::mem::take(&mut self.roster().rejected)
+    }
+
+    fn forget(&mut self, workers: &[WorkerId]) -> Result<()> {
+        let mut roster = self.roster();
+        roster.missing.retain(|worker, _| !workers.contains(worker));
+        Ok(())
     }
 
     fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
@@ -138,6 +158,7 @@ struct Rooms<'a> {
     /// live has a line all the same.
     workers: Vec<Arc<Worker>>,
     rooms: Vec<Room>,
+    waits_for_late: bool,
 }
 
 #[derive(Debug)]
@@ -180,11 +201,16 @@ impl Staging for Rooms<'_> {
         Ok(())
     }
 
+    fn wait_for_late(&mut self) {
+        self.waits_for_late = true;
+    }
+
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
         let Self {
             sender,
             rooms,
             mut workers,
+            waits_for_late,
         } = *self;
         if *targets != Targets::All {
             return Err(Error::Unsupported {
@@ -208,7 +234,7 @@ impl Staging for Rooms<'_> {
             live.versions[*model] = LiveVersion { version, digest };
         }
         // Before the swap: nobody who gets it has no line.
-        let mut joined = sender.roster().look();
+        let mut joined = sender.roster().look_for_all();
         joined.retain(|one| !workers.iter().any(|known| Arc::ptr_eq(known, one)));
         workers.append(&mut joined);
         let path = sender.stay.dir.join("live");
@@ -230,6 +256,7 @@ impl Staging for Rooms<'_> {
             workers: concerned.collect(),
             versions,
             at: Instant::now(),
+            waits_for_late,
         }))
     }
 }
@@ -272,6 +299,7 @@ struct Published {
     /// Those that were there, and want one of the models.
     workers: Vec<Arc<Worker>>,
     at: Instant,
+    waits_for_late: bool,
 }
 
 impl Outstanding for Published {
@@ -280,13 +308,11 @@ impl Outstanding for Published {
     }
 
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
-        let wait = match level {
-            Level::Staged => WaitFor::Staged,
-            Level::Applied => WaitFor::Applied,
-        };
+        let wait = wait_of(level);
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         let mut lines: Vec<_> = lines.collect();
-        while lines.iter().any(|line| !line.outcome.is_final(wait)) && !passed(deadline) {
+        let awaited = |line: &WorkerReport| !line.outcome.is_final(wait) && line.late.is_none();
+        while lines.iter().any(awaited) && !passed(deadline) {
             interrupt::sleep(PAUSE)?;
             for (line, worker) in lines.iter_mut().zip(&self.workers) {
                 if !line.outcome.is_final(wait) {
@@ -295,6 +321,26 @@ impl Outstanding for Published {
             }
         }
         Ok(lines)
+    }
+
+    fn decided(&self) -> Result<Vec<WorkerReport>> {
+        let gone = self.workers.iter();
+        let gone = gone.filter(|worker| worker.look().0 != Life::Here);
+        Ok(gone
+            .map(|worker| self.line(worker, Level::Staged))
+            .collect())
+    }
+
+    fn late(&self, level: Level) -> Result<()> {
+        let lines = self.workers.iter().map(|worker| self.line(worker, level));
+        for (line, worker) in lines.zip(&self.workers) {
+            if !line.outcome.is_final(wait_of(level)) {
+                let (_, said) = worker.look();
+                let mut late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
+                late.note(self.sequence, self.at, said);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -307,7 +353,10 @@ impl Published {
             Outcome::Applied
         } else if let Some(reason) = said.rejected.as_ref().or(refused.map(|(_, why)| why)) {
             let reason = reason.clone();
-            Outcome::Refused { reason }
+            match life {
+                Life::Left | Life::Dead if said.rejected.is_some() => Outcome::Failed { reason },
+                _ => Outcome::Refused { reason },
+            }
         } else if level == Level::Staged && said.staged >= self.sequence {
             Outcome::Staged
         } else {
@@ -317,6 +366,13 @@ impl Published {
                 Life::Here if said.staged >= self.sequence => Outcome::Staged,
                 Life::Here => Outcome::Late,
             }
+        };
+        let late = match outcome {
+            Outcome::Late if !self.waits_for_late => {
+                let late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
+                late.since(self.sequence, || said.clone())
+            }
+            _ => None,
         };
         let about = &worker.peer.about;
         let mut sent = self.versions.iter();
@@ -329,7 +385,15 @@ impl Published {
             current: sent
                 .all(|(model, version)| !about.wanted.contains(model) || runs(model) >= *version),
             after: self.at.elapsed(),
+            late,
         }
+    }
+}
+
+fn wait_of(level: Level) -> WaitFor {
+    match level {
+        Level::Staged => WaitFor::Staged,
+        Level::Applied => WaitFor::Applied,
     }
 }
 
@@ -338,6 +402,13 @@ impl Published {
 struct Roster {
     dir: PathBuf,
     known: BTreeMap<PathBuf, Arc<Worker>>,
+    /// How many have joined so far.
+    joined: u64,
+    /// The last of each number that went.
+    gone: BTreeMap<WorkerId, GoneWorker>,
+    /// Of these the ones that did not leave in order and are not back: each has a line
+    /// of every send.
+    missing: BTreeMap<WorkerId, Arc<Worker>>,
     rejected: Vec<(WorkerId, String)>,
 }
 
@@ -345,45 +416,97 @@ impl Roster {
     /// Looks who is there. Those that are not any more are forgotten, and what
     /// they left is removed; who waits for one of them has its last words.
     fn look(&mut self) -> Vec<Arc<Worker>> {
+        self.look_for_all();
+        let there = self.known.values().filter(|worker| {
+            let (_, said) = worker.look();
+            said.rejected.is_none()
+        });
+        there.cloned().collect()
+    }
+
+    /// The same, with those that can use nothing, and those that are missing.
+    fn look_for_all(&mut self) -> Vec<Arc<Worker>> {
         for dir in place::entries(&self.dir) {
             // One that is still making its files comes next time.
             if !self.known.contains_key(&dir)
                 && let Ok(Some(peer)) = Peer::at(&dir.join("alive"))
             {
+                self.joined += 1;
                 let worker = Worker {
                     said: Mutex::default(),
+                    late: Mutex::default(),
                     dir: dir.clone(),
+                    joined: self.joined,
                     peer,
                 };
+                self.missing.remove(&worker.peer.about.worker);
                 self.known.insert(dir, Arc::new(worker));
             }
         }
-        let mut there = Vec::new();
+        let mut went = Vec::new();
         self.known.retain(|dir, worker| {
             let (life, said) = worker.look();
-            if let Some(reason) = said.rejected {
-                let rejected = (worker.peer.about.worker, reason);
+            let number = worker.peer.about.worker;
+            if let Some(reason) = said.rejected.clone() {
+                let rejected = (number, reason);
                 if !self.rejected.contains(&rejected) {
                     self.rejected.push(rejected);
                 }
-            } else if life == Life::Here {
-                there.push(worker.clone());
             }
             if life != Life::Here {
                 let _ = fs::remove_dir_all(dir);
+                went.push((worker.clone(), life, said));
             }
             life == Life::Here
         });
-        there
+        for (worker, life, said) in went {
+            let number = worker.peer.about.worker;
+            let how = match (said.rejected, life) {
+                (Some(reason), _) => Outcome::Failed { reason },
+                (None, Life::Left) => Outcome::Left,
+                (None, _) => Outcome::Died,
+            };
+            let others = self.known.values().map(|other| other.peer.about.worker);
+            let had_something = said.versions.iter().any(|version| !version.is_none());
+            if how != Outcome::Left && had_something && !others.clone().any(|other| other == number)
+            {
+                self.missing.insert(number, worker.clone());
+            }
+            let models = worker
+                .peer
+                .about
+                .wanted
+                .iter()
+                .max()
+                .map_or(0, |last| last + 1);
+            let (status, joined) = (worker.status(models), worker.joined);
+            self.gone.insert(
+                number,
+                GoneWorker {
+                    status,
+                    how,
+                    joined,
+                },
+            );
+        }
+        self.known
+            .values()
+            .chain(self.missing.values())
+            .cloned()
+            .collect()
     }
 }
 
 #[derive(Debug)]
 struct Worker {
     dir: PathBuf,
+    /// Of all that joined it was this one.
+    joined: u64,
     peer: Peer<AboutWorker>,
     /// What it said last.
     said: Mutex<Said>,
+    /// What it had said when it was late for a publication.
+    late: Mutex<Lateness<Said>>,
 }
 
 impl Worker {

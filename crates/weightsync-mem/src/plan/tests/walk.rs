@@ -13,6 +13,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::scan::Claims;
 
 const MODELS: usize = 3;
 const WORKERS: u32 = 5;
@@ -142,6 +143,8 @@ struct Reader {
     answer: Option<(u64, Live)>,
     answered: Option<Versions>,
     answer_told: u64,
+    /// What the sender lets count of what it holds: all of it, as it keeps to the rules.
+    claims: Claims,
 }
 
 struct World {
@@ -162,7 +165,7 @@ struct World {
 impl World {
     fn new() -> Self {
         Self {
-            plan: Plan::new(MODELS, SLOTS, HISTORY),
+            plan: Plan::new([SLOTS.into(); MODELS], HISTORY),
             joined: 0,
             records: vec![None; MAX_RECORDS],
             written: vec![vec![0; SLOTS.into()]; MODELS],
@@ -244,13 +247,14 @@ impl World {
     /// What the sender reads in the control pages.
     fn observe(&mut self) -> SlotSet {
         let mut pins = SlotSet::default();
-        for (key, reader) in &self.readers {
+        for (key, reader) in &mut self.readers {
             self.plan.observe(*key, reader.head, reader.through);
-            if let Some((live, ..)) = &reader.pinned
-                && !matches!(reader.delivery, Delivery::Every { .. })
-            {
-                pins = pins.with(live.record);
-            }
+            let queued = matches!(reader.delivery, Delivery::Every { .. });
+            let pinned = reader.pinned.iter().filter(|_| !queued);
+            let held = pinned.fold(SlotSet::default(), |all, (live, ..)| all.with(live.record));
+            let named = self.plan.named_records(*key);
+            assert_eq!(reader.claims.observe(held, named), held, "{key:?}");
+            pins = pins.union(held);
         }
         pins
     }
@@ -288,6 +292,7 @@ impl Reader {
             answer: None,
             answered: None,
             answer_told: 0,
+            claims: Claims::new(models),
         }
     }
 

@@ -19,6 +19,7 @@ fn no_wake_up_is_lost() {
             sequence: 1,
             record: 0,
         });
+        order();
         if sleep.sleeping() {
             bell.notify();
         }
@@ -41,6 +42,7 @@ fn no_wake_up_is_lost_on_a_queue() {
             record: 0,
         };
         assert!(queue.push(0, 1, live));
+        order();
         if sleep.sleeping() {
             bell.notify();
         }

@@ -121,8 +121,10 @@ impl Ring {
     }
 
     /// What leads from `base` to a version: one delta, or several that follow each
-    /// other, which are kept as one from here on.
-    pub(crate) fn find(&self, item: Item, base: Version) -> Option<Arc<Delta>> {
+    /// other, which are kept as one from here on, where that pays over a link of so many
+    /// bytes a second, or of the slowest that is known.
+    pub(crate) fn find(&self, item: Item, base: Version, link: Option<u64>) -> Option<Arc<Delta>> {
+        let rate = self.rate().into_iter().chain(link).min();
         let mut models = self.models();
         let of = models.get_mut(&item.model)?;
         if let Some(direct) = of.direct(item.version, base) {
@@ -138,7 +140,7 @@ impl Ring {
             let step = before.min_by_key(|delta| delta.base)?;
             parts.push(step.clone());
             held += step.held();
-            if step.is_given_up() || !self.pays_to_fold((parts.len(), held), step.whole) {
+            if step.is_given_up() || !pays_to_fold((parts.len(), held), step.whole, rate) {
                 return None;
             }
             at = step.base;
@@ -160,22 +162,6 @@ impl Ring {
         Some(self.rate.load(Ordering::Relaxed)).filter(|rate| *rate > 0)
     }
 
-    /// Whether so many steps of so many bytes are folded and sent more quickly than the
-    /// image of `whole` bytes is sent. Each step is folded with what those before it have
-    /// come to.
-    pub(super) fn pays_to_fold(&self, (steps, bytes): (usize, u64), whole: u64) -> bool {
-        let rate = self.rate().unwrap_or(UNKNOWN);
-        let read = if steps > 1 {
-            steps as u64 * bytes / 2
-        } else {
-            0
-        };
-        let folds = (steps as u64).saturating_sub(1);
-        let many = seconds(folds * whole, FOLDED_OF) + seconds(read, FOLDED);
-        let folded = many.min(seconds(read, FOLDED_FEW));
-        folded + seconds(bytes, rate) < seconds(whole, rate)
-    }
-
     /// Whether the newest delta of a model is worth something.
     pub(crate) fn pays(&self, model: usize) -> bool {
         let models = self.models();
@@ -194,6 +180,22 @@ impl Ring {
     fn models(&self) -> MutexGuard<'_, BTreeMap<usize, OfModel>> {
         self.models.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether so many steps of so many bytes are folded and sent more quickly than the
+/// image of `whole` bytes is sent, at so many bytes a second. Each step is folded with
+/// what those before it have come to.
+pub(super) fn pays_to_fold((steps, bytes): (usize, u64), whole: u64, rate: Option<u64>) -> bool {
+    let rate = rate.unwrap_or(UNKNOWN);
+    let read = if steps > 1 {
+        steps as u64 * bytes / 2
+    } else {
+        0
+    };
+    let folds = (steps as u64).saturating_sub(1);
+    let many = seconds(folds * whole, FOLDED_OF) + seconds(read, FOLDED);
+    let folded = many.min(seconds(read, FOLDED_FEW));
+    folded + seconds(bytes, rate) < seconds(whole, rate)
 }
 
 impl OfModel {

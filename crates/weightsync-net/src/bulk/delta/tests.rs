@@ -61,12 +61,15 @@ fn deltas_that_follow_each_other_are_found_as_one() {
     for (base, version, expected) in cases {
         // Found twice, it is the same one.
         for _ in 0..2 {
-            let found = ring.find(item(0, version), base);
+            let found = ring.find(item(0, version), base, None);
             let made = found.as_deref().and_then(applied);
             assert_eq!(made, expected, "{base} to {version}");
         }
     }
-    assert!(ring.find(item(1, V[2]), V[1]).is_none(), "another model");
+    assert!(
+        ring.find(item(1, V[2]), V[1], None).is_none(),
+        "another model"
+    );
 }
 
 #[test]
@@ -75,7 +78,7 @@ fn a_fold_waits_for_all_of_its_parts_and_is_dense_where_one_is() {
     let coming = Arc::new(Delta::new(V[2], V[3], &layout(64 << 10)));
     ring.put(0, step(1, 5), 1 << 20);
     ring.put(0, coming.clone(), 1 << 20);
-    let both = ring.find(item(0, V[3]), V[1]).unwrap();
+    let both = ring.find(item(0, V[3]), V[1], None).unwrap();
     assert!(!both.is_known(0));
     assert!(
         both.span(0, &layout(64 << 10), &mut Scratch::new())
@@ -87,7 +90,7 @@ fn a_fold_waits_for_all_of_its_parts_and_is_dense_where_one_is() {
     assert!(matches!(span, Some(Span::Dense)));
     // What was given up is not worth folding from the start.
     ring.put(0, step(3, 7), 1 << 20);
-    assert!(ring.find(item(0, V[4]), V[2]).is_none());
+    assert!(ring.find(item(0, V[4]), V[2], None).is_none());
 }
 
 #[test]
@@ -122,7 +125,7 @@ fn a_range_is_folded_where_that_is_quicker_than_to_send_all() {
     for (rate, steps, bytes, expected) in cases {
         ring.note_rate(rate.unwrap_or(0));
         assert_eq!(ring.rate(), rate);
-        let pays = ring.pays_to_fold((steps, bytes), 1 << 30);
+        let pays = ring::pays_to_fold((steps, bytes), 1 << 30, ring.rate());
         assert_eq!(pays, expected, "{rate:?} {steps} {bytes}");
     }
 }
@@ -135,19 +138,24 @@ fn what_is_spoiled_is_the_base_of_nothing() {
     // Made from it before that was known, and on its way now.
     let after = step(2, 5);
     ring.put(0, after.clone(), 1 << 20);
-    let into = ring.find(item(0, V[2]), V[1]).expect("it was put there");
+    let into = ring
+        .find(item(0, V[2]), V[1], None)
+        .expect("it was put there");
     ring.spoil(item(0, V[2]));
     assert!(after.is_spoiled() && !into.is_spoiled());
     assert!(ring.is_spoiled(item(0, V[2])) && !ring.is_spoiled(item(0, V[1])));
-    assert!(ring.find(item(0, V[2]), V[1]).is_none());
-    assert!(ring.find(item(1, V[2]), V[1]).is_some(), "another model");
+    assert!(ring.find(item(0, V[2]), V[1], None).is_none());
+    assert!(
+        ring.find(item(1, V[2]), V[1], None).is_some(),
+        "another model"
+    );
     // One that was begun before that was known, and is put there after it.
     let late = step(2, 5);
     ring.put(0, late.clone(), 1 << 20);
-    assert!(late.is_spoiled() && ring.find(item(0, V[3]), V[2]).is_none());
+    assert!(late.is_spoiled() && ring.find(item(0, V[3]), V[2], None).is_none());
     // What follows it goes as what changed again.
     ring.put(0, step(3, 5), 1 << 20);
-    assert!(ring.find(item(0, V[4]), V[3]).is_some());
+    assert!(ring.find(item(0, V[4]), V[3], None).is_some());
 }
 
 #[test]

@@ -67,6 +67,9 @@ impl Shared {
         }
         let made = self.put(&mut piece, base, index, &coded, scratch);
         let Err(source) = made else {
+            if base.passes_on && coded.is_thin() {
+                self.keep_foldable(&piece, base, index, scratch);
+            }
             piece.keep();
             return Ok(());
         };
@@ -82,6 +85,20 @@ impl Shared {
             version: head.version,
             source,
         }))
+    }
+
+    /// Keeps what changed in a span as it can be folded, for relays below that are some
+    /// versions behind: of a thin delta that cannot be done later, as it takes the base.
+    fn keep_foldable(&self, piece: &Piece, base: &Base, index: usize, scratch: &mut Scratch) {
+        let layout = self.room.layout();
+        let range = piece.range();
+        let pattern = Pattern::of_span(layout, range.start as u64);
+        let old = &base.snapshot.bytes()[range];
+        let mut bytes = Vec::new();
+        match encode(pattern, Codec::Fast, old, piece, &mut bytes, scratch) {
+            Ok(_) => base.kept.note_foldable(index, bytes, layout),
+            Err(error) => unreachable!("both are versions of one layout: {error}"),
+        }
     }
 
     /// Makes a span of its delta and what is here.
@@ -128,8 +145,7 @@ impl Shared {
 /// them in than to copy it.
 fn are_few<const N: usize>(deltas: [&Coded; N], span: usize) -> bool {
     let bytes: usize = deltas.iter().map(|one| one.sent().len()).sum();
-    let thin = |one: &&Coded| Codec::of(one.sent()) == Some(Codec::Thin);
-    let few = match deltas.iter().any(thin) {
+    let few = match deltas.iter().any(|one| one.is_thin()) {
         true => IN_PLACE_THIN,
         false => IN_PLACE,
     };

@@ -4,7 +4,7 @@ use weightsync_core::delta::{Codec, Pattern, Scratch, encode};
 use weightsync_mem::{Room, Snapshot};
 
 use super::*;
-use crate::bulk::delta::{Coded, Span};
+use crate::bulk::delta::{Coded, Ring, Span};
 use crate::bulk::{Base, Delta};
 use crate::wire::frame::{DeltaHead, SPAN};
 
@@ -36,13 +36,17 @@ fn changes(span: usize) -> Vec<u8> {
 }
 
 /// That from one version to another.
-fn changes_of([from, to]: [u64; 2], span: usize) -> Vec<u8> {
+fn changes_of(versions: [u64; 2], span: usize) -> Vec<u8> {
+    coded(Codec::Fast, versions, span)
+}
+
+fn coded(codec: Codec, [from, to]: [u64; 2], span: usize) -> Vec<u8> {
     let at = span * SPAN as usize..BYTES.min((span + 1) * SPAN as usize);
     let (old, new) = (image(from), image(to));
     let (pattern, mut bytes) = (Pattern::of(DTYPE), Vec::new());
     let scratch = &mut Scratch::new();
     let (old, new) = (&old[at.clone()], &new[at]);
-    encode(pattern, Codec::Fast, old, new, &mut bytes, scratch).unwrap();
+    encode(pattern, codec, old, new, &mut bytes, scratch).unwrap();
     bytes
 }
 
@@ -124,8 +128,10 @@ fn fetch(room: &Arc<Room>, base: Option<Base>, answer: Vec<u8>) -> FetchEnd {
     let held = Arc::new(Held::coming(room.clone()));
     let connections = Connections::new(Key::new(&SECRET), RUN, 1, 1);
     let (tell, ends) = mpsc::channel();
+    let version = room.version();
+    let item = Item { version, ..NEXT };
     let _fetch = Fetch::start(
-        (NEXT, Parent { agent: 2, address }),
+        (item, Parent { agent: 2, address }),
         (&Arc::new(connections), 0),
         (room.clone(), held, base),
         &Arc::new(Store::of_relay()),
@@ -314,6 +320,83 @@ fn what_changed_little_is_made_of_the_version_before_the_base() {
     assert!(matches!(end, FetchEnd::Whole), "{end:?}");
     assert!(room.commit().unwrap().bytes() == marked(3, &marks[1..]));
     assert!(snapshot.bytes() == image(2));
+}
+
+/// Relays above slow links get thin deltas, which need the base to be read.
+#[test]
+fn a_relay_folds_thin_deltas_for_a_child_that_is_behind() {
+    let relay = relay("thin", 3);
+    let ring = Ring::default();
+    let mut newest = whole(&relay, ITEM.version, &image(1));
+    for version in [2, 3] {
+        let base = newest.version();
+        let room = relay.room(0, Version(version), CHUNK as usize);
+        let room = room.unwrap().unwrap();
+        let kept = Arc::new(Delta::new(base, Version(version), room.layout()));
+        ring.put(0, kept.clone(), BYTES as u64);
+        let of = Base {
+            snapshot: newest,
+            kept,
+            passes_on: true,
+            earlier: None,
+        };
+        let span = |index| {
+            let bytes = coded(Codec::Thin, [base.0, version], index);
+            assert_eq!(Codec::of(&bytes), Some(Codec::Thin));
+            let version = Version(version);
+            let head = DeltaHead {
+                base,
+                version,
+                ..head(index, &bytes)
+            };
+            frame(head, &bytes)
+        };
+        let answer = [span(0), span(1), super::end()].concat();
+        let end = fetch(&room, Some(of), answer);
+        assert!(matches!(end, FetchEnd::Whole), "{end:?}");
+        newest = room.commit().unwrap();
+    }
+    let delta = ring
+        .find(NEXT, ITEM.version, None)
+        .expect("they follow each other");
+    let (mut made, scratch) = (image(1), &mut Scratch::new());
+    for (index, image) in made.chunks_mut(SPAN as usize).enumerate() {
+        assert!(delta.is_known(index));
+        let Some(Span::Coded(folded)) = delta.span(index, newest.layout(), scratch) else {
+            panic!("span {index} is sent whole");
+        };
+        let pattern = Pattern::of(DTYPE);
+        weightsync_core::delta::apply(pattern, folded.sent(), image, None, scratch).unwrap();
+    }
+    assert!(made == image(3));
+}
+
+/// One that has lost its connection comes again, and nobody else has the version by then.
+#[test]
+fn a_sender_keeps_a_version_for_a_moment_for_who_was_cut_off() {
+    for somebody_has_an_older_one in [false, true] {
+        let relay = relay("cut-off", 2);
+        let versions = [1, 3].map(|version| whole(&relay, Version(version), &image(version)));
+        let versions = Arc::new(std::sync::Mutex::new(versions.to_vec()));
+        let there = versions.clone();
+        let find = move |item: Item| {
+            let there = there.lock().unwrap();
+            there
+                .iter()
+                .find(|one| one.version() == item.version)
+                .cloned()
+        };
+        let store = Store::of_sender(Box::new(find));
+        let older = store.get(ITEM).filter(|_| somebody_has_an_older_one);
+        let held = store.get(NEXT).unwrap();
+        // They have been replaced.
+        versions.lock().unwrap().clear();
+        store.broke_off(NEXT, held);
+        assert!(store.get(NEXT).is_some());
+        store.keep_oldest(0, Version(4));
+        assert_eq!(store.get(NEXT).is_some(), !somebody_has_an_older_one);
+        assert!(older.is_none_or(|held| !held.is_revoked()));
+    }
 }
 
 #[test]

@@ -136,16 +136,34 @@ impl Engine {
         self.step([Input::Joined { who, delivery }]);
     }
 
+    /// What is finished in any case, and comes from the sender itself, goes on so when it
+    /// names another parent: that may not have it, and the sender only as long as somebody
+    /// fetches it.
+    fn goes_on_at_the_sender(&mut self, next: Parent) -> Vec<Input> {
+        let plan = &self.plan;
+        let fetching = self
+            .fetching
+            .iter_mut()
+            .filter(|(item, one)| one.parent.agent == 0 && next.agent != 0 && plan.is_first(item));
+        let inputs = fetching.map(|(item, one)| {
+            one.instead = true;
+            Input::FromSender { item: *item }
+        });
+        inputs.collect()
+    }
+
     /// Fetches from another from here on.
     fn follow(&mut self, parent: Parent) {
         if self.parent == Some(parent) && !self.fetching.is_empty() {
             return;
         }
+        let mut inputs = self.goes_on_at_the_sender(parent);
         self.leave_parent();
         self.parent = Some(parent);
         // What was to be said is of one before it: the sender would not act on that, and
         // what breaks off from here on is to be said.
         self.complain = None;
-        self.step([Input::NoParent, Input::Parent]);
+        inputs.extend([Input::NoParent, Input::Parent]);
+        self.step(inputs);
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
+use weightsync::transport::SILENT_SENDER;
 use weightsync_mem::Ending;
 
 use super::words::join_message;
@@ -12,10 +13,6 @@ use crate::bulk::Connections;
 use crate::link::LinkEnd;
 use crate::relay::join::{Before, dial, greet};
 use crate::relay::{EVENTS, Reach, StartError, backoff};
-
-/// Handshakes in a row that nobody answered, although somebody listens, before the
-/// sender counts as dead.
-const UNANSWERED: u32 = 5;
 
 impl Engine {
     /// Finds the sender again after a link has ended. How the agent ends, if it
@@ -29,7 +26,9 @@ impl Engine {
             return Some(Ending::Closed);
         }
         tracing::warn!("the link to the sender has ended: {end}");
-        let (mut failures, mut unanswered) = (0, 0);
+        let mut failures = 0;
+        // Since when somebody listens there and answers nobody: it may be stopped.
+        let mut silent: Option<Instant> = None;
         loop {
             let mut meanwhile = Vec::new();
             let again = tokio::select! {
@@ -43,12 +42,13 @@ impl Engine {
                 Ok(()) => return None,
                 Err(Again::Died) => return Some(Ending::Died),
                 Err(Again::Unanswered) => {
-                    unanswered += 1;
-                    if unanswered >= UNANSWERED {
+                    let since = *silent.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= SILENT_SENDER {
                         return Some(Ending::Died);
                     }
                 }
-                Err(Again::Unreachable) => unanswered = 0,
+                // One that answers nobody has a full queue after a while.
+                Err(Again::Unreachable) => {}
             }
             // Workers go on meanwhile with what they have.
             let until = Instant::now() + backoff(failures);

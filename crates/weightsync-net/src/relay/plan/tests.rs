@@ -42,14 +42,127 @@ fn the_newest_passes_over_what_was_replaced_but_never_two_in_a_row() {
     play(
         "join 1 newest, parent     >
          tell 1 #1 a1              > fetch a1
-         tell 1 #2 a2              > stop a1, release a1, fetch a2
-         tell 1 #3 a3              >
+         whole a1                  > tell 1 #1 a1
+         tell 1 #2 a2              > fetch a2
+         tell 1 #3 a3              > stop a2, release a2, fetch a3
          tell 1 #4 a4              >
-         whole a2                  > tell 1 #2 a2, fetch a4
-         tell 1 #5 a5              > stop a4, release a4, fetch a5
-         tell 1 #6 a6              >
-         whole a5                  > tell 1 #5 a5, release a2, fetch a6
-         whole a6                  > tell 1 #6 a6, release a5",
+         tell 1 #5 a5              >
+         whole a3                  > tell 1 #3 a3, release a1, fetch a5
+         tell 1 #6 a6              > stop a5, release a5, fetch a6
+         tell 1 #7 a7              >
+         whole a6                  > tell 1 #6 a6, release a3, fetch a7
+         whole a7                  > tell 1 #7 a7, release a6",
+    );
+    // What has not begun to come is replaced, however often.
+    play(
+        "join 1 newest             >
+         tell 1 #1 a1              >
+         tell 1 #2 a2              >
+         tell 1 #3 a3              >
+         parent                    > fetch a3",
+    );
+}
+
+#[test]
+fn the_first_set_is_finished_whoever_leaves_and_whatever_follows() {
+    play(
+        "join 1 newest, parent     >
+         tell 1 #1 a1+b1           > fetch a1, fetch b1
+         tell 1 #2 a2+b1           >
+         join 2 newest             >
+         tell 2 #2 a2+b1           >
+         left 1                    >
+         whole b1                  >
+         tell 2 #3 a3+b1           >
+         no-parent                 >
+         parent                    > fetch a1
+         left 2                    >
+         join 1' newest            >
+         tell 1' #4 a4+b4          >
+         whole a1                  > fetch a4, fetch b4
+         tell 1' #1 a1+b1          > tell 1' #1 a1+b1
+         whole a4                  >
+         whole b4                  > tell 1' #4 a4+b4, release a1, release b1",
+    );
+    // Of two models each has a first of its own.
+    play(
+        "join 1 newest, parent     >
+         tell 1 #1 a1              > fetch a1
+         join 2 newest             >
+         tell 2 #2 b2              > fetch b2
+         left 1, left 2            >
+         whole a1, whole b2        >",
+    );
+    // Nobody has it any more.
+    play(
+        "join 1 newest, parent     >
+         tell 1 #1 a1              > fetch a1
+         tell 1 #2 a2              >
+         not-there a1              > fetch a1 sender
+         gone a1                   > release a1, fetch a2
+         left 1                    >
+         spoiled a                 > stop a2, release a2",
+    );
+}
+
+#[test]
+fn a_worker_begins_with_an_older_set_that_is_here() {
+    play(
+        "join 1 newest, parent     >
+         tell 1 #1 a1              > fetch a1
+         whole a1                  > tell 1 #1 a1
+         tell 1 #2 a2              > fetch a2
+         join 2 newest, join 3 every, join 4 newest >
+         tell 2 #3 a3, tell 3 #3 a3, tell 4 #3 a3   > fetch a3
+         tell 2 #1 a1              > tell 2 #1 a1
+         tell 2 #1 a1, tell 3 #1 a1 >
+         tell 4 #2 a2              >
+         whole a3                  > tell 2 #3 a3, tell 3 #3 a3, tell 4 #3 a3
+         tell 4 #1 a1              >
+         whole a2                  > tell 1 #2 a2, release a1",
+    );
+}
+
+#[test]
+fn workers_wait_for_one_version_of_a_model_at_a_time() {
+    play(
+        "join 1 newest, parent     >
+         tell 1 #1 a1              > fetch a1
+         whole a1                  > tell 1 #1 a1
+         tell 1 #5 a5              > fetch a5
+         join 2 newest             >
+         tell 2 #3 a3              >
+         join 3 asked              >
+         answer 3 ?1 #2 a2         >
+         whole a5                  > tell 1 #5 a5, release a1, fetch a2
+         whole a2                  > answer 3 ?1 #2 a2, fetch a3",
+    );
+}
+
+#[test]
+fn a_set_that_was_cut_off_waits_for_the_first_set() {
+    // Worker 2 waits for a2+b3, which has begun to come, and then for a4+b4. When the
+    // parent changes, b1 is finished before b3 goes on. Meanwhile nothing comes of what
+    // worker 2 waits for.
+    play(
+        "join 1 every, parent       >
+         tell 1 #1 a1+b1            > fetch a1, fetch b1
+         whole a1                   >
+         join 2 newest              >
+         tell 2 #2 a1+b2            >
+         no-room b1                 >
+         tell 2 #3 a2+b3            >
+         join 3 every               >
+         room                       > fetch b1, fetch a2, fetch b3
+         tell 3 #4 a3+b4            > fetch a3, fetch b4
+         whole a3                   >
+         tell 2 #5 a4+b4            >
+         no-parent, parent          > fetch b1, fetch b4
+         whole b4                   > tell 3 #4 a3+b4
+         whole b1                   > tell 1 #1 a1+b1, fetch a2, fetch b3
+         whole a2                   >
+         whole b3                   > tell 2 #3 a2+b3, fetch a4
+         whole a4                   > tell 2 #5 a4+b4, release a2, release b3",
     );
 }
 
@@ -59,11 +172,13 @@ fn a_newer_one_that_is_whole_stands_for_those_before_it() {
     play(
         "join 1 newest, parent     >
          tell 1 #1 a1              > fetch a1
-         tell 1 #2 a2              > stop a1, release a1, fetch a2
-         tell 1 #3 a3              >
-         join 2 newest, tell 2 #3 a3 > fetch a3
-         want a3, want a4          >
-         whole a3                  > tell 1 #3 a3, tell 2 #3 a3, stop a2, release a2, fetch a4",
+         whole a1                  > tell 1 #1 a1
+         tell 1 #2 a2              > fetch a2
+         tell 1 #3 a3              > stop a2, release a2, fetch a3
+         tell 1 #4 a4              >
+         join 2 every, tell 2 #4 a4 > fetch a4
+         want a5                   >
+         whole a4  > tell 1 #4 a4, tell 2 #4 a4, stop a3, release a1, release a3, fetch a5",
     );
 }
 
@@ -80,12 +195,14 @@ fn every_version_comes_in_order() {
     // What is whole early waits for its turn.
     play(
         "join 1 newest, join 2 every, parent >
-         tell 2 #1 a1, tell 2 #2 a2  > fetch a1
-         no-room a1                  >
-         tell 1 #2 a2                >
-         room                        > fetch a1, fetch a2
-         whole a2                    > tell 1 #2 a2
-         whole a1                    > tell 2 #1 a1, tell 2 #2 a2, release a1",
+         tell 1 #1 a1                > fetch a1
+         whole a1                    > tell 1 #1 a1
+         tell 2 #2 a2, tell 2 #3 a3  > fetch a2
+         no-room a2                  >
+         tell 1 #3 a3                >
+         room                        > fetch a2, fetch a3
+         whole a3                    > tell 1 #3 a3, release a1
+         whole a2                    > tell 2 #2 a2, tell 2 #3 a3, release a2",
     );
 }
 
@@ -94,8 +211,8 @@ fn a_worker_that_asks_is_answered_beside_what_it_is_told() {
     play(
         "join 1 newest, join 2 asked, parent >
          tell 1 #3 a3           > fetch a3
-         answer 2 ?1 #2 a2      > fetch a2
-         whole a3               > tell 1 #3 a3
+         answer 2 ?1 #2 a2      >
+         whole a3               > tell 1 #3 a3, fetch a2
          whole a2               > answer 2 ?1 #2 a2
          answer 2 ?2 #3 a3      > answer 2 ?2 #3 a3, release a2
          tell 1 #4 a4           > fetch a4
@@ -106,8 +223,10 @@ fn a_worker_that_asks_is_answered_beside_what_it_is_told() {
     play(
         "join 1 asked, parent   >
          answer 1 ?1 #1 a1      > fetch a1
-         answer 1 ?2 #2 a2      > stop a1, release a1, fetch a2
-         whole a2               > answer 1 ?2 #2 a2",
+         answer 1 ?2 #2 a2      >
+         whole a1               > fetch a2
+         answer 1 ?3 #3 a3      > stop a2, release a2, fetch a3
+         whole a3               > answer 1 ?3 #3 a3, release a1",
     );
     // And may be answered by the same, while it is on its way or there already.
     play(
@@ -125,9 +244,11 @@ fn what_a_worker_does_not_ask_for_any_more_is_not_fetched() {
         "join 1 asked, parent   >
          answer 1 ?1 #1 a1+b1   > fetch a1, fetch b1
          whole b1               >
-         withdraw 1 ?1          > stop a1, release a1
+         whole a1               > answer 1 ?1 #1 a1+b1
          answer 1 ?2 #2 a2+b1   > fetch a2
-         whole a2               > answer 1 ?2 #2 a2+b1",
+         withdraw 1 ?2          > stop a2, release a2
+         answer 1 ?3 #3 a3+b1   > fetch a3
+         whole a3               > answer 1 ?3 #3 a3+b1, release a1",
     );
     // The answer was on its way.
     play(
@@ -170,9 +291,11 @@ fn a_set_is_told_when_all_of_it_is_whole() {
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1+b1            > fetch a1, fetch b1
-         tell 1 #2 a1+b2            > stop b1, release b1, fetch b2
-         whole a1                   >
-         whole b2                   > tell 1 #2 a1+b2",
+         whole a1, whole b1         > tell 1 #1 a1+b1
+         tell 1 #2 a2+b2            > fetch a2, fetch b2
+         tell 1 #3 a2+b3            > stop b2, release b2, fetch b3
+         whole a2                   >
+         whole b3                   > tell 1 #3 a2+b3, release a1, release b1",
     );
 }
 
@@ -193,13 +316,14 @@ fn what_is_wanted_next_is_asked_for_at_once_and_so_stays_above() {
     );
     // Nobody waits until others have all that came before.
     play(
-        "join 1 every, join 2 newest, join 3 asked, parent  >
-         tell 1 #1 a1, tell 1 #2 a2, tell 1 #3 a3   > fetch a1
-         tell 2 #3 a3               > fetch a3
-         answer 3 ?1 #4 a4          > fetch a4
-         whole a1                   > tell 1 #1 a1, fetch a2
-         whole a3                   > tell 2 #3 a3
-         whole a2  > tell 1 #2 a2, tell 1 #3 a3, release a1, release a2",
+        "join 1 every, join 2 newest, parent  >
+         tell 2 #1 a1               > fetch a1
+         whole a1                   > tell 2 #1 a1
+         tell 1 #2 a2, tell 1 #3 a3, tell 1 #4 a4   > fetch a2
+         tell 2 #4 a4               > fetch a4
+         whole a2                   > tell 1 #2 a2, fetch a3
+         whole a4                   > tell 2 #4 a4, release a1
+         whole a3  > tell 1 #3 a3, tell 1 #4 a4, release a2, release a3",
     );
 }
 
@@ -219,7 +343,7 @@ fn no_more_is_fetched_at_once_than_a_set_of_the_most_models_has() {
     let mut plan = Plan::new();
     let joins = (1..=2).map(|worker| Input::Joined {
         who: who(worker),
-        delivery: Delivery::Newest,
+        delivery: Delivery::Every { bound: 4 },
     });
     let tells = (1..=2).map(|worker| Input::Told {
         who: who(worker),
@@ -272,6 +396,16 @@ fn what_comes_from_the_sender_goes_on_without_a_parent() {
          no-parent                  >
          whole a1                   > tell 1 #1 a1",
     );
+    // The sender was the parent.
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1+b1            > fetch a1, fetch b1
+         from-sender a1, no-parent, parent > fetch b1
+         broken a1, no-parent       >
+         parent                     > fetch a1, fetch b1
+         from-sender a2             >
+         whole a1, whole b1         > tell 1 #1 a1+b1",
+    );
 }
 
 #[test]
@@ -282,8 +416,10 @@ fn what_breaks_off_at_the_sender_waits_for_a_parent() {
          tell 1 #1 a1               > fetch a1
          not-there a1               > fetch a1 sender
          broken a1, no-parent       >
-         tell 1 #2 a2               > release a1
-         parent                     > fetch a2",
+         tell 1 #2 a2               >
+         parent                     > fetch a1
+         not-there a1               > fetch a1 sender
+         whole a1                   > tell 1 #1 a1, fetch a2",
     );
 }
 
@@ -308,11 +444,13 @@ fn a_fetch_that_breaks_off_goes_on_with_the_next_parent() {
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1               > fetch a1
-         broken a1, no-parent       >
-         tell 1 #2 a2               > release a1
-         parent                     > fetch a2
-         no-parent, parent          > fetch a2
-         whole a2                   > tell 1 #2 a2",
+         whole a1                   > tell 1 #1 a1
+         tell 1 #2 a2               > fetch a2
+         broken a2, no-parent       >
+         tell 1 #3 a3               > release a2
+         parent                     > fetch a3
+         no-parent, parent          > fetch a3
+         whole a3                   > tell 1 #3 a3, release a1",
     );
 }
 
@@ -357,7 +495,7 @@ fn without_room_it_waits_until_there_may_be_some() {
         "join 1 newest, parent      >
          tell 1 #1 a1               > fetch a1
          no-room a1                 >
-         tell 1 #2 a2               > release a1
+         tell 1 #2 a2               >
          room                       > fetch a2
          whole a2                   > tell 1 #2 a2",
     );
@@ -371,9 +509,9 @@ fn what_is_spoiled_is_let_go_of_and_comes_anew_for_whoever_needs_it() {
          whole a1, whole b1          > tell 1 #1 a1+b1
          tell 1 #2 a2+b1             > fetch a2
          spoiled a                   > release a1, stop a2, release a2, fetch a2
-         tell 2 #1 a1+b1             > fetch a1
+         tell 2 #1 a1+b1             >
+         whole a2                    > tell 1 #2 a2+b1, fetch a1
          whole a1                    > tell 2 #1 a1+b1
-         whole a2                    > tell 1 #2 a2+b1
          want a1                     >
          spoiled a                   > release a1, release a2, fetch a1
          whole a1                    >
@@ -400,12 +538,14 @@ fn workers_that_leave_are_waited_for_no_more() {
     play(
         "join 1 newest, join 2 newest, parent >
          tell 1 #1 a1               > fetch a1
-         left 1                     > stop a1, release a1
-         tell 1 #2 a2               >
+         whole a1                   > tell 1 #1 a1
+         tell 1 #2 a2               > fetch a2
+         left 1                     > stop a2, release a2
+         tell 1 #3 a3               >
          join 1' newest             >
-         tell 1' #2 a2, tell 2 #2 a2 > fetch a2
+         tell 1' #3 a3, tell 2 #3 a3 > fetch a3
          left 1'                    >
-         whole a2                   > tell 2 #2 a2
+         whole a3                   > tell 2 #3 a3, release a1
          left 2                     >",
     );
 }

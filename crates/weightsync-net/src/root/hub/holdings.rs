@@ -33,6 +33,10 @@ impl Holdings {
             && self.versions.last().is_none_or(known)
     }
 
+    pub(super) fn has(&self, item: &Item) -> bool {
+        self.versions.contains(item)
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = Item> {
         self.versions.iter().copied()
     }

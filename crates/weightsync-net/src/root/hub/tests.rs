@@ -300,6 +300,71 @@ fn who_has_the_number_of_a_worker_that_is_there_is_denied() {
     });
 }
 
+/// It need not wait for the newest, which its agent may take long to fetch.
+#[test]
+fn a_worker_that_comes_begins_with_what_its_agent_has() {
+    let (mut sender, info) = sender();
+    let mut weights = Tensors::new();
+    let values = vec![2.0_f32; 256];
+    weights.insert("layer.weight", [16, 16], values).unwrap();
+    let item = |version| Item {
+        model: 0,
+        version: Version(version),
+    };
+    let told = |version| move |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if *set == [item(version)]);
+    run(async {
+        let mut fake = Fake::dial(&info).await;
+        fake.say_agent(Epoch(0));
+        fake.say_join(100);
+        fake.hear_until(told(1)).await;
+        // It has died before that came.
+        fake.link.say(&ToRoot::Gone {
+            worker: WorkerId(7),
+            instance: 100,
+            died: true,
+        });
+        let sent = sender.send_async(&weights, &SendOptions::new());
+        let _sent = sent.unwrap();
+        // What comes later is told when it is there; what is there when it comes, at once.
+        for (instance, has_it) in [(101, false), (102, true)] {
+            let holds = ToRoot::Holds {
+                have: vec![item(1)],
+                dropped: Vec::new(),
+            };
+            if has_it {
+                fake.link.say(&holds);
+            }
+            fake.say_join(instance);
+            let FromRoot::Tell { sequence, .. } = fake.hear_until(told(2)).await else {
+                unreachable!()
+            };
+            if !has_it {
+                fake.link.say(&holds);
+            }
+            let older = fake.hear_until(told(1)).await;
+            let FromRoot::Tell {
+                sequence: older,
+                workers,
+                ..
+            } = older
+            else {
+                unreachable!()
+            };
+            assert!(older < sequence);
+            assert_eq!(workers, [WorkerId(7)]);
+            fake.link.say(&ToRoot::Gone {
+                worker: WorkerId(7),
+                instance,
+                died: false,
+            });
+            fake.link.say(&ToRoot::Holds {
+                have: Vec::new(),
+                dropped: vec![item(1)],
+            });
+        }
+    });
+}
+
 #[test]
 fn a_transfer_counts_for_the_link_that_it_came_by() {
     let (_sender, info) = sender();

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use weightsync_core::{Version, WorkerId};
-use weightsync_mem::{Error as Memory, Going, Guest, GuestOptions, Told};
+use weightsync_mem::{Delivery, Error as Memory, Going, Guest, GuestOptions, Told};
 
 use super::Hub;
 use crate::relay::Item;
@@ -18,6 +18,11 @@ pub(super) struct Worker {
     /// The last sequence and the last question's answer it was told.
     told: u64,
     answered: u64,
+    /// What it was told last, and the sequence number of the last older set it may begin with.
+    meant: Vec<Item>,
+    begins: u64,
+    /// It wants the newest, and has taken nothing yet.
+    is_fresh: bool,
     pub(super) versions: BTreeMap<usize, Version>,
 }
 
@@ -78,6 +83,7 @@ impl Hub {
         };
         let news = self.news.clone();
         let device = options.device.clone();
+        let is_fresh = options.delivery == Delivery::Newest;
         match self.guests.join(options, move |worker| news.ring(worker)) {
             Ok(guest) => {
                 let of = Worker {
@@ -85,6 +91,9 @@ impl Hub {
                     device,
                     told: 0,
                     answered: 0,
+                    meant: Vec::new(),
+                    begins: 0,
+                    is_fresh,
                     versions: BTreeMap::new(),
                 };
                 self.seats.put(agent, (worker, instance), process, of);
@@ -158,6 +167,10 @@ impl Hub {
             ..
         } = progress;
         seat.guest.progress(taken, through);
+        if taken > 0 || !versions.is_empty() {
+            seat.is_fresh = false;
+            self.fresh.remove(&(agent, progress.worker));
+        }
         if !versions.is_empty() {
             let versions = versions.into_iter().map(|item| (item.model, item.version));
             let versions: Vec<_> = versions.collect();
@@ -209,7 +222,11 @@ impl Hub {
     pub(super) fn tell(&mut self, workers: BTreeSet<WorkerId>) {
         // By sequence number first: of one worker the older comes before the newer.
         let mut tells: BTreeMap<(AgentId, u64, Vec<Item>), Vec<WorkerId>> = BTreeMap::new();
-        let mut answers = Vec::new();
+        let (mut answers, mut fresh) = (Vec::new(), Vec::new());
+        let (sequence, all) = self.guests.sent_to_all();
+        let all = all.into_iter();
+        let all = all.map(|(model, version)| Item { model, version });
+        self.recent.note(sequence, all.collect());
         for worker in workers {
             let Some((agent, seat)) = self.seats.reached(worker) else {
                 continue;
@@ -218,7 +235,9 @@ impl Hub {
             for told in seat.guest.told().unwrap_or_default() {
                 if told.sequence > seat.told {
                     seat.told = told.sequence;
-                    let key = (agent, told.sequence, items(&told));
+                    seat.meant = items(&told);
+                    fresh.extend(seat.is_fresh.then_some((agent, worker)));
+                    let key = (agent, told.sequence, seat.meant.clone());
                     tells.entry(key).or_default().push(worker);
                 }
             }
@@ -246,6 +265,58 @@ impl Hub {
         for (agent, answer) in answers {
             self.say(agent, &answer);
         }
+        for (agent, worker) in fresh {
+            self.fresh.insert((agent, worker));
+            self.begin_with_what_is_there((agent, worker));
+        }
+    }
+
+    /// An agent has something new: its workers that run nothing yet may begin with it.
+    pub(super) fn begin_at(&mut self, agent: AgentId) {
+        for worker in self.fresh_at(agent) {
+            self.begin_with_what_is_there((agent, worker));
+        }
+    }
+
+    /// An agent is gone, and its number does not come again.
+    pub(super) fn forget_fresh(&mut self, agent: AgentId) {
+        for worker in self.fresh_at(agent) {
+            self.fresh.remove(&(agent, worker));
+        }
+    }
+
+    fn fresh_at(&self, agent: AgentId) -> Vec<WorkerId> {
+        let all = (agent, WorkerId(0))..=(agent, WorkerId(u32::MAX));
+        let fresh = self.fresh.range(all);
+        fresh.map(|(_, worker)| *worker).collect()
+    }
+
+    /// A worker that runs nothing yet is told of an older set that its agent has: it need
+    /// not wait for the newest, which is on its way.
+    fn begin_with_what_is_there(&mut self, (agent, worker): (AgentId, WorkerId)) {
+        let reached = self.seats.reached(worker);
+        let seat = reached.filter(|(by, seat)| *by == agent && seat.is_fresh);
+        let Some((_, seat)) = seat else {
+            // It has moved, or is another.
+            self.fresh.remove(&(agent, worker));
+            return;
+        };
+        let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
+        let Some(known) = known.filter(|known| known.holds.iter().next().is_some()) else {
+            return;
+        };
+        let has = |item: &Item| known.holds.has(item);
+        let older = self.recent.before((seat.told, &seat.meant), has);
+        if let Some((sequence, set)) = older.filter(|(at, _)| *at > seat.begins) {
+            seat.begins = sequence;
+            let workers = vec![worker];
+            let tell = FromRoot::Tell {
+                sequence,
+                set,
+                workers,
+            };
+            self.say(agent, &tell);
+        }
     }
 }
 
@@ -254,6 +325,7 @@ impl Worker {
     fn start_over(&mut self) {
         self.told = 0;
         self.answered = 0;
+        self.begins = 0;
         self.guest.start_over();
     }
 }

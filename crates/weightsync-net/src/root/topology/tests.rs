@@ -91,8 +91,54 @@ fn who_was_behind_a_slow_one_is_not_taken_for_slow() {
         }
         let order: Vec<AgentId> = parents(&chain).iter().map(|(agent, _)| *agent).collect();
         let (fast, behind) = order.split_at(5 - slow.len());
-        assert_eq!(fast, &expected[..5 - slow.len()], "{slow:?}: {order:?}");
+        let fast: BTreeSet<_> = fast.iter().collect();
+        let expected: BTreeSet<_> = expected[..5 - slow.len()].iter().collect();
+        assert_eq!(fast, expected, "{slow:?}: {order:?}");
         assert!(behind.iter().all(|agent| slow.contains(agent)));
+    }
+}
+
+/// What came to the others says nothing of them before one is fetching from the sender.
+#[test]
+fn a_slow_agent_that_came_first_goes_to_the_end() {
+    let mib = |speed: u64| speed << 20;
+    // (bytes a second of each agent's link, the order they are to end in)
+    let cases: [(&[u64], &[AgentId]); 4] = [
+        (&[2, 100], &[2, 1]),
+        (&[2, 100, 100, 100], &[2, 3, 4, 1]),
+        (&[2, 3, 100], &[3, 2, 1]),
+        // All are as slow, or as fast as matters.
+        (&[100, 100, 100], &[1, 2, 3]),
+    ];
+    for (speeds, expected) in cases {
+        let mut chain = with(1, 1..=speeds.len() as AgentId);
+        let mut assigned = 0;
+        for _ in 0..12 {
+            // The last of a way are done last; who has moved meanwhile is told so first.
+            for (agent, parent) in parents(&chain) {
+                if chain.agents[&agent].parent != Some(parent) {
+                    continue;
+                }
+                let own = |agent: AgentId| mib(speeds[agent as usize - 1]);
+                let bytes = match parent {
+                    0 => own(agent),
+                    parent => own(agent).min(own(parent)),
+                };
+                assigned += chain.measured(parent, agent, bytes, SECOND).len();
+            }
+        }
+        let order: Vec<AgentId> = parents(&chain).iter().map(|(agent, _)| *agent).collect();
+        assert_eq!(order, expected, "{speeds:?}");
+        assert!(assigned <= 5 * speeds.len(), "{assigned} for {speeds:?}");
+    }
+    // Where all are slow each is first once, and no more.
+    let mut chain = with(1, 1..=5);
+    for round in 0..20 {
+        let mut assigned = 0;
+        for (agent, parent) in parents(&chain) {
+            assigned += chain.measured(parent, agent, mib(2), SECOND).len();
+        }
+        assert!(round < 6 || assigned == 0, "round {round}");
     }
 }
 
@@ -171,8 +217,8 @@ fn who_does_not_serve_is_beside_the_others() {
     assert_eq!(chain.leave(1), []);
     // However fast it is, nobody is slow beside it.
     chain.measured(0, 3, 1000 << 20, SECOND);
-    chain.measured(0, 2, 1 << 20, SECOND);
-    chain.measured(2, 4, 2 << 20, SECOND);
+    chain.measured(0, 2, 40 << 20, SECOND);
+    chain.measured(2, 4, 80 << 20, SECOND);
     assert_eq!(parents(&chain), [(2, 0), (4, 2), (3, 0)]);
 }
 

@@ -12,6 +12,7 @@ mod logs;
 mod roles;
 mod scale;
 mod schedules;
+mod slow;
 mod stage;
 mod words;
 
@@ -57,6 +58,7 @@ fn trials() -> Vec<Trial> {
         schedules::TESTS,
         hostile::TESTS,
         damage::TESTS,
+        slow::TESTS,
     ]
     .concat();
     let trial = |(name, test): (&str, fn())| {

@@ -132,6 +132,10 @@ fn send_all(
         let (word, options) = match order {
             Order::Send { word, deadline } => (word, SendOptions::new().deadline(deadline)),
             Order::Publish { word } => (word, SendOptions::new().wait(WaitFor::Sent)),
+            Order::Forget { worker } => {
+                sender.forget([worker]).map_err(text)?;
+                continue;
+            }
             Order::Status | Order::Scrub => continue,
         };
         versions.fill(word).map_err(text)?;

@@ -350,6 +350,11 @@ impl Stage {
         word
     }
 
+    /// The sends to come say nothing of a worker that is gone.
+    pub(crate) fn forget(&mut self, worker: u32) {
+        self.order(Order::Forget { worker });
+    }
+
     /// The report of a send.
     pub(crate) fn report(&mut self, word: u64) -> Sent {
         self.report_at(word).1

@@ -98,6 +98,8 @@ pub(crate) enum Order {
     Send { word: u64, deadline: Duration },
     /// Sends it, and waits for nobody.
     Publish { word: u64 },
+    /// Forgets a worker that is gone.
+    Forget { worker: u32 },
     /// Asks itself how things are, at its listening address.
     Status,
     /// Asks itself there whether hosts hold what was published.
@@ -161,6 +163,8 @@ pub(crate) struct Line {
     /// The variant's name.
     pub(crate) outcome: String,
     pub(crate) after: Duration,
+    /// For how long it has been late, if it was not waited for.
+    pub(crate) late: Option<Duration>,
 }
 
 impl Sent {
@@ -171,6 +175,7 @@ impl Sent {
                 worker: line.worker.0,
                 outcome,
                 after: line.after,
+                late: line.late,
             }
         });
         Self {

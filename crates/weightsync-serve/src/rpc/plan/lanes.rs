@@ -2,9 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use weightsync::{Version, WorkerId};
+use weightsync::transport::{GoneWorker, Lateness};
+use weightsync::{Outcome, Version, WorkerId};
 
-use super::{About, Answer, Lane, LaneId, Life, MAX_KNOWN, Numbered, Order, Plan, Set, Want};
+use super::{
+    About, Answer, Lane, LaneId, Life, MAX_GONE, MAX_KNOWN, Numbered, Order, Plan, Set, Want,
+};
 
 impl<V: Clone + Numbered> Plan<V> {
     /// A worker joins, in place of an earlier connection of its number.
@@ -24,6 +27,10 @@ impl<V: Clone + Numbered> Plan<V> {
             runs: vec![Version::NONE; self.newest.len()],
             refused: None,
             rejected: None,
+            late: Lateness::default(),
+            asked: 0,
+            joined: !about.announces,
+            signs: 0,
             asking: BTreeMap::new(),
             watchers: 0,
             about,
@@ -32,8 +39,26 @@ impl<V: Clone + Numbered> Plan<V> {
         if let Some(before) = self.current.insert(worker, id) {
             self.forget(before);
         }
+        if let Some(before) = self.missing.remove(&worker) {
+            self.forget(before);
+        }
         self.rejected.retain(|(rejected, _)| *rejected != worker);
         id
+    }
+
+    /// The connection of another worker that has the number of one that comes. A worker
+    /// that registers again comes from the same process and listens where it did.
+    pub(crate) fn holder(&self, about: &About) -> Option<LaneId> {
+        let id = *self.current.get(&about.worker)?;
+        let other = &self.lanes.get(&id)?.about;
+        ((other.pid, other.addr) != (about.pid, about.addr)).then_some(id)
+    }
+
+    /// A worker's own rendez-vous is over.
+    pub(crate) fn joined(&mut self, id: LaneId) {
+        if let Some(lane) = self.lanes.get_mut(&id) {
+            lane.joined = true;
+        }
     }
 
     /// A connection has ended.
@@ -49,8 +74,53 @@ impl<V: Clone + Numbered> Plan<V> {
         if self.current.get(&worker) == Some(&id) {
             self.current.remove(&worker);
             self.go_on_with_another(worker);
+            if !self.current.contains_key(&worker) {
+                self.remember(id);
+            }
         }
         self.forget(id);
+    }
+
+    /// Remembers one that is gone, and by which no other connection goes on.
+    fn remember(&mut self, id: LaneId) {
+        let Some((lane, how)) = self
+            .lanes
+            .get(&id)
+            .and_then(|lane| Some((lane, lane.end()?)))
+        else {
+            return;
+        };
+        let worker = lane.about.worker;
+        if how == Outcome::Left {
+            let gone = GoneWorker {
+                status: self.status(lane),
+                how,
+                joined: id,
+            };
+            if self.left.len() >= MAX_GONE {
+                self.left.pop_first();
+            }
+            self.left.insert(worker, gone);
+            return;
+        }
+        if !lane.belongs() {
+            return;
+        }
+        if self.missing.len() >= MAX_GONE
+            && let Some((_, oldest)) = self.missing.pop_first()
+        {
+            self.forget(oldest);
+        }
+        self.missing.insert(worker, id);
+    }
+
+    /// Misses these workers no more, until they come and go again.
+    pub(crate) fn forget_missing(&mut self, workers: &[WorkerId]) {
+        for worker in workers {
+            if let Some(id) = self.missing.remove(worker) {
+                self.forget(id);
+            }
+        }
     }
 
     /// A worker that has registered twice, as the first attempt was not answered in
@@ -72,9 +142,13 @@ impl<V: Clone + Numbered> Plan<V> {
         self.current.insert(worker, *other);
     }
 
-    /// Forgets a connection that has ended, once no publication has a line of it.
+    /// Forgets a connection that has ended, once no publication has a line of it, nor
+    /// any to come.
     pub(super) fn forget(&mut self, id: LaneId) {
-        let over = |lane: &Lane<V>| lane.life != Life::Here && lane.watchers == 0;
+        let over = |lane: &Lane<V>| {
+            let is_missing = self.missing.get(&lane.about.worker) == Some(&id);
+            lane.life != Life::Here && lane.watchers == 0 && !is_missing
+        };
         if self.lanes.get(&id).is_some_and(over) {
             self.lanes.remove(&id);
         }
@@ -187,8 +261,18 @@ impl<V: Clone + Numbered> Plan<V> {
 
     /// Whether anything was heard of a connection lately; true if that is news.
     pub(crate) fn silent(&mut self, id: LaneId, silent: bool) -> bool {
-        let lane = self.lanes.get_mut(&id);
-        lane.is_some_and(|lane| std::mem::replace(&mut lane.silent, silent) != silent)
+        let Some(lane) = self.lanes.get_mut(&id) else {
+            return false;
+        };
+        lane.signs += u64::from(!silent);
+        std::mem::replace(&mut lane.silent, silent) != silent
+    }
+
+    /// How many signs of life a connection has given; `None` if it has ended, or nothing
+    /// is heard of it.
+    pub(crate) fn signs(&self, id: LaneId) -> Option<u64> {
+        let lane = self.lanes.get(&id)?;
+        (lane.life == Life::Here && !lane.silent).then_some(lane.signs)
     }
 
     /// What a worker that asks for a set gets. After [`Answer::Later`] it is one that
@@ -199,6 +283,7 @@ impl<V: Clone + Numbered> Plan<V> {
             && let Some(lane) = self.lanes.get_mut(&id)
         {
             self.last_question += 1;
+            lane.asked = self.last_question;
             lane.asking.insert(self.last_question, want);
             return Answer::Later(self.last_question);
         }

@@ -15,6 +15,7 @@ fn about(worker: u32, wanted: &[usize]) -> About {
         addr: ([127, 0, 0, 1], 1000).into(),
         device: "cpu".into(),
         wanted: wanted.to_vec(),
+        announces: false,
     }
 }
 
@@ -108,6 +109,8 @@ fn an_end_is_a_line_of_those_it_was_for() {
     assert_eq!(outcome(&plan, died), Some(Outcome::Died));
     assert!(plan.workers().is_empty());
     plan.unwatch([left, died]);
+    assert!(!plan.lanes.contains_key(&left), "nobody asks for it");
+    plan.forget_missing(&[WorkerId(1)]);
     assert!(plan.lanes.is_empty(), "nobody asks for them any more");
 
     // One that goes between the beginning of a send and its end has a line, too.
@@ -119,7 +122,86 @@ fn an_end_is_a_line_of_those_it_was_for() {
     plan.unwatch(before);
     assert!(plan.is_known(id), "its line is still to be made");
     plan.unwatch([id]);
+    plan.forget_missing(&[WorkerId(0)]);
     assert!(!plan.is_known(id));
+}
+
+#[test]
+fn one_that_went_has_a_line_until_it_is_back_or_forgotten() {
+    let fates = |plan: &mut Of, version| {
+        let sent = plan.publish(&set(&[(0, version)]), &Targets::All, &[]);
+        let ids: Vec<_> = sent.fates.iter().map(|(id, _)| *id).collect();
+        let outcomes = sent.fates.iter();
+        let outcomes = outcomes.map(|fate| plan.outcome(&sent, *fate, Level::Applied));
+        let outcomes: Vec<_> = outcomes.collect();
+        plan.unwatch(ids);
+        outcomes
+    };
+    let mut plan = Of::new(1, 0);
+    let [left, died, fails] = [0, 1, 2].map(|worker| plan.join(about(worker, &[0])));
+    fates(&mut plan, 1);
+    for id in [left, died, fails] {
+        plan.applied(id, 1, &[(0, Version(1))]);
+    }
+    plan.end(left, Life::Left);
+    plan.end(died, Life::Died);
+    plan.rejected(fails, "CUDA error".into());
+    plan.end(fails, Life::Left);
+    let failed = || {
+        let reason = "CUDA error".into();
+        Some(Outcome::Failed { reason })
+    };
+    for version in 2..4 {
+        assert_eq!(fates(&mut plan, version), [Some(Outcome::Died), failed()]);
+    }
+    let there = plan.attendance();
+    let gone: Vec<_> = there
+        .gone
+        .iter()
+        .map(|gone| (gone.joined, &gone.how))
+        .collect();
+    assert_eq!(gone[..2], [(left, &Outcome::Left), (died, &Outcome::Died)]);
+    // It has another line with its next connection, and none of the one before.
+    plan.join(about(1, &[0]));
+    assert_eq!(fates(&mut plan, 4), [failed(), None]);
+    plan.forget_missing(&[WorkerId(2)]);
+    assert_eq!(fates(&mut plan, 5), [None]);
+    assert_eq!(plan.lanes.len(), 1);
+}
+
+#[test]
+fn the_holder_of_a_number_is_another_process_or_another_place() {
+    let mut plan = Of::new(1, 0);
+    let id = plan.join(about(0, &[0]));
+    assert_eq!(plan.holder(&about(0, &[0])), None, "it registers again");
+    assert_eq!(plan.holder(&about(1, &[0])), None, "nobody has that number");
+    let other = |port, pid| About {
+        pid,
+        addr: ([127, 0, 0, 1], port).into(),
+        ..about(0, &[0])
+    };
+    assert_eq!(plan.holder(&other(1001, 0)), Some(id));
+    assert_eq!(plan.holder(&other(1000, 9)), Some(id));
+    assert_eq!(plan.signs(id), Some(0));
+    plan.silent(id, false);
+    assert_eq!(plan.signs(id), Some(1));
+    plan.silent(id, true);
+    assert_eq!(plan.signs(id), None, "nothing is heard of it");
+}
+
+/// One that says when it has joined counts from then on.
+#[test]
+fn one_that_announces_itself_counts_once_it_has() {
+    let mut plan = Of::new(1, 0);
+    let announces = About {
+        announces: true,
+        ..about(0, &[0])
+    };
+    let id = plan.join(announces);
+    assert_eq!(plan.workers().len(), 1);
+    assert!(plan.attendance().workers.is_empty());
+    plan.joined(id);
+    assert_eq!(plan.attendance().workers.len(), 1);
 }
 
 #[test]
@@ -159,6 +241,34 @@ fn one_that_cannot_be_reached_is_lost_and_not_dead() {
     let outcome = |level| plan.outcome(&sent, (id, Fate::Told), level);
     assert_eq!(outcome(Level::Applied), Some(Outcome::Lost));
     assert_eq!(outcome(Level::Staged), Some(Outcome::Staged));
+}
+
+#[test]
+fn one_that_is_late_is_passed_over_until_it_moves() {
+    let mut plan = Of::new(1, 0);
+    let id = plan.join(about(0, &[0]));
+    let send = |plan: &mut Of, version| plan.publish(&set(&[(0, version)]), &Targets::All, &[]);
+    let first = send(&mut plan, 1);
+    plan.note_late(&first, Level::Applied, Instant::now());
+    let mut next = send(&mut plan, 2);
+    assert!(plan.late(&first, id).is_none());
+    assert!(plan.late(&next, id).is_some());
+    next.waits_for_late = true;
+    assert!(plan.late(&next, id).is_none());
+    let moves: [fn(&mut Of, LaneId); 4] = [
+        |plan, id| plan.staged(id, 1),
+        |plan, id| plan.taken(id, 1),
+        |plan, id| plan.applied(id, 1, &[(0, Version(1))]),
+        |plan, id| drop(plan.ask(id, Want::AtLeast(0, Version(9)))),
+    ];
+    for moves in moves {
+        let next = send(&mut plan, 2);
+        assert!(plan.late(&next, id).is_some());
+        moves(&mut plan, id);
+        assert!(plan.late(&next, id).is_none());
+        plan.note_late(&first, Level::Applied, Instant::now());
+        plan.note_late(&next, Level::Applied, Instant::now());
+    }
 }
 
 impl Of {
@@ -278,7 +388,7 @@ fn a_successor_takes_the_number_and_the_lines_stay_apart() {
     assert_eq!(call(&mut plan, new), Some((2, set(&[(0, 2)]))));
     // A refusal for good is told of whoever has the number.
     plan.rejected(new, "another model".into());
-    assert_eq!(plan.rejections(), [(WorkerId(0), "another model".into())]);
+    assert_eq!(plan.attendance().rejected, [WorkerId(0)]);
     assert!(plan.workers().is_empty());
     plan.publish(&set(&[(0, 3)]), &Targets::All, &[]);
     assert_eq!(call(&mut plan, new), None);
@@ -382,6 +492,8 @@ fn any_order_of_events_keeps_sets_whole() {
         for of in open {
             plan.unwatch(of.fates.into_iter().map(|(id, _)| id));
         }
+        // Those that died are missed until they are forgotten.
+        plan.forget_missing(&(0..4).map(WorkerId).collect::<Vec<_>>());
         assert!(plan.lanes.is_empty() && plan.current.is_empty());
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
 use tokio::time::sleep;
-use weightsync::transport::{Deadline, Endpoint, Joining, ModelSpec, interrupt};
+use weightsync::transport::{Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt};
 use weightsync::{Epoch, Error, MemoryError, ModelId, Result, Run};
 use weightsync_net::Access;
 
@@ -96,7 +96,7 @@ impl Session {
     }
 }
 
-/// How long a sender that cannot be reached is looked for before it counts as dead.
+/// How long a sender may be silent before its worker registers again.
 const OUT_OF_REACH: Duration = Duration::from_secs(10);
 
 /// Why an attempt has failed.
@@ -114,6 +114,10 @@ enum NotIn {
     /// It has no right to be let in, or there is something else that waiting does not
     /// mend; but another sender may take the place of this one.
     Denied(String),
+    /// Another worker has this one's number, and lives.
+    Taken(String),
+    /// It has shut down while this worker was joining it.
+    Closed,
     /// It was replaced by one that this worker has seen.
     Fenced(Epoch),
 }
@@ -175,6 +179,7 @@ pub(super) fn join(
         seen: joining.seen,
         run: None,
         nonce: None,
+        announces: true,
     };
     let client = Client::new(sender, Bearer::to_sender(at.secret()));
     let mut pause = PAUSE;
@@ -201,7 +206,11 @@ pub(super) fn join(
             Some(Err(not_in)) => not_in,
             None => NotIn::Silent("it did not answer in time".into()),
         };
-        let is_final = matches!(not_in, NotIn::Stranger | NotIn::Wrong(_)) && !at.restarts();
+        let is_final = match not_in {
+            NotIn::Taken(_) => true,
+            NotIn::Stranger | NotIn::Wrong(_) | NotIn::Closed => !at.restarts(),
+            _ => false,
+        };
         if is_final || passed(deadline) {
             return Err(match not_in {
                 NotIn::Absent(why) | NotIn::Silent(why) => {
@@ -216,7 +225,10 @@ pub(super) fn join(
                 }
                 .into(),
                 NotIn::Wrong(got) => Trouble::WrongSender { addr: sender, got }.into(),
-                NotIn::Denied(reason) => MemoryError::Denied { reason }.into(),
+                NotIn::Denied(reason) | NotIn::Taken(reason) => {
+                    MemoryError::Denied { reason }.into()
+                }
+                NotIn::Closed => Error::SenderClosed,
                 NotIn::Fenced(got) => MemoryError::Fenced {
                     seen: joining.seen,
                     got,
@@ -227,10 +239,12 @@ pub(super) fn join(
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         interrupt::sleep(left.map_or(pause, |left| left.min(pause)))?;
         let longest = match not_in {
-            NotIn::Absent(_) | NotIn::Silent(_) => LONGEST_PAUSE,
-            NotIn::Stranger | NotIn::Wrong(_) | NotIn::Denied(_) | NotIn::Fenced(_) => {
-                LONGEST_TURNED_AWAY
-            }
+            NotIn::Absent(_) | NotIn::Silent(_) | NotIn::Closed => LONGEST_PAUSE,
+            NotIn::Stranger
+            | NotIn::Wrong(_)
+            | NotIn::Denied(_)
+            | NotIn::Taken(_)
+            | NotIn::Fenced(_) => LONGEST_TURNED_AWAY,
         };
         pause = (pause * 2).min(longest);
     }
@@ -269,10 +283,11 @@ async fn register_at(
                     | StatusCode::PAYLOAD_TOO_LARGE
                     | StatusCode::UNPROCESSABLE_ENTITY
             );
-            return Err(match (problem.epoch, is_word) {
+            return Err(match (problem.epoch, problem.taken_by) {
                 (Some(epoch), _) => NotIn::Fenced(epoch),
-                (None, true) => NotIn::Denied(problem.error),
-                (None, false) => NotIn::Silent(problem.error),
+                (None, Some(_)) => NotIn::Taken(problem.error),
+                (None, None) if is_word => NotIn::Denied(problem.error),
+                (None, None) => NotIn::Silent(problem.error),
             });
         }
     }
@@ -317,9 +332,50 @@ async fn enter(
     mut register: Register,
     desk: Arc<Desk>,
 ) -> std::result::Result<Arc<Session>, NotIn> {
-    let (welcome, lines) = register_at(&client, &proof, &register).await?;
+    let (welcome, mut lines) = register_at(&client, &proof, &register).await?;
+    let (models, wanted) = tokio::select! {
+        described = describe(&client, &welcome, &register.models) => described?,
+        end = end_of(&mut lines) => return Err(end),
+    };
+    let session = Arc::new(Session {
+        id: Mutex::new(welcome.id),
+        broken: AtomicBool::new(false),
+        proof,
+        run: welcome.run,
+        pid: welcome.pid,
+        models,
+        wanted,
+        client,
+        sequence: welcome.sequence,
+    });
+    desk.welcome(session.clone());
+    register.run = Some(session.run);
+    // It goes on where it was: there is nothing to say once more.
+    register.announces = false;
+    tokio::spawn(follow(desk, session.clone(), register, lines));
+    Ok(session)
+}
+
+/// Waits for the end of a sender that is being joined.
+async fn end_of(lines: &mut Lines) -> NotIn {
+    loop {
+        match lines.next::<FromSender>(PATIENCE).await {
+            Ok(Some(FromSender::Closed {})) => return NotIn::Closed,
+            Ok(Some(_)) => {}
+            Ok(None) => return NotIn::Silent("it hung up".into()),
+            Err(fault) => return fault.into(),
+        }
+    }
+}
+
+/// Reads what the sender has to say of these models, and their places there.
+async fn describe(
+    client: &Arc<Client>,
+    welcome: &Welcome,
+    ids: &[ModelId],
+) -> std::result::Result<(Vec<ModelSpec>, Vec<usize>), NotIn> {
     let (mut models, mut wanted) = (Vec::new(), Vec::new());
-    for id in &register.models {
+    for id in ids {
         let place = welcome.models.iter().position(|model| model == id);
         let place = place.ok_or_else(|| NotIn::Denied(format!("it has no model {id}")))?;
         let path = of_sender::MODEL.replace("{model}", &place.to_string());
@@ -334,21 +390,7 @@ async fn enter(
         models.push(spec);
         wanted.push(place);
     }
-    let session = Arc::new(Session {
-        id: Mutex::new(welcome.id),
-        broken: AtomicBool::new(false),
-        proof,
-        run: welcome.run,
-        pid: welcome.pid,
-        models,
-        wanted,
-        client,
-        sequence: welcome.sequence,
-    });
-    desk.welcome(session.clone());
-    register.run = Some(session.run);
-    tokio::spawn(follow(desk, session.clone(), register, lines));
-    Ok(session)
+    Ok((models, wanted))
 }
 
 /// Hears the sender to its end. A connection that broke is made again where the
@@ -388,6 +430,7 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
 /// is on the way answers for it, does not say that it is not.
 async fn again(session: &Session, register: &Register) -> Option<Lines> {
     let since = Instant::now();
+    let mut pause = PAUSE;
     loop {
         let why = match register_at(&session.client, &session.proof, register).await {
             Ok((welcome, lines)) => {
@@ -402,10 +445,12 @@ async fn again(session: &Session, register: &Register) -> Option<Lines> {
             }
             Err(_) => return None,
         };
-        if since.elapsed() > OUT_OF_REACH {
+        // It may be stopped, or its machine suspended, and goes on then.
+        if since.elapsed() > SILENT_SENDER {
             tracing::warn!(sender = %session.client.addr(), %why, "given up");
             return None;
         }
-        sleep(PAUSE).await;
+        sleep(pause).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
     }
 }

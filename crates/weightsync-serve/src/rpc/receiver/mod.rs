@@ -12,12 +12,11 @@ use tokio::task::JoinHandle;
 use weightsync::transport::{
     Deadline, Endpoint, Interrupter, Joining, ModelSpec, Pull, ReceiverTransport, interrupt,
 };
-use weightsync::{Error, Result, Run, SetSnapshot, Version};
+use weightsync::{Error, Origin, Result, Run, SetSnapshot, Version};
 use weightsync_net::Access;
 
 use self::desk::Desk;
 use self::joining::Session;
-use super::error::Owner;
 use super::wire::{Applied, Runs, Words, cut};
 use crate::http::HttpThread;
 
@@ -34,7 +33,7 @@ const LATE: Duration = Duration::from_millis(100);
 pub(super) struct RpcReceiver {
     desk: Arc<Desk>,
     session: Arc<Session>,
-    owner: Owner,
+    owner: Origin,
     thread: HttpThread,
 }
 
@@ -50,7 +49,7 @@ impl RpcReceiver {
         Ok(Self {
             desk,
             session,
-            owner: Owner::this(),
+            owner: Origin::here(),
             thread,
         })
     }
@@ -182,6 +181,10 @@ impl ReceiverTransport for RpcReceiver {
                 desk.interrupt();
             }
         }))
+    }
+
+    fn joined(&mut self) -> Result<()> {
+        self.say(&Words::Joined {})
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {

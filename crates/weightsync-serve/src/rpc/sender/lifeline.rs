@@ -38,16 +38,32 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         Ok(about) => about,
         Err(refusal) => return *refusal,
     };
+    if let Err(taken) = may_come(&app.shared, &about).await {
+        return taken;
+    }
     let client = Client::new(about.addr, app.shared.bearer.clone());
     let lines = match call_back(&client, &register).await {
         Ok(lines) => lines,
         Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
     };
     let shared = app.shared;
-    let (lane, sequence) = shared.note(|plan| {
-        let lane = plan.join(about);
-        (lane, plan.sequence_for(lane))
-    });
+    let (lane, sequence) = loop {
+        // Two may come with one number at the same time.
+        let holder = match may_come(&shared, &about).await {
+            Ok(holder) => holder,
+            Err(taken) => return taken,
+        };
+        let seated = shared.note(|plan| {
+            let is_as_before = plan.holder(&about) == holder;
+            is_as_before.then(|| {
+                let lane = plan.join(about.clone());
+                (lane, plan.sequence_for(lane))
+            })
+        });
+        if let Some(seated) = seated {
+            break seated;
+        }
+    };
     let bell = shared.enter(lane);
     tokio::spawn(follow(shared.clone(), lane, client.clone(), lines));
     tokio::spawn(caller::call(shared.clone(), lane, client.clone(), bell));
@@ -70,6 +86,39 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
     let _ = lines.try_send(line(&welcome));
     tokio::spawn(beat(shared, lane, client, lines, app.stopping));
     response
+}
+
+/// Whether a worker may have its number: not if another has it of which something is
+/// heard. That one, if it is silent.
+async fn may_come(shared: &Shared, about: &About) -> Result<Option<LaneId>, Response> {
+    let Some(holder) = shared.lock().holder(about) else {
+        return Ok(None);
+    };
+    let Some(before) = shared.lock().signs(holder) else {
+        return Ok(Some(holder));
+    };
+    // It tells of itself five times a second; one that died has its connection closed, or
+    // falls silent.
+    let heard = loop {
+        sleep(BEAT / 4).await;
+        match shared.lock().signs(holder) {
+            None => break false,
+            Some(signs) if signs > before => break true,
+            Some(_) => {}
+        }
+    };
+    if !heard {
+        return Ok(Some(holder));
+    }
+    let pid = shared.lock().about(holder).map(|about| about.pid);
+    let pid = pid.unwrap_or_default();
+    let worker = about.worker;
+    let body = Problem {
+        error: format!("{worker} is already connected (pid {pid}); give this one another number"),
+        taken_by: Some(pid),
+        ..Problem::default()
+    };
+    Err(problem(StatusCode::CONFLICT, body))
 }
 
 /// What a registration says, if this sender can have such a worker.
@@ -125,6 +174,7 @@ fn check(shared: &Shared, register: &Register) -> Result<About, Box<Response>> {
         addr,
         device: register.device.clone(),
         wanted,
+        announces: register.announces,
     };
     Ok(about)
 }

@@ -10,13 +10,17 @@ mod state;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use weightsync::transport::{Deadline, Image, Opening, SenderTransport, Staging, Targets};
-use weightsync::{DigestPolicy, Error, Holder, Result, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync::transport::{
+    Attendance, Deadline, Image, Opening, SenderTransport, Staging, Targets,
+};
+use weightsync::{
+    DigestPolicy, Error, Holder, Origin, Result, Snapshot, Version, WorkerId, WorkerStatus,
+};
 use weightsync_net::Access;
 
 use self::staging::Rooms;
 use self::state::{Kept, Shared};
-use super::error::{Owner, Trouble};
+use super::error::Trouble;
 use super::{Places, passed, place};
 use crate::http::{Bearer, HttpThread, Limits, Server};
 
@@ -32,7 +36,7 @@ pub(super) struct RpcSender {
     spare: Vec<Option<Image>>,
     max_alive: usize,
     digests: DigestPolicy,
-    owner: Owner,
+    owner: Origin,
     /// Ends last: dropped, it tells the workers and joins the thread.
     _thread: HttpThread,
 }
@@ -64,7 +68,7 @@ impl RpcSender {
             spare: opening.models.iter().map(|_| None).collect(),
             max_alive: usize::from(opening.options.max_slots.max(2)),
             digests: opening.options.digest,
-            owner: Owner::this(),
+            owner: Origin::here(),
             shared,
             _thread: thread,
         })
@@ -161,14 +165,12 @@ impl SenderTransport for RpcSender {
     fn wait_workers(
         &mut self,
         deadline: Deadline,
-        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+        enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool> {
         self.owner.check()?;
         let mut state = self.shared.lock();
         loop {
-            let rejected = state.rejections().iter();
-            let rejected: Vec<_> = rejected.map(|(worker, _)| *worker).collect();
-            if enough(&state.workers(), &rejected) {
+            if enough(&state.attendance()) {
                 return Ok(true);
             }
             if passed(deadline) {
@@ -223,6 +225,12 @@ impl SenderTransport for RpcSender {
             false => self.shared.lock().release(workers),
         }
         self.shared.ring();
+        Ok(())
+    }
+
+    fn forget(&mut self, workers: &[WorkerId]) -> Result<()> {
+        self.owner.check()?;
+        self.shared.lock().forget_missing(workers);
         Ok(())
     }
 }

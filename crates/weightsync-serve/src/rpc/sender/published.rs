@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use weightsync::transport::{Deadline, Level, Outstanding};
-use weightsync::{Error, Outcome, Result, Version, WorkerId, WorkerReport};
+use weightsync::{Error, Origin, Outcome, Result, Version, WorkerId, WorkerReport};
 
 use super::state::{Kepts, Shared};
-use crate::rpc::error::Owner;
 use crate::rpc::passed;
 use crate::rpc::plan::{Fate, LaneId, Publication};
 
@@ -16,7 +15,7 @@ pub(super) struct Published {
     shared: Arc<Shared>,
     publication: Publication,
     at: Instant,
-    owner: Owner,
+    owner: Origin,
 }
 
 impl Published {
@@ -25,7 +24,7 @@ impl Published {
             shared,
             publication,
             at,
-            owner: Owner::this(),
+            owner: Origin::here(),
         }
     }
 
@@ -41,6 +40,7 @@ impl Published {
         let outcome = plan.outcome(&self.publication, (id, fate), level);
         let (versions, current) = plan.versions(id, &self.publication);
         let about = plan.about(id);
+        let open = outcome.is_none();
         WorkerReport {
             worker: about.map_or(WorkerId(0), |about| about.worker),
             pid: about.map_or(0, |about| about.pid),
@@ -48,6 +48,10 @@ impl Published {
             versions,
             current,
             after: self.at.elapsed(),
+            late: match open {
+                true => plan.late(&self.publication, id),
+                false => None,
+            },
         }
     }
 
@@ -60,6 +64,7 @@ impl Published {
             versions: vec![Version::NONE; self.publication.versions.len()],
             current: false,
             after: self.at.elapsed(),
+            late: None,
         })
     }
 }
@@ -79,7 +84,8 @@ impl Outstanding for Published {
                 let outcome = state.outcome(&self.publication, *fate, level);
                 outcome.is_none()
             });
-            if open.is_empty() || passed(deadline) {
+            let is_late = |(id, _): &_| state.late(&self.publication, *id).is_some();
+            if open.iter().all(is_late) || passed(deadline) {
                 break;
             }
             state = self.shared.wait(state, deadline)?;
@@ -95,15 +101,25 @@ impl Outstanding for Published {
         self.check()?;
         let state = self.shared.lock();
         let mut fates = self.publication.fates.iter();
-        Ok(fates.all(|fate| state.outcome(&self.publication, *fate, level).is_some()))
+        Ok(fates.all(|fate| {
+            let outcome = state.outcome(&self.publication, *fate, level);
+            outcome.is_some() || state.late(&self.publication, fate.0).is_some()
+        }))
+    }
+
+    fn late(&self, level: Level) -> Result<()> {
+        self.check()?;
+        let mut state = self.shared.lock();
+        state.note_late(&self.publication, level, self.at);
+        Ok(())
     }
 
     fn decided(&self) -> Result<Vec<WorkerReport>> {
         self.check()?;
         let state = self.shared.lock();
-        let held = self.publication.fates.iter();
-        let held = held.filter(|(_, fate)| *fate == Fate::Held);
-        let lines = held.map(|fate| self.line(&state, *fate, Level::Staged));
+        let fates = self.publication.fates.iter();
+        let decided = fates.filter(|(id, fate)| *fate == Fate::Held || !state.is_here(*id));
+        let lines = decided.map(|fate| self.line(&state, *fate, Level::Staged));
         let mut lines: Vec<_> = lines.chain(self.absent()).collect();
         lines.sort_by_key(|line| line.worker);
         Ok(lines)

@@ -76,6 +76,7 @@ async fn words(State(app): State<App>, Path(id): Path<String>, request: Request)
             return false;
         }
         match words {
+            Words::Joined {} => plan.joined(lane),
             Words::Applied(applied) => {
                 let versions = caller::numbers(&applied);
                 plan.applied(lane, applied.sequence, &versions);

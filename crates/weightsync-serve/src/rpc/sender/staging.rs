@@ -18,6 +18,7 @@ pub(super) struct Rooms<'a> {
     /// Those that were there when the send began: one that dies before it is live has
     /// a line all the same.
     before: Vec<LaneId>,
+    waits_for_late: bool,
 }
 
 #[derive(Debug)]
@@ -45,6 +46,7 @@ impl<'a> Rooms<'a> {
             before,
             sender,
             rooms,
+            waits_for_late: false,
         }
     }
 
@@ -101,6 +103,10 @@ impl Staging for Rooms<'_> {
         Ok(())
     }
 
+    fn wait_for_late(&mut self) {
+        self.waits_for_late = true;
+    }
+
     fn publish(mut self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
         self.sender.owner.check()?;
         let kept = self.kept()?;
@@ -111,13 +117,14 @@ impl Staging for Rooms<'_> {
         }
         let shared = self.sender.shared.clone();
         let at = Instant::now();
-        let (publication, replaced) = shared.note(|plan| {
+        let (mut publication, replaced) = shared.note(|plan| {
             let replaced = kept.iter();
             let replaced: Vec<_> = replaced
                 .filter_map(|one| plan.default_version(one.model).cloned())
                 .collect();
             (plan.publish(&update, targets, &self.before), replaced)
         });
+        publication.waits_for_late = self.waits_for_late;
         shared.ring();
         if self.sender.digests == DigestPolicy::Background {
             shared.digest_next(&kept);

@@ -155,10 +155,12 @@ fn what_is_sent_is_what_is_described() {
         seen: Epoch(0),
         run: None,
         nonce: None,
+        announces: false,
     };
     assert_described("Register", &register);
     register.run = Some(run);
     register.nonce = Some(Digits([0xcd; 32].into()));
+    register.announces = true;
     assert_described("Register", &register);
     let welcome = |proof| Welcome {
         protocol: PROTOCOL,
@@ -228,6 +230,7 @@ fn what_is_sent_is_what_is_described() {
         assert_described("Told", one);
     }
     for one in [
+        Words::Joined {},
         Words::Applied(applied()),
         Words::Refused {
             sequence: 1,
@@ -253,6 +256,7 @@ fn what_is_sent_is_what_is_described() {
             error: reason(),
             known: vec![Version(3)],
             epoch: Some(Epoch(2)),
+            taken_by: Some(7),
         },
     );
 }

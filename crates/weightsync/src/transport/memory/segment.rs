@@ -4,16 +4,20 @@ use std::sync::Arc;
 
 use weightsync_core::{ModelId, Version, WorkerId};
 use weightsync_mem::{
-    CopyOptions, Deadline, Guests, Listener, Publication, SegmentOptions, Source, Waiter, Writer,
+    CopyOptions, Deadline, Going, Guests, Listener, Publication, SegmentOptions, Source, Waiter,
+    Writer,
 };
 
 use crate::attributes::Attributes;
 use crate::digest::DigestThread;
 use crate::error::{Error, Result};
-use crate::report::{WorkerReport, WorkerStatus};
+use crate::report::{Outcome, WorkerReport, WorkerStatus};
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
-use crate::transport::{Level, ModelSpec, Opening, Outstanding, SenderTransport, Staging, Targets};
+use crate::transport::{
+    Attendance, GoneWorker, Level, ModelSpec, Opening, Outstanding, SenderTransport, Staging,
+    Targets,
+};
 /// The trainer's end of models in shared memory.
 ///
 /// It is what the local schemes have, and what a transport has that carries
@@ -29,17 +33,19 @@ pub struct Segment {
 
 impl Segment {
     /// Makes it, for the workers of this host that come to `listener` with the
-    /// endpoint's secret.
+    /// endpoint's secret. In the queue of a worker that takes every version at most
+    /// `max_queue` of them wait; one that wants to let more wait is refused.
     ///
     /// # Errors
     ///
     /// If memory, sockets or threads are refused.
-    pub fn open(opening: &Opening<'_>, listener: Listener) -> Result<Self> {
+    pub fn open(opening: &Opening<'_>, listener: Listener, max_queue: u8) -> Result<Self> {
         let specs = Self::specs(opening.models)?;
         let options = SegmentOptions {
             slots: opening.options.slots,
             max_slots: opening.options.max_slots,
             history: opening.options.history,
+            max_queue,
             wait: opening.options.wait,
         };
         let secret = *opening.at.secret();
@@ -117,11 +123,14 @@ impl SenderTransport for Segment {
     fn wait_workers(
         &mut self,
         deadline: Deadline,
-        enough: &mut dyn FnMut(&[WorkerStatus], &[WorkerId]) -> bool,
+        enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool> {
-        Ok(self.writer.wait_readers(deadline, |readers, rejected| {
-            enough(&status(readers.to_vec()), rejected)
-        })?)
+        let enough = |there: &weightsync_mem::Attendance| enough(&attendance(there));
+        Ok(self.writer.wait_readers(deadline, enough)?)
+    }
+
+    fn forget(&mut self, workers: &[WorkerId]) -> Result<()> {
+        Ok(self.writer.forget(workers)?)
     }
 
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
@@ -191,6 +200,10 @@ impl Staging for Slots<'_> {
         Ok(self.slots.number(model, version)?)
     }
 
+    fn wait_for_late(&mut self) {
+        self.slots.wait_for_late();
+    }
+
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
         let Self {
             slots,
@@ -237,6 +250,10 @@ impl Outstanding for Published {
         Ok(self.reports(self.waiter.decided(&self.publication)?))
     }
 
+    fn late(&self, level: Level) -> Result<()> {
+        Ok(self.waiter.late(&self.publication, level.into())?)
+    }
+
     fn give_up(&self) -> Result<()> {
         Ok(self.waiter.give_up(&self.publication)?)
     }
@@ -251,6 +268,7 @@ impl Published {
             versions: of_published(line.versions, &self.publication.versions),
             current: line.current,
             after: line.after,
+            late: line.late,
         });
         lines.collect()
     }
@@ -304,6 +322,30 @@ fn order_digests(waiter: &Waiter, publication: &Publication, thread: &DigestThre
                 tracing::warn!(%version, %error, "no digest is made of this version");
             }
         }
+    }
+}
+
+fn attendance(there: &weightsync_mem::Attendance) -> Attendance {
+    let gone = there.gone.iter().map(|gone| GoneWorker {
+        status: WorkerStatus {
+            versions: gone.applied.clone(),
+            ..WorkerStatus::new(gone.worker, gone.pid, 0)
+        },
+        how: match (&gone.reason, gone.going) {
+            (Some(reason), _) => Outcome::Failed {
+                reason: reason.clone(),
+            },
+            (None, Going::Left) => Outcome::Left,
+            (None, Going::Died) => Outcome::Died,
+            (None, Going::Lost) => Outcome::Lost,
+        },
+        joined: gone.joined,
+    });
+    Attendance {
+        workers: status(there.readers.clone()),
+        rejected: there.rejected.clone(),
+        gone: gone.collect(),
+        joined: there.joined,
     }
 }
 

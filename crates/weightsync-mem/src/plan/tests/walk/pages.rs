@@ -30,12 +30,14 @@ impl World {
                     self.records[usize::from(record)] = Some(self.plan.record(record));
                 }
                 Step::Flip { key, live } => {
+                    self.tell(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.told);
                     reader.told = live.sequence;
                     reader.live = Some(live);
                 }
                 Step::Push { key, live } => {
+                    self.tell(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.told);
                     let Delivery::Every { bound } = reader.delivery else {
@@ -52,6 +54,7 @@ impl World {
                     live,
                     question,
                 } => {
+                    self.tell(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.answer_told);
                     assert_eq!(question, reader.question, "it has asked anew");
@@ -66,6 +69,11 @@ impl World {
                 }
             }
         }
+    }
+
+    fn tell(&mut self, key: Key, live: Live) {
+        let set = *self.plan.set(live.record);
+        self.reader(key).claims.tell(live.record, &set);
     }
 
     /// What each lane shows is what it must show.

@@ -155,7 +155,7 @@ impl World {
     /// taken back.
     pub(super) fn shut(&mut self, worker: u32) {
         let Some(key) = self.key(worker) else { return };
-        self.plan.shut(key);
+        assert_eq!(self.plan.shut(key).is_some(), !self.readers[&key].shut);
         let reader = self.reader(key);
         reader.shut = true;
         reader.live = None;
@@ -173,11 +173,13 @@ impl World {
     /// Its snapshots stay; nothing more comes to it.
     pub(super) fn leave(&mut self, worker: u32) {
         if let Some(key) = self.key(worker) {
-            self.plan.leave(key);
+            assert!(self.plan.leave(key).is_some());
             let reader = self.reader(key);
             let snapshots = std::mem::take(&mut reader.snapshots);
+            let claims = std::mem::replace(&mut reader.claims, Claims::new(Models(0)));
             *reader = Reader::new(Models(0), Delivery::Newest);
             reader.snapshots = snapshots;
+            reader.claims = claims;
             reader.told = u64::MAX;
         }
     }

@@ -106,9 +106,13 @@ impl World {
         self.most_needed[model] = self.most_needed[model].max(needed);
         let slot = match decided {
             Lend::Slot(slot) => slot,
-            Lend::Grow => {
+            Lend::Grow { needed: grows } => {
+                let slots = self.written[model].len();
+                assert_eq!(grows, slots < needed, "{slots} slots for {needed}");
                 self.written[model].push(0);
-                self.plan.grown(model)
+                let new = self.plan.grown(model);
+                assert_eq!(self.look_for_slot(model), Lend::Slot(new));
+                new
             }
             Lend::Wait => {
                 let slots = self.written[model].len();
@@ -126,10 +130,15 @@ impl World {
 
     pub(super) fn look_for_slot(&mut self, model: usize) -> Lend {
         let records = self.observe();
-        let snapshots = self.readers.values().flat_map(|reader| &reader.snapshots);
-        let pins = snapshots
-            .filter(|(one, ..)| *one == model)
-            .fold(SlotSet::default(), |all, (_, slot, _)| all.with(*slot));
+        let mut pins = SlotSet::default();
+        for (key, reader) in &mut self.readers {
+            let snapshots = reader.snapshots.iter().filter(|(one, ..)| *one == model);
+            let held = snapshots.fold(SlotSet::default(), |all, (_, slot, _)| all.with(*slot));
+            let by_record = self.plan.slots_of(reader.claims.records(), model);
+            let named = self.plan.named_slots(*key, model).union(by_record);
+            assert_eq!(reader.claims.pinned(model, held, named), held, "{key:?}");
+            pins = pins.union(held);
+        }
         let pinned = pins.union(self.plan.slots_of(records, model));
         self.plan.lend(model, pinned, MAX_SLOTS)
     }

@@ -33,12 +33,11 @@ proptest! {
 struct Known {
     who: Seated,
     delivery: Delivery,
-    /// What came for it since it was told anything, oldest first; given-up ones are
-    /// no longer in it.
+    /// What it is to be told since it was told anything, oldest first; given-up ones are
+    /// no longer in it. Of one that wants the newest only the last that came.
     open: Vec<(u64, Vec<Item>)>,
-    /// Of one that wants the newest: one was passed over since, so that the first
-    /// that is open may not be.
-    missed: bool,
+    /// All that came for it since it was told anything.
+    since: Vec<(u64, Vec<Item>)>,
     came: u64,
     /// Its lane, and its last answer.
     told: (u64, Vec<Item>),
@@ -62,6 +61,8 @@ struct World {
     from_sender: BTreeSet<Item>,
     whole: BTreeSet<Item>,
     full: bool,
+    /// What began to come for a worker while nothing of its model was whole.
+    firsts: BTreeSet<Item>,
     /// The model that is spoiled just now.
     spoiled: Option<usize>,
     /// What each relay below wants.
@@ -118,6 +119,7 @@ impl World {
                     known.answered.retain(|item| item.model != model);
                 }
                 self.spoiled = Some(model);
+                self.firsts.retain(|item| item.model != model);
                 self.step(vec![Input::Spoiled { model }]);
                 self.spoiled = None;
             }
@@ -151,6 +153,7 @@ impl World {
         let mut fetches = 0;
         while let Some((item, _)) = self.fetching.pop_first() {
             self.whole.insert(item);
+            self.firsts.remove(&item);
             self.step(vec![Input::Whole { item }]);
             fetches += 1;
             assert!(fetches < 2000, "it fetches without end");
@@ -192,12 +195,11 @@ impl World {
             return;
         }
         known.came = sequence;
-        let newest = !matches!(known.delivery, Delivery::Every { .. });
-        if newest && !known.open.is_empty() {
-            known.open.truncate(usize::from(known.missed));
-            known.missed = true;
+        if !matches!(known.delivery, Delivery::Every { .. }) {
+            known.open.clear();
         }
         known.open.push((sequence, set.clone()));
+        known.since.push((sequence, set.clone()));
     }
 
     fn answer(&mut self, worker: u32, back: usize, inputs: &mut Vec<Input>) {
@@ -237,6 +239,7 @@ impl World {
         self.fetching.remove(&item);
         match end {
             End::Whole => {
+                self.firsts.remove(&item);
                 self.whole.insert(item);
                 inputs.push(Input::Whole { item });
             }
@@ -254,6 +257,7 @@ impl World {
                 }
             }
             End::NoRoom => {
+                self.firsts.remove(&item);
                 self.full = true;
                 inputs.push(Input::NoRoom { item });
             }
@@ -261,6 +265,7 @@ impl World {
     }
 
     fn give_up(&mut self, item: Item) {
+        self.firsts.clear();
         for known in self.workers.values_mut() {
             known.open.retain(|(_, set)| !set.contains(&item));
             known.answer.take_if(|(_, _, set)| set.contains(&item));
@@ -288,13 +293,12 @@ impl World {
                 let known = self.workers.get_mut(&who.worker.0).expect("who is told");
                 assert_eq!(known.who, who);
                 assert!(sequence > known.told.0, "sequence numbers only grow");
-                let (first, meant) = known.open.first().expect("it waits for something");
-                match known.delivery {
-                    Delivery::Every { .. } => assert_eq!((*first, meant), (sequence, &set)),
-                    _ => assert!(known.open.contains(&(sequence, set.clone()))),
+                assert!(known.since.contains(&(sequence, set.clone())));
+                if let Delivery::Every { .. } = known.delivery {
+                    assert_eq!(known.open.first(), Some(&(sequence, set.clone())));
                 }
                 known.open.retain(|(one, _)| *one > sequence);
-                known.missed = false;
+                known.since.retain(|(one, _)| *one > sequence);
                 known.told = (sequence, set);
             }
             Effect::Answer {
@@ -310,15 +314,24 @@ impl World {
                 known.answered = set;
             }
             Effect::Fetch { item, sender } => {
-                assert!(!self.whole.contains(&item) && self.next().contains(&item));
+                assert!(
+                    !self.whole.contains(&item) && self.is_next(&item),
+                    "{item:?}"
+                );
                 assert!(!self.full && (sender || self.has_parent));
                 assert_eq!(sender, self.from_sender.contains(&item));
                 let before = self.fetching.insert(item, sender);
                 assert_eq!(before, None, "{item:?} is on its way");
+                let of_it = |other: &Item| other.model == item.model;
+                let has_some = self.whole.iter().chain(&self.firsts).any(of_it);
+                if !has_some && self.firsts_of_plan().contains(&item) {
+                    self.firsts.insert(item);
+                }
             }
             Effect::Stop { item } => {
                 let stopped = self.fetching.remove(&item);
                 assert!(stopped.is_some(), "{item:?} is not on its way");
+                assert!(!self.firsts.contains(&item), "{item:?} is not finished");
             }
             Effect::Release { item } => {
                 let spoiled = self.spoiled == Some(item.model);
@@ -327,6 +340,7 @@ impl World {
                     "{item:?} is needed"
                 );
                 assert!(!self.fetching.contains_key(&item));
+                assert!(!self.firsts.contains(&item), "{item:?} is not finished");
                 self.whole.remove(&item);
                 self.from_sender.remove(&item);
             }
@@ -349,39 +363,91 @@ impl World {
             assert!(lanes.all(|item| whole.contains(item)), "its lane is on it");
             // What is whole is told at once.
             let whole = |set: &[Item]| set.iter().all(|item| whole.contains(item));
-            let mut due = known.open.iter();
-            match known.delivery {
-                Delivery::Every { .. } => assert!(!due.next().is_some_and(|(_, set)| whole(set))),
-                _ => assert!(!due.any(|(_, set)| whole(set))),
-            }
+            let due = known.open.first();
+            assert!(!due.is_some_and(|(_, set)| whole(set)));
             assert!(known.answer.iter().all(|(_, _, set)| !whole(set)));
         }
-        assert!(fetching.is_subset(&self.needed()), "nobody needs it");
-        // All that comes next is on its way, as far as it can be.
-        if !self.full {
-            let mut missing = self.next();
-            missing.retain(|item| self.has_parent || self.from_sender.contains(item));
-            let missing: Vec<_> = missing.difference(&fetching).copied().collect();
-            assert_eq!(missing, [], "it is not fetched");
+        let mut needed = self.needed();
+        let came = self.workers.values().flat_map(|known| &known.since);
+        needed.extend(came.flat_map(|(_, set)| set));
+        assert!(fetching.is_subset(&needed), "nobody needs it");
+        self.check_fetches();
+    }
+
+    /// All that comes next is on its way, as far as it can be.
+    fn check_fetches(&self) {
+        let firsts = self.plan.firsts();
+        assert!(firsts.len() <= MODELS);
+        let first = |item: &Item| firsts.iter().flatten().any(|one| one == item);
+        let all = self.firsts.iter().all(first);
+        assert!(all, "{:?} of {firsts:?}", self.firsts);
+        if self.full || !self.has_parent {
+            return;
+        }
+        let missing = |set: &[Item]| -> Vec<Item> {
+            let missing = set.iter().filter(|item| !self.whole.contains(*item));
+            missing.copied().collect()
+        };
+        let all_comes = |set: &[Item]| {
+            let missing = missing(set);
+            missing.iter().all(|item| self.fetching.contains_key(item))
+        };
+        for set in firsts {
+            assert!(all_comes(set), "{set:?} is not fetched");
+        }
+        // What waits for its turn. A worker that takes every version does not.
+        let mut waiting: Vec<&[Item]> = firsts.iter().map(Vec::as_slice).collect();
+        for known in self.workers.values() {
+            if let Delivery::Every { .. } = known.delivery {
+                let next = known.open.first();
+                assert!(next.is_none_or(|(_, set)| all_comes(set)), "{next:?}");
+            } else {
+                // The newest, and at most one set before it.
+                let pending = &self.plan.workers[&known.who].pending;
+                assert!(pending.len() <= 2, "{pending:?}");
+                let newest = known.open.last().map(|(_, set)| set);
+                let last = pending.back().map(|tell| &tell.set);
+                assert!(newest.is_none() || last == newest, "{pending:?}");
+                waiting.extend(pending.front().map(|tell| &tell.set[..]));
+            }
+            waiting.extend(known.answer.iter().map(|(_, _, set)| &set[..]));
+        }
+        // Either all of a set comes, or all of a set with another version of a model of it.
+        let (coming, later): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|set| all_comes(set));
+        let turn: Vec<Item> = coming.into_iter().flat_map(missing).collect();
+        let other = |item: &Item| {
+            let mut turn = turn.iter();
+            turn.any(|one| one.model == item.model && one != item)
+        };
+        for set in later {
+            let waits = missing(set).iter().any(other);
+            assert!(waits, "{set:?} is not fetched, and waits for nothing");
+        }
+        for item in missing(&self.wanted) {
+            let mut older = self.fetching.keys();
+            let comes = older.any(|one| one.model == item.model && one.version <= item.version);
+            assert!(comes, "{item:?} is wanted");
         }
     }
 
-    /// What each worker waits for the first, and of each model the oldest that is
-    /// wanted below, unless something older comes.
-    fn next(&self) -> BTreeSet<Item> {
-        let mut next: BTreeSet<Item> = BTreeSet::new();
-        for known in self.workers.values() {
-            next.extend(known.open.first().iter().flat_map(|(_, set)| set));
-            next.extend(known.answer.iter().flat_map(|(_, _, set)| set));
-        }
-        next.retain(|item| !self.whole.contains(item));
-        for model in 0..MODELS {
-            let of_it = |item: &&Item| item.model == model && !self.whole.contains(*item);
-            let here = next.iter().filter(of_it).min().copied();
-            let oldest = self.wanted.iter().filter(of_it).min();
-            next.extend(oldest.filter(|oldest| here.is_none_or(|here| **oldest <= here)));
-        }
-        next
+    /// Whether a version may begin to come: it is finished in any case, some worker waits
+    /// for it, or it is the oldest of its model that is wanted below.
+    fn is_next(&self, item: &Item) -> bool {
+        let mut firsts = self.plan.firsts().iter().flatten();
+        let waits = |known: &Known| {
+            let open = known.since.iter().map(|(_, set)| set);
+            let answer = known.answer.iter().map(|(_, _, set)| set);
+            open.chain(answer).any(|set| set.contains(item))
+        };
+        let wanted = self.wanted.iter();
+        let mut older = wanted.filter(|one| one.model == item.model && !self.whole.contains(*one));
+        firsts.any(|one| one == item)
+            || self.workers.values().any(waits)
+            || self.wanted.contains(item) && older.all(|one| one.version >= item.version)
+    }
+
+    fn firsts_of_plan(&self) -> BTreeSet<Item> {
+        self.plan.firsts().iter().flatten().copied().collect()
     }
 
     fn needed(&self) -> BTreeSet<Item> {
@@ -391,6 +457,7 @@ impl World {
             needed.extend(known.answer.iter().flat_map(|(_, _, set)| set));
             needed.extend(known.told.1.iter().chain(&known.answered));
         }
+        needed.extend(self.firsts_of_plan());
         needed
     }
 }
@@ -401,7 +468,7 @@ impl Known {
             who,
             delivery,
             open: Vec::new(),
-            missed: false,
+            since: Vec::new(),
             came: 0,
             told: (0, Vec::new()),
             answered: Vec::new(),

@@ -1,0 +1,250 @@
+//! Slots for the next versions: lent where one is free, made where none is.
+//!
+//! To make a slot of a large model takes long ([`populate`](crate::populate)), so a
+//! thread does it while the sender goes on. Before the first send there is one
+//! slot of a large model; the others that the options ask for are made once that has
+//! gone out, and more when nothing else helps.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::error::Error;
+use crate::limits;
+use crate::model::ModelSpec;
+use crate::plan::{Lend, Plan};
+use crate::roster::{Shared, State};
+use crate::slot::Slot;
+use crate::staging::Part;
+use crate::wait::Deadline;
+
+/// From this size on slots are made one by one, as they are needed. Smaller ones are
+/// there in less time than it takes to start a thread.
+const LARGE: usize = 16 << 20;
+
+/// How a model comes to more slots.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    making: Making,
+    /// How long the last slot took to make. A slot that pins keep is waited for as
+    /// long before one more is made: at worst that takes twice the time, and at best
+    /// it saves the memory of a whole model.
+    took: Duration,
+    /// When one more is made, if none comes free before.
+    due: Option<Instant>,
+    /// Somebody waits for the slot that is being made.
+    wanted: bool,
+    /// Why a slot that somebody waited for could not be made.
+    failed: Option<Error>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Making {
+    Nothing,
+    Asked,
+    Begun,
+}
+
+/// Why there is no slot to lend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Short {
+    /// One is being made.
+    Making,
+    /// One is made at this time, unless one comes free before.
+    Until(Instant),
+    /// There may be no more.
+    Pinned,
+    /// There are slots, and no set record to tell them by.
+    Records,
+}
+
+/// After so long a slot is tried again that could not be made and would only have helped.
+const AGAIN: Duration = Duration::from_millis(500);
+
+/// Refuses models whose slots this process cannot have, before it is killed for them.
+pub(crate) fn check_room(models: &[ModelSpec], slots: u8) -> Result<(), Error> {
+    let bytes = models.iter().map(|model| model.layout.bytes());
+    let wanted = bytes
+        .fold(0, u64::saturating_add)
+        .saturating_mul(slots.into());
+    match wanted < LARGE as u64 {
+        true => Ok(()),
+        false => limits::check_memory(wanted),
+    }
+}
+
+/// Makes the slots of a model that are there before anything is sent: all of them,
+/// or the first if they are large.
+pub(crate) fn first_slots(count: u8, bytes: usize) -> Result<(Vec<Arc<Slot>>, Growth), Error> {
+    let count = if bytes < LARGE { count } else { 1 };
+    let since = Instant::now();
+    let stop = AtomicBool::new(false);
+    let slots = (0..count).map(|_| Slot::new(bytes, &stop).map(Arc::new));
+    let slots = slots.collect::<Result<_, _>>()?;
+    let growth = Growth {
+        making: Making::Nothing,
+        took: since.elapsed() / count.into(),
+        due: None,
+        wanted: false,
+        failed: None,
+    };
+    Ok((slots, growth))
+}
+
+/// Starts the thread that makes slots. It ends when [`Shared::close`] is called.
+pub(crate) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
+    std::thread::Builder::new()
+        .name("weightsync-slots".into())
+        .spawn(move || shared.make_slots())
+        .map_err(|source| Error::Os {
+            action: "starting the thread that makes slots",
+            source,
+        })
+}
+
+/// Lends slots for the models that have none yet, in order, as far as it goes. If
+/// that is not to the end, or there is no record to tell them by, it says why;
+/// a thread that waits until it changes looks again.
+pub(crate) fn lend(
+    shared: &Shared,
+    models: &[usize],
+    parts: &mut Vec<Part>,
+    max_slots: u8,
+    deadline: Deadline,
+) -> Result<Option<Short>, Error> {
+    let mut state = shared.state();
+    // Heads and records before data pins, again after each change of a lane.
+    let mut records = shared.observe(&mut state);
+    while let Some(&model) = models.get(parts.len()) {
+        let pinned = shared.pinned(&mut state, model, records);
+        let mut decided = state.plan.lend(model, pinned, max_slots);
+        if !matches!(decided, Lend::Slot(_))
+            && shared.decide(&mut state, |plan, steps| plan.clear_taken(steps))
+        {
+            records = shared.observe(&mut state);
+            let pinned = shared.pinned(&mut state, model, records);
+            decided = state.plan.lend(model, pinned, max_slots);
+        }
+        let short = match decided {
+            Lend::Slot(slot) => {
+                state.growth[model].due = None;
+                state.growth[model].failed = None;
+                let file = state.slots[model][usize::from(slot)].clone();
+                parts.push(Part::new(model, slot, file));
+                continue;
+            }
+            Lend::Grow { needed } => shared.grow(&mut state, model, needed, deadline)?,
+            Lend::Wait => Short::Pinned,
+        };
+        // Room in a queue gives slots back, later.
+        shared.deliver(&mut state);
+        return Ok(Some(short));
+    }
+    if !state.plan.has_record(records) && shared.decide(&mut state, Plan::clear_taken) {
+        records = shared.observe(&mut state);
+    }
+    let has_record = state.plan.has_record(records);
+    Ok((!has_record).then_some(Short::Records))
+}
+
+impl Shared {
+    /// Has one more slot of a model made, at once if it is `needed` in any case.
+    fn grow(
+        &self,
+        state: &mut State,
+        model: usize,
+        needed: bool,
+        deadline: Deadline,
+    ) -> Result<Short, Error> {
+        let growth = &mut state.growth[model];
+        if let Some(error) = growth.failed.take() {
+            if needed {
+                return Err(error);
+            }
+            // A worker may still give one back; it is tried again until then.
+            growth.due = Some(Instant::now() + growth.took.max(AGAIN));
+            return Ok(Short::Pinned);
+        }
+        if growth.making == Making::Nothing {
+            let now = Instant::now();
+            let due = *growth.due.get_or_insert(now + growth.took);
+            let due = deadline.map_or(due, |deadline| deadline.min(due));
+            if !needed && now < due {
+                return Ok(Short::Until(due));
+            }
+            growth.making = Making::Asked;
+            self.asked.notify_one();
+        }
+        growth.wanted = true;
+        Ok(Short::Making)
+    }
+
+    /// Has the slots made that the options ask for, of models of which one is
+    /// published: the next version will need them.
+    pub(crate) fn make_ahead(&self, state: &mut State) {
+        for (model, growth) in state.growth.iter_mut().enumerate() {
+            let short = state.plan.slots(model) < self.slots;
+            if short && growth.making == Making::Nothing && !state.plan.version(model).is_none() {
+                growth.making = Making::Asked;
+                self.asked.notify_one();
+            }
+        }
+    }
+
+    /// Makes slots, whenever that is asked for.
+    fn make_slots(&self) {
+        let mut state = self.state();
+        while !self.is_closed() {
+            let mut models = state.growth.iter();
+            let asked = models.position(|growth| growth.making == Making::Asked);
+            let Some(model) = asked else {
+                // As with the lock.
+                state = self
+                    .asked
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            state.growth[model].making = Making::Begun;
+            drop(state);
+            let since = Instant::now();
+            let bytes = self.models[model].model.slot_bytes();
+            let make = || {
+                if bytes >= LARGE {
+                    limits::check_memory(bytes as u64)?;
+                }
+                Slot::new(bytes, &self.ends)
+            };
+            let made = catch_unwind(AssertUnwindSafe(make));
+            // The threads that wait for it are told in any case.
+            let made = made.unwrap_or_else(|_| {
+                let source = std::io::Error::other("it panicked");
+                let action = "making a slot";
+                Err(Error::Os { action, source })
+            });
+            state = self.state();
+            let growth = &mut state.growth[model];
+            growth.making = Making::Nothing;
+            let wanted = std::mem::take(&mut growth.wanted);
+            match made {
+                Ok(slot) if !self.is_closed() => {
+                    growth.took = since.elapsed();
+                    self.add_slot(&mut state, model, Arc::new(slot));
+                    self.make_ahead(&mut state);
+                }
+                Ok(_) => {}
+                Err(error) if wanted => growth.failed = Some(error),
+                // It is tried again when somebody needs it.
+                Err(_) => {}
+            }
+            drop(state);
+            self.bells.ring();
+            state = self.state();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,59 @@
+//! Workers that were late: later publications do not wait for them until they move.
+
+use std::time::{Duration, Instant};
+
+/// What a sender remembers of a worker that was late: for which publication, and how
+/// far the worker was. `P` is the worker's progress, whatever tells that it has moved.
+///
+/// **Guarantee.** A worker that was late for one publication is not waited for by a
+/// later one for as long as its progress stays the same. The first such publication
+/// counts until the worker moves.
+///
+/// ```
+/// use std::time::Instant;
+/// use weightsync_mem::Lateness;
+///
+/// let mut late = Lateness::default();
+/// late.note(7, Instant::now(), "has v6");
+/// assert!(late.since(8, || "has v6").is_some());
+/// assert!(late.since(8, || "has v7").is_none(), "it has moved");
+/// assert!(late.since(7, || "has v6").is_none(), "that one can be waited for again");
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Lateness<P>(Option<Mark<P>>);
+
+#[derive(Clone, Copy, Debug)]
+struct Mark<P> {
+    sequence: u64,
+    since: Instant,
+    progress: P,
+}
+
+impl<P: PartialEq> Lateness<P> {
+    /// The worker did not do its part of the publication of this sequence number,
+    /// live since `since`, before its deadline.
+    pub fn note(&mut self, sequence: u64, since: Instant, progress: P) {
+        let known = self.0.as_ref();
+        if known.is_none_or(|mark| mark.progress != progress) {
+            self.0 = Some(Mark {
+                sequence,
+                since,
+                progress,
+            });
+        }
+    }
+
+    /// For how long the worker has been late, if the publication of this sequence
+    /// number is not to wait for it.
+    pub fn since(&self, sequence: u64, progress: impl FnOnce() -> P) -> Option<Duration> {
+        let mark = self.0.as_ref()?;
+        let stands = sequence > mark.sequence && progress() == mark.progress;
+        stands.then(|| mark.since.elapsed())
+    }
+}
+
+impl<P> Default for Lateness<P> {
+    fn default() -> Self {
+        Self(None)
+    }
+}

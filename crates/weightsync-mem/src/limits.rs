@@ -1,0 +1,156 @@
+//! What this process may still have of memory and of open files, and how it says so
+//! before the system does.
+//!
+//! A process that takes more memory than its group allows is killed without a word.
+
+use std::fs::read_to_string;
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::error::Error;
+
+/// Where what is asked is found; elsewhere in tests.
+#[derive(Clone, Copy)]
+struct System<'a> {
+    proc: &'a Path,
+    groups: &'a Path,
+}
+
+/// Refuses memory that this process cannot have: more than the machine has
+/// available, or than a control group has left, swap included.
+///
+/// # Errors
+///
+/// [`Error::NoMemory`].
+pub(crate) fn check_memory(wanted: u64) -> Result<(), Error> {
+    let system = System {
+        proc: Path::new("/proc"),
+        groups: Path::new("/sys/fs/cgroup"),
+    };
+    match system.least_left() {
+        Some((left, limit)) if left < wanted => Err(Error::NoMemory {
+            wanted,
+            left,
+            limit,
+        }),
+        _ => Ok(()),
+    }
+}
+
+impl System<'_> {
+    /// The least that is left anywhere; with the limit, if it is a group's.
+    fn least_left(self) -> Option<(u64, Option<u64>)> {
+        let machine = self.machine().map(|left| (left, None));
+        let groups = self.groups().into_iter();
+        let groups = groups.map(|(left, limit)| (left, Some(limit)));
+        groups.chain(machine).min_by_key(|(left, _)| *left)
+    }
+
+    fn machine(self) -> Option<u64> {
+        Some(self.free("MemAvailable:")? + self.free("SwapFree:").unwrap_or(0))
+    }
+
+    fn free(self, of: &str) -> Option<u64> {
+        let text = read_to_string(self.proc.join("meminfo")).ok()?;
+        number_after(&text, of)?.checked_mul(1 << 10)
+    }
+
+    /// What this process's memory group has left, and each above it that has a
+    /// limit.
+    fn groups(self) -> Vec<(u64, u64)> {
+        let own = read_to_string(self.proc.join("self/cgroup")).unwrap_or_default();
+        let swap = self.free("SwapFree:").unwrap_or(0);
+        let mut found = Vec::new();
+        for line in own.lines() {
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else {
+                continue;
+            };
+            let (base, names) = match controllers {
+                "" => (self.groups.to_owned(), &UNIFIED),
+                _ if controllers.split(',').any(|one| one == "memory") => {
+                    (self.groups.join("memory"), &LEGACY)
+                }
+                _ => continue,
+            };
+            let own = PathBuf::from(path.trim_start_matches('/'));
+            let all = own.ancestors();
+            found.extend(all.filter_map(|at| names.left(&base.join(at), swap)));
+        }
+        found
+    }
+}
+
+/// What the files of a memory group are called.
+struct Names {
+    limit: &'static str,
+    used: &'static str,
+    /// Of both, the lines of `memory.stat` that can be dropped.
+    cached: [&'static str; 2],
+    swap: Option<(&'static str, &'static str)>,
+}
+
+const UNIFIED: Names = Names {
+    limit: "memory.max",
+    used: "memory.current",
+    cached: ["inactive_file ", "active_file "],
+    swap: Some(("memory.swap.max", "memory.swap.current")),
+};
+
+const LEGACY: Names = Names {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cached: ["total_inactive_file ", "total_active_file "],
+    swap: None,
+};
+
+impl Names {
+    /// What a group has left, where the machine has so much `swap`, and its limit;
+    /// `None` without one.
+    fn left(&self, group: &Path, swap: u64) -> Option<(u64, u64)> {
+        let number =
+            |name| -> Option<u64> { read_to_string(group.join(name)).ok()?.trim().parse().ok() };
+        // The older interface says "none" by a number near the largest.
+        let limit = number(self.limit).filter(|limit| *limit < 1 << 60)?;
+        let used = number(self.used)?;
+        let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
+        let cached = self
+            .cached
+            .map(|name| number_after(&stat, name).unwrap_or(0));
+        let swapped = self.swap.and_then(|(most, used)| {
+            let most = number(most).unwrap_or(u64::MAX);
+            Some(swap.min(most.saturating_sub(number(used)?)))
+        });
+        let used = used.saturating_sub(cached.iter().sum());
+        Some((limit.saturating_sub(used) + swapped.unwrap_or(0), limit))
+    }
+}
+
+/// The number behind a word at the beginning of a line.
+fn number_after(text: &str, word: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(word))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// Lets this process have as many files open as it may raise its own limit to.
+/// False if it has that already.
+pub fn raise_files() -> bool {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current == limit.maximum {
+        return false;
+    }
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    setrlimit(Resource::Nofile, raised).is_ok()
+}
+
+/// How many files this process may have open now.
+pub(crate) fn files() -> Option<u64> {
+    getrlimit(Resource::Nofile).current
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,171 @@
+//! What the sender reads in the page of one reader, and how much of that counts.
+//!
+//! **Guarantee.** Every record and every data slot that the reader may be reading
+//! counts as held. Nothing else does, whatever the page says: the reader alone writes
+//! the page, and its process may be broken or mean harm. What it says it holds counts as
+//! far as its lane was told of it. A page that says what the page of a working reader
+//! cannot say is a [`Breach`]: that reader is turned away, and none of its record pins
+//! counts from then on.
+//!
+//! **Why no working reader is in breach.** A reader pins the record that its lane's live
+//! word or its answer names, pins the data slots of that set, and gives the record back
+//! before it looks for another: so it pins one record at most. Each of its data slots
+//! was named by its lane: either since the slots were last looked at, and then
+//! [`Claims::tell`] was called; or before, and then its lane or its pinned record named
+//! the slot at that look, or its data pin was there already. All three stay claimed.
+//!
+//! As in [`protocol`](crate::protocol), the head and the record pins are read before the
+//! data pins. Loom runs this code together with real readers
+//! (`protocol/loom_tests.rs`).
+
+use std::fmt;
+
+use crate::plan::{Key, Plan};
+use crate::protocol::{Head, PinWord, SlotSet};
+use crate::set::{ModelSet, Models};
+
+/// The words of a reader's page that say what it holds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Words<'a> {
+    pub(crate) head: &'a Head,
+    pub(crate) records: &'a PinWord,
+    /// By model.
+    pub(crate) pins: &'a [PinWord],
+}
+
+/// What one reader may hold.
+#[derive(Debug)]
+pub(crate) struct Claims {
+    models: Models,
+    /// What its record word said when it was last read, as far as it counts.
+    records: SlotSet,
+    /// The records that its lane has named and that it may have pinned since.
+    told: SlotSet,
+    /// By model, the slots that its lane has named and that it may have pinned since.
+    slots: Vec<SlotSet>,
+    breach: Option<Breach>,
+}
+
+/// What a working reader's page cannot say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Breach {
+    /// It holds so many set records at once.
+    Records(usize),
+    /// It holds data slots of this model that its lane was not told of.
+    Slots(usize),
+}
+
+impl fmt::Display for Breach {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Records(count) => write!(
+                f,
+                "its control page says that it holds {count} set records, where a worker \
+                 holds at most one"
+            ),
+            Self::Slots(model) => write!(
+                f,
+                "its control page says that it holds slots of model {model} that it was never told of"
+            ),
+        }?;
+        f.write_str("; something else in its process has written there: restart it")
+    }
+}
+
+impl Claims {
+    /// Of a reader of these models, before its lane was told anything.
+    pub(crate) fn new(models: Models) -> Self {
+        let rows = models.iter().last().map_or(0, |last| last + 1);
+        Self {
+            models,
+            records: SlotSet::default(),
+            told: SlotSet::default(),
+            slots: vec![SlotSet::default(); rows],
+            breach: None,
+        }
+    }
+
+    /// Its lane is about to name a record, which says this.
+    pub(crate) fn tell(&mut self, record: u8, set: &ModelSet) {
+        self.told = self.told.with(record);
+        for model in set.models().and(self.models).iter() {
+            if let Some(placed) = set.place(model) {
+                self.slots[model] = self.slots[model].with(placed.slot);
+            }
+        }
+    }
+
+    /// The records it held when they were last looked for.
+    pub(crate) fn records(&self) -> SlotSet {
+        self.records
+    }
+
+    /// Of these slots of a model those that count as held.
+    pub(crate) fn of(&self, model: usize, held: SlotSet) -> SlotSet {
+        held.and(self.slots.get(model).copied().unwrap_or_default())
+    }
+
+    /// What it has done, if it was ever in breach.
+    pub(crate) fn breach(&self) -> Option<Breach> {
+        self.breach
+    }
+
+    /// Reads its record word. `named` are the records that its lane names now. A pin on
+    /// any other that was not told does not count: it is announced, and its reader finds
+    /// that the lane has moved on.
+    pub(crate) fn observe(&mut self, held: SlotSet, named: SlotSet) -> SlotSet {
+        if held.len() > 1 {
+            self.breach.get_or_insert(Breach::Records(held.len()));
+        }
+        self.records = match self.breach {
+            None => held.and(self.told),
+            Some(_) => SlotSet::default(),
+        };
+        self.told = self.records.union(named);
+        self.records
+    }
+
+    /// Reads its data pins of a model, after its record word. `named` are the slots that
+    /// its lane and its pinned record name now.
+    pub(crate) fn pinned(&mut self, model: usize, held: SlotSet, named: SlotSet) -> SlotSet {
+        let counted = self.of(model, held);
+        if counted != held {
+            self.breach.get_or_insert(Breach::Slots(model));
+        }
+        if self.models.contains(model) {
+            self.slots[model] = counted.union(named);
+        }
+        counted
+    }
+}
+
+/// Takes what a reader's page says into the plan; gives the records it pins. Whoever asks
+/// for its data pins does so after this.
+///
+/// `through` is the last question whose answer it needs no more; `None` of a reader that
+/// has no queue and asks nothing, whose lane changes by nothing that it does.
+pub(crate) fn observe(
+    plan: &mut Plan,
+    key: Key,
+    words: Words<'_>,
+    through: Option<u64>,
+    claims: &mut Claims,
+) -> SlotSet {
+    if let Some(through) = through {
+        plan.observe(key, words.head.load(), through);
+    }
+    claims.observe(words.records.held(), plan.named_records(key))
+}
+
+/// The slots of a model that a reader holds by its data pins.
+pub(crate) fn pinned(
+    plan: &Plan,
+    key: Key,
+    words: Words<'_>,
+    model: usize,
+    claims: &mut Claims,
+) -> SlotSet {
+    let held = words.pins[model].held();
+    let by_record = plan.slots_of(claims.records(), model);
+    claims.pinned(model, held, plan.named_slots(key, model).union(by_record))
+}

@@ -1,0 +1,126 @@
+//! What a worker may begin with: sets that were sent to all workers, some of which its
+//! agent may have when the worker comes.
+//!
+//! **Guarantee.** Plain values in, plain values out. A worker is offered a set that was
+//! meant for every worker, that is older than what is meant for it now, and of which its
+//! agent has every version; and only if what is meant for it now is what is meant for all.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use weightsync_core::Version;
+
+use crate::relay::Item;
+
+/// How many sets are remembered. A relay that takes longer than so many sends for its first
+/// version gives its workers that version and nothing older; others wait for a newer one.
+const REMEMBERED: usize = 4096;
+
+/// The last sets that were sent to all, each with a sequence number that no later set has.
+#[derive(Debug, Default)]
+pub(crate) struct Recent {
+    sets: VecDeque<(u64, Vec<Item>)>,
+}
+
+impl Recent {
+    /// This set was sent to all, and no sequence number above this was given out so far.
+    pub(crate) fn note(&mut self, sequence: u64, set: Vec<Item>) {
+        if set.is_empty() || self.sets.back().is_some_and(|(_, last)| *last == set) {
+            return;
+        }
+        if self.sets.len() == REMEMBERED {
+            self.sets.pop_front();
+        }
+        self.sets.push_back((sequence, set));
+    }
+
+    /// The newest set before `meant`, which has this sequence number, that a worker with
+    /// the same models may begin with: one of which `has` is true of every version.
+    pub(crate) fn before(
+        &self,
+        (sequence, meant): (u64, &[Item]),
+        has: impl Fn(&Item) -> bool,
+    ) -> Option<(u64, Vec<Item>)> {
+        let (_, newest) = self.sets.back()?;
+        let models: BTreeMap<usize, Version> = meant
+            .iter()
+            .map(|item| (item.model, item.version))
+            .collect();
+        let of_it = |set: &[Item]| {
+            let own = set.iter().filter(|item| models.contains_key(&item.model));
+            own.copied().collect::<Vec<_>>()
+        };
+        if of_it(newest) != meant {
+            return None;
+        }
+        let mut older = self.sets.iter().rev().filter(|(at, _)| *at < sequence);
+        let found = older.find(|(_, set)| {
+            let own = || set.iter().filter(|item| models.contains_key(&item.model));
+            own().all(&has) && own().count() == meant.len() && !own().eq(meant)
+        });
+        found.map(|(at, set)| (*at, of_it(set)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(versions: &[(usize, u64)]) -> Vec<Item> {
+        let items = versions.iter().map(|(model, version)| Item {
+            model: *model,
+            version: Version(*version),
+        });
+        items.collect()
+    }
+
+    #[test]
+    fn a_worker_begins_with_the_newest_set_that_its_agent_has() {
+        let mut recent = Recent::default();
+        recent.note(1, set(&[(0, 1)]));
+        for version in 2..=6 {
+            recent.note(version, set(&[(0, version), (1, version / 2)]));
+        }
+        let all = [(0, 1), (0, 2), (1, 1), (0, 4), (1, 2), (0, 5)];
+        let first_three = [(0, 1), (0, 2), (1, 1)];
+        let (newest, own) = (set(&[(0, 6), (1, 3)]), set(&[(0, 6)]));
+        // (what it is to run, by which sequence number, what its agent has, with what it begins)
+        let cases = [
+            (&newest, 7, set(&all), Some((5, set(&[(0, 5), (1, 2)])))),
+            (&newest, 5, set(&all), Some((4, set(&[(0, 4), (1, 2)])))),
+            (
+                &newest,
+                7,
+                set(&first_three),
+                Some((2, set(&[(0, 2), (1, 1)]))),
+            ),
+            // Of the models it wants.
+            (&own, 7, set(&[(0, 1)]), Some((1, set(&[(0, 1)])))),
+            // One model is none of its sets.
+            (&newest, 7, set(&[(0, 5)]), None),
+            (&newest, 7, Vec::new(), None),
+        ];
+        for (meant, sequence, held, expected) in cases {
+            let found = recent.before((sequence, meant), |item| held.contains(item));
+            assert_eq!(found, expected, "{held:?}");
+        }
+        // What is meant for it is not what is meant for all.
+        let held = set(&[(0, 5), (0, 4)]);
+        assert_eq!(recent.before((7, &held), |_| true), None);
+    }
+
+    #[test]
+    fn only_so_many_sets_are_remembered() {
+        let mut recent = Recent::default();
+        for version in 1..=REMEMBERED as u64 + 1 {
+            recent.note(version, set(&[(0, version)]));
+            recent.note(version, set(&[(0, version)]));
+        }
+        let newest = set(&[(0, REMEMBERED as u64 + 1)]);
+        let begins = |version| {
+            let held = set(&[(0, version)]);
+            recent.before((u64::MAX, &newest), |item| held.contains(item))
+        };
+        assert!(begins(1).is_none());
+        assert!(begins(2).is_some());
+    }
+}

@@ -1,0 +1,112 @@
+"""What the trainer's `connect` says while it waits, and when it need not wait any longer."""
+
+import asyncio
+import logging
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+import weightsync
+from ends import LONG, Net, all_ended, meet, pair
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def _fails():
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("start", ["multiprocessing", "subprocess"])
+def test_connect_notices_a_process_that_failed(start):
+    with all_ended(weightsync.Sender(Net())) as (sender,):
+        if start == "multiprocessing":
+            process = SPAWN.Process(target=_fails)
+            process.start()
+        else:
+            process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+        words = rf"pid {process.pid}\) ended with exit code 3"
+        with pytest.raises(weightsync.PeerError, match=words) as raised:
+            # Without a deadline: the wait ends by the process.
+            sender.connect(1, processes=[process], timeout=None)
+        assert raised.value.remedy == "give up"
+        process.join() if start == "multiprocessing" else process.wait()
+        if start == "multiprocessing":
+            process.close()
+
+
+def test_connect_notices_that_every_process_has_ended():
+    with all_ended(weightsync.Sender(Net())) as (sender,):
+        processes = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
+        with pytest.raises(weightsync.PeerError, match="all 2 processes have ended"):
+            sender.connect(2, processes=processes, timeout=None)
+
+
+def test_connect_passes_processes_that_live():
+    sender = weightsync.Sender(Net())
+    receiver = weightsync.Receiver(sender.init_info, 0, model=Net())
+    idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(idle, stdin=subprocess.PIPE) as process, all_ended(sender, receiver):
+        meet(sender, receiver, processes=[process])
+        process.stdin.close()
+    with all_ended(weightsync.Sender(Net())) as (sender,):
+        with pytest.raises(weightsync.WrongTypeError, match="multiprocessing or subprocess"):
+            sender.connect(1, processes=[3])
+
+
+def test_connect_says_who_joins_at_info(caplog):
+    caplog.set_level(logging.INFO, logger="weightsync")
+    sender = weightsync.Sender(Net())
+    receivers = [weightsync.Receiver(sender.init_info, number, model=Net()) for number in range(2)]
+    with all_ended(sender, *receivers):
+        meet(sender, *receivers)
+    # What the library said is said once Python runs.
+    said = [(one.levelno, one.getMessage()) for one in caplog.records]
+    said = [text for level, text in said if level == logging.INFO]
+    assert any("policy waits for 2 workers" in text for text in said), said
+    assert any("has joined: 2 of 2 workers" in text for text in said), said
+    assert any("connected" in text for text in said), said
+
+
+def test_a_run_directory_is_not_made_with_its_parents(tmp_path):
+    wrong = tmp_path / "rnus" / "seven"
+    with pytest.raises(weightsync.OperatingSystemError, match="directory above it does not exist"):
+        weightsync.Sender(Net(), run_dir=wrong)
+    assert not wrong.parent.exists()
+    with all_ended(weightsync.Sender(Net(), run_dir=tmp_path / "seven")) as (sender,):
+        sender.connect(0, timeout=LONG)
+
+
+def test_a_pending_send_is_awaited_beside_the_loop():
+    async def send(sender, receiver):
+        pending = sender.send_async()
+        # The loop runs while the send waits for a worker that takes it in the loop.
+        waiting = asyncio.ensure_future(_of(pending))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert await asyncio.to_thread(receiver.receive, LONG) == 2
+        return await waiting
+
+    async def _of(pending):
+        return await pending
+
+    with pair(Net(1.0), Net()) as (sender, receiver):
+        report = asyncio.run(send(sender, receiver))
+        assert report.all_applied and report.version == 2
+
+
+def test_ends_are_left_beside_the_loop():
+    async def run():
+        async with weightsync.Sender(Net(1.0)) as sender:
+            receiver = weightsync.Receiver(sender.init_info, 0, model=Net())
+            joining = asyncio.create_task(asyncio.to_thread(receiver.connect, timeout=LONG))
+            await asyncio.to_thread(sender.connect, timeout=LONG)
+            async with receiver:
+                await joining
+                assert receiver.version == 1
+            with pytest.raises(weightsync.LifecycleError):
+                receiver.receive(0)
+        with pytest.raises(weightsync.LifecycleError):
+            sender.send()
+
+    asyncio.run(run())

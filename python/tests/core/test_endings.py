@@ -1,0 +1,289 @@
+"""How workers end, what the trainer's reports say of it, and whom `connect` counts."""
+
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import weightsync
+from actors import Raised
+from ends import LONG, PUSHING, Net, all_ended, beside, meet
+
+# Each has another way of telling the sender.
+SCHEMES = ["shared-mem", "distributed:share=none", "rpc", "rpc:initial=connect"]
+
+WORKER = """
+    import sys
+    import weightsync
+
+    def work():
+        receiver = weightsync.Receiver(sys.stdin.read(), 1)
+        receiver.connect(timeout=60)
+        while receiver.receive(60).version < 2:
+            pass
+        {end}
+
+    work()
+"""
+
+ENDS = {
+    "an exception": ("raise RuntimeError('CUDA error')", "RuntimeError: CUDA error"),
+    "an exception out of with": (
+        "with receiver: raise ValueError('no room')",
+        "ValueError: no room",
+    ),
+    "fail": ("receiver.fail('told to')", "told to"),
+}
+
+
+def worker(info, number=0):
+    return weightsync.Receiver(info, number)
+
+
+def received(receiver):
+    """Takes versions as long as they come."""
+    try:
+        while True:
+            receiver.receive()
+    except weightsync.PeerError:
+        pass
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_exception_out_of_with_is_a_line_with_its_words(scheme):
+    with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+        fine, fails = worker(sender.init_info, 0), worker(sender.init_info, 1)
+        meet(sender, fine, fails)
+        with beside(lambda: received(fine)):
+            assert sender.send(wait="sent").all_reached
+            with pytest.raises(RuntimeError), fails:
+                raise RuntimeError("CUDA error")
+            # In each report, and not in the next alone.
+            for _ in range(3):
+                report = sender.send(timeout=LONG)
+                assert not report.all_applied, report
+                (line,) = report.failed
+                assert (line.worker, line.outcome) == (1, "failed"), report
+                assert line.reason == "RuntimeError: CUDA error"
+            with pytest.raises(weightsync.NotAppliedError, match="CUDA error") as raised:
+                report.ensure_applied()
+            assert raised.value.report == report and raised.value.remedy == "retry"
+            # Until another is there in its place.
+            again = worker(sender.init_info, 1)
+            again.connect(timeout=LONG)
+            with beside(lambda: received(again)):
+                report = sender.send(timeout=LONG)
+                assert report.ensure_applied() is report
+                sender.shutdown()
+
+
+@pytest.mark.parametrize("end", [*ENDS, "multiprocessing"])
+def test_a_program_that_ends_by_an_exception_is_a_line(end):
+    with weightsync.Sender(Net(1.0)) as sender:
+        info = sender.init_info
+        if end == "multiprocessing":
+            process = multiprocessing.get_context("spawn").Process(target=_raises, args=(info,))
+            process.start()
+            sender.connect(1, timeout=LONG)
+            sender.send(wait="sent")
+            process.join()
+            words = "its receiver was dropped without shutdown()"
+        else:
+            code, words = ENDS[end]
+            program = textwrap.dedent(WORKER).format(end=code)
+            run = [sys.executable, "-c", program]
+            with beside(lambda: subprocess.run(run, input=info.to_json(), text=True)):
+                sender.connect(1, timeout=LONG)
+                sender.send(wait="sent")
+        for _ in range(2):
+            report = sender.send(timeout=LONG)
+            (line,) = report.failed
+            assert (line.outcome, line.reason) == ("failed", words), report
+        sender.forget(line.worker)
+        assert sender.send(timeout=LONG).workers == []
+
+
+def _raises(info):
+    receiver = worker(info, 1)
+    receiver.connect(timeout=LONG)
+    while receiver.receive(LONG).version < 2:
+        pass
+    raise RuntimeError("CUDA error")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_with_nobody_there_not_all_have_applied(scheme):
+    with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+        sender.connect(0, timeout=LONG)
+        report = sender.send(timeout=LONG)
+        assert not report.all_applied and report.failed == []
+        with pytest.raises(weightsync.NotAppliedError, match="there is no worker"):
+            report.ensure_applied()
+        # A worker that leaves in order is no failure, and nobody.
+        leaves = worker(sender.init_info)
+        leaves.connect(timeout=LONG)
+        with leaves:
+            pass
+        report = sender.send(timeout=LONG)
+        assert not report.all_applied and report.failed == [], report
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_receiver_that_is_collected_has_failed(background):
+    model = Net()
+    with weightsync.Sender(Net(1.0)) as sender:
+        receiver = weightsync.Receiver(sender.init_info, 0, model=model)
+        meet(sender, receiver)
+        if background:
+            receiver.start_background()
+        del receiver
+        (line,) = sender.send(timeout=LONG).failed
+        assert (line.outcome, "without shutdown()" in line.reason) == ("failed", True)
+
+
+def test_leaving_in_order_is_no_failure():
+    with weightsync.Sender(Net(1.0)) as sender:
+        for leave in (
+            lambda one: one.shutdown(),
+            lambda one: one.__exit__(None, None, None),
+            lambda one: one.__exit__(SystemExit, SystemExit(0), None),
+        ):
+            stays, leaves = worker(sender.init_info, 0), worker(sender.init_info, 1)
+            if sender.is_connected:
+                stays.connect(timeout=LONG)
+                leaves.connect(timeout=LONG)
+            else:
+                meet(sender, stays, leaves)
+            leave(leaves)
+            with beside(lambda: stays.receive(LONG) and stays.receive(LONG)):
+                assert sender.send(timeout=LONG).all_applied
+            stays.shutdown()
+
+
+@pytest.mark.parametrize("scheme", [*PUSHING, "rpc"])
+def test_a_connect_that_fails_can_be_called_again(scheme):
+    with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+        first = worker(sender.init_info, 0)
+        with beside(lambda: first.connect(timeout=LONG)):
+            with pytest.raises(weightsync.DeadlineError, match=r"missing: worker 1\)") as raised:
+                sender.connect([0, 1], timeout=1.0)
+        assert raised.value.remedy == "retry" and not sender.is_connected
+        with pytest.raises(weightsync.LifecycleError, match="call connect again"):
+            sender.send()
+        second = worker(sender.init_info, 1)
+        with all_ended(first, second):
+            meet(sender, second)
+            assert {status.worker for status in sender.workers} == {0, 1}
+            with beside(lambda: received(first), lambda: received(second)):
+                assert sender.send(timeout=LONG).all_applied
+                sender.shutdown()
+
+
+@pytest.mark.parametrize("scheme", [*PUSHING, "rpc"])
+def test_a_worker_that_connects_and_leaves_at_once_counts(scheme):
+    def come_and_go(number):
+        with worker(sender.init_info, number) as receiver:
+            receiver.connect(timeout=LONG)
+
+    for _ in range(5):
+        with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+            with beside(*(lambda number=number: come_and_go(number) for number in range(3))):
+                sender.connect(3, timeout=LONG)
+
+
+class Dies:
+    def __init__(self, info):
+        self.receiver = worker(info, 1)
+        self.receiver.connect(timeout=LONG)
+
+    def version(self):
+        return self.receiver.version
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_worker_that_joined_and_was_killed_is_named(actor, scheme):
+    with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+        raised = []
+
+        def connect():
+            with pytest.raises(weightsync.DeadlineError) as error:
+                sender.connect([0, 1], timeout=15.0)
+            raised.append(error.value)
+
+        waits = threading.Thread(target=connect)
+        waits.start()
+        dies = actor(Dies, sender.init_info)
+        dies.ask("version")
+        dies.kill()
+        waits.join()
+        assert f"worker 1 (pid {dies.pid}) died" in str(raised[0]), raised[0]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_second_worker_of_a_number_is_refused_at_once(scheme):
+    with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+        lives = worker(sender.init_info, 0)
+        meet(sender, lives)
+        for _ in range(3):
+            with pytest.raises(weightsync.PeerError, match="already connected") as raised:
+                worker(sender.init_info, 0).connect(timeout=LONG)
+            assert "another number" in str(raised.value)
+        with beside(lambda: received(lives)):
+            assert sender.send(timeout=LONG).all_applied
+            sender.shutdown()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_both_connects_have_returned_before_a_shutdown_is_told(scheme):
+    for _ in range(10):
+        with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+            receiver = worker(sender.init_info, 0)
+            with beside(lambda: receiver.connect(timeout=LONG)):
+                sender.connect(1, timeout=LONG)
+                sender.shutdown()
+            with pytest.raises(weightsync.SenderClosedError):
+                while True:
+                    receiver.receive(LONG)
+
+
+def test_a_report_is_a_value():
+    with weightsync.Sender(Net(1.0)) as sender:
+        fine, fails = worker(sender.init_info, 0), worker(sender.init_info, 1)
+        meet(sender, fine, fails)
+        fails.fail("no disk")
+        with beside(lambda: received(fine)):
+            report = sender.send(timeout=LONG)
+            sender.shutdown()
+    again = pickle.loads(pickle.dumps(report))
+    assert again == report and str(again) == str(report)
+    assert again.to_dict() == report.to_dict()
+    plain = report.to_dict()
+    assert plain["versions"] == {"policy": 2} and plain["all_applied"] is False
+    lines = [(line["worker"], line["outcome"], line["reason"]) for line in plain["workers"]]
+    assert lines == [(0, "applied", None), (1, "failed", "no disk")]
+    assert pickle.loads(pickle.dumps(report.failed[0])) == report.failed[0]
+
+
+def test_an_actor_can_hand_its_report_over(actor):
+    trainer = actor(Reports)
+    with pytest.raises(Raised, match="there is no worker"):
+        trainer.ask("send_to_all")
+    report = trainer.ask("send")
+    assert isinstance(report, weightsync.Report) and report.version == 3
+
+
+class Reports:
+    """A trainer in a process of its own."""
+
+    def __init__(self):
+        self.sender = weightsync.Sender(Net(1.0))
+        self.sender.connect(0)
+
+    def send(self):
+        return self.sender.send()
+
+    def send_to_all(self):
+        return self.sender.send().ensure_applied()

@@ -1,0 +1,95 @@
+"""Who stands still, is silent or has gone, and what a report says of it."""
+
+import signal
+import time
+
+import pytest
+import weightsync
+from ends import FAR, LONG, Net, beside
+from test_deaths import Trainer, Worker
+
+
+@pytest.mark.parametrize("scheme", ["shared-mem", "multi-process", "rpc:initial=connect"])
+def test_a_stopped_worker_costs_one_send_its_deadline(actor, scheme):
+    trainer = Net(1.0)
+    with weightsync.Sender(trainer, scheme=scheme, slots=(2, 8)) as sender:
+        worker = actor(Worker, sender.init_info, 0)
+        worker.order("connect")
+        sender.connect(1, timeout=LONG)
+        assert worker.answer() == 1
+        worker.signal(signal.SIGSTOP)
+        report = sender.send(timeout=0.3)
+        line = report.worker(0)
+        assert (line.outcome, line.late, report.all_applied) == ("late", None, False)
+        assert report.took >= 0.3
+        # It would take all the time of this test.
+        for _ in range(3):
+            report = sender.send(timeout=2 * LONG)
+            line = report.worker(0)
+            assert line.outcome == "late" and line.late >= 0.3
+            assert report.took < LONG and not report.all_applied
+            assert report.failed[0].worker == 0
+            assert "was not waited for; it goes on with v1" in str(report)
+        pending = sender.send_async(timeout=2 * LONG)
+        assert pending.is_settled and not pending.wait().all_applied
+        report = sender.send(timeout=0.3, wait_late=True)
+        assert report.worker(0).late is None and report.took >= 0.3
+        worker.signal(signal.SIGCONT)
+        version = 1
+        while version < sender.version:
+            version, _ = worker.ask("receive")
+        # It has moved.
+        worker.order("receive")
+        assert sender.send(timeout=LONG).all_applied
+        worker.answer()
+
+
+@pytest.mark.parametrize("scheme", ["shared-mem", *FAR])
+def test_a_background_receiver_is_told_of_an_orderly_end(tmp_path, scheme):
+    trainer, model = Net(1.0), Net()
+    run_dir = tmp_path / "run"
+    sender = weightsync.Sender(trainer, scheme=scheme, run_dir=run_dir)
+    receiver = weightsync.Receiver(sender.init_info, 0, model=model)
+    with beside(lambda: receiver.connect(timeout=LONG)):
+        sender.connect(1, timeout=LONG)
+    with_thread = receiver.start_background()
+    sender.shutdown()
+    # Without a timeout, as a worker's main thread would.
+    assert not with_thread.wait(2)
+    assert with_thread.state == "closed"
+    # One that comes back all the same is followed.
+    with weightsync.Sender(trainer.fill(5.0), scheme=scheme, run_dir=run_dir) as again:
+        again.connect(1, timeout=LONG)
+        assert again.send().all_applied
+        assert (with_thread.state, model.value) == ("following", 5.0)
+    assert not with_thread.wait(3)
+    with_thread.shutdown()
+
+
+# As long as one took that was given up: by ten seconds of silence, and for `rpc` of as much
+# again for another attempt.
+@pytest.mark.parametrize(("scheme", "seconds"), list(zip(FAR, [14, 32], strict=True)))
+def test_a_trainer_that_was_stopped_finds_its_workers(actor, scheme, seconds):
+    trainer = actor(Trainer, scheme)
+    info = trainer.ask("info")
+    workers = [actor(Worker, info, index) for index in range(2)]
+    trainer.order("connect", 2)
+    for worker in workers:
+        worker.order("connect")
+    trainer.answer()
+    assert [worker.answer() for worker in workers] == [1, 1]
+    trainer.signal(signal.SIGSTOP)
+    for worker in workers:
+        worker.order("receive", seconds)
+    assert [worker.answer(seconds + LONG) for worker in workers] == [(None, 1.0)] * 2
+    trainer.signal(signal.SIGCONT)
+    for worker in workers:
+        worker.ask("background")
+    # They may be lost for a moment, and are then back by themselves.
+    until = time.monotonic() + LONG
+    trainer.ask("send", 2.0)
+    while [worker.ask("value") for worker in workers] != [2.0, 2.0]:
+        assert time.monotonic() < until
+    while not trainer.ask("send", 3.0):
+        assert time.monotonic() < until
+    assert [worker.ask("value") for worker in workers] == [3.0, 3.0]

@@ -1,0 +1,232 @@
+"""What errors say, and of which kind they are: each names what came, what is possible, and what to do."""
+
+import socket
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import weightsync
+from ends import LONG, Net, all_ended, meet, pair
+from torch import nn
+
+
+def _raises(words, call, kind=weightsync.WeightsyncError):
+    with pytest.raises(kind, match=words) as raised:
+        call()
+    assert isinstance(raised.value, weightsync.WeightsyncError)
+    return raised.value
+
+
+SETTINGS = [
+    ({"slots": 2}, r"slots wants .*at most.* got 2"),
+    ({"slots": (1, 2, 3)}, r"slots wants .* got \(1, 2, 3\)"),
+    ({"history": -1}, "history wants a whole number from 0 to 255, and got -1"),
+    ({"pending": "two"}, "pending wants .* got 'two'"),
+    ({"copy_threads": -1}, "copy_threads wants .* got -1"),
+    ({"timeout": "5"}, "timeout wants seconds .* got '5'"),
+    ({"timeout": float("nan")}, "timeout wants seconds .* got nan"),
+    ({"checksums": "yes"}, "checksums wants True or False, and got 'yes'"),
+    ({"digest": 3}, "digest wants True or False, and got 3"),
+    ({"strategy": "pickle"}, "strategy wants"),
+    ({"cast": "bfloat61"}, r"no dtype 'bfloat61' here.*\"bfloat16\""),
+    ({"cast": 3}, "no dtype 3 here"),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: str(next(iter(one[0].items()))))
+def test_a_setting_that_cannot_be_is_named(setting):
+    given, words = setting
+    _raises(words, lambda: weightsync.Sender(nn.Linear(2, 2), **given))
+
+
+def test_a_cast_is_named_in_any_way():
+    for cast in ["bfloat16", "BF16", torch.bfloat16, "torch.bfloat16"]:
+        with pair(nn.Linear(2, 2), setup={"cast": cast}) as (_, receiver):
+            assert receiver.latest()["weight"].dtype == torch.bfloat16
+    for cast in [np.float16, np.dtype("float16"), "float16"]:
+        assert weightsync.Sender(nn.Linear(2, 2), cast=cast).models == ["policy"]
+
+
+@pytest.mark.parametrize("workers", [-1, "4", "ab", [0, -1], ["0"], 1.5, None, True, [0, 1.5]])
+def test_workers_that_cannot_be_are_named(workers):
+    words = f"workers wants a count from 0 on, or the workers' numbers, and got {workers!r}"
+    with all_ended(weightsync.Sender(nn.Linear(2, 2))) as (sender,):
+        error = _raises("workers wants", lambda: sender.connect(workers), ValueError)
+        assert str(error) == words
+        sender.connect(0, timeout=LONG)
+        _raises("workers wants", lambda: sender.wait_for(workers))
+
+
+def test_workers_named_twice_are_refused_at_once():
+    with all_ended(weightsync.Sender(nn.Linear(2, 2))) as (sender,):
+        _raises("names worker 0 twice", lambda: sender.connect([0, 1, 0]))
+
+
+def test_numbers_that_cannot_be_are_named():
+    with pair(nn.Linear(2, 2)) as (sender, receiver):
+        info = sender.init_info
+        _raises("worker's number wants .* got -1", lambda: weightsync.Receiver(info, -1))
+        _raises("worker's number wants .* got '1'", lambda: weightsync.Receiver(info, "1"))
+        _raises("worker's number wants .* got '0'", lambda: sender.send(worker_ids="0"))
+        _raises("worker's number wants .* got -1", lambda: sender.send(worker_ids=[0, -1]))
+        _raises("version wants .* got -1", lambda: sender.send(version=-1))
+        _raises("version wants .* got 1.5", lambda: receiver.pull(1.5))
+        _raises("timeout wants .* got -1", lambda: receiver.receive(-1))
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.LazyLinear(3)
+
+
+def test_tensors_that_cannot_be_sent_are_named():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        jagged = torch.nested.nested_tensor(
+            [torch.ones(2), torch.ones(3)], layout=torch.jagged
+        )
+    for given, words in [
+        ({"a": {"b": nested}}, r"'a\.b' is nested: send its parts"),
+        ({"a": {"b": jagged}}, r"'a\.b' is nested: send its parts"),
+        (Lazy(), r"'inside\.weight' has no shape yet.*run the module once"),
+        ({"a": torch.ones(2).to_sparse()}, r"'a' is torch\.sparse_coo"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, r"'a' is torch\.complex128"),
+        ({"a": torch.ones(2, device="meta")}, r"'a' is on the meta device"),
+        ({"a": 3}, r"'a' is a int"),
+        ([1], "not a list"),
+    ]:
+        _raises(words, lambda given=given: weightsync.Sender(given))
+
+
+class Stateful(nn.Linear):
+    state: object = None
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def test_extra_state_that_gains_a_tensor_names_its_module():
+    model = nn.Sequential(nn.Linear(2, 2), Stateful(2, 2))
+    model[1].state = {"mean": torch.ones(3)}
+    with pair(model) as (sender, _):
+        model[1].state = {"mean": torch.ones(3), "low": torch.ones(1)}
+        words = r"extra state of '1' .*had 1 tensor.*has 2"
+        error = _raises(words, sender.send, weightsync.WrongWeightsError)
+        assert "__extra" not in str(error)
+        model[1].state = {"mean": torch.ones(4)}
+        _raises(r"extra state of '1'.*\[3\].*\[4\]", sender.send, weightsync.WrongWeightsError)
+        model[1].state = {"mean": torch.ones(3)}
+        assert sender.send(wait="sent").version == 2
+
+
+def test_calls_of_a_receiver_say_what_state_it_is_in():
+    sender = weightsync.Sender(Net(1.0))
+    receiver = weightsync.Receiver(sender.init_info, 0, model=Net())
+    with all_ended(sender, receiver):
+        assert (receiver.version, receiver.versions) == (0, {"policy": 0})
+        assert receiver.models == ["policy"]
+        meet(sender, receiver)
+        assert (receiver.version, receiver.models) == (1, ["policy"])
+        background = receiver.start_background()
+        assert (receiver.version, receiver.versions) == (1, {"policy": 1})
+        assert receiver.models == ["policy"]
+        assert receiver.run == background.run
+        for call in ["receive", "pull", "latest", "connect", "start_background"]:
+            words = f"{call} cannot be called after start_background.*safe_point"
+            _raises(words, getattr(receiver, call), weightsync.LifecycleError)
+
+
+def test_a_port_of_another_program_is_called_that():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for scheme in ["distributed", "rpc"]:
+            words = rf"127\.0\.0\.1:{port} is taken.*another program"
+            _raises(
+                words,
+                lambda scheme=scheme: weightsync.Sender(
+                    nn.Linear(2, 2), scheme=f"{scheme}:listen=127.0.0.1:{port}"
+                ).connect(0),
+            )
+
+
+def test_durations_are_said_in_few_digits():
+    with all_ended(weightsync.Sender(nn.Linear(2, 2))) as (sender,):
+        _raises(
+            r"within \d+\.\d(ms|s): ", lambda: sender.connect(1, timeout=0.12345), TimeoutError
+        )
+
+
+@pytest.mark.parametrize("scheme", ["distributed", "rpc"])
+def test_security_errors_name_the_setting_of_the_scheme(scheme, monkeypatch):
+    monkeypatch.delenv("WEIGHTSYNC_TOKEN", raising=False)
+    monkeypatch.delenv("WEIGHTSYNC_TOKEN_FILE", raising=False)
+
+    def sender(settings):
+        word = f"{scheme}:listen=0.0.0.0:0,advertise=127.0.0.1:0{settings}"
+        return weightsync.Sender(nn.Linear(2, 2), scheme=word)
+
+    _raises("without a token.*setting insecure-plaintext", lambda: sender("").connect(0))
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "a token of at least 16 bytes")
+    _raises("not encrypted.*setting insecure-plaintext", lambda: sender("").connect(0))
+    with all_ended(sender(",insecure-plaintext")) as (open,):
+        assert "insecure-plaintext" in open.scheme
+        open.connect(0, timeout=LONG)
+
+
+WRAPPED = {
+    "module": lambda model: nn.DataParallel(model),
+    "_orig_mod": lambda model: torch.compile(model, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("part", WRAPPED)
+def test_a_wrapped_model_is_recognised(part):
+    wrapped = WRAPPED[part](nn.Linear(2, 3))
+    for trainer, worker, whose in [
+        (wrapped, nn.Linear(2, 3), "got"),
+        (nn.Linear(2, 3), wrapped, "expected"),
+    ]:
+        sender = weightsync.Sender(trainer)
+        receiver = weightsync.Receiver(sender.init_info, 0, model=worker)
+        words = rf"names {whose} have \"{part}\".*pass the module inside \(model\.{part}\)"
+        with all_ended(sender, receiver):
+            _raises(words, lambda: meet(sender, receiver), weightsync.WrongWeightsError)
+    sender = weightsync.Sender(nn.Linear(2, 3))
+    with all_ended(sender):
+        sender.connect(0, timeout=LONG)
+        _raises(rf"model\.{part}\)", lambda: sender.send(wrapped), weightsync.WrongWeightsError)
+
+
+def test_a_dtype_that_differs_mentions_the_cast():
+    sender = weightsync.Sender(nn.Linear(2, 3))
+    worker = nn.Linear(2, 3, dtype=torch.bfloat16)
+    receiver = weightsync.Receiver(sender.init_info, 0, model=worker)
+    with all_ended(sender, receiver):
+        _raises(r"the sender can cast: cast=\"BF16\"", lambda: meet(sender, receiver))
+
+
+def test_every_error_is_one_of_ours():
+    model = nn.Linear(2, 2)
+    with pair(model) as (sender, receiver):
+        snapshot = receiver.latest()
+        for call, kind in [
+            (lambda: sender.send(wait="aplied"), ValueError),
+            (lambda: sender.send_each({}), ValueError),
+            (lambda: receiver.pull(1, at_least=2), ValueError),
+            (lambda: snapshot["nothing"], KeyError),
+            (lambda: snapshot.load_into([1]), TypeError),
+            (lambda: sender.send({3: torch.ones(1)}), TypeError),
+            (lambda: weightsync.Receiver(sender.init_info, 1, model=model, mode="x"), ValueError),
+            (lambda: weightsync.Receiver(sender.init_info, 1, model=3), TypeError),
+            (lambda: weightsync.InitInfo.from_json("{}"), ValueError),
+        ]:
+            error = _raises(".", call, kind)
+            assert str(error) and not str(error).startswith('"')
+        assert snapshot.get("nothing") is None
+        assert "nothing" not in snapshot

@@ -1,0 +1,54 @@
+"""Processes that are to become workers: one that has failed is not waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from weightsync.errors import PeerError, WrongTypeError
+
+
+class Watched:
+    """Processes of :mod:`multiprocessing` or :mod:`subprocess`, looked at during a wait."""
+
+    def __init__(self, processes: Iterable[Any]) -> None:
+        self._processes = list(processes)
+        for process in self._processes:
+            if not hasattr(process, "exitcode") and not hasattr(process, "poll"):
+                raise WrongTypeError(
+                    "processes wants those of multiprocessing or subprocess, and got "
+                    f"{process!r}"
+                )
+
+    def look(self) -> None:
+        """Looks at all of them.
+
+        Raises:
+            PeerError: naming those that have failed, or that all have ended.
+        """
+        ended = [(process, _code(process)) for process in self._processes]
+        failed = [_named(process, code) for process, code in ended if code]
+        if failed:
+            raise PeerError(
+                f"{', '.join(failed)}, so not all workers can join: see what is printed above "
+                "by it, mend that, and start it again",
+                "give up",
+            )
+        if ended and all(code is not None for _, code in ended):
+            raise PeerError(
+                f"all {len(ended)} processes have ended, in order, and not all workers have "
+                "joined: do they call connect with this init info?",
+                "give up",
+            )
+
+
+def _code(process: Any) -> int | None:
+    """How it ended: 0 in order, more by a failure, less by a signal; None while it runs."""
+    code: int | None = process.exitcode if hasattr(process, "exitcode") else process.poll()
+    return code
+
+
+def _named(process: Any, code: int) -> str:
+    how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
+    name = getattr(process, "name", "a process")
+    return f"{name} (pid {process.pid}) ended {how}"
