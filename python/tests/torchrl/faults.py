@@ -232,13 +232,13 @@ class Both(torch.nn.Module):
         return (mine - value).expand(rows.shape)
 
 
-def models_apart(module, name, sync=True):
+def models_apart(module, name):
     """7. The models of one update do not change together, if they change at all."""
     cpu = torch.device("cpu")
     # Pickled, since TorchRL's schemes for a second model do not start in a forked process.
     mp.set_start_method("spawn", force=True)
     value = One()
-    schemes = {model: scheme_of(module, name, sync=sync) for model in ("policy", "env.value_net")}
+    schemes = {model: scheme_of(module, name) for model in ("policy", "env.value_net")}
     schemes["env.value_net"].init_on_sender(model_id="env.value_net", model=value, devices=[cpu])
     actor = policy(module=Both())
     with collecting(module, schemes, workers=1, sync=False, policy=actor) as (collector, batches):

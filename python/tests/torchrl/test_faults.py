@@ -44,13 +44,6 @@ def test_torchrl_has_fault(check, scheme, said):
         bounded(check, "theirs", scheme)
 
 
-@pytest.mark.parametrize("scheme", BOTH)
-def test_torchrl_applies_models_one_by_one(scheme):
-    """Where its send does not hang, because it does not wait."""
-    with pytest.raises(AssertionError, match="models of two updates at a time"):
-        bounded(faults.models_apart, "theirs", scheme, False)
-
-
 # What of a fault only the other scheme of TorchRL's has.
 ABSENT = [
     (faults.wrong_shape, "shared-mem"),
