@@ -349,14 +349,21 @@ impl Store {
     }
 
     /// A connection has broken by which somebody was served this: as long as nobody else
-    /// is served an older one, it is kept for a moment, for that one to come again.
+    /// is served an old one, it is kept for a moment, for that one to come again. Of two
+    /// such versions the older is kept.
     pub(super) fn broke_off(&self, item: Item, held: Arc<Held>) {
         let mut kept = self.kept();
         if !self.is_sender() || kept.closed || held.is_revoked() {
             return;
         }
-        let now = Instant::now();
-        kept.broken_off.insert(item.model, (item, held, now));
+        let waits = kept.broken_off.get(&item.model);
+        let is_older = |(of, _, since): &(Item, Arc<Held>, Instant)| {
+            of.version < item.version && since.elapsed() < COMES_AGAIN
+        };
+        if !waits.is_some_and(is_older) {
+            let now = Instant::now();
+            kept.broken_off.insert(item.model, (item, held, now));
+        }
     }
 
     /// What there is of a version is not what was published: nobody gets it from here any more.

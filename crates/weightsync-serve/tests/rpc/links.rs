@@ -256,6 +256,19 @@ fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
 }
 
 #[test]
+fn a_worker_whose_number_was_taken_meanwhile_is_told_so() {
+    let proxy = Proxy::new();
+    let (_sender, mut receiver) = behind(&proxy);
+    // What the sender says where another worker has the number and lives.
+    const TAKEN: &str = "409 Conflict\r\nContent-Length: 62\r\n\r\n\
+                         {\"error\":\"worker 0 is already connected (pid 7)\",\"taken_by\":7}";
+    proxy.answer("POST /v1/workers ", &[Answer::Says(TAKEN)]);
+    proxy.cut();
+    let end = receiver.receive(Some(SOON)).expect_err("it is not let in");
+    assert!(end.to_string().contains("already connected"), "{end}");
+}
+
+#[test]
 fn a_worker_that_asks_while_it_registers_again_waits() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);

@@ -5,18 +5,22 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{mpsc, watch};
 use weightsync::transport::{Deadline, Image};
-use weightsync::{Error, Member, Result, SetSnapshot, Snapshot, Version};
+use weightsync::{Error, Member, MemoryError, Result, SetSnapshot, Snapshot, Version};
 
 use super::fetch::Partial;
 use super::joining::Session;
 use crate::rpc::wire::{Applied, Told};
 use crate::rpc::{passed, wait_on};
 
-/// How a sender has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How it has ended for this worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum End {
+    /// The sender has shut down.
     Closed,
+    /// The sender is gone.
     Died { pid: u32 },
+    /// The sender is there and does not let this worker in again: another has its number.
+    Denied { reason: String },
 }
 
 impl From<End> for Error {
@@ -24,6 +28,7 @@ impl From<End> for Error {
         match end {
             End::Closed => Self::SenderClosed,
             End::Died { pid } => Self::SenderDied { pid: Some(pid) },
+            End::Denied { reason } => MemoryError::Denied { reason }.into(),
         }
     }
 }
@@ -89,7 +94,7 @@ impl Desk {
             if let Some(set) = state.take_newer() {
                 return Ok(Some(set));
             }
-            if let Some(end) = state.end
+            if let Some(end) = state.end.clone()
                 && state.fetching == 0
             {
                 return Err(end.into());
@@ -165,7 +170,7 @@ impl Desk {
     pub(super) fn end_by(&self, deadline: Deadline) -> Result<Option<Error>> {
         let mut state = self.state();
         loop {
-            if let Some(end) = state.end {
+            if let Some(end) = state.end.clone() {
                 return Ok(Some(end.into()));
             }
             if passed(deadline) {

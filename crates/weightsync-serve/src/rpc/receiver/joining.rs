@@ -419,8 +419,8 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
         }
         session.broken.store(true, Ordering::Relaxed);
         match again(&session, &register).await {
-            Some(new) => (lines, heard, lost) = (new, Instant::now(), false),
-            None => break End::Died { pid: session.pid },
+            Ok(new) => (lines, heard, lost) = (new, Instant::now(), false),
+            Err(end) => break end,
         }
     };
     desk.ended(end);
@@ -428,27 +428,29 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
 
 /// Registers anew with the same sender, if that is there. That it hangs up, or that what
 /// is on the way answers for it, does not say that it is not.
-async fn again(session: &Session, register: &Register) -> Option<Lines> {
+async fn again(session: &Session, register: &Register) -> std::result::Result<Lines, End> {
     let since = Instant::now();
+    let died = End::Died { pid: session.pid };
     let mut pause = PAUSE;
     loop {
         let why = match register_at(&session.client, &session.proof, register).await {
             Ok((welcome, lines)) => {
                 session.renew(welcome.id);
-                return Some(lines);
+                return Ok(lines);
             }
             Err(NotIn::Silent(why)) => why,
             Err(NotIn::Wrong(got)) => {
                 let addr = session.client.addr();
                 tracing::warn!("{}", Trouble::WrongSender { addr, got });
-                return None;
+                return Err(died);
             }
-            Err(_) => return None,
+            Err(NotIn::Taken(reason)) => return Err(End::Denied { reason }),
+            Err(_) => return Err(died),
         };
         // It may be stopped, or its machine suspended, and goes on then.
         if since.elapsed() > SILENT_SENDER {
             tracing::warn!(sender = %session.client.addr(), %why, "given up");
-            return None;
+            return Err(died);
         }
         sleep(pause).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
