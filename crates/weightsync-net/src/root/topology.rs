@@ -430,6 +430,8 @@ impl Topology {
             return;
         };
         let slow = self.speeds.range(..((fastest / SLOW).to_bits(), 0));
+        // The sender has not measured the agent on trial yet: it stays first.
+        let slow = slow.filter(|(_, agent)| self.tried != Some(*agent));
         let slow: BTreeSet<AgentId> = slow.map(|(_, agent)| *agent).collect();
         if slow.is_empty() {
             return;
