@@ -26,7 +26,7 @@ struct Command {
 enum What {
     /// Train a policy in worker processes that get every update through shared memory
     Demo(demo::Args),
-    /// Measure a scheme on this machine, beside a plain memcpy of the same run
+    /// Measure a scheme on this machine, compared with a plain memcpy of the same run
     Bench(bench::Args),
     /// Show what changed between two safetensors files, tensor by tensor
     ///
@@ -56,9 +56,9 @@ enum What {
     /// Every relay, and every worker without one, makes the digest of all bytes of the versions it
     /// holds; the sender compares them with its own. What is not the same is named. Nothing more
     /// is made from it or passed on, and the next version goes to that host whole; its workers run
-    /// what they have until then. The same happens by itself at every 64th version.
+    /// what they have until then. The same happens automatically at every 64th version.
     ///
-    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if nobody answered, or some
+    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if no host answered, or some
     /// could not be compared: it was replaced by a newer version meanwhile, or its host was gone.
     #[cfg(feature = "net")]
     Scrub(net::Asked),

@@ -131,7 +131,7 @@ impl ExactSizeIterator for Chunks {}
 impl FusedIterator for Chunks {}
 
 impl Chunking {
-    /// Every tensor by itself.
+    /// One chunk per tensor.
     pub const fn per_tensor() -> Self {
         Chunking {
             by_module: false,
@@ -139,7 +139,7 @@ impl Chunking {
         }
     }
 
-    /// Every module by itself.
+    /// One chunk per module.
     pub const fn per_module() -> Self {
         Chunking {
             by_module: true,

@@ -2,7 +2,7 @@
 //!
 //! A *change* is a place and a step, the wrapping difference of two bit patterns, so that a delta is
 //! exact for every dtype and every pattern, and consecutive deltas add up. An image is cut into
-//! *spans* of [`SPAN`] bytes, each coded by itself: it can be checked, passed on, skipped, or sent
+//! *spans* of [`SPAN`] bytes, each coded alone: it can be checked, passed on, skipped, or sent
 //! dense instead. Every span is read as elements of one width, that of the dtype which has most of
 //! its bytes (see [`Pattern::of_span`]): what else lies there is coded just as exactly, if not as
 //! briefly.
@@ -15,7 +15,7 @@
 //!
 //! The formats are specified in `docs/deltas.md`. Every decoder takes any bytes: what does not fit
 //! is a [`DeltaError`], never a panic and never more memory than a [`Scratch`]. A span that was
-//! applied only in part is not to be used: make it anew.
+//! applied only in part must not be used: rebuild it from scratch.
 
 mod apply;
 mod bits;

@@ -197,12 +197,12 @@ pub enum Error {
         range: ByteRange,
     },
 
-    /// Some bytes of a tensor are written by nobody.
+    /// No writer covers some bytes of a tensor.
     #[error("nobody writes the bytes {range} of tensor {name:?}")]
     PartsMissing {
         /// The first tensor that is not covered.
         name: String,
-        /// The bytes of it that nobody writes, counted from the start of the layout.
+        /// The bytes of the tensor that no writer covers, counted from the start of the layout.
         range: ByteRange,
     },
 }

@@ -12,7 +12,7 @@ pub const RECORD_WORDS: usize = 13;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"wsCMT\x01\0\0");
 
-/// What a sender writes beside a finished version, before it becomes live.
+/// The record that a sender writes next to a finished version, before the version becomes live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommitRecord {
     /// The run the version belongs to.

@@ -49,7 +49,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// How many times a model's sender has been started anew; the higher one wins.
+/// How many times a model's sender has been started again; the higher epoch wins.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
