@@ -15,7 +15,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Something counted or measured is over its bound.
+    /// A count or a size is over its bound.
     #[error("{what}: {got} is over the limit of {limit}")]
     TooLarge {
         /// What was measured, with its unit.
@@ -213,7 +213,7 @@ pub enum Error {
 pub enum Remedy {
     /// The same call can succeed later.
     Retry,
-    /// What the two ends hold has come apart: start again from a whole version.
+    /// The two ends no longer match: start again from a whole version.
     Resync,
     /// The call can never succeed as it is: change what is passed to it.
     GiveUp,

@@ -94,7 +94,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// Whether this run shuts the other one out: its epoch is higher.
+    /// Whether this run fences off the other run: its epoch is higher.
     pub fn fences(&self, other: &Run) -> bool {
         self.epoch > other.epoch
     }
