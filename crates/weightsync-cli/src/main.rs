@@ -59,7 +59,7 @@ enum What {
     /// whole; its workers run what they have until then. The same happens automatically at every
     /// 64th version.
     ///
-    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if no host answered, or some
+    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if no answer came, or some
     /// could not be compared: it was replaced by a newer version meanwhile, or its host was gone.
     #[cfg(feature = "net")]
     Scrub(net::Asked),
