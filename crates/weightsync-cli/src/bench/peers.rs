@@ -6,7 +6,7 @@
 //! the timed part. Small models are sent several times in a row at each turn, so
 //! that what is compared is not how long a core takes to wake up. Our workers
 //! take snapshots without a copy; TorchRL's end up with the weights in their
-//! model's parameters. What it costs ours to have a copy each stands beside, in
+//! model's parameters. What it costs ours to have a copy each is measured too, in
 //! rounds of its own.
 
 use std::error::Error;

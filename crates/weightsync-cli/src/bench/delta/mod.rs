@@ -3,7 +3,7 @@
 //! Every figure is compared with one `memcpy` of the model's bytes in the same round. All is
 //! done in memory of this process; what it comes to from publish to live is in the group `net`.
 //!
-//! Beside synthetic steps of every density stand pairs of versions that real models were published
+//! Next to synthetic steps of every density stand pairs of versions that real models were published
 //! in, which `bench/delta` makes, and for both what others need for the same changes.
 
 mod pages;
