@@ -31,7 +31,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     fmt.args(["fmt", "--all", "--check"]);
     pass("fmt", step::run("fmt", &mut fmt)?);
 
-    // `--locked`: a lock file that was not committed fails here rather than being made up anew.
+    // `--locked`: a lock file that was not committed fails here rather than being generated again.
     let mut clippy = places.cargo();
     clippy
         .args("clippy --locked --workspace --all-features --all-targets --quiet".split(' '))

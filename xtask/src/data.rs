@@ -1,7 +1,7 @@
 //! Data that benchmarks measure and that takes minutes to make.
 //!
 //! It lies in the cache, outside every clone, under a name that says which program made it: the same
-//! sources make the same data. It is made beside its place and renamed when it is complete.
+//! sources make the same data. It is made next to its place and renamed when it is complete.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -2,7 +2,7 @@
 //!
 //! A fresh clone should be warm, so build output goes to a cache keyed by the compiler that made
 //! it. Cargo's own fingerprints tell the lock file, features and flags apart, hence no further key:
-//! one on the lock file would only build every dependency anew when a single one changes. What they
+//! one on the lock file would build every dependency again when a single one changes. What they
 //! do not tell apart is the path of the clone, which tests have compiled in: output of the
 //! workspace's own crates is removed when another clone than the last one builds.
 

@@ -100,7 +100,7 @@ fn stubtest(places: &Places, python: &Path) -> Command {
 fn pytest(places: &Places, python: &Path) -> Command {
     let mut command = python::command(places, python);
     command
-        // `-P`: what is tested is the wheel, not the sources beside the tests. Nothing is written
+        // `-P`: what is tested is the wheel, not the sources next to the tests. Nothing is written
         // into the clone.
         .args(["-P", "-m", "pytest"])
         .env("PYTHONDONTWRITEBYTECODE", "1");

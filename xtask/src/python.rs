@@ -1,7 +1,7 @@
 //! The Python environments of the tests, and of the implementations ours is compared with.
 //!
 //! An environment lies in the cache, outside every clone, under a name that says what it depends
-//! on: the Python it was made with and the pinned lines of its requirements. It is made beside its
+//! on: the Python it was made with and the pinned lines of its requirements. It is made next to its
 //! place and renamed when it is complete, so a half-made one is never used.
 
 use std::ffi::OsString;
@@ -100,7 +100,7 @@ impl Environment {
         let made = self
             .make(python, &requirements, &making)
             // The environment's Python finds its packages from where it lies, so it may move; the
-            // scripts beside it, such as `pip`, may not, and nothing calls them.
+            // scripts next to it, such as `pip`, may not, and nothing calls them.
             .and_then(|()| places::rename(&making, &home));
         if let Err(error) = made {
             // The reason is the failure before it.

@@ -104,7 +104,7 @@ impl Tool {
             .env("CARGO_PROFILE_RELEASE_DEBUG", "0")
             .env_remove("RUSTFLAGS");
         let outcome = step::run(&format!("install {}", self.name), &mut install);
-        // Hundreds of megabytes nobody will use again; a leftover does no harm.
+        // Hundreds of megabytes that no later step uses; a leftover does no harm.
         let _ = fs::remove_dir_all(&build);
         outcome
             .map(drop)

@@ -3,7 +3,7 @@
 //! Three places have it. One sees the packages of the tests' environment behind it: there the Python
 //! tests run, and the benchmarks that compare with other packages. One sees those of the oldest torch.
 //! The third is empty but for the wheel, and holds it to what it promises: no compiler, no other
-//! package. All are made anew by each run, in the build directory: an old file of the package would
+//! package. Each run makes all three again, in the build directory: an old package file would
 //! hide that the wheel lacks it.
 
 use std::fs;

@@ -26,7 +26,7 @@ struct Command {
 enum What {
     /// Train a policy in worker processes that get every update through shared memory
     Demo(demo::Args),
-    /// Measure a scheme on this machine, beside a plain memcpy of the same run
+    /// Measure a scheme on this machine, compared with a plain memcpy of the same run
     Bench(bench::Args),
     /// Show what changed between two safetensors files, tensor by tensor
     ///
@@ -37,7 +37,7 @@ enum What {
     /// bits. A median of 2,048 and more is rounded down, by a thousandth at most.
     ///
     /// The exit code is 0 if all tensors are the same, 1 if any differs or is in one file only, and
-    /// 2 if the files cannot be compared. Metadata does not count, but is told.
+    /// 2 if the files cannot be compared. Metadata is reported, but does not count.
     Diff(diff::Args),
     /// Carry a sender's versions to the workers of this host, and on to the next host
     #[cfg(feature = "net")]
@@ -45,20 +45,21 @@ enum What {
     /// Show a sender, every relay and every worker, with their versions
     ///
     /// Bytes are those that were fetched over the network. Workers of a relay, and of the
-    /// sender's own host, read the memory that is there, and have none of their own; one
-    /// without a relay fetches for itself, and is below an agent of its own with what it
-    /// has fetched. How far one is behind is shown in versions of each model; with --json
+    /// sender's own host, read the memory that is there, and fetch no bytes. A worker
+    /// without a relay fetches directly, and is listed below an agent of its own with the bytes
+    /// that it fetched. How far a worker is behind is shown in versions of each model; with --json
     /// it is the difference between the version of a model and the worker's.
     #[cfg(feature = "net")]
     Status(net::Asked),
     /// Compare what every host holds with what was published
     ///
     /// Every relay, and every worker without one, makes the digest of all bytes of the versions it
-    /// holds; the sender compares them with its own. What is not the same is named. Nothing more
-    /// is made from it or passed on, and the next version goes to that host whole; its workers run
-    /// what they have until then. The same happens by itself at every 64th version.
+    /// holds. The sender compares these digests with its own and names the versions that differ.
+    /// Nothing more is made from such a version or passed on. The next version goes to that host
+    /// whole; its workers run what they have until then. The same happens automatically at every
+    /// 64th version.
     ///
-    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if nobody answered, or some
+    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if no answer came, or some
     /// could not be compared: it was replaced by a newer version meanwhile, or its host was gone.
     #[cfg(feature = "net")]
     Scrub(net::Asked),

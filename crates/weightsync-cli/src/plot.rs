@@ -82,7 +82,7 @@ pub struct Bar {
     pub target: Option<f64>,
 }
 
-/// Draws bars one below the other, each with its label beside it and a stroke
+/// Draws bars one below the other, each with its label next to it and a stroke
 /// at its target; the bars share one scale.
 pub fn bars(title: &str, unit: &str, bars: &[Bar]) -> Result<String, Box<dyn Error>> {
     const ROW: u32 = 26;

@@ -14,9 +14,9 @@ use crate::error::Error;
 use crate::index::NameIndex;
 use crate::layout::{self, ByteRange, Layout};
 
-/// Tensors that travel together, with what is needed to make sense of them.
+/// Tensors that travel together, with their names, dtypes and shapes.
 ///
-/// `T` is whatever stands for a tensor: its [`Placement`] in a version's bytes, a borrowed slice,
+/// `T` stands for a tensor: its [`Placement`] in a version's bytes, a borrowed slice,
 /// a framework's tensor. Names, dtypes, shapes and tensors are columns of equal length.
 ///
 /// ```
@@ -131,7 +131,7 @@ impl ExactSizeIterator for Chunks {}
 impl FusedIterator for Chunks {}
 
 impl Chunking {
-    /// Every tensor by itself.
+    /// One chunk per tensor.
     pub const fn per_tensor() -> Self {
         Chunking {
             by_module: false,
@@ -139,7 +139,7 @@ impl Chunking {
         }
     }
 
-    /// Every module by itself.
+    /// One chunk per module.
     pub const fn per_module() -> Self {
         Chunking {
             by_module: true,
@@ -224,7 +224,7 @@ impl<T> WeightChunk<T> {
         self
     }
 
-    /// Replaces what stands for each tensor, in order; all else stays.
+    /// Replaces the value that stands for each tensor, in order; the other columns stay.
     pub fn map<U>(self, tensor: impl FnMut(T) -> U) -> WeightChunk<U> {
         WeightChunk {
             names: self.names,

@@ -2,10 +2,10 @@
 //!
 //! A *change* is a place and a step, the wrapping difference of two bit patterns, so that a delta is
 //! exact for every dtype and every pattern, and consecutive deltas add up. An image is cut into
-//! *spans* of [`SPAN`] bytes, each coded by itself: it can be checked, passed on, skipped, or sent
+//! *spans* of [`SPAN`] bytes, each coded alone: it can be checked, passed on, skipped, or sent
 //! dense instead. Every span is read as elements of one width, that of the dtype which has most of
-//! its bytes (see [`Pattern::of_span`]): what else lies there is coded just as exactly, if not as
-//! briefly.
+//! its bytes (see [`Pattern::of_span`]). Tensors of another dtype in the span are coded just as
+//! exactly, but take more bytes.
 //!
 //! | codec | for | a change takes |
 //! |---|---|---|
@@ -13,9 +13,9 @@
 //! | [`Codec::Gaps`] | in between, where much changed | 0.9 bytes at 10 % where that takes 1.8 |
 //! | [`Codec::Thin`] | slow links and stores: coded in the classes of the old value's exponent | 0.9 bytes |
 //!
-//! The formats are specified in `docs/deltas.md`. Every decoder takes any bytes: what does not fit
-//! is a [`DeltaError`], never a panic and never more memory than a [`Scratch`]. A span that was
-//! applied only in part is not to be used: make it anew.
+//! The formats are specified in `docs/deltas.md`. Every decoder takes any bytes: malformed bytes
+//! give a [`DeltaError`], never a panic and never more memory than a [`Scratch`]. A span that was
+//! applied only in part must not be used: rebuild it from scratch.
 
 mod apply;
 mod bits;
@@ -45,7 +45,7 @@ pub const SPAN: u64 = 4 << 20;
 /// second-level cache, and a place within takes 16 bits.
 const BLOCK: usize = 1 << 16;
 
-/// Why bytes are not the delta that they should be.
+/// The reason why bytes are not a valid delta.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeltaError {

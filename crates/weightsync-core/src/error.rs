@@ -15,7 +15,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Something counted or measured is over its bound.
+    /// A count or a size is over its bound.
     #[error("{what}: {got} is over the limit of {limit}")]
     TooLarge {
         /// What was measured, with its unit.
@@ -197,12 +197,12 @@ pub enum Error {
         range: ByteRange,
     },
 
-    /// Some bytes of a tensor are written by nobody.
+    /// No writer covers some bytes of a tensor.
     #[error("nobody writes the bytes {range} of tensor {name:?}")]
     PartsMissing {
         /// The first tensor that is not covered.
         name: String,
-        /// The bytes of it that nobody writes, counted from the start of the layout.
+        /// The bytes of the tensor that no writer covers, counted from the start of the layout.
         range: ByteRange,
     },
 }
@@ -213,7 +213,7 @@ pub enum Error {
 pub enum Remedy {
     /// The same call can succeed later.
     Retry,
-    /// What the two ends hold has come apart: start again from a whole version.
+    /// The two ends no longer match: start again from a whole version.
     Resync,
     /// The call can never succeed as it is: change what is passed to it.
     GiveUp,

@@ -9,7 +9,7 @@ use crate::layout::MAX_RANK;
 mod tests;
 mod view;
 
-/// A tensor in somebody else's memory, checked: every element of it lies inside `data`.
+/// A checked view of a tensor in borrowed memory: every element lies inside `data`.
 ///
 /// ```
 /// use weightsync_core::{Dtype, extract::TensorRef};

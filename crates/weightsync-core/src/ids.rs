@@ -117,7 +117,7 @@ impl<'de> Deserialize<'de> for ModelId {
     }
 }
 
-/// A receiver's number, from 0, given by whoever starts it.
+/// A receiver's number, from 0, given by the caller that starts the receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct WorkerId(pub u32);

@@ -93,7 +93,7 @@ pub struct LayoutId(#[serde(with = "hex")] pub [u8; 32]);
 impl Layout {
     /// Lays out tensors, given as name, dtype and shape, in the order given.
     ///
-    /// No tensors at all make a layout of 0 bytes.
+    /// A layout without tensors has 0 bytes.
     ///
     /// # Errors
     /// [`Error::EmptyName`], [`Error::DuplicateName`], [`Error::TensorTooLarge`],
@@ -192,12 +192,12 @@ impl ByteRange {
         self.offset.saturating_add(self.len)
     }
 
-    /// Whether there are no bytes in it.
+    /// Whether the range is empty.
     pub const fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// The bytes that both ranges have, if any.
+    /// The overlap of both ranges, if any.
     pub fn intersection(self, other: ByteRange) -> Option<ByteRange> {
         let offset = self.offset.max(other.offset);
         let end = self.end().min(other.end());

@@ -1,8 +1,8 @@
-//! The pure part of weightsync: what a model's weights look like, which state of them is meant, and
-//! how they are told apart.
+//! The pure part of weightsync: what a model's weights look like, which version is meant, and
+//! how versions are told apart.
 //!
 //! Everything here is a value, or a decision about values. There is no input and output, no clock,
-//! no thread and no unsafe code here; whatever comes from outside becomes a checked type once, or a
+//! no thread and no unsafe code here. Input from outside becomes a checked type once, or a
 //! typed [`Error`].
 //!
 //! | to | see |

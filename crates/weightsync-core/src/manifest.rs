@@ -20,8 +20,8 @@ pub const MAX_RANGES: usize = 16 << 20;
 
 /// The description of one version of a model.
 ///
-/// Every manifest there is has passed the checks of [`Manifest::new`]; that holds for one that was
-/// deserialised too. In JSON:
+/// Every manifest has passed the checks of [`Manifest::new`], also a manifest that was
+/// deserialised. In JSON:
 ///
 /// ```
 /// use weightsync_core::{Dtype, Epoch, Layout, Manifest, Run, Version};
@@ -52,20 +52,20 @@ pub struct Manifest {
     parts: Vec<Part>,
 }
 
-/// What one writer contributes to a version.
+/// The bytes that one writer contributes to a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// The writer; each has one part.
     pub writer: WriterId,
-    /// The bytes it writes, in any order, counted from the start of the version. A range may hold
-    /// several tensors, or a slice of one, and padding.
+    /// The bytes the writer writes, in any order, counted from the start of the version. A range
+    /// may hold several tensors, or a slice of one, and padding.
     pub ranges: Vec<ByteRange>,
 }
 
 impl Manifest {
     /// Describes a version that several writers make together.
     ///
-    /// Every byte of every tensor must be written by exactly one of them; padding by at most one.
+    /// Exactly one writer must write each byte of every tensor; at most one writes padding.
     /// The digest may be unknown while it is still being made.
     ///
     /// ```
@@ -135,7 +135,7 @@ impl Manifest {
         Manifest::new(layout, run, version, digest, vec![part])
     }
 
-    /// The same version, with its digest, which was made after it.
+    /// The same manifest with the digest, which is known only later.
     #[must_use]
     pub fn with_digest(self, digest: Digest) -> Self {
         Manifest {
@@ -164,7 +164,7 @@ impl Manifest {
         self.digest
     }
 
-    /// Who writes what, in the order given.
+    /// The parts of all writers, in the order given.
     pub fn parts(&self) -> &[Part] {
         &self.parts
     }

@@ -2,8 +2,8 @@
 //!
 //! A reader believes a slot only after its record decodes: the checksum holds,
 //! and the run, layout and lengths are those of the segment it attached to. In
-//! shared memory nothing travels, so the record is what is verified there; the
-//! bytes have checksums of their own when the sender was asked for them.
+//! shared memory no bytes travel, so readers verify only the record there. The
+//! bytes have checksums of their own if the caller asked the sender for them.
 
 use crate::{LayoutId, Run, Version};
 
@@ -12,7 +12,7 @@ pub const RECORD_WORDS: usize = 13;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"wsCMT\x01\0\0");
 
-/// What a sender writes beside a finished version, before it becomes live.
+/// The record that a sender writes next to a finished version, before the version becomes live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommitRecord {
     /// The run the version belongs to.
@@ -29,7 +29,7 @@ pub struct CommitRecord {
     pub checksum_table: u64,
 }
 
-/// Why a record was not believed.
+/// The reason why a reader rejected a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordFault {
     /// It does not begin like a record of this protocol version.

@@ -49,7 +49,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// How many times a model's sender has been started anew; the higher one wins.
+/// How many times a model's sender has been started again; the higher epoch wins.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
@@ -94,7 +94,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// Whether this run shuts the other one out: its epoch is higher.
+    /// Whether this run fences off the other run: its epoch is higher.
     pub fn fences(&self, other: &Run) -> bool {
         self.epoch > other.epoch
     }

@@ -75,7 +75,7 @@ pub fn stream_copy_slice(dst: &mut [u8], src: &[u8]) {
         "source and destination lengths differ"
     );
     // SAFETY: both slices are valid for `src.len()` bytes, checked equal above; `dst` is borrowed
-    // exclusively, so they do not overlap and nobody else uses it.
+    // exclusively, so they do not overlap and no other code uses `dst`.
     unsafe { stream_copy(dst.as_mut_ptr(), src.as_ptr(), src.len()) };
 }
 

@@ -116,7 +116,7 @@ pub fn stream_copy_crc_slice(dst: &mut [u8], src: &[u8]) -> u64 {
         "source and destination lengths differ"
     );
     // SAFETY: both slices are valid for `src.len()` bytes, checked equal above; `dst` is borrowed
-    // exclusively, so they do not overlap and nobody else uses it.
+    // exclusively, so they do not overlap and no other code uses `dst`.
     unsafe { stream_copy_crc(dst.as_mut_ptr(), src.as_ptr(), src.len()) }
 }
 

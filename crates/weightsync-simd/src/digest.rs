@@ -34,7 +34,7 @@
 //! - A sum has no order: lines can be taken by any thread at any time, and a changed line replaced by
 //!   subtracting its old hash and adding the new one.
 //!
-//! It identifies bytes; it does not authenticate them. Everything in it is public, and whoever tries
+//! It identifies bytes; it does not authenticate them. Everything in it is public, so an attacker
 //! can make two images of the same digest.
 
 mod scalar;

@@ -1,4 +1,4 @@
-//! What travels beside tensors: extra state, and the attributes of a model.
+//! The data that travels in addition to tensors: extra state, and the attributes of a model.
 
 use weightsync::{Attributes, ExtraState, Mapping, ModelPath, Plain, Strategy};
 use weightsync_fuzz::fuzz;

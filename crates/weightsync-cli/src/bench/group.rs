@@ -321,7 +321,7 @@ fn multi_process() -> Vec<Case> {
     cases
 }
 
-/// Something that is not measured by memcpy, but beside something else.
+/// A measurement that is compared with something other than memcpy.
 struct Comparison {
     name: String,
     what: Beside,
@@ -329,11 +329,11 @@ struct Comparison {
 }
 
 enum Beside {
-    /// A set of 8 models, beside one model of the same bytes.
+    /// A set of 8 models, compared with one model of the same bytes.
     Set { size: u64, turns: u32, batch: u32 },
-    /// Simulated workers, beside one.
+    /// Simulated workers, compared with one.
     Simulated { workers: usize },
-    /// Real receivers, so many in each of some processes, beside one.
+    /// Real receivers, so many in each of some processes, compared with one.
     Crowd { processes: usize, receivers: u32 },
 }
 

@@ -69,7 +69,7 @@ struct Sum {
     bits_per_second: f64,
 }
 
-/// A port nobody listens on. Somebody may meanwhile; then the server says so.
+/// A free port. Another process may take it meanwhile; then the server says so.
 fn free_port() -> io::Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     Ok(listener.local_addr()?.port())

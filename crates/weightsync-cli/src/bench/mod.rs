@@ -1,7 +1,7 @@
 //! `weightsync bench`: what a scheme does on this machine.
 //!
 //! Everything is timed from the publication's call to the moment the sender
-//! knows that the version is live on every worker, beside one `memcpy` of the
+//! knows that the version is live on every worker, and compared with one `memcpy` of the
 //! same bytes in the same round.
 
 mod delta;
@@ -43,13 +43,13 @@ enum Scheme {
     /// The project's own group of cases, with their targets (`cargo xtask bench mem`)
     #[command(hide = true)]
     Mem(group::Args),
-    /// TorchRL's schemes beside ours, in the same run (`cargo xtask bench mem`)
+    /// TorchRL's schemes compared with ours, in the same run (`cargo xtask bench mem`)
     #[command(hide = true)]
     Peers(peers::Args),
     /// Deltas of bf16 weights: compare, code, apply, fold (`cargo xtask bench delta`)
     #[command(hide = true)]
     Delta(delta::Args),
-    /// Over loopback, beside what others bring weights with (`cargo xtask bench net`)
+    /// Over loopback, compared with what others bring weights with (`cargo xtask bench net`)
     #[cfg(feature = "net")]
     #[command(hide = true)]
     Net(net::Args),

@@ -1,4 +1,4 @@
-//! What a send costs beside the bytes, with very many workers: once with
+//! What a send costs in addition to the bytes, with very many workers: once with
 //! workers that are simulated by a scheme of the benchmark's own, once with
 //! real ones, many to a process.
 

@@ -68,7 +68,7 @@ pub struct Peer {
 impl Peer {
     /// Starts it and waits until its workers have the first version.
     pub fn start(program: &Program, what: &Arrangement<'_>) -> Result<Self, Box<dyn Error>> {
-        // A file and not a pipe: nobody has to read it for the program to go on.
+        // A file and not a pipe: the program goes on even if no process reads it.
         let complaints = File::from(rustix::fs::memfd_create("complaints", MemfdFlags::CLOEXEC)?);
         let mut child = Command::new(&program.python)
             .arg(&program.script)

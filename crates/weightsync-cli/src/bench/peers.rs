@@ -1,12 +1,12 @@
-//! TorchRL's schemes for one machine beside ours: the same bytes, a source that
+//! TorchRL's schemes for one machine compared with ours: the same bytes, a source that
 //! shares nothing with what the workers read, rounds that alternate.
 //!
 //! A send is timed from its call until it has returned, at both: then every
-//! worker has the version. The source is written anew before each send, outside
+//! worker has the version. The source is written again before each send, outside
 //! the timed part. Small models are sent several times in a row at each turn, so
 //! that what is compared is not how long a core takes to wake up. Our workers
 //! take snapshots without a copy; TorchRL's end up with the weights in their
-//! model's parameters. What it costs ours to have a copy each stands beside, in
+//! model's parameters. What it costs ours to have a copy each is measured too, in
 //! rounds of its own.
 
 use std::error::Error;
@@ -207,7 +207,7 @@ impl Case {
         let their_first = peer.first();
         peer.quit()?;
         let ours = ours.end();
-        // By themselves: copies for everybody leave less room for a peer.
+        // Measured alone: copies for every worker leave less room for a peer.
         let own_copies = self.scheme.own_copies.map(|scheme| self.alone(scheme()));
         Ok(Figures {
             ours,

@@ -1,4 +1,4 @@
-//! A set of models beside one model of the same bytes, sent in turns.
+//! A set of models compared with one model of the same bytes, sent in turns.
 
 use std::error::Error;
 

@@ -85,7 +85,7 @@ impl Folder {
 impl Drop for Folder {
     fn drop(&mut self) {
         if self.remove {
-            // Fails, as it should, if somebody has put something there.
+            // Fails, as it should, if the folder is not empty.
             let _ = fs::remove_dir(&self.path);
         }
     }

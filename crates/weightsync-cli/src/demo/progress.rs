@@ -73,7 +73,7 @@ impl Progress {
     pub fn say(&mut self, line: &str) {
         match &self.bar {
             Some(bar) if !bar.is_finished() => bar.println(line),
-            // Nobody listens any more: the training is worth finishing.
+            // The reader of stdout may be gone: the training is still worth finishing.
             _ => drop(writeln!(io::stdout(), "{line}")),
         }
     }

@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         .write_all(text.as_bytes())
         .and_then(|()| stdout.flush())
     {
-        // Whoever reads it has seen enough: `diff … | head`.
+        // The reader closed the pipe early, as in `diff … | head`.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
         written => written?,
     }

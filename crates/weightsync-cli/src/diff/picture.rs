@@ -9,7 +9,7 @@ use crate::words::{counted, elided, grouped, percent};
 
 /// Tensors that are drawn at most.
 const MOST: usize = 60;
-/// The longest name beside a bar.
+/// The longest name next to a bar.
 const NAME: usize = 60;
 
 /// Draws the tensors of which most changed, in the order of the file, and how the steps are spread.

@@ -4,7 +4,7 @@ use super::ulps::Step;
 
 /// The changes of a tensor, or of all.
 ///
-/// Steps are counted in classes: below [`EXACT`] each by itself, above in [`EXACT`] / 2 classes to a
+/// Steps are counted in classes: below [`EXACT`] each alone, above in [`EXACT`] / 2 classes to a
 /// power of two, so that what is said of one is at most one part in 1,024 too small.
 #[derive(Default)]
 pub struct Tally {
@@ -71,7 +71,7 @@ impl Tally {
         }
     }
 
-    /// Begins anew, in the same memory.
+    /// Starts again from zero, in the same memory.
     pub fn clear(&mut self) {
         self.counts.clear();
         self.powers.clear();

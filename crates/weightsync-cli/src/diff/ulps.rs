@@ -20,7 +20,7 @@ pub struct Scale {
 #[serde(rename_all = "lowercase")]
 pub enum Unit {
     Element,
-    /// The real and the imaginary part of a complex number, each by itself.
+    /// The real and the imaginary part of a complex number, each compared alone.
     Part,
     /// Bytes in which numbers of fewer bits are packed.
     Byte,

@@ -1,4 +1,4 @@
-//! `weightsync relay`: one per host, beside the workers.
+//! `weightsync relay`: one per host, next to the workers.
 
 use std::{error::Error, process::ExitCode, thread, time::Duration};
 

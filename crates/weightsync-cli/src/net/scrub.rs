@@ -1,4 +1,4 @@
-//! `weightsync scrub`: whether what everybody holds is what was published.
+//! `weightsync scrub`: checks that every host holds the versions that were published.
 
 use std::{error::Error, fmt::Write, process::ExitCode};
 

@@ -26,8 +26,8 @@ pub struct Applied {
 ///
 /// # Errors
 ///
-/// [`DeltaError`], if these are not the bytes of a delta for such a span. The span may have been
-/// changed in part then, and is not to be used: make it anew.
+/// [`DeltaError`], if these are not the bytes of a delta for such a span. The span may then be
+/// changed in part. Do not use it: rebuild it from scratch.
 pub fn apply(
     pattern: Pattern,
     delta: &[u8],
@@ -283,7 +283,7 @@ impl<'a> Target<'a> {
             let mut last = u16::MAX;
             for &place in changes.places() {
                 let line = (usize::from(place) * W::BYTES / LINE_BYTES) as u16;
-                // Written in any case, and kept if it is another one: no branch.
+                // Always written, and kept only if it differs from the last line: no branch.
                 count += usize::from(line != last);
                 self.lines[count - 1] = line;
                 last = line;

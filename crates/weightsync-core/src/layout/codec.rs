@@ -29,8 +29,8 @@ impl Layout {
 
     /// Reads what [`encode`](Layout::encode) wrote; safe on any bytes.
     ///
-    /// Memory use is bounded by a small multiple of the input's length. Byte ranges are not read
-    /// but laid out anew.
+    /// Memory use is bounded by a small multiple of the input's length. Byte ranges are not
+    /// read: the decoder lays them out again.
     ///
     /// # Errors
     /// [`Error::Malformed`] if the bytes are not an encoding, also where they are a longer form

@@ -187,7 +187,7 @@ pub struct Restarted {
 /// **Guarantee.** A batch holds every worker's part, whole and in the order of
 /// the workers, and every frame is stamped with the version of the weights that
 /// chose its action: the one sent last. A worker that dies, also in the middle
-/// of a batch, is replaced; its part is then collected anew, so a batch never
+/// of a batch, is replaced; its part is then collected again, so a batch never
 /// holds half of one. No worker outlives the trainer.
 #[derive(Debug)]
 pub struct MultiSync {

@@ -89,7 +89,7 @@ pub(super) unsafe fn fold_512<const STREAMS: bool>(
     }
 }
 
-/// What [`fold_256`] does with the bytes beside checksumming them.
+/// What [`fold_256`] does with the bytes in addition to checksumming them.
 pub(super) mod stores {
     /// Nothing: `dst` is not used.
     pub const NONE: u8 = 0;

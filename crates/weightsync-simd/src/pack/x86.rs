@@ -94,7 +94,7 @@ pub(super) fn unpack_unary_avx512(
                 return None;
             }
             if at - from > usize::from(u16::MAX) - 64 {
-                // Nobody writes them so long.
+                // No encoder writes a run this long.
                 from = scalar::unpack_unary(bytes, from, numbers)?;
                 continue 'parts;
             }

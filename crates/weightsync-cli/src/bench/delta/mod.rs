@@ -1,9 +1,9 @@
 //! What deltas cost: the group of `cargo xtask bench delta`.
 //!
-//! Every figure is beside one `memcpy` of the model's bytes in the same round. All is done in memory
-//! of this process; what it comes to from publish to live is in the group `net`.
+//! Every figure is compared with one `memcpy` of the model's bytes in the same round. All is
+//! done in memory of this process; what it comes to from publish to live is in the group `net`.
 //!
-//! Beside synthetic steps of every density stand pairs of versions that real models were published
+//! Next to synthetic steps of every density stand pairs of versions that real models were published
 //! in, which `bench/delta` makes, and for both what others need for the same changes.
 
 mod pages;
@@ -305,7 +305,7 @@ fn timed(case: &str, pass: &passes::Pass, memcpy: f64, target: Option<f64>) -> R
     }
 }
 
-/// How many bytes a change takes, beside those that a place of four bytes and a value would.
+/// The bytes that a change takes, compared with a place of four bytes plus a value.
 fn bytes(label: &str, codec: &str, width: usize, each: f64, target: Option<f64>) -> Row {
     let plain = (4 + width) as f64;
     Row {

@@ -97,7 +97,7 @@ impl Figures {
         })
     }
 
-    /// How long it takes them, beside a memcpy of theirs.
+    /// How long the peers take, compared with a memcpy of their own.
     pub fn times(&self, label: &str) -> [Row; 2] {
         [("encode", self.encode_s), ("decode + apply", self.decode_s)].map(|(what, seconds)| Row {
             case: format!("{label}: {}, {what}", self.peer),
@@ -133,7 +133,7 @@ fn path(file: &File) -> PathBuf {
     format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into()
 }
 
-/// A process that is killed when nobody waits for it any more.
+/// A process that is killed when this value is dropped.
 struct Running(Child);
 
 impl Drop for Running {

@@ -208,7 +208,7 @@ impl Figures {
     }
 }
 
-/// What travels of a version, beside all of it.
+/// The bytes of a version that travel, compared with all its bytes.
 fn whole(label: &str, codec: &str, delta: u64, dense: usize) -> Row {
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
     Row {

@@ -1,4 +1,4 @@
-//! Versions over loopback, beside what `iperf3` makes of one stream, and beside what
+//! Versions over loopback, compared with one `iperf3` stream, and with what
 //! people use today to bring weights to other processes.
 //!
 //! Their programs are those of `bench/peers/net`. `iperf3` is run before a case is

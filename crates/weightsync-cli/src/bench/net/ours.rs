@@ -53,7 +53,7 @@ pub(super) struct Case {
     target: Option<f64>,
 }
 
-/// What is measured beside `iperf3` alone.
+/// The cases that are compared with `iperf3` alone.
 pub(super) const CASES: [Case; 5] = [
     Case::new(Way::Link, 1, Some(1.0)),
     Case::new(Way::Relay, 1, None),

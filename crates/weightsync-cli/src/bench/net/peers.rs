@@ -89,7 +89,7 @@ impl Case {
         ])
     }
 
-    /// One worker fetches by itself; several of a host have a relay.
+    /// A single worker fetches directly; several workers of a host share a relay.
     fn ours(&self) -> Result<Times, Box<dyn Error>> {
         let way = if self.workers == 1 {
             Way::Link
