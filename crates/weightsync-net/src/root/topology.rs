@@ -430,8 +430,6 @@ impl Topology {
             return;
         };
         let slow = self.speeds.range(..((fastest / SLOW).to_bits(), 0));
-        // The sender has not measured the agent on trial yet: it stays first.
-        let slow = slow.filter(|(_, agent)| self.tried != Some(*agent));
         let slow: BTreeSet<AgentId> = slow.map(|(_, agent)| *agent).collect();
         if slow.is_empty() {
             return;
@@ -507,6 +505,11 @@ impl Topology {
                 });
             }
         }
+        // An agent on trial may turn out to be one of the slow ones, which stand at the end.
+        // There the sender never measures it, and no other agent would have its trial.
+        let agents = &self.agents;
+        let is_first = |agent: &AgentId| agents.get(agent).is_some_and(|one| one.parent == Some(0));
+        self.tried.take_if(|tried| !is_first(tried));
         assigned
     }
 }
