@@ -13,7 +13,8 @@
 //! measured as much slower than that of others go to the end, where nobody is
 //! behind them. What comes through a slow one says nothing of the one behind it. So an
 //! agent that looks no faster than its parent, where that is not fast, is put first once:
-//! then the sender itself finds out how fast it is.
+//! then the sender itself finds out how fast it is. It is put first again if it then looks
+//! much slower behind another.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -300,9 +301,16 @@ impl Topology {
             // slow, and not known to be.
             _ => measured,
         };
-        if parent == 0 {
-            one.by_sender = true;
-            self.tried.take_if(|tried| *tried == agent);
+        let mut trial_ends = false;
+        match one.speed {
+            _ if parent == 0 => {
+                one.by_sender = true;
+                trial_ends = self.tried.take_if(|tried| *tried == agent).is_some();
+            }
+            // The sender found it much faster than it looks behind this parent, which may not
+            // be known to be slow: it may have another trial.
+            Some((before, 0)) if measured * SLOW < before => one.by_sender = false,
+            _ => {}
         }
         let now = Some((speed, parent));
         let before = std::mem::replace(&mut one.speed, now);
@@ -315,7 +323,8 @@ impl Topology {
         }
         let moves = self.rank(agent, before, now);
         let held_up = self.may_be_held_up(agent);
-        if !moves && !held_up {
+        // A slow agent must not stay first, where its trial put it.
+        if !moves && !held_up && !trial_ends {
             return Vec::new();
         }
         if held_up {

@@ -20,7 +20,7 @@ const SCHEDULES: u64 = 1000;
 /// Schedules that failed before what they found was mended. They are the same schedules
 /// for as long as nothing is drawn in another order; what they found in an agent has a
 /// test of its own beside it.
-const FAILED: [u64; 9] = [
+const FAILED: [u64; 10] = [
     1_795_323_496_109_698_690,
     1_795_325_658_197_831_334,
     1_795_325_737_480_550_198,
@@ -30,6 +30,7 @@ const FAILED: [u64; 9] = [
     1_795_332_514_762_307_422,
     1_795_446_689_263_564_121,
     1_795_448_599_604_514_151,
+    1_795_448_834_436_881_823,
 ];
 
 #[test]
