@@ -214,9 +214,16 @@ fn a_worker_goes_on_where_its_connections_broke() {
             std::thread::yield_now();
         };
         assert!(receive(&mut receiver) == value, "{report}");
-        let status = sender.workers();
-        assert_eq!(status.len(), 1);
-        assert_eq!(status[0].version(), receiver.version());
+        // What the worker runs is told to the sender after `receive` has returned.
+        loop {
+            let status = sender.workers();
+            assert_eq!(status.len(), 1);
+            if status[0].version() == receiver.version() {
+                break;
+            }
+            assert!(begun.elapsed() < SOON, "{status:?}");
+            std::thread::yield_now();
+        }
     }
 }
 
