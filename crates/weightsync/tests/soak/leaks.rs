@@ -98,12 +98,12 @@ pub fn same_descriptors(before: &mut Option<[usize; 2]>, holds: bool) -> Result<
         *before = Some(now());
         return Ok(());
     };
-    // A segment may have grown since, to 8 slots at most; while one grows, its
-    // new slot is a descriptor for a moment.
+    // A segment may have grown since, to 8 slots at most. Each slot is a descriptor and a
+    // mapping.
     let deadline = Instant::now() + PATIENCE / 8;
     loop {
         let [fds_now, maps_now] = now();
-        if holds || (fds_now <= fds && maps_now <= maps + 8) {
+        if holds || (fds_now <= fds + 8 && maps_now <= maps + 8) {
             return Ok(());
         }
         if Instant::now() > deadline {
