@@ -56,7 +56,8 @@ _Spec = tuple[str, str, Sequence[int]]
 _Workers = int | Iterable[int]
 # A model's name, unless there is one only, and its weights.
 _Given = Sequence[tuple[str | None, Source]]
-# Model, workers, level, timeout, whether it is a part, version.
+# Model, workers, level, timeout, whether the update is partial, version, whether to wait
+# for workers that were late before.
 _Send = tuple[
     str | None, Sequence[int] | None, str | None, float | None, bool, int | None, bool
 ]

@@ -1,9 +1,8 @@
 """What can go wrong: one class for each kind of failure.
 
-Every error says what was expected, what came, and what to do; ``remedy`` says it
-in a word: ``"retry"`` (the same call may succeed later), ``"reconnect"`` (open this
-end anew from the init info; weights already held stay valid) or ``"give up"``
-(change something first).
+Every error says what was expected, what came, and what to do. ``remedy`` names the last:
+``"retry"`` (the same call may succeed later), ``"reconnect"`` (open this end again from the
+init info; weights already held stay valid) or ``"give up"`` (change something first).
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class WeightsyncError(Exception):
 
 
 class DeadlineError(WeightsyncError, TimeoutError):
-    """Somebody was not there, or not done, by the deadline."""
+    """A worker, the sender, a slot or a file was not ready by the deadline."""
 
 
 class PeerError(WeightsyncError, ConnectionError):
-    """The other end died, or does not want this one any more."""
+    """The other end died, refuses this one, or does not follow the protocol."""
 
 
 class SenderClosedError(PeerError):
@@ -63,19 +62,19 @@ class SenderClosedError(PeerError):
 
 
 class WrongWeightsError(WeightsyncError, ValueError):
-    """Weights that are not those the model was set up with; each tensor is named."""
+    """The weights do not fit the model; the message lists the tensors."""
 
 
 class WrongTypeError(WeightsyncError, TypeError):
-    """A value that is not of a kind taken here, such as a tensor that cannot be sent."""
+    """A value of a type that cannot be used here, such as a tensor that cannot be sent."""
 
 
 class LoadError(WeightsyncError, RuntimeError):
-    """The worker's own model could not take the weights; its words are the cause."""
+    """The worker's model raised an error while it loaded; ``__cause__`` is that error."""
 
 
 class ModelError(WeightsyncError, LookupError):
-    """No such model or version, or not clear which one is meant."""
+    """There is no such model or version, or the call does not say which model."""
 
 
 class MissingTensorError(ModelError, KeyError):

@@ -30,8 +30,8 @@ Strategy = Literal["state_dict", "tensordict"]
 class Sender(_ends.AsyncWith):
     """The trainer's end of one model, or of several that can flip together.
 
-    Making it communicates nothing: it decides names, dtypes and shapes, and where
-    workers will find it (:attr:`init_info`). :meth:`connect` is the rendez-vous.
+    The constructor sends nothing. It fixes names, dtypes and shapes, and where workers will
+    find the sender (:attr:`init_info`). :meth:`connect` waits for the workers.
     The model's memory is read during :meth:`connect` and :meth:`send`, and at no
     other time.
 
@@ -41,17 +41,17 @@ class Sender(_ends.AsyncWith):
         name: what the model is called.
         models: several models by name, in place of ``model``; or, with ``context``,
             their paths, such as ``["policy", "env.value_net", "transforms[0]"]``.
-        context: where paths begin. They are looked up anew at each send.
+        context: where paths begin. Each send looks them up again.
         scheme: how weights travel: ``"shared-mem"`` (``"shared-mem:pull"``),
             ``"multi-process"`` (with ``every=N``, ``own-copy``), ``"none"``; to workers on
             other hosts ``"distributed"`` or ``"rpc"`` (with ``listen=HOST:PORT``).
         strategy: ``"state_dict"`` leaves out buffers that are not persistent,
             ``"tensordict"`` sends them too. Workers of either take either.
-        run_dir: a directory of this user's own: a restarted trainer is found again.
+        run_dir: a directory of this user; with it, workers find a restarted trainer.
         mapping: rules that make what is sent of the weights that are given; a dict of
             them by name for several models.
         cast: a dtype (``torch.bfloat16``, ``"bfloat16"``) for floating-point tensors.
-        slots: versions there is room for: in any case, and at most.
+        slots: the smallest and the largest number of versions that have room.
         history: how many older versions are kept.
         checksums: whether the copy pass makes checksums for workers to verify.
         digest: whether each version's digest is made after it was sent.
