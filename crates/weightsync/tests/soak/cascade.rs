@@ -29,8 +29,9 @@ pub fn the_death_of_a_leaf_is_a_line_of_the_trainers_report() {
     // The other one goes on, and the dead one is missed until it is back.
     script.tell(LEAVES[1], &Order::Receive(None));
     script.tell(TRAINER, &send(3));
-    assert_eq!(script.answer(LEAVES[1]), version(3, 3));
-    let missed = self::lines(script.answer(TRAINER));
+    let [received, sent] = script.answers([LEAVES[1], TRAINER]);
+    assert_eq!(received, version(3, 3));
+    let missed = self::lines(sent);
     let [(0, Fate::Refused(reason))] = &missed[..] else {
         panic!("{missed:?}");
     };
