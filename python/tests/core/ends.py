@@ -21,7 +21,7 @@ PUSHING = [
 NEWEST = ["shared-mem", "multi-process", "multi-process:own-copy", *FAR]
 MODES = ["bind", "copy"]
 
-LONG = 30.0
+LONG = 60.0
 
 
 class Net(nn.Module):

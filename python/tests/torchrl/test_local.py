@@ -18,7 +18,7 @@ from weightsync import DeadlineError, LifecycleError, ModelError, WrongWeightsEr
 from weightsync.torchrl import _collector, _group
 
 KINDS = [ours.SharedMemWeightSyncScheme, ours.MultiProcessWeightSyncScheme]
-LONG = 30.0
+LONG = 60.0
 
 
 @contextlib.contextmanager
