@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_told_as_often_as_it_is_shrunk() {
+    fn failure_is_reported_each_time_it_is_shrunk() {
         for _ in 0..1000 {
             let panicked =
                 catch_unwind(|| Target::check(&Input(vec![1]), &|_: &[u8]| panic!("found")));

@@ -217,7 +217,7 @@ def be_a_worker(info, worker, go, joined, stop):
     stop.acquire()
 
 
-def test_a_worker_costs_the_descriptors_that_are_counted_for_it():
+def test_worker_uses_the_descriptors_counted_for_it():
     workers = 3
     context = multiprocessing.get_context("spawn")
     go, joined, stop = (context.Semaphore(0) for _ in range(3))
@@ -269,7 +269,7 @@ def test_probing_leaves_nothing_open():
         (None, ()),
     ],
 )
-def test_gpus_are_those_that_the_drivers_own_tool_lists(tmp_path, monkeypatch, script, expected):
+def test_gpus_match_the_list_of_the_driver(tmp_path, monkeypatch, script, expected):
     if script is not None:
         tool = tmp_path / "nvidia-smi"
         tool.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] || exit 1\n{script}\n")

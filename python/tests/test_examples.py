@@ -52,7 +52,7 @@ def test_standalone_says_that_none_carries_nothing(tmp_path):
     assert done.returncode == 2 and "carries nothing" in done.stderr, done.stderr
 
 
-def test_a_hosts_worker_says_that_the_trainer_comes_first(tmp_path):
+def test_host_worker_asks_for_the_trainer_first(tmp_path):
     command = [sys.executable, ROOT / "examples/torch_hosts.py", "worker", "join.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1, done.stderr

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_half_made_is_never_used_and_the_fix_is_said() {
+    fn half_installed_environment_is_never_used() {
         let cache = tempfile::tempdir().expect("a folder");
         let half = |making: &Path| {
             fill(making)?;

@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_same_minor_version_and_a_recent_patch_will_do() {
+    fn tool_needs_the_same_minor_and_a_recent_patch() {
         let cases = [
             (Version(0, 9, 94), false),
             (Version(0, 9, 95), true),

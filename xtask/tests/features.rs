@@ -27,7 +27,7 @@ fn the_readme_shows_the_quickstart_as_it_is() {
 }
 
 #[test]
-fn documents_have_none_of_the_words_that_the_glossary_bans() {
+fn documents_avoid_the_words_that_the_glossary_bans() {
     let glossary = fs::read_to_string(root().join("docs/glossary.md")).expect("the glossary");
     let (_, table) = glossary
         .split_once("## Words that the documents do not use")

@@ -23,7 +23,7 @@ use weightsync_net::{Deltas, Distributed, Share, Token};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_relay_carries_versions_and_is_in_the_status_until_ctrl_c() {
+fn relay_serves_and_shows_in_status_until_ctrl_c() {
     let mut trainer = Trainer::start();
     let mut relay = Running::start(trainer.relay());
     let joined = relay.line_with("joined");
@@ -89,7 +89,7 @@ fn a_relay_carries_versions_and_is_in_the_status_until_ctrl_c() {
 }
 
 #[test]
-fn what_is_damaged_in_a_relays_memory_is_found_and_what_follows_comes_whole() {
+fn scrub_finds_relay_damage_and_the_next_comes_whole() {
     let mut host = Host::start();
     let trainer = &mut host.trainer;
     trainer.send();
@@ -120,7 +120,7 @@ fn what_is_damaged_in_a_relays_memory_is_found_and_what_follows_comes_whole() {
 }
 
 #[test]
-fn every_64th_version_is_compared_by_itself() {
+fn scrub_runs_automatically_every_64th_version() {
     let mut host = Host::start();
     let trainer = &mut host.trainer;
     // No multiple of 64 is among its numbers.
@@ -147,7 +147,7 @@ fn every_64th_version_is_compared_by_itself() {
 }
 
 #[test]
-fn what_is_damaged_in_the_senders_own_memory_is_found_and_reaches_nobody() {
+fn scrub_finds_sender_damage_and_no_worker_gets_it() {
     let mut host = Host::start();
     let trainer = &mut host.trainer;
     for _ in 1..=64 {
@@ -211,7 +211,7 @@ fn damage(pid: u32, numbers: &[f32]) {
 }
 
 #[test]
-fn whoever_has_another_token_or_none_is_told_so() {
+fn status_refuses_a_wrong_or_missing_token() {
     let trainer = Trainer::start();
     let other = trainer.file("other", "another token than the one it has");
     let open = trainer.file("open", "a token that anybody here can read");
@@ -234,7 +234,7 @@ fn whoever_has_another_token_or_none_is_told_so() {
 }
 
 #[test]
-fn a_sender_that_is_not_there_is_an_error_to_status_and_waited_for_by_a_relay() {
+fn absent_sender_fails_status_and_relay_waits() {
     let mut trainer = Trainer::start();
     trainer.sender = None;
     refused(&trainer.status(&[]), "nobody answers at");

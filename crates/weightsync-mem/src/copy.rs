@@ -346,7 +346,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_threads_copy_only_where_there_is_enough_to_copy() {
+    fn copy_uses_more_threads_only_for_large_sizes() {
         let fill: &Fill<'_> = &|_| Ok(());
         let (plain, filled) = ([Source::Bytes(&[])], [Source::Fill(fill)]);
         for bytes in [0, SHARE, 2 * SHARE - 1] {

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forked_child_is_another_process_whatever_its_number() {
+    fn forked_child_is_another_process_with_any_pid() {
         const NO_NAMESPACES: i32 = 40;
         let here = Origin::here();
         assert!(here.is_here() && here.check().is_ok());

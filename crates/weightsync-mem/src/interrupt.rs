@@ -179,7 +179,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn a_wait_ends_with_the_first_yes_and_so_do_all_after_it() {
+    fn check_ends_a_wait_and_every_later_wait() {
         let mut asked = 0;
         let since = Instant::now();
         let ends = with(
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_and_an_inner_check_leave_the_outer_one_in_its_place() {
+    fn inner_check_and_panic_keep_the_outer_check() {
         let outer = AtomicBool::new(false);
         with(
             || outer.load(Ordering::Relaxed),

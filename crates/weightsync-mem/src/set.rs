@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_whatever_its_checksum() {
+    fn impossible_set_is_refused_with_any_checksum() {
         let sealed = |change: &dyn Fn(&mut [u64; SET_WORDS])| {
             let (mut words, _) = records()[1].encode();
             change(&mut words);

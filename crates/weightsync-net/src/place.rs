@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_the_senders_of_a_run_directory_the_first_chooses_the_port() {
+    fn first_sender_of_a_run_directory_chooses_the_port() {
         let dir = tempfile::tempdir().unwrap();
         let file = |scheme, models: &[&str]| {
             let models: Vec<_> = models.iter().map(|name| name.parse().unwrap()).collect();

@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_there_is_no_room_for_is_counted() {
+    fn status_counts_workers_beyond_its_limit() {
         for (relays, workers) in [(10, 10), (100, 200), (5000, 1), (16_000, 1), (20_000, 0)] {
             let whole = status(relays, workers);
             let json = whole.to_json();

@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stacked_frames_keep_worker_order_and_refuse_other_shapes() {
+    fn stacked_frames_keep_worker_order_and_check_shapes() {
         let mut parts = vec![Frames::zeroed(2, 3, 4), Frames::zeroed(2, 3, 4)];
         parts[1].actions.fill(7);
         let all = Frames::stack(parts.clone()).unwrap();

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn extreme_logits_neither_overflow_nor_leave_the_range() {
+    fn extreme_logits_stay_finite_and_in_range() {
         for uniform in [0.0, 0.5, 1.0 - f32::EPSILON] {
             let choice = draw(&[-1e4, 1e4], uniform);
             assert_eq!(choice.action, 1);

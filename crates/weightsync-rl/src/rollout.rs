@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_chain_within_an_episode_and_restart_after_it() {
+    fn frames_chain_within_an_episode() {
         let frames = Rollout::<CartPole>::new(2, 5).collect(&coin(), 9, 200);
         let row = |of: &[f32], i: usize| of[i * 4..i * 4 + 4].to_vec();
         for p in 0..2 {
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_seed_gives_the_same_frames_whatever_the_batch_length() {
+    fn frames_repeat_with_the_seed_for_any_batch_length() {
         let whole = Rollout::<CartPole>::new(1, 5).collect(&coin(), 0, 100);
         let mut rollout = Rollout::<CartPole>::new(1, 5);
         let mut pieces = rollout.collect(&coin(), 0, 30);

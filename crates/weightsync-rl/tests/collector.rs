@@ -92,8 +92,8 @@ fn main() -> ExitCode {
             no_worker_outlives_the_collector,
         ),
         (
-            "weights_that_are_no_policy_are_refused_before_a_worker_starts",
-            weights_that_are_no_policy_are_refused_before_a_worker_starts,
+            "foreign_weights_are_refused_before_workers_start",
+            foreign_weights_are_refused_before_workers_start,
         ),
         (
             "impossible_batches_are_refused",
@@ -355,7 +355,7 @@ fn no_worker_outlives_the_collector() -> Outcome {
     Ok(())
 }
 
-fn weights_that_are_no_policy_are_refused_before_a_worker_starts() -> Outcome {
+fn foreign_weights_are_refused_before_workers_start() -> Outcome {
     let dir = tempfile::tempdir()?;
     let starts = dir.path().join("starts");
     let start = |weights: &Tensors| -> Result<_, Box<dyn std::error::Error>> {

@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_forked_child_drops_it_without_the_lock_and_the_thread() {
+    fn forked_child_drops_the_digest_without_its_thread() {
         let mut copy = DigestThread::start().unwrap();
         let inbox = copy.inbox.clone();
         // As a child has it: of another process, the lock taken by nobody who is there.

@@ -551,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changed_is_told_in_one_line() {
+    fn report_tells_changes_in_one_line() {
         let mut told = report(vec![line(0, 10, Outcome::Applied)]);
         let parts = [
             Changes::new(400_000_000, 4_400_000, 5 << 20, 800_000_000),
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_died_is_no_failure_where_another_has_its_number() {
+    fn replaced_worker_is_no_failure() {
         let came_back = report(vec![
             line(0, 10, Outcome::Died),
             line(0, 12, Outcome::Applied),

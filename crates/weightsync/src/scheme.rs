@@ -515,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scheme_that_its_text_does_not_say_is_refused_where_it_is_chosen() {
+    fn scheme_with_unspeakable_settings_is_refused() {
         let own = |word, settings: &[(&str, &str)]| {
             let settings = settings.iter();
             let settings = settings.map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));

@@ -61,7 +61,7 @@ class Interval(dict):
 
 
 @pytest.mark.parametrize("sets", [None, 0.002])
-def test_a_load_shortens_the_switch_interval_until_it_ends(sets):
+def test_load_shortens_the_switch_interval_until_done(sets):
     trainer, worker = {"w": torch.ones(4)}, Interval(w=torch.zeros(4))
     assert sys.getswitchinterval() == 0.005
     try:
@@ -80,7 +80,7 @@ def receiver_run(sender):
     return snapshot.run
 
 
-def test_a_loop_that_waits_for_somebody_else_does_not_hold_a_send_up():
+def test_waiting_loop_does_not_delay_a_send():
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker) as (sender, receiver):
         background = receiver.start_background()
@@ -150,7 +150,7 @@ class Whole(nn.Module):
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_changes_while_a_forward_of_a_part_runs(mode, later):
+def test_submodule_forward_sees_one_version(mode, later):
     trainer, worker = Whole(Net(1.0)), Whole(Slow())
     with pair(trainer, worker, mode=mode) as (sender, receiver):
         background = receiver.start_background()
@@ -215,7 +215,7 @@ def test_a_forward_that_ctrl_c_ends_holds_nothing(after):
         background.shutdown()
 
 
-def test_a_forward_that_raises_lets_go():
+def test_forward_that_raises_releases_the_guard():
     class Raising(Net):
         def forward(self):
             raise RuntimeError("of the model")
@@ -233,7 +233,7 @@ def test_a_forward_that_raises_lets_go():
             worker()
 
 
-def test_forwards_within_forwards_and_in_several_threads():
+def test_forwards_nest_and_run_in_several_threads():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -283,7 +283,7 @@ def test_with_keeps_the_models_as_they_are():
         background.shutdown()
 
 
-def test_frozen_keeps_parameters_as_they_are_outside_any_forward():
+def test_frozen_keeps_parameters_outside_any_forward():
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker) as (sender, receiver):
         with receiver.frozen():
@@ -301,7 +301,7 @@ def test_frozen_keeps_parameters_as_they_are_outside_any_forward():
             assert worker.value == 2.0
 
 
-def test_a_step_of_training_inside_with_has_one_version():
+def test_training_step_in_frozen_sees_one_version():
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker) as (sender, receiver):
         background = receiver.start_background()
@@ -354,7 +354,7 @@ def test_wait_for_what_is_there_and_for_what_is_new():
         background.shutdown()
 
 
-def test_copies_and_pickles_of_a_guarded_module_are_plain():
+def test_guarded_module_copies_and_pickles_are_plain():
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker) as (sender, receiver):
         background = receiver.start_background()
@@ -400,7 +400,7 @@ def test_a_background_that_is_dropped_ends():
         assert worker() == (1.0, 1.0)
 
 
-def test_shutdown_while_another_thread_waits_or_is_in_a_forward():
+def test_shutdown_works_while_a_thread_waits_or_runs():
     trainer, worker = Net(1.0), Slow()
     with pair(trainer, worker) as (sender, receiver):
         background = receiver.start_background()

@@ -191,7 +191,7 @@ def test_what_does_not_fit_any_more_is_named(change, named):
     ids=lambda one: one.__name__[1:],
 )
 @pytest.mark.parametrize("mode", ["bind", "copy"])
-def test_what_a_workers_module_has_become_is_loaded_into(change, mode):
+def test_changed_worker_module_is_loaded_as_it_is(change, mode):
     trainer, worker = Policy(), Policy()
     with pair(trainer, worker, mode=mode) as (sender, receiver):
         for step in (lambda _: None, change, lambda _: None):
@@ -210,7 +210,7 @@ def _receive_up_to(receiver, version):
 
 
 @pytest.mark.parametrize("scheme", ["distributed:share=none,deltas=always", "multi-process"])
-def test_a_report_says_how_much_has_changed_where_only_that_travels(scheme):
+def test_report_says_how_much_a_delta_carried(scheme):
     weights = {"weight": torch.randn(64, 1024).bfloat16()}
     with pair(weights, setup={"scheme": scheme}) as (sender, receiver):
         for version in (2, 3):

@@ -134,7 +134,7 @@ def _fill(model, value):
 
 @pytest.mark.parametrize("safe_points", ["implied", "declared"])
 @pytest.mark.parametrize(("make", "way", "backend", "full"), CASES)
-def test_compiled_forwards_are_whole_graphs_and_guarded(make, way, backend, full, safe_points):
+def test_compiled_forwards_are_full_graphs_and_guarded(make, way, backend, full, safe_points):
     given = torch.zeros(NUMEL)
     # What torch makes of the same without a guard; of some ways older ones make several graphs.
     way(make(0.0), backend=backend, fullgraph=full)(given)
@@ -191,7 +191,7 @@ def test_the_first_compiled_call_is_guarded_too():
         background.shutdown()
 
 
-def test_what_was_compiled_before_is_kept_whole_by_frozen():
+def test_frozen_guards_modules_compiled_earlier():
     trainer, worker = _of_torch(1.0), _of_torch(0.0)
     given = torch.zeros(NUMEL)
     compiled = torch.compile(worker, backend="eager", fullgraph=True)

@@ -77,7 +77,7 @@ def test_a_run_directory_is_not_made_with_its_parents(tmp_path):
         sender.connect(0, timeout=LONG)
 
 
-def test_a_pending_send_is_awaited_beside_the_loop():
+def test_awaited_send_does_not_block_the_loop():
     async def send(sender, receiver):
         pending = sender.send_async()
         # The loop runs while the send waits for a worker that takes it in the loop.
@@ -95,7 +95,7 @@ def test_a_pending_send_is_awaited_beside_the_loop():
         assert report.all_applied and report.version == 2
 
 
-def test_ends_are_left_beside_the_loop():
+def test_async_exit_does_not_block_the_loop():
     async def run():
         async with weightsync.Sender(Net(1.0)) as sender:
             receiver = weightsync.Receiver(sender.init_info, 0, model=Net())

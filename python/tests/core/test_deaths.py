@@ -103,7 +103,7 @@ class Trainer:
 
 @pytest.mark.parametrize("start", ["server", "fork"])
 @pytest.mark.parametrize("scheme", PUSHING)
-def test_a_killed_worker_is_a_line_and_costs_the_other_nothing(actor, scheme, start):
+def test_killed_worker_is_a_line_and_delays_no_other(actor, scheme, start):
     trainer = Net(1.0)
     with weightsync.Sender(trainer, scheme=scheme) as sender:
         workers = [actor(Worker, sender.init_info, at, start=start) for at in range(2)]
@@ -156,7 +156,7 @@ def test_what_a_killed_worker_held_is_free(actor, mode):
 
 @pytest.mark.parametrize("scheme", PUSHING)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_killed_sender_is_told_of_and_the_weights_stay(actor, mode, scheme):
+def test_killed_sender_is_noticed_and_the_weights_stay(actor, mode, scheme):
     trainer = actor(Trainer, scheme)
     info = trainer.ask("info")
     worker = Net()
@@ -183,7 +183,7 @@ def test_a_killed_sender_is_told_of_and_the_weights_stay(actor, mode, scheme):
 
 
 @pytest.mark.parametrize("scheme", NEWEST)
-def test_a_sender_killed_while_it_writes_leaves_whole_versions(actor, scheme):
+def test_sender_killed_in_a_write_leaves_whole_ones(actor, scheme):
     for _ in range(3):
         trainer = actor(Trainer, scheme, None, 1 << 20)
         info = trainer.ask("info")
@@ -205,7 +205,7 @@ def test_a_sender_killed_while_it_writes_leaves_whole_versions(actor, scheme):
 
 @pytest.mark.parametrize("with_child", [False, True])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_killed_trainer_is_found_again_by_its_directory(actor, tmp_path, background, with_child):
+def test_killed_trainer_is_found_again_by_directory(actor, tmp_path, background, with_child):
     first = actor(Trainer, "shared-mem", tmp_path)
     info = first.ask("info")
     # One of before the workers came, which has the listener, too; one of after.
@@ -254,7 +254,7 @@ def test_a_sender_killed_while_it_connects(actor, scheme):
             receiver.connect(timeout=0.1)
 
 
-def test_a_second_trainer_of_a_directory_is_told_so(tmp_path):
+def test_second_trainer_of_a_directory_is_refused(tmp_path):
     with weightsync.Sender(Net(1.0), run_dir=tmp_path) as sender:
         sender.connect(0)
         with pytest.raises(weightsync.WeightsyncError) as refused:
@@ -268,7 +268,7 @@ def test_a_second_trainer_of_a_directory_is_told_so(tmp_path):
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.001, 0.01, 0.05])
-def test_a_worker_killed_while_it_connects_is_not_missed_for_good(actor, moment):
+def test_worker_killed_in_connect_can_join_again(actor, moment):
     with weightsync.Sender(Net(1.0)) as sender:
         unlucky = actor(Worker, sender.init_info, 0)
         unlucky.order("connect")

@@ -53,7 +53,7 @@ def received(receiver):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_exception_out_of_with_is_a_line_with_its_words(scheme):
+def test_exception_in_with_is_a_report_line(scheme):
     with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
         fine, fails = worker(sender.init_info, 0), worker(sender.init_info, 1)
         meet(sender, fine, fails)
@@ -183,7 +183,7 @@ def test_a_connect_that_fails_can_be_called_again(scheme):
 
 
 @pytest.mark.parametrize("scheme", [*PUSHING, "rpc"])
-def test_a_worker_that_connects_and_leaves_at_once_counts(scheme):
+def test_worker_that_leaves_after_connect_counts(scheme):
     def come_and_go(number):
         with worker(sender.init_info, number) as receiver:
             receiver.connect(timeout=LONG)
@@ -223,7 +223,7 @@ def test_a_worker_that_joined_and_was_killed_is_named(actor, scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_second_worker_of_a_number_is_refused_at_once(scheme):
+def test_second_worker_of_a_number_is_refused(scheme):
     with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
         lives = worker(sender.init_info, 0)
         meet(sender, lives)
@@ -237,7 +237,7 @@ def test_a_second_worker_of_a_number_is_refused_at_once(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_both_connects_have_returned_before_a_shutdown_is_told(scheme):
+def test_connects_return_before_a_shutdown_shows(scheme):
     for _ in range(10):
         with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
             receiver = worker(sender.init_info, 0)

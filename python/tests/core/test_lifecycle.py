@@ -32,7 +32,7 @@ def test_setting_up_opens_nothing(scheme):
     del sender, receiver
 
 
-def test_a_scheme_that_carries_nothing_goes_through_the_same_calls():
+def test_no_sync_scheme_takes_the_same_calls():
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker, setup={"scheme": "none"}) as (sender, receiver):
         report = sender.send()
@@ -70,7 +70,7 @@ def test_text_that_is_no_init_info_is_refused(text):
     assert refused.value.remedy == "give up"
 
 
-def test_an_init_info_that_was_tampered_with_lets_nobody_in():
+def test_tampered_init_info_is_refused():
     sender = weightsync.Sender(Net(1.0))
     text = sender.init_info.to_json()
     secret = max(re.findall(r"[0-9a-f]{16,}", text), key=len, default=None)
@@ -157,7 +157,7 @@ def test_ends_that_never_connected_shut_down():
     sender.shutdown()
 
 
-def test_a_worker_hears_of_the_end_and_may_join_the_next():
+def test_worker_sees_the_end_and_joins_the_next():
     with pair(Net(1.0), Net()) as (sender, receiver):
         pass_on(sender, receiver)
         sender.shutdown()
@@ -221,7 +221,7 @@ print("ends", flush=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
 
 
-def test_a_daemon_thread_that_waits_does_not_keep_a_program_from_ending():
+def test_waiting_daemon_thread_lets_the_program_end():
     program = """
 import threading, weightsync
 from ends import Net, meet
@@ -267,7 +267,7 @@ def test_words_are_readable():
         del values, value, pending
 
 
-def test_what_goes_wrong_is_logged_and_what_goes_right_is_not(caplog):
+def test_only_failures_are_logged(caplog):
     with caplog.at_level(logging.INFO, "weightsync"):
         with pair(Net(1.0), Net()) as (sender, receiver):
             # Who joins is said; a send that goes right is not.
@@ -328,7 +328,7 @@ def test_arguments_that_cannot_be_are_refused():
         weightsync.Receiver(sender.init_info, -1)
 
 
-def test_every_error_can_be_pickled_and_says_what_to_do():
+def test_every_error_pickles_and_has_a_remedy():
     for name in errors.__all__:
         kind = getattr(errors, name)
         assert issubclass(kind, weightsync.WeightsyncError)

@@ -215,7 +215,7 @@ def test_a_dry_run_takes_what_has_shapes():
             assert _mapping().dry_run(source, worker).is_complete
 
 
-def test_a_snapshot_is_mapped_by_itself():
+def test_snapshot_is_mapped_alone():
     trainer, worker = Trainer(), Worker()
     with pair(trainer) as (_, receiver):
         snapshot = receiver.latest()

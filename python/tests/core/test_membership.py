@@ -45,7 +45,7 @@ def test_a_stopped_worker_costs_one_send_its_deadline(actor, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["shared-mem", *FAR])
-def test_a_background_receiver_is_told_of_an_orderly_end(tmp_path, scheme):
+def test_background_receiver_sees_an_orderly_end(tmp_path, scheme):
     trainer, model = Net(1.0), Net()
     run_dir = tmp_path / "run"
     sender = weightsync.Sender(trainer, scheme=scheme, run_dir=run_dir)

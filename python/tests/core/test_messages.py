@@ -111,7 +111,7 @@ class Stateful(nn.Linear):
         self.state = state
 
 
-def test_extra_state_that_gains_a_tensor_names_its_module():
+def test_extra_state_gaining_a_tensor_names_its_module():
     model = nn.Sequential(nn.Linear(2, 2), Stateful(2, 2))
     model[1].state = {"mean": torch.ones(3)}
     with pair(model) as (sender, _):
@@ -163,7 +163,7 @@ def test_durations_are_said_in_few_digits():
 
 
 @pytest.mark.parametrize("scheme", ["distributed", "rpc"])
-def test_security_errors_name_the_setting_of_the_scheme(scheme, monkeypatch):
+def test_security_errors_name_the_scheme_setting(scheme, monkeypatch):
     monkeypatch.delenv("WEIGHTSYNC_TOKEN", raising=False)
     monkeypatch.delenv("WEIGHTSYNC_TOKEN_FILE", raising=False)
 

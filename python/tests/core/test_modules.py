@@ -145,7 +145,7 @@ def test_extra_state_may_change_and_grow_into_its_room():
         assert worker.state == {"step": 2, "and": ["more"]}
 
 
-def test_extra_state_that_outgrows_its_room_is_named_and_not_sent():
+def test_outgrown_extra_state_is_named_and_not_sent():
     trainer, worker = nn.ModuleDict({"inner": Stateful({"step": 1})}), None
     with pair(trainer, worker) as (sender, receiver):
         assert receiver.receive(30).version == 1
@@ -160,12 +160,12 @@ def test_extra_state_that_outgrows_its_room_is_named_and_not_sent():
 @pytest.mark.parametrize(
     "state", [{"f": print}, {"key": {3: 1}}, {1, 2}, b"bytes", 2**64, object()], ids=str
 )
-def test_extra_state_that_is_no_data_is_refused_by_name(state):
+def test_extra_state_that_is_no_data_is_refused(state):
     with pytest.raises((TypeError, OverflowError, ValueError), match="extra.state"):
         weightsync.Sender(nn.ModuleDict({"inner": Stateful(state)}))
 
 
-def test_extra_state_of_a_state_dict_reaches_a_module_and_a_dict():
+def test_extra_state_reaches_a_module_and_a_dict():
     trainer = nn.ModuleDict({"inner": Stateful({"step": 3, "at": torch.ones(2)})})
     worker, into = nn.ModuleDict({"inner": Stateful(None)}), {}
     sender = weightsync.Sender(trainer.state_dict())
@@ -177,7 +177,7 @@ def test_extra_state_of_a_state_dict_reaches_a_module_and_a_dict():
         assert _same(into["inner.__extra_state__"], {"step": 3, "at": torch.ones(2)})
 
 
-def test_a_module_that_changes_its_parts_is_loaded_as_it_is_then():
+def test_module_with_changed_parts_is_loaded_as_it_is():
     worker = Net()
     with pair(Net(1.0), worker) as (sender, receiver):
         worker.register_buffer("own", torch.zeros(2), persistent=False)
@@ -234,7 +234,7 @@ def _to_other_memory(module):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", [_to_half, _to_strided_memory, _to_other_memory])
-def test_memory_that_a_module_has_changed_since_is_looked_at_anew(change, mode):
+def test_replaced_module_memory_is_found_again(change, mode):
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker, mode=mode) as (sender, receiver):
         pass_on(sender, receiver)
@@ -268,7 +268,7 @@ class Untied(nn.Module):
 
 @pytest.mark.parametrize("how", ["one object", "one memory"])
 @pytest.mark.parametrize("numel", [3, 32 * 1024])
-def test_untied_weights_reach_a_tied_worker_if_they_are_equal(numel, how):
+def test_equal_untied_weights_load_into_a_tied_worker(numel, how):
     trainer, worker = Untied(1, 1, numel), Untied(0, 0, numel).tied(how)
     with pair(trainer, worker, mode="copy") as (sender, receiver):
         assert worker.one[0] == worker.other[0] == 1.0
@@ -284,7 +284,7 @@ def test_untied_weights_reach_a_tied_worker_if_they_are_equal(numel, how):
         assert worker.one[-1] == worker.other[-1] == 2.0
 
 
-def test_untied_weights_are_bound_to_a_tied_worker_if_they_are_equal():
+def test_equal_untied_weights_bind_to_a_tied_worker():
     worker = Untied(0, 0).tied("one object")
     with pair(Untied(1, 1), worker):
         assert worker.one is worker.other and worker.one[0] == 1.0
@@ -294,7 +294,7 @@ def test_untied_weights_are_bound_to_a_tied_worker_if_they_are_equal():
             pass
 
 
-def test_untied_weights_reach_a_state_dict_of_a_tied_module_if_they_are_equal():
+def test_equal_untied_weights_load_into_a_tied_dict():
     into = Untied(0, 0).tied("one object").state_dict()
     with pair(Untied(1, 1), into) as (sender, receiver):
         assert into["other"][0] == 1.0
@@ -365,7 +365,7 @@ def test_weights_of_no_bytes_are_refused(nothing):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_that_came_in_inference_mode_can_be_trained(mode):
+def test_weights_received_in_inference_mode_train(mode):
     trainer, worker = Net(1.0), Net()
     sender = weightsync.Sender(trainer)
     receiver = weightsync.Receiver(sender.init_info, model=worker, mode=mode)
@@ -386,7 +386,7 @@ def test_weights_that_came_in_inference_mode_can_be_trained(mode):
 
 
 @pytest.mark.parametrize("make", [_lazy, _meta])
-def test_a_module_that_took_shapes_in_inference_mode_can_be_trained(make):
+def test_lazy_module_shaped_in_inference_mode_trains(make):
     trainer, worker = _filled(_deep(), 0.5), make()
     sender = weightsync.Sender(trainer)
     receiver = weightsync.Receiver(sender.init_info, model=worker)

@@ -152,7 +152,7 @@ def test_a_worker_uses_parameters_while_they_are_bound(actor, use, scheme):
 
 
 @pytest.mark.parametrize("mode", ["bind", "copy"])
-def test_a_worker_steps_an_optimizer_while_versions_come(actor, mode):
+def test_optimizer_steps_while_versions_arrive(actor, mode):
     trainer = deep(1.0)
     sender = weightsync.Sender(trainer)
     with all_ended(sender):
@@ -160,7 +160,7 @@ def test_a_worker_steps_an_optimizer_while_versions_come(actor, mode):
         _sent_to(worker, sender, trainer, "use", with_an_optimizer)
 
 
-def test_a_worker_forks_while_a_thread_reads_parameters(actor):
+def test_worker_forks_while_a_thread_reads_parameters(actor):
     trainer = deep(1.0)
     sender = weightsync.Sender(trainer)
     with all_ended(sender):

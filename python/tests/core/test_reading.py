@@ -68,7 +68,7 @@ def test_snapshots_of_one_version_share_their_memory():
 
 
 @pytest.mark.parametrize("scheme", IN_PLACE)
-def test_what_a_worker_writes_is_its_own_and_goes_with_the_version(scheme, caplog):
+def test_worker_writes_are_private_to_the_version(scheme, caplog):
     trainer, workers = Net(1.0), [Net(), Net()]
     sender = weightsync.Sender(trainer, scheme=scheme)
     receivers = [
@@ -104,7 +104,7 @@ def test_what_is_not_written_is_not_warned_of(caplog):
     assert caplog.records == []
 
 
-def test_what_is_written_in_copy_mode_is_the_workers_until_the_next_version():
+def test_copy_mode_writes_last_until_the_next_version():
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker, mode="copy") as (sender, receiver):
         with torch.no_grad():
@@ -137,7 +137,7 @@ def test_a_snapshot_stays_as_it_is_while_it_is_held(scheme):
 
 
 @pytest.mark.parametrize("scheme", IN_PLACE)
-def test_holding_costs_room_and_the_sender_says_who_holds_it(scheme):
+def test_held_snapshot_is_named_by_the_sender(scheme):
     trainer = Net(1.0)
     with pair(trainer, setup={"scheme": scheme, "slots": (2, 2)}) as (sender, receiver):
         held = receiver.receive(LONG)
@@ -197,7 +197,7 @@ def test_a_copy_of_a_snapshot_costs_no_room():
 
 
 @pytest.mark.parametrize("scheme", NEWEST)
-def test_a_child_forked_from_a_bound_worker_reads_whole_weights(scheme):
+def test_fork_of_a_bound_worker_reads_whole_weights(scheme):
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker, setup={"scheme": scheme}) as (sender, receiver):
         context = multiprocessing.get_context("fork")
@@ -224,7 +224,7 @@ def _read_in_child(worker, pipe):
     pipe.send(worker())
 
 
-def test_a_forked_child_is_told_that_an_end_is_its_parents():
+def test_forked_child_gets_an_error_for_an_end():
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker) as (sender, receiver):
         context = multiprocessing.get_context("fork")
@@ -257,7 +257,7 @@ def _use_in_child(sender, receiver, pipe):
     pipe.send(said)
 
 
-def test_a_forked_child_is_told_that_a_versions_memory_is_its_parents():
+def test_forked_child_gets_an_error_for_a_snapshot():
     with pair(Net(1.0)) as (_, receiver):
         snapshot = receiver.latest()
         view = snapshot._native.view()
@@ -344,7 +344,7 @@ def test_a_worker_can_train_what_it_received():
             assert worker.value == 1.0
 
 
-def test_autograd_notices_that_a_saved_parameter_has_changed():
+def test_autograd_notices_a_changed_saved_parameter():
     trainer, worker = Net(1.0), Net()
     for mode in MODES:
         with pair(trainer, worker, mode=mode) as (sender, receiver):
@@ -392,7 +392,7 @@ class Stateful(Net):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_worker_lets_versions_go_before_the_garbage_collector_comes(mode):
+def test_worker_releases_versions_without_the_gc(mode):
     trainer, worker = Stateful(1.0), Stateful()
     with pair(trainer, worker, mode=mode, setup={"slots": (3, 3), "timeout": 5.0}) as ends:
         gc.disable()

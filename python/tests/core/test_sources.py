@@ -150,7 +150,7 @@ def test_a_module_arrives_with_its_buffers(strategy, mode):
 @pytest.mark.parametrize(
     "view", [nn.Module.state_dict, TensorDict.from_module, lambda module: dict(_places(module))]
 )
-def test_a_state_dict_or_a_tensordict_goes_into_a_module(view, strategy):
+def test_state_dict_and_tensordict_load_into_a_module(view, strategy):
     trainer, worker = Net(3.0), Net()
     with pair(view(trainer), worker, setup={"strategy": strategy}) as (sender, receiver):
         assert worker.value == 3.0
@@ -377,7 +377,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_the_trainer_has_wrong_is_named_and_not_sent(wrong):
+def test_wrong_trainer_tensor_is_named_and_not_sent(wrong):
     weights, named = WRONG[wrong]
     with pair({"a": torch.ones(3), "b": torch.ones(2)}) as (sender, receiver):
         assert receiver.receive(30).version == 1
@@ -393,7 +393,7 @@ def test_what_the_trainer_has_wrong_is_named_and_not_sent(wrong):
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_the_worker_has_wrong_is_named_at_both_ends(wrong):
+def test_wrong_worker_tensor_is_named_at_both_ends(wrong):
     weights, named = WRONG[wrong]
     sender = weightsync.Sender({"a": torch.ones(3), "b": torch.ones(2)})
     receiver = weightsync.Receiver(sender.init_info, 7, model=weights)

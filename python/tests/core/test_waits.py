@@ -178,7 +178,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_other_threads_run_while_one_waits_and_a_shutdown_ends_it(wait):
+def test_wait_lets_threads_run_and_ends_by_shutdown(wait):
     ended = []
     with pair(Net(1.0), Net()) as (sender, receiver):
         begun = threading.Event()
@@ -295,7 +295,7 @@ def _wait(background):
     background.wait(99, timeout=LONG)
 
 
-def test_a_call_from_within_a_call_of_the_same_end_is_refused():
+def test_reentrant_call_of_an_end_is_refused():
     class Curious:
         def layout(self):
             return self.known
@@ -342,7 +342,7 @@ def test_words_do_not_wait():
             receiver.shutdown()
 
 
-def test_a_background_can_be_shut_down_where_it_is_held():
+def test_background_can_be_shut_down_inside_frozen():
     with pair(Net(1.0), Net()) as (sender, receiver):
         background = receiver.start_background()
         with background:

@@ -115,7 +115,7 @@ def test_extra_state_travels(kind, strategy):
             assert received["__extra_state__"]["step"] == 2
 
 
-def test_a_strategy_of_ones_own_gets_extra_state_as_torchrl_hands_it():
+def test_custom_strategy_gets_extra_state_of_torchrl():
     source, model = Stateful(1, inner=False), Stateful(inner=False)
     Own.applied = 0
     with connected(KINDS[0], source, model, of=Own()) as (sender, _):
@@ -124,7 +124,7 @@ def test_a_strategy_of_ones_own_gets_extra_state_as_torchrl_hands_it():
         assert model.step == 2 and Own.applied >= 2
 
 
-def test_extra_state_passes_through_transports_and_the_older_calls():
+def test_extra_state_passes_transports_and_older_calls():
     waiting = queue.Queue()
     sender, receiver = ours.MPTransport(waiting), ours.MPTransport(waiting)
     source, model = Stateful(1), Stateful()
@@ -192,7 +192,7 @@ def test_frozen_keeps_a_workers_model_as_it_is(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_declared_safe_points_are_the_only_moments_of_change(kind):
+def test_weights_change_only_at_declared_safe_points(kind):
     model = Probe()
     with connected(kind, Probe(1.0), model, safe_points="declared") as (sender, receiver):
         for value, at in ((2.0, receiver.receive), (3.0, receiver.background.safe_point)):
@@ -291,7 +291,7 @@ def test_each_model_of_a_group_is_checked():
     assert raised, "a connect without its worker returned"
 
 
-def test_a_group_whose_last_model_was_wrong_can_be_mended():
+def test_group_with_a_wrong_last_model_can_be_fixed():
     context, schemes = group_of_two()
     other = pickle.loads(pickle.dumps(schemes))
     models = {"policy": Probe(), "critic": Probe(numel=5)}
@@ -470,7 +470,7 @@ def test_workers_are_named_by_their_device(chosen):
         assert model() == (2.0, 2.0)
 
 
-def test_what_a_transport_has_sent_is_waited_for_by_any_of_that_worker():
+def test_transport_wait_covers_other_transports_sends():
     source, model = Probe(1.0), Probe()
     with connected(KINDS[1], source, model) as (sender, _):
         sender.sender_transports[0].send_weights_async(weights(Probe(2.0)))
@@ -478,7 +478,7 @@ def test_what_a_transport_has_sent_is_waited_for_by_any_of_that_worker():
         assert model() == (2.0, 2.0)
 
 
-def test_a_transport_that_is_told_nothing_in_time_says_so_and_can_go_on():
+def test_transport_deadline_is_an_error_and_it_goes_on():
     waiting = {0: queue.Queue(), 1: queue.Queue()}
     sender, receiver = ours.SharedMemTransport(), ours.SharedMemTransport()
     for one in (sender, receiver):
@@ -521,7 +521,7 @@ def test_the_older_calls_register_by_hand_and_again():
             sender.register_worker(0, here)
 
 
-def test_a_single_collectors_state_dict_has_no_transient_buffers():
+def test_collector_state_dict_has_no_transient_buffers():
     class Transient(nn.Module):
         def __init__(self, value):
             super().__init__()
@@ -545,7 +545,7 @@ class Counting:
         self.versions += 1
 
 
-def test_a_version_that_came_while_a_forward_waited_is_on_its_frame():
+def test_version_during_a_forward_is_on_its_frame():
     collector, module, waiting = Counting(), Probe(), []
     # The hook that keeps the weights as they are is there first, and waits for a load.
     module.register_forward_pre_hook(
@@ -577,7 +577,7 @@ def test_a_version_gone_back_to_counts_once():
     assert collector.versions == 1
 
 
-def test_one_factory_for_each_worker_has_nothing_to_send_again():
+def test_factory_per_worker_has_nothing_to_send_again():
     class Context:
         policy_factory = [lambda: Probe(1.0), lambda: Probe(2.0)]
         policy = None

@@ -37,12 +37,12 @@ def test_a_scheme_is_made_by_its_backend(backend, kind):
     assert scheme.strategy_str == "state_dict"
 
 
-def test_a_backend_that_is_not_here_yet_says_what_to_take():
+def test_missing_backend_error_names_the_alternative():
     with pytest.raises(weightsync.UnsupportedError, match="'ray'.*'distributed'"):
         ours.WeightSyncScheme.from_backend("ray")
 
 
-def test_settings_reach_the_workers_and_weights_come_by_them():
+def test_settings_reach_the_workers_with_weights():
     scheme = DistributedWeightSyncScheme(
         share="none", arity=3, connections=1, deltas="always", every=4, own_copy=True
     )
@@ -67,7 +67,7 @@ def test_settings_reach_the_workers_and_weights_come_by_them():
 
 
 @pytest.mark.parametrize("setting", ["share", "deltas"])
-def test_a_setting_of_few_words_names_them_and_what_came(setting):
+def test_wrong_setting_error_lists_the_choices(setting):
     with pytest.raises(ValueError, match=f"{setting} wants .* and got 'sometimes'"):
         DistributedWeightSyncScheme(**{setting: "sometimes"})
 
@@ -80,14 +80,14 @@ def test_a_setting_of_few_words_names_them_and_what_came(setting):
         ({"every": 0}, "every.*32"),
     ],
 )
-def test_a_setting_out_of_its_bounds_is_refused_in_words(setting, words):
+def test_setting_out_of_bounds_is_refused(setting, words):
     scheme = DistributedWeightSyncScheme(**setting)
     with pytest.raises(weightsync.SettingError, match=words):
         scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
 
 
 @pytest.mark.parametrize("kind", [DistributedWeightSyncScheme, RPCWeightSyncScheme])
-def test_a_run_directory_keeps_the_place_of_the_trainer(kind, tmp_path):
+def test_run_directory_keeps_the_trainer_address(kind, tmp_path):
     infos = []
     for _ in range(2):
         scheme = kind(run_dir=tmp_path)
@@ -190,7 +190,7 @@ def test_two_models_are_one_group_at_one_port(word):
         worker.join()
 
 
-def test_a_sender_that_is_shut_down_before_it_connects_lets_go_of_its_port():
+def test_sender_closed_before_connect_frees_its_port():
     scheme = f"distributed:listen=127.0.0.1:{free_port()}"
     senders = [weightsync.Sender(One(), scheme=scheme)]
     senders[0].shutdown()
@@ -198,7 +198,7 @@ def test_a_sender_that_is_shut_down_before_it_connects_lets_go_of_its_port():
     senders[1].shutdown()
 
 
-def test_who_has_joined_is_not_missing_where_nothing_was_sent_yet(monkeypatch):
+def test_joined_worker_is_not_missing_before_a_send(monkeypatch):
     monkeypatch.setattr(_group, "WEIGHT_SYNC_TIMEOUT", 3.0)
     group = _group.Group("rpc", "copy")
     group.add("policy", "tensordict", [0, 1, 2], lambda: One(1.0))

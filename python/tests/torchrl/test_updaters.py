@@ -47,7 +47,7 @@ def test_vanilla_pulls_maps_pushes_and_calls_hooks():
     assert len(mapped) == 3, "the hook is called once for each push"
 
 
-def test_from_policy_updates_the_policy_it_was_made_from():
+def test_from_policy_updates_its_own_policy():
     policy = TensorDictModule(torch.nn.Linear(2, 1), in_keys=["a"], out_keys=["b"])
     updater = ours.VanillaWeightUpdater.from_policy(policy)
     other = TensorDictModule(torch.nn.Linear(2, 1), in_keys=["a"], out_keys=["b"])

@@ -224,7 +224,7 @@ fn a_utility_crate_does_not_hide_a_named_one() {
 }
 
 #[test]
-fn a_feature_does_not_hide_the_same_crate_required_by_another_way() {
+fn feature_does_not_hide_a_crate_required_elsewhere() {
     let edges = [
         "weightsync ->? candle-core",
         "weightsync -> rand",
@@ -237,7 +237,7 @@ fn a_feature_does_not_hide_the_same_crate_required_by_another_way() {
 }
 
 #[test]
-fn what_a_member_or_a_named_crate_uses_is_its_own_business() {
+fn arrows_ignore_what_members_use_internally() {
     let edges = [
         "weightsync-cli -> weightsync-net",
         "weightsync-net -> tokio",
@@ -248,7 +248,7 @@ fn what_a_member_or_a_named_crate_uses_is_its_own_business() {
 }
 
 #[test]
-fn development_dependencies_are_free_unless_they_also_ship() {
+fn dev_dependencies_are_free_unless_they_also_ship() {
     let dev = [
         "weightsync-core ->dev tokio",
         "weightsync-simd ->dev weightsync",

@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn flatness_compares_one_size_of_one_scheme_with_itself() {
+    fn flatness_compares_rows_of_one_size_and_scheme() {
         let figures = |sends: u64| {
             let mut ours = Ours {
                 sends: Times::default(),

@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_patterns_share_a_place_and_places_follow_the_values() {
+    fn ulp_positions_are_distinct_and_ordered_by_value() {
         let narrow = Dtype::ALL.iter().filter(|dtype| dtype.bits() <= 16);
         for &dtype in narrow {
             let scale = Scale::of(dtype);

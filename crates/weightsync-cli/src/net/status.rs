@@ -253,7 +253,7 @@ worker 4 was not reached a moment ago
     }
 
     #[test]
-    fn whoever_is_in_no_tree_is_shown_once_and_whoever_is_left_out_is_counted() {
+    fn status_shows_treeless_hosts_and_counts_the_omitted() {
         let status = Status {
             address: "10.0.0.9:7070".into(),
             pid: 42,

@@ -20,7 +20,7 @@ use rustix::{
 const PATIENCE: Duration = Duration::from_secs(120);
 
 #[test]
-fn it_learns_and_writes_the_curve_and_the_policy_into_a_new_folder() {
+fn demo_learns_and_writes_the_curve_and_the_policy() {
     let dir = tempfile::tempdir().unwrap();
     let taken = dir.path().join("weightsync-demo");
     let out = dir.path().join("weightsync-demo-2");
@@ -70,7 +70,7 @@ fn a_goal_missed_in_time_is_said_and_leaves_nothing() {
 }
 
 #[test]
-fn a_place_that_cannot_be_written_to_is_told_at_once() {
+fn demo_refuses_an_unwritable_folder_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
@@ -116,7 +116,7 @@ fn ctrl_c_ends_it_cleanly() {
 }
 
 #[test]
-fn a_killed_worker_is_reported_and_the_training_goes_on() {
+fn demo_reports_a_killed_worker_and_trains_on() {
     let dir = tempfile::tempdir().unwrap();
     let mut running = Running::start(&mut demo(&["--workers", "2"], Some(dir.path())));
     running.line_with("send → applied");

@@ -242,7 +242,7 @@ fn the_same_tensors_are_said_to_be_the_same() {
 }
 
 #[test]
-fn what_a_tensor_lacks_in_one_file_is_told() {
+fn diff_names_tensors_missing_from_one_file() {
     let dir = tempfile::tempdir().unwrap();
     let one = |name, dtype, shape: &[usize]| (name, dtype, shape.to_vec(), vec![0; 8]);
     let base = [one("x", Dtype::F32, &[2])];
@@ -271,7 +271,7 @@ fn what_a_tensor_lacks_in_one_file_is_told() {
 }
 
 #[test]
-fn tensors_of_many_spans_are_counted_whole_and_coded_as_they_are_sent() {
+fn diff_counts_whole_tensors_and_codes_spans_as_sent() {
     let mut random = SmallRng::seed_from_u64(9);
     let mut head = vec![0; 100];
     random.fill_bytes(&mut head);
@@ -338,7 +338,7 @@ fn tensors_of_many_spans_are_counted_whole_and_coded_as_they_are_sent() {
 }
 
 #[test]
-fn ten_thousand_tensors_with_long_names_are_readable_and_drawn() {
+fn diff_draws_ten_thousand_tensors_with_long_names() {
     let dir = tempfile::tempdir().unwrap();
     let name = |at: usize| match at {
         0 => format!("<begin> & {}.end", "long.".repeat(800)),
@@ -390,7 +390,7 @@ fn ten_thousand_tensors_with_long_names_are_readable_and_drawn() {
 }
 
 #[test]
-fn whoever_has_read_enough_gets_no_complaint() {
+fn diff_exits_quietly_when_its_pipe_closes() {
     let dir = tempfile::tempdir().unwrap();
     let names: Vec<String> = (0..3000).map(|at| format!("tensor {at}")).collect();
     let tensors = names

@@ -117,7 +117,7 @@ pub(crate) fn a_declared_safe_point_is_the_only_moment_of_change(subject: &Subje
 
 /// By its worker, in the middle of a wait without end: with what it had given
 /// back, or by leaving.
-pub(crate) fn a_thread_that_waits_ends_at_once_and_leaves_nothing(subject: &Subject) {
+pub(crate) fn waiting_thread_ends_at_once_and_leaves_nothing(subject: &Subject) {
     let (mut script, info) = Script::open(subject, Lead::words(64), 1);
     let count = rounds(500, 10);
     let mut before: Option<[Stock; 2]> = None;
@@ -182,7 +182,7 @@ pub(crate) fn a_thread_knows_of_the_end_of_its_sender(subject: &Subject) {
 
 /// Also where a sender may have a successor: a worker that only waits would else live on
 /// for ever. If one comes all the same, it is followed.
-pub(crate) fn a_thread_is_told_of_an_orderly_end_and_finds_the_next_sender(subject: &Subject) {
+pub(crate) fn background_thread_sees_shutdown_and_finds_the_next(subject: &Subject) {
     let (mut script, lead) = crate::scenarios::restart::open(subject, 2);
     for worker in 0..2 {
         follow(&mut script, worker, SafePoints::Implied);

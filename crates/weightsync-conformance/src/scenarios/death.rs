@@ -67,7 +67,7 @@ pub(crate) fn a_worker_killed_while_it_joins_is_replaced(subject: &Subject) {
 
 /// At any moment of it: its workers are told so or find nobody, in time, and
 /// can join another.
-pub(crate) fn a_trainer_killed_while_it_connects_costs_its_workers_nothing(subject: &Subject) {
+pub(crate) fn trainer_killed_in_connect_leaves_workers_usable(subject: &Subject) {
     let (seed, count) = (seed(), rounds(500, 10));
     println!("{count} deaths, seed {seed}");
     let mut dice = Dice::new(seed);
@@ -354,7 +354,7 @@ pub(crate) fn a_worker_that_cannot_load_is_a_line(subject: &Subject) {
 }
 
 /// It is alive and not dead, so it is late and nothing else.
-pub(crate) fn a_stopped_worker_is_late_and_the_others_are_up_to_date(subject: &Subject) {
+pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject) {
     let lead = Lead {
         slots: (2, 8),
         ..Lead::words(64)
@@ -503,7 +503,7 @@ pub(crate) fn a_sender_killed_at_any_stage_leaves_whole_versions(subject: &Subje
 }
 
 /// Also to those that wait without end, and those that look without waiting.
-pub(crate) fn a_killed_sender_is_told_to_all_at_once(subject: &Subject) {
+pub(crate) fn killed_sender_is_noticed_by_all_at_once(subject: &Subject) {
     let (mut script, _) = Script::open(subject, Lead::words(64), 3);
     let pid = script.pid(TRAINER);
     for worker in 0..2 {

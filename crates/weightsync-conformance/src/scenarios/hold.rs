@@ -86,7 +86,7 @@ pub(crate) fn a_held_worker_that_comes_back_is_still_held(subject: &Subject) {
 }
 
 /// Going back is going on: with a higher number and the same bytes.
-pub(crate) fn an_older_version_comes_back_as_a_new_one_of_the_same_digest(subject: &Subject) {
+pub(crate) fn rollback_is_a_new_version_with_the_old_digest(subject: &Subject) {
     let lead = Lead {
         history: 4,
         slots: (2, 8),

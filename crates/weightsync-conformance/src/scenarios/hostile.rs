@@ -88,7 +88,7 @@ fn damage(base: &[u8], dice: &mut Dice) -> Vec<u8> {
 }
 
 /// The secret in an init info is what lets a worker in.
-pub(crate) fn whoever_lacks_the_secret_does_not_get_in(subject: &Subject) {
+pub(crate) fn worker_without_the_secret_is_refused(subject: &Subject) {
     let mut script = Script::new(subject, 2);
     let info = script.prepare(Lead::words(64));
     script.gather(&info, &[0]);

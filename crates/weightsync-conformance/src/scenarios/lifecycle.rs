@@ -278,7 +278,7 @@ pub(crate) fn a_worker_of_another_model_is_refused_by_name(subject: &Subject) {
 }
 
 /// A worker that nobody waits for can be wrong for itself.
-pub(crate) fn a_late_worker_of_another_model_costs_nobody_anything(subject: &Subject) {
+pub(crate) fn late_worker_of_another_model_delays_no_other(subject: &Subject) {
     let mut script = Script::new(subject, 2);
     let info = script.prepare(Lead::words(64));
     script.gather(&info, &[0]);
@@ -311,7 +311,7 @@ pub(crate) fn a_late_worker_of_another_model_costs_nobody_anything(subject: &Sub
 
 /// Workers hear of an end in order after everything that was sent; a second
 /// shutdown is none.
-pub(crate) fn shutdown_is_told_and_happens_once(subject: &Subject) {
+pub(crate) fn shutdown_is_announced_and_happens_once(subject: &Subject) {
     let (mut script, info) = Script::open(subject, Lead::words(64), 1);
     script.send(What::Word(2), How::wait(Wait::Sent));
     assert_eq!(script.act(Act::Close), Answer::Done);

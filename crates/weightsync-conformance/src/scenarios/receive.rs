@@ -113,7 +113,7 @@ pub(crate) fn every_version_comes_in_order(subject: &Subject) {
 
 /// A queue has its bound. The version that does not fit by the deadline is said
 /// to be lost for that worker, and for nobody else.
-pub(crate) fn a_full_queue_is_a_line_and_costs_the_others_nothing(subject: &Subject) {
+pub(crate) fn full_queue_is_a_report_line_and_delays_no_other(subject: &Subject) {
     let (mut script, _) = Script::open(subject, Lead::words(64), 2);
     let mut word = 1;
     let full = loop {

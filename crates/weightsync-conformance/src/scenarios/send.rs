@@ -111,7 +111,7 @@ pub(crate) fn the_report_is_a_sentence_for_each_worker(subject: &Subject) {
 }
 
 /// Sent, staged and applied are three different moments.
-pub(crate) fn a_send_waits_as_far_as_it_is_told(subject: &Subject) {
+pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
     let (mut script, _) = loading(subject, &[("policy", Shape::Words(64))], 1);
     let sent = script.send(What::Word(2), How::wait(Wait::Sent));
     assert!(sent.lines.is_empty() && !sent.all_applied, "{}", sent.text);
@@ -253,7 +253,7 @@ pub(crate) fn a_source_that_fails_midway_changes_nothing(subject: &Subject) {
 }
 
 /// A partial update names what it carries; the rest stays.
-pub(crate) fn a_part_of_the_tensors_leaves_the_others_as_they_are(subject: &Subject) {
+pub(crate) fn partial_send_leaves_other_tensors_unchanged(subject: &Subject) {
     let (mut script, _) = Script::open(subject, Lead::words(64), 1);
     let partial = How {
         partial: true,
@@ -349,7 +349,7 @@ pub(crate) fn the_trainer_writes_into_the_place_the_workers_read(subject: &Subje
 
 /// Versions that are held cost room. When there is none a send fails by its
 /// deadline and names who holds it, and goes through as soon as it is let go.
-pub(crate) fn a_worker_that_holds_on_stops_nobody_beyond_the_deadline(subject: &Subject) {
+pub(crate) fn worker_that_keeps_pins_delays_until_the_deadline(subject: &Subject) {
     let lead = Lead {
         slots: (2, 2),
         ..Lead::words(64)

@@ -62,7 +62,7 @@ pub(crate) fn a_set_flips_as_one_on_every_worker(subject: &Subject) {
 
 /// Killed anywhere, it leaves each worker with one whole set, and the next sender
 /// goes on.
-pub(crate) fn a_sender_killed_at_any_stage_of_a_set_leaves_one_set(subject: &Subject) {
+pub(crate) fn sender_killed_at_any_stage_leaves_one_whole_set(subject: &Subject) {
     let mut script = Script::new(subject, 2);
     let lead = Lead {
         run_dir: Some(script.run_dir()),
@@ -292,7 +292,7 @@ pub(crate) fn a_load_that_cannot_go_back_does_not_serve(subject: &Subject) {
 }
 
 /// It was half way, and is none the wiser: it gets a whole set.
-pub(crate) fn a_worker_killed_midway_loads_one_set_when_it_is_back(subject: &Subject) {
+pub(crate) fn worker_killed_midway_loads_one_set_on_return(subject: &Subject) {
     let mut script = loading(subject, 2);
     script.doom(1);
     script.tell_worker(

@@ -6,7 +6,7 @@ use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, What};
 use crate::harness::script::Script;
 
 /// Neither the other workers nor the trainer's own weights are touched.
-pub(crate) fn a_send_to_one_worker_changes_neither_the_others_nor_the_source(subject: &Subject) {
+pub(crate) fn send_to_one_worker_changes_only_that_worker(subject: &Subject) {
     let (mut script, _) = Script::open(subject, Lead::words(1 << 10), 2);
     for word in 10..14 {
         let (sent, seen) = script.deliver(What::Other(word), How::to(&[0]), &[0]);
@@ -92,7 +92,7 @@ pub(crate) fn a_send_to_all_ends_what_was_sent_to_some(subject: &Subject) {
 }
 
 /// Its line says so, and it is not lost.
-pub(crate) fn a_worker_that_is_not_there_gets_its_own_when_it_joins(subject: &Subject) {
+pub(crate) fn absent_worker_gets_its_own_weights_on_join(subject: &Subject) {
     let mut script = Script::new(subject, 2);
     let info = script.prepare(Lead::words(64));
     script.gather(&info, &[0]);

@@ -178,7 +178,7 @@ fn columns_are_checked() {
 
 proptest! {
     #[test]
-    fn every_tensor_travels_once_with_its_module_and_within_budget(
+    fn chunks_hold_every_tensor_once_within_budget(
         layout in any_layout(),
         by_module: bool,
         budget in prop::option::of(0u64..400),

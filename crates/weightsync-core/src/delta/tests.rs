@@ -322,7 +322,7 @@ fn every_cut_of_a_fast_delta_is_refused() {
 }
 
 #[test]
-fn a_delta_takes_about_as_many_bytes_as_there_is_to_tell() {
+fn delta_size_is_close_to_its_information() {
     let pattern = Pattern::of(Dtype::BF16);
     let old = weights(pattern, SPAN as usize / 2, 3);
     let new = trained(pattern, &old, Kind::Near, 110, 4);
@@ -402,7 +402,7 @@ fn a_thin_delta_does_not_fit_another_base() {
 }
 
 #[test]
-fn what_a_thin_delta_has_too_much_of_is_refused_within_it_too() {
+fn thin_delta_refuses_excess_inside_its_streams() {
     let pattern = Pattern::of(Dtype::BF16);
     let (old, new) = ([1; 2000], [2; 2000]);
     let mut delta = encoded(pattern, Codec::Thin, &old, &new);

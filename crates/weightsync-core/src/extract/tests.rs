@@ -184,7 +184,7 @@ fn casts_between_other_dtypes_are_refused_by_name() {
 }
 
 #[test]
-fn wrong_lengths_and_shapes_are_refused_with_the_facts() {
+fn extract_refuses_wrong_lengths_and_shapes() {
     let data = [0; 24];
     let refused = |result: Result<TensorRef<'_>, ExtractError>| result.unwrap_err();
     assert_eq!(

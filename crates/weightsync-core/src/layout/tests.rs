@@ -201,7 +201,7 @@ fn every_cut_of_an_encoding_is_refused() {
 }
 
 #[test]
-fn json_is_a_list_of_tensors_and_checked_like_any_input() {
+fn layout_json_is_a_checked_list_of_tensors() {
     let layout = layout(&[tensor("w", Dtype::BF16, &[3, 2])]);
     let json = serde_json::to_string(&layout).unwrap();
     assert_eq!(json, r#"[{"name":"w","dtype":"BF16","shape":[3,2]}]"#);
@@ -258,7 +258,7 @@ fn differences_are_listed_by_name() {
 }
 
 #[test]
-fn another_order_is_told_apart_from_other_names() {
+fn layout_diff_tells_order_from_names() {
     let [a, b, c] = ["a", "b", "c"].map(|name| tensor(name, Dtype::F32, &[1]));
     let expected = layout(&[a.clone(), b.clone(), c.clone()]);
     let mismatch = Layout::compare(&expected, &layout(&[a, c, b])).unwrap_err();
@@ -314,7 +314,7 @@ fn names_of_a_wrapped_module_say_what_to_pass() {
 }
 
 #[test]
-fn a_float_that_was_wanted_is_told_from_other_differences() {
+fn layout_diff_tells_a_float_dtype_from_others() {
     let of = |first, second| layout(&[tensor("a", first, &[1]), tensor("b", second, &[1])]);
     let wanted = |expected: &Layout, got: &Layout| {
         Layout::compare(expected, got).unwrap_err().wanted_float()

@@ -229,7 +229,7 @@ proptest! {
 
     /// The sweep agrees with counting the writers of each byte.
     #[test]
-    fn parts_are_accepted_exactly_if_each_byte_has_one_writer(
+    fn parts_are_accepted_only_with_one_writer_per_byte(
         ranges in prop::collection::vec((0u64..220, 0u64..220), 0..5),
         tidy: bool,
     ) {

@@ -131,7 +131,7 @@ fn one_more_is_made_when_none_comes_back() {
 }
 
 #[test]
-fn what_cannot_be_made_is_told_to_whoever_waits_for_it() {
+fn failed_growth_reaches_every_waiter() {
     let (mut writer, _reader) = pair(SegmentOptions::default());
     send(&mut writer);
     writer.shared.ends.store(true, Ordering::Relaxed);

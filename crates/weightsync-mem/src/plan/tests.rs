@@ -70,7 +70,7 @@ fn versions(set: &ModelSet) -> [u64; 2] {
 }
 
 #[test]
-fn one_record_serves_every_lane_that_goes_to_the_same_set() {
+fn record_serves_every_lane_of_the_same_set() {
     let mut plan = Plan::new([2; 2], 0);
     let keys: Vec<_> = (0..9)
         .map(|worker| join(&mut plan, worker, ALL, Delivery::Newest).0)
@@ -95,7 +95,7 @@ fn one_record_serves_every_lane_that_goes_to_the_same_set() {
 }
 
 #[test]
-fn a_publication_is_for_the_readers_that_want_its_models() {
+fn publication_reaches_readers_of_its_models() {
     let mut plan = Plan::new([2; 2], 0);
     let (first, _) = join(&mut plan, 0, Models(1), Delivery::Newest);
     let (second, _) = join(&mut plan, 1, Models(2), Delivery::Newest);
@@ -124,7 +124,7 @@ fn a_worker_comes_back_to_what_was_last_meant_for_it() {
 }
 
 #[test]
-fn a_held_worker_stays_where_it_is_until_it_is_released() {
+fn held_worker_keeps_its_version_until_released() {
     let mut plan = Plan::new([2; 2], 0);
     let (key, _) = join(&mut plan, 0, ALL, Delivery::Newest);
     send(&mut plan, &[0, 1], &Targets::All);
@@ -154,7 +154,7 @@ fn a_held_worker_stays_where_it_is_until_it_is_released() {
 }
 
 #[test]
-fn a_record_that_a_lane_is_taken_off_is_not_written_by_the_same_steps() {
+fn record_removed_from_a_lane_is_not_written_at_once() {
     // Its reader may have pinned it after the pins were looked for.
     let mut plan = Plan::new([2; 1], 0);
     let workers = [0, 1, 2].map(WorkerId);
@@ -226,7 +226,7 @@ fn a_full_queue_keeps_nobody_else_waiting() {
 }
 
 #[test]
-fn one_that_is_released_gets_the_newest_also_if_its_queue_is_full() {
+fn released_worker_gets_the_newest_with_a_full_queue() {
     let mut plan = Plan::new([2; 1], 0);
     let (key, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
     send(&mut plan, &[0], &Targets::All); // in the queue
@@ -440,7 +440,7 @@ fn a_slot_stays_to_write_the_next_version_into() {
 }
 
 #[test]
-fn the_same_set_asked_for_again_and_again_takes_one_record() {
+fn repeated_pulls_of_one_set_take_one_record() {
     let mut plan = Plan::new([2; 1], 0);
     send(&mut plan, &[0], &Targets::All);
     let asking: Vec<_> = (0..MAX_RECORDS as u32 + 6)

@@ -93,7 +93,7 @@ fn a_file_that_is_not_needed_any_more_is_not_made() {
 }
 
 #[test]
-fn pieces_cover_everything_once_and_a_failure_is_told() {
+fn populate_pieces_cover_all_once_and_report_failure() {
     for len in [0, 1, PIECE - 1, PIECE, PIECE + 1, 9 * PIECE + 5] {
         let done = AtomicUsize::new(0);
         let add = |piece: Range<usize>| {

@@ -424,7 +424,7 @@ fn explore_turned(preemptions: usize, arrangement: impl Fn(bool) + Copy + Send +
 }
 
 #[test]
-fn a_reader_beside_a_sender_sees_whole_versions() {
+fn reader_next_to_a_sender_sees_whole_versions() {
     explore_turned(4, |turned| {
         let world = World::new(2, 2, 1);
         let sending = sending(&world, Way::Live, 3, WHOLE);
@@ -442,7 +442,7 @@ fn a_reader_beside_a_sender_sees_whole_versions() {
 }
 
 #[test]
-fn two_readers_beside_a_sender_see_whole_versions() {
+fn two_readers_next_to_a_sender_see_whole_versions() {
     explore(2, || {
         let world = World::new(2, 2, 2);
         let others: Vec<_> = (0..2)
@@ -456,7 +456,7 @@ fn two_readers_beside_a_sender_see_whole_versions() {
 }
 
 #[test]
-fn a_reader_stopped_at_any_step_blocks_no_more_than_its_pins() {
+fn reader_stopped_at_any_step_blocks_only_its_pins() {
     for steps in 1..=10 {
         for turned in [false, true] {
             explore(4, move || {
@@ -489,7 +489,7 @@ fn may_write_when_dead(world: &World, sender: &mut Sender) {
 }
 
 #[test]
-fn a_sender_stopped_at_any_step_leaves_a_whole_version() {
+fn sender_stopped_at_any_step_leaves_a_whole_version() {
     for steps in 1..=11 {
         for turned in [false, true] {
             explore(4, move || {
@@ -509,7 +509,7 @@ fn a_sender_stopped_at_any_step_leaves_a_whole_version() {
 }
 
 #[test]
-fn a_sender_stopped_between_two_lanes_leaves_each_on_a_whole_version() {
+fn sender_stopped_between_lanes_leaves_whole_versions() {
     explore_turned(4, |turned| {
         let world = World::new(2, 2, 2);
         // Six steps are one version: four writes and two lanes. It stops before
@@ -524,7 +524,7 @@ fn a_sender_stopped_between_two_lanes_leaves_each_on_a_whole_version() {
 }
 
 #[test]
-fn a_held_slot_is_not_written_however_often_the_sender_sends() {
+fn held_slot_is_not_written_by_any_number_of_sends() {
     explore_turned(4, |turned| {
         let world = World::new(3, 2, 1);
         let mut sender = Sender::new(&world, Way::Live);

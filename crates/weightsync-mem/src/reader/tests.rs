@@ -106,7 +106,7 @@ fn a_spoilt_set_record_is_not_believed() {
 }
 
 #[test]
-fn a_spoilt_record_in_a_queue_costs_that_version_alone() {
+fn damaged_record_in_a_queue_loses_only_that_version() {
     let (mut writer, mut reader) = pair(Delivery::Every { bound: 3 });
     (0..3).for_each(|_| drop(publish(&mut writer)));
     let second = reader.book.lane().unwrap().queue.0.get(1).unwrap();
@@ -117,7 +117,7 @@ fn a_spoilt_record_in_a_queue_costs_that_version_alone() {
 }
 
 #[test]
-fn damage_is_a_line_at_once_and_never_counts_as_staged() {
+fn damage_is_a_report_line_and_never_counts_as_staged() {
     for delivery in [Delivery::Newest, Delivery::Every { bound: 2 }] {
         let (mut writer, mut reader) = pair(delivery);
         let waiter = writer.waiter();
@@ -149,7 +149,7 @@ fn damage_is_a_line_at_once_and_never_counts_as_staged() {
 }
 
 #[test]
-fn a_reader_that_stops_with_a_record_pinned_holds_its_slots_until_it_dies() {
+fn stopped_reader_pins_its_slots_until_it_dies() {
     let (mut writer, reader) = pair(Delivery::Newest);
     publish(&mut writer);
     let control = reader.book.control().unwrap();
@@ -201,7 +201,7 @@ fn a_head_that_lies_harms_nobody() {
 }
 
 #[test]
-fn a_reader_that_cannot_go_on_says_so_and_goes_on_saying_so() {
+fn failed_reader_repeats_its_error() {
     let (mut writer, mut reader) = pair(Delivery::Newest);
     let waiter = writer.waiter();
     let (_, socket, _) = writer.shared.watched().remove(0);

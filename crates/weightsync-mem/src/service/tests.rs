@@ -488,7 +488,7 @@ fn send(writer: &mut Writer) -> crate::Publication {
 }
 
 #[test]
-fn a_set_is_handed_out_once_its_slot_has_come_and_not_lost_before() {
+fn set_is_handed_out_after_its_slot_arrives() {
     for delivery in [Delivery::Newest, Delivery::Every { bound: 2 }] {
         let address = format!("weightsync-test/late/{delivery:?}/{}", std::process::id());
         let segment = SegmentOptions::default();
@@ -533,7 +533,7 @@ fn a_set_is_handed_out_once_its_slot_has_come_and_not_lost_before() {
 }
 
 #[test]
-fn a_reader_that_is_turned_away_is_told_why() {
+fn refused_reader_gets_the_reason() {
     let address = format!("weightsync-test/turned-away/{}", std::process::id());
     let segment = SegmentOptions::default();
     let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
@@ -579,7 +579,7 @@ fn one_that_has_left_takes_no_new_slots() {
 }
 
 #[test]
-fn a_death_that_a_successor_finds_is_told_also_if_that_is_denied() {
+fn death_found_by_a_refused_successor_is_reported() {
     let address = format!("weightsync-test/found/{}", std::process::id());
     let listener = Listener::at(&address).unwrap();
     let shared = shared();

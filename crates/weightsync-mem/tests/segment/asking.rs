@@ -117,7 +117,7 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
 }
 
 #[test]
-fn one_that_went_back_to_an_older_version_does_not_count_as_having_the_newer() {
+fn worker_on_an_older_version_does_not_count_as_newer() {
     let address = address();
     let options = SegmentOptions {
         history: 2,
@@ -173,7 +173,7 @@ fn one_that_went_back_to_an_older_version_does_not_count_as_having_the_newer() {
 }
 
 #[test]
-fn an_answer_takes_nothing_from_what_is_meant_for_a_reader_of_the_newest() {
+fn pull_answer_leaves_the_newest_for_receive() {
     let address = address();
     let options = SegmentOptions {
         history: 2,
@@ -358,7 +358,7 @@ fn asking_for_version_0_costs_the_worker_nothing() {
 
 /// It takes nothing until that comes, and that may come only after the send.
 #[test]
-fn a_send_does_not_wait_for_one_that_waits_for_a_later_version() {
+fn send_ignores_a_pull_that_waits_for_a_later_version() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 4));
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();

@@ -54,7 +54,7 @@ fn every_version_comes_in_order() {
 }
 
 #[test]
-fn what_a_queue_gave_is_held_as_long_as_it_is_kept_and_no_longer() {
+fn queued_version_is_pinned_only_while_kept() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut every = joins(&address, 0, Delivery::Every { bound: 1 });
@@ -74,7 +74,7 @@ fn what_a_queue_gave_is_held_as_long_as_it_is_kept_and_no_longer() {
 }
 
 #[test]
-fn a_full_queue_is_a_line_and_costs_the_others_nothing() {
+fn full_queue_is_a_report_line_and_delays_no_other() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut every = joins(&address, 0, Delivery::Every { bound: 2 });
@@ -155,7 +155,7 @@ fn a_worker_that_has_failed_for_good_stops_nobody() {
 }
 
 #[test]
-fn what_waits_for_room_comes_also_if_nobody_waits_for_the_outcome() {
+fn queued_send_completes_without_a_waiter() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 8));
     let mut every = joins(&address, 0, Delivery::Every { bound: 2 });
@@ -262,7 +262,7 @@ fn only_what_a_worker_has_is_said_to_be_applied() {
 }
 
 #[test]
-fn lanes_without_a_record_get_one_once_there_is_one_and_nobody_waits_for_it() {
+fn lanes_without_a_record_get_the_next_free_one() {
     const READERS: u32 = 66;
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));

@@ -101,7 +101,7 @@ fn late_and_refusing_readers_are_lines_too() {
 }
 
 #[test]
-fn a_closed_sender_is_told_after_everything_it_sent() {
+fn sender_close_arrives_after_all_versions() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
@@ -308,7 +308,7 @@ fn fds() -> usize {
 }
 
 #[test]
-fn a_forked_child_is_told_to_open_its_own_end() {
+fn forked_child_must_open_its_own_end() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
@@ -341,7 +341,7 @@ fn a_forked_child_is_told_to_open_its_own_end() {
 }
 
 #[test]
-fn what_was_staged_before_a_fork_is_the_parents_to_write() {
+fn staged_version_stays_with_the_parent_after_fork() {
     let address = address();
     let mut writer = writer(&address, slots(2, 3));
     publish(&mut writer, 1, CopyOptions::default());

@@ -15,7 +15,7 @@ fn limit(soft: u64, hard: Option<u64>) {
 }
 
 #[test]
-fn a_sender_raises_its_own_limit_for_a_thousand_workers() {
+fn sender_raises_its_limit_for_a_thousand_workers() {
     // The workers are all in this process, and take more than the sender.
     const OF_A_WORKER: u64 = 12;
     raise_files();

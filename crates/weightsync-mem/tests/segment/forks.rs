@@ -15,7 +15,7 @@ use crate::{address, attach, check, outcomes, publish, settle, slots, take, with
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 #[test]
-fn a_killed_sender_is_dead_although_its_child_has_its_sockets() {
+fn killed_sender_is_dead_with_sockets_in_a_child() {
     let address = address();
     let sender = Parent::fork(|| {
         let mut writer = writer(&address, slots(2, 2));
@@ -47,7 +47,7 @@ fn a_killed_sender_is_dead_although_its_child_has_its_sockets() {
 }
 
 #[test]
-fn a_sender_that_closes_refuses_whoever_comes_although_a_child_has_its_sockets() {
+fn closing_sender_refuses_joins_with_sockets_in_child() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     publish(&mut writer, 1, CopyOptions::default());
@@ -66,7 +66,7 @@ fn a_sender_that_closes_refuses_whoever_comes_although_a_child_has_its_sockets()
 }
 
 #[test]
-fn who_waits_for_an_answer_of_a_sender_that_closes_is_hung_up_on() {
+fn closing_sender_disconnects_waiting_readers() {
     let address = address();
     // It never takes the connection.
     let listener = Listener::at(&address).unwrap();
@@ -86,7 +86,7 @@ fn who_waits_for_an_answer_of_a_sender_that_closes_is_hung_up_on() {
 }
 
 #[test]
-fn a_killed_worker_is_dead_although_its_child_has_its_socket() {
+fn killed_worker_is_dead_with_its_socket_in_a_child() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     publish(&mut writer, 1, CopyOptions::default());

@@ -75,7 +75,7 @@ fn each_of_many_guests_costs_what_each_of_few_does() {
 }
 
 #[test]
-fn whatever_is_heard_of_a_guest_while_it_is_waited_for_ends_the_wait() {
+fn any_word_of_a_guest_wakes_its_wait() {
     let mut writer = small(&address(), 1, slots(2, 2));
     let guests: Vec<_> = (0..4)
         .map(|worker| join(&writer, worker, Delivery::Newest))
@@ -111,7 +111,7 @@ fn whatever_is_heard_of_a_guest_while_it_is_waited_for_ends_the_wait() {
 
 /// Of those that had a version; one that leaves in order has one line, once.
 #[test]
-fn a_guest_that_went_is_a_line_until_it_is_back_or_forgotten() {
+fn departed_guest_has_a_line_until_back_or_forgotten() {
     let mut writer = small(&address(), 1, slots(2, 2));
     let guests = [0, 1, 2, 3].map(|worker| join(&writer, worker, Delivery::Newest));
     let [left, died, lost, fails] = guests;

@@ -28,7 +28,7 @@ fn pair(model: &ModelSpec) -> (Writer, [Reader; 2]) {
 }
 
 #[test]
-fn what_is_written_stays_here_and_goes_with_the_last_view() {
+fn private_writes_last_until_the_last_view() {
     for model in models() {
         let (mut writer, [mut reader, mut other]) = pair(&model);
         for version in 1..=7 {
@@ -75,7 +75,7 @@ fn a_slot_is_swept_before_it_is_written_again() {
 }
 
 #[test]
-fn a_view_holds_its_version_also_after_both_ends_have_gone() {
+fn view_outlives_both_ends() {
     for model in models() {
         let (mut writer, [mut reader, _]) = pair(&model);
         publish(&mut writer, 1, CopyOptions::default());

@@ -8,7 +8,7 @@ use weightsync_mem::{Error, Event, Listener, Reader, Relay, Seated, SegmentOptio
 use super::{RUN, SECRET, address, attach, model, within};
 
 #[test]
-fn who_has_left_is_not_told_of_again() {
+fn departed_worker_is_reported_once() {
     let (relay, address) = relay();
     let (_, worker) = admitted(&relay, &address);
     // It keeps what it has, so that it is not forgotten when it leaves.
@@ -21,7 +21,7 @@ fn who_has_left_is_not_told_of_again() {
 }
 
 #[test]
-fn who_leaves_and_joins_anew_has_left_first() {
+fn rejoining_worker_leaves_first() {
     let (relay, address) = relay();
     let (first, worker) = admitted(&relay, &address);
     let held = taken(&relay, worker);
@@ -95,7 +95,7 @@ fn taken(relay: &Relay, (who, mut worker): (Seated, Reader)) -> Taken {
 }
 
 #[test]
-fn a_slot_that_is_lent_again_has_its_older_version_until_it_is_written() {
+fn reused_slot_keeps_its_version_until_written() {
     let listener = Listener::at(&address()).unwrap();
     let options = SegmentOptions {
         slots: 2,

@@ -300,7 +300,7 @@ fn old_versions_are_kept_as_far_as_the_history_goes() {
 }
 
 #[test]
-fn a_model_that_is_sent_often_takes_no_history_from_one_that_is_not() {
+fn frequent_model_keeps_the_history_of_a_rare_one() {
     let address = address();
     let options = SegmentOptions {
         history: 2,

@@ -81,7 +81,7 @@ fn a_held_snapshot_does_not_change() {
 }
 
 #[test]
-fn holding_every_slot_is_an_error_that_names_the_holders() {
+fn full_segment_error_names_the_holders() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     let mut reader = Reader::attach(&attach(&address, 7), within(20)).unwrap();
@@ -141,7 +141,7 @@ fn a_segment_grows_instead_where_it_may() {
 }
 
 #[test]
-fn staging_writes_in_place_and_an_abandoned_one_shows_nothing() {
+fn abandoned_staging_is_never_visible() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
@@ -172,7 +172,7 @@ fn staging_writes_in_place_and_an_abandoned_one_shows_nothing() {
 }
 
 #[test]
-fn checksums_cover_every_byte_with_any_number_of_threads() {
+fn checksums_cover_every_byte_with_any_threads() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
@@ -200,7 +200,7 @@ fn checksums_cover_every_byte_with_any_number_of_threads() {
 /// Tensors that cross the ends of blocks, some of them filled by a function, on any
 /// number of threads.
 #[test]
-fn checksums_are_of_blocks_of_the_image_whatever_lies_in_them() {
+fn checksums_cover_image_blocks_with_any_content() {
     let block = CHECKSUM_BLOCK as u64;
     for lens in [
         vec![block - 1, 5, 0, 2 * block + 100, 63, 1, 3 * block],

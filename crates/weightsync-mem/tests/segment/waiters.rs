@@ -113,7 +113,7 @@ fn a_waiter_that_outlives_its_sender_says_so() {
 }
 
 #[test]
-fn a_reader_that_goes_is_a_line_of_everything_it_was_waited_for() {
+fn departing_reader_ends_every_wait_for_it() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut stays = Reader::attach(&attach(&address, 0), within(20)).unwrap();

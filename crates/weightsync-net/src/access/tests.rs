@@ -61,7 +61,7 @@ fn a_token_of_no_use_is_refused_with_how_to_make_one() {
 }
 
 #[test]
-fn a_file_open_to_others_is_refused_with_the_chmod_that_mends_it() {
+fn token_file_open_to_others_is_refused_with_a_chmod() {
     for mode in [0o640, 0o604, 0o620, 0o601, 0o777] {
         let (_dir, path) = written(TEXT.as_bytes(), mode);
         let error = Token::from_file(&path).unwrap_err();
@@ -228,9 +228,9 @@ fn plain_links_are_allowed_by_a_clear_word_only() {
 const IS_A_COPY: &str = "WEIGHTSYNC_TEST_COPY";
 
 #[test]
-fn the_environments_token_is_read_only_where_it_is_wanted() {
+fn token_of_the_environment_is_read_only_when_needed() {
     if std::env::var_os(IS_A_COPY).is_none() {
-        let name = "access::tests::the_environments_token_is_read_only_where_it_is_wanted";
+        let name = "access::tests::token_of_the_environment_is_read_only_when_needed";
         let copy = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name])
             .env(IS_A_COPY, "")

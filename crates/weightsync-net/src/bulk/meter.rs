@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_comes_side_by_side_is_as_fast_as_all_of_it_together() {
+    fn meter_sums_parallel_transfers() {
         let (meter, start) = (Meter::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
         let came = |bytes, millis| Came {

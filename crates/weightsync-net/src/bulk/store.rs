@@ -476,7 +476,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_waited_for_ends_a_wait_at_once_and_so_does_the_end() {
+    fn store_wait_ends_on_arrival_and_on_shutdown() {
         const LONG: Duration = Duration::from_secs(60);
         let since = Instant::now();
         let (looked, look) = mpsc::channel();
@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_refused_is_known_for_as_long_as_anybody_waits_for_it() {
+    fn refusal_is_kept_while_a_waiter_exists() {
         let (store, since) = (Store::of_relay(), Instant::now());
         let [first, second] = [1, 2].map(|version| Item {
             model: 0,
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn of_old_versions_the_oldest_is_served_on_and_what_is_kept_anyway() {
+    fn store_serves_the_oldest_and_the_kept_versions() {
         let items = |model, versions: &[u64]| {
             let items = versions.iter().map(|version| Item {
                 model,

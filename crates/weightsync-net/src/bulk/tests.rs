@@ -128,7 +128,7 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 #[test]
-fn a_parent_that_ends_without_what_it_was_asked_for_is_blamed() {
+fn parent_that_ends_early_is_blamed() {
     let runtime = runtime();
     let some: Vec<u8> = [0, 1, 3, 4, 5].map(chunk).concat();
     for (name, answer) in [("none", end()), ("some", [some, end()].concat())] {
@@ -141,7 +141,7 @@ fn a_parent_that_ends_without_what_it_was_asked_for_is_blamed() {
 }
 
 #[test]
-fn a_chunk_whose_bytes_were_changed_on_their_way_is_not_taken() {
+fn block_changed_in_transit_is_rejected() {
     let runtime = runtime();
     let whole = chunk(2).len();
     let first = whole - CHUNK as usize;
@@ -161,7 +161,7 @@ fn a_chunk_whose_bytes_were_changed_on_their_way_is_not_taken() {
 }
 
 #[test]
-fn what_comes_is_told_before_all_of_it_has_come_and_once() {
+fn arrival_is_announced_once_before_it_completes() {
     let runtime = runtime();
     let all: Vec<u8> = (0..CHUNKS).map(chunk).collect::<Vec<_>>().concat();
     let whole = all.len() as u64;
@@ -189,7 +189,7 @@ fn what_comes_is_told_before_all_of_it_has_come_and_once() {
 }
 
 #[test]
-fn a_relay_does_not_look_for_a_model_that_there_is_not() {
+fn relay_does_not_search_for_an_unknown_model() {
     let runtime = runtime();
     let (tell, served) = mpsc::channel();
     let tell = move |served| {

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_of_one_address_go_at_the_cost_of_each_other() {
+    fn strangers_of_one_address_evict_each_other() {
         let mut strangers = Strangers::new();
         assert_eq!(strangers.come(address(2), 1000), None);
         for number in 0..3 * OF_ONE {
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_of_many_addresses_go_at_the_cost_of_that_which_has_the_most() {
+    fn strangers_are_evicted_from_the_busiest_address() {
         let mut strangers = Strangers::new();
         for number in 0..10 {
             assert_eq!(strangers.come(address(1), number), None);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn who_fails_often_is_not_told_so_for_a_while_and_everybody_else_is() {
+    fn gate_stops_answers_only_to_frequent_failures() {
         let (mut answers, start) = (Answers::default(), Instant::now());
         for _ in 0..ANSWERS {
             assert!(answers.gives(address(1), start));
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn thousands_of_addresses_are_not_remembered_one_by_one() {
+    fn gate_bounds_the_addresses_it_remembers() {
         let (mut answers, start) = (Answers::default(), Instant::now());
         for last in 0..10_000 {
             let _ = answers.gives(address(last), start);

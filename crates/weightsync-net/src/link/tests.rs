@@ -13,7 +13,7 @@ async fn pair() -> (TcpStream, TcpStream) {
 }
 
 #[test]
-fn who_does_not_take_what_it_is_told_loses_its_link() {
+fn peer_that_does_not_read_loses_its_link() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
         let (one, other) = pair().await;
@@ -82,7 +82,7 @@ async fn listen(key: &Key) -> SocketAddr {
 }
 
 #[test]
-fn honest_processes_get_in_at_an_address_where_others_fail() {
+fn honest_process_joins_next_to_failing_strangers() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
         let (key, wrong) = (Key::new(&[1; 16]), Key::new(&[2; 16]));
@@ -98,7 +98,7 @@ fn honest_processes_get_in_at_an_address_where_others_fail() {
 }
 
 #[test]
-fn honest_processes_get_in_at_an_address_where_others_are_silent() {
+fn honest_process_joins_next_to_silent_strangers() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
         let key = Key::new(&[1; 16]);

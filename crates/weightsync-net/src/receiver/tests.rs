@@ -70,7 +70,7 @@ fn worker(info: &InitInfo) -> NetReceiver {
 }
 
 #[test]
-fn an_interrupt_ends_a_wait_also_where_the_segment_changes_meanwhile() {
+fn interrupt_ends_a_wait_while_the_segment_changes() {
     let (_sender, info) = trainer();
     let mut receiver = worker(&info);
     let deadline = || Some(Instant::now() + LONG);
@@ -100,7 +100,7 @@ fn an_interrupt_ends_a_wait_also_where_the_segment_changes_meanwhile() {
 }
 
 #[test]
-fn what_ends_with_its_worker_does_not_end_on_its_own_watch() {
+fn child_of_a_worker_ends_only_with_the_worker() {
     let (_sender, info) = trainer();
     let (stop, running) = relay(&info);
     let receiver = worker(&info);
@@ -242,7 +242,7 @@ fn a_trainer_that_was_stopped_is_found_again() {
 
 /// Whoever comes to the port after it is of another run, which no worker joins.
 #[test]
-fn a_wait_without_an_end_ends_with_a_trainer_at_a_port_of_its_own() {
+fn endless_wait_ends_with_a_trainer_at_its_own_port() {
     let [.., high, low] = std::process::id().to_be_bytes();
     for share in ["all", "none"] {
         for killed in [false, true] {
@@ -275,7 +275,7 @@ fn a_wait_without_an_end_ends_with_a_trainer_at_a_port_of_its_own() {
 }
 
 #[test]
-fn joining_a_sender_that_says_much_slowly_ends_by_its_deadline_and_by_an_interrupt() {
+fn join_of_a_slow_sender_ends_by_deadline_and_signal() {
     let (sender, info) = trainer();
     let at = info.endpoint().clone();
     sender.shutdown();
@@ -319,7 +319,7 @@ fn searching(dir: &Path) -> (InitInfo, SnapshotsInBackground) {
 }
 
 #[test]
-fn a_background_receiver_that_joins_a_successor_ends_at_once() {
+fn background_receiver_joining_a_successor_ends() {
     let dir = tempfile::tempdir().unwrap();
     let (info, background) = searching(dir.path());
     let at = info.endpoint();
@@ -331,7 +331,7 @@ fn a_background_receiver_that_joins_a_successor_ends_at_once() {
 }
 
 #[test]
-fn what_hinders_one_look_for_another_way_does_not_end_the_search() {
+fn failed_attempt_does_not_end_the_route_search() {
     let (sender, info) = trainer();
     let receiver = worker(&info);
     sender.shutdown();
@@ -375,7 +375,7 @@ fn a_sender_that_answers_nobody_is_dead_after_a_while() {
 
 /// It has its room to make before it answers, here and over a link.
 #[test]
-fn a_worker_waits_for_a_trainer_of_its_host_and_does_not_dial_meanwhile() {
+fn worker_waits_for_a_local_trainer_without_dialling() {
     let (_other, info) = trainer();
     let secret = [6; 16];
     let (_runtime, root, heard) = drones("127.0.0.1:0", &secret, long_welcome());
@@ -393,7 +393,7 @@ fn a_worker_waits_for_a_trainer_of_its_host_and_does_not_dial_meanwhile() {
 
 /// Whatever is at another of its names: a process that a dead one has forked, say.
 #[test]
-fn a_worker_finds_its_trainer_at_whichever_name_it_has() {
+fn worker_finds_its_trainer_by_each_name() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
@@ -409,7 +409,7 @@ fn a_worker_finds_its_trainer_at_whichever_name_it_has() {
 }
 
 #[test]
-fn a_worker_whose_number_is_taken_for_long_is_told_so() {
+fn worker_whose_number_stays_taken_gets_an_error() {
     let (_sender, info) = trainer();
     let first = worker(&info);
     let scheme = Distributed::new().share(Share::Relay);
@@ -435,7 +435,7 @@ fn a_worker_whose_number_is_taken_for_long_is_told_so() {
 }
 
 #[test]
-fn who_is_in_its_senders_place_for_a_while_does_not_end_a_background_receiver() {
+fn impostor_at_the_address_does_not_end_a_background() {
     let dir = tempfile::tempdir().unwrap();
     let (info, background) = searching(dir.path());
     let at = info.endpoint();
@@ -479,7 +479,7 @@ fn a_call_says_why_there_is_no_other_way() {
 }
 
 #[test]
-fn a_worker_whose_new_relay_goes_at_once_looks_for_the_next_one() {
+fn worker_whose_new_relay_dies_finds_the_next() {
     let (_sender, info) = trainer();
     let receiver = worker(&info);
     // As where it went to a relay, which has gone before it was done with that.
@@ -493,7 +493,7 @@ fn a_worker_whose_new_relay_goes_at_once_looks_for_the_next_one() {
 /// One comes by the memory of the trainer's host, the other by a link: whoever is first
 /// has the number, and the other is told so at once.
 #[test]
-fn one_of_two_that_come_with_one_number_has_it() {
+fn one_of_two_workers_gets_a_contested_number() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let setup = setup.scheme(Distributed::new()).unwrap();
     let near = setup.init_info();

@@ -113,7 +113,7 @@ fn a_host_has_one_relay() {
 }
 
 #[test]
-fn who_asks_how_things_are_is_told_why_there_is_no_answer() {
+fn status_request_gets_the_reason_for_no_answer() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let another = [9; 16];
@@ -338,7 +338,7 @@ fn joining(root: &str) -> AgentOptions {
 }
 
 #[test]
-fn a_joining_ends_at_its_deadline_and_when_it_is_given_up() {
+fn join_ends_at_its_deadline_and_when_cancelled() {
     let (_runtime, root, heard) = drones("127.0.0.1:0", &[5; 16], long_welcome());
     let came_and_left = || {
         for expected in [Heard::Came, Heard::Left] {
@@ -372,7 +372,7 @@ fn a_relay_that_joins_stops_at_once() {
 }
 
 #[test]
-fn a_relay_that_was_in_outlasts_another_program_in_its_senders_place() {
+fn joined_relay_outlasts_an_impostor_at_the_address() {
     let (sender, info) = trainer();
     let at = info.endpoint();
     let relay = Relay::of(&info);
@@ -400,7 +400,7 @@ fn a_relay_that_was_in_outlasts_another_program_in_its_senders_place() {
 
 /// A sender that says what cannot be may have one after it that does not.
 #[test]
-fn a_relay_looks_for_its_sender_whatever_hinders_it() {
+fn relay_searches_for_its_sender_after_any_failure() {
     let token = crate::Token::new("sixteen bytes or more").unwrap();
     let (_runtime, root, heard) = drones("127.0.0.1:0", &token.secret(), Vec::new());
     let relay = Relay::with_token(root, &token);

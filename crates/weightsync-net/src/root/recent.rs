@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_begins_with_the_newest_set_that_its_agent_has() {
+    fn worker_starts_with_the_newest_set_of_its_agent() {
         let mut recent = Recent::default();
         recent.note(1, set(&[(0, 1)]));
         for version in 2..=6 {

@@ -39,7 +39,7 @@ fn every_setting_comes_back_from_its_text() {
 }
 
 #[test]
-fn where_it_listens_and_is_reached_is_a_host_and_a_port() {
+fn listen_and_reach_addresses_are_host_and_port() {
     for key in ["listen", "advertise"] {
         for wrong in [
             "127.0.0.1",
@@ -97,7 +97,7 @@ fn a_port_file_that_is_none_is_an_error() {
 }
 
 #[test]
-fn a_second_trainer_finds_the_first_also_behind_an_address_of_another_port() {
+fn second_trainer_finds_the_first_at_another_port() {
     let dir = tempfile::tempdir().unwrap();
     let mut weights = Tensors::new();
     weights.insert("bias", [1], vec![0.5_f32]).unwrap();

@@ -41,7 +41,7 @@ fn schedules_that_failed_once_do_not_again() {
 }
 
 #[test]
-fn every_schedule_ends_with_every_worker_at_the_newest() {
+fn every_schedule_ends_with_all_workers_at_the_newest() {
     let (first, schedules) = (seed(), schedules());
     println!("{schedules} schedules from WEIGHTSYNC_SOAK_SEED={first}");
     let next = AtomicU64::new(0);
@@ -108,7 +108,7 @@ fn run(mut world: World) -> World {
 }
 
 #[test]
-fn what_the_sender_serves_does_not_grow_with_the_number_of_machines() {
+fn sender_load_does_not_grow_with_hosts() {
     for arity in 1..=3 {
         for machines in [1, 2, 3, 8, 12] {
             let world = calm(
@@ -151,7 +151,7 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
 
 /// Its rate is not known to be low before somebody behind it has been before it.
 #[test]
-fn a_slow_machine_that_came_first_holds_the_others_up_once() {
+fn slow_first_host_delays_the_others_once() {
     let options = Options::calm(1, &[2_500_000, FAST, FAST]);
     let mut world = World::new(options, vec![20 * CHUNK], Dice::new(1));
     for _ in 0..3 {
@@ -177,7 +177,7 @@ fn a_slow_machine_that_came_first_holds_the_others_up_once() {
 /// A machine of 20 Mbit/s, to which a version takes 36 seconds, gets one every two. Its
 /// workers give up after 30 seconds, and try again.
 #[test]
-fn a_slow_machine_has_a_version_in_the_time_of_one_transfer() {
+fn slow_host_has_a_version_in_one_transfer_time() {
     const RATE: u64 = 2_500_000;
     const BYTES: u64 = 87 * CHUNK;
     let transfer = BYTES * SECOND / RATE;
@@ -247,7 +247,7 @@ fn two_apart(until: u64, seconds: u64) -> World {
 }
 
 #[test]
-fn who_could_not_fetch_from_another_tries_it_again_and_more_and_more_rarely() {
+fn host_retries_an_unreachable_parent_with_backoff() {
     let world = two_apart(20, 60);
     let parents = |world: &World| {
         let parents = world.sender.topology.parents();
@@ -262,7 +262,7 @@ fn who_could_not_fetch_from_another_tries_it_again_and_more_and_more_rarely() {
 
 /// Whether or not it is known by then that its machine has gone.
 #[test]
-fn a_worker_that_is_started_elsewhere_is_let_in_whenever_it_comes() {
+fn worker_restarted_elsewhere_joins_at_any_time() {
     for after in (0..1200).step_by(25) {
         let mut world = World::new(Options::calm(1, &[FAST; 3]), vec![CHUNK], Dice::new(after));
         for _ in 0..3 {

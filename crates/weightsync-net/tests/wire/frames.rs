@@ -11,7 +11,7 @@ const BULK: &[Kind] = &[Kind::Bulk, Kind::Chunk];
 
 proptest! {
     #[test]
-    fn any_frames_come_back_whatever_the_pieces(
+    fn frames_round_trip_in_pieces_of_any_size(
         payloads in vec(vec(any::<u8>(), 1..300), 1..10),
         piece in 1_usize..400,
     ) {

@@ -113,7 +113,7 @@ fn what_comes_behind_the_handshake_is_left_alone() {
 }
 
 #[test]
-fn a_wrong_secret_gets_no_proof_and_is_told() {
+fn wrong_secret_gets_no_proof_and_an_error() {
     let other = Key::new(b"another secret!!");
     let client = Client::new(other, Role::Bulk, Protocols::OURS, [1; 32]);
     let mut talk = Talk::new(client, samples::server());
@@ -192,7 +192,7 @@ fn a_busy_server_says_so_and_is_tried_again() {
 }
 
 #[test]
-fn a_server_that_takes_no_more_agents_has_room_for_those_that_it_has() {
+fn full_server_keeps_its_known_agents() {
     for role in [Role::Control, Role::Bulk, Role::Status, Role::Scrub] {
         let client = Client::new(samples::key(), role, Protocols::OURS, [1; 32]);
         let server = Server::new(samples::key(), Protocols::OURS, true, [2; 32]);
@@ -262,7 +262,7 @@ fn a_protocol_that_was_not_offered_is_refused() {
 }
 
 #[test]
-fn a_stranger_is_told_apart_by_its_first_words() {
+fn stranger_is_recognised_by_its_first_bytes() {
     let refused = |first: &[u8]| {
         let mut server = samples::server();
         match server.feed(&mut &*first).next {

@@ -18,7 +18,7 @@ fn golden_frames() -> impl Iterator<Item = (String, Vec<u8>)> {
 }
 
 #[test]
-fn every_cut_and_every_flipped_bit_of_a_frame_is_noticed() {
+fn frame_rejects_every_cut_and_flipped_bit() {
     for (name, mut bytes) in golden_frames() {
         if name == "frame/chunk" {
             bytes.truncate(HEADER_BYTES + CHUNK_HEAD_BYTES);
@@ -67,7 +67,7 @@ fn bears_damage<M: Message + PartialEq + Debug>(samples: &[(&'static str, M)]) {
 }
 
 #[test]
-fn payloads_bear_damage_that_the_checksum_does_not_show() {
+fn payload_decoder_survives_damage_past_the_checksum() {
     bears_damage(&samples::to_root());
     bears_damage(&samples::from_root());
     bears_damage(&samples::to_parent());
@@ -109,7 +109,7 @@ proptest! {
 
 /// Lengths of the most that a varint can say, in front of nothing.
 #[test]
-fn huge_lengths_are_refused_before_anything_is_allocated() {
+fn huge_lengths_are_refused_before_allocation() {
     const HUGE: [u8; 9] = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
     let huge = |before: &[u8]| [&[FORMAT], before, &HUGE].concat();
     let host = [0; 16];
@@ -154,7 +154,7 @@ fn huge_lengths_are_refused_before_anything_is_allocated() {
 
 /// The most that a frame's worth of bytes makes of itself.
 #[test]
-fn a_full_frame_of_the_smallest_elements_takes_a_bounded_multiple() {
+fn decoded_frame_size_is_bounded() {
     // Format, `Tell`, sequence, an empty set, then as many workers as a frame has bytes.
     let mut payload = vec![FORMAT, 6, 1, 0, 0xf0, 0xff, 0x3f];
     payload.resize(MAX_FRAME, 0);

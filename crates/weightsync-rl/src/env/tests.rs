@@ -95,7 +95,7 @@ fn whole_short_episodes_agree_without_correction() {
 }
 
 #[test]
-fn episodes_start_inside_the_documented_range_and_repeat_with_the_seed() {
+fn episodes_start_in_range_and_repeat_with_the_seed() {
     let starts = |seed| {
         let mut rng = EnvRng::seed_from_u64(seed);
         let mut env = CartPole::new(&mut rng);
@@ -118,7 +118,7 @@ fn episodes_start_inside_the_documented_range_and_repeat_with_the_seed() {
 }
 
 #[test]
-fn one_environment_of_a_batch_does_not_disturb_another() {
+fn environments_of_a_batch_are_independent() {
     let mut batch = BatchedEnv::<CartPole>::new(2, 3);
     let mut alone = BatchedEnv::<CartPole>::new(2, 3);
     for _ in 0..200 {

@@ -48,7 +48,7 @@ fn advantages_of_a_worked_example() {
 }
 
 #[test]
-fn training_repeats_with_the_seed_and_raises_the_return() {
+fn training_repeats_with_the_seed_and_improves() {
     let train = |seed| {
         let model = ActorCritic::new(4, &[64, 64], 2, seed).unwrap();
         let mut ppo = Ppo::new(model, PpoConfig::default(), seed).unwrap();

@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_of_one_address_go_at_the_cost_of_each_other() {
+    fn strangers_of_one_address_evict_each_other() {
         let limits = Limits {
             strangers: 6,
             of_one: 4,

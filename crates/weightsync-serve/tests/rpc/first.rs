@@ -56,7 +56,7 @@ fn the_first_weights_come_with_the_first_send() {
 }
 
 #[test]
-fn a_workers_own_model_stays_as_it_is_until_the_first_send() {
+fn worker_model_is_unchanged_until_the_first_send() {
     let initial = weights(8, 1.0);
     let mut sender = sender(&initial, Rpc::default());
     let mut own = weights(8, 7.0);
@@ -77,7 +77,7 @@ fn a_workers_own_model_stays_as_it_is_until_the_first_send() {
 }
 
 #[test]
-fn what_is_wrong_is_said_at_connect_also_where_nothing_is_sent() {
+fn connect_reports_a_mismatch_before_any_send() {
     let initial = weights(8, 1.0);
     let expect = Expect::Count(0);
     let error = setup(&initial, Rpc::default())
@@ -93,7 +93,7 @@ fn what_is_wrong_is_said_at_connect_also_where_nothing_is_sent() {
 }
 
 #[test]
-fn a_worker_that_does_not_look_is_late_and_costs_nobody_anything() {
+fn silent_worker_is_late_and_delays_no_other() {
     let initial = weights(64, 1.0);
     let mut sender = sender(&initial, at_connect());
     let busy = worker(sender.init_info(), 0).expect("it joins");
@@ -118,7 +118,7 @@ fn a_worker_that_does_not_look_is_late_and_costs_nobody_anything() {
 }
 
 #[test]
-fn a_set_of_models_comes_as_one_and_only_what_changed_travels() {
+fn set_arrives_as_one_and_only_changes_travel() {
     let (actor, critic) = (weights(64, 1.0), weights(32, 1.0));
     let setup = weightsync::SenderSetup::new("actor", &actor).expect("a model");
     let setup = setup.and("critic", &critic).expect("another");

@@ -244,7 +244,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
 
 /// Those of a crowd that are slow would cost each send as long as it waits for one.
 #[test]
-fn a_send_that_is_to_be_sent_alone_does_not_wait_until_it_is_fetched() {
+fn send_with_level_sent_does_not_wait_for_the_fetch() {
     let initial = weights(8, 1.0);
     let mut sender = sender(&initial, weightsync_serve::Rpc::default());
     let (address, secret) = parts(&sender.init_info());
@@ -282,7 +282,7 @@ fn a_send_that_is_to_be_sent_alone_does_not_wait_until_it_is_fetched() {
 }
 
 #[test]
-fn every_route_is_closed_to_whoever_lacks_the_bearer() {
+fn every_route_requires_the_token() {
     let initial = weights(8, 1.0);
     let setup = setup(&initial, super::at_connect());
     let info = setup.init_info();

@@ -135,7 +135,7 @@ fn no_send_waits_for_its_digest() {
 }
 
 #[test]
-fn who_is_sent_a_version_is_named_where_it_takes_the_room() {
+fn room_error_names_the_worker_that_holds_a_version() {
     // More than the queues between two sockets take.
     const FLOATS: usize = 4 << 20;
     let initial = weights(FLOATS, 1.0);

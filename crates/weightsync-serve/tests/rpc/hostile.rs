@@ -47,7 +47,7 @@ fn hangs_up(stream: &mut TcpStream, most: usize) -> bool {
 }
 
 #[test]
-fn random_bytes_are_hung_up_on() {
+fn random_bytes_are_disconnected() {
     let (mut sender, mut receiver, address, _) = pair();
     let seed: u64 = std::env::var("WEIGHTSYNC_SOAK_SEED")
         .ok()
@@ -190,7 +190,7 @@ fn connections_that_say_nothing_are_in_nobodys_way() {
 }
 
 #[test]
-fn as_many_known_connections_are_served_as_there_are_descriptors() {
+fn known_connections_are_bounded_by_descriptors() {
     let most = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: most.maximum,
@@ -211,7 +211,7 @@ fn as_many_known_connections_are_served_as_there_are_descriptors() {
 }
 
 #[test]
-fn a_worker_that_promises_and_does_not_keep_is_late_or_gone_and_no_more() {
+fn worker_that_breaks_its_promise_is_late_or_dead() {
     let (mut sender, mut receiver, address, secret) = pair();
     let right = bearer(&secret, "sender");
     // It answers its lifeline with nonsense without end.

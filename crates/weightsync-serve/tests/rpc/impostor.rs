@@ -132,7 +132,7 @@ impl Drop for Impostor {
 }
 
 #[test]
-fn who_cannot_prove_that_it_has_the_secret_is_no_sender() {
+fn sender_without_the_secret_is_not_followed() {
     let info = setup(&weights(8, 1.0), at_connect()).init_info();
     let (_, secret) = parts(&info);
     // One of another nonce, which it may have heard.
@@ -172,7 +172,7 @@ fn behind(proxy: &Proxy) -> (Sender, Receiver) {
 }
 
 #[test]
-fn who_takes_a_senders_address_is_not_followed_by_its_workers() {
+fn impostor_at_a_sender_address_is_not_followed() {
     let proxy = Proxy::new();
     let (sender, mut receiver) = behind(&proxy);
     let impostor = Impostor::new(&sender.init_info(), Says::Welcome { proof: None });
@@ -186,7 +186,7 @@ fn who_takes_a_senders_address_is_not_followed_by_its_workers() {
 }
 
 #[test]
-fn what_an_impostor_answers_before_it_has_proved_anything_is_not_taken() {
+fn impostor_answers_are_ignored_before_its_proof() {
     let proxy = Proxy::new();
     let (sender, mut receiver) = behind(&proxy);
     let impostor = Impostor::new(&sender.init_info(), Says::Nothing);

@@ -62,7 +62,7 @@ fn what_is_damaged_or_broken_off_comes_again() {
 }
 
 #[test]
-fn what_is_always_damaged_is_refused_in_words_and_nothing_of_it_is_seen() {
+fn persistent_damage_is_refused_and_never_visible() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     // As often as a chunk is asked for.
@@ -87,7 +87,7 @@ fn what_is_always_damaged_is_refused_in_words_and_nothing_of_it_is_seen() {
 }
 
 #[test]
-fn a_way_that_fails_is_no_refusal_and_the_worker_is_called_again() {
+fn failed_connection_is_retried_not_refused() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     // As often as a worker asks for the same bytes, and each time before any has come.
@@ -102,7 +102,7 @@ fn a_way_that_fails_is_no_refusal_and_the_worker_is_called_again() {
 const IMAGE: &str = "GET /v1/models/0/versions/";
 
 #[test]
-fn an_answer_from_on_the_way_is_no_word_of_the_senders() {
+fn answer_of_a_proxy_is_not_the_senders() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     // As often as a worker asks for the same bytes, and more.
@@ -124,7 +124,7 @@ fn an_answer_from_on_the_way_is_no_word_of_the_senders() {
 }
 
 #[test]
-fn a_part_that_comes_as_the_whole_is_taken_from_its_beginning() {
+fn whole_answer_to_a_range_request_is_used() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     proxy.harm(&[Harm::Cut(3_000_000)]);
@@ -135,7 +135,7 @@ fn a_part_that_comes_as_the_whole_is_taken_from_its_beginning() {
 }
 
 #[test]
-fn answers_that_bring_nothing_are_not_asked_for_without_a_pause() {
+fn empty_answers_are_retried_with_a_pause() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     let empty = Answer::Says("200 OK\r\nContent-Length: 0");
@@ -149,7 +149,7 @@ fn answers_that_bring_nothing_are_not_asked_for_without_a_pause() {
 }
 
 #[test]
-fn what_a_worker_asks_for_and_cannot_have_is_an_error_at_once() {
+fn impossible_pull_fails_at_once() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     assert!(sends(&mut sender, 2.0));
@@ -169,7 +169,7 @@ fn what_a_worker_asks_for_and_cannot_have_is_an_error_at_once() {
 }
 
 #[test]
-fn a_digest_made_after_the_send_is_found_by_who_comes_later() {
+fn late_digest_reaches_workers_that_join_later() {
     let initial = weights(FLOATS, 1.0);
     let setup = setup(&initial, at_connect()).digest(DigestPolicy::Background);
     let mut sender = setup
@@ -228,7 +228,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
 }
 
 #[test]
-fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
+fn dropped_registration_does_not_mean_a_dead_sender() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     const REGISTER: &str = "POST /v1/workers ";
@@ -263,7 +263,7 @@ fn a_registration_that_is_hung_up_on_says_nothing_of_the_senders_life() {
 }
 
 #[test]
-fn a_worker_whose_number_was_taken_meanwhile_is_told_so() {
+fn worker_whose_number_was_taken_gets_an_error() {
     let proxy = Proxy::new();
     let (_sender, mut receiver) = behind(&proxy);
     // What the sender says where another worker has the number and lives.
@@ -385,7 +385,7 @@ fn fate<T>(sender: &mut Sender, worker: u32, happens: impl FnOnce(Mute) -> T) ->
 }
 
 #[test]
-fn who_hangs_up_is_dead_and_who_cannot_be_reached_is_lost() {
+fn closed_link_is_dead_and_silent_link_is_lost() {
     let mut sender = super::sender(&weights(8, 1.0), Rpc::default());
     assert_eq!(fate(&mut sender, 1, drop), Outcome::Died);
     let nobody_listens = |mute: Mute| (mute.life, mute.registered);
@@ -404,7 +404,7 @@ fn who_hangs_up_is_dead_and_who_cannot_be_reached_is_lost() {
 }
 
 #[test]
-fn a_sender_that_shuts_down_is_told_after_what_it_sent() {
+fn shutdown_arrives_after_all_versions() {
     let initial = weights(FLOATS, 1.0);
     for _ in 0..10 {
         let setup = setup(&initial, at_connect());

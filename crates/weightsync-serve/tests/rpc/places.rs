@@ -82,7 +82,7 @@ fn off_loopback_takes_a_token_and_the_permission() {
 }
 
 #[test]
-fn at_every_address_workers_are_told_the_one_towards_others() {
+fn worker_at_any_address_gets_the_public_one() {
     let models = [ModelId::new("policy").expect("a name")];
     let access = Access {
         token: Some(Token::new("a token of at least 16 bytes").expect("it is long enough")),
@@ -104,7 +104,7 @@ fn at_every_address_workers_are_told_the_one_towards_others() {
 }
 
 #[test]
-fn a_secret_that_is_not_the_senders_is_told_at_once() {
+fn wrong_secret_fails_at_once() {
     let (initial, expect) = (weights(8, 1.0), Expect::Count(0));
     let sender = setup(&initial, at_connect());
     let sender = sender.connect(&initial, expect, SOON).expect("a sender");

@@ -19,7 +19,7 @@ fn check(path: Path, dst_offset: usize, src_offset: usize, len: usize) {
 }
 
 #[test]
-fn every_path_copies_every_short_length_at_every_alignment() {
+fn every_path_copies_short_lengths_at_any_alignment() {
     for path in Path::available() {
         for len in 0..300 {
             for dst_offset in [0, 1, 16, 33, 63] {
@@ -76,13 +76,13 @@ fn slices_of_different_lengths_are_refused() {
 }
 
 #[test]
-fn the_whole_transfer_decides_how_its_parts_are_stored() {
+fn transfer_size_decides_how_parts_are_stored() {
     assert!(!Copier::new(STREAM_THRESHOLD - 1).streams);
     assert!(Copier::new(STREAM_THRESHOLD).streams);
 }
 
 #[test]
-fn another_thread_sees_everything_a_release_store_publishes() {
+fn release_store_publishes_the_whole_copy() {
     use std::sync::atomic::{AtomicPtr, Ordering};
     let len = 2 << 20;
     for round in 0..4 {

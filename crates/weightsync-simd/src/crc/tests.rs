@@ -78,7 +78,7 @@ fn every_path_copies_and_checksums_every_short_length() {
 }
 
 #[test]
-fn every_path_copies_and_checksums_around_group_and_block_edges() {
+fn every_path_checksums_around_group_and_block_edges() {
     for path in Path::available() {
         for streams in [false, true] {
             for edge in [512, 2048, 2560, 4096, BLOCK, 3 * BLOCK] {
@@ -116,7 +116,7 @@ fn parts_combine_into_the_whole() {
 }
 
 #[test]
-fn slices_are_checksummed_below_and_above_the_threshold() {
+fn slices_are_checksummed_around_the_threshold() {
     for len in [
         0,
         16 << 10,
@@ -131,7 +131,7 @@ fn slices_are_checksummed_below_and_above_the_threshold() {
 }
 
 #[test]
-fn parts_of_one_transfer_are_copied_and_checksummed_each() {
+fn transfer_parts_are_copied_and_checksummed_each() {
     for total in [10_000, crate::STREAM_THRESHOLD + 999] {
         let source = noise(total, 7);
         let mut copy = vec![0; total];

@@ -73,7 +73,7 @@ fn all_paths<W: Word>(elements: usize, offset: usize, seed: u64, density: u64) {
 
 proptest! {
     #[test]
-    fn every_path_finds_the_same_changes_and_makes_the_new_from_the_old(
+    fn every_path_finds_and_applies_the_same_changes(
         elements in 0_usize..700,
         offset in 0_usize..64,
         seed in 0_u64..1 << 32,

@@ -147,7 +147,7 @@ fn every_flipped_bit_changes_about_half_of_the_output() {
 
 /// The index is hashed as well as the bytes: moving a line by any power of two moves half the bits.
 #[test]
-fn every_changed_bit_of_the_index_changes_about_half_of_the_output() {
+fn index_bit_changes_half_of_the_digest() {
     let mut total = 0;
     for base in [[0; 64], [0x3f; 64]] {
         for index in [0, 1, 1000, (1 << 44) - 1] {
@@ -197,7 +197,7 @@ fn moved_content_is_another_image() {
 /// What a tweak that enters only once would allow: two blocks change places, each changed by the
 /// difference of their tweaks.
 #[test]
-fn blocks_moved_by_the_difference_of_their_tweaks_do_not_cancel() {
+fn digest_changes_when_blocks_swap_tweaks() {
     let blocks: Vec<u128> = noise(1024, 7)
         .as_chunks::<16>()
         .0

@@ -221,7 +221,7 @@ impl Tensors {
 }
 
 #[test]
-fn a_tied_tensor_is_lent_once_for_as_long_as_it_is_tied() {
+fn tied_tensor_is_lent_once_while_tied() {
     let mut own = Tensors::new();
     for name in ["embed", "mid", "head"] {
         own.insert(name, [1], [1.0_f32]).unwrap();

@@ -277,7 +277,7 @@ mod tests {
     /// Every order in which three threads can come, ask and leave: nobody is
     /// with the models while one changes them, and nobody waits for itself.
     #[test]
-    fn whoever_changes_the_models_is_alone_with_them() {
+    fn writer_of_the_models_is_alone() {
         let threads: Vec<_> = (0..3)
             .map(|_| {
                 std::thread::spawn(|| std::thread::current().id())

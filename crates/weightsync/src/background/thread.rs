@@ -343,7 +343,7 @@ mod tests {
     /// A forked child has a copy of the desk, whose lock may be held for ever,
     /// and no thread.
     #[test]
-    fn in_a_forked_child_calls_are_errors_and_dropping_does_nothing() {
+    fn forked_child_gets_errors_and_drops_nothing() {
         let (end, ended) = mpsc::channel::<()>();
         let run = Run {
             epoch: Epoch(1),

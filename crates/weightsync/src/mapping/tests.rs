@@ -313,7 +313,7 @@ fn ties_and_labels_go_through_a_mapping() {
 }
 
 #[test]
-fn a_source_that_changes_is_planned_anew() {
+fn changed_source_is_planned_again() {
     let mapping = Mapping::new().fuse(["a", "b"], "ab", 0).unwrap();
     let mut model = Tensors::new();
     let mut mapped = mapping.load(&mut model);

@@ -65,7 +65,7 @@ fn its_encoding_is_this() {
 }
 
 #[test]
-fn floats_keep_every_bit_on_the_wire_and_have_no_silent_form_in_json() {
+fn floats_keep_every_bit_on_the_wire_and_in_json() {
     for bits in [
         f64::NAN.to_bits() | 7,
         f64::NEG_INFINITY.to_bits(),

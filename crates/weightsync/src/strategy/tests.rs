@@ -222,7 +222,7 @@ fn a_model_with_other_tensors_is_refused_by_name() {
 }
 
 #[test]
-fn extra_state_keeps_the_layout_until_it_outgrows_its_room() {
+fn extra_state_keeps_the_layout_while_it_fits() {
     let mut weights = model();
     let layout = WeightExtractor::layout(&weights).unwrap();
     weights
@@ -259,7 +259,7 @@ fn extra_state_keeps_the_layout_until_it_outgrows_its_room() {
 }
 
 #[test]
-fn tied_tensors_load_into_models_with_any_of_their_names() {
+fn tied_tensors_load_under_any_of_their_names() {
     let data = [1.5_f32, 2.5].map(f32::to_le_bytes).concat();
     let tensor = TensorRef::new(Dtype::F32, &[2], &data).unwrap();
     let mut tied = StateDict::new();

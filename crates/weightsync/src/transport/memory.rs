@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_applied_is_told_by_model_also_while_some_are_missing() {
+    fn applied_versions_are_reported_per_model() {
         let models = ["actor", "critic"].map(|id| ModelSpec {
             id: ModelId::new(id).unwrap(),
             layout: Layout::new([(id.to_owned(), Dtype::U8, vec![9])]).unwrap(),

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_frame_is_refused_before_anything_is_allocated() {
+    fn long_frame_is_refused_before_allocation() {
         let mut assembler = FrameAssembler::new(10);
         assembler
             .missing()

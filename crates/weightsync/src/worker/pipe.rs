@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_end_is_told_after_what_it_sent() {
+    fn pipe_close_arrives_after_all_frames() {
         let (ours, theirs) = pair().expect("a socket pair");
         write(&ours, &header(Kind::User, 1), &[5], 0).expect("the other end is open");
         drop(ours);

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_forked_copy_is_told_whose_end_it_holds() {
+    fn forked_copy_gets_an_error_naming_the_owner() {
         assert!(Owner::this_process().check().is_ok());
         // Process 0 is nobody's, so this end is another process's.
         match Owner(Origin::NOWHERE).check() {

@@ -142,7 +142,7 @@ fn send_both(sender: &mut Sender, actor: f32, critic: f32) -> Outcome {
 
 /// A background receiver that is told a number serves it.
 #[test]
-fn a_model_is_loaded_whatever_was_loaded_before() {
+fn model_loads_over_any_earlier_version() {
     let begin = |scheme: &str, receive: fn(&mut Receiver)| {
         let scheme: AnyScheme = scheme.parse().unwrap();
         let setup = setup().scheme(scheme).unwrap();
@@ -178,7 +178,7 @@ fn a_model_is_loaded_whatever_was_loaded_before() {
 
 /// Where nothing is there to be loaded the model does not serve.
 #[test]
-fn a_model_that_nothing_was_loaded_into_does_not_serve() {
+fn unloaded_model_does_not_serve() {
     let dir = tempfile::tempdir().unwrap();
     let setup = || setup().run_dir(dir.path().join("run")).unwrap();
     let (sender, mut receiver) = pair_by(setup(), &number(1.0));
@@ -223,7 +223,7 @@ fn a_loop_that_never_receives_runs_what_was_sent() {
 }
 
 #[test]
-fn what_the_worker_writes_lasts_until_the_next_version() {
+fn worker_writes_last_until_the_next_version() {
     let (mut sender, background) = numbers(SafePoints::Implied, setup());
     let mut model = background.write().unwrap();
     model.slice_mut::<f32>("value").unwrap().fill(7.0);
@@ -234,7 +234,7 @@ fn what_the_worker_writes_lasts_until_the_next_version() {
 }
 
 #[test]
-fn a_panic_while_writing_leaves_a_model_that_does_not_serve_until_the_next_version() {
+fn panic_in_a_load_stops_serving_until_the_next() {
     let (mut sender, background) = numbers(SafePoints::Implied, setup());
     thread::scope(|scope| {
         let writer = scope.spawn(|| {
@@ -258,7 +258,7 @@ fn reason(outcome: Outcome) -> String {
 }
 
 #[test]
-fn every_version_is_applied_in_order_where_the_scheme_says_so() {
+fn every_version_is_applied_in_order_by_such_schemes() {
     /// Remembers what it was given.
     #[derive(Default)]
     struct Diary(Vec<f32>);
@@ -315,7 +315,7 @@ impl WeightExtractor for Unready {
 }
 
 #[test]
-fn snapshots_in_the_background_hold_the_newest_and_nothing_else() {
+fn background_snapshots_hold_only_the_newest() {
     // Room for what is at hand and what is written.
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let (mut sender, receivers) = connect(setup.slots(2, 2).deadline(SOON), &weights(), 1);
@@ -353,7 +353,7 @@ fn snapshots_in_the_background_hold_the_newest_and_nothing_else() {
 }
 
 #[test]
-fn nothing_ever_comes_by_a_scheme_that_carries_nothing() {
+fn no_sync_scheme_delivers_nothing() {
     let scheme: AnyScheme = "none".parse().unwrap();
     let setup = setup().scheme(scheme).unwrap();
     let info = setup.init_info();
@@ -397,7 +397,7 @@ fn what_has_to_be_asked_for_is_not_waited_for() {
 }
 
 #[test]
-fn what_is_asked_for_is_loaded_into_a_model_and_reported_then() {
+fn pulled_version_is_loaded_and_then_reported() {
     for scheme in ["shared-mem:pull", "shared-mem"] {
         let setup = setup().history(2);
         let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();

@@ -103,7 +103,7 @@ fn write(view: &PrivateView, name: &str) {
 }
 
 #[test]
-fn what_a_worker_writes_in_place_is_its_own_and_goes_with_the_version() {
+fn writes_in_place_are_private_to_worker_and_version() {
     for (scheme, shared) in [
         ("shared-mem", true),
         ("multi-process", true),
@@ -147,7 +147,7 @@ fn what_a_worker_writes_in_place_is_its_own_and_goes_with_the_version() {
 }
 
 #[test]
-fn a_loader_that_takes_the_version_itself_is_not_loaded() {
+fn binding_loader_is_not_loaded() {
     let setup = SenderSetup::new("policy", &numbers(1.0)).unwrap();
     let (mut sender, mut receiver) = pair_by(setup, &numbers(1.0));
     let mut model = Bound::default();

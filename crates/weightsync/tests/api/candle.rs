@@ -82,7 +82,7 @@ fn variables_come_sorted_by_name_with_their_dtypes() {
 }
 
 #[test]
-fn a_variable_of_a_transposed_or_narrowed_tensor_arrives_row_major() {
+fn strided_candle_variables_arrive_row_major() {
     let map = VarMap::new();
     let matrix = Tensor::arange(0_f32, 6.0, &Device::Cpu)
         .unwrap()
@@ -106,7 +106,7 @@ fn a_variable_of_a_transposed_or_narrowed_tensor_arrives_row_major() {
 }
 
 #[test]
-fn tensors_of_ones_own_load_into_a_model_and_what_does_not_fit_is_named() {
+fn candle_tensors_load_and_mismatches_are_named() {
     let (mut worker, layer) = model();
     let mut weights = Tensors::new();
     weights

@@ -77,7 +77,7 @@ fn send(
 }
 
 #[test]
-fn sub_workers_have_the_trainers_versions_by_its_numbers() {
+fn sub_workers_have_the_trainer_version_numbers() {
     let (mut sender, mut middle, leaves) = family(2);
     for step in 2..6 {
         let (report, forwarded) = send(&mut sender, &number(step as f32), &mut middle);
@@ -110,7 +110,7 @@ fn one_that_joins_late_has_the_numbers_too() {
 }
 
 #[test]
-fn the_trainer_is_told_once_the_sub_workers_have_applied_it() {
+fn trainer_is_notified_after_sub_workers_applied() {
     let (mut sender, middle, leaves) = family(1);
     let info = {
         let mut middle = middle;
@@ -137,7 +137,7 @@ fn the_trainer_is_told_once_the_sub_workers_have_applied_it() {
 }
 
 #[test]
-fn the_trainers_report_says_which_sub_worker_has_it_not() {
+fn report_names_the_sub_worker_without_the_version() {
     let (mut sender, mut middle, leaves) = family(1);
     let info = middle.sender().init_info();
     // It insists on nothing, and cannot load what comes.
@@ -222,7 +222,7 @@ fn models_keep_their_own_numbers_and_flip_together() {
 }
 
 #[test]
-fn a_restarted_trainers_numbers_follow_on_those_before() {
+fn restarted_trainer_continues_the_numbers() {
     let dir = tempfile::tempdir().unwrap();
     let setup = || {
         let setup = SenderSetup::new("policy", &number(1.0)).unwrap();
@@ -258,7 +258,7 @@ fn a_restarted_trainers_numbers_follow_on_those_before() {
 }
 
 #[test]
-fn without_its_workers_it_is_none_and_the_trainer_knows_why() {
+fn cascade_without_workers_ends_and_says_why() {
     let setup = SenderSetup::new("policy", &number(1.0)).unwrap();
     let middle = joins(setup.init_info());
     let trainer = thread::spawn(move || {
@@ -299,7 +299,7 @@ impl WeightExtractor for Tied {
 }
 
 #[test]
-fn what_is_tied_at_the_trainer_is_tied_at_the_sub_workers() {
+fn ties_survive_a_cascade() {
     let tied = |value| {
         let mut tensors = number(value);
         tensors.insert("again", [3], [value; 3]).unwrap();

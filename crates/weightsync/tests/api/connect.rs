@@ -156,7 +156,7 @@ fn a_worker_may_be_there_before_its_sender() {
 }
 
 #[test]
-fn connect_brings_the_weights_to_a_worker_that_never_receives() {
+fn connect_delivers_weights_without_a_receive() {
     let source = weights();
     let setup = SenderSetup::new("policy", &source).unwrap();
     let (reads, loads) = (setup.init_info(), setup.init_info());
@@ -176,7 +176,7 @@ fn connect_brings_the_weights_to_a_worker_that_never_receives() {
 }
 
 #[test]
-fn the_first_receive_gives_what_connect_brought_or_newer() {
+fn first_receive_gives_connect_weights_or_newer() {
     let mut source = weights();
     let setup = SenderSetup::new("policy", &source).unwrap();
     let mut sender = setup.connect(&source, Expect::Count(0), SOON).unwrap();
@@ -314,7 +314,7 @@ fn versions_replaced_meanwhile_are_passed_over() {
 }
 
 #[test]
-fn a_worker_that_does_not_look_is_late_and_the_others_are_up_to_date() {
+fn silent_worker_is_late_and_others_are_up_to_date() {
     let (mut sender, mut receivers) = connect(
         SenderSetup::new("policy", &weights()).unwrap(),
         &weights(),
@@ -347,7 +347,7 @@ fn a_worker_that_does_not_look_is_late_and_the_others_are_up_to_date() {
 }
 
 #[test]
-fn a_worker_that_leaves_is_a_line_and_its_number_is_free_again() {
+fn departing_worker_has_a_line_and_frees_its_number() {
     let (mut sender, receiver) = pair(&weights());
     drop(receiver);
     assert!(sender.workers().is_empty(), "it is not waited for any more");
@@ -523,7 +523,7 @@ impl SenderTransport for Fled {
 }
 
 #[test]
-fn a_worker_that_leaves_right_after_it_joined_has_been_there() {
+fn worker_that_leaves_after_joining_has_joined() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let setup = setup.scheme(Fleeting).unwrap();
     let connect = |worker| {
@@ -558,7 +558,7 @@ fn a_models_name_is_checked() {
 }
 
 #[test]
-fn the_ends_move_between_threads_and_snapshots_are_shared() {
+fn ends_move_between_threads_and_snapshots_are_shared() {
     fn moves<T: Send>() {}
     fn is_shared<T: Send + Sync>() {}
     moves::<weightsync::Sender>();

@@ -28,7 +28,7 @@ fn floats() -> Tensors {
 }
 
 #[test]
-fn floats_are_cast_in_the_pass_and_integers_are_not_touched() {
+fn floats_are_cast_in_the_pass_and_integers_are_not() {
     let source = floats();
     let values = source.slice::<f32>("f32").unwrap();
     for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32, Dtype::F64] {
@@ -242,7 +242,7 @@ impl WeightExtractor for Unfaithful<'_> {
 }
 
 #[test]
-fn an_extractor_that_breaks_its_word_publishes_nothing() {
+fn inconsistent_extractor_publishes_nothing() {
     let good = weights();
     let (mut sender, mut receiver) = pair(&good);
     let faithful = || Unfaithful {

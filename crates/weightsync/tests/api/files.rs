@@ -148,7 +148,7 @@ fn a_length_that_lies_costs_no_memory() {
 }
 
 #[test]
-fn a_file_cut_short_after_it_was_opened_publishes_nothing() {
+fn file_cut_short_after_opening_publishes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
     let (mut sender, mut receiver) = pair(&weights());

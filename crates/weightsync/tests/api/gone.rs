@@ -23,7 +23,7 @@ fn failed(reason: &str) -> Outcome {
 }
 
 #[test]
-fn a_worker_that_fails_is_a_line_until_it_is_forgotten() {
+fn failed_worker_has_a_line_until_forgotten() {
     let (mut sender, mut workers) = two();
     workers.pop().unwrap().fail("out of memory");
     for _ in 0..3 {

@@ -11,7 +11,7 @@ fn info() -> InitInfo {
 }
 
 #[test]
-fn it_crosses_text_and_bytes_and_joins_as_often_as_one_likes() {
+fn init_info_crosses_text_and_bytes_and_joins_often() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let info = setup.init_info();
     let text = serde_json::to_string(&info).unwrap();
@@ -87,7 +87,7 @@ fn what_was_changed_is_refused_in_words() {
 }
 
 #[test]
-fn a_scheme_that_is_not_known_is_named_with_those_that_are() {
+fn unknown_scheme_error_lists_the_known_ones() {
     let mut other = serde_json::to_value(info()).unwrap();
     other["scheme"] = json!("carrier-pigeon");
     // It may be passed on by a process that does not know the scheme.

@@ -89,7 +89,7 @@ fn a_send_that_had_published_has_published() {
 }
 
 #[test]
-fn who_died_while_a_send_was_interrupted_is_told_of_later() {
+fn death_during_an_interrupted_send_is_reported_later() {
     let (mut sender, receivers) = crate::connect(setup(), &weights(), 2);
     let mut receivers = receivers.into_iter();
     let (mut stays, goes) = (receivers.next().unwrap(), receivers.next().unwrap());
@@ -181,7 +181,7 @@ fn a_question_is_taken_back() {
 }
 
 #[test]
-fn a_search_for_a_restarted_sender_goes_on_with_the_next_call() {
+fn interrupted_search_for_a_sender_goes_on_next_call() {
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(
         dir.path(),
@@ -202,7 +202,7 @@ fn a_search_for_a_restarted_sender_goes_on_with_the_next_call() {
 }
 
 #[test]
-fn a_lock_of_the_run_directory_is_not_waited_for_any_more() {
+fn interrupt_ends_a_wait_for_the_run_directory_lock() {
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(
         dir.path(),
@@ -243,7 +243,7 @@ impl WeightLoader for Slow {
 }
 
 #[test]
-fn the_thread_of_a_background_receiver_is_not_affected() {
+fn interrupt_leaves_the_background_thread_alone() {
     let (mut sender, receiver) = pair(&weights());
     let background = receiver
         .in_background(weights(), SafePoints::Implied)
@@ -286,7 +286,7 @@ fn the_thread_of_a_background_receiver_is_not_affected() {
 }
 
 #[test]
-fn a_load_in_the_background_is_not_waited_for_any_more() {
+fn interrupt_ends_a_wait_for_a_background_load() {
     let (mut sender, receiver) = pair_by(setup(), &weights());
     let (loading, loads) = mpsc::channel();
     let (go_on, goes_on) = mpsc::channel();

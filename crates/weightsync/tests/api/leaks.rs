@@ -72,9 +72,9 @@ fn assert_nothing_left(before: &BTreeMap<String, usize>) {
 }
 
 #[test]
-fn a_connection_leaves_no_descriptor_thread_or_mapping() {
+fn connection_leaves_no_descriptor_thread_or_mapping() {
     alone(
-        "leaks::a_connection_leaves_no_descriptor_thread_or_mapping",
+        "leaks::connection_leaves_no_descriptor_thread_or_mapping",
         || {
             let before = held();
             for round in 0..20 {

@@ -134,7 +134,7 @@ fn a_loan_waits_for_a_slot_no_longer_than_a_send() {
 }
 
 #[test]
-fn a_loaned_version_has_a_digest_in_the_background_too() {
+fn loaned_version_gets_a_background_digest() {
     let setup = SenderSetup::new("policy", &weights())
         .unwrap()
         .digest(DigestPolicy::Background);

@@ -15,7 +15,7 @@ fn to(workers: &[u32], deadline: Duration) -> SendOptions {
 }
 
 #[test]
-fn those_that_are_done_do_not_count_whichever_was_first() {
+fn finished_sends_do_not_count_in_any_order() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let setup = setup.slots(2, 8).pending(Pending::Queue(2));
     let (mut sender, mut receivers) = connect(setup, &weights(), 3);
@@ -66,7 +66,7 @@ fn the_report_of_a_settled_send_outlives_the_sender() {
 }
 
 #[test]
-fn what_was_not_settled_when_the_sender_shut_down_is_not_known() {
+fn unsettled_send_is_unknown_after_shutdown() {
     let (mut sender, _receiver) = pair(&weights());
     let sent = sender.send_async(&weights(), &SendOptions::new()).unwrap();
     assert_eq!(
@@ -109,7 +109,7 @@ fn one_that_left_does_not_stand_for_its_successor() {
 
 /// Once it waits for it no more, it takes what is sent as before.
 #[test]
-fn one_that_waited_for_a_later_version_is_looked_at_again() {
+fn pending_send_is_checked_again_after_a_later_one() {
     let (mut sender, mut receiver) = pair(&weights());
     let sent = thread::scope(|scope| {
         let asking = scope.spawn(|| {

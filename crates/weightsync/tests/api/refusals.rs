@@ -20,7 +20,7 @@ fn mismatch_of(error: Error) -> LayoutMismatch {
 }
 
 #[test]
-fn wrong_weights_are_refused_by_name_and_the_old_version_serves_on() {
+fn wrong_weights_are_refused_and_the_old_serve() {
     let good = weights();
     let (mut sender, mut receiver) = pair(&good);
     let before = receiver.latest().unwrap().unwrap();
@@ -108,7 +108,7 @@ fn a_connect_with_wrong_weights_is_refused_too() {
 }
 
 #[test]
-fn models_without_first_weights_are_named_before_anything_is_opened() {
+fn models_without_weights_are_named_before_opening() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path().join("run");
     let setup = SenderSetup::new("actor", &weights()).unwrap();
@@ -150,7 +150,7 @@ fn a_run_directory_is_for_schemes_that_restart() {
 }
 
 #[test]
-fn the_same_tensors_in_another_order_land_in_their_places() {
+fn reordered_tensors_land_in_their_places() {
     let (mut sender, mut receiver) = pair(&weights());
     let mut reordered = Tensors::new();
     reordered.insert("step", [], [42_i64]).unwrap();
@@ -272,7 +272,7 @@ fn a_worker_whose_first_load_fails_is_refused_at_once() {
 }
 
 #[test]
-fn a_failed_load_is_a_line_in_the_report_and_the_next_version_loads() {
+fn failed_load_is_a_report_line_and_the_next_loads() {
     let (mut sender, mut receiver) = pair(&weights());
     let mut model = Reluctant {
         own: weights(),
@@ -312,7 +312,7 @@ fn a_failed_load_is_a_line_in_the_report_and_the_next_version_loads() {
 }
 
 #[test]
-fn a_model_that_does_not_fit_any_more_is_refused_when_it_loads() {
+fn model_that_no_longer_fits_is_refused_at_load() {
     let (mut sender, mut receiver) = pair(&weights());
     let mut other = Tensors::new();
     other.insert("step", [], [0_i64]).unwrap();
@@ -372,7 +372,7 @@ fn a_version_is_reported_only_once_it_is_loaded() {
 }
 
 #[test]
-fn a_cast_is_of_every_model_and_no_model_is_there_twice() {
+fn cast_applies_to_every_model_and_names_are_unique() {
     let mut one = Tensors::new();
     one.insert("bias", [2], [1.5_f32, 2.5]).unwrap();
     let setup = SenderSetup::new("actor", &one).unwrap();

@@ -133,7 +133,7 @@ fn every_outcome_has_its_sentence() {
 }
 
 #[test]
-fn a_report_says_the_whole_and_names_those_who_have_it_not() {
+fn report_gives_totals_and_names_missing_workers() {
     let all = report(vec![
         line(0, Outcome::Applied, 7),
         line(1, Outcome::Applied, 7),
@@ -234,7 +234,7 @@ fn who_only_asks_has_what_it_takes_of_a_set() {
 
 /// What was waited for is what had not happened.
 #[test]
-fn the_words_for_a_late_worker_are_those_of_what_was_waited_for() {
+fn late_line_names_the_level_waited_for() {
     let late = Report {
         level: WaitFor::Staged,
         ..report(vec![line(4, Outcome::Late, 6)])
@@ -291,7 +291,7 @@ fn every_refusal_is_named() {
 }
 
 #[test]
-fn a_worker_that_leaves_as_soon_as_it_has_it_has_one_line() {
+fn worker_that_leaves_after_applying_has_one_line() {
     const WORKERS: u32 = 4;
     for _ in 0..25 {
         let setup = SenderSetup::new("policy", &weights()).unwrap();

@@ -82,7 +82,7 @@ fn every_dtype_and_shape_arrives_bit_by_bit() {
 }
 
 #[test]
-fn a_saved_version_is_a_safetensors_file_with_its_version_and_digest() {
+fn saved_version_is_safetensors_with_its_digest() {
     let weights = every_dtype(7);
     let (mut sender, mut receiver) = pair(&weights);
     let weights = every_dtype(8);
@@ -131,7 +131,7 @@ fn a_saved_version_is_a_safetensors_file_with_its_version_and_digest() {
 }
 
 #[test]
-fn a_file_has_the_same_layout_each_time_also_with_empty_tensors() {
+fn saved_file_layout_is_stable_with_empty_tensors() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("empty.safetensors");
     let empty = |name: &str| {
@@ -172,7 +172,7 @@ fn a_save_holds_no_second_copy() {
 }
 
 #[test]
-fn a_name_the_file_format_reserves_is_refused_and_no_file_is_left() {
+fn reserved_tensor_name_is_refused_without_a_file() {
     let mut weights = Tensors::new();
     weights.insert("__metadata__", [1], [1.0_f32]).unwrap();
     let (sender, _receiver) = pair(&weights);
@@ -204,7 +204,7 @@ fn a_save_that_fails_leaves_the_file_that_was_there() {
 }
 
 #[test]
-fn names_dotted_and_nested_convert_both_ways_and_travel_as_they_are() {
+fn dotted_and_nested_names_convert_both_ways() {
     let mut tree = Tree::new();
     tree.insert("actor.0.weight", 1.0_f32).unwrap();
     tree.insert("actor.0.bias", 2.0).unwrap();

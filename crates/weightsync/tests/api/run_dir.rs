@@ -51,7 +51,7 @@ fn lost(receiver: &mut Receiver) {
 }
 
 #[test]
-fn a_receiver_finds_the_next_trainer_by_itself() {
+fn receiver_finds_the_next_trainer_automatically() {
     let dir = own_dir();
     let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
     let info = first.init_info();
@@ -99,7 +99,7 @@ fn a_receiver_finds_the_next_trainer_by_itself() {
 }
 
 #[test]
-fn a_new_run_is_not_claimed_before_a_version_of_it_is_loaded() {
+fn new_run_is_claimed_after_its_first_load() {
     let dir = own_dir();
     let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
     send_to(&mut first, &weights(), &mut receiver);
@@ -131,7 +131,7 @@ fn a_new_run_is_not_claimed_before_a_version_of_it_is_loaded() {
 }
 
 #[test]
-fn a_second_trainer_beside_a_living_one_is_refused_and_harms_nothing() {
+fn second_trainer_of_a_live_run_is_refused() {
     let dir = own_dir();
     let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
     let error = setup(dir.path())
@@ -155,7 +155,7 @@ fn a_second_trainer_beside_a_living_one_is_refused_and_harms_nothing() {
 }
 
 #[test]
-fn another_run_of_the_same_epoch_is_refused_and_a_later_one_is_found() {
+fn run_of_the_same_epoch_is_refused_and_a_later_found() {
     let dir = own_dir();
     put(&dir.path().join("epoch"), "6");
     let (first, mut receiver) = pair_by(setup(dir.path()), &weights());
@@ -278,7 +278,7 @@ fn told_in(dir: &Path) -> PathBuf {
 }
 
 #[test]
-fn each_trainer_has_an_address_of_its_own_and_its_workers_look_it_up() {
+fn trainers_have_own_addresses_that_workers_look_up() {
     let dir = own_dir();
     let info = setup(dir.path()).init_info();
     let mut before = Vec::new();
@@ -465,7 +465,7 @@ fn neither_links_nor_fifos_are_followed() {
 }
 
 #[test]
-fn a_lock_somebody_keeps_ends_the_wait_by_its_deadline() {
+fn held_lock_ends_the_wait_at_its_deadline() {
     let dir = own_dir();
     let setup = setup(dir.path());
     let epoch = dir.path().join("epoch");

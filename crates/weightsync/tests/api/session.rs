@@ -101,7 +101,7 @@ fn every_call_out_of_order_says_what_to_do() {
 }
 
 #[test]
-fn a_session_crosses_before_and_after_the_senders_init_and_begins_anew() {
+fn session_crosses_before_and_after_init() {
     let source = weights();
     for text in ["shared-mem", "multi-process:every=2", "none"] {
         let before = Session::new(text.parse().unwrap());
@@ -131,7 +131,7 @@ fn a_session_crosses_before_and_after_the_senders_init_and_begins_anew() {
 }
 
 #[test]
-fn a_session_of_a_scheme_nobody_knows_here_is_passed_on() {
+fn session_of_an_unknown_scheme_is_passed_on() {
     let source = weights();
     let text = r#"{"scheme":"carrier-pigeon:loft=3","info":null}"#;
     let mut session: Session = serde_json::from_str(text).unwrap();
@@ -157,7 +157,7 @@ fn a_session_of_a_scheme_nobody_knows_here_is_passed_on() {
 }
 
 #[test]
-fn a_second_init_of_one_model_leaves_the_others_and_what_was_prepared() {
+fn second_init_of_one_model_leaves_the_others() {
     let small = weights();
     let mut large = weights();
     large.insert("extra", [3], [1.0_f32; 3]).unwrap();
@@ -187,7 +187,7 @@ fn a_second_init_of_one_model_leaves_the_others_and_what_was_prepared() {
 }
 
 #[test]
-fn a_set_that_spans_two_senders_is_refused_before_anything_is_sent() {
+fn set_across_two_senders_is_refused() {
     let (actor, critic) = (weights(), weights());
     let mut senders = Senders::new();
     for (model, source, scheme) in [

@@ -120,7 +120,7 @@ fn a_copy_that_is_there_is_not_made_again() {
 }
 
 #[test]
-fn the_memory_of_a_dropped_copy_takes_the_next_and_a_held_one_stays() {
+fn dropped_copy_memory_is_reused_and_held_is_not() {
     for scheme in ["multi-process:every=1,own-copy", "multi-process:own-copy"] {
         let setup = SenderSetup::new("policy", &weights()).unwrap();
         let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
@@ -282,7 +282,7 @@ fn a_deadline_too_long_for_the_clock_is_none() {
 }
 
 #[test]
-fn more_versions_than_there_can_be_slots_are_refused_by_the_models_name() {
+fn too_many_versions_are_refused_by_model_name() {
     let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 2);
     let mut sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
     let error = (0..64).find_map(|worker| {
@@ -302,7 +302,7 @@ fn more_versions_than_there_can_be_slots_are_refused_by_the_models_name() {
 
 /// Room is not waited for in vain.
 #[test]
-fn a_later_model_of_a_set_is_found_wrong_before_there_is_room() {
+fn wrong_model_of_a_set_is_found_before_staging() {
     let source = weights();
     let setup = SenderSetup::new("actor", &source).unwrap();
     let setup = setup.and("critic", &source).unwrap().slots(2, 2);

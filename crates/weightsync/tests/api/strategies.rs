@@ -77,7 +77,7 @@ fn a_model_without_shapes_takes_the_senders() {
 }
 
 #[test]
-fn a_worker_knows_the_format_the_buffers_and_the_extra_state() {
+fn worker_knows_format_buffers_and_extra_state() {
     let setup = SenderSetup::new("policy", &state_dict(1.0, 1)).unwrap();
     let info = setup.init_info();
     let worker = thread::spawn(move || {
@@ -98,7 +98,7 @@ fn a_worker_knows_the_format_the_buffers_and_the_extra_state() {
 }
 
 #[test]
-fn extra_state_that_outgrows_its_room_is_refused_and_the_old_one_serves() {
+fn outgrown_extra_state_is_refused_and_the_old_serves() {
     let mut source = state_dict(1.0, 1);
     let setup = SenderSetup::new("policy", &source).unwrap();
     let mut sender = setup.connect(&source, Expect::Count(0), SOON).unwrap();
@@ -153,7 +153,7 @@ fn embedding(value: f32) -> Tensors {
 }
 
 #[test]
-fn tied_tensors_travel_once_and_arrive_under_every_name() {
+fn tied_tensors_travel_once_under_every_name() {
     let mut model = Tensors::new();
     let (source, again) = (Tied(embedding(1.0)), Tied(embedding(2.0)));
     let sender = deliver(&source, &again, &mut model);
@@ -289,7 +289,7 @@ impl WeightLoader for Serving {
 }
 
 #[test]
-fn a_mapping_makes_whole_versions_for_models_that_bind() {
+fn mapping_makes_whole_versions_for_binding_models() {
     let mut source = Tensors::new();
     source
         .insert("gate_up", [3, 1], [1.0_f32, 2.0, 3.0])

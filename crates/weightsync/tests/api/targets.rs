@@ -34,7 +34,7 @@ fn each<'a>(sources: &[(u32, &'a Tensors)]) -> Vec<(u32, &'a dyn WeightExtractor
 }
 
 #[test]
-fn whatever_is_wrong_with_one_source_is_found_before_any_is_published() {
+fn wrong_source_is_found_before_any_publication() {
     let mut sender = sender();
     let (good, better) = (number(2.0), number(3.0));
     let wrong = part("value", &[1.0]);
@@ -96,7 +96,7 @@ fn a_report_of_parts_names_all_that_was_carried() {
 }
 
 #[test]
-fn without_a_worker_there_is_nothing_to_send_by_device() {
+fn send_by_device_without_workers_is_refused() {
     let mut sender = sender();
     let options = SendOptions::new();
     let report = sender.send_by_device(|device| unreachable!("{device}"), &options);

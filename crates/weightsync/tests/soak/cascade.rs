@@ -11,7 +11,7 @@ const LEAVES: [usize; 2] = [2, 3];
 
 const ALL: [usize; 4] = [TRAINER, MIDDLE, 2, 3];
 
-pub fn the_death_of_a_leaf_is_a_line_of_the_trainers_report() {
+pub fn leaf_death_is_a_line_of_the_trainer_report() {
     let mut script = open("cascade-leaf");
     // The other one never looks.
     script.tell(LEAVES[1], &Order::Receive(None));

@@ -17,7 +17,7 @@ fn version(number: u64, word: u64) -> Answer {
     Answer::Version { number, word }
 }
 
-pub fn the_death_of_a_worker_that_holds_every_slot_lets_the_send_go_on() {
+pub fn death_of_a_worker_with_every_slot_frees_the_send() {
     let mut script = Script::open("holder", 1 << 13, 2, 2);
     script.tell(TRAINER, &send(2));
     script.tell(1, &Order::Receive(None));
@@ -44,7 +44,7 @@ pub fn the_death_of_a_worker_that_holds_every_slot_lets_the_send_go_on() {
     script.close();
 }
 
-pub fn readers_that_sleep_learn_of_their_trainers_death_at_once() {
+pub fn sleeping_readers_notice_trainer_death_at_once() {
     // Worker 0 yields before it sleeps, worker 1 sleeps at once.
     let mut script = Script::open("sleepers", 1 << 13, 2, 2);
     for life in 2..5 {
@@ -77,7 +77,7 @@ pub fn readers_that_sleep_learn_of_their_trainers_death_at_once() {
     script.close();
 }
 
-pub fn what_a_forked_child_of_the_dead_keeps_holds_nobody_up() {
+pub fn forked_child_of_a_dead_worker_blocks_nobody() {
     let mut script = Script::open("forked", 1 << 13, 2, 2);
     // As the children have them that a process forked before it was killed.
     let mut kept = Vec::new();
@@ -116,7 +116,7 @@ pub fn what_a_forked_child_of_the_dead_keeps_holds_nobody_up() {
     script.close();
 }
 
-pub fn a_stopped_worker_is_late_and_the_others_are_up_to_date() {
+pub fn stopped_worker_is_late_and_others_are_up_to_date() {
     let mut script = Script::open("stopped", 1 << 13, 3, 3);
     script.stop(1);
     let first = Duration::from_millis(400);
@@ -162,7 +162,7 @@ pub fn a_stopped_worker_is_late_and_the_others_are_up_to_date() {
     script.close();
 }
 
-pub fn readers_that_poll_without_waiting_find_the_next_trainer() {
+pub fn polling_readers_find_the_next_trainer() {
     let mut script = Script::open("polling", 1 << 13, 2, 2);
     let pid = script.pid(TRAINER);
     let poll = Order::Receive(Some(Duration::ZERO));

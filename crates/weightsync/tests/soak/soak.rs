@@ -61,27 +61,27 @@ const GIB_1: Size = Size {
     check_time: Duration::from_secs(15),
 };
 
-pub fn workers_of_a_dying_trainer_see_whole_versions_of_64_kib() {
+pub fn workers_of_a_killed_trainer_stay_whole_at_64_kib() {
     soak(&KIB_64, Arrangement::OwnWorkers);
 }
 
-pub fn workers_of_a_dying_trainer_see_whole_versions_of_16_mib() {
+pub fn workers_of_a_killed_trainer_stay_whole_at_16_mib() {
     soak(&MIB_16, Arrangement::OwnWorkers);
 }
 
-pub fn workers_of_a_dying_trainer_see_whole_versions_of_1_gib() {
+pub fn workers_of_a_killed_trainer_stay_whole_at_1_gib() {
     soak(&GIB_1, Arrangement::OwnWorkers);
 }
 
-pub fn readers_that_outlive_their_trainers_see_whole_versions_of_64_kib() {
+pub fn readers_outlive_trainers_whole_at_64_kib() {
     soak(&KIB_64, Arrangement::Outliving);
 }
 
-pub fn readers_that_outlive_their_trainers_see_whole_versions_of_16_mib() {
+pub fn readers_outlive_trainers_whole_at_16_mib() {
     soak(&MIB_16, Arrangement::Outliving);
 }
 
-pub fn readers_that_outlive_their_trainers_see_whole_versions_of_1_gib() {
+pub fn readers_outlive_trainers_whole_at_1_gib() {
     soak(&GIB_1, Arrangement::Outliving);
 }
 

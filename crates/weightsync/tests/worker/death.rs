@@ -8,7 +8,7 @@ use weightsync::worker::WorkerError;
 use crate::act::{GATE, Role};
 use crate::stage::{Gate, LONG, Trainer, WHILE, ends, exit, frame, spawn, watch};
 
-pub fn a_killed_worker_is_an_event_with_its_signal_and_last_words() {
+pub fn killed_worker_event_has_its_signal_and_last_output() {
     let speak = Role::Speak("what I wanted to say".into());
     let workers = spawn(3, &speak).start().expect("workers start");
     for _ in 0..3 {
@@ -151,7 +151,7 @@ pub fn no_worker_survives_a_killed_trainer() {
     }
 }
 
-pub fn no_worker_survives_although_another_process_holds_its_lifeline() {
+pub fn worker_ends_with_its_lifeline_held_elsewhere() {
     let mut trainer = Trainer::start("spinning without a signal", &[]);
     let workers = trainer.workers();
     // As a forked copy of the trainer would.
@@ -173,7 +173,7 @@ pub fn no_worker_survives_an_aborted_trainer() {
     }
 }
 
-pub fn no_worker_survives_a_trainer_killed_before_it_attached() {
+pub fn worker_ends_with_a_trainer_killed_before_attach() {
     let mut gate = Gate::new();
     let mut trainer = Trainer::start("behind", &[(GATE, gate.path())]);
     let workers = trainer.workers();

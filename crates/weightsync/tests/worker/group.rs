@@ -59,7 +59,7 @@ pub fn every_worker_gets_its_own_init() {
     }
 }
 
-pub fn a_worker_is_set_apart_from_the_terminal_and_from_stdin() {
+pub fn worker_has_its_own_process_group_and_stdin() {
     let facts = facts();
     assert_eq!(facts[0], "1 of 2");
     assert_eq!(facts[1], "leads its group: true");
@@ -127,7 +127,7 @@ pub fn a_frame_too_long_is_refused_on_both_ends() {
     assert!(matches!(too_long, Err(WorkerError::FrameTooLong { .. })));
 }
 
-pub fn a_worker_that_breaks_the_rules_of_the_pipe_is_killed_and_reported() {
+pub fn worker_that_breaks_the_protocol_is_killed() {
     let faults = [
         (
             "length",
@@ -179,7 +179,7 @@ pub fn a_worker_that_sends_too_fast_waits() {
     expect_line(&heard, "done");
 }
 
-pub fn a_send_to_a_worker_that_does_not_read_ends_by_its_deadline() {
+pub fn send_to_a_stalled_worker_ends_at_its_deadline() {
     let mut gate = Gate::new();
     let workers = spawn(1, &Role::Deaf(gate.path().into()))
         .queue_bytes(1)
@@ -334,7 +334,7 @@ pub fn the_restart_policy_counts() {
     assert!(!exit(&workers).1.restarted);
 }
 
-pub fn one_that_keeps_dying_waits_until_its_end_was_received() {
+pub fn worker_that_keeps_dying_waits_for_its_end_event() {
     let (lines, heard) = channel();
     let workers = spawn(1, &Role::Panic("again".into()))
         .restart(Restart::UpTo(1000))
@@ -366,7 +366,7 @@ pub fn one_that_keeps_dying_waits_until_its_end_was_received() {
     assert_eq!(exits.len(), 1);
 }
 
-pub fn what_the_trainer_sent_last_is_received_although_the_queue_was_full() {
+pub fn last_send_arrives_after_a_full_queue() {
     let workers = spawn(1, &Role::Hoard)
         .queue_bytes(1)
         .grace(LONG)
@@ -437,7 +437,7 @@ pub fn shutdown_is_idempotent() {
     ));
 }
 
-pub fn what_was_sent_before_the_shutdown_can_still_be_received() {
+pub fn sends_before_shutdown_can_still_be_received() {
     let (lines, heard) = channel();
     let workers = spawn(
         2,
@@ -499,7 +499,7 @@ pub fn a_program_that_cannot_be_started_is_an_error() {
     }
 }
 
-pub fn a_worker_cannot_start_workers_before_it_knows_itself() {
+pub fn worker_cannot_start_workers_before_it_is_set_up() {
     let workers = spawn(1, &Role::Echo)
         .env(ROGUE, "forgetful")
         .start()
@@ -508,7 +508,7 @@ pub fn a_worker_cannot_start_workers_before_it_knows_itself() {
     assert_eq!(exit.status, Some(33), "{}", exit.stderr_text());
 }
 
-pub fn a_launcher_may_stand_between_if_it_leaves_stdin_alone() {
+pub fn launcher_works_if_it_leaves_stdin_alone() {
     let own = std::env::current_exe().expect("this program has a path");
     let launch = |script: &str| {
         Spawn::program("sh")

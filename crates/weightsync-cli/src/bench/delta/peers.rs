@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn fewer_bytes_are_asked_for_where_a_third_changes_or_less() {
+    fn delta_target_is_fewer_bytes_below_a_third_changed() {
         let theirs = figures(TOLD).unwrap();
         for (percent, bytes, met) in [
             (1.0, 2, Some(true)),

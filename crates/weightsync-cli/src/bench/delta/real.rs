@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pair_is_read_coded_and_told() {
+    fn pair_is_read_coded_and_reported() {
         let folder = folder();
         let text = r#"[{"case": "x", "old": "a.safetensors", "new": "b.safetensors"}]"#;
         index(&folder, text);

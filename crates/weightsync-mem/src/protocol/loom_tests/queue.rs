@@ -51,7 +51,7 @@ fn a_queue_goes_round_without_writing_what_waits() {
 }
 
 #[test]
-fn a_reader_stopped_at_any_step_of_its_queue_blocks_no_more_than_it_held() {
+fn reader_stopped_in_its_queue_blocks_only_its_pins() {
     for steps in 1..=8 {
         for turned in [false, true] {
             explore(4, move || {
@@ -69,7 +69,7 @@ fn a_reader_stopped_at_any_step_of_its_queue_blocks_no_more_than_it_held() {
 }
 
 #[test]
-fn a_queue_that_is_shut_gives_back_what_no_data_pin_holds() {
+fn closed_queue_frees_slots_without_a_data_pin() {
     explore_turned(3, |turned| {
         let world = World::new(2, 2, 1);
         let mut sender = Sender::new(&world, Way::Queue(1));

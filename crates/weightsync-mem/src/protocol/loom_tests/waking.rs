@@ -102,7 +102,7 @@ fn no_wake_up_is_lost_when_an_entry_is_given_back() {
 /// One fence serves both questions: whether the sender sleeps, and whether it
 /// wants to be told of room.
 #[test]
-fn a_sender_that_asks_for_room_is_told_or_finds_it() {
+fn sender_that_asks_for_room_is_woken_or_finds_it() {
     for listens in 0..2 {
         explore_turned(4, move |turned| {
             let world = World::new(1, 1, 1);

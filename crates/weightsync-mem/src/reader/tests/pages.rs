@@ -30,7 +30,7 @@ fn filled(writer: &mut Writer) -> Publication {
 }
 
 #[test]
-fn a_page_that_claims_everything_costs_the_others_nothing() {
+fn hostile_page_does_not_affect_other_readers() {
     for (word, scribble) in SCRIBBLES {
         let (mut writer, address) = segment(1, 4);
         let mut broken = join(&address, 0, Delivery::Newest);

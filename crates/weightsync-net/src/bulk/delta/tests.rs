@@ -73,7 +73,7 @@ fn deltas_that_follow_each_other_are_found_as_one() {
 }
 
 #[test]
-fn a_fold_waits_for_all_of_its_parts_and_is_dense_where_one_is() {
+fn fold_waits_for_its_parts_and_is_dense_if_one_is() {
     let ring = Ring::default();
     let coming = Arc::new(Delta::new(V[2], V[3], &layout(64 << 10)));
     ring.put(0, step(1, 5), 1 << 20);
@@ -94,7 +94,7 @@ fn a_fold_waits_for_all_of_its_parts_and_is_dense_where_one_is() {
 }
 
 #[test]
-fn the_oldest_go_when_there_are_too_many_bytes_but_not_the_newest_of_a_model() {
+fn budget_drops_the_oldest_but_keeps_each_newest() {
     let ring = Ring::default();
     ring.put(1, step(1, 1), 1);
     for from in 1..4 {
@@ -108,7 +108,7 @@ fn the_oldest_go_when_there_are_too_many_bytes_but_not_the_newest_of_a_model() {
 }
 
 #[test]
-fn a_range_is_folded_where_that_is_quicker_than_to_send_all() {
+fn range_is_folded_when_that_is_faster_than_dense() {
     let ring = Ring::default();
     // (bytes a second, steps, bytes of all of them, pays) for a model of 1 GiB
     let cases = [
@@ -159,7 +159,7 @@ fn what_is_spoiled_is_the_base_of_nothing() {
 }
 
 #[test]
-fn what_takes_longer_than_the_bytes_themselves_does_not_pay() {
+fn delta_slower_than_dense_is_not_used() {
     let ms = Duration::from_millis;
     // (took, coded, whole, rate, pays)
     let cases = [
@@ -331,7 +331,7 @@ fn fewer_bytes_are_worth_time_where_a_link_waits() {
 }
 
 #[test]
-fn versions_are_kept_for_a_delta_until_whoever_makes_it_lets_go() {
+fn delta_base_is_kept_until_its_maker_releases_it() {
     let ring = Ring::default();
     assert!(!ring.is_making(0), "there is none");
     let first = step(1, 5);

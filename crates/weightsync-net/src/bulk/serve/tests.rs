@@ -105,7 +105,7 @@ fn hear_out(socket: &mut TcpStream) -> (Option<ToChild>, usize) {
 }
 
 #[test]
-fn children_that_wait_for_long_take_turns_with_the_others() {
+fn waiting_children_take_turns() {
     let runtime = runtime("weightsync-test").unwrap();
     let _inside = runtime.enter();
     let wanted = Arc::new(AtomicIsize::new(0));
@@ -155,7 +155,7 @@ fn children_that_wait_for_long_take_turns_with_the_others() {
 }
 
 #[test]
-fn a_child_that_asks_for_nothing_is_hung_up_on() {
+fn idle_child_is_disconnected() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
         let mut serving = serving();
@@ -239,7 +239,7 @@ fn who_asks_for_more_chunks_than_there_are_gets_none() {
 
 /// A version of a trainer costs it a slot for as long as somebody is served it.
 #[test]
-fn who_waits_for_its_turn_lets_go_of_what_is_served_no_more() {
+fn waiting_child_releases_a_withdrawn_version() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
         let (_relay, held) = coming(100);

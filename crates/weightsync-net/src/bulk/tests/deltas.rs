@@ -188,7 +188,7 @@ fn a_version_is_made_of_deltas_and_chunks() {
 }
 
 #[test]
-fn a_delta_that_does_not_belong_there_is_refused_and_the_base_is_as_it_was() {
+fn wrong_delta_is_refused_and_the_base_unchanged() {
     let bytes = changes(0);
     let right = head(0, &bytes);
     let with = |change: fn(&mut DeltaHead)| {
@@ -242,7 +242,7 @@ fn a_delta_that_does_not_belong_there_is_refused_and_the_base_is_as_it_was() {
 }
 
 #[test]
-fn a_delta_of_another_base_says_so_and_stays_for_those_who_have_that() {
+fn delta_of_another_base_is_refused_and_kept() {
     let span = SPAN as usize;
     let (old, new) = (vec![0xff; span], vec![1; span]);
     let (pattern, mut bytes) = (Pattern::of(DTYPE), Vec::new());
@@ -270,7 +270,7 @@ fn who_has_no_base_takes_no_delta() {
 /// By two deltas into the slot that has the version before the base; where somebody has
 /// written there and not come to an end, beside the base, as ever.
 #[test]
-fn what_changed_little_is_made_of_the_version_before_the_base() {
+fn small_change_is_applied_in_the_older_buffer() {
     let relay = relay("in-place", 2);
     // What is left of the older version shows where it was used.
     let marks = [3, SPAN as usize + 3];
@@ -324,7 +324,7 @@ fn what_changed_little_is_made_of_the_version_before_the_base() {
 
 /// Relays above slow links get thin deltas, which need the base to be read.
 #[test]
-fn a_relay_folds_thin_deltas_for_a_child_that_is_behind() {
+fn relay_folds_thin_deltas_for_a_child_behind() {
     let relay = relay("thin", 3);
     let ring = Ring::default();
     let mut newest = whole(&relay, ITEM.version, &image(1));
@@ -373,7 +373,7 @@ fn a_relay_folds_thin_deltas_for_a_child_that_is_behind() {
 
 /// One that has lost its connection comes again, and nobody else has the version by then.
 #[test]
-fn a_sender_keeps_a_version_for_a_moment_for_who_was_cut_off() {
+fn sender_keeps_a_version_briefly_for_a_lost_child() {
     for somebody_has_an_older_one in [false, true] {
         let relay = relay("cut-off", 2);
         let versions = [1, 3].map(|version| whole(&relay, Version(version), &image(version)));

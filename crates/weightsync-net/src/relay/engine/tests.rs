@@ -82,7 +82,7 @@ async fn engine(name: &str) -> Around {
 }
 
 #[test]
-fn it_is_looked_for_room_however_much_there_is_to_hear() {
+fn engine_checks_for_room_under_constant_messages() {
     runtime("weightsync-test").unwrap().block_on(async {
         let Around {
             mut engine,
@@ -116,7 +116,7 @@ fn it_is_looked_for_room_however_much_there_is_to_hear() {
 
 /// The sender acts on what is said of the parent that it has given, and on nothing else.
 #[test]
-fn what_was_to_be_said_of_a_parent_is_not_said_of_the_next_one() {
+fn verdict_on_a_parent_is_not_applied_to_the_next() {
     runtime("weightsync-test").unwrap().block_on(async {
         let Around {
             mut engine,

@@ -13,7 +13,7 @@ use super::*;
 use self::notation::play;
 
 #[test]
-fn a_worker_is_told_what_is_whole() {
+fn worker_is_notified_of_whole_versions() {
     play(
         "join 1 newest      >
          tell 1 #1 a1       >
@@ -38,7 +38,7 @@ fn several_workers_wait_for_one_fetch() {
 }
 
 #[test]
-fn the_newest_passes_over_what_was_replaced_but_never_two_in_a_row() {
+fn newest_skips_replaced_sets_but_never_two_in_a_row() {
     play(
         "join 1 newest, parent     >
          tell 1 #1 a1              > fetch a1
@@ -64,7 +64,7 @@ fn the_newest_passes_over_what_was_replaced_but_never_two_in_a_row() {
 }
 
 #[test]
-fn the_first_set_is_finished_whoever_leaves_and_whatever_follows() {
+fn first_set_is_finished_after_any_departure() {
     play(
         "join 1 newest, parent     >
          tell 1 #1 a1+b1           > fetch a1, fetch b1
@@ -167,7 +167,7 @@ fn a_set_that_was_cut_off_waits_for_the_first_set() {
 }
 
 #[test]
-fn a_newer_one_that_is_whole_stands_for_those_before_it() {
+fn newer_whole_version_replaces_older_ones() {
     // It came for a relay below, which was faster to ask for it.
     play(
         "join 1 newest, parent     >
@@ -207,7 +207,7 @@ fn every_version_comes_in_order() {
 }
 
 #[test]
-fn a_worker_that_asks_is_answered_beside_what_it_is_told() {
+fn pull_is_answered_in_addition_to_notifications() {
     play(
         "join 1 newest, join 2 asked, parent >
          tell 1 #3 a3           > fetch a3
@@ -239,7 +239,7 @@ fn a_worker_that_asks_is_answered_beside_what_it_is_told() {
 }
 
 #[test]
-fn what_a_worker_does_not_ask_for_any_more_is_not_fetched() {
+fn cancelled_pull_is_not_fetched() {
     play(
         "join 1 asked, parent   >
          answer 1 ?1 #1 a1+b1   > fetch a1, fetch b1
@@ -274,7 +274,7 @@ fn what_a_worker_does_not_ask_for_any_more_is_not_fetched() {
 }
 
 #[test]
-fn a_set_is_told_when_all_of_it_is_whole() {
+fn set_is_announced_when_all_of_it_is_whole() {
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1+b1+c1         > fetch a1, fetch b1, fetch c1
@@ -300,7 +300,7 @@ fn a_set_is_told_when_all_of_it_is_whole() {
 }
 
 #[test]
-fn what_is_wanted_next_is_asked_for_at_once_and_so_stays_above() {
+fn next_version_is_requested_at_once_and_kept_above() {
     // A relay below that takes a set asks here for all of it, and so does this one
     // above; else what is asked for late would have been replaced by then.
     play(
@@ -328,7 +328,7 @@ fn what_is_wanted_next_is_asked_for_at_once_and_so_stays_above() {
 }
 
 #[test]
-fn no_more_is_fetched_at_once_than_a_set_of_the_most_models_has() {
+fn fetches_are_bounded_by_the_largest_set() {
     let who = |worker| Seated {
         worker: weightsync_core::WorkerId(worker),
         instance: 0,
@@ -362,7 +362,7 @@ fn no_more_is_fetched_at_once_than_a_set_of_the_most_models_has() {
 }
 
 #[test]
-fn what_the_parent_has_not_comes_from_the_sender_or_not_at_all() {
+fn version_the_parent_lacks_comes_from_the_sender() {
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1               > fetch a1
@@ -387,7 +387,7 @@ fn what_the_parent_has_not_comes_from_the_sender_or_not_at_all() {
 }
 
 #[test]
-fn what_comes_from_the_sender_goes_on_without_a_parent() {
+fn transfer_from_the_sender_survives_the_parent() {
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1               > fetch a1
@@ -424,7 +424,7 @@ fn what_breaks_off_at_the_sender_waits_for_a_parent() {
 }
 
 #[test]
-fn who_comes_to_want_what_was_refused_to_others_is_not_forgotten() {
+fn late_request_for_a_refused_version_is_answered() {
     play(
         "want a1, want a1, parent   > fetch a1
          not-there a1               > fetch a1 sender
@@ -440,7 +440,7 @@ fn who_comes_to_want_what_was_refused_to_others_is_not_forgotten() {
 }
 
 #[test]
-fn a_fetch_that_breaks_off_goes_on_with_the_next_parent() {
+fn broken_fetch_goes_on_with_the_next_parent() {
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1               > fetch a1
@@ -455,7 +455,7 @@ fn a_fetch_that_breaks_off_goes_on_with_the_next_parent() {
 }
 
 #[test]
-fn what_is_wanted_below_is_fetched_and_kept_until_it_is_not() {
+fn version_wanted_below_is_fetched_and_kept() {
     play(
         "parent                     >
          want a1                    > fetch a1
@@ -502,7 +502,7 @@ fn without_room_it_waits_until_there_may_be_some() {
 }
 
 #[test]
-fn what_is_spoiled_is_let_go_of_and_comes_anew_for_whoever_needs_it() {
+fn damaged_version_is_dropped_and_fetched_again() {
     play(
         "join 1 newest, join 2 newest, parent >
          tell 1 #1 a1+b1             > fetch a1, fetch b1
@@ -521,7 +521,7 @@ fn what_is_spoiled_is_let_go_of_and_comes_anew_for_whoever_needs_it() {
 }
 
 #[test]
-fn what_is_said_again_after_a_link_broke_is_told_once() {
+fn repeated_message_after_a_broken_link_counts_once() {
     play(
         "join 1 newest, join 2 every, parent >
          tell 1 #1 a1, tell 2 #1 a1  > fetch a1

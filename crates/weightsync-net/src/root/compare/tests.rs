@@ -95,7 +95,7 @@ fn connect(weights: &Tensors) -> (InitInfo, impl FnOnce() -> Sender) {
 }
 
 #[test]
-fn a_version_comes_as_what_changed_and_is_the_same_to_the_bit() {
+fn version_arrives_as_a_delta_bit_for_bit() {
     let mut weights = weights();
     let (info, connect) = connect(&weights);
     let (worker, gets) = worker(&info, 0);

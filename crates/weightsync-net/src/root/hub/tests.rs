@@ -143,7 +143,7 @@ fn run(test: impl Future<Output = ()>) {
 }
 
 #[test]
-fn who_is_fenced_off_is_told_so_and_its_link_is_ended() {
+fn fenced_agent_is_notified_and_disconnected() {
     let (_sender, info) = sender();
     run(async {
         let mut fake = Fake::dial(&info).await;
@@ -159,7 +159,7 @@ fn who_is_fenced_off_is_told_so_and_its_link_is_ended() {
 }
 
 #[test]
-fn who_says_that_it_has_more_than_there_can_be_is_given_up() {
+fn agent_that_claims_impossible_versions_is_dropped() {
     let (_sender, info) = sender();
     run(async {
         let mut fake = Fake::dial(&info).await;
@@ -181,7 +181,7 @@ fn who_says_that_it_has_more_than_there_can_be_is_given_up() {
 }
 
 #[test]
-fn the_next_life_of_a_worker_is_seated_once_its_host_counts_as_silent() {
+fn restarted_worker_joins_once_its_host_is_silent() {
     let (_sender, info) = sender();
     run(async {
         // It says who is there, and nothing more.
@@ -207,7 +207,7 @@ fn the_next_life_of_a_worker_is_seated_once_its_host_counts_as_silent() {
 /// An agent that was asked by a life of it, and is not the way that this life took in
 /// the end, is one to wait for like any other.
 #[test]
-fn the_next_life_of_a_worker_waits_for_whoever_reaches_it_by_then() {
+fn restarted_worker_waits_for_the_agent_that_finds_it() {
     let (_sender, info) = sender();
     run(async {
         let mut agents = Vec::new();
@@ -237,7 +237,7 @@ fn the_next_life_of_a_worker_waits_for_whoever_reaches_it_by_then() {
 
 /// An agent that goes while a worker is on its way to it has cost that worker nothing.
 #[test]
-fn who_was_on_its_way_to_an_agent_that_is_gone_hears_by_the_one_it_has() {
+fn worker_moving_to_a_dead_agent_keeps_its_own() {
     let (mut sender, info) = sender();
     let mut weights = Tensors::new();
     weights
@@ -271,7 +271,7 @@ fn who_was_on_its_way_to_an_agent_that_is_gone_hears_by_the_one_it_has() {
 }
 
 #[test]
-fn who_has_the_number_of_a_worker_that_is_there_is_denied() {
+fn worker_with_a_number_in_use_is_refused() {
     let (_sender, info) = sender();
     run(async {
         let mut first = Fake::dial(&info).await;
@@ -498,7 +498,7 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> TcpStream {
 const LARGE: usize = 48 << 20;
 
 #[test]
-fn children_that_do_not_read_hold_no_slot_that_the_trainer_needs() {
+fn stalled_children_hold_no_slot_of_the_trainer() {
     let mut weights = Tensors::new();
     weights
         .insert("w", [LARGE as u64 / 4], vec![1.0_f32; LARGE / 4])

@@ -25,7 +25,7 @@ const DIFFERS: Verdict = Verdict::Differs {
 };
 
 #[test]
-fn each_comes_to_one_verdict_in_whichever_order_both_ends_say_it() {
+fn scrub_reaches_one_verdict_in_either_order() {
     let mut scrubs = Scrubs::default();
     let asks = scrubs.ask([(item(1), OWN), (item(1), 3), (item(1), 4), (item(2), 3)]);
     assert_eq!(asks.agents, [(item(1), 3), (item(1), 4), (item(2), 3)]);
@@ -65,7 +65,7 @@ fn what_one_end_has_no_more_cannot_be_compared() {
 }
 
 #[test]
-fn the_senders_own_bytes_are_compared_with_what_they_were_when_published() {
+fn scrub_compares_the_sender_with_its_publication() {
     let mut scrubs = Scrubs::default();
     scrubs.ask([(item(1), OWN), (item(1), 3), (item(1), 4)]);
     assert_eq!(scrubs.said(item(1), 3, digest(7)), None);
@@ -76,7 +76,7 @@ fn the_senders_own_bytes_are_compared_with_what_they_were_when_published() {
 }
 
 #[test]
-fn what_is_kept_is_known_for_whoever_comes_late_and_until_the_next_is() {
+fn scrub_result_is_kept_until_the_next() {
     let mut scrubs = Scrubs::default();
     assert_eq!(scrubs.keep(item(64)), (true, Vec::new()));
     assert!(!scrubs.keep(item(64)).0, "it is being found");
@@ -95,7 +95,7 @@ fn what_is_kept_is_known_for_whoever_comes_late_and_until_the_next_is() {
 }
 
 #[test]
-fn who_says_nothing_while_two_more_are_scrubbed_is_waited_for_no_more() {
+fn scrub_stops_waiting_after_two_silent_rounds() {
     let mut scrubs = Scrubs::default();
     for version in [64, 128, 192, 256] {
         let (_, late) = scrubs.keep(item(version));
@@ -120,7 +120,7 @@ fn who_says_nothing_while_two_more_are_scrubbed_is_waited_for_no_more() {
 }
 
 #[test]
-fn whoever_asks_for_what_is_known_hears_it_although_the_others_go() {
+fn scrub_answers_known_results_after_departures() {
     let mut scrubs = Scrubs::default();
     scrubs.ask([(item(1), 3)]);
     assert_eq!(scrubs.found(item(1), digest(7), None), []);
@@ -131,7 +131,7 @@ fn whoever_asks_for_what_is_known_hears_it_although_the_others_go() {
 }
 
 #[test]
-fn whoever_waits_hears_all_it_waits_for_and_nothing_else() {
+fn scrub_waiter_gets_exactly_what_it_waits_for() {
     let mut round = Round::new([(item(1), 3), (item(2), 3), (item(2), OWN)], ());
     let mut note = |version, agent, verdict| {
         let item = item(version);

@@ -57,7 +57,7 @@ fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
 }
 
 #[test]
-fn who_was_on_its_way_to_an_agent_that_is_gone_is_where_it_was() {
+fn worker_moving_to_a_dead_agent_stays() {
     use Parting::{Cut, HungUp, Left, Silent};
     for how in [Left, HungUp, Cut, Silent] {
         let on_its_way = || {
@@ -155,7 +155,7 @@ fn who_comes_back_in_time_has_its_seat() {
 }
 
 #[test]
-fn the_next_life_of_a_worker_takes_the_place_of_one_that_is_not_heard_of() {
+fn restarted_worker_replaces_a_silent_one() {
     let mut seats = seated();
     seats.part(1, None, Parting::HungUp, NOW);
     assert!(matches!(
@@ -190,7 +190,7 @@ fn contested() -> Seats<&'static str, u64> {
 }
 
 #[test]
-fn the_next_life_waits_until_it_is_known_whether_the_one_before_it_is_there() {
+fn restarted_worker_waits_for_news_of_its_predecessor() {
     let mut seats = contested();
     assert_eq!(seats.in_vain(1), [next_life(2, 101)]);
     assert_eq!(seats.in_vain(1), []);
@@ -221,7 +221,7 @@ fn who_is_heard_just_now_is_there() {
 }
 
 #[test]
-fn who_waits_gives_up_with_its_agent_and_there_is_one_for_a_seat() {
+fn waiting_worker_leaves_with_its_agent() {
     let mut seats = contested();
     assert_eq!(seats.gone(2, WORKER, 101, false, NOW), Leaver::Elsewhere);
     assert_eq!(seats.in_vain(1), []);
@@ -236,7 +236,7 @@ fn who_waits_gives_up_with_its_agent_and_there_is_one_for_a_seat() {
 
 /// Then it is another whose silence is waited for.
 #[test]
-fn who_waits_comes_again_when_another_reaches_the_one_before_it() {
+fn waiting_worker_retries_when_predecessor_is_found() {
     let mut seats = seated();
     assert!(matches!(seats.comes(3, WORKER, 100), Comer::Back(_)));
     assert!(matches!(seats.comes(2, WORKER, 101), Comer::Waits(3)));

@@ -145,7 +145,7 @@ fn a_slow_agent_that_came_first_goes_to_the_end() {
 /// That it was slow may become known late, when another parent has been measured
 /// meanwhile: what is measured by that one counts alone.
 #[test]
-fn who_was_behind_a_slow_one_is_fast_by_the_next_parent_at_once() {
+fn host_behind_a_slow_parent_is_fast_behind_the_next() {
     let mut chain = with(1, 1..=2);
     chain.measured(1, 2, 1 << 20, 10 * SECOND);
     chain.measured(0, 2, 100 << 20, SECOND);
@@ -154,7 +154,7 @@ fn who_was_behind_a_slow_one_is_fast_by_the_next_parent_at_once() {
 
 /// Whether that one was slow is not to be known any more.
 #[test]
-fn who_was_slow_through_one_that_is_gone_is_measured_anew() {
+fn host_slow_behind_a_dead_parent_is_measured_again() {
     let mut chain = with(1, 1..=4);
     chain.measured(0, 1, 100 << 20, SECOND);
     chain.measured(3, 4, 1 << 20, SECOND);
@@ -183,7 +183,7 @@ fn who_comes_stands_before_those_that_are_slow() {
 }
 
 #[test]
-fn a_link_that_has_become_slow_is_noticed_at_once_and_one_that_is_fast_again_in_a_while() {
+fn slow_link_is_noticed_at_once_and_recovery_later() {
     let mut chain = with(1, 1..=3);
     let bytes = 8 << 20;
     for agent in 1..=3 {
@@ -202,7 +202,7 @@ fn a_link_that_has_become_slow_is_noticed_at_once_and_one_that_is_fast_again_in_
 }
 
 #[test]
-fn who_does_not_serve_is_beside_the_others() {
+fn host_that_does_not_serve_has_no_children() {
     let mut chain = Topology::new(1);
     chain.join(1, None);
     chain.join(2, address(2));
@@ -223,7 +223,7 @@ fn who_does_not_serve_is_beside_the_others() {
 }
 
 #[test]
-fn the_slowest_link_is_that_of_whoever_fetches_by_it() {
+fn slow_link_belongs_to_the_host_that_fetches() {
     let mut chain = with(1, 1..=3);
     chain.join(4, None);
     assert_eq!(chain.slowest(), None);
@@ -248,7 +248,7 @@ fn the_slowest_link_is_that_of_whoever_fetches_by_it() {
 
 /// To another host its address would be that host's own.
 #[test]
-fn who_is_known_by_an_address_of_the_loopback_serves_its_own_host_alone() {
+fn loopback_address_serves_only_its_own_host() {
     let mut chain = Topology::new(1);
     let near = |port| Place {
         address: SocketAddr::from(([127, 0, 0, 1], port)),
@@ -306,7 +306,7 @@ fn each_of_many_agents_costs_what_each_of_few_does() {
 }
 
 #[test]
-fn a_parent_that_cannot_be_reached_is_not_given_again_at_once() {
+fn unreachable_parent_is_not_assigned_again_at_once() {
     let mut chain = with(1, 1..=3);
     let changed = chain.lost(3, 2, SECOND);
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
@@ -326,7 +326,7 @@ fn a_parent_that_cannot_be_reached_is_not_given_again_at_once() {
 }
 
 #[test]
-fn a_parent_is_given_again_in_a_while_which_is_longer_each_time_that_it_cannot_be_reached() {
+fn unreachable_parent_is_retried_with_backoff() {
     let mut chain = with(1, 1..=2);
     let mut now = SECOND;
     // (for how long it is not given, for how long it is all right after that)
@@ -357,7 +357,7 @@ fn a_parent_is_given_again_in_a_while_which_is_longer_each_time_that_it_cannot_b
 }
 
 #[test]
-fn a_parent_that_has_come_anew_is_given_at_once() {
+fn returned_parent_is_assigned_at_once() {
     let mut chain = with(1, 1..=2);
     chain.lost(2, 1, SECOND);
     chain.leave(1);

@@ -3,10 +3,8 @@
 use super::stage::{Stage, Who};
 use super::words::Content;
 
-pub(crate) const TESTS: &[(&str, fn())] = &[(
-    "a_relay_that_deltas_do_not_fit_any_more_fetches_all_anew",
-    unfit,
-)];
+pub(crate) const TESTS: &[(&str, fn())] =
+    &[("relay_without_a_delta_base_fetches_the_whole", unfit)];
 
 const MIB: usize = 1 << 20;
 

@@ -19,13 +19,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         broken(Hosts::silence, true)
     }),
     (
-        "a_worker_is_restarted_elsewhere_before_its_host_is_missed",
+        "worker_restarted_elsewhere_replaces_its_old_host",
         elsewhere,
     ),
-    (
-        "a_lost_worker_is_a_line_until_it_is_back_or_forgotten",
-        lost,
-    ),
+    ("lost_worker_has_a_line_until_back_or_forgotten", lost),
     ("a_question_outlives_the_link_it_was_asked_by", asked),
     ("a_slow_link_neither_slows_others_nor_starves", slow),
 ];

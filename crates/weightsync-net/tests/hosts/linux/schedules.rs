@@ -9,7 +9,7 @@ use super::stage::{Stage, TRAINERS, Who};
 use super::words::Content;
 
 pub(crate) const TESTS: &[(&str, fn())] = &[(
-    "whatever_happens_in_the_end_everybody_has_the_newest",
+    "every_event_order_ends_with_the_newest_everywhere",
     schedules,
 )];
 

@@ -127,7 +127,7 @@ fn an_end_is_a_line_of_those_it_was_for() {
 }
 
 #[test]
-fn one_that_went_has_a_line_until_it_is_back_or_forgotten() {
+fn departed_worker_has_a_line_until_back_or_forgotten() {
     let fates = |plan: &mut Of, version| {
         let sent = plan.publish(&set(&[(0, version)]), &Targets::All, &[]);
         let ids: Vec<_> = sent.fates.iter().map(|(id, _)| *id).collect();
@@ -170,7 +170,7 @@ fn one_that_went_has_a_line_until_it_is_back_or_forgotten() {
 }
 
 #[test]
-fn the_holder_of_a_number_is_another_process_or_another_place() {
+fn number_holder_is_told_by_process_and_address() {
     let mut plan = Of::new(1, 0);
     let id = plan.join(about(0, &[0]));
     assert_eq!(plan.holder(&about(0, &[0])), None, "it registers again");
@@ -205,7 +205,7 @@ fn one_that_announces_itself_counts_once_it_has() {
 }
 
 #[test]
-fn a_process_that_registers_again_during_a_send_has_one_line() {
+fn process_registering_again_in_a_send_has_one_line() {
     let mut plan = Of::new(1, 0);
     let old = plan.join(about(0, &[0]));
     let before = plan.watch_all();
@@ -278,7 +278,7 @@ impl Of {
 }
 
 #[test]
-fn sends_to_some_hold_and_release_give_each_what_is_meant_for_it() {
+fn partial_sends_and_holds_give_each_worker_its_own() {
     let mut plan = Of::new(2, 2);
     let (one, two) = (plan.join(about(1, &[0, 1])), plan.join(about(2, &[1])));
     plan.publish(&set(&[(0, 1), (1, 1)]), &Targets::All, &[]);
@@ -366,7 +366,7 @@ fn questions_are_answered_with_what_is_kept_or_wait() {
 }
 
 #[test]
-fn a_successor_takes_the_number_and_the_lines_stay_apart() {
+fn successor_takes_the_number_with_its_own_line() {
     let mut plan = Of::new(1, 0);
     let old = plan.join(about(0, &[0]));
     let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
@@ -397,7 +397,7 @@ fn a_successor_takes_the_number_and_the_lines_stay_apart() {
 }
 
 #[test]
-fn a_sender_that_ends_waits_for_whoever_can_take_what_it_sent() {
+fn ending_sender_waits_for_workers_that_can_finish() {
     let mut plan = Of::new(1, 0);
     let ids = [0, 1, 2, 3].map(|worker| plan.join(about(worker, &[0])));
     let [takes, refuses, stops, goes] = ids;

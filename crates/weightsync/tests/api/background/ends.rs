@@ -64,7 +64,7 @@ fn a_dropped_background_has_left() {
 }
 
 #[test]
-fn the_end_of_the_sender_is_a_state_and_the_model_serves_on() {
+fn sender_shutdown_is_a_state_and_the_model_serves() {
     let (mut sender, background) = numbers(SafePoints::Implied, setup());
     let held = background.read().unwrap();
     sender
@@ -114,7 +114,7 @@ fn a_restarted_sender_is_found_again() {
 }
 
 #[test]
-fn what_an_earlier_sender_sent_is_not_reported_to_the_next() {
+fn old_versions_are_not_reported_to_the_next_sender() {
     let dir = tempfile::tempdir().unwrap();
     let setup = || setup().run_dir(dir.path().join("run")).unwrap();
     let (mut sender, background) = numbers(SafePoints::Declared, setup());
@@ -296,7 +296,7 @@ impl ReceiverTransport for FragileEnd {
 
 /// The sender sends nothing more to it, so to wait would be to wait for ever.
 #[test]
-fn a_receiver_that_has_failed_says_so_when_it_is_given_back() {
+fn failed_receiver_reports_it_when_returned() {
     let breaks = Arc::new(AtomicBool::new(false));
     let mut schemes = Schemes::default();
     schemes.insert("shared-mem", {

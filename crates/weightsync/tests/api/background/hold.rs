@@ -152,7 +152,7 @@ impl WeightLoader for Interpreted {
 }
 
 #[test]
-fn whoever_lets_go_of_the_loaders_lock_waits_for_it_asleep() {
+fn waiter_for_the_loader_lock_sleeps() {
     let (mut sender, receiver) = pair_by(setup(), &number(1.0));
     let lock = Arc::new(Mutex::new(()));
     let (loads, loading) = mpsc::channel();

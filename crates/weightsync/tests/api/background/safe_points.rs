@@ -92,7 +92,7 @@ fn a_wait_is_a_safe_point() {
 
 /// Whoever waits is told when the last guard is dropped.
 #[test]
-fn a_wait_applies_what_is_staged_once_other_guards_are_dropped() {
+fn wait_applies_staged_versions_after_other_guards() {
     let (mut sender, background) = numbers(SafePoints::Declared, setup());
     let reached = sender.send_with(&number(2.0), &until(WaitFor::Staged));
     assert!(reached.unwrap().all_reached());
@@ -136,7 +136,7 @@ fn it_is_no_safe_point_while_another_thread_reads() {
 }
 
 #[test]
-fn a_thread_is_told_before_it_waits_for_itself() {
+fn waiting_for_the_own_thread_is_an_error() {
     let (mut sender, background) = numbers(SafePoints::Declared, setup());
     sender
         .send_with(&number(2.0), &until(WaitFor::Staged))

@@ -62,7 +62,7 @@ fn models_that_are_not_whole_do_not_serve() {
 }
 
 #[test]
-fn a_safe_point_whose_load_fails_says_so_on_both_sides() {
+fn failed_load_at_a_safe_point_shows_on_both_sides() {
     let (mut sender, receiver) = two();
     let background = receiver
         .set_in_background(agent(&[2.0], &[]), loaders, SafePoints::Declared)
