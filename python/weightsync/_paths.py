@@ -14,13 +14,13 @@ def resolve(root: Any, path: str) -> Any:
     """The object at a path, from ``root`` on. Nothing is evaluated.
 
     Raises:
-        ModelError: naming the part that leads nowhere, and what is there instead.
+        ModelError: naming the part that does not exist, and what is there instead.
     """
     here, done, at = root, "", 0
     while at < len(path):
         part = _PART.match(path, at)
         if part is None or (at == 0 and path[0] == "."):
-            raise ModelError(f"{path!r} is no path: {path[at:]!r} cannot be read")
+            raise ModelError(f"{path!r} is not a path: {path[at:]!r} cannot be read")
         at = part.end()
         try:
             if (name := part["name"]) is not None:
@@ -31,7 +31,7 @@ def resolve(root: Any, path: str) -> Any:
                 here = here[next(part[key] for key in "abc" if part[key] is not None)]
         except (AttributeError, LookupError, TypeError) as error:
             raise ModelError(
-                f"{path!r} leads nowhere: there is no {part[0].lstrip('.')!r} in "
+                f"{path!r} does not exist: there is no {part[0].lstrip('.')!r} in "
                 f"{done or 'the root'}, a {type(here).__name__} with {_names(here)}"
             ) from error
         done = path[:at]

@@ -16,7 +16,7 @@ class Watched:
         for process in self._processes:
             if not hasattr(process, "exitcode") and not hasattr(process, "poll"):
                 raise WrongTypeError(
-                    "processes wants those of multiprocessing or subprocess, and got "
+                    "processes: expected those of multiprocessing or subprocess, got "
                     f"{process!r}"
                 )
 
@@ -30,8 +30,8 @@ class Watched:
         failed = [_named(process, code) for process, code in ended if code]
         if failed:
             raise PeerError(
-                f"{', '.join(failed)}, so not all workers can join: see what is printed above "
-                "by it, mend that, and start it again",
+                f"{', '.join(failed)}, so not all workers can join: see its output above, "
+                "fix the cause, and start it again",
                 "give up",
             )
         if ended and all(code is not None for _, code in ended):

@@ -27,7 +27,7 @@ BIND_FROM = 64 * 1024
 def target_of(model: Any, mode: str) -> Target:
     """The target of a worker's model."""
     if mode not in ("bind", "copy"):
-        raise SettingError(f'mode wants "bind" or "copy", and got {mode!r}')
+        raise SettingError(f'mode: expected "bind" or "copy", got {mode!r}')
     if _dtypes.is_module(model):
         return ModuleTarget(model, mode)
     if isinstance(model, Mapping) or _dtypes.is_tensordict(model):
@@ -271,7 +271,7 @@ class ModuleTarget(Target):
     def _the_module(self) -> Any:
         module = self._module()
         if module is None:
-            raise ReferenceError("the worker's module is gone: keep it as long as its receiver")
+            raise ReferenceError("the worker's module is freed: keep it as long as its receiver")
         return module
 
 

@@ -127,7 +127,7 @@ def by_model(
     named = dict(mapping) if isinstance(mapping, Names) else {}
     if not named or not all(isinstance(one, Mapping) for one in named.values()):
         raise WrongTypeError(
-            f"mapping wants a weightsync.Mapping, or a dict of them by model, and got {mapping!r}"
+            f"mapping: expected a weightsync.Mapping, or a dict of them by model, got {mapping!r}"
         )
     if unknown := [name for name in named if name not in models]:
         raise ModelError(

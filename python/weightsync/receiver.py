@@ -194,7 +194,7 @@ class Receiver(_ends.AsyncWith, Generic[T]):
         if self._targets is None:
             raise LifecycleError("a background receiver loads into models: give the receiver some")
         if safe_points not in ("implied", "declared"):
-            raise SettingError(f'safe_points wants "implied" or "declared", and got {safe_points!r}')
+            raise SettingError(f'safe_points: expected "implied" or "declared", got {safe_points!r}')
         session = self._own("start_background")
         native = session.start_background(self._loaders, safe_points == "declared")
         self._background = Background(native, self._targets, len(self._targets) == 1)
@@ -281,7 +281,7 @@ class Receiver(_ends.AsyncWith, Generic[T]):
 
     def __getstate__(self) -> Any:
         raise LifecycleError(
-            "a receiver is a live end and cannot be pickled: make one from the init info there"
+            "a receiver is a live end and cannot be pickled: make one there from the init info"
         )
 
     def _own(self, call: str) -> Session:

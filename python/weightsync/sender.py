@@ -81,7 +81,7 @@ class Sender(_ends.AsyncWith):
         timeout: float | None = 60.0,
     ) -> None:
         if strategy not in ("state_dict", "tensordict"):
-            raise SettingError(f'strategy wants "state_dict" or "tensordict", and got {strategy!r}')
+            raise SettingError(f'strategy: expected "state_dict" or "tensordict", got {strategy!r}')
         self._context = context
         self._models = _named(model, name, models, context)
         self._strategy = strategy
@@ -267,7 +267,7 @@ class Sender(_ends.AsyncWith):
         with self._sending:
             name = self._only(model)
             if not weights:
-                raise SettingError("send_each wants the weights of at least one worker: {0: …}")
+                raise SettingError("send_each: expected weights of at least one worker: {0: …}")
             sources: dict[int, Any] = {}
             kept = []
             for given in weights.values():
@@ -335,7 +335,7 @@ class Sender(_ends.AsyncWith):
 
     def __getstate__(self) -> Any:
         raise LifecycleError(
-            "a sender is a live end and cannot be pickled: hand its init_info to the worker"
+            "a sender is a live end and cannot be pickled: pass its init_info to the worker"
         )
 
     def _given(
@@ -369,7 +369,7 @@ class Sender(_ends.AsyncWith):
 
     def _place(self, name: str, given: Any, partial: bool = False) -> Any:
         if isinstance(given, Snapshot):
-            raise SendError("a snapshot is sent again by itself: send(snapshot)")
+            raise SendError("a snapshot is sent again alone: send(snapshot)")
         if given is None:
             given = self._models[name]
             if isinstance(given, _Path):
@@ -431,13 +431,13 @@ def _named(
     model: Any, name: str, models: Mapping[str, Any] | Sequence[str] | None, context: Any
 ) -> dict[str, Any]:
     if (model is None) == (models is None):
-        raise ModelError("a sender wants its model, or several as models={name: model}")
+        raise ModelError("a sender needs its model, or several as models={name: model}")
     if models is None:
         return {name: model}
     if isinstance(models, Mapping):
         return dict(models)
     if context is None:
-        raise ModelError("paths of models want the context they begin at: context=…")
+        raise ModelError("paths of models need the context that they start at: context=…")
     return {path: _Path(path) for path in models}
 
 

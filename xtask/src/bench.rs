@@ -23,7 +23,8 @@ const NET_COMMAND: &str =
 const GROUPS: &[Group] = &[
     Group {
         name: "mem",
-        about: "publish to applied over shared memory, beside the same run's memcpy, then TorchRL's",
+        about: "publish to applied over shared memory, compared with the same run's memcpy, then \
+                with TorchRL's",
         measured: Measured::InRust {
             own: "mem",
             peers: "peers",
@@ -31,14 +32,16 @@ const GROUPS: &[Group] = &[
     },
     Group {
         name: "python",
-        about: "Python to Python, beside memcpy, TorchRL's schemes, Ray and the same send in Rust",
+        about: "Python to Python, compared with memcpy, TorchRL's schemes, Ray and the same send \
+                in Rust",
         measured: Measured::InPython {
             program: "bench/python",
         },
     },
     Group {
         name: "net",
-        about: "over loopback, beside iperf3 and what others bring weights with; then over hosts",
+        about: "over loopback, compared with iperf3 and other ways to move weights; then over \
+                hosts",
         measured: Measured::OverNetwork {
             own: "net",
             hosts: "bench --package weightsync-net --bench hosts",
@@ -46,7 +49,8 @@ const GROUPS: &[Group] = &[
     },
     Group {
         name: "delta",
-        about: "deltas of synthetic steps and of real models, beside memcpy and what others make of them",
+        about: "deltas of synthetic steps and of real models, compared with memcpy and other \
+                codecs",
         measured: Measured::OfVersions { own: "delta" },
     },
 ];
@@ -208,7 +212,7 @@ fn parse<'a>(args: &[&'a str]) -> Result<(&'static Group, Vec<&'a str>), Error> 
         return Err(usage(&format!("bench does not know `{flag}`")));
     }
     let [name] = names[..] else {
-        return Err(usage("bench wants one group"));
+        return Err(usage("bench takes one group"));
     };
     let group = GROUPS
         .iter()

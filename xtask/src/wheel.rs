@@ -110,7 +110,7 @@ fn only_wheel(folder: &Path) -> Result<PathBuf, Error> {
         Ok([wheel]) => Ok(wheel),
         Err(wheels) => Err(Error::Unreadable {
             what: format!(
-                "{}: one wheel was expected, {} are there",
+                "{}: expected one wheel, found {}",
                 folder.display(),
                 wheels.len()
             ),

@@ -237,7 +237,7 @@ fn status_refuses_a_wrong_or_missing_token() {
 fn absent_sender_fails_status_and_relay_waits() {
     let mut trainer = Trainer::start();
     trainer.sender = None;
-    refused(&trainer.status(&[]), "nobody answers at");
+    refused(&trainer.status(&[]), "no answer from");
     let mut relay = Running::start(trainer.relay());
     let looking = relay.line_with("looking for a sender");
     assert!(looking.contains(&trainer.address), "{looking}");

@@ -50,7 +50,7 @@ const BLOCK: usize = 1 << 16;
 #[non_exhaustive]
 pub enum DeltaError {
     /// They end too early.
-    #[error("the delta ends early: {at} of its bytes do not suffice")]
+    #[error("the delta ends early, after {at} bytes")]
     Ends {
         /// How many there are.
         at: usize,
@@ -64,7 +64,7 @@ pub enum DeltaError {
     },
 
     /// No codec begins like this.
-    #[error("byte {byte:#04x} begins no delta that this version knows")]
+    #[error("a delta cannot begin with byte {byte:#04x}")]
     Codec {
         /// The first byte.
         byte: u8,
@@ -96,7 +96,7 @@ pub enum DeltaError {
     },
 
     /// The delta was made from other bytes than those it is put into.
-    #[error("the delta does not fit the version it is put into: {what}")]
+    #[error("the delta does not fit the version it is applied to: {what}")]
     Base {
         /// What does not fit.
         what: &'static str,

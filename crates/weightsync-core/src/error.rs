@@ -198,7 +198,7 @@ pub enum Error {
     },
 
     /// No writer covers some bytes of a tensor.
-    #[error("nobody writes the bytes {range} of tensor {name:?}")]
+    #[error("no part writes the bytes {range} of tensor {name:?}")]
     PartsMissing {
         /// The first tensor that is not covered.
         name: String,

@@ -316,7 +316,7 @@ pub enum ExtractError {
     },
 
     /// The place for the result is longer or shorter than the result.
-    #[error("the result takes {expected} bytes, its place has {got}")]
+    #[error("the result takes {expected} bytes, but its destination has {got}")]
     DestinationLength {
         /// Bytes of the result.
         expected: u64,

@@ -45,7 +45,7 @@ impl RecordFault {
     pub fn what(self) -> &'static str {
         match self {
             Self::Magic => "not a record of this protocol version",
-            Self::Checksum => "its checksum does not hold",
+            Self::Checksum => "its checksum is wrong",
             Self::Version => "it names version 0",
         }
     }

@@ -96,8 +96,8 @@ pub enum Error {
     },
     /// There is not so much memory for this process: it would be killed.
     #[error(
-        "{} of shared memory are needed, but {}{} are left: send fewer bytes (a cast, say), \
-         end what else runs there, or allow more",
+        "{} of shared memory are needed, but {}{} are left: send fewer bytes (for example by a \
+         cast), stop other programs there, or raise the limit",
         size(*wanted), Group(*limit), size(*left)
     )]
     NoMemory {
@@ -111,8 +111,8 @@ pub enum Error {
     },
     /// This process has as many files open as it may.
     #[error(
-        "this process has as many files open as it may ({}), and needs more: raise the hard \
-         limit (`ulimit -Hn`, LimitNOFILE= of a service), or have fewer workers",
+        "this process has reached its limit of open files ({}): raise the hard limit (`ulimit \
+         -Hn`, LimitNOFILE= of a service), or use fewer workers",
         limit.map_or("no limit".into(), |limit| limit.to_string())
     )]
     TooManyFiles {
@@ -121,9 +121,8 @@ pub enum Error {
     },
     /// The address is taken: by another sender, or by another program.
     #[error(
-        "{address} is taken: another sender lives there, or another program listens; two senders \
-         cannot feed one model: stop the other one, or give this one a port, a name or a run \
-         directory of its own"
+        "cannot listen at {address}: another sender or another program uses it; stop that process, \
+         or give this sender its own port, name or run directory"
     )]
     AddressInUse {
         /// The address asked for.
@@ -148,7 +147,7 @@ pub enum Error {
     },
     /// The sender has given this reader up: it is sent nothing more, and may join
     /// anew.
-    #[error("the sender has given this worker up: {reason}; connect again")]
+    #[error("the sender has dropped this worker: {reason}; connect again")]
     GivenUp {
         /// The sender's words.
         reason: String,
@@ -156,7 +155,7 @@ pub enum Error {
     /// The sender belongs to a run that a newer one has replaced.
     #[error(
         "the sender's run has {got}, but this worker has already seen {seen}: \
-         a trainer that was replaced must not be listened to"
+         a newer trainer has replaced this one"
     )]
     Fenced {
         /// The highest epoch seen before.
@@ -183,8 +182,8 @@ pub enum Error {
     /// Every set record is in use and none came free before the deadline: nothing could
     /// be told to any reader.
     #[error(
-        "all {records} set records are in use after {waited:.1?}: {}; have these workers take what \
-         waits for them, give them shorter queues, or restart them",
+        "all {records} set records are in use after {waited:.1?}: {}; let these workers receive \
+         their queued versions, give them shorter queues, or restart them",
         list(holders)
     )]
     AllRecordsHeld {
@@ -213,7 +212,7 @@ pub enum Error {
     /// A process that forked tried to use an end its parent opened.
     #[error(
         "this end was opened by process {owner} and cannot be used in its forked child {child}: \
-         open another one in the child from the init info"
+         open another end in the child from the init info"
     )]
     Forked {
         /// The process that opened the end.
@@ -288,7 +287,7 @@ pub enum Error {
         chunk: usize,
     },
     /// The other end broke the protocol.
-    #[error("the other end sent {got} where {expected} was expected")]
+    #[error("expected {expected} from the other end, got {got}")]
     Protocol {
         /// What the protocol allows here.
         expected: &'static str,
@@ -296,7 +295,7 @@ pub enum Error {
         got: String,
     },
     /// An option out of range.
-    #[error("{option} must be {expected}, but is {got}")]
+    #[error("{option}: expected {expected}, got {got}")]
     BadOption {
         /// The option.
         option: &'static str,

@@ -191,7 +191,7 @@ impl Guests {
         let (_, guests) = state.counts();
         if guests >= MAX_GUESTS {
             return denied(format!(
-                "{MAX_GUESTS} workers are connected from other hosts, which is the most"
+                "{MAX_GUESTS} workers are connected from other hosts, which is the limit"
             ));
         }
         let models = models.and(Models::first(shared.models.len()));

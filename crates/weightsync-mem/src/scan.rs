@@ -65,10 +65,10 @@ impl fmt::Display for Breach {
             ),
             Self::Slots(model) => write!(
                 f,
-                "its control page says that it holds slots of model {model} that it was never told of"
+                "its control page says that it holds slots of model {model} that it was never given"
             ),
         }?;
-        f.write_str("; something else in its process has written there: restart it")
+        f.write_str("; other code in its process has overwritten that page: restart it")
     }
 }
 

@@ -341,7 +341,7 @@ impl Shared {
                     Err(reason) => reason,
                 }
             }
-            Ok(_) => "a hello was expected first".into(),
+            Ok(_) => "expected a hello first".into(),
             Err(error) => error.to_string(),
         };
         let _ = socket.send(&FromSender::Denied { reason: denied }.encode(), &[]);
@@ -404,7 +404,7 @@ impl Shared {
         };
         let asked = relayed.ask_in(ticket, seen);
         self.bells.ring();
-        asked.map_err(|ticket| (ticket.socket, "too many workers wait to be let in".into()))
+        asked.map_err(|ticket| (ticket.socket, "too many workers are waiting to join".into()))
     }
 
     /// Decides whether a reader may join as far as that does not depend on others.
@@ -484,7 +484,7 @@ impl Shared {
         let vacant = vacant.and_then(|()| match state.counts().0 < MAX_READERS {
             true => Ok(()),
             false => Err(format!(
-                "{MAX_READERS} workers of this host are connected, which is the most"
+                "{MAX_READERS} workers of this host are connected, which is the limit"
             )),
         });
         if let Err(reason) = vacant {
@@ -586,7 +586,7 @@ pub(crate) struct Newcomer {
 /// A reader's control page, of the descriptors that came with its hello.
 fn take_control(fds: Vec<OwnedFd>) -> Result<Mapping, String> {
     let [control] = <[OwnedFd; 1]>::try_from(fds)
-        .map_err(|fds| format!("one control page was expected, {} came", fds.len()))?;
+        .map_err(|fds| format!("expected one control page, got {}", fds.len()))?;
     Mapping::of_peer(control.as_fd(), CONTROL_BYTES).map_err(|error| error.to_string())
 }
 

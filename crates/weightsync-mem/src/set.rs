@@ -227,10 +227,10 @@ impl SetFault {
     /// The fault in words.
     pub(crate) fn what(self) -> &'static str {
         match self {
-            Self::Checksum => "its checksum does not hold",
+            Self::Checksum => "its checksum is wrong",
             Self::Slot => "it names a slot above 63",
             Self::Version => "it names version 0",
-            Self::Sequence => "it is another record than the one that was announced",
+            Self::Sequence => "it is not the record that was announced",
         }
     }
 }

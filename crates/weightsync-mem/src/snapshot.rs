@@ -229,7 +229,7 @@ impl Snapshot {
             let slot = self.pin.slot;
             return Err(Error::CorruptCommit {
                 slot,
-                what: "its checksum table does not hold",
+                what: "its checksum table is wrong",
             });
         }
         Ok(Some(table.as_chunks::<8>().0))

@@ -376,7 +376,7 @@ impl fmt::Display for Use {
 pub enum AccessError {
     /// A token that is too short to keep anybody out, or too long.
     #[error(
-        "{place} has {got} bytes where {} to {} are possible; {MAKE_ONE}",
+        "{place} has {got} bytes, expected {} to {}; {MAKE_ONE}",
         Token::MIN_BYTES,
         Token::MAX_BYTES
     )]
@@ -396,8 +396,8 @@ pub enum AccessError {
     },
     /// The file with the token is not its owner's alone.
     #[error(
-        "the token in {path} can be used by others than its owner, as its mode is {mode:03o}; \
-         `chmod 600 {path}`",
+        "the token file {path} has mode {mode:03o}, so other users can use it; run `chmod 600 \
+         {path}`",
         path = path.display()
     )]
     TokenFileOpen {
@@ -417,8 +417,8 @@ pub enum AccessError {
     },
     /// Another machine could be reached without a token.
     #[error(
-        "without a token this process does not {to} {addr}, which is not loopback: anybody there \
-         could take part; {MAKE_ONE} ({TOKEN_FILE_VARIABLE}=FILE, or {TOKEN_VARIABLE}){}",
+        "without a token this process does not {to} {addr}, which is not loopback: any host there \
+         could join; {MAKE_ONE} ({TOKEN_FILE_VARIABLE}=FILE, or {TOKEN_VARIABLE}){}",
         if *plaintext { String::new() } else { format!("; links are not encrypted yet, so this \
          takes {PERMISSION} too") }
     )]
@@ -433,8 +433,8 @@ pub enum AccessError {
     /// What travels to another machine is not encrypted, and nobody has said that this is known.
     #[error(
         "this process does not {to} {addr}, which is not loopback: links are not encrypted yet, \
-         so whoever is on that network can read the weights and change them on their way; where \
-         that network is trusted, allow it with {PERMISSION}"
+         so others on that network can read and change the weights; if you trust that network, \
+         allow it with {PERMISSION}"
     )]
     Plaintext {
         /// What was to be done.

@@ -7,7 +7,10 @@ use weightsync::{Error, Remedy};
 #[non_exhaustive]
 pub enum NetError {
     /// A listening address cannot be had.
-    #[error("{address} cannot be listened on: {source}; choose another port, or stop what has it")]
+    #[error(
+        "cannot listen on {address}: {source}; stop the process that uses it, or choose another \
+         port"
+    )]
     Listen {
         /// The address asked for.
         address: String,
@@ -16,8 +19,8 @@ pub enum NetError {
     },
     /// An address that workers of other hosts could use is not known.
     #[error(
-        "{address} is no address that another host can connect to: say which one is, \
-         by `advertise=HOST:PORT`: {source}"
+        "other hosts cannot connect to {address}: name an address that they can reach with \
+         `advertise=HOST:PORT`: {source}"
     )]
     Advertise {
         /// What is listened on.
@@ -26,7 +29,7 @@ pub enum NetError {
         source: std::io::Error,
     },
     /// A name is no address.
-    #[error("{name:?} is no address one can listen at or connect to: {source}")]
+    #[error("{name:?} is not an address to listen at or connect to: {source}")]
     Resolve {
         /// The name, with its port.
         name: String,
@@ -41,16 +44,16 @@ pub enum NetError {
         /// What is wrong.
         source: crate::wire::hello::HelloError,
     },
-    /// The sender turned this host away.
-    #[error("the sender at {address} turned this host away: {reason}")]
+    /// The sender refused this host.
+    #[error("the sender at {address} refused this host: {reason}")]
     Denied {
         /// Where.
         address: String,
         /// Its words.
         reason: String,
     },
-    /// What came cannot be.
-    #[error("what the sender at {address} says cannot be: {reason}")]
+    /// The sender sent an invalid message.
+    #[error("invalid message from the sender at {address}: {reason}")]
     Broken {
         /// Where.
         address: String,
@@ -65,21 +68,21 @@ pub enum NetError {
     },
     /// Something is there, and it does not answer what was asked.
     #[error(
-        "what listens at {address} closed the link without an answer: it is a sender that \
-         is busy or about to end, or the port of a relay"
+        "{address} closed the link without an answer: it is a sender that is busy or about to end, \
+         or the port of a relay"
     )]
     NoAnswer {
         /// Where.
         address: String,
     },
     /// A worker whose relay has gone cannot look for another way.
-    #[error("there is no other way to the sender: {reason}")]
+    #[error("no other route to the sender: {reason}")]
     NoWay {
         /// What is in the way.
         reason: String,
     },
     /// Nobody answers.
-    #[error("nobody answers at {address}: {reason}")]
+    #[error("no answer from {address}: {reason}")]
     Unreachable {
         /// Where.
         address: String,

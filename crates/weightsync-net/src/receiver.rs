@@ -245,9 +245,12 @@ impl Shared {
                 state.search = Some(search);
             }
             Err(error) => {
-                tracing::error!("no thread to look for another relay: {error}");
+                tracing::error!("cannot start a thread to look for another relay: {error}");
                 state.found = taken(&ends);
-                state.ended = Some(Ended::Hindered(format!("no thread for it: {error}")));
+                state.ended = Some(Ended::Hindered(format!(
+                    "cannot start a thread for it: \
+                                                            {error}"
+                )));
             }
         }
     }
@@ -269,7 +272,7 @@ impl Shared {
             other => {
                 let ended = match other {
                     Err(error) if !matches!(error, Error::SenderDied { .. }) => {
-                        tracing::warn!("there is no other way to the sender: {error}");
+                        tracing::warn!("no other route to the sender: {error}");
                         Ended::Hindered(error.to_string())
                     }
                     _ => Ended::Died,

@@ -179,7 +179,7 @@ impl State {
             ),
             Self::Following(_) => (
                 "while it passes on in the background",
-                "shut it down to begin anew",
+                "shut it down to start again",
             ),
             Self::Closed => ("after shutdown", "join anew"),
         };

@@ -112,19 +112,19 @@ pub fn exception(py: Python<'_>, error: Error) -> PyErr {
 
 /// A call whose end was shut down meanwhile.
 pub fn ended() -> PyErr {
-    let text = "this end was shut down while the call waited: make one anew from the init info";
+    let text = "this end was shut down while the call waited: make a new one from the init info";
     LifecycleError::new_err(text)
 }
 
 /// A call from within another of the same end, such as by a model that is loaded.
 pub fn within_itself() -> PyErr {
-    let text = "this end is in the middle of a call of this very thread: let that return first";
+    let text = "this thread is already in a call of this end: let that call return first";
     LifecycleError::new_err(text)
 }
 
 /// A call of an end that another thread was using when this process was forked.
 pub fn forked() -> PyErr {
-    let text = "this end is the parent process's: open one of this process's own";
+    let text = "this end belongs to the parent process: open another one in this process";
     LifecycleError::new_err(text)
 }
 

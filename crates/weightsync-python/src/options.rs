@@ -113,7 +113,7 @@ fn wants(name: &str, possible: &str, got: &Bound<'_, PyAny>) -> PyErr {
     let got = got.repr().map_or("what has no repr".into(), |text| {
         text.to_string_lossy().chars().take(80).collect::<String>()
     });
-    SettingError::new_err(format!("{name} wants {possible}, and got {got}"))
+    SettingError::new_err(format!("{name}: expected {possible}, got {got}"))
 }
 
 /// How a sender is set up, beside its models.
@@ -291,7 +291,7 @@ fn level_of(word: &str) -> PyResult<WaitFor> {
         "staged" => Ok(WaitFor::Staged),
         "applied" => Ok(WaitFor::Applied),
         other => Err(SettingError::new_err(format!(
-            "wait wants \"sent\", \"staged\" or \"applied\", and got {other:?}"
+            "wait: expected \"sent\", \"staged\" or \"applied\", got {other:?}"
         ))),
     }
 }

@@ -174,8 +174,8 @@ impl View {
         }
         if !slf.get().origin.is_here() {
             return Err(PyBufferError::new_err(
-                "the version's memory is its process's own, and this is a forked child: receive \
-                 it here, or copy it before the fork",
+                "the memory of this version belongs to the parent process: receive the version in \
+                 this process, or copy it before the fork",
             ));
         }
         let held = &slf.get().held;

@@ -421,7 +421,7 @@ impl Session {
 
     fn __reduce__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, PyTuple>> {
         Err(LifecycleError::new_err(format!(
-            "{} is a live end and cannot be pickled: hand its init info over",
+            "{} is a live end and cannot be pickled: pass its init info instead",
             slf.repr()?
         )))
     }

@@ -71,7 +71,7 @@ impl Layout {
 pub fn dtype_of(tensor: &str, name: &str) -> PyResult<Dtype> {
     name.parse().map_err(|_| {
         WrongTypeError::new_err(format!(
-            "tensor {tensor:?} has the dtype {name:?}, and no model can have that"
+            "tensor {tensor:?} has the dtype {name:?}, which no model can have"
         ))
     })
 }
@@ -193,7 +193,7 @@ impl Source {
         let (expected, got) = (placed.tensors.len(), addresses.len());
         if expected != got {
             return Err(WrongWeightsError::new_err(format!(
-                "{expected} addresses were expected, {got} came"
+                "expected {expected} addresses, got {got}"
             )));
         }
         let strides = strides.map_or(Ok(Vec::new()), |strides| {

@@ -27,7 +27,7 @@ pub enum Error {
         got: usize,
     },
     /// Frames are not shaped as asked for, or a field's length does not match.
-    #[error("frames of shape {got:?} arrived where {expected:?} was asked for, or a field is cut")]
+    #[error("expected frames of shape {expected:?}, got {got:?}, or a field is cut")]
     FrameShape {
         /// `[B, P, T]` asked for.
         expected: [usize; 3],

@@ -139,7 +139,7 @@ pub enum Error {
     /// A set whose models are fed by several senders: nothing could flip it in
     /// one step, so nothing was sent.
     #[error(
-        "{} are fed by several senders and cannot flip together: set them up as one sender's \
+        "{} are fed by several senders and cannot change together: set them up as one sender's \
          models, or send them one by one",
         .models.join(", ")
     )]
@@ -147,8 +147,8 @@ pub enum Error {
         /// The models of the set.
         models: Vec<String>,
     },
-    /// The options of a send name one model, and what is sent is another.
-    #[error("the send names {named:?}, and what is sent is {}", .got.join(", "))]
+    /// The options of a send name one model, but its source is another.
+    #[error("the send names {named:?}, but its source is {}", .got.join(", "))]
     OtherModel {
         /// The model the options name.
         named: String,
@@ -157,7 +157,7 @@ pub enum Error {
     },
     /// Room that was lent holds bytes of some older version where nothing was
     /// written, so it cannot be a part of a version.
-    #[error("what was lent of {model} is a whole version: write all of it, or send the part")]
+    #[error("the loan of {model} is a whole version: write all of it, or send the part")]
     WholeLoan {
         /// The model.
         model: ModelId,
@@ -169,13 +169,13 @@ pub enum Error {
         worker: WorkerId,
     },
     /// A model was named or set up a second time.
-    #[error("{model} is there twice; each model of a set has a name of its own, and is named once")]
+    #[error("{model} is named twice; each model of a set has its own name, and is named once")]
     SameModelTwice {
         /// The model.
         model: ModelId,
     },
     /// A set without models.
-    #[error("there is no model in it: name at least one")]
+    #[error("the set is empty: name at least one model")]
     EmptySet,
     /// The first weights of some models are missing.
     #[error("connect needs the first weights of every model; {} is missing", names(.missing))]
@@ -212,8 +212,8 @@ pub enum Error {
     /// This end has told its sender that it cannot go on: nothing is sent to it
     /// any more.
     #[error(
-        "this worker told its sender that it cannot go on, and gets nothing more ({reason}): \
-         connect anew from the init info"
+        "this worker told its sender that it failed, and receives nothing more ({reason}): connect \
+         again from the init info"
     )]
     Withdrawn {
         /// What the sender was told.
@@ -353,7 +353,7 @@ pub enum Error {
         known: Vec<String>,
     },
     /// A setting of a scheme that it does not have, or a value it cannot have.
-    #[error("{setting:?} wants {expected}, and got {got:?}")]
+    #[error("{setting:?}: expected {expected}, got {got:?}")]
     BadSetting {
         /// The setting.
         setting: String,
@@ -363,7 +363,7 @@ pub enum Error {
         got: String,
     },
     /// A version's bytes that are not as many as its layout has.
-    #[error("a version of {expected} bytes was expected, {got} came")]
+    #[error("expected a version of {expected} bytes, got {got}")]
     WrongImage {
         /// Bytes of the layout.
         expected: u64,

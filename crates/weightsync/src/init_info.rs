@@ -106,13 +106,13 @@ impl TryFrom<Wire> for InitInfo {
         }
         if scheme.is_empty() || scheme.len() > MAX_TEXT {
             return Err(Error::BadInitInfo(format!(
-                "its scheme has {} bytes where 1 to {MAX_TEXT} are possible",
+                "its scheme has {} bytes, expected 1 to {MAX_TEXT}",
                 scheme.len()
             )));
         }
         if models.is_empty() || models.len() > MAX_MODELS {
             return Err(Error::BadInitInfo(format!(
-                "it names {} models where 1 to {MAX_MODELS} are possible",
+                "it names {} models, expected 1 to {MAX_MODELS}",
                 models.len()
             )));
         }

@@ -113,7 +113,7 @@ pub enum Rule {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MappingError {
     /// A pattern with more than one star, or none at all.
-    #[error("pattern {pattern:?} cannot be: {problem}")]
+    #[error("invalid pattern {pattern:?}: {problem}")]
     BadPattern {
         /// The pattern.
         pattern: String,
@@ -121,7 +121,7 @@ pub enum MappingError {
         problem: &'static str,
     },
     /// A rule that makes no sense with any layout.
-    #[error("{rule} cannot be: {problem}")]
+    #[error("invalid rule {rule}: {problem}")]
     BadRule {
         /// The rule.
         rule: String,

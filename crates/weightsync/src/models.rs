@@ -152,7 +152,7 @@ impl ModelTree for Models<'_> {
         }
         match self.models.get_mut(path) {
             Some(model) => Ok(model),
-            None => unreachable!("it was there just now"),
+            None => unreachable!("it existed just now"),
         }
     }
 
@@ -182,7 +182,7 @@ impl ModelTree for ModuleTree<'_> {
             }
             module = match module.parts.get_mut(part) {
                 Some(module) => module,
-                None => unreachable!("it was there just now"),
+                None => unreachable!("it existed just now"),
             };
         }
         if module.model.is_none() {
@@ -190,7 +190,7 @@ impl ModelTree for ModuleTree<'_> {
         }
         match &mut module.model {
             Some(model) => Ok(model),
-            None => unreachable!("it was there just now"),
+            None => unreachable!("it existed just now"),
         }
     }
 
@@ -303,23 +303,23 @@ mod tests {
         let cases = [
             (
                 "policy",
-                "policy leads nowhere: the root has no policy; it has env",
+                "policy does not exist: the root has no policy; it has env",
             ),
             (
                 "env.net",
-                "env.net leads nowhere: env has no net; it has transforms, value_net",
+                "env.net does not exist: env has no net; it has transforms, value_net",
             ),
             (
                 "env.transforms[0].net",
-                "env.transforms[0].net leads nowhere: env.transforms has no [0]; it has [1]",
+                "env.transforms[0].net does not exist: env.transforms has no [0]; it has [1]",
             ),
             (
                 "env",
-                "env is no model itself; below it are transforms, value_net",
+                "env is not a model; below it are transforms, value_net",
             ),
             (
                 "env.value_net.a",
-                "env.value_net.a leads nowhere: env.value_net has no a; it has nothing",
+                "env.value_net.a does not exist: env.value_net has no a; it has nothing",
             ),
         ];
         for (text, expected) in cases {

@@ -41,7 +41,7 @@ pub enum PathPart {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModelPathError {
     /// Text that is no path.
-    #[error("{path:?} is no path to a model, at byte {offset}: {problem}")]
+    #[error("{path:?} is not a path to a model: at byte {offset}, {problem}")]
     Malformed {
         /// The text, or its beginning.
         path: String,
@@ -50,12 +50,12 @@ pub enum ModelPathError {
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// A part of the path leads nowhere.
-    #[error("{path} leads nowhere: {} has no {part}; it has {}", place(.below), listed(.known))]
+    /// A part of the path does not exist.
+    #[error("{path} does not exist: {} has no {part}; it has {}", place(.below), listed(.known))]
     NoSuchPart {
         /// The path.
         path: ModelPath,
-        /// The part that leads nowhere.
+        /// The part that does not exist.
         part: PathPart,
         /// The parts before it, which lead somewhere.
         below: String,
@@ -63,7 +63,7 @@ pub enum ModelPathError {
         known: Vec<PathPart>,
     },
     /// The path ends between models.
-    #[error("{path} is no model itself; below it are {}", listed(.known))]
+    #[error("{path} is not a model; below it are {}", listed(.known))]
     NoModel {
         /// The path.
         path: ModelPath,

@@ -337,7 +337,7 @@ impl Receiver {
             && let Err(error) = self.refuse(None, reason)
         {
             // It finds the connection closed, and calls that a death.
-            tracing::debug!(%error, "the sender has not heard why this worker ends");
+            tracing::debug!(%error, "the sender was not told why this worker ends");
         }
     }
 

@@ -331,14 +331,15 @@ fn check_owner(
     if stat.st_uid != user {
         let owner = stat.st_uid;
         let words = format!(
-            "it belongs to user {owner}, who could take this run over, and this process is user \
-             {user}'s; use a run directory of this user"
+            "it belongs to user {owner}, who could take over this run, but this process runs as \
+             user {user}; use a run directory of this user"
         );
         return Err(refused(path, words));
     }
     if Mode::from_raw_mode(stat.st_mode).intersects(closed) {
         let words = format!(
-            "its mode {:03o} lets others in, who could take this run over; `chmod {chmod} {}`",
+            "its mode {:03o} gives others access, and they could take over this run; `chmod \
+             {chmod} {}`",
             stat.st_mode & 0o777,
             path.display()
         );

@@ -535,7 +535,7 @@ impl State {
             Self::Idle => ("before init_on_receiver", "call init_on_receiver first"),
             Self::Closed => (
                 "after shutdown",
-                "begin anew with init_on_sender or init_on_receiver",
+                "start again with init_on_sender or init_on_receiver",
             ),
             Self::PreparedSender(_) if of_sender => (
                 "before connect",
@@ -555,11 +555,11 @@ impl State {
             ),
             Self::Sending(_) if of_sender => (
                 "on a connected sender",
-                "send, or shut it down to begin anew",
+                "send, or shut it down to start again",
             ),
             Self::Receiving(_) if !of_sender => (
                 "on a connected receiver",
-                "receive, or shut it down to begin anew",
+                "receive, or shut it down to start again",
             ),
             Self::PreparedSender(_) | Self::Opened(_) | Self::Sending(_) => {
                 ("on a sender", "it is the workers' half that does this")
@@ -614,7 +614,7 @@ impl<'de> Deserialize<'de> for Session {
         let Wire { scheme, info } = Wire::deserialize(deserializer)?;
         if scheme.is_empty() || scheme.len() > MAX_TEXT {
             let len = scheme.len();
-            let words = format!("a scheme of {len} bytes where 1 to {MAX_TEXT} are possible");
+            let words = format!("a scheme of {len} bytes, expected 1 to {MAX_TEXT}");
             return Err(de::Error::custom(words));
         }
         Ok(Self {

@@ -19,16 +19,16 @@ def _raises(words, call, kind=weightsync.WeightsyncError):
 
 
 SETTINGS = [
-    ({"slots": 2}, r"slots wants .*at most.* got 2"),
-    ({"slots": (1, 2, 3)}, r"slots wants .* got \(1, 2, 3\)"),
-    ({"history": -1}, "history wants a whole number from 0 to 255, and got -1"),
-    ({"pending": "two"}, "pending wants .* got 'two'"),
-    ({"copy_threads": -1}, "copy_threads wants .* got -1"),
-    ({"timeout": "5"}, "timeout wants seconds .* got '5'"),
-    ({"timeout": float("nan")}, "timeout wants seconds .* got nan"),
-    ({"checksums": "yes"}, "checksums wants True or False, and got 'yes'"),
-    ({"digest": 3}, "digest wants True or False, and got 3"),
-    ({"strategy": "pickle"}, "strategy wants"),
+    ({"slots": 2}, r"slots: expected .*at most.* got 2"),
+    ({"slots": (1, 2, 3)}, r"slots: expected .* got \(1, 2, 3\)"),
+    ({"history": -1}, "history: expected a whole number from 0 to 255, got -1"),
+    ({"pending": "two"}, "pending: expected .* got 'two'"),
+    ({"copy_threads": -1}, "copy_threads: expected .* got -1"),
+    ({"timeout": "5"}, "timeout: expected seconds .* got '5'"),
+    ({"timeout": float("nan")}, "timeout: expected seconds .* got nan"),
+    ({"checksums": "yes"}, "checksums: expected True or False, got 'yes'"),
+    ({"digest": 3}, "digest: expected True or False, got 3"),
+    ({"strategy": "pickle"}, "strategy: expected"),
     ({"cast": "bfloat61"}, r"no dtype 'bfloat61' here.*\"bfloat16\""),
     ({"cast": 3}, "no dtype 3 here"),
 ]
@@ -50,12 +50,12 @@ def test_a_cast_is_named_in_any_way():
 
 @pytest.mark.parametrize("workers", [-1, "4", "ab", [0, -1], ["0"], 1.5, None, True, [0, 1.5]])
 def test_workers_that_cannot_be_are_named(workers):
-    words = f"workers wants a count from 0 on, or the workers' numbers, and got {workers!r}"
+    words = f"workers: expected a count from 0 on, or the workers' numbers, got {workers!r}"
     with all_ended(weightsync.Sender(nn.Linear(2, 2))) as (sender,):
-        error = _raises("workers wants", lambda: sender.connect(workers), ValueError)
+        error = _raises("workers: expected", lambda: sender.connect(workers), ValueError)
         assert str(error) == words
         sender.connect(0, timeout=LONG)
-        _raises("workers wants", lambda: sender.wait_for(workers))
+        _raises("workers: expected", lambda: sender.wait_for(workers))
 
 
 def test_workers_named_twice_are_refused_at_once():
@@ -66,13 +66,13 @@ def test_workers_named_twice_are_refused_at_once():
 def test_numbers_that_cannot_be_are_named():
     with pair(nn.Linear(2, 2)) as (sender, receiver):
         info = sender.init_info
-        _raises("worker's number wants .* got -1", lambda: weightsync.Receiver(info, -1))
-        _raises("worker's number wants .* got '1'", lambda: weightsync.Receiver(info, "1"))
-        _raises("worker's number wants .* got '0'", lambda: sender.send(worker_ids="0"))
-        _raises("worker's number wants .* got -1", lambda: sender.send(worker_ids=[0, -1]))
-        _raises("version wants .* got -1", lambda: sender.send(version=-1))
-        _raises("version wants .* got 1.5", lambda: receiver.pull(1.5))
-        _raises("timeout wants .* got -1", lambda: receiver.receive(-1))
+        _raises("worker's number: expected .* got -1", lambda: weightsync.Receiver(info, -1))
+        _raises("worker's number: expected .* got '1'", lambda: weightsync.Receiver(info, "1"))
+        _raises("worker's number: expected .* got '0'", lambda: sender.send(worker_ids="0"))
+        _raises("worker's number: expected .* got -1", lambda: sender.send(worker_ids=[0, -1]))
+        _raises("version: expected .* got -1", lambda: sender.send(version=-1))
+        _raises("version: expected .* got 1.5", lambda: receiver.pull(1.5))
+        _raises("timeout: expected .* got -1", lambda: receiver.receive(-1))
 
 
 class Lazy(nn.Module):
@@ -146,7 +146,7 @@ def test_a_port_of_another_program_is_called_that():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for scheme in ["distributed", "rpc"]:
-            words = rf"127\.0\.0\.1:{port} is taken.*another program"
+            words = rf"cannot listen at 127\.0\.0\.1:{port}.*another program"
             _raises(
                 words,
                 lambda scheme=scheme: weightsync.Sender(

@@ -68,7 +68,7 @@ def test_settings_reach_the_workers_with_weights():
 
 @pytest.mark.parametrize("setting", ["share", "deltas"])
 def test_wrong_setting_error_lists_the_choices(setting):
-    with pytest.raises(ValueError, match=f"{setting} wants .* and got 'sometimes'"):
+    with pytest.raises(ValueError, match=f"{setting}: expected .* got 'sometimes'"):
         DistributedWeightSyncScheme(**{setting: "sometimes"})
 
 
@@ -126,7 +126,7 @@ def test_what_is_advertised_is_a_host_and_a_port(advertise, host, port):
 @pytest.mark.parametrize("advertise", ["trainer", "[fd00::7]"])
 def test_an_address_without_a_port_is_refused_in_words(advertise):
     scheme = DistributedWeightSyncScheme(advertise=advertise)
-    with pytest.raises(weightsync.WeightsyncError, match="wants HOST:PORT"):
+    with pytest.raises(weightsync.WeightsyncError, match="expected HOST:PORT"):
         scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
 
 

@@ -41,8 +41,8 @@ class WeightSyncScheme(_TorchRLScheme):
         }
         if backend == "ray":
             raise UnsupportedError(
-                "there is no backend 'ray' here yet: take 'distributed', and hand the scheme, or "
-                "its init info, to the actors as they are made"
+                "there is no backend 'ray' here yet: use 'distributed', and pass the scheme, or "
+                "its init info, to the actors when you make them"
             )
         if backend not in kinds:
             raise SettingError(

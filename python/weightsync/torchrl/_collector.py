@@ -156,7 +156,7 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
     if len(groups) > 1 or not isinstance(first, LocalScheme) or first._group is None:
         kinds = ", ".join(f"{name}: {type(schemes[name]).__name__}" for name in wanted)
         raise ModelError(
-            f"these models cannot flip together ({kinds}): use one kind of scheme for them, or "
+            f"these models cannot change together ({kinds}): use one kind of scheme for them, or "
             "update them one by one"
         )
     for name, weights in wanted.items():
@@ -164,7 +164,7 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
             isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
         ):
             raise ModelError(
-                f"each worker has weights of its own of {name!r}: update it by itself"
+                f"each worker has weights of its own of {name!r}: update it alone"
             )
     given = {
         name: None if weights is None else schemes[name]._extracted(weights)

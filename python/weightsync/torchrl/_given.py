@@ -34,7 +34,7 @@ def check(
     given = [name for name, value in sources.items() if value is not None]
     if len(given) != 1:
         raise SettingError(
-            f"init_on_sender wants one of {', '.join(sources)}, and got "
+            f"init_on_sender: expected one of {', '.join(sources)}, got "
             f"{' and '.join(given) or 'none'}"
         )
     beside = {"devices": devices, "device_map_fn": device_map_fn}
@@ -43,20 +43,22 @@ def check(
     if given[0] == "params_map":
         by_number = isinstance(source, dict) and all(isinstance(key, int) for key in source)
         if not by_number or not source:
-            raise SettingError("params_map is a dict of weights by worker number, of some worker")
+            raise SettingError("params_map: expected a dict of weights by worker number, not empty")
         if too_much or num_workers is not None:
-            raise SettingError("params_map says all: no devices, device_map_fn or num_workers")
+            raise SettingError(
+                "params_map names the workers: leave out devices, device_map_fn and num_workers"
+            )
     elif given[0] == "context":
         if model_id is None:
-            raise SettingError("a context wants the model_id to look up in it")
+            raise SettingError("a context needs the model_id to look up in it")
         if too_much:
-            raise SettingError(f"the context has the devices: {' and '.join(too_much)} is too much")
+            raise SettingError(f"the context has the devices: leave out {' and '.join(too_much)}")
     elif given[0] == "model" and not isinstance(source, nn.Module):
         raise WrongTypeError(f"{scheme} sends torch modules, not {type(source).__name__}")
     elif len(too_much) == 2:
         raise SettingError("give devices or device_map_fn, not both")
     elif device_map_fn is not None and num_workers is None:
-        raise SettingError("device_map_fn wants num_workers")
+        raise SettingError("device_map_fn needs num_workers")
     elif not too_much and num_workers is None:
         raise SettingError("say how many workers there are: devices or num_workers")
 
@@ -80,7 +82,7 @@ def devices_of(context: Any) -> list[Any]:
     if isinstance(workers, int):
         return [devices] * workers
     raise SettingError(
-        f"a {type(context).__name__} has no workers that this scheme could tell: its context wants "
+        f"a {type(context).__name__} does not say how many workers there are: the context needs "
         "policy_device (a list) or num_workers"
     )
 

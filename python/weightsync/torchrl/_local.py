@@ -49,9 +49,9 @@ class LocalScheme(WeightSyncScheme):
     ) -> None:
         super().__init__(strategy)
         if mode not in ("bind", "copy"):
-            raise SettingError(f'mode wants "bind" or "copy", and got {mode!r}')
+            raise SettingError(f'mode: expected "bind" or "copy", got {mode!r}')
         if safe_points not in ("implied", "declared"):
-            raise SettingError(f'safe_points wants "implied" or "declared", and got {safe_points!r}')
+            raise SettingError(f'safe_points: expected "implied" or "declared", got {safe_points!r}')
         self.sync = sync
         self._mode = mode
         self._safe_points = safe_points
@@ -274,7 +274,7 @@ class LocalScheme(WeightSyncScheme):
         """What is sent of a source. A module is read in place, by its strategy."""
         if isinstance(source, str):
             if self.context is None:
-                raise ModelError(f"the path {source!r} wants a context to begin at")
+                raise ModelError(f"the path {source!r} needs a context to start at")
             source = _paths.resolve(self.context, source)
         if source is None:
             raise ModelError(
@@ -350,7 +350,7 @@ class LocalScheme(WeightSyncScheme):
         assert self._group is not None and self._worker_model is not None
         worker_idx = self._worker_idx if worker_idx is None else worker_idx
         if worker_idx is None:
-            raise LifecycleError("a worker wants its number: connect(worker_idx=…)")
+            raise LifecycleError("a worker needs its number: connect(worker_idx=…)")
         self._worker_idx = worker_idx
         _ends.opened(self)
         declared = self._safe_points == "declared"
@@ -384,7 +384,7 @@ class LocalScheme(WeightSyncScheme):
         ``safe_points="declared"`` it is such a safe point, and applies them itself.
         """
         if not self.initialized_on_receiver or not self.synchronized_on_receiver:
-            raise LifecycleError("receive wants init_on_receiver and connect before it")
+            raise LifecycleError("receive: call init_on_receiver and connect first")
         assert self._worker_model is not None and self._group is not None
         model, background = self._worker_model, self._group.background
         if self._safe_points == "declared" and background is not None:
@@ -566,9 +566,9 @@ class LocalScheme(WeightSyncScheme):
 
     def _connected(self, call: str) -> Group:
         if not self.initialized_on_sender:
-            raise LifecycleError(f"{call} wants init_on_sender before it, in the trainer")
+            raise LifecycleError(f"{call}: call init_on_sender first, in the trainer")
         if not self.synchronized_on_sender or self._group is None:
-            raise LifecycleError(f"{call} wants connect before it")
+            raise LifecycleError(f"{call}: call connect first")
         return self._group
 
     def __getstate__(self) -> dict[str, Any]:

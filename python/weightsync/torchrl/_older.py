@@ -120,7 +120,7 @@ class WeightSender:
         if weights is not None:
             return weights
         if self._context is None:
-            raise LifecycleError("update_weights() without weights wants set_context before it")
+            raise LifecycleError("update_weights() without weights: call set_context first")
         return _paths.resolve(self._context, self._model_id)
 
     def _tell(self) -> None:

@@ -42,7 +42,7 @@ pub fn stream(program: &Path, seconds: u64) -> Result<f64, Box<dyn Error>> {
 /// The other end's figure in the client's report.
 fn bytes_per_second(report: &str) -> Result<f64, Box<dyn Error>> {
     let report: Report = serde_json::from_str(report)
-        .map_err(|error| format!("{PROGRAM} has told no report: {error}: {report:.200}"))?;
+        .map_err(|error| format!("{PROGRAM} printed no report: {error}: {report:.200}"))?;
     if let Some(error) = report.error {
         return Err(format!("{PROGRAM}: {error}").into());
     }

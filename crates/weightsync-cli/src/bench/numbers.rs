@@ -11,8 +11,12 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong =
-            || format!("{text:?} is no size: write a number with B, KiB, MiB, GiB, KB, MB or GB");
+        let wrong = || {
+            format!(
+                "{text:?} is not a size: write a number with B, KiB, MiB, GiB, KB, MB or \
+                        GB"
+            )
+        };
         let text = text.trim();
         let unit_at = text
             .find(|c: char| c.is_ascii_alphabetic())

@@ -113,7 +113,7 @@ impl Peer {
         match (round.sends.len(), round.memcpys.len()) {
             (got, copies) if got == sends && copies == sends => Ok(round),
             (got, copies) => {
-                Err(format!("{sends} sends asked for, {got} and {copies} copies told").into())
+                Err(format!("expected {sends} sends, got {got} and {copies} copies").into())
             }
         }
     }
@@ -125,14 +125,14 @@ impl Peer {
         let ended = self.answers.next(Instant::now() + self.deadline)?;
         match ended {
             None => Ok(()),
-            Some(line) => Err(format!("an answer to no request: {line}").into()),
+            Some(line) => Err(format!("an answer without a request: {line}").into()),
         }
     }
 
     fn answer<T: DeserializeOwned>(&mut self) -> Result<T, Box<dyn Error>> {
         match self.answers.next(Instant::now() + self.deadline) {
             Ok(Some(line)) => serde_json::from_str(&line)
-                .map_err(|error| format!("an answer that is none: {error}: {line}").into()),
+                .map_err(|error| format!("invalid answer: {error}: {line}").into()),
             Ok(None) => {
                 let status = self.child.try_wait().ok().flatten();
                 let status = status.map_or(String::new(), |status| format!(", {status}"));
@@ -181,7 +181,7 @@ fn durations(seconds: &[f64]) -> Result<Vec<Duration>, Box<dyn Error>> {
 fn duration(seconds: f64) -> Result<Duration, Box<dyn Error>> {
     match Duration::try_from_secs_f64(seconds) {
         Ok(time) if !time.is_zero() => Ok(time),
-        _ => Err(format!("{seconds} s is no time a send can take").into()),
+        _ => Err(format!("{seconds} s cannot be the time of a send").into()),
     }
 }
 
@@ -283,15 +283,15 @@ mod tests {
         for (script, words) in [
             ("echo no torchrl >&2; exit 1", "no torchrl"),
             ("echo hello", "is none"),
-            ("echo '{\"first_s\": -1}'", "no time a send can take"),
+            ("echo '{\"first_s\": -1}'", "cannot be the time of a send"),
             ("echo '{\"first_s\": 1}'; echo gone >&2", "gone"),
             (
                 "echo '{\"first_s\": 1}'; read r; echo '{\"sends_s\": [1], \"memcpys_s\": []}'",
-                "1 sends asked for",
+                "expected 1 sends",
             ),
             (
                 "echo '{\"first_s\": 1}'; read r; echo '{\"sends_s\": [0], \"memcpys_s\": [1]}'",
-                "no time a send can take",
+                "cannot be the time of a send",
             ),
         ] {
             let error = peer(script, MINUTE)

@@ -96,7 +96,7 @@ fn allow_files(more: u64) -> Result<(), Box<dyn Error>> {
     }
     if limit.maximum.is_some_and(|most| most < wanted) {
         let most = limit.maximum.unwrap_or_default();
-        return Err(format!("{wanted} descriptors are needed, and {most} allowed").into());
+        return Err(format!("this takes {wanted} descriptors, and the limit is {most}").into());
     }
     let raised = Rlimit {
         current: Some(wanted),

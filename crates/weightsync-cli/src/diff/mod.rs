@@ -98,7 +98,7 @@ fn open(path: &Path) -> Result<SafetensorsFile, String> {
                 "expected a safetensors file: compare those of a checkpoint one by one"
             }
             _ => {
-                "expected a whole safetensors file: copy it anew if it was cut short, or save the \
+                "expected a whole safetensors file: copy it again if it was cut short, or save the \
                  checkpoint in that format first"
             }
         };

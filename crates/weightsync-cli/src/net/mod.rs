@@ -85,7 +85,7 @@ impl Key {
             None => Token::from_env()?,
         };
         token.map(Way::Token).ok_or_else(|| {
-            "a sender lets in who has its token: name a file with it by --token-file or \
+            "the sender requires its token: name its file by --token-file or \
              WEIGHTSYNC_TOKEN_FILE, or the sender's init info by --info"
                 .into()
         })

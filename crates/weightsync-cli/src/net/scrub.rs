@@ -34,7 +34,7 @@ fn text(scrub: &Scrub) -> String {
         let of = format!("{model} v{}", check.version);
         let what = match &check.verdict {
             Verdict::Differs { expected, got } => format!(
-                "{of} is not what was published: its digest is {}, and {} belongs there{}",
+                "{of} is damaged: digest {}, expected {}{}",
                 shown(got),
                 shown(expected),
                 consequence(check),
@@ -126,8 +126,8 @@ mod tests {
             left_out: 1,
         };
         let expected = "\
-agent 2 on host-2?[2J (10.0.0.1, pid 7): policy v64 is not what was published: its digest is bb, \
-and aa belongs there; the next version comes whole; workers 3, 4 run it until then
+agent 2 on host-2?[2J (10.0.0.1, pid 7): policy v64 is damaged: digest bb, expected aa; \
+the next version comes whole; workers 3, 4 run it until then
 sender 10.0.0.1 (pid 7): policy v64 was replaced before it could be compared
 agent 3 on host-3?[2J (10.0.0.1, pid 7): gone before it could be asked for policy v64
 1 more, for which the answer has no room

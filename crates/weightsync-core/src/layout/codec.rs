@@ -133,7 +133,11 @@ impl<'a> Reader<'a> {
             value |= bits << shift;
             if byte < 0x80 {
                 if byte == 0 && shift > 0 {
-                    return Err(self.malformed_at(start, "a number longer than it needs to be"));
+                    return Err(self.malformed_at(
+                        start,
+                        "a number that is not in its shortest \
+                                                         form",
+                    ));
                 }
                 return Ok(value);
             }

@@ -148,7 +148,7 @@ fn hostile_encodings_are_refused() {
     );
     assert_eq!(
         malformed(b"WSLY\x01\x80\x00"),
-        "a number longer than it needs to be"
+        "a number that is not in its shortest form"
     );
     assert_eq!(
         malformed(b"WSLY\x01\xff\xff\xff\xff\xff\xff\xff\xff\xff\x02"),

@@ -450,7 +450,7 @@ impl Shared {
 
 /// A parent has ended without a chunk that it was asked for.
 #[derive(Debug, thiserror::Error)]
-#[error("all is said to have been sent, and chunk {index} was not")]
+#[error("the parent says that it sent everything, but block {index} is missing")]
 struct Unsent {
     index: usize,
 }
@@ -465,7 +465,7 @@ fn read_exact(socket: &mut TcpStream, bytes: &mut [u8]) -> io::Result<()> {
         match silent {
             true => io::Error::new(
                 io::ErrorKind::TimedOut,
-                format!("nothing came for {SUSPECT:?}"),
+                format!("nothing arrived for {SUSPECT:?}"),
             ),
             false => error,
         }

@@ -105,18 +105,18 @@ impl Serving {
     /// fetches it costs a descriptor and no thread.
     pub(crate) async fn child(self, mut socket: tokio::net::TcpStream) {
         let Ok(_one) = self.children.clone().try_acquire_owned() else {
-            tracing::debug!("a relay below is not served: there are too many");
+            tracing::debug!("a relay below is not served: the limit is reached");
             return;
         };
         if let Err(error) = keep_alive(&socket) {
-            tracing::debug!("a relay below is served without an eye on its host: {error}");
+            tracing::debug!("a relay below is served, but its host cannot be watched: {error}");
         }
         loop {
             match self.fetch(socket).await {
                 Ok(Some(same)) => socket = same,
                 Ok(None) => return,
                 Err(error) => {
-                    tracing::debug!("a relay below is served no more: {error}");
+                    tracing::debug!("a relay below is no longer served: {error}");
                     return;
                 }
             }
@@ -360,7 +360,7 @@ impl Going {
             (self.serving.tell)(Served::Sent { bytes });
         }
         if let Err(error) = &end {
-            tracing::debug!("agent {agent} has not got all of {item:?}: {error}");
+            tracing::debug!("agent {agent} did not get all of {item:?}: {error}");
         }
         end.map(|end| matches!(end, End::Over))
     }
@@ -387,7 +387,7 @@ impl Going {
         // They ascend, and none is asked for twice: what follows is bounded by this.
         let behind = ranges.last().and_then(|range| range.end());
         if behind.is_some_and(|behind| behind as usize > held.chunks()) {
-            say_gone(socket, "it has not so many chunks")?;
+            say_gone(socket, "it has fewer chunks")?;
             return Ok(End::Over);
         }
         let indices = ranges.iter().flat_map(|range| {
@@ -485,7 +485,7 @@ impl Going {
             }
             let over = store.is_sender() || since.elapsed() > PATIENCE;
             if over || store.is_refused(item, since) {
-                say_gone(socket, "it is not kept any more")?;
+                say_gone(socket, "it is no longer kept")?;
                 return Ok(Err(End::Over));
             }
             if begun.elapsed() >= TURN && serving.others_wait() {
@@ -542,7 +542,7 @@ impl Drop for Going {
             tell(Served::Unwanted { item });
         });
         if let Err(error) = told {
-            tracing::warn!("{item:?} counts as wanted still: {error}");
+            tracing::warn!("{item:?} still counts as wanted: {error}");
         }
     }
 }

@@ -68,7 +68,7 @@ impl Held {
     pub(crate) fn whole(snapshot: Snapshot) -> Self {
         let chunks = snapshot.layout().bytes().div_ceil(CHUNK.into()) as usize;
         let sums = snapshot.block_sums().unwrap_or_else(|error| {
-            tracing::error!("{error}; they are made anew");
+            tracing::error!("{error}; they are computed again");
             None
         });
         let held = Self::with(Source::Whole(snapshot), chunks);

@@ -41,7 +41,7 @@ pub(crate) async fn accept_all(
             Err(_) if weightsync_mem::raise_files() => continue,
             Err(error) => {
                 log(&causes, "accept", || {
-                    format!("no connection can be accepted: {error}")
+                    format!("cannot accept connections: {error}")
                 });
                 tokio::time::sleep(BREATHE).await;
                 continue;
@@ -58,10 +58,10 @@ pub(crate) async fn accept_all(
                 Ok(agreed) => take(socket, from, agreed.role),
                 // As one does that gives an attempt up, and tries again.
                 Err(error) if error.is_hang_up() => {
-                    tracing::debug!("{from} hung up before it was let in: {error}");
+                    tracing::debug!("{from} disconnected before it was accepted: {error}");
                 }
                 Err(error) => log(&noted, cause(&error), || {
-                    format!("a connection from {from} was not let in: {error}")
+                    format!("refused a connection from {from}: {error}")
                 }),
             }
         });

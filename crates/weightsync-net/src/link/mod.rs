@@ -110,7 +110,7 @@ impl std::fmt::Display for LinkEnd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::HungUp => f.write_str("it hung up"),
-            Self::Silent => write!(f, "nothing was heard of it for {SUSPECT:?}"),
+            Self::Silent => write!(f, "nothing arrived from it for {SUSPECT:?}"),
             Self::Stuck => write!(f, "it has read nothing for {STUCK:?}"),
             Self::Behind => write!(f, "{QUEUE} messages wait for it"),
             Self::Failed(error) => write!(f, "{error}"),
@@ -185,7 +185,7 @@ impl<Out: Word> Link<Out> {
         match frames(std::slice::from_ref(message)) {
             Ok(frames) => self.say_frames(frames),
             Err(error) => {
-                tracing::error!("a message that cannot be is not sent: {error}");
+                tracing::error!("an invalid message was not sent: {error}");
                 false
             }
         }
@@ -413,7 +413,7 @@ pub(crate) async fn greet(
         .map_err(|_| GreetError::Slow)?
 }
 
-/// Why a client was not let in.
+/// Why a client was refused.
 #[derive(Debug)]
 pub(crate) enum GreetError {
     /// It took too long.

@@ -33,7 +33,7 @@ impl Shared {
         match looks {
             Ok(looks) => state.looks = Some(looks),
             // The worker goes on as it is.
-            Err(error) => tracing::warn!("no thread to look for a relay: {error}"),
+            Err(error) => tracing::warn!("cannot start a thread to look for a relay: {error}"),
         }
     }
 

@@ -336,7 +336,7 @@ fn failed_attempt_does_not_end_the_route_search() {
     let receiver = worker(&info);
     sender.shutdown();
     let at = info.endpoint();
-    // What it says cannot be.
+    // Its messages are invalid.
     let (_runtime, _, heard) = drones(at.address(), at.secret(), Vec::new());
     let shared = receiver.shared.clone();
     let closed = Arc::new(AtomicBool::new(false));
@@ -439,8 +439,11 @@ fn impostor_at_the_address_does_not_end_a_background() {
     let dir = tempfile::tempdir().unwrap();
     let (info, background) = searching(dir.path());
     let at = info.endpoint();
-    // What it says cannot be; it has another token.
-    for (secret, complaint) in [(*at.secret(), "cannot be"), ([9; 16], "refused the token")] {
+    // Its messages are invalid; it has another token.
+    for (secret, complaint) in [
+        (*at.secret(), "invalid message"),
+        ([9; 16], "refused the token"),
+    ] {
         let (runtime, ..) = drones(at.address(), &secret, Vec::new());
         let until = Instant::now() + LONG;
         loop {

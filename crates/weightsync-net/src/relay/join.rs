@@ -83,7 +83,7 @@ pub(crate) async fn join(
         Some(until) => {
             let greeted = tokio::time::timeout_at(until.into(), greeted).await;
             greeted.unwrap_or_else(|_| {
-                let reason = "it did not say in time what models there are".into();
+                let reason = "it did not list its models in time".into();
                 Err(StartError::Unreachable(Reach::Unknown, reason))
             })?
         }
@@ -179,7 +179,7 @@ async fn hear_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
         pid,
     } = next(words, patience).await?
     else {
-        return Err(broken("a welcome was expected first"));
+        return Err(broken("expected a welcome first"));
     };
     let mut models = Vec::with_capacity(count.into());
     for expected in 0..count {
@@ -189,7 +189,7 @@ async fn hear_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
             note_bytes,
         } = next(words, patience).await?
         else {
-            return Err(broken("a model was expected"));
+            return Err(broken("expected a model"));
         };
         if index != expected {
             return Err(broken("the models did not come in order"));
@@ -203,7 +203,7 @@ async fn hear_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
                 Err(assembler) => assembler,
             };
             let FromRoot::Part { bytes } = next(words, patience).await? else {
-                return Err(broken("a part of a model was expected"));
+                return Err(broken("expected a part of a model"));
             };
             assembler.push(&bytes).map_err(unusable)?;
         };
@@ -226,7 +226,7 @@ async fn hear_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
 async fn next(words: &mut Words, patience: Duration) -> Result<FromRoot, StartError> {
     let heard = tokio::time::timeout(patience, words.recv()).await;
     let heard = heard.map_err(|_| {
-        let reason = format!("it did not say what models there are within {patience:?}");
+        let reason = format!("it did not list its models within {patience:?}");
         StartError::Unreachable(Reach::Unknown, reason)
     })?;
     match heard {

@@ -89,7 +89,7 @@ pub(crate) enum StartError {
     /// The sender, or what answers there, is not the one to talk to: trying again
     /// does not help.
     Refused(HelloError),
-    /// The sender turned this host away.
+    /// The sender refused this host.
     Denied(String),
     /// A newer sender has been seen.
     Fenced {
@@ -102,7 +102,7 @@ pub(crate) enum StartError {
     Nearer,
     /// It must not listen where others would reach it.
     Access(AccessError),
-    /// What the sender says cannot be.
+    /// The sender sent an invalid message.
     Broken(String),
     /// The system refused something.
     Os {

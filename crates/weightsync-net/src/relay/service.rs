@@ -218,7 +218,7 @@ impl Relay {
         Ok(match error {
             StartError::Unreachable(_, reason) => (kind, reason),
             StartError::Fenced { seen, got } => {
-                let reason = format!("the sender there has {got}, and {seen} has been seen");
+                let reason = format!("the sender there has {got}, but {seen} was seen before");
                 (kind, reason)
             }
             StartError::Denied(_)

@@ -133,7 +133,7 @@ impl Comparing {
             drop(kept);
         };
         if let Err(error) = self.threads.spawn("weightsync-delta", work) {
-            tracing::warn!("{item:?} is sent whole, as no thread can be started: {error}");
+            tracing::warn!("{item:?} is sent whole, because no thread can be started: {error}");
             delta.end();
         }
         Some(delta)

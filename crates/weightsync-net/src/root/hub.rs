@@ -40,7 +40,7 @@ use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
 const LINGER: Duration = Duration::from_secs(5);
 
 /// What an agent did wrong that says it has more versions than its slots can take.
-const TOO_MUCH: &str = "it says that it has more versions than there can be";
+const TOO_MUCH: &str = "it claims more versions than can exist";
 
 /// What a hub hears.
 pub(crate) enum Event {
@@ -257,7 +257,7 @@ impl Hub {
             return;
         };
         if known.known.is_none() != matches!(message, ToRoot::Agent { .. }) {
-            self.drop_agent(agent, "its first words are not what they must be");
+            self.drop_agent(agent, "its first message is invalid");
             return;
         }
         match message {
@@ -274,7 +274,7 @@ impl Hub {
                 if seen > own.epoch {
                     let (seen, got) = (seen, own.epoch);
                     let refused = FromRoot::Refused {
-                        reason: format!("this sender has {got}, and {seen} has been seen"),
+                        reason: format!("this sender has {got}, but {seen} was seen before"),
                         remedy: RefusalRemedy::Fenced { seen, got },
                     };
                     self.turn_away(agent, &refused);
@@ -431,7 +431,7 @@ impl Hub {
     /// Has an agent go that may not stay, once it has been told why.
     fn turn_away(&mut self, agent: AgentId, why: &FromRoot) {
         self.say(agent, why);
-        if let Some(gone) = self.part(agent, Parting::Silent, "it was turned away") {
+        if let Some(gone) = self.part(agent, Parting::Silent, "it was refused") {
             while self.ending.try_join_next().is_some() {}
             self.ending.spawn(gone.link.finish());
         }
@@ -479,7 +479,7 @@ impl Hub {
             return;
         };
         if let Some(held_back) = self.causes.logs(cause, Instant::now().into_std()) {
-            let text = format!("agent {agent} at {} is given up: {why}", one.from);
+            let text = format!("agent {agent} at {} is dropped: {why}", one.from);
             causes::warn(held_back, &text);
         }
     }

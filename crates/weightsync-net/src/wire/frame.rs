@@ -247,18 +247,16 @@ fn number(bytes: &[u8], at: usize) -> u64 {
 #[non_exhaustive]
 pub enum FrameError {
     /// A kind there is not, or not on this link.
-    #[error("a frame of kind {got} makes no sense on this link")]
+    #[error("a frame of kind {got} is not valid on this link")]
     Kind {
         /// Its byte.
         got: u8,
     },
     /// Bytes that are to be zero are not.
-    #[error(
-        "bytes that are kept for later are not zero: they were damaged, or are of a newer version"
-    )]
+    #[error("reserved bytes are not zero: the frame is damaged, or of a newer version")]
     Zeros,
     /// A length that the kind does not allow.
-    #[error("a frame of {got} bytes came where {least} to {most} are possible ({kind:?})")]
+    #[error("a frame of {got} bytes, expected {least} to {most} ({kind:?})")]
     Length {
         /// The frame's kind.
         kind: Kind,
@@ -270,7 +268,7 @@ pub enum FrameError {
         most: usize,
     },
     /// What came is not what was sent.
-    #[error("the checksum of {what} of {bytes} bytes does not hold: it was damaged on its way")]
+    #[error("the checksum of {what} of {bytes} bytes is wrong: the bytes were damaged in transit")]
     Checksum {
         /// A frame, or a chunk.
         what: &'static str,

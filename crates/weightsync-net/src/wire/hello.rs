@@ -304,10 +304,10 @@ pub enum HelloError {
         theirs: Protocols,
     },
     /// The other end has as many links as it takes.
-    #[error("the other end has as many links as it takes; try again later")]
+    #[error("the other end has reached its limit of links; try again later")]
     Busy,
     /// This end has as many links as it takes, and said so.
-    #[error("there are as many links as this end takes; the other end was told to try again later")]
+    #[error("this end has reached its limit of links; the other end was told to try again later")]
     TurnedAway,
     /// The other end did not believe this one.
     #[error(
@@ -316,16 +316,16 @@ pub enum HelloError {
     )]
     TokenRefused,
     /// The client has another token.
-    #[error("the other end came with another token, or with the init info of another sender")]
+    #[error("the other end has another token, or the init info of another sender")]
     WrongToken,
     /// The server let this end in without being able to prove that it has the token.
     #[error(
-        "what answers there has not the token, but claims to: another program has taken the \
-         address; nothing was sent to it"
+        "the program there does not have the token that it claims to have: another program has \
+         taken the address; nothing was sent to it"
     )]
     WrongServer,
     /// A field that cannot be.
-    #[error("the handshake is damaged: {expected} belongs there, and {got} came")]
+    #[error("the handshake is damaged: expected {expected}, got {got}")]
     Malformed {
         /// What belongs there.
         expected: &'static str,
@@ -334,7 +334,8 @@ pub enum HelloError {
     },
     /// The other end hung up in the middle.
     #[error(
-        "the other end hung up during the handshake, {got} bytes into its next words; is it \
+        "the other end closed the connection during the handshake, {got} bytes into its next \
+         message; is it \
          shutting down, or does it refuse this machine?"
     )]
     HungUp {

@@ -179,7 +179,7 @@ impl Message for Status {
 pub enum MessageError {
     /// A format that this version does not read.
     #[error(
-        "a message of format {got} came where {FORMAT} belongs; install the same weightsync on \
+        "a message of format {got}, expected {FORMAT}; install the same weightsync on \
          both ends"
     )]
     Format {
@@ -187,7 +187,7 @@ pub enum MessageError {
         got: u8,
     },
     /// Bytes that are no message of this link.
-    #[error("{bytes} bytes are no message of this link: {reason}")]
+    #[error("invalid message of {bytes} bytes: {reason}")]
     Malformed {
         /// How many they are.
         bytes: usize,
@@ -205,7 +205,7 @@ pub enum MessageError {
         limit: u64,
     },
     /// A number that cannot be.
-    #[error("{expected} belongs there, and {got} came")]
+    #[error("expected {expected}, got {got}")]
     OutOfRange {
         /// What belongs there.
         expected: &'static str,

@@ -64,12 +64,12 @@ pub(crate) async fn read<T: DeserializeOwned>(
     let bytes = match timeout(SLOW, body.collect()).await {
         Ok(Ok(body)) => body.to_bytes(),
         Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
-            let words = format!("a body of at most {limit} bytes was expected");
+            let words = format!("expected a body of at most {limit} bytes");
             return Err((StatusCode::PAYLOAD_TOO_LARGE, words));
         }
         Ok(Err(error)) => return Err((StatusCode::BAD_REQUEST, error.to_string())),
         Err(_) => {
-            let words = format!("the body has not come within {SLOW:?}");
+            let words = format!("the body did not arrive within {SLOW:?}");
             return Err((StatusCode::REQUEST_TIMEOUT, words));
         }
     };

@@ -50,7 +50,7 @@ pub(crate) enum Fault {
         addr: SocketAddr,
         source: hyper::Error,
     },
-    #[error("{addr} answered {status}, which says nothing of what was asked for")]
+    #[error("{addr} answered {status}, which is no answer to the request")]
     Status {
         addr: SocketAddr,
         status: StatusCode,
@@ -63,7 +63,7 @@ pub(crate) enum Fault {
     },
     #[error("{addr} sent more than the {limit} bytes that this answer can have")]
     TooLong { addr: SocketAddr, limit: usize },
-    #[error("{addr} sent what is not the JSON expected: {source}")]
+    #[error("{addr} sent invalid JSON: {source}")]
     Json {
         addr: SocketAddr,
         source: serde_json::Error,

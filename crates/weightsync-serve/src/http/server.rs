@@ -213,8 +213,8 @@ impl Door {
             Cause::Slow => "a connection that sends no request in time is dropped",
             Cause::Strangers => "too many connections without a request; the oldest is dropped",
             Cause::Connections => {
-                "half of this process's descriptors are such connections; one more is hung up \
-                 on: raise the limit (ulimit -n)"
+                "half of this process's descriptors are such connections; the server closes one \
+                 more: raise the limit (ulimit -n)"
             }
             Cause::Accept => "a connection cannot be accepted",
         };

@@ -10,8 +10,8 @@ pub(super) enum Trouble {
     #[error("{0}")]
     Access(#[from] AccessError),
     #[error(
-        "{addr} is taken: another sender of this run directory lives there, or another \
-         program listens; end it first, or use another run directory or listen=HOST:PORT"
+        "cannot listen at {addr}: another sender of this run directory or another program uses it; \
+         stop that process, or use another run directory or listen=HOST:PORT"
     )]
     Taken { addr: SocketAddr },
     #[error("listening at {addr} failed: {source}")]
@@ -25,8 +25,8 @@ pub(super) enum Trouble {
         source: std::io::Error,
     },
     #[error(
-        "what answers at {addr} is not the sender of this init info: a proof made with its \
-         secret was expected, and {got} came; nothing was taken from it. Another program has \
+        "the program at {addr} is not the sender of this init info: expected a proof made with its \
+         secret, got {got}; its answer was ignored. Another program has \
          taken the address, or the sender's weightsync is older than the worker's: start the \
          sender again, or give this worker the init info of the one that runs"
     )]

@@ -265,7 +265,7 @@ impl TryFrom<String> for Digits {
     fn try_from(text: String) -> Result<Self, String> {
         let hash = blake3::Hash::from_hex(text);
         hash.map(Self)
-            .map_err(|_| "64 hexadecimal digits were expected".into())
+            .map_err(|_| "expected 64 hexadecimal digits".into())
     }
 }
 

@@ -144,7 +144,7 @@ impl<B> Desk<B> {
         lent.receiver
             .as_mut()
             .map(|receiver| with(receiver))
-            .unwrap_or_else(|| unreachable!("it was put there just now"))
+            .unwrap_or_else(|| unreachable!("it was inserted just now"))
     }
 
     fn until_lent(&self) -> Result<Box<Receiver>> {

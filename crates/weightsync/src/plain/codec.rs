@@ -24,7 +24,7 @@ pub enum PlainError {
     #[error("plain data has more than {MAX_DEPTH} levels")]
     TooDeep,
     /// Too much of it.
-    #[error("plain data takes {got} bytes, {limit} are possible")]
+    #[error("plain data takes {got} bytes, the limit is {limit}")]
     TooLarge {
         /// Bytes it takes.
         got: usize,
@@ -34,8 +34,8 @@ pub enum PlainError {
     /// It no longer fits into the room that was agreed upon at setup. Connect
     /// anew: the room is chosen by what the state takes then.
     #[error(
-        "the extra state takes {needed} bytes and its room has {capacity}: set up and connect anew, \
-         the room then follows what it takes"
+        "the extra state takes {needed} bytes, but its room has {capacity}: set up and connect \
+         again, which makes enough room"
     )]
     Outgrown {
         /// Bytes it takes now.

@@ -216,7 +216,10 @@ impl Receiver {
             None => false,
         };
         match self.whole {
-            true => self.refuse(Some(set), &format!("{reason}; it went back to what it had")),
+            true => self.refuse(
+                Some(set),
+                &format!("{reason}; it went back to its old version"),
+            ),
             false => self.refuse_half_loaded(set, reason),
         }
     }

@@ -185,8 +185,8 @@ impl fmt::Display for Written {
         }
         write!(
             f,
-            " of {model} {version}; nobody else saw it, and it is gone with that version. \
-             Have what the worker changes copied into memory of its own"
+            " of {model} {version}; no other worker saw it, and it is lost with that version. Copy \
+             what the worker changes into its own memory"
         )
     }
 }

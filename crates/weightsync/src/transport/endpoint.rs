@@ -86,8 +86,8 @@ impl Endpoint {
         })?;
         if lookup.len() > Self::MAX_LOOKUP || !Path::new(&lookup).is_absolute() {
             return Err(Error::BadInitInfo(format!(
-                "its sender is to be looked up in a file whose path has {} bytes, where an \
-                 absolute one of at most {} is possible",
+                "its sender is to be looked up in a file whose path has {} bytes, expected an \
+                 absolute path of at most {}",
                 lookup.len(),
                 Self::MAX_LOOKUP
             )));

@@ -585,7 +585,7 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchVersion`] if it is not kept any more, [`Error::Unsupported`],
+    /// [`Error::NoSuchVersion`] if it is no longer kept, [`Error::Unsupported`],
     /// and those of [`next`](Self::next).
     fn pull(
         &mut self,

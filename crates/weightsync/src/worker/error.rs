@@ -67,7 +67,7 @@ pub enum WorkerError {
     },
 
     /// A worker did not die of SIGKILL in time: the kernel holds it in an uninterruptible wait.
-    #[error("worker {worker} is still there {waited:.1?} after SIGKILL")]
+    #[error("worker {worker} still runs {waited:.1?} after SIGKILL")]
     Unkillable {
         /// The worker that does not die.
         worker: usize,
@@ -86,11 +86,11 @@ pub enum WorkerError {
     },
 
     /// The other end of the pipe sent something that no peer of this version sends.
-    #[error("the other end of the worker pipe misbehaved: {0}")]
+    #[error("the other end of the worker pipe broke the protocol: {0}")]
     Peer(#[from] PipeFault),
 
     /// The trainer closed the pipe, or is dead: this worker should end now.
-    #[error("the trainer closed the pipe: this worker is to end")]
+    #[error("the trainer closed the pipe: this worker must end")]
     Closed,
 
     /// The group has been shut down.

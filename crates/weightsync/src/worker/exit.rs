@@ -66,7 +66,7 @@ impl fmt::Display for Exit {
             (Some(status), _) => write!(f, "process {} ended with status {status}", self.pid)?,
             (None, Some(9)) => write!(f, "process {} was killed (signal 9)", self.pid)?,
             (None, Some(signal)) => write!(f, "process {} died of signal {signal}", self.pid)?,
-            (None, None) => write!(f, "process {} ended, how is unknown", self.pid)?,
+            (None, None) => write!(f, "process {} ended for an unknown reason", self.pid)?,
         }
         if let Some(fault) = &self.fault {
             write!(f, "; {fault}")?;
@@ -77,7 +77,7 @@ impl fmt::Display for Exit {
             .rev()
             .find(|line| !line.trim().is_empty())
         {
-            write!(f, "; its last words: {}", line.trim())?;
+            write!(f, "; its last output: {}", line.trim())?;
         }
         Ok(())
     }

@@ -108,7 +108,7 @@ fn a_loan_is_whole_and_of_its_own_model() {
     assert!(matches!(error, Error::OtherModel { .. }), "{error}");
     assert_eq!(
         error.to_string(),
-        "the send names \"critic\", and what is sent is policy"
+        "the send names \"critic\", but its source is policy"
     );
     let mut loan = sender.loan().unwrap();
     loan.tensors_mut()

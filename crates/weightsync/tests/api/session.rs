@@ -61,11 +61,11 @@ fn every_call_out_of_order_says_what_to_do() {
     for (result, fix) in [
         (
             sender.connect_sender(&source, Expect::Count(0), SOON),
-            "shut it down to begin anew",
+            "shut it down to start again",
         ),
         (
             sender.init_on_sender("policy", &source),
-            "shut it down to begin anew",
+            "shut it down to start again",
         ),
         (
             sender.pull(weightsync::Pull::Newest, None).map(drop),

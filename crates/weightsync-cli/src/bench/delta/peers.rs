@@ -112,12 +112,12 @@ impl Figures {
 }
 
 fn figures(line: &str) -> Result<Figures, Box<dyn Error>> {
-    let told: Figures = serde_json::from_str(line)
-        .map_err(|error| format!("an answer that is none: {error}: {line}"))?;
+    let told: Figures =
+        serde_json::from_str(line).map_err(|error| format!("invalid answer: {error}: {line}"))?;
     let times = [told.encode_s, told.decode_s, told.memcpy_s];
     match times.iter().all(|time| time.is_finite() && *time > 0.0) {
         true => Ok(told),
-        false => Err(format!("times that are none: {line}").into()),
+        false => Err(format!("invalid times: {line}").into()),
     }
 }
 
@@ -178,9 +178,9 @@ mod tests {
         for (script, words) in [
             ("exit 1", "ended with"),
             ("exit 0", "ended with"),
-            ("echo hello", "is none"),
+            ("echo hello", "invalid answer"),
             (&format!("echo '{TOLD}'; exit 3"), "3"),
-            (&format!("echo '{slow}'"), "times that are none"),
+            (&format!("echo '{slow}'"), "invalid times"),
         ] {
             let error = measured(script).expect_err(script).to_string();
             assert!(error.contains(words), "{script}: {error}");

@@ -52,7 +52,12 @@ impl Place {
         let (layout, old) = image(&folder.join(&self.old))?;
         let (other, new) = image(&folder.join(&self.new))?;
         if layout != other {
-            return Err(format!("{} and {} have other tensors", self.old, self.new).into());
+            return Err(format!(
+                "{} and {} do not have the same \
+                                tensors",
+                self.old, self.new
+            )
+            .into());
         }
         let elements = layout.tensors().iter();
         Ok(Pair {

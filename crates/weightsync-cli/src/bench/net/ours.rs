@@ -204,7 +204,7 @@ impl Relay {
             .stdout(Stdio::piped())
             .spawn()?;
         let pipes = child.stdin.take().zip(child.stdout.take());
-        let (mut input, output) = pipes.ok_or("a relay without its pipes")?;
+        let (mut input, output) = pipes.ok_or("a relay process without its pipes")?;
         let mut relay = Self {
             child,
             said: Lines::new(output),
@@ -214,7 +214,7 @@ impl Relay {
         let until = Instant::now() + PATIENCE;
         match relay.said.next(until)? {
             Some(line) if line.contains("joined") => Ok(relay),
-            said => Err(format!("the relay has not joined: {said:?}").into()),
+            said => Err(format!("the relay did not join: {said:?}").into()),
         }
     }
 }

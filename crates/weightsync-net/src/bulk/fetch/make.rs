@@ -24,7 +24,7 @@ const IN_PLACE_THIN: u64 = 512;
 
 /// A delta came as it was sent, and nothing can be made of it.
 #[derive(Debug, thiserror::Error)]
-#[error("the delta of span {index} from {base} to {version} is of no use here: {source}")]
+#[error("the delta of span {index} from {base} to {version} cannot be applied here: {source}")]
 struct Unfit {
     index: usize,
     base: Version,

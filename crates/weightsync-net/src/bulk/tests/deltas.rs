@@ -254,7 +254,7 @@ fn delta_of_another_base_is_refused_and_kept() {
         panic!("{:?}", came.end);
     };
     let error = error.to_string();
-    let words = "the delta of span 0 from v1 to v3 is of no use here: ";
+    let words = "the delta of span 0 from v1 to v3 cannot be applied here: ";
     assert!(error.starts_with(words), "{error}");
     assert!(!came.kept.is_spoiled());
     assert_eq!(came.room.kept(), 0);

@@ -59,8 +59,8 @@ impl Engine {
     /// What is here of a model is not what was published: it comes anew.
     pub(super) fn start_anew(&mut self, model: usize, why: &dyn fmt::Display) {
         tracing::error!(
-            "what is here of model {model} is not what was published, so it is let go of, and the \
-             next version is fetched whole: {why}"
+            "what is here of model {model} is damaged, so the relay drops it and fetches the next \
+             version whole: {why}"
         );
         // So is what is left of it in slots, and of what changed since.
         self.store.deltas().forget(model);

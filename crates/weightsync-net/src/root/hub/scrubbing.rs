@@ -114,7 +114,7 @@ impl Hub {
             }
         };
         if let Err(error) = self.settings.threads.spawn("weightsync-scrub", work) {
-            tracing::warn!("versions are not compared, as no thread can be started: {error}");
+            tracing::warn!("versions are not compared, because no thread can be started: {error}");
             for item in items {
                 self.found(item, None, None);
             }
@@ -171,8 +171,8 @@ impl Hub {
             None => "this sender".into(),
         };
         tracing::error!(
-            "what {who} has of {} of {model} is not what was published: its digest is {got}, and \
-             {expected} belongs there; the next version goes there whole",
+            "{who} has a damaged copy of {} of {model}: digest {got}, expected {expected}; the \
+             next version goes there whole",
             item.version
         );
         if agent == OWN {

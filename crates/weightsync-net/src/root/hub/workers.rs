@@ -59,7 +59,7 @@ impl Hub {
                 if let Some(earlier) = self.seats.wait(comer) {
                     let denied = FromRoot::Denied {
                         ticket: earlier.asks.ticket,
-                        reason: format!("another asks to be worker {}", earlier.worker.0),
+                        reason: format!("another process asks to be worker {}", earlier.worker.0),
                     };
                     self.say(earlier.agent, &denied);
                 }

@@ -28,7 +28,7 @@ fn unfit() {
     let sent = stage.send_everywhere();
     let told = stage.errors(Who::Relay(1)).next().map(str::to_owned);
     let told = told.unwrap_or_else(|| stage.fail("nothing was said of it"));
-    assert!(told.contains("is of no use here"), "{told}");
+    assert!(told.contains("cannot be applied here"), "{told}");
     // It came whole, and what follows it comes as what changed again.
     for version in [sent.version, sent.version + 2] {
         let scrub = stage.scrub();

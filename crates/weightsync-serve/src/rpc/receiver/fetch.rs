@@ -27,7 +27,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
     /// The sender has a newer one by now, or is another.
-    #[error("the sender does not have it any more")]
+    #[error("the sender no longer has it")]
     Replaced,
     #[error(
         "chunk {chunk} of model {model} {version} is damaged: its CRC-64 should be \

@@ -66,7 +66,7 @@ impl RpcReceiver {
         // A sender that is gone needs no telling.
         let until = Instant::now().checked_add(HEARD);
         if let Some(Err(fault)) = self.wait_for(said, until)? {
-            tracing::debug!(%fault, "the sender has not heard this worker");
+            tracing::debug!(%fault, "the sender did not get this worker's message");
         }
         Ok(())
     }

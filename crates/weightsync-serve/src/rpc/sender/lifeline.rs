@@ -243,7 +243,7 @@ fn hear(shared: &Shared, lane: LaneId, silent: bool) {
             if let Some(about) = lock.about(lane) {
                 let (worker, pid) = (about.worker, about.pid);
                 drop(lock);
-                tracing::warn!(%worker, pid, "nothing is heard of it; it may be stopped");
+                tracing::warn!(%worker, pid, "it does not answer; it may be stopped");
             }
         }
     }

@@ -59,7 +59,7 @@ pub(super) fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
 
 /// A connection that is not there, or never was of this sender.
 fn gone() -> Response {
-    let words = "this sender has no such worker any more: register again";
+    let words = "this sender no longer has this worker: register again";
     wrong(StatusCode::GONE, words)
 }
 
@@ -159,7 +159,7 @@ async fn set(
                 .into_response();
             }
             Answer::Unknown { known } => {
-                let error = "this version is not kept any more, or does not exist yet".into();
+                let error = "this version is no longer kept, or does not exist yet".into();
                 let body = Problem {
                     error,
                     known,
@@ -206,7 +206,7 @@ async fn image(
         return gone();
     };
     let Some(kept) = shared.find(model, Version(version)) else {
-        let words = "this version is not kept any more";
+        let words = "this version is no longer kept";
         return wrong(StatusCode::NOT_FOUND, words);
     };
     shared.begins(lane);
@@ -216,7 +216,7 @@ async fn image(
         None => (StatusCode::OK, 0..all),
         Some(Some(part)) => (StatusCode::PARTIAL_CONTENT, part),
         Some(None) => {
-            let words = format!("one range of bytes within {all} was expected");
+            let words = format!("expected one range of bytes within {all}");
             let mut response = wrong(StatusCode::RANGE_NOT_SATISFIABLE, words);
             content_range(response.headers_mut(), format!("bytes */{all}"));
             return response;
