@@ -1,4 +1,4 @@
-"""A trainer and workers that are started by themselves, as on several hosts.
+"""A trainer and workers that are started separately, as on several hosts.
 
     python examples/torch_hosts.py trainer --workers 2 join.json
     python examples/torch_hosts.py worker --number 0 join.json     # on each other host

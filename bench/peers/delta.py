@@ -18,7 +18,7 @@ The ways:
 - *XOR + zstd-1*: the two versions XORed, and that compressed.
 - *int32 + value*: each change's place and its new value.
 - *u16 gap + value + zstd-1*: how many elements lie before a change since the one before it, and its
-  new value; gaps and values compressed each by themselves. A gap of `FAR` or more takes further
+  new value; gaps and values compressed separately. A gap of `FAR` or more takes further
   entries.
 """
 

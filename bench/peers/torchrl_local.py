@@ -7,7 +7,7 @@ timed from its call to its return, which is when every worker has said "updated"
 send of a request the workers look whether the values have arrived; that is not timed.
 
 What travels: `--tensors` bfloat16 tensors of equal size, `--bytes` in all. The source is memory
-that no worker's model is bound to, and it is written anew before each send, outside the timed
+that no worker's model is bound to, and it is written again before each send, outside the timed
 part. It is the same memory in every round, which suits TorchRL: multi-process moves a source to
 shared memory when it sees it first and from then on passes descriptors only. The sender copies
 with as many threads as torch takes by default, a worker with one, which is what TorchRL's
@@ -26,7 +26,7 @@ Spoken over stdin and stdout, a line each:
     -> quit                          or the end of stdin
 
 Everything is bounded by `--deadline` seconds. When it passes, a worker dies, or a value has not
-arrived, the workers are killed, stderr says why, and the exit status is 3. Whoever starts this
+arrived, the workers are killed, stderr says why, and the exit status is 3. The program that starts this
 takes it along when it dies, and it its workers.
 """
 

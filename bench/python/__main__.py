@@ -4,7 +4,7 @@
 
 One process is the trainer, others are the workers. A send is timed from its call to its return,
 which is when the version is live on every worker; the source is memory of the trainer's own and is
-written anew before each send, outside the timed part. Ways to send take turns in one run, each
+written again before each send, outside the timed part. Ways to send take turns in one run, each
 with workers of its own, and with a memcpy of the same bytes between them. Medians, warm; the first
 send is a row of its own. Workers do nothing with a version but hold it, unless a row says that
 they read it. After the rounds each worker is asked whether it has the last values.

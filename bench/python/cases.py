@@ -23,7 +23,7 @@ FLAT = 1.1
 
 
 class Case(Protocol):
-    """Something that is measured by itself."""
+    """Something that is measured alone."""
 
     name: str
 

@@ -124,5 +124,5 @@ def _work(join: Join, index: int, payload: Payload, handed: Any, pipe: Any) -> N
         # The trainer is gone without a word, and other packages' threads would wait for it.
         os._exit(1)
     end.close()
-    # Nor do they always end by themselves.
+    # Nor do they always end on their own.
     os._exit(0)

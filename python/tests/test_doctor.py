@@ -228,7 +228,7 @@ def test_worker_uses_the_descriptors_counted_for_it():
     ]
     counts = []
     try:
-        # What a process costs whoever starts it is in every count.
+        # What a process costs its parent is in every count.
         for process in processes:
             process.start()
         sender.connect(0, timeout=30)

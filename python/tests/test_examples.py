@@ -61,7 +61,7 @@ def test_host_worker_asks_for_the_trainer_first(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["distributed", "distributed:share=none", "rpc:initial=connect"])
 def test_hosts(tmp_path, scheme):
-    """Each is started by itself, and finds the trainer by a file."""
+    """Each is started separately, and finds the trainer by a file."""
     example, info = [sys.executable, ROOT / "examples/torch_hosts.py"], tmp_path / "join.json"
 
     def start(*arguments):

@@ -1,4 +1,4 @@
-"""What keeps a worker's models as they are: holds, and the guards that take them by themselves.
+"""What keeps a worker's models as they are: holds, and the guards that take them automatically.
 
 A hold belongs to a thread. A guard takes one for the time of a forward, of the module or of
 any part of it, through hooks. torch.compile does not see them: no graph has them in it, and

@@ -1,6 +1,6 @@
 """What the trainer sends from: modules, state dicts, nested dicts, TensorDicts, numpy.
 
-A source is looked at anew for each send, so that a replaced parameter is what is
+A source is read again for each send, so that a replaced parameter is what is
 sent; what was found out about names, dtypes and shapes is kept as long as it holds.
 """
 
@@ -64,7 +64,7 @@ class Source:
         else:
             found, extras = tree(weights, places)
         native = self._place_anew(weights, found, extras)
-        # Extra states are made anew by each call.
+        # Extra states are made again by each call.
         if self._is_again(weights, found) and not extras:
             self._of, self._tensors = weights, places.tensors()
         return native
@@ -122,7 +122,7 @@ class Source:
         )
 
     def release(self) -> None:
-        """Lets go of what was held for a send."""
+        """Releases what was held for a send."""
         self._memory = []
         self._kept = []
         if self._tensors is None:

@@ -264,7 +264,7 @@ class Receiver(_ends.AsyncWith, Generic[T]):
         _ends.closed(self)
 
     def __del__(self) -> None:
-        # A background receiver goes on by itself, and is its own to end.
+        # A background receiver goes on alone, and has its own shutdown.
         if getattr(self, "_background", self) is not None or sys.is_finalizing():
             return
         if os.getpid() == self._pid:

@@ -398,7 +398,7 @@ class Sender(_ends.AsyncWith):
 
 
 class _Sending:
-    """One send at a time. What it held is let go of after it: slices, copies from a device."""
+    """One send at a time. What it held is released after it: slices, copies from a device."""
 
     def __init__(self, sources: list[Source]) -> None:
         self._sources = sources

@@ -4,7 +4,7 @@
 
 One process has the weights, others are the workers, and everything goes over 127.0.0.1. A send is
 timed from its call until every worker has said that all bytes are in memory of its own. Before
-each send the source is written anew, outside the timed part; after the last send of a request the
+each send the source is written again, outside the timed part; after the last send of a request the
 workers look whether the values have arrived, which is not timed either.
 
     scheme           of                     how
@@ -38,7 +38,7 @@ summary:
     <- {"scheme": "gloo-send", "workers": 1, "bytes": ..., "median_s": 0.4, "bytes_per_s": ...}
 
 Everything is bounded by `--deadline` seconds. When it passes, a worker dies, or a value has not
-arrived, the workers are killed, stderr says why, and the exit status is 3. Whoever starts this
+arrived, the workers are killed, stderr says why, and the exit status is 3. The program that starts this
 takes it along when it dies, and it its workers.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
         guard.arm()
         way.close()
     sys.stderr.flush()
-    # Threads of other packages do not all end by themselves.
+    # Threads of other packages do not all end on their own.
     os._exit(0)
 
 

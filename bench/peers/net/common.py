@@ -53,7 +53,7 @@ class Payload:
         self._scratch = tensors(self.shape)
 
     def write(self, value: float) -> None:
-        """Writes all of them anew."""
+        """Writes all of them again."""
         for tensor in self.tensors:
             tensor.fill_(value)
 
@@ -237,7 +237,7 @@ def work(
                         pipe.send("have")
                 case ("check", value):
                     pipe.send(difference(end.tensors, value))
-    # Threads of other packages do not all end by themselves.
+    # Threads of other packages do not all end on their own.
     os._exit(0)
 
 
@@ -278,7 +278,7 @@ class Guard:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is not None and not isinstance(error, SystemExit):
-            # What has failed leaves workers behind that may never end by themselves.
+            # What has failed leaves workers behind that may never end on their own.
             sys.excepthook(kind, error, trace)
             self._end("the sender failed")
         self.orders.close()

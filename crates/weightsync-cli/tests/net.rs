@@ -98,7 +98,7 @@ fn scrub_finds_relay_damage_and_the_next_comes_whole() {
     let words = "all of 1 version that hosts hold is what was published\n";
     assert_eq!(text(&found.stdout), words);
 
-    // Of what the second version is, as whoever reads that of the relay knows.
+    // Of what the second version is, which the test that reads the relay's knows.
     let version = trainer.send_with(|bias| bias.fill(7.25));
     damage(host.relay.child.id(), &[7.25; 1 << 10]);
     let found = trainer.ask("scrub", &["--json"]);

@@ -204,7 +204,7 @@ pub fn main(subjects: &Subjects) -> ExitCode {
             }
         },
         Err(error) => {
-            // Whoever started it was killed meanwhile.
+            // The process that started it was killed meanwhile.
             eprintln!("{error}");
             ExitCode::from(4)
         }

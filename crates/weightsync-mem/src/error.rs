@@ -146,7 +146,7 @@ pub enum Error {
         reason: String,
     },
     /// The sender has given this reader up: it is sent nothing more, and may join
-    /// anew.
+    /// again.
     #[error("the sender has dropped this worker: {reason}; connect again")]
     GivenUp {
         /// The sender's words.

@@ -45,6 +45,6 @@ pub(crate) fn wake(word: &AtomicU64) {
 fn low_half(word: &AtomicU64) -> &AtomicU32 {
     // SAFETY: the word is 8 bytes long and aligned, and lives as long as the
     // borrow. Rust never accesses it through this reference: only its address
-    // goes to the kernel, which reads it by itself.
+    // goes to the kernel, which reads it on its own.
     unsafe { &*std::ptr::from_ref(word).cast::<AtomicU32>() }
 }

@@ -80,7 +80,7 @@ impl Guests {
         self.shared.run
     }
 
-    /// The newest version of a model that was published, to whomever.
+    /// The newest version of a model that was published to any worker.
     ///
     /// # Panics
     ///

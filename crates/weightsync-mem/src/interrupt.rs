@@ -23,7 +23,7 @@
 //! | a background receiver: its status, the receiver, the models, its end | the desk in weightsync's `background/thread.rs` |
 //! | worker processes: their frames, room in their pipes, their end | weightsync's `worker/wait.rs` |
 //!
-//! Not interruptible is what ends by itself: a lock held for a few steps, the
+//! A wait that always ends soon is not interruptible: a lock held for a few steps, the
 //! join of a thread that was told to end (dropping an end), and of threads that
 //! copy, and what a worker process waits for before it has its init bytes.
 
@@ -85,7 +85,7 @@ pub fn at_most(left: Option<Duration>) -> Result<Option<Duration>, Error> {
     Ok(slice(left))
 }
 
-/// Whether it is time to ask: a wait that holds a lock lets go of it, [asks](ask),
+/// Whether it is time to ask: a wait that holds a lock releases it, [asks](ask),
 /// and looks again; then it sleeps for a [`slice()`].
 pub fn is_due() -> bool {
     let check = CHECK.get();

@@ -11,7 +11,7 @@ use crate::wire::Delivery;
 
 impl Shared {
     /// Takes what the readers' pages say into the plan; gives the records that
-    /// some reader pins. Whoever asks for data pins does so after this.
+    /// some reader pins. A caller that asks for data pins does so after this.
     pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
         let mut records = SlotSet::default();
         let mut breaches = Vec::new();
@@ -83,9 +83,9 @@ impl Shared {
         decided
     }
 
-    /// True if there was somebody to ask who had not been asked before. Whoever
+    /// True if there was a reader to ask that had not been asked before. A sender that
     /// takes something gives a record back, so where those are missing all are
-    /// asked. Guests need not be: whoever acts for one says it here.
+    /// asked. Guests need not be: the relay that acts for a guest says it here.
     fn ask_for_room(&self, state: &State) -> bool {
         let mut asked = false;
         let lacking = state.plan.lacks_records();

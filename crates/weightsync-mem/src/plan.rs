@@ -68,7 +68,7 @@ pub(crate) enum Fate {
     /// puts it there, unless [`Plan::give_up`] comes first.
     Waiting,
     /// Its queue has no room, and as many publications wait already: it will
-    /// not get this one by itself.
+    /// not get this one automatically.
     Full,
     /// It is held: it gets the newest when it is released.
     Held,
@@ -240,7 +240,7 @@ impl Plan {
 
 /// Looking.
 impl Plan {
-    /// The newest version published of a model, to whomever.
+    /// The newest version of a model that was published to any worker.
     pub(crate) fn version(&self, model: usize) -> Version {
         self.models[model].version
     }

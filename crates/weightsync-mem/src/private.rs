@@ -8,7 +8,7 @@ use crate::map::Mapping;
 use crate::snapshot::Snapshot;
 use crate::wait::Doorbell;
 
-/// What is swept by whoever drops the last view: it costs less than to have it
+/// What is swept by the thread that drops the last view: it costs less than to have it
 /// done.
 const AT_ONCE: usize = 1 << 20;
 

@@ -437,7 +437,7 @@ mod tests {
                 assert_eq!(queue.get(pushed), None);
             }
         }
-        // No bound is larger than half of the room, whoever asks.
+        // No bound is larger than half of the room, for any reader.
         let queue = Queue::new();
         let pushed = (1..=100).filter(|&sequence| queue.push(0, u8::MAX, live(sequence)));
         assert_eq!(pushed.count(), QUEUE / 2);

@@ -210,7 +210,7 @@ impl Reader {
     /// The newest set meant for this reader, without waiting; `None` before the
     /// first, or while a slot of it is still on its way here. A reader that asks gets what it asked for last, unless the sender
     /// needed the room; one that takes every version gets none: what it has taken
-    /// is its caller's to keep, or to let go of.
+    /// is its caller's to keep, or to release.
     ///
     /// # Errors
     ///

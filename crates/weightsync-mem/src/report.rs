@@ -481,7 +481,7 @@ impl Settling<'_> {
 
     /// Whether a reader's outcome is known, and then its line is there.
     fn is_known(&mut self, state: &mut State, key: Key, fate: Fate) -> bool {
-        // Whoever is removed from the table is put among the gone in the same step,
+        // A worker that is removed from the table is put among the gone in the same step,
         // so a reader is in one of the two, unless thousands went since.
         if let Some(reader) = state.readers.get(&key) {
             let publication = self.publication;
@@ -505,7 +505,7 @@ impl Settling<'_> {
         true
     }
 
-    /// The lines come to nobody: whoever went is to be told of again.
+    /// No report has the lines: the departed worker must be reported again.
     fn untell(&mut self) {
         let mut state = self.shared.state();
         for key in self.told.drain(..) {

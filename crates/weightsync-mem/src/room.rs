@@ -46,7 +46,7 @@ pub struct Room {
     committed: OnceLock<Snapshot>,
 }
 
-/// One piece of a [`Room`], or several that follow each other, to be written by whoever
+/// One piece of a [`Room`], or several that follow each other, to be written by the thread that
 /// took it. Dropped without [`keep`](Self::keep), it is missing again.
 #[derive(Debug)]
 pub struct Piece {

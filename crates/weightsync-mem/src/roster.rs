@@ -313,7 +313,7 @@ impl Shared {
         // Asked under the lock, as the slots go under it.
         self.open()?;
         let set = set.only(Models::of(&[model]));
-        // Pinned under the lock: whoever looks for a free slot does so under it.
+        // Pinned under the lock: a search for a free slot takes that lock too.
         let Some(pin) = self.own.pin(&set).pop() else {
             return Ok(None);
         };

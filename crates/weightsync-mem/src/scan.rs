@@ -139,7 +139,7 @@ impl Claims {
     }
 }
 
-/// Takes what a reader's page says into the plan; gives the records it pins. Whoever asks
+/// Takes what a reader's page says into the plan; gives the records it pins. A caller that asks
 /// for its data pins does so after this.
 ///
 /// `through` is the last question whose answer it needs no more; `None` of a reader that

@@ -48,7 +48,7 @@ pub(crate) fn start(shared: Arc<Shared>, listener: Listener) -> Result<JoinHandl
         })
 }
 
-/// Strangers are hung up on when it ends, for every copy of their connections.
+/// Strangers are disconnected when it ends, for every copy of their connections.
 impl Drop for Service {
     fn drop(&mut self) {
         for stranger in &self.strangers {

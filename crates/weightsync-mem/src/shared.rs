@@ -238,7 +238,7 @@ pub(crate) struct Control {
     /// How many entries of its queue it has taken.
     pub(crate) head: Head,
     /// The number of the last question whose answer it needs no more: it has
-    /// taken it, has asked anew, or has given up waiting.
+    /// taken it, has asked again, or has given up waiting.
     pub(crate) through: AtomicU64,
     /// The sequence number of the newest set that the worker has loaded; 0 before the
     /// first.

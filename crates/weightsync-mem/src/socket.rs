@@ -52,7 +52,7 @@ pub(crate) enum Packet {
     HungUp,
 }
 
-/// A name that is listened on: whoever has the init info can queue up there.
+/// A name that is listened on: a process with the init info can queue up there.
 ///
 /// Dropping it refuses them, and ends those that wait for an answer, also where a
 /// forked child of this process keeps a copy of the socket.
@@ -166,7 +166,7 @@ pub fn is_served(name: &str) -> Result<bool, Error> {
                 };
             }
             Err(Errno::CONNREFUSED) => return Ok(false),
-            // Whoever serves it takes those that queue up as they come.
+            // The thread that serves it takes queued connections as they come.
             Err(Errno::AGAIN) if Instant::now() >= until => return Ok(false),
             Err(Errno::AGAIN | Errno::INTR) => interrupt::sleep(Duration::from_millis(5))?,
             Err(errno) => return Err(os("asking who serves a name")(errno)),

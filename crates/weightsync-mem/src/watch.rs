@@ -231,7 +231,7 @@ impl Watch {
                     waits = true;
                 }
                 if interrupt::is_due() {
-                    // Asked without the lock; then it is looked at anew.
+                    // Asked without the lock; then it is looked at again.
                     drop(known);
                     if interrupt::ask().is_err() {
                         self.seen.book.tell_sender();

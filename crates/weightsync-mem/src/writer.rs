@@ -124,7 +124,7 @@ impl Writer {
         &self.models
     }
 
-    /// The newest version of a model that was published, to whomever;
+    /// The newest version of a model that was published to any worker;
     /// `Version::NONE` before the first.
     ///
     /// # Panics

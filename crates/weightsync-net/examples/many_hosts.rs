@@ -35,7 +35,7 @@ fn train(listen: &str, info: &str, versions: u64) -> Result<(), Box<dyn Error>> 
     let mut weights = Tensors::new();
     weights.insert("layer.weight", [1024, 1024], vec![0.0_f32; 1 << 20])?;
     let setup = SenderSetup::new("policy", &weights)?.scheme(Distributed::new().listen(listen))?;
-    // Whoever has it gets in: give it to workers as you would a password.
+    // A process that has it can join: give it to workers as you would a password.
     let text = serde_json::to_string(&setup.init_info())?;
     // One of an earlier run may have another mode.
     let _ = fs::remove_file(info);

@@ -242,8 +242,8 @@ impl Proof {
 pub struct Access {
     /// What is shared with every machine that may connect.
     pub token: Option<Token>,
-    /// Whether links to other machines may be made although they are not encrypted: whoever can
-    /// listen in on the network reads the weights, and whoever can change what passes there changes
+    /// Whether links to other machines may be made although they are not encrypted: a program that can
+    /// listen in on the network reads the weights, and one that can change what passes there changes
     /// them.
     pub insecure_plaintext: bool,
 }

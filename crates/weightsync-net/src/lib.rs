@@ -1,6 +1,6 @@
 //! Weights across machines: links, the [`Distributed`] scheme and relays.
 //!
-//! The trainer listens; workers dial in, whoever starts the transfer. On each host a
+//! The trainer listens; workers dial in, whichever end starts the transfer. On each host a
 //! relay fetches each version once, checks it chunk by chunk, passes it on to the next
 //! host at once, and shares it with the workers of its host through a segment of
 //! shared memory. Where there is no relay, each worker fetches for itself.

@@ -220,7 +220,7 @@ impl Shared {
             // itself.
             return;
         }
-        // Whoever has it notices by itself.
+        // The worker that has it notices this without a message.
         if let Some(found) = state.found.take_if(|found| found.has_lost_its_relay()) {
             Self::look_again(shared, &mut state, found);
         }
@@ -268,7 +268,7 @@ impl Shared {
                 Self::take_in(&self, found);
             }
             Ok(None) => {}
-            // Its sender's successor, or nobody: the one above looks anew.
+            // Its sender's successor, or no sender: the caller looks again.
             other => {
                 let ended = match other {
                     Err(error) if !matches!(error, Error::SenderDied { .. }) => {
@@ -283,7 +283,7 @@ impl Shared {
         }
     }
 
-    /// What a call says that has no segment. Whose sender may restart looks anew after
+    /// What a call says that has no segment. Whose sender may restart looks again after
     /// a death, and hears there what hinders it.
     fn lost(&self, ended: &Ended) -> Error {
         match ended {

@@ -415,7 +415,7 @@ impl Scheme for Distributed {
         let spot = Spot { address, listener };
         let address = self.reached_at(address)?;
         self.spots().insert(address.clone(), spot);
-        // Without a run directory whoever comes to the same port is of another run.
+        // Without a run directory the next sender at the same port is of another run.
         Endpoint::new(address, secret, run_dir.is_some())
     }
 

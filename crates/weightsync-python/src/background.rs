@@ -28,7 +28,7 @@ thread_local! {
 pub struct Background {
     /// None once it was shut down.
     inner: Mutex<Option<Arc<Inner>>>,
-    /// Set by whoever ends it: then no call waits any longer.
+    /// Set by the thread that ends it: then no call waits any longer.
     ending: AtomicBool,
 }
 
@@ -41,7 +41,7 @@ impl Background {
             // It is being ended by another thread: a forward is no error for that.
             return Ok(Seat(Mutex::new(None)));
         };
-        // The usual case takes no lock, and need not let go of the interpreter's.
+        // The usual case takes no lock, and need not release the interpreter's.
         let seat = inner.try_hold();
         let_go(py, inner);
         let seat = match seat.map_err(|error| exception(py, error))? {
@@ -237,7 +237,7 @@ fn end(inner: Inner, reason: Option<&str>) {
     }
 }
 
-/// Lets go of what a call used: the last one ends the thread, if it was shut down
+/// Releases what a call used: the last one ends the thread, if it was shut down
 /// meanwhile, and that thread may be waiting for the interpreter's lock.
 fn let_go(py: Python<'_>, inner: Arc<Inner>) {
     if let Some(inner) = Arc::into_inner(inner) {
@@ -245,7 +245,7 @@ fn let_go(py: Python<'_>, inner: Arc<Inner>) {
     }
 }
 
-/// The receiver by itself, once the calls of other threads have returned.
+/// The receiver alone, once the calls of other threads have returned.
 fn alone(mut inner: Arc<Inner>) -> Inner {
     loop {
         match Arc::try_unwrap(inner) {

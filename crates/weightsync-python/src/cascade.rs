@@ -181,7 +181,7 @@ impl State {
                 "while it passes on in the background",
                 "shut it down to start again",
             ),
-            Self::Closed => ("after shutdown", "join anew"),
+            Self::Closed => ("after shutdown", "join again"),
         };
         Error::WrongOrder { call, state, fix }
     }

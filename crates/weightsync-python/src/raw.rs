@@ -99,7 +99,7 @@ pub fn soon(call: fn(Python<'_>)) {
 }
 
 /// Makes a call with the interpreter's lock; None if the interpreter has ended. A thread
-/// that is not Python's keeps what Python knows of it from call to call: to make that anew
+/// that is not Python's keeps what Python knows of it from call to call: to make that again
 /// takes longer than most calls.
 pub fn attached<T>(call: impl FnOnce(Python<'_>) -> T) -> Option<T> {
     thread_local! {
@@ -190,7 +190,7 @@ impl View {
         }
     }
 
-    /// Python gives its reference back by itself.
+    /// Python drops its own reference.
     ///
     /// # Safety
     ///

@@ -94,7 +94,7 @@ impl Report {
         self.0.all_reached()
     }
 
-    /// The lines of those that did not, and will not by themselves.
+    /// The lines of workers that did not, and will not without a remedy.
     #[getter]
     fn failed(&self) -> Vec<WorkerReport> {
         self.0.failed().map(|line| self.line(line)).collect()

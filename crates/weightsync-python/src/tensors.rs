@@ -11,7 +11,7 @@ use crate::raw::{Address, Exchange, Exchanged, Seen};
 ///
 /// It says whether they still are: the same objects in the same places, no others beside them,
 /// with the same dtypes and shapes, in the same order in memory. Where their values lie may
-/// differ, and is looked up anew.
+/// differ, and is looked up again.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Tensors {
     exchange: Exchange,

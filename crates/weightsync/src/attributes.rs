@@ -65,7 +65,7 @@ pub enum AttributesError {
     },
     /// Two tensors were one when the model was set up, and are not any more.
     #[error(
-        "tensor {alias:?} was tied to {of:?} when the model was set up and is not now: set up anew"
+        "tensor {alias:?} was tied to {of:?} when the model was set up and is not now: set up again"
     )]
     Untied {
         /// The alias.

@@ -177,7 +177,7 @@ impl Receiver {
 ///
 /// A worker that waits elsewhere holds nobody up: the thread takes what is sent,
 /// and with [`SafePoints::Implied`] applies it. What is replaced before its safe
-/// point came is let go of, unless the scheme delivers every version. In shared
+/// point came is released, unless the scheme delivers every version. In shared
 /// memory it holds what is loaded, to go back to, and what waits: two slots of
 /// each model at most.
 ///
@@ -187,7 +187,7 @@ impl Receiver {
 /// every call is an error, and dropping it does nothing.
 ///
 /// A loader may need a lock of the worker's: that of an interpreter, say. A thread
-/// that has it and waits for the loader waits for ever, so it lets go of it around
+/// that has it and waits for the loader waits for ever, so it releases it around
 /// whatever waits for others here ([`read`](Self::read), [`write`](Self::write),
 /// [`hold`](Self::hold), [`wait`](Self::wait), [`safe_point`](Self::safe_point),
 /// [`stop`](Self::stop)) and around dropping this. [`try_hold`](Self::try_hold),
@@ -220,14 +220,14 @@ impl<M: Send + Sync + 'static> Background<M> {
     }
 
     /// Keeps the models as they are until what this returns is dropped, for
-    /// whoever has them in its own hands and cannot borrow them from here: a module
+    /// callers that own them and cannot borrow them from here: a module
     /// of another language, between the begin and the end of a call of it. Waits as
     /// [`read`](Self::read) does, asleep.
     ///
     /// It counts for the thread that took it, which may take more, and may be
     /// dropped in any other. Stopping or dropping this does not wait for it.
     ///
-    /// A loader's lock that this thread has is to be let go of around this call (see
+    /// A loader's lock that this thread holds must be released around this call (see
     /// [`Background`]), unless [`try_hold`](Self::try_hold) has done.
     ///
     /// Taking and dropping one costs some 0.1 µs if nobody is in the way.
@@ -252,7 +252,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         seat.map(|seat| self.whole(seat)).transpose()
     }
 
-    /// Whoever has a seat finds nobody writing.
+    /// A thread with a seat finds no thread writing.
     fn whole(&self, seat: OwnedSeat) -> Result<ModelHold> {
         let whole = self.hold.held.read().is_ok_and(|held| held.whole);
         match whole {
@@ -396,7 +396,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// # Errors
     ///
     /// In a forked child; [`Error::Interrupted`] while the thread is loading: it
-    /// ends when it has done so, and lets go of receiver and models; [`Error::NotWhole`], as of [`read`](Self::read).
+    /// ends when it has done so, and releases receiver and models; [`Error::NotWhole`], as of [`read`](Self::read).
     pub fn stop(self) -> Result<(Receiver, M)> {
         let not_whole = self.not_whole();
         let Self { follower, hold, .. } = self;

@@ -29,7 +29,7 @@ use crate::setup::{Expect, SenderSetup};
 /// to the trainer this worker runs the version before until every sub-worker has
 /// applied a later one.
 ///
-/// **Version numbers are the trainer's.** A trainer that restarts counts anew;
+/// **Version numbers are the trainer's.** A trainer that restarts counts from 1 again;
 /// its versions then follow on the highest number the sub-workers have seen, so
 /// that they need not know. [`Forwarded`] has both numbers.
 ///

@@ -30,7 +30,7 @@ pub enum Remedy {
     /// The same call may succeed later: somebody was slow or absent, or one
     /// version was damaged and the next is not.
     Retry,
-    /// This end must be opened anew from the init info; weights already held
+    /// This end must be opened again from the init info; weights already held
     /// stay valid.
     Reconnect,
     /// The caller must change something first.
@@ -447,7 +447,7 @@ pub enum Error {
         /// Why not.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Another process holds a file of the run directory, and did not let go of
+    /// Another process holds a file of the run directory, and did not release
     /// it by the deadline.
     #[error("{path} was still locked by another process after {waited:.1?}", path = .path.display())]
     FileLocked {

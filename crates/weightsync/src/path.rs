@@ -10,7 +10,7 @@ use weightsync_core::names::MAX_DEPTH;
 const MAX_BYTES: usize = 4096;
 
 /// Where a model stands in a tree of them: names and places in lists. It is
-/// resolved by whoever has the tree.
+/// resolved by the process that has the tree.
 ///
 /// ```
 /// use weightsync::{ModelPath, PathPart};

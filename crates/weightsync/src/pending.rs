@@ -248,7 +248,7 @@ impl Flight {
         Ok(lines)
     }
 
-    /// The lines of one wait, by themselves.
+    /// The lines of one wait alone.
     fn look(&self, level: Level, until: Deadline) -> Result<Vec<WorkerReport>> {
         let mut lines = Vec::new();
         for one in &self.outstanding {
@@ -313,7 +313,7 @@ fn level(wait: WaitFor) -> Option<Level> {
     }
 }
 
-/// The lines that no wait for more could change: others are made anew each time.
+/// The lines that no wait for more could change: others are made again each time.
 /// So is that of a worker that asks: it may have asked for this one by then, or
 /// ask no more.
 fn finals(lines: &[WorkerReport]) -> Vec<WorkerReport> {

@@ -120,7 +120,7 @@ impl ExtraState {
         &self.value
     }
 
-    /// The value, by itself.
+    /// The value alone.
     pub fn into_value(self) -> Plain {
         self.value
     }

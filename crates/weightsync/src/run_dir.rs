@@ -5,7 +5,7 @@
 //! the same secret once its predecessor is gone; workers that have seen it refuse
 //! every earlier epoch. Its address is a new one each time, told in a file of the
 //! directory, where workers look it up: a child that a dead trainer had forked may
-//! keep the old one. The directory is this user's alone: whoever can write to it,
+//! keep the old one. The directory is this user's alone: a user who can write to it,
 //! or read its key, can take the run over.
 
 use std::fs::{DirBuilder, File};

@@ -55,7 +55,7 @@ impl SafetensorsFile {
             path: path.into(),
             source,
         };
-        // Without O_NONBLOCK, opening a FIFO waits for whoever writes to it.
+        // Without O_NONBLOCK, opening a FIFO waits for its writer.
         let mut file = OpenOptions::new()
             .read(true)
             .custom_flags(OFlags::NONBLOCK.bits() as i32)

@@ -40,7 +40,7 @@ use crate::transport::Pull;
 ///
 /// Every call out of order is an [`Error::WrongOrder`] that says what to do;
 /// nothing changes by it. [`shutdown`](Self::shutdown) is allowed anywhere, any
-/// number of times, and `init_on_sender` or `init_on_receiver` begin anew after
+/// number of times, and `init_on_sender` or `init_on_receiver` start again after
 /// it.
 ///
 /// **It is serialisable at any time**: the scheme, and once a sender was set up,
@@ -309,7 +309,7 @@ impl Session {
         }
     }
 
-    /// The connected receiver by itself: to be handed to a thread, say. The
+    /// The connected receiver alone, for example to pass it to a thread. The
     /// session is closed then.
     ///
     /// # Errors

@@ -478,7 +478,7 @@ impl SenderSetup {
         Ok(self)
     }
 
-    /// Lets go of what was taken for it, such as a port, also where its scheme lives on.
+    /// Releases what was taken for it, such as a port, also where its scheme lives on.
     pub(crate) fn give_up(self) {
         self.scheme.scheme().give_up(&self.at);
     }
@@ -502,7 +502,7 @@ impl SenderSetup {
             .collect()
     }
 
-    /// Finds the place anew, after something it depends on has changed.
+    /// Finds the place again, after something it depends on has changed.
     fn placed(mut self) -> Result<Self> {
         if self.run_dir.is_some() && !self.scheme.capabilities().restarts {
             return Err(Error::Unsupported {

@@ -137,7 +137,7 @@ def test_nothing_changes_while_a_forward_runs(mode):
 
 
 class Whole(nn.Module):
-    """A module whose parts are called by themselves."""
+    """A module whose submodules are called directly."""
 
     def __init__(self, part):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A source is looked at anew for each send: whatever has become of it is what is sent, or refused."""
+"""A source is read again for each send: its present state is sent, or refused."""
 
 import threading
 

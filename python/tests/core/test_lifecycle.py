@@ -105,7 +105,7 @@ def test_calls_in_the_wrong_order_say_what_to_do():
         meet(sender, receiver)
         _all_refused({"connect": sender.connect, "receiver's": receiver.connect}, "connect")
         pass_on(sender, receiver)
-    _all_refused(early | {"connect": sender.connect, "again": receiver.connect}, "shut|closed|anew")
+    _all_refused(early | {"connect": sender.connect, "again": receiver.connect}, "shut|closed|new one|again")
 
 
 def _all_refused(calls, fix):

@@ -15,7 +15,7 @@ PARTS = ["q", "k", "v"]
 
 
 class Trainer(nn.Module):
-    """Parts by themselves, in float32, with a matrix the other way round."""
+    """Separate parts, in float32, with a matrix the other way round."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Trainer(nn.Module):
 
 
 class Worker(nn.Module):
-    """One tensor for q, k and v; the gate by itself; all of it in bfloat16."""
+    """One tensor for q, k and v; the gate alone; all of it in bfloat16."""
 
     def __init__(self):
         super().__init__()

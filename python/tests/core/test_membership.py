@@ -85,7 +85,7 @@ def test_a_trainer_that_was_stopped_finds_its_workers(actor, scheme, seconds):
     trainer.signal(signal.SIGCONT)
     for worker in workers:
         worker.ask("background")
-    # They may be lost for a moment, and are then back by themselves.
+    # They may be lost for a moment, and are then back without a call.
     until = time.monotonic() + LONG
     trainer.ask("send", 2.0)
     while [worker.ask("value") for worker in workers] != [2.0, 2.0]:

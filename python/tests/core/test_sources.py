@@ -429,7 +429,7 @@ def test_models_by_path():
         assert worker.value_net.value == 1.0
         assert worker.transforms[1].value == 2.0
         assert worker.heads["left"].value == 3.0
-        # Looked up anew at each send.
+        # Looked up again at each send.
         trainer.value_net = Net(5.0)
         sender.send(wait="sent")
         assert receiver.receive(30) == {path: 2 for path in paths}

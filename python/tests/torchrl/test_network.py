@@ -158,7 +158,7 @@ def free_port():
     ["distributed:share=none,listen={}", "rpc:initial=connect,listen={}", "rpc:listen={}", "rpc"],
 )
 def test_two_models_are_one_group_at_one_port(word):
-    """Whoever adds the second prepares anew where the first was prepared."""
+    """The caller that adds the second prepares again where the first was prepared."""
     names = ("policy", "critic")
     group = _group.Group(word.format(f"127.0.0.1:{free_port()}"), "copy")
     for name in names:

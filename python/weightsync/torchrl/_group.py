@@ -148,7 +148,7 @@ class Group:
                 self._firsts[name] = weights
             if self._unconnected:
                 return
-        # Not under the lock: whoever shuts down ends this.
+        # Not under the lock: a shutdown ends this.
         if not self._published:
             self._publish(sender)
         self._wait_for_workers(sender, context)
@@ -167,7 +167,7 @@ class Group:
         if not sender.is_connected:
             sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
         for one, own in each.items():
-            # Whoever joins from here on gets its own.
+            # A worker that joins from here on gets its own.
             sender.send_each(own, model=one, wait="sent")
         self._published = True
         self._firsts, self._initial = {}, {}
@@ -285,13 +285,13 @@ class Group:
                 session = Session.prepare_receiver(info, worker, self._names, "cpu")
                 self._session = session
                 _ends.opened(self)
-        # Not under the lock: whoever shuts down ends this.
+        # Not under the lock: a shutdown ends this.
         try:
             if is_first:
                 self._first_set = session.join_receiver(WEIGHT_SYNC_TIMEOUT)
             self._load_first(session, name, worker, own)
         except BaseException:
-            # The next call joins anew; models that were here before it still are.
+            # The next call joins again; models that were here before it still are.
             with self._join_lock:
                 others = {one: self.models[one] for one in self.models if one != name}
                 self._leave_sender()
@@ -367,7 +367,7 @@ class Group:
             self._session.shutdown(_ends.why)
         for own in self.models.values():
             own.release()
-        # It can be joined anew.
+        # It can be joined again.
         self._session = self.background = self._first_set = None
         self._declared = False
         self.models, self._left_worker = {}, set()
@@ -441,7 +441,7 @@ class WorkerModel(Target):
         same_run = last is not None and last.run == snapshot.run
         is_new = not same_run or last.version != snapshot.version
         if is_new:
-            # Before the version: whoever has seen that has seen this.
+            # Before the version: a thread that has seen that has seen this.
             self.count += 1
         self._last = snapshot
         if not is_new or self.loaded is None:

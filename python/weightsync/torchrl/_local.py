@@ -23,7 +23,7 @@ from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._formats import formatted
 from weightsync.torchrl._group import Group, WorkerModel
 
-# A strategy of one's own extracts by itself.
+# A custom strategy extracts the weights on its own.
 _UPSTREAM_EXTRACT = WeightStrategy.extract_weights
 _UPSTREAM_APPLY = WeightStrategy.apply_weights
 
@@ -560,7 +560,7 @@ class LocalScheme(WeightSyncScheme):
                 group.leave(name, sender=False)
         _ends.closed(self)
         super().shutdown()
-        # It can be initialised anew.
+        # It can be initialised again.
         self._initialized_on_sender = self._initialized_on_receiver = False
         self._synchronized_on_sender = self._synchronized_on_receiver = False
 

@@ -28,7 +28,7 @@ class WeightSender:
     """Sends one model's weights to the workers that were registered.
 
     The first :meth:`update_weights` (or :meth:`register_model`, where the scheme
-    registers by itself) says what the model is.
+    registers automatically) says what the model is.
     """
 
     def __init__(self, scheme: Any, auto_register: bool = True) -> None:
@@ -66,7 +66,7 @@ class WeightSender:
         pipes = getattr(pipe_or_context, "pipes", None)
         pipe = pipe_or_context if pipes is None else pipes[worker_idx]
         if pipe is not self._pipes.get(worker_idx):
-            # One in the place of another joins anew.
+            # One in the place of another joins again.
             self._told.discard(worker_idx)
             self._joined.discard(worker_idx)
         self._pipes[worker_idx] = pipe
@@ -124,7 +124,7 @@ class WeightSender:
         return _paths.resolve(self._context, self._model_id)
 
     def _tell(self) -> None:
-        """Says how to join to whoever was not told yet; one that is gone is gone."""
+        """Tells each worker that was not told yet how to join; a departed worker is skipped."""
         assert self._sender is not None
         for worker in self._pipes.keys() - self._told:
             self._told.add(worker)

@@ -24,7 +24,7 @@ from weightsync.torchrl._formats import formatted
 
 _MODEL = "policy"
 
-# A strategy of one's own applies by itself.
+# A custom strategy applies the weights on its own.
 _UPSTREAM_APPLY = WeightStrategy.apply_weights
 
 
@@ -270,7 +270,7 @@ class MPTransport(_QueueTransport):
 
     Args:
         weight_queue: a multiprocessing queue; the worker learns from it how to join.
-        ack_queue: accepted as TorchRL has it; workers answer by themselves.
+        ack_queue: accepted as TorchRL has it; workers answer on their own.
         timeout: how long calls without one wait, in seconds.
     """
 

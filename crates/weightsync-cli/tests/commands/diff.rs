@@ -459,7 +459,7 @@ fn what_cannot_be_compared_is_refused_in_words() {
         ),
         (
             vec![good.clone(), place("header")],
-            ["header: it says", "copy it anew"],
+            ["header: it says", "copy it again"],
         ),
         (
             vec![place("cut"), good.clone()],

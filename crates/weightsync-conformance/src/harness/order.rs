@@ -295,7 +295,7 @@ pub(crate) enum Deed {
     },
     /// Reads everything held so many times.
     Reread(u32),
-    /// Lets go of everything held but the last so many.
+    /// Releases everything held but the last so many.
     Keep(usize),
     /// Holds so many from here on; without it, the last one alone.
     Hoard(usize),
@@ -324,7 +324,7 @@ pub(crate) enum Deed {
     /// Waits until nothing more will come.
     FollowToTheEnd,
     SafePoint,
-    /// Ends the thread, and receives by itself again.
+    /// Ends the thread; the worker receives in its own calls again.
     Unfollow,
     /// Joins to pass on what it receives; answers with the init info for workers
     /// of its own.

@@ -42,7 +42,7 @@ pub fn rounds_of(full: u64, daily: f64, least: u64) -> u64 {
 }
 
 /// The seed of this run's random choices: of an earlier run, if
-/// `WEIGHTSYNC_SOAK_SEED` says so. Whoever uses it prints it.
+/// `WEIGHTSYNC_SOAK_SEED` says so. Each test that uses it prints it.
 pub fn seed() -> u64 {
     match env::var("WEIGHTSYNC_SOAK_SEED") {
         Ok(text) => text.parse().expect("WEIGHTSYNC_SOAK_SEED: a number"),

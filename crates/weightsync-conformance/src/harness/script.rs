@@ -453,7 +453,7 @@ impl<'a> Script<'a> {
     }
 
     /// Waits until a puppet has heard what it was told and waits in the kernel: it
-    /// has nothing more to do by itself.
+    /// has nothing more to do without a new order.
     pub(crate) fn until_it_sleeps(&mut self, puppet: usize) {
         self.until_heard(puppet);
         self.until_state(puppet, 'S');

@@ -5,7 +5,7 @@ use std::io;
 
 use super::MOST;
 
-/// Why hosts could not be made or changed. None goes away by itself: a call that
+/// Why hosts could not be made or changed. None goes away without a change: a call that
 /// failed will fail again until the machine has been changed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

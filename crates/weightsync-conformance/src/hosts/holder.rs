@@ -24,7 +24,7 @@ use rustix::io::Errno;
 use super::error::HostsError;
 use super::programs::Programs;
 
-/// None of these programs waits for anything: whoever takes so long hangs.
+/// None of these programs waits for anything: a program that takes so long hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What keeps the world. Nobody writes to its input.

@@ -70,7 +70,7 @@ pub(crate) fn a_thread_follows_what_is_sent(subject: &Subject) {
     script.answer_of(1).count();
     println!("{count} versions, {checks} checks");
 
-    // It receives by itself again.
+    // It receives in its own calls again.
     assert_eq!(script.deed(0, Deed::Unfollow), Answer::Done);
     script.deliver_word(last + 1, &[0, 1]);
     script.close();

@@ -55,7 +55,7 @@ pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
     drop((setup, receiving));
     assert_eq!(stock::take(), before);
 
-    // A session that is shut down before it connects lets go of it at once.
+    // A session that is shut down before it connects releases it at once.
     let mut session = Session::of(info).schemes(subject.schemes.clone());
     for _ in 0..2 {
         session
@@ -93,7 +93,7 @@ pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject
     script.close();
 }
 
-/// Whoever comes first waits, and both return with the first version loaded.
+/// The end that comes first waits, and both return with the first version loaded.
 pub(crate) fn connect_is_a_rendezvous_in_either_order(subject: &Subject) {
     let mut script = Script::new(subject, 2);
     let info = script.prepare(Lead::words(64));
@@ -392,7 +392,7 @@ pub(crate) fn init_info_crosses_text_and_bytes(subject: &Subject) {
     script.close();
 }
 
-/// It can be handed over before and after a sender was set up, and set up anew
+/// It can be handed over before and after a sender was set up, and set up again
 /// after both.
 pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
     let scheme: AnyScheme = subject
@@ -539,7 +539,7 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
     session.shutdown();
     wrong(
         "send",
-        "anew",
+        "again",
         session
             .send(&weights, &options)
             .expect_err("it is shut down"),

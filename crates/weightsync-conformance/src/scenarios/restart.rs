@@ -33,7 +33,7 @@ fn connect(expect: &[u32]) -> Act {
     }
 }
 
-/// After a death and after an end in order. Its versions count anew, in a run of
+/// After a death and after an end in order. Its versions count again, in a run of
 /// a higher epoch.
 pub(crate) fn workers_find_the_next_sender_by_themselves(subject: &Subject) {
     let (mut script, lead) = open(subject, 2);
@@ -108,7 +108,7 @@ pub(crate) fn a_trainer_killed_while_it_connects_is_replaced(subject: &Subject) 
         assert_eq!(script.prepare(lead.clone()), info);
         assert_eq!(script.act(Act::ConnectWith(What::Word(7))), Answer::Done);
         for worker in 0..2 {
-            // Whoever has no version of the dead one waits for one of the next.
+            // A worker without a version of the dead sender waits for one of the next.
             assert_eq!(script.answer_of(worker), Answer::Done);
             let look = script.take_deed();
             let seen = loop {
@@ -215,7 +215,7 @@ pub(crate) fn a_living_sender_keeps_its_place(subject: &Subject) {
     script.close();
 }
 
-/// Whoever has seen a run refuses the ones before, whatever they offer, and
+/// A worker that has seen a run refuses earlier runs, whatever they offer, and
 /// another one of the same epoch.
 pub(crate) fn a_worker_does_not_go_back_to_an_earlier_epoch(subject: &Subject) {
     let (mut script, lead) = open(subject, 1);

@@ -81,7 +81,7 @@ pub(crate) fn a_send_to_all_ends_what_was_sent_to_some(subject: &Subject) {
         assert_eq!(script.newest(worker).one(), (3, 6));
     }
     script.deliver(What::Word(7), How::to(&[0]), &[0]);
-    // Whoever joins anew gets what was for all, or what was for it.
+    // A worker that joins again gets what was for all, or what was for it.
     for worker in [0, 2] {
         script.deed(worker, Deed::Leave);
         assert_eq!(script.join(worker, Join::new(&info)), Answer::Done);

@@ -254,7 +254,7 @@ fn killed() -> Outcome {
     Ok(())
 }
 
-/// Makes hosts with something in them, says so, and never ends by itself.
+/// Makes hosts with something in them, says so, and ends only by a signal.
 fn occupy() -> Outcome {
     let hosts = Hosts::new(2)?;
     let (_children, seen) = left::occupy(&hosts)?;

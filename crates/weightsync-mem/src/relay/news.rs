@@ -264,7 +264,7 @@ impl Relayed {
             let told = news.told.remove(key);
             news.note(&mut events, (*key, reader), told);
         }
-        // Who has left and joins anew, with the same number, has left first.
+        // A worker that leaves and joins again with the same number has left first.
         let joins = |event: &Event| matches!(event, Event::Joins { .. });
         events.make_contiguous().sort_by_key(joins);
         events.into()

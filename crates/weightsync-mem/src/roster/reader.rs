@@ -76,7 +76,7 @@ pub(crate) enum End {
     },
 }
 
-/// Tells whoever acts for a guest that its lane has moved. Called under the lock:
+/// Notifies the relay that acts for a guest that its lane has moved. Called under the lock:
 /// it neither waits nor calls back.
 #[derive(Clone)]
 pub(crate) struct Call(pub(crate) Arc<dyn Fn(Key) + Send + Sync>);

@@ -78,7 +78,7 @@ pub enum Going {
     Left,
     /// Its process died.
     Died,
-    /// It has not been heard of for too long: a link, or whoever acted for it, is
+    /// It has been silent for too long: a link, or the relay that acted for it, is
     /// gone. It may come back.
     Lost,
 }

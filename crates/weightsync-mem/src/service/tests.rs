@@ -223,7 +223,7 @@ fn a_worker_can_ring_and_nothing_else() {
     assert!(rings());
 }
 
-/// Whoever is to be told does not listen.
+/// The peer that should be notified does not listen.
 #[test]
 fn what_a_relays_workers_say_is_kept_within_bounds() {
     let address = format!("weightsync-test/news/{}", std::process::id());

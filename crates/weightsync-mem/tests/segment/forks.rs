@@ -32,7 +32,7 @@ fn killed_sender_is_dead_with_sockets_in_a_child() {
     assert!(!is_served(&address).unwrap());
     assert!(since.elapsed() < AT_ONCE, "{:?}", since.elapsed());
     check(&held);
-    // Its name is taken still, and whoever comes to it knows better.
+    // Its name is still taken, and a process that comes to it knows that.
     let error = Listener::at(&address).unwrap_err();
     assert!(matches!(error, Error::AddressInUse { .. }), "{error}");
     for _ in 0..1100 {

@@ -11,7 +11,7 @@ use crate::{
     RUN, SECRET, address, attach, check, model, pattern, publish, slots, small, take, within,
 };
 
-/// One that is swept by whoever drops the last view, one that the watch sweeps.
+/// One that the thread that drops the last view sweeps, one that the watch sweeps.
 fn models() -> [ModelSpec; 2] {
     let small = small(&address(), 1, slots(2, 2)).models()[0].clone();
     let both = [small, model()];

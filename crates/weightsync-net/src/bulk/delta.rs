@@ -70,12 +70,12 @@ pub(crate) struct Delta {
     changes: AtomicU64,
     /// Some of it is not known, and never will be.
     given_up: AtomicBool,
-    /// Whoever folds does so alone.
+    /// Only one thread folds it.
     folding: Mutex<()>,
     spoiled: AtomicBool,
     /// No more of it is made.
     stopped: AtomicBool,
-    /// Whoever makes it has let go of the two versions.
+    /// The thread that makes it has released the two versions.
     let_go: AtomicBool,
 }
 
@@ -301,7 +301,7 @@ impl Delta {
         span.get()
     }
 
-    /// What is known of a span by itself.
+    /// What is known of a span alone.
     pub(crate) fn known(&self, index: usize) -> Option<&Span> {
         let known = self.noted(index)?;
         Some(match self.is_spoiled() {
@@ -409,7 +409,7 @@ impl Delta {
         is_stopped: impl Fn() -> bool + Sync,
     ) {
         let count = self.spans.len();
-        // Also by a panic: whoever waits for a span gets it whole.
+        // Also by a panic: a child that waits for a span gets it whole.
         let _ended = Ended(self, &told);
         let versions = Versions { old, new };
         let mut scratch = Scratch::new();

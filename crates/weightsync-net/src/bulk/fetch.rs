@@ -120,7 +120,7 @@ impl Connections {
     }
 }
 
-/// A fetch under way. Dropped, it is stopped; its threads end by themselves.
+/// A fetch under way. Dropped, it is stopped; its threads end without a join.
 pub(crate) struct Fetch {
     shared: Arc<Shared>,
 }
@@ -267,7 +267,7 @@ impl Shared {
         self.fetch_by(socket, waiting)
     }
 
-    /// A fetch that was stopped has all that is missing: it is about to let go of it.
+    /// A fetch that was stopped has all that is missing: it is about to release it.
     fn wait_for_the_rest(&self) {
         let over = || {
             let (room, stopped) = (&self.room, self.is_stopped());

@@ -145,7 +145,7 @@ impl Serving {
             self.threads.spawn("weightsync-serve", move || {
                 let result = going.go_on(&mut plain);
                 drop((watched, permit));
-                // Whoever waited for it may have gone.
+                // The child that waited for it may have gone.
                 let _ = done.send((going, result.map(|over| (plain, over))));
             })?;
             let Ok((same, result)) = served.await else {
@@ -537,7 +537,7 @@ impl Drop for Going {
             return;
         }
         let (tell, item) = (self.serving.tell.clone(), self.item());
-        // Whoever is told may be waited for, which no task may do.
+        // The notified thread may have to be waited for, which no task may do.
         let told = self.serving.threads.spawn("weightsync-serve", move || {
             tell(Served::Unwanted { item });
         });

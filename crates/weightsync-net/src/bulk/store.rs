@@ -311,7 +311,7 @@ impl Store {
     }
 
     /// Serves the versions of a model no more that [are replaced](replaced), now that
-    /// another is about to follow `newest`. Whoever is served them now loses its
+    /// another is about to follow `newest`. A child that is served them now loses its
     /// connection, and asks for what it is to have by then.
     pub(crate) fn keep_oldest(&self, model: usize, newest: Version) {
         let Some(find) = &self.find else {

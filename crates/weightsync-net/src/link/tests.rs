@@ -68,7 +68,7 @@ fn a_client_that_hangs_up_is_not_one_that_is_refused() {
     });
 }
 
-/// A listener at loopback that takes whoever has the key.
+/// A listener at loopback that accepts each client with the key.
 async fn listen(key: &Key) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

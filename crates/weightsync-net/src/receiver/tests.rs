@@ -240,7 +240,7 @@ fn a_trainer_that_was_stopped_is_found_again() {
     trainer.wait().unwrap();
 }
 
-/// Whoever comes to the port after it is of another run, which no worker joins.
+/// The next sender at the port is of another run, which no worker joins.
 #[test]
 fn endless_wait_ends_with_a_trainer_at_its_own_port() {
     let [.., high, low] = std::process::id().to_be_bytes();
@@ -493,7 +493,7 @@ fn worker_whose_new_relay_dies_finds_the_next() {
     assert!(receiver.shared.state().looks.is_none());
 }
 
-/// One comes by the memory of the trainer's host, the other by a link: whoever is first
+/// One comes by the memory of the trainer's host, the other by a link: the first one
 /// has the number, and the other is told so at once.
 #[test]
 fn one_of_two_workers_gets_a_contested_number() {

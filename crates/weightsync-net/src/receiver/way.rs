@@ -19,7 +19,7 @@ use crate::scheme::{Distributed, Share};
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// How long what lives at a name of this host has to answer before a worker asks anew.
+/// How long what lives at a name of this host has to answer before a worker asks again.
 const ANSWER: Duration = Duration::from_secs(1);
 
 /// And a relay, before the worker looks elsewhere, of half the time it has: a relay has
@@ -231,7 +231,7 @@ impl Way {
         deadline: Deadline,
         mut goes_on: impl FnMut() -> bool,
     ) -> Result<Look> {
-        // Who hears out whoever is there does so here, too.
+        // A caller that waits for the answer of the process there does so here, too.
         let until = deadline.filter(|_| !self.joining.hears_out);
         let settles = Instant::now() + SETTLES.min(left(until, 2 * SETTLES) / 2);
         let mut nearer = self.names();
@@ -254,7 +254,7 @@ impl Way {
                 return Ok(Look::Nothing(Reach::Unknown));
             }
             if silent.is_empty() || is_over || !is_trainer && Instant::now() >= settles {
-                // Whoever comes to another one meanwhile is seen before this worker
+                // A worker that comes to another sender meanwhile is seen before this worker
                 // fetches for itself.
                 nearer.retain(|one| !silent.contains(one));
                 break;

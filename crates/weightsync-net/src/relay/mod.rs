@@ -201,7 +201,7 @@ impl Agent {
         }
     }
 
-    /// Waits until it ends by itself; how.
+    /// Waits until it ends without a shutdown; returns how.
     pub(crate) fn wait(mut self) -> Ending {
         let thread = self.thread.take();
         thread.map_or(Ending::Moved, |thread| {

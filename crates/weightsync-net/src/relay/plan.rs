@@ -14,7 +14,7 @@
 //!   never misses two in a row: then the transfer that is under way is finished
 //!   first, so that a slow link does not starve its workers.
 //! * Workers wait for one version of a model at a time, one that has begun to come first,
-//!   whoever it was for: two side by side would each take twice as long. Only those who
+//!   whichever worker it was for: two side by side would each take twice as long. Only those who
 //!   take every version do not wait for others.
 //! * Of what is to be told next everything is asked for at once, side by side: what
 //!   was asked for stays above until it has come, and a set is of no use while one of
@@ -360,7 +360,7 @@ impl Plan {
         }
     }
 
-    /// Lets go of what nothing needs.
+    /// Releases what nothing needs.
     fn release(&mut self, effects: &mut Vec<Effect>) {
         let needed = self.needed();
         let mut newest: BTreeMap<usize, Version> = BTreeMap::new();
@@ -476,7 +476,7 @@ impl Plan {
         firsts.chain(sets).collect()
     }
 
-    /// What must not be let go of.
+    /// What must not be released.
     fn needed(&self) -> BTreeSet<Item> {
         let workers = self.workers.values();
         let items = workers.flat_map(|worker| {
@@ -493,8 +493,8 @@ impl Plan {
             .collect()
     }
 
-    /// Lets go of all there is of a model: what came after a version may be made from it.
-    /// Whoever is to be told of it from here on waits until it has come anew; the lanes of
+    /// Releases all there is of a model: what came after a version may be made from it.
+    /// Every worker that is to be told of it from here on waits until it is fetched again; the lanes of
     /// those who were told stay where they are.
     fn start_anew(&mut self, model: usize, effects: &mut Vec<Effect>) {
         for item in self.items.extract_if(.., |item, _| item.model == model) {

@@ -27,7 +27,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 ///
 /// **Guarantee.** It needs nobody's help to come back: it looks for its sender until
 /// it is stopped, whether that was not there yet, restarted, or was out of reach. Its
-/// workers find it by themselves, and look for another way when it goes.
+/// workers find it on their own, and look for another route when it goes.
 ///
 /// ```no_run
 /// use weightsync_net::{Relay, Token};

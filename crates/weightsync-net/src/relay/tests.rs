@@ -141,7 +141,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     assert_eq!(remedy, Remedy::Retry);
 }
 
-/// A sender that tells whoever comes of a parent; what it was told after that.
+/// A sender that tells each relay that joins of a parent; what it was told after that.
 async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
     let (told, mut said) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
     let take = move |socket, _, _| {
@@ -261,7 +261,7 @@ pub(crate) enum Heard {
     Left,
 }
 
-/// Listens there as a sender that says this to whoever comes, and then a byte at a time.
+/// Listens there as a sender that says this to each client, and then a byte at a time.
 pub(crate) fn drones(
     at: &str,
     secret: &[u8; 16],

@@ -140,7 +140,7 @@ impl Comparing {
     }
 }
 
-/// Two versions that are compared, and last that they are let go of: in every case.
+/// Two versions that are compared, and last that they are released: in every case.
 struct Kept {
     base: Snapshot,
     new: Snapshot,

@@ -198,7 +198,7 @@ impl Hub {
                             agent.link.say(&FromRoot::Goodbye);
                         }
                     }
-                    // It has said goodbye to everybody: whoever comes now is told so by
+                    // It has said goodbye to everybody: a client that comes now learns it from
                     // a link that is closed, and looks for the next.
                     Some(Event::Connected { .. }) if stops.is_some() => {}
                     Some(event) => self.handle(event),

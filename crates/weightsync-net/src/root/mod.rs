@@ -42,13 +42,13 @@ const ASKING: usize = 64;
 /// How many may wait at once for all that is held to be compared.
 const SCRUBBING: usize = 4;
 
-/// How often whoever waits for an answer hears that there will be one.
+/// How often a client that waits for an answer hears that there will be one.
 const NOT_YET_EVERY: Duration = Duration::from_secs(1);
 
 /// Who has had no answer for so long gets none.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
 
-/// How long it is waited for that versions which are being compared are let go of: they are as
+/// How long a shutdown waits for the release of versions that are being compared: they are as
 /// soon as the spans are done that are being coded.
 const LET_GO: Duration = Duration::from_millis(100);
 
@@ -324,7 +324,7 @@ impl Listening {
 }
 
 /// Says what was asked for by this event, and hangs up. Who has had no turn for long, or for
-/// very long no answer, is hung up on without that: it asks again.
+/// very long no answer, is disconnected without that: it asks again.
 async fn answer(
     mut socket: tokio::net::TcpStream,
     event: impl FnOnce(oneshot::Sender<String>) -> Event,

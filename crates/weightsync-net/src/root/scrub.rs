@@ -62,7 +62,7 @@ pub(super) struct Asks {
 }
 
 impl Scrubs {
-    /// Has all of these compared. Whoever is asked already is not asked again.
+    /// Has all of these compared. A host that is already asked is not asked again.
     pub(super) fn ask(&mut self, pairs: impl IntoIterator<Item = (Item, AgentId)>) -> Asks {
         let mut asks = Asks::default();
         for (item, agent) in pairs {
@@ -180,7 +180,7 @@ impl Scrubs {
         }
     }
 
-    /// What nobody is compared with any more, and is not kept, is found anew the next time.
+    /// What nobody is compared with any more, and is not kept, is found again the next time.
     fn forget(&mut self, item: Item) {
         let mut left = self.asked.range((item, OWN)..=(item, AgentId::MAX));
         if left.next().is_none() && self.kept.get(&item.model) != Some(&item) {

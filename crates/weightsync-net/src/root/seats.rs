@@ -89,7 +89,7 @@ struct Seat<T> {
 pub(crate) enum Comer<'a, T> {
     /// One that has a seat and comes by another way.
     Back(&'a mut T),
-    /// One without. Whoever had its number and is not heard of any more has died.
+    /// One without. The worker that had its number and is now silent has died.
     New(Option<T>),
     /// Another life of it has the seat, and is reached by this agent, which may have
     /// fallen silent: it [waits](Seats::wait) until that is known.

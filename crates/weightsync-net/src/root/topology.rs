@@ -444,7 +444,7 @@ impl Topology {
             return;
         }
         // Measured through one that has turned out to be slow, or is gone, and nobody can
-        // tell: to be measured anew, before those that are slow.
+        // tell: to be measured again, before those that are slow.
         let doubtful =
             |by: AgentId| slow.contains(&by) || by != 0 && !self.agents.contains_key(&by);
         let by = |agent: &AgentId| self.agents.get(agent)?.speed.map(|(_, by)| by);

@@ -107,7 +107,7 @@ impl World {
             .filter(|(_, one)| (one.parent.node, one.parent.life) == (node, life) && one.asked);
         for (number, transfer) in from_it {
             transfer.parent_open = false;
-            // Whoever hears nothing gives it up by itself.
+            // A peer that hears nothing gives the link up on its own.
             let good = self.network.is_good(transfer.child.0, node);
             let pause = if good { latency } else { SUSPECT };
             self.clock.after(pause, Event::Broken { number: *number });

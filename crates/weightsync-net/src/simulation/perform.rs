@@ -79,7 +79,7 @@ impl World {
         agent.coming.entry(item).or_insert(0);
         self.start_fetch((node, life), item, parent, sender);
         if !known {
-            // Whoever waits for it finds that it is coming.
+            // An agent that waits for it finds that it is coming.
             self.pass_on(node, item);
         }
         None

@@ -101,7 +101,7 @@ impl Sender {
             .collect()
     }
 
-    /// Whether a version is there by itself, whether or not somebody is served it.
+    /// Whether a version is there, whether or not it is being served.
     pub(super) fn keeps(&self, item: Item) -> bool {
         let kept = |guest: &Guest| {
             let mut sets = guest.queue.iter().chain(&guest.waiting);
@@ -476,7 +476,7 @@ impl World {
     pub(super) fn late(&mut self) {
         let now = Duration::from_micros(self.clock.now());
         self.counts.lost += self.sender.seats.late(now).len();
-        // Whoever is left is due later.
+        // The rest is due later.
         self.late_when_due(now);
     }
 

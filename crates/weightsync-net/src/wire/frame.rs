@@ -9,7 +9,7 @@
 //! into their place, and have a checksum of their own. One of kind [`Kind::Delta`] has a
 //! [`DeltaHead`] and the bytes of a delta in the same way.
 //!
-//! The checksums guard against accidents. Whoever wants to change a frame on its way can.
+//! The checksums guard against accidents. An attacker on the path can change a frame.
 
 mod chunk;
 mod decoder;

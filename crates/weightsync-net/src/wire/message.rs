@@ -215,7 +215,7 @@ pub enum MessageError {
 }
 
 impl MessageError {
-    /// What to do: nothing by itself. Damage on the way shows in a frame's checksum, so one of the
+    /// What to do: nothing automatic. Damage on the way shows in a frame's checksum, so one of the
     /// two ends is wrong, or of another version.
     pub fn remedy(&self) -> Remedy {
         Remedy::GiveUp

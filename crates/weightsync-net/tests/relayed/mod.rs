@@ -1,5 +1,5 @@
 //! `relayed`: `distributed:share=relay` where there is a relay. It runs beside each
-//! sender, in a process of its own, and whoever joins waits until it has joined, so that
+//! sender, in a process of its own, and each worker that joins waits until it has joined, so that
 //! workers are readers of its segment from the beginning.
 
 use std::any::Any;

@@ -2,7 +2,7 @@
 //!
 //! A change of them is a change of the protocol, whose number, or that of the messages' format, has
 //! to change with them. `WEIGHTSYNC_GOLDEN=write cargo test -p weightsync-net the_bytes_are` writes
-//! them anew.
+//! them again.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -14,7 +14,7 @@ const TO_WORKER: &str = "weightsync-serve 2026-11 bearer of requests to a worker
 const OF_SENDER: &str = "weightsync-serve 2026-11 proof of a sender";
 
 /// The value of `Authorization: Bearer`, of an endpoint's secret. The two directions
-/// have different ones: whoever is asked by a worker cannot call workers by that.
+/// have different ones: a program that a worker asks cannot call workers by that.
 #[derive(Clone)]
 pub(crate) struct Bearer {
     token: [u8; 32],
@@ -69,7 +69,7 @@ impl fmt::Debug for Bearer {
 }
 
 /// With what a sender proves to a worker that it has an endpoint's secret. The bearer
-/// does not: it is said to whoever listens at the sender's address.
+/// does not: any program that listens at the sender's address gets it.
 #[derive(Clone)]
 pub(crate) struct ProofKey([u8; 32]);
 

@@ -232,7 +232,7 @@ impl Client {
             addr: self.addr,
             source,
         })?;
-        // It ends with the request's handle, and whoever waits for an answer is told.
+        // It ends with the request's handle, and the caller that waits for an answer is told.
         tokio::spawn(async move {
             let _ = connection.await;
         });

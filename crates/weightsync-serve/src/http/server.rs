@@ -201,7 +201,7 @@ impl Door {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says what is wrong, once for each cause: whoever wants to fill a log by sending
+    /// Says what is wrong, once for each cause: a client that wants to fill a log by sending
     /// nonsense cannot.
     fn complain(&self, cause: Cause, about: &dyn std::fmt::Display) {
         let bit = 1 << cause as u32;
@@ -252,7 +252,7 @@ async fn connection(
     patience: Duration,
 ) {
     let peer = stream.peer_addr();
-    // A connection that is gone by now ends by itself.
+    // A connection that is gone by now ends on its own.
     let _ = tune(&stream);
     let service = service_fn(|request: Request<Incoming>| {
         let is_in = door.bearer.is_in(request.headers());
@@ -378,7 +378,7 @@ mod tests {
                 stopping,
                 Duration::from_secs(30),
             ));
-            // Whoever is sent away is so before it has said a word.
+            // A refused client is refused before it has sent a byte.
             tokio::task::yield_now().await;
             let bearer = Bearer::to_sender(&[7; 16]).header();
             let request = format!(

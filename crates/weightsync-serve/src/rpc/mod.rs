@@ -318,7 +318,7 @@ fn passed(deadline: Deadline) -> bool {
 }
 
 /// Waits on a condition until something may have changed, at most until the deadline;
-/// whoever is asked whether the wait is to end is asked without the lock.
+/// the check whether the wait is to end runs without the lock.
 fn wait_on<'a, T>(
     condition: &std::sync::Condvar,
     lock: &'a std::sync::Mutex<T>,

@@ -27,7 +27,7 @@ const RANGE: &str = "/proc/sys/net/ipv4/ip_local_port_range";
 ///
 /// **Guarantee.** Nobody listens there afterwards who did not before: it was looked at
 /// and let go. So that nobody else is given it meanwhile, it is a port that the system
-/// gives to nobody by itself, where there are such.
+/// assigns to no program automatically, where there are such.
 ///
 /// # Errors
 ///
@@ -93,7 +93,7 @@ fn free_port(host: IpAddr, fresh: &Endpoint) -> Result<u16> {
     Err(Trouble::NoPort { host, source: last }.into())
 }
 
-/// The first of the ports that the system gives out by itself.
+/// The first of the ports that the system assigns automatically.
 fn ephemeral_from() -> Option<u16> {
     let text = fs::read_to_string(RANGE).ok()?;
     text.split_whitespace().next()?.parse().ok()

@@ -170,7 +170,7 @@ const MAX_KNOWN: usize = 16;
 #[derive(Debug)]
 pub(crate) struct Plan<V> {
     sequence: u64,
-    /// The newest version of each model that was published, to whomever.
+    /// The newest version of each model that was published to any worker.
     newest: Vec<Version>,
     meant: Meant<V>,
     lanes: BTreeMap<LaneId, Lane<V>>,
@@ -227,7 +227,7 @@ impl<V: Clone + Numbered> Plan<V> {
         let mut fates = Vec::new();
         let places = self.current.iter().filter_map(|(worker, id)| {
             let About { pid, addr, .. } = self.lanes.get(id)?.about;
-            // It listens elsewhere each time that it joins anew.
+            // It listens elsewhere each time that it joins again.
             Some((*worker, (pid, addr.ip())))
         });
         let places: BTreeMap<_, _> = places.collect();
@@ -497,7 +497,7 @@ impl<V: Clone + Numbered> Plan<V> {
 
 /// Looking.
 impl<V: Clone + Numbered> Plan<V> {
-    /// The newest version published of a model, to whomever.
+    /// The newest version of a model that was published to any worker.
     pub(crate) fn newest(&self, model: usize) -> Version {
         self.newest[model]
     }

@@ -162,7 +162,7 @@ pub(crate) struct Runs {
     pub(crate) version: Version,
 }
 
-/// What a worker says by itself.
+/// What a worker reports unasked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Words {

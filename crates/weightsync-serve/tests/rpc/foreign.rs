@@ -212,7 +212,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
                 format!("GET /v1/workers/{id}/set?want=at_least&model=0&version=9&wait_ms=10");
             let (head, _) = ask(&address, &to_sender, &question, "");
             assert!(head.starts_with("http/1.1 204"), "{head}");
-            // And says what it runs by itself.
+            // And reports what it runs, unasked.
             let words = json!({"applied": {"sequence": asked["sequence"],
                 "versions": [{"model": 0, "version": 2}]}});
             let post = format!("POST /v1/workers/{id}/words");

@@ -16,7 +16,7 @@ use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 /// A model of so many.
 const FLOATS: usize = 64;
 
-/// What it says to whoever registers.
+/// What it says to each worker that registers.
 #[derive(Clone)]
 enum Says {
     Welcome {
@@ -26,7 +26,7 @@ enum Says {
     Nothing,
 }
 
-/// Answers whoever comes.
+/// Answers each client.
 struct Impostor {
     addr: SocketAddr,
     state: Arc<State>,

@@ -1,4 +1,4 @@
-//! The RPC scheme by itself: what the suite does not ask of every scheme.
+//! The RPC scheme alone: what the suite does not ask of every scheme.
 
 mod first;
 mod foreign;

@@ -169,7 +169,7 @@ fn a_run_directory_keeps_the_port() {
     let next = prepare(2.0)
         .connect(&weights(8, 2.0), Expect::Count(0), SOON)
         .expect("its place is free");
-    assert_eq!(receive(&mut receiver), 2.0, "found by itself");
+    assert_eq!(receive(&mut receiver), 2.0, "found automatically");
     assert_eq!(next.init_info(), info);
 
     // Another set of models has another place there.

@@ -72,7 +72,7 @@ impl<B> Desk<B> {
         }
     }
 
-    /// Whether the thread is to end, or to let go of the receiver.
+    /// Whether the thread is to end, or to release the receiver.
     pub(super) fn is_wanted(&self) -> bool {
         let book = self.open();
         book.stop || book.borrowers > 0

@@ -56,7 +56,7 @@ impl<M> Hold<M> {
 
     fn load(&self, receiver: &mut Receiver, set: SetSnapshot) -> Result<()> {
         let mut held = self.held.write().unwrap_or_else(|poisoned| {
-            // Somebody panicked while writing: everything is loaded anew.
+            // A thread panicked while writing: everything is loaded again.
             self.held.clear_poison();
             receiver.lose_whole();
             poisoned.into_inner()

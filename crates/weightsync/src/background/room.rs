@@ -10,7 +10,7 @@ use crate::background::desk::Desk;
 use crate::error::{Error, Result};
 use crate::set::SetSnapshot;
 
-/// How long a thread lets a waiting version go first. Not longer: whoever holds
+/// How long a thread lets a waiting version go first. Not longer: a thread that holds
 /// a guard may be waiting for this very thread.
 const COURTESY: Duration = Duration::from_millis(10);
 
@@ -68,7 +68,7 @@ impl Room {
     }
 
     /// Takes the set and has the room alone, if nobody is in it. Otherwise it
-    /// asks, if it is to, that whoever leaves last tells the thread.
+    /// asks, if it is to, that the last thread to leave wakes the receiving thread.
     pub(super) fn take_staged(&mut self, me: ThreadId, ask: bool) -> Option<SetSnapshot> {
         if !self.seats.is_empty() {
             self.seats.wanted |= ask;
@@ -79,7 +79,7 @@ impl Room {
         self.staged.take()
     }
 
-    /// Whether nobody is in the room; otherwise whoever leaves last tells.
+    /// Whether the room is empty; otherwise the last thread to leave tells.
     pub(super) fn asks_for_staged(&mut self) -> bool {
         self.seats.wanted = !self.seats.is_empty();
         !self.seats.wanted
@@ -172,11 +172,11 @@ impl Drop for Seat<'_> {
     }
 }
 
-/// The place of a thread that only looks, for whoever cannot borrow the desk. It
+/// The place of a thread that only looks, for callers that cannot borrow the desk. It
 /// is the thread's that took it, wherever it is dropped.
 #[derive(Debug)]
 pub(super) struct OwnedSeat {
-    /// Whoever stops the thread at the desk does not wait for this.
+    /// A caller that stops the thread at the desk does not wait for this.
     desk: Weak<Desk<Room>>,
     me: ThreadId,
 }

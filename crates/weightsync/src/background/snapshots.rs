@@ -14,7 +14,7 @@ use crate::set::SetSnapshot;
 ///
 /// **Guarantee.** What is at hand is one whole set. The sender is told that this
 /// worker runs it as soon as it is here, whether or not anybody looks, and the
-/// one before is let go of: a worker that does something else for long holds up
+/// one before is released: a worker that does something else for long holds up
 /// no send, and at most one version of each model.
 ///
 /// A sender with a run directory is found again when it has restarted. Dropping
@@ -108,9 +108,9 @@ impl Task for Newest {
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
-        // Before the sender is told, so that whoever has its report finds it here.
+        // Before the sender is told, so that a thread that has its report finds it here.
         let before = desk.note(|book| book.board.replace(set.clone()));
-        // Let go of outside the lock.
+        // Released outside the lock.
         drop(before);
         receiver.report_applied(&set)
     }

@@ -127,9 +127,9 @@ impl<B: Send + 'static> Follower<B> {
         Ok(&self.desk)
     }
 
-    /// Ends the thread and clears the desk. Whoever leaves a seat there after that
+    /// Ends the thread and clears the desk. A caller that leaves a seat there after that
     /// finds it empty. If the wait for what the thread is at is interrupted, the
-    /// thread ends by itself after that, and takes with it what lies on the desk.
+    /// thread ends on its own after that, and takes with it what lies on the desk.
     ///
     /// # Errors
     ///
@@ -153,7 +153,7 @@ impl<B: Send + 'static> Follower<B> {
         let receiver = book.receiver.take();
         drop(book);
         let mut receiver =
-            receiver.unwrap_or_else(|| unreachable!("whoever takes the receiver brings it back"));
+            receiver.unwrap_or_else(|| unreachable!("the thread that takes the receiver brings it back"));
         receiver.expect_interrupt();
         Ok((*receiver, board))
     }

@@ -32,7 +32,7 @@ pub enum PlainError {
         limit: usize,
     },
     /// It no longer fits into the room that was agreed upon at setup. Connect
-    /// anew: the room is chosen by what the state takes then.
+    /// again: the room is chosen by what the state takes then.
     #[error(
         "the extra state takes {needed} bytes, but its room has {capacity}: set up and connect \
          again, which makes enough room"

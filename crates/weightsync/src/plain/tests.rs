@@ -132,7 +132,7 @@ fn a_state_that_outgrows_its_room_stays_as_it_was() {
             capacity: 256
         }
     );
-    assert!(error.to_string().contains("connect anew"), "{error}");
+    assert!(error.to_string().contains("connect again"), "{error}");
     assert_eq!(state, before);
     state.set("x".repeat(200).into()).unwrap();
     assert_eq!(state.capacity(), 256);

@@ -8,7 +8,7 @@ use super::*;
 pub(super) enum Search {
     /// Until then.
     Until(Deadline),
-    /// Once, by a caller that looks again and can be interrupted: whoever is there is
+    /// Once, by a caller that looks again and can be interrupted: the peer that is there is
     /// heard out.
     Once,
 }
@@ -29,7 +29,7 @@ impl Receiver {
     /// sender that is gone is looked for once. It is to be called as long as its
     /// sender [`restarts`](Self::restarts).
     pub(crate) fn follow(&mut self) -> Result<Followed> {
-        // Whoever follows looks again after any interrupt; passing one over that
+        // A caller that follows looks again after any interrupt; passing one over that
         // an earlier thread was to expect could be passing over the one to end by.
         self.interrupted = false;
         if !self.sender_lost {
@@ -131,7 +131,7 @@ impl Receiver {
     }
 
     /// Joins the successor of a sender that is gone. Its run has a higher
-    /// epoch, and its versions count anew.
+    /// epoch, and its versions count again.
     pub(super) fn rejoin(&mut self, search: Search) -> Result<()> {
         let knew = self.transport.run();
         // One that was refused for its epoch need not be joined to be refused
@@ -173,7 +173,7 @@ impl Receiver {
     }
 
     /// What the worker's models hold; nothing after a load that was left half
-    /// done, as every model is loaded anew then.
+    /// done, as every model is loaded again then.
     pub(crate) fn held(&self) -> Option<SetSnapshot> {
         self.current.clone().filter(|_| self.whole)
     }

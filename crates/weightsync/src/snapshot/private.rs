@@ -91,7 +91,7 @@ impl Snapshot {
     /// last has gone, and if any tensor has other bytes then. Of a copy nothing is
     /// known.
     ///
-    /// It is called by whoever drops the view, or soon after by the thread that
+    /// It is called by the thread that drops the view, or soon after by the thread that
     /// watches the sender: it must not wait for anybody.
     ///
     /// # Errors

@@ -204,7 +204,7 @@ impl<'a> StateDict<'a> {
     }
 
     /// Gives every extra state the room that it has in a layout, such as that of
-    /// the sender: to be done with weights that are made anew for each send.
+    /// the sender: to be done with weights that are made again for each send.
     ///
     /// # Errors
     ///

@@ -232,23 +232,23 @@ fn extra_state_keeps_the_layout_while_it_fits() {
     let error = weights
         .set_extra_state("actor.0", "y".repeat(1000).into())
         .unwrap_err();
-    assert!(error.to_string().contains("connect anew"), "{error}");
+    assert!(error.to_string().contains("connect again"), "{error}");
     assert_eq!(
         weights.extra_state("actor.0"),
         Some(&"y".repeat(100).into())
     );
     assert!(weights.set_extra_state("critic", Plain::Null).is_err());
 
-    // Weights that are made anew for each send take the room of the first.
-    let mut anew = model();
-    anew.insert_extra_state("actor.0", "z".repeat(200).into())
+    // Weights that are made again for each send take the room of the first.
+    let mut again = model();
+    again.insert_extra_state("actor.0", "z".repeat(200).into())
         .unwrap();
-    assert_ne!(WeightExtractor::layout(&anew).unwrap(), layout);
-    anew.fit_extra_states(&layout).unwrap();
-    assert_eq!(WeightExtractor::layout(&anew).unwrap(), layout);
-    anew.insert_extra_state("actor.0", "z".repeat(900).into())
+    assert_ne!(WeightExtractor::layout(&again).unwrap(), layout);
+    again.fit_extra_states(&layout).unwrap();
+    assert_eq!(WeightExtractor::layout(&again).unwrap(), layout);
+    again.insert_extra_state("actor.0", "z".repeat(900).into())
         .unwrap();
-    assert!(anew.fit_extra_states(&layout).is_err());
+    assert!(again.fit_extra_states(&layout).is_err());
     let error = weights
         .insert("actor.__extra_state__", [3], [1_u8, 2, 3])
         .unwrap_err();

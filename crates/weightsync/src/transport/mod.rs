@@ -88,7 +88,7 @@ pub trait Scheme: fmt::Debug + Send + Sync {
     fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint>;
 
     /// Nobody will [`open`](Self::open) this place: whatever keeps it, such as a socket
-    /// whose address the init info names, is let go of.
+    /// whose address the init info names, is released.
     fn give_up(&self, at: &Endpoint) {
         let _ = at;
     }

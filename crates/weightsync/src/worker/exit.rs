@@ -23,7 +23,7 @@ const MAX_LINE: usize = 8 * 1024;
 pub struct Exit {
     /// The process id it had.
     pub pid: u32,
-    /// Its exit status, when it ended by itself. 101 is a panic.
+    /// Its exit status, when it ended without a signal. 101 is a panic.
     pub status: Option<i32>,
     /// The signal that ended it, if one did. 9 is SIGKILL.
     pub signal: Option<i32>,
@@ -48,7 +48,7 @@ impl Exit {
         }
     }
 
-    /// Whether the process ended by itself with status 0.
+    /// Whether the process ended with status 0.
     pub fn is_success(&self) -> bool {
         self.status == Some(0)
     }

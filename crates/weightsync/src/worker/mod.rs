@@ -38,7 +38,7 @@
 //!   as [`Event::Exited`] after everything it sent, with its status or signal and the end of its
 //!   standard error.
 //! * **The pipe is bounded** both ways: by the longest frame, by the bytes queued for a reader,
-//!   and by the kernel's socket buffer. Whoever is ahead waits.
+//!   and by the kernel's socket buffer. The end that is ahead waits.
 //! * **Every wait ends**: by its timeout, by the death of the other side, or by shutdown.
 //! * **Nothing is left** after [`Workers::shutdown`] or a drop: no process, thread or descriptor.
 //!

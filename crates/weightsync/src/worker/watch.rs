@@ -89,7 +89,7 @@ impl Watcher {
     pub(super) fn run(mut self, started: &SyncSender<Result<(), WorkerError>>) {
         let launched = (0..self.inits.len()).try_for_each(|worker| self.begin(worker));
         let failed = launched.is_err();
-        // Whoever asked waits for this answer.
+        // The caller waits for this answer.
         let _ = started.send(launched);
         while !failed && self.prepare() {
             let Some(ready) = self.sleep() else { return };
@@ -491,7 +491,7 @@ impl Running {
     }
 }
 
-/// Tells whoever asked for a restart how it went. They may have stopped waiting.
+/// Tells the caller that asked for a restart how it went. It may have stopped waiting.
 fn answer(request: RestartRequest, answer: Result<u32, WorkerError>) {
     let _ = request.reply.send(answer);
 }

@@ -311,7 +311,7 @@ fn interrupt_ends_a_wait_for_a_background_load() {
     assert!(pending.wait(Some(SOON)).unwrap().all_applied());
     let until = Instant::now() + SOON;
     while !sender.workers().is_empty() {
-        assert!(Instant::now() < until, "the thread ends by itself");
+        assert!(Instant::now() < until, "the thread ends on its own");
         thread::yield_now();
     }
 }

@@ -97,7 +97,7 @@ fn every_call_out_of_order_says_what_to_do() {
     worker.shutdown();
     worker.shutdown();
     let words = wrong(worker.receive(None).map(drop));
-    assert!(words.contains("begin anew"), "{words}");
+    assert!(words.contains("start again"), "{words}");
 }
 
 #[test]

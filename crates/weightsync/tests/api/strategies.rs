@@ -183,7 +183,7 @@ fn tied_tensors_travel_once_under_every_name() {
     part.insert("embed", [64], [6.0_f32; 64]).unwrap();
     part.insert("head", [64], [7.0_f32; 64]).unwrap();
     let error = sender.send_with(&part, &partial).unwrap_err();
-    assert!(error.to_string().contains("set up anew"), "{error}");
+    assert!(error.to_string().contains("set up again"), "{error}");
 
     // A worker whose model has one of the two names.
     let mut half = Tensors::new();

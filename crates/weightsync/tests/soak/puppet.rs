@@ -46,7 +46,7 @@ pub enum Order {
     Latest,
     /// Read everything held so many times.
     Reread { times: u32 },
-    /// Let go of everything held but the last so many.
+    /// Release everything held but the last so many.
     Keep(usize),
 }
 

@@ -78,7 +78,7 @@ pub fn read(worker: &WorkerProcess, plan: Plan) -> Result<(), Box<dyn std::error
 }
 
 /// Joins the trainer that is there, or the next one; `None` if the pipe is
-/// closed first: whoever is started just before the end finds no trainer.
+/// closed first: a reader that is started just before the end finds no trainer.
 fn connect(
     worker: &WorkerProcess,
     plan: &Plan,

@@ -119,7 +119,7 @@ impl Script {
         answers.map(|answer| answer.expect("each answers once"))
     }
 
-    /// The next answer, whoever gives it.
+    /// The next answer, from any process.
     pub fn any(&self) -> (usize, Answer) {
         match self.workers.recv_any(Some(PATIENCE)) {
             Some((from, Event::Frame(frame))) => {

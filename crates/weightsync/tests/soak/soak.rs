@@ -1,4 +1,4 @@
-//! Whole versions only, whoever dies when.
+//! Whole versions only, whichever process dies and when.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -257,7 +257,7 @@ impl<'a> Stage<'a> {
                 Some((_, event)) => panic!("{event:?}"),
                 None => {}
             }
-            // Whoever hangs until somebody dies shows in the time it all takes.
+            // A process that hangs until another dies shows in the time it all takes.
             assert!(
                 begun.elapsed() < deadline,
                 "{:?} after {deadline:?}; {:#?}",
@@ -337,7 +337,7 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// Whoever has said nothing for too long, and is not being killed, hangs.
+    /// A process that was silent for too long, and is not being killed, hangs.
     fn find_the_hanging(&self) {
         // A process of the largest size has several checks' time of work before its
         // first word: pages to clear and to map.

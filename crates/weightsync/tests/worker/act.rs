@@ -73,7 +73,7 @@ pub fn perform() -> bool {
         && env::var_os(TRAINER).is_some_and(|role| role == "none")
     {
         Gate::pass(Path::new(&gate));
-        // Whatever it is told, it never ends by itself.
+        // Whatever it is told, it never ends on its own.
         let _worker = worker::current();
         spin();
     }

@@ -355,7 +355,7 @@ pub fn worker_that_keeps_dying_waits_for_its_end_event() {
         starts();
         assert!(heard.recv_timeout(WHILE / 3).is_err(), "one too many");
     }
-    // Whoever asks for it is not held up, neither by a restart nor by a kill.
+    // A caller that asks for it is not held up, neither by a restart nor by a kill.
     workers.restart(0, None).expect("it starts again");
     starts();
     workers.kill(0).expect("it can be killed");

@@ -175,7 +175,7 @@ impl Trainer {
         assert!(!status.success());
     }
 
-    /// Lets it end by itself, which must be a success.
+    /// Waits for its own end, which must be a success.
     pub fn finish(mut self) {
         drop(self.stdin);
         let status = self.child.wait().expect("it can be reaped");

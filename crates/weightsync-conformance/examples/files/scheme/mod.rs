@@ -15,9 +15,9 @@
 //! Every file is written beside its place, and renamed into it once it is whole.
 //! Renaming `live` is the swap: it makes all models of a publication live for all
 //! workers. A worker looks at `live` every few milliseconds, and compares the
-//! digest of what it reads. The kernel lets go of a lock when its process dies,
+//! digest of what it reads. The kernel releases a lock when its process dies,
 //! so an end knows of the other's death when it looks next, without guessing by a
-//! clock. Whoever leaves a place last removes it; what killed processes left is
+//! clock. The last process to leave a place removes it; what killed processes left is
 //! removed by the next sender.
 //!
 //! Not here, and [said so](Scheme::capabilities): sends to some workers, holding

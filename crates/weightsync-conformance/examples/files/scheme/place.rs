@@ -100,7 +100,7 @@ pub fn encoded(value: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(|error| failed("writing", Path::new("JSON"))(error.into()))
 }
 
-/// An end's own file: locked as long as this lives. The kernel lets go of the
+/// An end's own file: locked as long as this lives. The kernel releases the
 /// lock when the process dies, however that dies.
 #[derive(Debug)]
 pub struct Presence(File);
@@ -164,7 +164,7 @@ impl<T> Peer<T> {
     }
 }
 
-/// A place that this process is in. Whoever leaves last removes it.
+/// A place that this process is in. The last process to leave removes it.
 #[derive(Debug)]
 pub struct Stay {
     pub dir: PathBuf,

@@ -41,7 +41,7 @@ struct OfModel {
 }
 
 impl Ring {
-    /// Whether something is about to be put here: whoever looks for it waits.
+    /// Whether something is about to be put here: a thread that looks for it waits.
     pub(crate) fn announce(&self, announced: bool) {
         self.announced.store(announced, Ordering::Release);
     }
@@ -71,7 +71,7 @@ impl Ring {
             .is_some_and(|of| of.spoiled == Some(item.version))
     }
 
-    /// Lets go of what there is of a model: what comes next does not follow it.
+    /// Releases what there is of a model: what comes next does not follow it.
     pub(crate) fn forget(&self, model: usize) {
         self.stop(model);
         self.models().remove(&model);

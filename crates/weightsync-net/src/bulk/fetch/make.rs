@@ -76,7 +76,7 @@ impl Shared {
         match source {
             // What came is as it was made: it may be of use to others.
             DeltaError::Base { .. } => self.unfit.store(true, Ordering::Release),
-            // Whoever made it, it is of no use to anybody.
+            // It is useless, whichever end made it.
             _ => base.kept.spoil(),
         }
         Err(invalid(Unfit {

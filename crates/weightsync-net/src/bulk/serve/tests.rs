@@ -80,7 +80,7 @@ fn coming(bytes: u64) -> (Relay, Arc<Held>) {
     (relay, Arc::new(Held::coming(room.unwrap().unwrap())))
 }
 
-/// What it hears next; `None` once it is hung up on.
+/// The next message to it; `None` once it is disconnected.
 fn hear(socket: &mut TcpStream) -> Option<ToChild> {
     let mut header = [0; HEADER_BYTES];
     if socket.read(&mut header[..1]).expect("in time") == 0 {
@@ -183,13 +183,13 @@ fn there_are_only_so_many_children() {
         }
         let mut second = child(&serving, RUN, 1);
         let read = tokio::task::spawn_blocking(move || second.read(&mut [0]));
-        // It is hung up on, without a word.
+        // It is disconnected without a message.
         assert!(!matches!(read.await.unwrap(), Ok(1..)));
         drop(first);
     });
 }
 
-/// What comes of other versions wakes whoever waits for this one, and is no reason to
+/// News of other versions wakes a thread that waits for this one, and is no reason to
 /// say that nothing has come of it.
 #[test]
 fn that_nothing_has_come_is_said_now_and_then() {

@@ -108,7 +108,7 @@ impl Engine {
         let base = self.base_of(item);
         let (room, coming) = self.coming.get(&item)?;
         if is_new {
-            // Whoever waits for it below looks for what changed as soon as it is there.
+            // A child that waits for it looks for what changed as soon as it is there.
             self.store.put(item, coming.clone());
         }
         self.fetches += 1;

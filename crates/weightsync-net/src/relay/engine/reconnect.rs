@@ -105,7 +105,7 @@ impl Engine {
             Err(_) => return Err(Again::Died),
         };
         if welcome.run != self.run {
-            // Its successor: workers look for it by themselves.
+            // Its successor: workers look for it on their own.
             return Err(Again::Died);
         }
         self.links = number;

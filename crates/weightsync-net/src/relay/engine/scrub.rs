@@ -56,7 +56,7 @@ impl Engine {
         }
     }
 
-    /// What is here of a model is not what was published: it comes anew.
+    /// What is here of a model is not what was published: it is fetched again.
     pub(super) fn start_anew(&mut self, model: usize, why: &dyn fmt::Display) {
         tracing::error!(
             "what is here of model {model} is damaged, so the relay drops it and fetches the next \

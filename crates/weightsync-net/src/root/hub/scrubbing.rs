@@ -11,7 +11,7 @@ use crate::root::topology::AgentId;
 use crate::scrub;
 use crate::wire::message::FromRoot;
 
-/// One in so many versions is scrubbed: whoever comes to have it is compared with what was
+/// One in so many versions is scrubbed: each host that gets it is compared with what was
 /// published.
 pub(in crate::root) const SCRUBBED: u64 = 64;
 
@@ -46,7 +46,7 @@ impl Hub {
         self.perform(asks);
     }
 
-    /// A version is published that whoever comes to have it is compared with.
+    /// A version is published that each host that gets it is compared with.
     pub(super) fn keep(&mut self, snapshot: Snapshot) {
         let item = Item {
             model: snapshot.model(),

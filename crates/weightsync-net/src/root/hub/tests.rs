@@ -440,7 +440,7 @@ fn who_asks_while_many_do_waits_for_its_turn() {
         let (socket, _) = listener.accept().await.unwrap();
         tokio::spawn(answer(socket, Event::Status, events, asking));
         let early = timeout(Duration::from_millis(50), asks.read_u8()).await;
-        assert!(early.is_err(), "it is not hung up on: {early:?}");
+        assert!(early.is_err(), "it is not disconnected: {early:?}");
         drop(others);
         let Some(Event::Status(answer)) = heard.recv().await else {
             panic!("nobody asks");

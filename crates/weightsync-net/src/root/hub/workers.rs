@@ -321,7 +321,7 @@ impl Hub {
 }
 
 impl Worker {
-    /// It comes by another way, and is told everything anew.
+    /// It comes by another route, and is told everything again.
     fn start_over(&mut self) {
         self.told = 0;
         self.answered = 0;

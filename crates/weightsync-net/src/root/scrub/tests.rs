@@ -41,7 +41,7 @@ fn scrub_reaches_one_verdict_in_either_order() {
     );
     assert_eq!(scrubs.said(item(1), 3, digest(8)), None, "not asked");
     assert_eq!(is(scrubs.said(item(1), 4, digest(8))), [(1, 4, DIFFERS)]);
-    // What is over is found anew the next time.
+    // What is over is found again the next time.
     assert_eq!(scrubs.ask([(item(1), 4)]).own, [item(1)]);
 }
 

@@ -57,7 +57,7 @@ fn a_slow_agent_goes_to_the_end_and_slows_nobody_down() {
         chain.measured(agent - 1, agent, bytes, SECOND);
     }
     assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3), (2, 4)]);
-    // What is measured anew counts more and more.
+    // What is measured again counts more and more.
     for _ in 0..8 {
         chain.measured(4, 2, 100 << 20, SECOND);
     }

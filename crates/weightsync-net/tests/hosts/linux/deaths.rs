@@ -1,5 +1,5 @@
 //! Killed processes: each is named within a second, everybody else is up to date, and
-//! who is started again catches up by itself.
+//! who is started again catches up automatically.
 
 use super::scale::SECOND;
 use super::stage::{Stage, Who, chain};

@@ -32,7 +32,7 @@ const MIB: usize = 1 << 20;
 /// How long a link is broken.
 const BROKEN: Duration = Duration::from_secs(3);
 
-/// Hosts with a relay and two workers each, and one with a worker by itself; the
+/// Hosts with a relay and two workers each, and one with a worker alone; the
 /// middle relay's host and the latter are cut off.
 fn broken(fault: fn(&Hosts, usize) -> Result<(), HostsError>, busy: bool) {
     let bytes = if busy { 32 * MIB } else { MIB };
@@ -151,7 +151,7 @@ fn lost() {
     stage.send_everywhere();
 }
 
-/// Workers that wait for the next version are cut off, of a relay and by themselves;
+/// Workers that wait for the next version are cut off, behind a relay and alone;
 /// that comes meanwhile.
 fn asked() {
     let mut stage = Stage::pulled(3, MIB);

@@ -30,7 +30,7 @@ const BYTES: usize = 9 << 20;
 fn schedules() {
     let (seed, count) = (schedule_seed(), rounds(FULL, 3));
     for round in 0..count {
-        // Each can be repeated by itself.
+        // Each can be repeated alone.
         let seed = seed.wrapping_add(round);
         println!(
             "schedule {} of {count}: WEIGHTSYNC_SOAK_SEED={seed}",

@@ -533,7 +533,7 @@ impl Stage {
             return;
         };
         match said {
-            None => self.fail(&format!("{who} ended by itself")),
+            None => self.fail(&format!("{who} ended unasked")),
             Some(Said::Failed(why)) => self.fail(&format!("{who}: {why}")),
             Some(Said::Info(info)) => self.info = Some(info),
             Some(Said::Ready { epoch }) => {

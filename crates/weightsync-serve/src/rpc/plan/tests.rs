@@ -209,7 +209,7 @@ fn process_registering_again_in_a_send_has_one_line() {
     let mut plan = Of::new(1, 0);
     let old = plan.join(about(0, &[0]));
     let before = plan.watch_all();
-    // It has joined anew, and listens elsewhere.
+    // It has joined again, and listens elsewhere.
     let mut new = about(0, &[0]);
     new.addr.set_port(1001);
     let new = plan.join(new);
@@ -356,7 +356,7 @@ fn questions_are_answered_with_what_is_kept_or_wait() {
     assert_eq!(plan.answer(id, exactly(1)), Answer::Set(older));
     let known = vec![Version(2), Version(1)];
     assert_eq!(plan.answer(id, exactly(7)), Answer::Unknown { known });
-    // Whoever goes back to an older one asks for what it runs.
+    // A worker that goes back to an older version asks for what it runs.
     plan.applied(id, 2, &[(0, Version(2)), (1, Version(1))]);
     assert_eq!(outcome(&plan, &sent), Some(Outcome::Applied));
     plan.applied(id, 0, &[(0, Version(1))]);
@@ -386,7 +386,7 @@ fn successor_takes_the_number_with_its_own_line() {
     plan.end(twice, Life::Died);
     assert_eq!(plan.workers().len(), 1);
     assert_eq!(call(&mut plan, new), Some((2, set(&[(0, 2)]))));
-    // A refusal for good is told of whoever has the number.
+    // A final refusal is reported for the worker that has the number.
     plan.rejected(new, "another model".into());
     assert_eq!(plan.attendance().rejected, [WorkerId(0)]);
     assert!(plan.workers().is_empty());

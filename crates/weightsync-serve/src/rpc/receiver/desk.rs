@@ -1,4 +1,4 @@
-//! Where what was fetched waits for whoever takes it.
+//! Where fetched versions wait for the thread that takes them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -318,7 +318,7 @@ impl State {
         let open = std::mem::take(&mut self.open);
         for (sequence, call) in open {
             match told(sequence) {
-                // Whoever called may have hung up.
+                // The caller may have disconnected.
                 Some(told) => drop(call.send(told)),
                 None => self.open.push((sequence, call)),
             }

@@ -31,7 +31,7 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 /// The same for one that is there and has turned this worker away.
 const LONGEST_TURNED_AWAY: Duration = Duration::from_secs(1);
 
-/// How long an attempt may take once the deadline has come: whoever only looks whether
+/// How long an attempt may take once the deadline has come: a caller that only looks whether
 /// a sender is there finds it.
 const ATTEMPT: Duration = Duration::from_millis(500);
 
@@ -405,7 +405,7 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
                 (heard, lost) = (Instant::now(), false);
                 continue;
             }
-            // One that is stopped goes on by itself. One that was out of reach may have
+            // A stopped sender goes on later. One that was out of reach may have
             // given this worker up; and a child that it has forked may keep its sockets
             // after its death, when nothing else tells.
             Err(Fault::Silent { .. }) => {
@@ -426,7 +426,7 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
     desk.ended(end);
 }
 
-/// Registers anew with the same sender, if that is there. That it hangs up, or that what
+/// Registers again with the same sender, if that is there. That it hangs up, or that what
 /// is on the way answers for it, does not say that it is not.
 async fn again(session: &Session, register: &Register) -> std::result::Result<Lines, End> {
     let since = Instant::now();

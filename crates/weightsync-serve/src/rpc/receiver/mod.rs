@@ -87,7 +87,7 @@ impl RpcReceiver {
     }
 }
 
-/// A task that ends with whoever waits for it.
+/// A task that ends with the caller that waits for it.
 struct Aborted(JoinHandle<()>);
 
 impl Drop for Aborted {

@@ -1,5 +1,5 @@
 //! Calling a worker with what it is meant to run: one at a time until it has it, and
-//! each worker by itself.
+//! each worker separately.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -87,7 +87,7 @@ async fn stage(
     let told = told(shared, lane, client, &call);
     let done = tokio::select! {
         told = told => told,
-        // It is called anew with what is newer.
+        // It is called again with what is newer.
         () = overtaken(shared, lane, bell, order.sequence) => Ok(None),
     };
     drop((kept, order));

@@ -251,7 +251,7 @@ fn hear(shared: &Shared, lane: LaneId, silent: bool) {
 
 fn end(shared: &Shared, lane: LaneId, life: Life) {
     shared.note(|plan| plan.end(lane, life));
-    // Whoever calls it, or waits for its question, ends.
+    // The task that calls it, or waits for its question, ends.
     shared.ring();
     shared.leave(lane);
 }

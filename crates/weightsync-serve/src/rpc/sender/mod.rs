@@ -148,7 +148,7 @@ impl SenderTransport for RpcSender {
     }
 
     fn version(&self, model: usize) -> Version {
-        // In a forked child nobody lets go of a lock that was held.
+        // In a forked child no thread releases a lock that was held.
         match self.owner.is_here() {
             true => self.shared.lock().newest(model),
             false => Version::NONE,

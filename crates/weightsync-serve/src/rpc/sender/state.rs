@@ -159,7 +159,7 @@ impl Shared {
         self.plan.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets go of the plan until something may have changed.
+    /// Releases the plan until something may have changed.
     pub(super) fn wait<'a>(
         &'a self,
         guard: MutexGuard<'a, Kepts>,

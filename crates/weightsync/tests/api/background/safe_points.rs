@@ -67,7 +67,7 @@ fn a_send_waits_for_the_declared_safe_point() {
     assert!(report.all_applied(), "{report}");
 }
 
-/// A wait without a timeout ends, whatever is staged and whoever is gone.
+/// A wait without a timeout ends, whatever is staged and whichever end is gone.
 #[test]
 fn a_wait_is_a_safe_point() {
     for shut_down in [false, true] {
@@ -90,7 +90,7 @@ fn a_wait_is_a_safe_point() {
     }
 }
 
-/// Whoever waits is told when the last guard is dropped.
+/// A waiting thread is woken when the last guard is dropped.
 #[test]
 fn wait_applies_staged_versions_after_other_guards() {
     let (mut sender, background) = numbers(SafePoints::Declared, setup());

@@ -57,7 +57,7 @@ impl World {
                     self.tell(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.answer_told);
-                    assert_eq!(question, reader.question, "it has asked anew");
+                    assert_eq!(question, reader.question, "it has asked again");
                     reader.answer_told = live.sequence;
                     reader.answer = Some((question, live));
                 }

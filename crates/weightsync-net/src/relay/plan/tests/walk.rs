@@ -113,7 +113,7 @@ impl World {
             }
             Op::Ends { end, which } => self.end(end, which, &mut inputs),
             Op::Spoil { model } => {
-                // What is let go of is done so even if it is needed: it comes anew.
+                // A needed version may be released as well: it is fetched again.
                 for known in self.workers.values_mut() {
                     known.told.1.retain(|item| item.model != model);
                     known.answered.retain(|item| item.model != model);
