@@ -11,7 +11,7 @@ that no worker's model is bound to, and it is written again before each send, ou
 part. It is the same memory in every round, which suits TorchRL: multi-process moves a source to
 shared memory when it sees it first and from then on passes descriptors only. The sender copies
 with as many threads as torch takes by default, a worker with one, which is what TorchRL's
-collectors give theirs; the memcpy beside it uses one.
+collectors give theirs; the memcpy next to it uses one.
 
 Note what TorchRL's workers get: initialised with `weights` and `devices`, all workers on one
 device are bound to one buffer, in both schemes. shared-mem updates that buffer, and each worker
@@ -26,8 +26,8 @@ Spoken over stdin and stdout, a line each:
     -> quit                          or the end of stdin
 
 Everything is bounded by `--deadline` seconds. When it passes, a worker dies, or a value has not
-arrived, the workers are killed, stderr says why, and the exit status is 3. The program that starts this
-takes it along when it dies, and it its workers.
+arrived, the workers are killed, stderr says why, and the exit status is 3. The program that starts
+this takes it along when it dies, and it its workers.
 """
 
 import argparse

@@ -61,7 +61,7 @@ class Large:
 
 @dataclass
 class LargeCase:
-    """Against memcpy, with TorchRL's beside."""
+    """Against memcpy, and against TorchRL's."""
 
     kind: Large
     workers: int
@@ -141,7 +141,7 @@ class Small:
     name: str = "16 KiB, N = 1"
 
     def rows(self) -> Iterator[Row]:
-        # Rust's is measured with nothing beside it: ours takes turns with it without TorchRL's
+        # Rust's is measured with nothing next to it: ours takes turns with it without TorchRL's
         # processes, and with TorchRL's in a run of their own.
         names = ["bind", "from a state dict", "our SharedMemWeightSyncScheme"]
         blocks, rusts = [], []

@@ -1,4 +1,4 @@
-"""Rounds in which several ways to send take turns, beside a memcpy of the same bytes."""
+"""Rounds in which several ways to send take turns, compared with a memcpy of the same bytes."""
 
 from __future__ import annotations
 

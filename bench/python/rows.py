@@ -32,7 +32,7 @@ class Row:
     def within(
         cls, case: str, seconds: float, baseline: float, target: float | None, unit: str = "ms"
     ) -> Row:
-        """A time that may be ``target`` at most, in its own unit, beside another."""
+        """A time that may be ``target`` at most, in its own unit, compared with another."""
         value = seconds * _FACTORS[unit]
         met = None if target is None else value <= target
         own = baseline * _FACTORS[unit]
@@ -40,7 +40,7 @@ class Row:
 
     @classmethod
     def compared(cls, case: str, ratio: float, other: float, target: float) -> Row:
-        """A multiple of memcpy beside another."""
+        """A multiple of memcpy compared with another."""
         return cls(case, ratio, "×", other, ratio / other, target, ratio / other <= target)
 
 

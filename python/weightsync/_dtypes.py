@@ -1,4 +1,4 @@
-"""Element types: safetensors' names beside torch's and numpy's."""
+"""Element types: safetensors' names next to torch's and numpy's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extra state: what modules keep beside their tensors.
+"""Extra state: what modules keep in addition to their tensors.
 
 Plain data travels as it is; tensors inside it travel as tensors, and leave a mark
 where they were.

@@ -593,8 +593,8 @@ def _exchange(places: list[tuple[Any, Any]]) -> None:
     """Gives each tensor the memory of another.
 
     As ``tensor.data = over`` does, which keeps the interpreter's lock while it waits for a lock of
-    autograd's. Another thread may have that one, and wait for the interpreter's: a thread that uses a
-    parameter with gradients takes them in this order. This operator releases the interpreter's.
+    autograd's. Another thread may have that one, and wait for the interpreter's: a thread that uses
+    a parameter with gradients takes them in this order. This operator releases the interpreter's.
     """
     import torch
 

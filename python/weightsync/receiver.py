@@ -194,7 +194,9 @@ class Receiver(_ends.AsyncWith, Generic[T]):
         if self._targets is None:
             raise LifecycleError("a background receiver loads into models: give the receiver some")
         if safe_points not in ("implied", "declared"):
-            raise SettingError(f'safe_points: expected "implied" or "declared", got {safe_points!r}')
+            raise SettingError(
+                f'safe_points: expected "implied" or "declared", got {safe_points!r}'
+            )
         session = self._own("start_background")
         native = session.start_background(self._loaders, safe_points == "declared")
         self._background = Background(native, self._targets, len(self._targets) == 1)

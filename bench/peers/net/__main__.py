@@ -19,7 +19,7 @@ workers look whether the values have arrived, which is not timed either.
 Each is used as it installs, with its documented defaults; what a script sets nevertheless, and
 why, is said at the head of each. The versions are those of python/requirements-net.txt.
 
-What travels: `--tensors` bfloat16 tensors of equal size, `--bytes` in all. The memcpy beside it is
+What travels: `--tensors` bfloat16 tensors of equal size, `--bytes` in all. The memcpy next to it is
 one of the same bytes with one thread.
 
 Spoken over stdin and stdout, a line each:
@@ -38,8 +38,8 @@ summary:
     <- {"scheme": "gloo-send", "workers": 1, "bytes": ..., "median_s": 0.4, "bytes_per_s": ...}
 
 Everything is bounded by `--deadline` seconds. When it passes, a worker dies, or a value has not
-arrived, the workers are killed, stderr says why, and the exit status is 3. The program that starts this
-takes it along when it dies, and it its workers.
+arrived, the workers are killed, stderr says why, and the exit status is 3. The program that starts
+this takes it along when it dies, and it its workers.
 """
 
 from __future__ import annotations

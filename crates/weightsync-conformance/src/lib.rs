@@ -54,7 +54,7 @@
 //! `WEIGHTSYNC_SOAK` scales the loops (`full`, or a factor of what is done every
 //! day), `WEIGHTSYNC_SOAK_SEED` repeats the random choices of an earlier run; each
 //! scenario that makes some prints its seed and its counts. A wait without end in
-//! any process fails the scenario with what hung. Tests beside the suite have the
+//! any process fails the scenario with what hung. Tests next to the suite have the
 //! same by [`scale`].
 //!
 //! # Several machines on one
@@ -101,7 +101,7 @@ pub struct Subjects {
     corrupt: Option<Corrupt>,
 }
 
-/// What runs beside a sender, until it is dropped.
+/// What runs next to a sender, until it is dropped.
 pub(crate) type Beside = Arc<dyn Fn(&InitInfo) -> Box<dyn Any> + Send + Sync>;
 
 /// Names what a scheme has left in the system.
@@ -153,7 +153,7 @@ impl Subjects {
         self
     }
 
-    /// Starts something beside each sender: the relay of its workers' host, say. Called
+    /// Starts something next to each sender: the relay of its workers' host, say. Called
     /// in the process of the test, once the sender has said where it will be and before
     /// anybody joins it. What this returns is dropped when the scenario's processes have
     /// ended, and has to end all of it.

@@ -21,7 +21,7 @@ pub struct ModelSpec {
     /// The layout every version of it follows.
     pub layout: Layout,
     /// Handed to every reader as it is, at most [`MAX_NOTE_BYTES`]: what a
-    /// reader must know beside the layout. This crate does not look into it.
+    /// reader must know in addition to the layout. This crate does not look into it.
     pub note: Vec<u8>,
 }
 

@@ -31,7 +31,7 @@ use crate::set::{ModelSet, SetRecord};
 use crate::wire::Delivery;
 
 /// Which reader: the worker, and the how-manieth to join. A worker that closed
-/// its end but still holds snapshots stays in the roster beside its successor;
+/// its end but still holds snapshots stays in the roster next to its successor;
 /// here there is one lane per worker, its newest reader's.
 pub(crate) type Key = (WorkerId, u64);
 

@@ -96,7 +96,7 @@ impl fmt::Debug for AttachOptions {
 #[derive(Clone, Debug)]
 pub struct Taken {
     /// Grows from one to the next at a reader; a publication of this or a lower
-    /// number is in it, or was replaced. 0 for what was asked for beside what is
+    /// number is in it, or was replaced. 0 for what was asked for in addition to what is
     /// meant for the reader: it says nothing about publications.
     pub sequence: u64,
     /// By model.
@@ -314,7 +314,7 @@ impl Reader {
 
     /// Tells the sender that the worker cannot use a set, by its sequence
     /// number, and why. `None` refuses whatever comes (a wrong layout, say).
-    /// What was asked for beside what is meant for the reader (0) nobody waits
+    /// What was asked for in addition to what is meant for the reader (0) nobody waits
     /// for, so there is nobody to tell.
     ///
     /// # Errors

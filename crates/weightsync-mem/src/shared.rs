@@ -214,7 +214,7 @@ pub(crate) struct Lane {
     pub(crate) wants_room: Line<SleepWord>,
 }
 
-/// Where a reader finds what it asked for, beside what is meant for it.
+/// Where a reader finds what it asked for, in addition to what is meant for it.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct AnswerPlace {

@@ -256,7 +256,7 @@ impl Snapshot {
         }
     }
 
-    /// Stores a digest beside the version, where readers find it. False if
+    /// Stores a digest next to the version, where readers find it. False if
     /// this is not a snapshot the sender took of its own: nobody else writes
     /// the model's page, and no forked child of the sender.
     pub fn publish_digest(&self, digest: Digest) -> bool {

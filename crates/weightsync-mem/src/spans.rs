@@ -6,7 +6,7 @@ use weightsync_core::Layout;
 
 /// How many bytes of an image one checksum covers, the last but fewer. Small enough to
 /// be checksummed while it is in the cache, large enough that the table of sums is
-/// nothing beside it.
+/// nothing next to it.
 pub const CHECKSUM_BLOCK: usize = 1 << 20;
 
 /// A stretch of the image: a part of one large tensor, or several small ones

@@ -1,7 +1,7 @@
 //! The few words the two ends say to each other over their Unix socket.
 //!
 //! One message is one packet. Everything in it is bounded and checked here,
-//! once; file descriptors ride beside it.
+//! once; file descriptors ride next to it.
 
 use std::ops::RangeInclusive;
 

@@ -29,7 +29,7 @@ pub struct SegmentOptions {
     pub slots: u8,
     /// Slots a model may grow to when all are pinned; then the sender waits. Each
     /// version beyond one that is meant to be run or kept at once (for some
-    /// workers, in queues, as history) has its slot beside them. At most
+    /// workers, in queues, as history) has its slot next to them. At most
     /// [`MAX_SLOTS`].
     pub max_slots: u8,
     /// How many older versions of each model that were sent to all are kept, in

@@ -242,9 +242,9 @@ impl Proof {
 pub struct Access {
     /// What is shared with every machine that may connect.
     pub token: Option<Token>,
-    /// Whether links to other machines may be made although they are not encrypted: a program that can
-    /// listen in on the network reads the weights, and one that can change what passes there changes
-    /// them.
+    /// Whether links to other machines may be made although they are not encrypted: a program that
+    /// can listen in on the network reads the weights, and one that can change what passes there
+    /// changes them.
     pub insecure_plaintext: bool,
 }
 

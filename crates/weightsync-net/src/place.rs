@@ -188,7 +188,7 @@ mod tests {
             assert_eq!(file(scheme, models).kept().unwrap(), None, "{models:?}");
         }
         let names = std::fs::read_dir(dir.path()).unwrap();
-        assert_eq!(names.count(), 1, "nothing is left beside it");
+        assert_eq!(names.count(), 1, "nothing is left next to it");
     }
 
     #[test]

@@ -116,7 +116,7 @@ fn wants(name: &str, possible: &str, got: &Bound<'_, PyAny>) -> PyErr {
     SettingError::new_err(format!("{name}: expected {possible}, got {got}"))
 }
 
-/// How a sender is set up, beside its models.
+/// How a sender is set up, in addition to its models.
 pub struct Setup {
     scheme: String,
     run_dir: Option<std::path::PathBuf>,

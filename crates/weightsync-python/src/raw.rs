@@ -18,7 +18,7 @@ use weightsync_simd::stream_copy_slice;
 /// it is the address of an object they took it from a moment ago, with the
 /// dtype, shape and strides they say, and they hold that object until the call
 /// returns. That nobody writes it meanwhile is up to the program, as with every
-/// reader of a tensor beside torch.
+/// reader of a tensor in addition to torch.
 #[derive(Clone, Copy, Debug, FromPyObject)]
 #[pyo3(transparent)]
 pub struct Address(usize);

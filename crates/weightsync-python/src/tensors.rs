@@ -9,7 +9,7 @@ use crate::raw::{Address, Exchange, Exchanged, Seen};
 
 /// The tensors that lie in some dicts, as they were when this was made.
 ///
-/// It says whether they still are: the same objects in the same places, no others beside them,
+/// It says whether they still are: the same objects in the same places, no others next to them,
 /// with the same dtypes and shapes, in the same order in memory. Where their values lie may
 /// differ, and is looked up again.
 #[pyclass(frozen, module = "weightsync._native")]

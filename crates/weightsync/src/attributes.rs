@@ -1,4 +1,4 @@
-//! What describes a model's weights beside their layout: their format, which
+//! What describes a model's weights in addition to their layout: their format, which
 //! tensors are one, which are buffers, which are extra state.
 
 #[cfg(test)]
@@ -20,7 +20,7 @@ pub(crate) const MAX_ENCODED_BYTES: usize = 16 << 20;
 
 const FORMAT: u8 = 1;
 
-/// What describes a model's weights beside their layout.
+/// What describes a model's weights in addition to their layout.
 ///
 /// **Guarantee.** A tensor is either sent or the alias of one that is: no alias
 /// is named twice, is its own, or leads to another alias.

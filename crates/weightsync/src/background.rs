@@ -396,7 +396,8 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// # Errors
     ///
     /// In a forked child; [`Error::Interrupted`] while the thread is loading: it
-    /// ends when it has done so, and releases receiver and models; [`Error::NotWhole`], as of [`read`](Self::read).
+    /// ends when it has done so, and releases receiver and models; [`Error::NotWhole`], as of
+    /// [`read`](Self::read).
     pub fn stop(self) -> Result<(Receiver, M)> {
         let not_whole = self.not_whole();
         let Self { follower, hold, .. } = self;

@@ -470,7 +470,7 @@ pub enum Error {
     /// A path that leads to no model.
     #[error(transparent)]
     Path(#[from] ModelPathError),
-    /// What describes a model beside its layout does not hold together.
+    /// What describes a model in addition to its layout does not hold together.
     #[error(transparent)]
     Attributes(#[from] AttributesError),
     /// A layout or a name is not a valid one.

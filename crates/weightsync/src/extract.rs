@@ -51,7 +51,7 @@ pub trait WeightExtractor {
         Ok(Vec::new())
     }
 
-    /// What describes the weights beside their layout.
+    /// What describes the weights in addition to their layout.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Extra state: what a model keeps beside its tensors, as plain data.
+//! Extra state: what a model keeps in addition to its tensors, as plain data.
 
 mod codec;
 mod serde_impl;

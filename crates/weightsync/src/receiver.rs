@@ -126,7 +126,7 @@ impl Receiver {
     }
 
     /// As [`receive`](Self::receive), for all models of this worker: what was
-    /// sent together comes together, beside what the others were at that time.
+    /// sent together comes together, in addition to what the others were at that time.
     ///
     /// # Errors
     ///

@@ -121,7 +121,7 @@ impl fmt::Display for Bytes {
 pub enum WaitFor {
     /// The version is live: a worker that looks finds it.
     Sent,
-    /// Every worker has the whole version beside the one it runs, and has
+    /// Every worker has the whole version in addition to the one it runs, and has
     /// checked it.
     Staged,
     /// Every worker has loaded it, or has a line in the report that says why
@@ -158,7 +158,7 @@ pub struct WorkerReport {
 pub enum Outcome {
     /// The worker has loaded it (or a newer one).
     Applied,
-    /// The worker has it beside the one it runs, and has checked it.
+    /// The worker has it in addition to the one it runs, and has checked it.
     Staged,
     /// The worker cannot use it, and says why and what it does now.
     Refused {

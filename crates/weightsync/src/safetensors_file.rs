@@ -261,7 +261,7 @@ fn header(
     Ok([&len.to_le_bytes(), &text[..]].concat())
 }
 
-/// A temporary file beside the place, synced, renamed.
+/// A temporary file next to the place, synced, renamed.
 fn write_whole<'a>(path: &Path, parts: impl Iterator<Item = &'a [u8]>) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let beside = path.with_file_name(format!(".{name}.{}.part", std::process::id()));

@@ -113,7 +113,7 @@ impl Session {
         }
     }
 
-    /// Knows schemes of one's own, beside those built in: for a session that
+    /// Knows schemes of one's own, in addition to those built in: for a session that
     /// was read, or made of an init info.
     #[must_use]
     pub fn schemes(mut self, schemes: Schemes) -> Self {

@@ -7,7 +7,7 @@ use crate::snapshot::Snapshot;
 
 /// One whole version of each model of a set, that belong together.
 ///
-/// **Guarantee.** They were published in one step, or were live beside what was
+/// **Guarantee.** They were published in one step, or were live in addition to what was
 /// published, and none of them changes while this (or a snapshot of it) is held.
 #[derive(Clone, Debug)]
 pub struct SetSnapshot {
@@ -41,7 +41,7 @@ impl SetSnapshot {
     }
 
     /// Which publication it is; grows from one to the next. 0 for what was
-    /// [asked for](crate::Receiver::pull_set) beside the newest.
+    /// [asked for](crate::Receiver::pull_set) in addition to the newest.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }

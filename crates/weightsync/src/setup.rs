@@ -70,7 +70,7 @@ pub enum DigestPolicy {
     /// When [`Sender::digest`] asks for it.
     #[default]
     OnRequest,
-    /// After every send, by a thread beside the sender. A version that is
+    /// After every send, by a thread next to the sender. A version that is
     /// replaced before its turn gets none.
     Background,
 }
@@ -280,7 +280,7 @@ impl SenderSetup {
     /// With both equal, a send waits instead, and fails by its deadline.
     ///
     /// Versions that the sender itself keeps apart (for some workers, held ones,
-    /// queues, the history) get their room beside that.
+    /// queues, the history) get their room in addition to that.
     pub fn slots(mut self, slots: u8, max_slots: u8) -> Self {
         self.transfer.slots = slots;
         self.transfer.max_slots = max_slots;

@@ -221,7 +221,7 @@ impl Snapshot {
         }
     }
 
-    /// What is known of the model beside its layout: tied tensors, buffers,
+    /// What is known of the model in addition to its layout: tied tensors, buffers,
     /// extra state.
     pub fn attributes(&self) -> &Attributes {
         &self.attributes

@@ -73,7 +73,7 @@ def meet(sender, *receivers, timeout=LONG, **how):
 
 @contextlib.contextmanager
 def beside(*calls):
-    """Makes calls in threads of their own beside the block; raises what they raise."""
+    """Makes calls in threads of their own next to the block; raises what they raise."""
     raised = []
 
     def run(call):

@@ -444,7 +444,7 @@ def test_sets_flip_together(mode, background):
                 sender.send(weights_dict=trainer, wait="sent")
                 assert receiver.receive(LONG) == sender.versions
                 assert [one.value for one in worker.values()] == [value, value]
-        # One alone is beside what the other was.
+        # One alone is in addition to what the other was.
         trainer["critic"].fill(9.0)
         if background:
             _applied(sender, model="critic")

@@ -1,4 +1,4 @@
-"""torch.compile beside a background receiver: it sees no guard, and what it made is guarded."""
+"""torch.compile next to a background receiver: it sees no guard, and what it made is guarded."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Modules without shapes, without memory, and with a state beside their tensors."""
+"""Modules without shapes, without memory, and with a state in addition to their tensors."""
 
 import gc
 

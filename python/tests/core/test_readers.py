@@ -99,7 +99,7 @@ class Reader:
             return all((one == last).all().item() for one in self.model.parameters())
 
     def fork_beside_readers(self, last):
-        """Memory of its own before each fork, which a thread beside reads."""
+        """Memory of its own before each fork, which another thread reads."""
         over = False
 
         def read():

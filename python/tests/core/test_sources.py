@@ -230,7 +230,7 @@ def test_every_memory_layout_arrives_row_major(shape):
     plain = np.ascontiguousarray(value).reshape(value.shape) if isinstance(value, np.ndarray) else (
         value.detach().resolve_conj().resolve_neg().contiguous()
     )
-    # Beside another, since a model of no bytes is refused.
+    # Together with another, since a model of no bytes is refused.
     with pair({"it": value, "other": np.ones(1)}) as (sender, receiver):
         for _ in range(2):
             got = receiver.latest()["it"]

@@ -57,7 +57,7 @@ BLOCKING = {
         "sender.send(wait='sent'); assert cascades[0].forward(30).version == 2;"
         "below.shutdown(); cascades[0].shutdown()",
     ),
-    "a lock beside": (
+    "a lock in another thread": (
         "threading.Thread(target=sender.send, kwargs={'timeout': 5}).start();"
         "sender.wait_for([8], timeout=None)",
         "assert receiver.receive(30) == 2",

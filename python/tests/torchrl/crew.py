@@ -25,7 +25,7 @@ SCHEMES = {
     "shared-mem": "SharedMemWeightSyncScheme",
     "multi-process": "MultiProcessWeightSyncScheme",
 }
-# Between hosts: TorchRL's want process groups, and are not run beside them.
+# Between hosts: TorchRL's want process groups, and are not run next to them.
 NETWORK = {"distributed": "DistributedWeightSyncScheme", "rpc": "RPCWeightSyncScheme"}
 
 

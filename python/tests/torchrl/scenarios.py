@@ -217,7 +217,7 @@ class Unpickling(Worker):
 
 
 def initialised_again(module, name):
-    """A pickled copy can be made a sender of its own, beside the first."""
+    """A pickled copy can be made a sender of its own, next to the first."""
     learner = Probe(2.0)
     scheme = scheme_of(module, name)
     with standing(scheme, learner) as crew:

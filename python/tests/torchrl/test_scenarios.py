@@ -1,7 +1,7 @@
 """TorchRL's scenarios and more, with our schemes; with TorchRL's own where those pass.
 
-That TorchRL's own pass shows that a scenario asks for nothing odd. Beside those that do not it says
-what they do.
+TorchRL's own schemes run them too, so a scenario asks for nothing that they cannot do. Where they
+fail, the scenario says what they do.
 """
 
 import itertools

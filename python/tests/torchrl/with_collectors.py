@@ -123,7 +123,7 @@ def conflicting(module, name):
 
 
 def one_factory(module, name):
-    """A policy factory, alone or beside a policy that only says the weights."""
+    """A policy factory, alone or next to a policy that only says the weights."""
     make = functools.partial(policy, 1.0)
     with collecting(module, {"policy": name}, policy_factory=make) as (made, batches):
         assert acted(batches) == {1.0}

@@ -37,8 +37,8 @@ def check(
             f"init_on_sender: expected one of {', '.join(sources)}, got "
             f"{' and '.join(given) or 'none'}"
         )
-    beside = {"devices": devices, "device_map_fn": device_map_fn}
-    too_much = [name for name, value in beside.items() if value is not None]
+    also = {"devices": devices, "device_map_fn": device_map_fn}
+    too_much = [name for name, value in also.items() if value is not None]
     source = sources[given[0]]
     if given[0] == "params_map":
         by_number = isinstance(source, dict) and all(isinstance(key, int) for key in source)

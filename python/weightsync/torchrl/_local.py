@@ -51,7 +51,9 @@ class LocalScheme(WeightSyncScheme):
         if mode not in ("bind", "copy"):
             raise SettingError(f'mode: expected "bind" or "copy", got {mode!r}')
         if safe_points not in ("implied", "declared"):
-            raise SettingError(f'safe_points: expected "implied" or "declared", got {safe_points!r}')
+            raise SettingError(
+                f'safe_points: expected "implied" or "declared", got {safe_points!r}'
+            )
         self.sync = sync
         self._mode = mode
         self._safe_points = safe_points

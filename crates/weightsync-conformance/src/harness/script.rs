@@ -22,7 +22,7 @@ use crate::Subject;
 /// The puppet that leads, in every script. Worker number n is puppet n + 1.
 pub(crate) const TRAINER: usize = 0;
 
-/// Beside how many senders something runs at the same time.
+/// Next to how many senders something runs at the same time.
 const BESIDE: usize = 4;
 
 /// The processes of one scenario. Dropping it ends them.
@@ -32,7 +32,7 @@ pub(crate) struct Script<'a> {
     census: Census,
     dir: TempDir,
     addresses: Vec<String>,
-    /// What runs beside each of the last senders, by its address.
+    /// What runs next to each of the last senders, by its address.
     beside: VecDeque<(String, Box<dyn Any>)>,
     info: Option<InitInfo>,
     /// What each puppet has said that nobody has asked for yet.

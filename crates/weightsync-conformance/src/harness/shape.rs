@@ -22,7 +22,7 @@ pub(crate) enum Shape {
     Many(u64),
     /// `F32` tensors, for casts.
     Floats,
-    /// What a framework knows beside the tensors: see [`module`].
+    /// What a framework knows in addition to the tensors: see [`module`].
     Module,
 }
 

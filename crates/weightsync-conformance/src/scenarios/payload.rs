@@ -22,7 +22,7 @@ pub(crate) fn a_model_without_elements_arrives(subject: &Subject) {
     arrives(subject, Shape::Many(0), 2);
 }
 
-/// What belongs to a model beside its tensors: a worker knows which of them are
+/// What belongs to a model in addition to its tensors: a worker knows which of them are
 /// one, which are buffers, what the extra state is, and the trainer's format.
 pub(crate) fn ties_buffers_and_extra_state_arrive(subject: &Subject) {
     arrives_as(subject, Shape::Module, 3, |model| {

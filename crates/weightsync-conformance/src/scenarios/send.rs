@@ -8,7 +8,7 @@ use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 use crate::harness::worker::own;
 
-/// A reader beside a sender that never pauses sees one version at a time.
+/// A reader next to a sender that never pauses sees one version at a time.
 pub(crate) fn whole_versions_only_at_full_speed(subject: &Subject) {
     full_speed(subject, 1 << 13, rounds(100_000, 1_000));
 }

@@ -393,7 +393,7 @@ pub(crate) fn a_bad_member_is_refused_before_anything_is_sent(subject: &Subject)
     script.close();
 }
 
-/// What was sent alone is beside what the others were.
+/// What was sent alone is in addition to what the others were.
 pub(crate) fn members_can_be_sent_alone_between_sets(subject: &Subject) {
     let (mut script, info) = Script::open(subject, Lead::pair(64), 2);
     let alone = |model: &str| How {

@@ -27,7 +27,7 @@ impl Plan {
         }
         // What waits for room in a queue is no reason to grow: else a worker
         // that stands still would make every sender grow to the end.
-        // What is kept apart has its room beside what readers may pin.
+        // What is kept apart has its room in addition to what readers may pin.
         let apart = needed.len().saturating_sub(1) + usize::from(max_slots);
         let needed = needed.union(*lent).len() + 1;
         let limit = apart.max(needed).min(MAX_SLOTS);

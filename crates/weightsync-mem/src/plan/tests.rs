@@ -1,5 +1,5 @@
 //! Decisions, one by one; `walk` then takes thousands of random ways through
-//! them beside a second, simpler bookkeeping.
+//! them next to a second, simpler bookkeeping.
 
 mod walk;
 

@@ -203,7 +203,7 @@ fn check(options: &AttachOptions) -> Result<(), Error> {
     Ok(())
 }
 
-/// The sender's next words on the way in, with the descriptors beside them.
+/// The sender's next words on the way in, with the descriptors that came with them.
 /// `None` if there are none by the deadline, or it has hung up.
 ///
 /// A sender that is there gets the time to answer, also when the deadline only

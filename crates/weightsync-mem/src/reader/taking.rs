@@ -57,7 +57,7 @@ impl Reader {
     }
 
     /// Makes snapshots of what is pinned, and says that it is taken, or that it
-    /// is damaged; of what is beside what is meant for this reader, nothing.
+    /// is damaged; of what is in addition to what is meant for this reader, nothing.
     ///
     /// `None` if a slot of it does not come in time, and [`Error::Interrupted`]
     /// if it is not waited for: then it is as if it had not been taken.

@@ -98,7 +98,7 @@ pub struct Progress {
     pub refused: Option<(u64, String)>,
 }
 
-/// What a relay's segment has beside a sender's.
+/// What a relay's segment has in addition to a sender's.
 #[derive(Debug)]
 pub(crate) struct Relayed {
     /// The sender's process, wherever that is.

@@ -277,7 +277,7 @@ fn nothing_is_left_behind() {
         drop((writer, reader, every, held, views));
         waiter
     };
-    // Other tests run beside this one unless the runner gives each a process;
+    // Other tests run next to this one unless the runner gives each a process;
     // so what is counted is what carries this crate's names.
     drop(round());
     let mine = || {

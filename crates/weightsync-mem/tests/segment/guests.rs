@@ -38,7 +38,7 @@ fn cpu() -> Duration {
 }
 
 /// What it costs a sender that so many join, and have one version each, while it waits
-/// for them, beside one that never has room.
+/// for them, next to one that never has room.
 fn cost_of(count: u32) -> Duration {
     let mut writer = small(&address(), 1, slots(8, 8));
     let full = join(&writer, count, Delivery::Every { bound: 1 });

@@ -596,7 +596,7 @@ struct Sample {
 
 impl Sample {
     /// Whether it takes less time to code, send and apply a delta than to send the bytes
-    /// themselves. Two threads code, one of them beside another that applies: over loopback,
+    /// themselves. Two threads code, one of them next to another that applies: over loopback,
     /// on two cores, all of it together takes less than one thread codes in where what changed
     /// is so little that it is put into an older version, and breaks even at twice that where
     /// the base is copied. There it has to gain a third: a sample varies by as much, and to be

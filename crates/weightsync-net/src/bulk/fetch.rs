@@ -163,7 +163,7 @@ struct Shared {
 }
 
 impl Fetch {
-    /// Begins to fetch what is missing in `room`, beside so many `others`; `done` is
+    /// Begins to fetch what is missing in `room`, next to so many `others`; `done` is
     /// called once, with what was not [taken](Self::take_came) before, from whichever
     /// thread: it must not wait.
     pub(crate) fn start(

@@ -142,7 +142,7 @@ impl Held {
     }
 
     /// Whether it was whole from the start: what is asked for is there then, and what
-    /// changed is made beside it.
+    /// changed is made next to it.
     pub(super) fn is_whole(&self) -> bool {
         matches!(self.source, Source::Whole(_))
     }

@@ -494,8 +494,8 @@ impl Plan {
     }
 
     /// Releases all there is of a model: what came after a version may be made from it.
-    /// Every worker that is to be told of it from here on waits until it is fetched again; the lanes of
-    /// those who were told stay where they are.
+    /// Every worker that is to be told of it from here on waits until it is fetched again; the
+    /// lanes of those who were told stay where they are.
     fn start_anew(&mut self, model: usize, effects: &mut Vec<Effect>) {
         for item in self.items.extract_if(.., |item, _| item.model == model) {
             let (item, _) = item;

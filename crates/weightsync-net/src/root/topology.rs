@@ -4,7 +4,7 @@
 //! first `arity` of them fetch from the sender, the others from agents before them:
 //! by arity 1 a chain. There is never a circle, and one whose parent is gone is given
 //! another at once. An agent that does not serve (a worker's own) fetches from the
-//! sender, beside the others, and has nobody below it.
+//! sender, next to the others, and has nobody below it.
 //!
 //! What happens to one costs no more the more there are, unless it moves others: one
 //! that comes, goes or changes its speed so that somebody has another parent by it.
@@ -172,7 +172,7 @@ impl Topology {
         self.assign()
     }
 
-    /// One that does not serve, and is not told, is to fetch from the sender: beside the
+    /// One that does not serve, and is not told, is to fetch from the sender: together with the
     /// others, where it takes nobody's place.
     fn beside(&mut self, agent: AgentId) -> Vec<Assigned> {
         let one = self.agents.get_mut(&agent);

@@ -3,7 +3,7 @@
 //! What is real: the decisions, [`Plan`](crate::relay::plan::Plan),
 //! [`Topology`](crate::root::topology::Topology) and
 //! [`Seats`](crate::root::seats::Seats), and the messages of control links. What is
-//! played beside them: what the engine of an agent and the hub of a sender do around
+//! played next to them: what the engine of an agent and the hub of a sender do around
 //! these decisions; the sender's lanes and queues; machines that have one agent each
 //! and up to three workers; links that have a rate and a latency, that are cut, fall
 //! silent, and come back; transfers in chunks that are passed on as they come.

@@ -19,7 +19,7 @@ const SCHEDULES: u64 = 1000;
 
 /// Schedules that failed before what they found was mended. They are the same schedules
 /// for as long as nothing is drawn in another order; what they found in an agent has a
-/// test of its own beside it.
+/// test of its own next to it.
 const FAILED: [u64; 10] = [
     1_795_323_496_109_698_690,
     1_795_325_658_197_831_334,

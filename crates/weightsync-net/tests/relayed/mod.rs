@@ -1,4 +1,4 @@
-//! `relayed`: `distributed:share=relay` where there is a relay. It runs beside each
+//! `relayed`: `distributed:share=relay` where there is a relay. It runs next to each
 //! sender, in a process of its own, and each worker that joins waits until it has joined, so that
 //! workers are readers of its segment from the beginning.
 

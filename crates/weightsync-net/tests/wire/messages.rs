@@ -227,7 +227,8 @@ fn what_the_other_end_would_refuse_is_not_sent() {
     assert!(refused(&Status { json }).contains("bytes of a status"));
 }
 
-/// Numbers of a sample that cannot be, put into its encoding: the decoder checks without the checksum.
+/// Numbers of a sample that cannot be, put into its encoding: the decoder checks without the
+/// checksum.
 #[test]
 fn what_comes_is_checked_as_well() {
     // (a message, where in its payload, what is put there)

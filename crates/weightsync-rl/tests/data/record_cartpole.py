@@ -2,7 +2,7 @@
 
     pip install gymnasium && python record_cartpole.py
 
-writes `cartpole.json` and `mountain_car.json` beside this file. Each trajectory
+writes `cartpole.json` and `mountain_car.json` next to this file. Each trajectory
 holds its float64 states (one more than its actions), the float32 observation
 after every step as Gymnasium returned it, and the flags of every step.
 """

@@ -81,7 +81,7 @@ pub(crate) enum Want {
 /// What becomes of a question.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Answer<V> {
-    /// The sequence is 0 for a set beside the newest.
+    /// The sequence is 0 for a set in addition to the newest.
     Set(Order<V>),
     /// There is no such version for this worker; these there are, newest first.
     Unknown { known: Vec<Version> },

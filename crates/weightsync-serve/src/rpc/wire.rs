@@ -151,7 +151,7 @@ pub(crate) enum Told {
 /// What a worker runs from here on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Applied {
-    /// Of the call, or of the answer; 0 for one beside the newest.
+    /// Of the call, or of the answer; 0 for one in addition to the newest.
     pub(crate) sequence: u64,
     pub(crate) versions: Vec<Runs>,
 }
@@ -203,7 +203,7 @@ pub(crate) enum WantWord {
 /// A set that was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Asked {
-    /// 0 for one beside the newest.
+    /// 0 for one in addition to the newest.
     pub(crate) sequence: u64,
     pub(crate) models: Vec<Part>,
 }

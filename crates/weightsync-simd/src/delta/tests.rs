@@ -67,7 +67,7 @@ fn all_paths<W: Word>(elements: usize, offset: usize, seed: u64, density: u64) {
             changes
         );
         assert!(image.bytes() == new, "{path:?} makes something else");
-        assert!(image.guards_intact(), "{path:?} writes beside its block");
+        assert!(image.guards_intact(), "{path:?} writes next to its block");
     }
 }
 

@@ -152,8 +152,8 @@ impl<B: Send + 'static> Follower<B> {
         let board = std::mem::take(&mut book.board);
         let receiver = book.receiver.take();
         drop(book);
-        let mut receiver =
-            receiver.unwrap_or_else(|| unreachable!("the thread that takes the receiver brings it back"));
+        let mut receiver = receiver
+            .unwrap_or_else(|| unreachable!("the thread that takes the receiver brings it back"));
         receiver.expect_interrupt();
         Ok((*receiver, board))
     }

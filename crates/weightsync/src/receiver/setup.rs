@@ -17,7 +17,7 @@ impl ReceiverSetup {
         }
     }
 
-    /// Knows schemes of one's own, beside those built in.
+    /// Knows schemes of one's own, in addition to those built in.
     #[must_use]
     pub fn schemes(mut self, schemes: Schemes) -> Self {
         self.schemes = schemes;

@@ -27,7 +27,7 @@ pub enum Role {
 }
 
 /// Tensors by dotted name, in the order in which they came: its own, or lent
-/// from somewhere else. Beside them the extra state of modules.
+/// from somewhere else. Next to them the extra state of modules.
 ///
 /// What is lent is only read: loading into it makes it a tensor of its own.
 ///

@@ -241,12 +241,14 @@ fn extra_state_keeps_the_layout_while_it_fits() {
 
     // Weights that are made again for each send take the room of the first.
     let mut again = model();
-    again.insert_extra_state("actor.0", "z".repeat(200).into())
+    again
+        .insert_extra_state("actor.0", "z".repeat(200).into())
         .unwrap();
     assert_ne!(WeightExtractor::layout(&again).unwrap(), layout);
     again.fit_extra_states(&layout).unwrap();
     assert_eq!(WeightExtractor::layout(&again).unwrap(), layout);
-    again.insert_extra_state("actor.0", "z".repeat(900).into())
+    again
+        .insert_extra_state("actor.0", "z".repeat(900).into())
         .unwrap();
     assert!(again.fit_extra_states(&layout).is_err());
     let error = weights

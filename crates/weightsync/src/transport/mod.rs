@@ -9,7 +9,7 @@
 //!
 //! | step of the journey | here |
 //! |---|---|
-//! | stage | [`SenderTransport::stage`]: room beside the live versions |
+//! | stage | [`SenderTransport::stage`]: room next to the live versions |
 //! | transport | [`Staging::write`], or the trainer writes into [`Staging::tensors_mut`] |
 //! | swap | [`Staging::publish`]: one atomic step for each worker |
 //! | verify, hand over | [`ReceiverTransport::next`] |
@@ -337,7 +337,7 @@ pub struct GoneWorker {
 /// all models of a publication in one step, also if this process is killed at
 /// any moment. Dropping it tells the workers and leaves nothing in the system.
 pub trait SenderTransport: fmt::Debug + Send + Sync {
-    /// Room for the next version of each of these models, beside everything
+    /// Room for the next version of each of these models, in addition to everything
     /// that a worker may still read.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ use weightsync::{Digest, DigestPolicy, SenderSetup, Snapshot, Tensors};
 
 use crate::{SOON, pair, pair_by, send_to, weights};
 
-/// The digest that the sender makes beside its work.
+/// The digest that the sender makes next to its work.
 pub fn published(snapshot: &Snapshot) -> Digest {
     let until = Instant::now() + SOON;
     loop {

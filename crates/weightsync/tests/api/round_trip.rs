@@ -95,7 +95,7 @@ fn saved_version_is_safetensors_with_its_digest() {
         .unwrap()
         .map(|entry| entry.unwrap().file_name())
         .collect();
-    assert_eq!(names, ["policy.safetensors"], "nothing is left beside it");
+    assert_eq!(names, ["policy.safetensors"], "nothing is left next to it");
 
     // As anybody else reads it.
     let file = fs::read(&path).unwrap();

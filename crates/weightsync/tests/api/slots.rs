@@ -289,7 +289,7 @@ fn too_many_versions_are_refused_by_model_name() {
         let options = SendOptions::new().workers([worker]);
         sender.send_with(&weights(), &options).err()
     });
-    let error = error.expect("64 versions beside that for all");
+    let error = error.expect("64 versions in addition to that for all");
     assert!(
         matches!(&error, Error::Crowded { model, slots: 64 } if model.as_str() == "policy"),
         "{error}"

@@ -42,7 +42,7 @@ pub fn read(worker: &WorkerProcess, plan: Plan) -> Result<(), Box<dyn std::error
     let mut alone = None;
     let mut fds = None;
     loop {
-        // Beside a living trainer nothing but a version or its end may end the
+        // Next to a living trainer nothing but a version or its end may end the
         // wait: a wake-up that is lost hangs, and is found.
         let timeout = alone.map(|_| LOOK);
         match receiver.receive(timeout) {

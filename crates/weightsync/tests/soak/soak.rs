@@ -113,7 +113,7 @@ struct Size {
 enum Arrangement {
     /// The trainer starts the readers, and they end with it.
     OwnWorkers,
-    /// The readers are started beside it, and go on with its successor.
+    /// The readers are started next to it, and go on with its successor.
     Outliving,
 }
 

@@ -217,7 +217,7 @@ impl Figures {
 fn whole(label: &str, codec: &str, delta: u64, dense: usize) -> Row {
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
     Row {
-        case: format!("{label}: {codec}, the delta beside all bytes"),
+        case: format!("{label}: {codec}, the delta compared with all bytes"),
         value: mib(delta as f64),
         unit: "MiB",
         baseline: mib(dense as f64),

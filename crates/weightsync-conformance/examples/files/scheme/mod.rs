@@ -12,7 +12,7 @@
 //!     said                       what it has staged, applied and refused
 //! ```
 //!
-//! Every file is written beside its place, and renamed into it once it is whole.
+//! Every file is written next to its place, and renamed into it once it is whole.
 //! Renaming `live` is the swap: it makes all models of a publication live for all
 //! workers. A worker looks at `live` every few milliseconds, and compares the
 //! digest of what it reads. The kernel releases a lock when its process dies,

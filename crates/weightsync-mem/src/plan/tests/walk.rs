@@ -1,5 +1,5 @@
 //! Random ways through the plan, with the shared pages and the readers played
-//! beside it, and a second bookkeeping in versions alone that says what every
+//! next to it, and a second bookkeeping in versions alone that says what every
 //! reader must find.
 
 mod meant;

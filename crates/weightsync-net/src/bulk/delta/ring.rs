@@ -14,7 +14,7 @@ use crate::relay::Item;
 /// all elements they are merged as lists.
 const FOLDED_FEW: u64 = 80 << 20;
 
-/// The same of many, and bytes of the image that it takes beside: measured at a hundredth to
+/// The same of many, and bytes of the image that it also takes: measured at a hundredth to
 /// nine tenths of all elements.
 const FOLDED: u64 = 600 << 20;
 const FOLDED_OF: u64 = 12 << 30;

@@ -268,7 +268,7 @@ fn who_has_no_base_takes_no_delta() {
 }
 
 /// By two deltas into the slot that has the version before the base; where somebody has
-/// written there and not come to an end, beside the base, as ever.
+/// written there and not come to an end, in addition to the base, as ever.
 #[test]
 fn small_change_is_applied_in_the_older_buffer() {
     let relay = relay("in-place", 2);

@@ -215,7 +215,7 @@ fn host_that_does_not_serve_has_no_children() {
     };
     assert_eq!((again.agent, again.parent), (3, 0));
     assert_eq!(chain.leave(1), []);
-    // However fast it is, nobody is slow beside it.
+    // However fast it is, no host is slow compared with it.
     chain.measured(0, 3, 1000 << 20, SECOND);
     chain.measured(0, 2, 40 << 20, SECOND);
     chain.measured(2, 4, 80 << 20, SECOND);

@@ -284,7 +284,7 @@ fn settled(stage: &mut Stage) -> u64 {
     status.served
 }
 
-/// 16 KiB to so many workers, beside one: how long it takes, and what each costs the
+/// 16 KiB to so many workers, compared with one: how long it takes, and what each costs the
 /// sender's memory. `gather` brings them.
 fn many(what: &str, hosts: usize, count: u32, gather: fn(&mut Stage)) -> Vec<Row> {
     const BYTES: usize = 16 << 10;

@@ -137,7 +137,7 @@ fn alone() {
     for host in 1..4 {
         stage.start_workers(host, &[host as u32]);
     }
-    // One beside another, each for itself.
+    // Next to each other, each for itself.
     stage.start_workers(3, &[4]);
     for _ in 0..5 {
         let sent = stage.send_everywhere();
@@ -166,7 +166,7 @@ fn late() {
     for _ in 0..50 {
         stage.send_everywhere();
     }
-    // Beside a relay, and where nobody was.
+    // Next to a relay, and where nobody was.
     stage.begin_worker(2, 1);
     stage.begin_worker(3, 2);
     let took = stage.until("the late ones have the newest", |stage| {

@@ -19,7 +19,7 @@ const FULL: u64 = 30;
 /// Things that happen in one.
 const EVENTS: u64 = 12;
 
-/// Hosts beside the trainer's.
+/// Hosts next to the trainer's.
 const HOSTS: usize = 3;
 
 /// How long a send waits for those that cannot be reached.

@@ -135,7 +135,7 @@ async fn version(
     let Some(expected) = part.digest else {
         return Ok(snapshot);
     };
-    // Beside the thread that says that this worker is here.
+    // Next to the thread that says that this worker is here.
     let whole = snapshot.clone();
     match spawn_blocking(move || whole.digest()).await {
         Ok(got) if got == expected => Ok(snapshot.with_digest(expected)),

@@ -74,7 +74,7 @@ impl RpcSender {
         })
     }
 
-    /// Waits until no more versions of a model are alive beside those that are meant
+    /// Waits until no more versions of a model are alive in addition to those that are meant
     /// for somebody than there may be: a worker that fetches slowly keeps one.
     fn wait_for_room(&self, model: usize, deadline: Deadline) -> Result<()> {
         let since = Instant::now();

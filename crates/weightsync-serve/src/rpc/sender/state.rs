@@ -17,7 +17,7 @@ use crate::rpc::plan::{LaneId, Numbered, Plan};
 use crate::rpc::wait_on;
 use crate::rpc::wire::{CHUNK, Crc, Part, url};
 
-/// One version with what travels beside its bytes.
+/// One version with what travels in addition to its bytes.
 #[derive(Debug)]
 pub(super) struct Kept {
     pub(super) model: usize,
@@ -267,7 +267,7 @@ impl Shared {
         self.digest.notify_one();
     }
 
-    /// Makes digests one after the other, beside whatever else is done.
+    /// Makes digests one after the other, next to whatever else is done.
     pub(super) async fn make_digests(self: Arc<Self>) {
         loop {
             let next = {

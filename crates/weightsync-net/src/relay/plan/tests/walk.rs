@@ -1,4 +1,4 @@
-//! Random ways through the plan, with a second bookkeeping beside it that says what
+//! Random ways through the plan, with a second bookkeeping next to it that says what
 //! may be done and what must be.
 
 mod op;
