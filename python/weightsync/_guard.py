@@ -87,7 +87,7 @@ loading = _Loading()
 
 
 class _Entered(threading.local):
-    """The calls of this thread that hold the models: module, frame, and the seat it took."""
+    """The calls of this thread that hold the models: module, frame, and the permit it took."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any]] = []
@@ -107,7 +107,7 @@ class Hold:
         """From here on nothing changes: in a block, or while a module's forward is in `frame`."""
         calls = self._entered.calls
         if not calls:
-            # The outermost call has the seat. A thread that loads is alone with the models.
+            # The outermost call has the permit. A thread that loads is alone with the models.
             take_seat = None if loading.depth else self._take_seat
             calls.append((module, frame, None if take_seat is None else take_seat()))
             return

@@ -18,7 +18,7 @@ __all__ = [
     "Mapping",
     "PendingSend",
     "Report",
-    "Seat",
+    "Permit",
     "Session",
     "SetSnapshot",
     "Snapshot",
@@ -396,7 +396,7 @@ class Session:
 
 @final
 class Background:
-    def take_seat(self) -> Seat: ...
+    def take_seat(self) -> Permit: ...
     def safe_point(self) -> dict[str, int] | None: ...
     def state(self) -> tuple[_State, str, str | None]: ...
     def versions(self) -> dict[str, int]: ...
@@ -405,7 +405,7 @@ class Background:
     def shutdown(self, reason: str | None = None) -> None: ...
 
 @final
-class Seat:
+class Permit:
     def release(self) -> None: ...
 
 @final

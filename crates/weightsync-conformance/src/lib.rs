@@ -196,7 +196,7 @@ impl fmt::Debug for Subjects {
 pub fn main(subjects: &Subjects) -> ExitCode {
     match worker::current() {
         Ok(None) => run(subjects),
-        Ok(Some(process)) => match harness::puppet::obey(&process, subjects) {
+        Ok(Some(process)) => match harness::process::obey(&process, subjects) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("{error}");

@@ -1,4 +1,4 @@
-//! Sleeping on a word of a lane.
+//! Sleeping on a word of a mailbox.
 //!
 //! The word is 64 bits wide and a futex 32: its low half changes with everything
 //! that is to wake its sleeper (it holds the record and the low bits of the
@@ -17,7 +17,7 @@ use crate::sync::load_acquire;
 use crate::wait::{Deadline, timespec};
 
 #[cfg(not(target_endian = "little"))]
-compile_error!("the low half of a lane's word is expected at its address");
+compile_error!("the low half of a mailbox's word is expected at its address");
 
 /// What [`wait`] compares with.
 pub(crate) fn value(word: &AtomicU64) -> u32 {
@@ -32,7 +32,7 @@ pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(
     match futex::wait(low_half(word), Flags::empty(), value, left.as_ref()) {
         Ok(()) | Err(Errno::AGAIN | Errno::TIMEDOUT) => Ok(()),
         Err(Errno::INTR) => interrupt::ask(),
-        Err(errno) => Err(os("sleeping on the lane")(errno)),
+        Err(errno) => Err(os("sleeping on the mailbox")(errno)),
     }
 }
 

@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::limits;
 use crate::model::ModelSpec;
 use crate::plan::{Lend, Plan};
-use crate::roster::{Shared, State};
+use crate::registry::{Shared, State};
 use crate::slot::Slot;
 use crate::staging::Part;
 use crate::wait::Deadline;
@@ -115,7 +115,7 @@ pub(crate) fn lend(
     deadline: Deadline,
 ) -> Result<Option<Short>, Error> {
     let mut state = shared.state();
-    // Heads and records before data pins, again after each change of a lane.
+    // Heads and records before data pins, again after each change of a mailbox.
     let mut records = shared.observe(&mut state);
     while let Some(&model) = models.get(parts.len()) {
         let pinned = shared.pinned(&mut state, model, records);

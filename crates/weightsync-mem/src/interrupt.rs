@@ -20,7 +20,8 @@
 //! | a slot that is on its way | `Watch::slots` |
 //! | a sender that is not there yet, its answer, a name that comes free | [`sleep`] and `wait::poll`, by `Reader::attach` and `Socket::listen` |
 //! | a lock of the run directory | [`sleep`], in weightsync's `run_dir.rs` |
-//! | a background receiver: its status, the receiver, the models, its end | the desk in weightsync's `background/thread.rs` |
+//! | a background receiver: its status, the receiver, the models, its end | the handoff in
+//! weightsync's `background/thread.rs` |
 //! | worker processes: their frames, room in their pipes, their end | weightsync's `worker/wait.rs` |
 //!
 //! A wait that always ends soon is not interruptible: a lock held for a few steps, the

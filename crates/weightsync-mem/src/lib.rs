@@ -4,7 +4,7 @@
 //! A *segment* is the memory of one or more models: for each two or more *data
 //! slots*, with room for one version each; a header that only the sender writes,
 //! with *set records* that say which versions go together; and for each reader a
-//! *lane* that only the sender writes (which set that worker is to run) and a
+//! *mailbox* that only the sender writes (which set that worker is to run) and a
 //! control page that only that reader writes (what it holds, and how far it is).
 //!
 //! | step | here |
@@ -40,21 +40,21 @@ mod futex;
 #[cfg(not(loom))]
 mod grow;
 #[cfg(not(loom))]
-mod guest;
-#[cfg(not(loom))]
 pub mod interrupt;
-#[cfg(not(loom))]
-mod lanes;
 #[cfg(not(loom))]
 mod late;
 #[cfg_attr(loom, allow(dead_code))]
 mod limits;
+#[cfg(not(loom))]
+mod mailboxes;
 #[cfg(not(loom))]
 mod map;
 #[cfg(not(loom))]
 mod model;
 #[cfg(not(loom))]
 mod pagemap;
+#[cfg(not(loom))]
+mod partial_slot;
 #[cfg(not(loom))]
 mod pins;
 mod plan;
@@ -65,13 +65,13 @@ mod private;
 #[cfg(not(loom))]
 mod reader;
 #[cfg(not(loom))]
+mod registry;
+#[cfg(not(loom))]
 mod relay;
 #[cfg(not(loom))]
+mod remote_reader;
+#[cfg(not(loom))]
 mod report;
-#[cfg(not(loom))]
-mod room;
-#[cfg(not(loom))]
-mod roster;
 mod scan;
 #[cfg(not(loom))]
 mod service;
@@ -104,17 +104,17 @@ pub use crate::{
     copy::{BoxedError, CopyOptions, Fill, Source},
     error::{Error, Holder, RecordHolder},
     fork::Origin,
-    guest::{Guest, GuestOptions, Guests, Told},
     late::Lateness,
     limits::raise_files,
     model::{MAX_NOTE_BYTES, ModelSpec},
+    partial_slot::{ChunkWrite, PartialSlot},
     plan::Targets,
     private::PrivateView,
     reader::{AttachOptions, Member, Reader, Resume, Taken},
+    registry::{Attendance, Departure, GoneReader, ReaderStatus},
     relay::{Event, Progress, Relay, Seated},
+    remote_reader::{Notified, RemoteReader, RemoteReaderOptions, RemoteReaders},
     report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
-    room::{Piece, Room},
-    roster::{Attendance, Going, GoneReader, ReaderStatus},
     shared::Ending,
     snapshot::Snapshot,
     socket::{Listener, is_served},

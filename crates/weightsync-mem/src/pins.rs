@@ -11,7 +11,7 @@ use crate::map::{Mapping, OwnedFile};
 use crate::private::SweepsOf;
 use crate::protocol::{Live, LiveWord, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
 use crate::set::{ModelSet, Models};
-use crate::shared::{Control, Header, Lane};
+use crate::shared::{Control, Header, Mailbox};
 use crate::socket::Socket;
 use crate::wait::Doorbell;
 use crate::wire::FromReader;
@@ -25,7 +25,7 @@ pub(crate) enum Home {
         /// The control page.
         control: OwnedFile,
         /// What the sender wants this reader to run.
-        lane: Mapping,
+        mailbox: Mapping,
         /// The connection to the sender.
         socket: Socket,
     },
@@ -97,10 +97,10 @@ impl PinBook {
         }
     }
 
-    /// A reader's lane.
-    pub(crate) fn lane(&self) -> Result<&Lane, Error> {
+    /// A reader's mailbox.
+    pub(crate) fn mailbox(&self) -> Result<&Mailbox, Error> {
         match &self.home {
-            Home::Reader { lane, .. } => Ok(lane.table()),
+            Home::Reader { mailbox, .. } => Ok(mailbox.table()),
             Home::Sender(_) => Err(not_a_reader()),
         }
     }
@@ -118,30 +118,30 @@ impl PinBook {
         self.word(model).held()
     }
 
-    /// Pins the set that the lane's live word is on, whichever that is by then;
+    /// Pins the set that the mailbox's live word is on, whichever that is by then;
     /// the sender is told if its record is damaged. `None` while there is none.
     pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
-        self.pin_word(&self.lane()?.live.0, true)
+        self.pin_word(&self.mailbox()?.live.0, true)
     }
 
-    /// Pins the set that the lane's live word is on, to look at it.
+    /// Pins the set that the mailbox's live word is on, to look at it.
     pub(crate) fn look_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
-        self.pin_word(&self.lane()?.live.0, false)
+        self.pin_word(&self.mailbox()?.live.0, false)
     }
 
     /// Pins the set that answers what was asked last. `None` while there is none.
     pub(crate) fn pin_answer(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
-        self.pin_word(&self.lane()?.answer.0.live, false)
+        self.pin_word(&self.mailbox()?.answer.0.live, false)
     }
 
-    /// Pins the set that a word of the lane is on. What is wrong with one that
+    /// Pins the set that a word of the mailbox is on. What is wrong with one that
     /// the reader is told (and not only looks at, or asked for) the sender hears.
     ///
     /// Lock-free: it starts over only when the sender has moved the word in
     /// between.
     fn pin_word(self: &Arc<Self>, word: &LiveWord, told: bool) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
-        let lane = self.lane()?;
+        let mailbox = self.mailbox()?;
         let records = &self.control()?.records;
         while let Some(live) = word.load() {
             let hold = records.pin(live, word).then(|| self.hand_over(live));
@@ -152,7 +152,7 @@ impl PinBook {
             } else {
                 self.tell_sender();
             }
-            self.tell_room(lane);
+            self.tell_room(mailbox);
             if let Some(hold) = hold {
                 if let (true, Err(error)) = (told, &hold) {
                     self.refuse_damage(live.sequence, error);
@@ -163,17 +163,17 @@ impl PinBook {
         Ok(None)
     }
 
-    /// Pins the set at `position` of the lane's queue, which is this reader's
+    /// Pins the set at `position` of the mailbox's queue, which is this reader's
     /// head: nobody else moves it. `None` if the sender has not got that far, or
     /// has shut the queue.
     pub(crate) fn take_queued(self: &Arc<Self>, position: u64) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
-        let (lane, control) = (self.lane()?, self.control()?);
-        let Some(live) = lane.queue.0.get(position) else {
+        let (mailbox, control) = (self.mailbox()?, self.control()?);
+        let Some(live) = mailbox.queue.0.get(position) else {
             return Ok(None);
         };
         let hold = self.hand_over(live);
-        if !lane.queue.0.is_open() {
+        if !mailbox.queue.0.is_open() {
             // The entry was taken back, and what it named may be written. The
             // data pins are withdrawn with `hold`.
             return Ok(None);
@@ -185,7 +185,7 @@ impl PinBook {
         control.head.advance(position + 1);
         // The sender hears of it with what becomes of the set.
         order();
-        self.tell_room(lane);
+        self.tell_room(mailbox);
         hold.map(Some)
     }
 
@@ -266,8 +266,8 @@ impl PinBook {
     /// Tells the sender that a record was given back, if it wants to hear of it.
     /// After a fence (there is one in [`tell_sender`](Self::tell_sender)): a sender
     /// that asks to be told looks again after asking.
-    pub(crate) fn tell_room(&self, lane: &Lane) {
-        if lane.wants_room.0.sleeping()
+    pub(crate) fn tell_room(&self, mailbox: &Mailbox) {
+        if mailbox.wants_room.0.sleeping()
             && let Ok(socket) = self.socket()
         {
             // A sender that is gone needs no telling.

@@ -2,19 +2,19 @@
 //! may be written again.
 //!
 //! **Guarantee.** Plain values in, plain values out: no shared memory and no
-//! waiting here. [`Plan`] remembers what every worker is meant to run and what
-//! every lane was last told; its methods answer with the [`Step`]s that make the
+//! waiting here. [`Plan`] remembers what every worker should run and what
+//! every mailbox was last told; its methods answer with the [`Step`]s that make the
 //! shared pages say the same, to be taken in order and under the same lock.
 //!
 //! * A slot or record that anything refers to is never given out.
-//! * Each step puts a lane on a whole set: all models of a publication or none.
+//! * Each step puts a mailbox on a whole set: all models of a publication or none.
 //! * A worker that is not named keeps what it has, and one that joins gets the
 //!   newest set meant for it.
-//! * A model gets no more slots than its options and what is meant to be run ask
+//! * A model gets no more slots than its options and what workers should run ask
 //!   for.
 
-mod lane;
-mod meant;
+mod desired;
+mod mailbox;
 mod publishing;
 mod readers;
 mod records;
@@ -23,16 +23,16 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use weightsync_core::{Version, WorkerId};
 
-use self::lane::{Lane, Teller};
-use self::meant::Meant;
+use self::desired::Desired;
+use self::mailbox::{Mailbox, Teller};
 use self::records::Records;
 use crate::protocol::{Live, MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, SetRecord};
 use crate::wire::Delivery;
 
 /// Which reader: the worker, and the how-manieth to join. A worker that closed
-/// its end but still holds snapshots stays in the roster next to its successor;
-/// here there is one lane per worker, its newest reader's.
+/// its end but still holds snapshots stays in the registry next to its successor;
+/// here there is one mailbox per worker, its newest reader's.
 pub(crate) type Key = (WorkerId, u64);
 
 /// To whom a publication goes.
@@ -49,21 +49,21 @@ pub enum Targets {
 pub(crate) enum Step {
     /// Write this set record with what [`Plan::record`] says.
     Write { record: u8 },
-    /// Swap the lane's live word.
+    /// Swap the mailbox's live word.
     Flip { key: Key, live: Live },
-    /// Push on the lane's queue. There is room.
+    /// Push on the mailbox's queue. There is room.
     Push { key: Key, live: Live },
-    /// Swap the lane's word for answers, and say which question it answers.
+    /// Swap the mailbox's word for answers, and say which question it answers.
     Answer { key: Key, live: Live, question: u64 },
-    /// Clear the lane's word for answers.
+    /// Clear the mailbox's word for answers.
     Clear { key: Key },
 }
 
 /// What a publication is for one connected reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
-    /// A step puts its lane there.
-    Told,
+pub(crate) enum Disposition {
+    /// A step puts its mailbox there.
+    Notified,
     /// Its queue has no room, or no record is free: a later [`Plan::deliver`]
     /// puts it there, unless [`Plan::give_up`] comes first.
     Waiting,
@@ -80,22 +80,22 @@ pub(crate) enum Fate {
     Shut,
 }
 
-/// The plan keeps this lane no more. The words of the lane's page still name records and
+/// The plan keeps this mailbox no more. The words of the mailbox's page still name records and
 /// slots, which may be written again from now on, so the page has to follow before the
 /// lock is released: `Reader::take_down` sees to it.
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "the lane's words still name what may be written again: `Reader::take_down` clears them"]
+#[must_use = "the mailbox's words still name what may be written again: `Reader::take_down` clears them"]
 pub(crate) struct Removed(());
 
 /// A decided publication.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Published {
-    /// Its sequence number: a lane that has taken this or a later one has taken it.
+    /// Its sequence number: a mailbox that has taken this or a later one has taken it.
     pub(crate) sequence: u64,
     /// The version each model got.
     pub(crate) versions: Vec<(usize, Version)>,
     /// What it is for each connected reader that it is for.
-    pub(crate) fates: Vec<(Key, Fate)>,
+    pub(crate) dispositions: Vec<(Key, Disposition)>,
     /// Workers that were named but are not connected.
     pub(crate) absent: Vec<WorkerId>,
 }
@@ -123,7 +123,7 @@ pub(crate) enum Lend {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
     /// The steps answer it, or there is no record for the answer yet.
-    Told,
+    Notified,
     /// It will be answered when there is such a version.
     Later,
     /// There is no such version for this reader; the newest there are.
@@ -131,20 +131,20 @@ pub(crate) enum Answer {
     /// The reader was not given this model, or takes every version and so has
     /// nothing to ask for.
     NotAllowed,
-    /// There is no such lane, or it is shut.
+    /// There is no such mailbox, or it is shut.
     Gone,
 }
 
-/// What all workers are meant to run, and what their lanes say.
+/// What all workers should run, and what their mailboxes say.
 #[derive(Debug)]
 pub(crate) struct Plan {
     models: Vec<Model>,
     /// The last sequence number given out.
     sequence: u64,
-    meant: Meant,
+    desired: Desired,
     records: Records,
-    lanes: BTreeMap<WorkerId, Lane>,
-    /// The workers whose lanes wait for room.
+    mailboxes: BTreeMap<WorkerId, Mailbox>,
+    /// The workers whose mailboxes wait for room.
     waiting: BTreeSet<WorkerId>,
 }
 
@@ -176,9 +176,9 @@ impl Plan {
         Self {
             models: slots.into_iter().map(model).collect(),
             sequence: 0,
-            meant: Meant::new(history.into()),
+            desired: Desired::new(history.into()),
             records: Records::new(),
-            lanes: BTreeMap::new(),
+            mailboxes: BTreeMap::new(),
             waiting: BTreeSet::new(),
         }
     }
@@ -195,14 +195,14 @@ impl Plan {
 
 /// Holding.
 impl Plan {
-    /// Holds workers, connected or not, at what they are meant to run now.
+    /// Holds workers, connected or not, at what they should run now.
     pub(crate) fn hold(&mut self, workers: &[WorkerId]) {
         for worker in workers {
-            self.meant.hold(*worker);
+            self.desired.hold(*worker);
         }
     }
 
-    /// Holds them no more. The lanes for which something was published meanwhile
+    /// Holds them no more. The mailboxes for which something was published meanwhile
     /// go to the newest at once.
     pub(crate) fn release(
         &mut self,
@@ -212,18 +212,25 @@ impl Plan {
     ) {
         let mut teller = self.teller(record_pins, steps);
         for worker in workers {
-            let Some(was) = self.meant.release(*worker) else {
+            let Some(was) = self.desired.release(*worker) else {
                 continue;
             };
-            let Some(lane) = self.lanes.get_mut(worker).filter(|lane| !lane.shut) else {
+            let Some(mailbox) = self
+                .mailboxes
+                .get_mut(worker)
+                .filter(|mailbox| !mailbox.shut)
+            else {
                 continue;
             };
-            let set = self.meant.for_worker(*worker);
-            let news = set.only(lane.models) != was.only(lane.models);
+            let set = self.desired.for_worker(*worker);
+            let news = set.only(mailbox.models) != was.only(mailbox.models);
             if !news {
                 continue;
             }
-            let (pushed, question) = (lane.delivery != Delivery::Asked, lane.take_wanted(&set));
+            let (pushed, question) = (
+                mailbox.delivery != Delivery::Asked,
+                mailbox.take_wanted(&set),
+            );
             if pushed {
                 self.point(*worker, &set, &mut teller);
             }
@@ -234,7 +241,7 @@ impl Plan {
     }
 
     pub(crate) fn is_held(&self, worker: WorkerId) -> bool {
-        self.meant.held(worker).is_some()
+        self.desired.held(worker).is_some()
     }
 }
 
@@ -257,12 +264,12 @@ impl Plan {
 
     /// The newest that was sent to all.
     pub(crate) fn default_set(&self) -> &ModelSet {
-        self.meant.default_set()
+        self.desired.default_set()
     }
 
-    /// What a worker is meant to run once it is not held, connected or not.
+    /// What a worker should run once it is not held, connected or not.
     pub(crate) fn if_released(&self, worker: WorkerId) -> ModelSet {
-        self.meant.if_released(worker)
+        self.desired.if_released(worker)
     }
 
     /// The slot of exactly this version, while anything refers to it.
@@ -273,12 +280,12 @@ impl Plan {
                 .iter()
                 .find(|&slot| self.version_in(model, slot) == version)
         };
-        self.meant.find(model, version).or_else(told)
+        self.desired.find(model, version).or_else(told)
     }
 
     /// The versions of a model that [`find`](Self::find) finds, newest first.
     pub(crate) fn kept(&self, model: usize) -> Vec<Version> {
-        let slots = self.meant.slots(model).union(self.told(model));
+        let slots = self.desired.slots(model).union(self.told(model));
         let mut kept: Vec<_> = slots
             .iter()
             .map(|slot| self.version_in(model, slot))
@@ -308,92 +315,108 @@ impl Plan {
         slots_in(sets, model)
     }
 
-    /// The slots of a model that this reader's lane refers to, for saying who
+    /// The slots of a model that this reader's mailbox refers to, for saying who
     /// holds what.
-    pub(crate) fn lane_slots(&self, key: Key, model: usize) -> SlotSet {
-        let lane = self.lane(key).filter(|lane| lane.models.contains(model));
-        let waiting = lane.map(|lane| slots_in(lane.kept_waiting(), model));
+    pub(crate) fn mailbox_slots(&self, key: Key, model: usize) -> SlotSet {
+        let mailbox = self
+            .mailbox(key)
+            .filter(|mailbox| mailbox.models.contains(model));
+        let waiting = mailbox.map(|mailbox| slots_in(mailbox.kept_waiting(), model));
         let named = self.named_slots(key, model);
         named.union(waiting.unwrap_or_default())
     }
 
-    /// The slots of a model that this reader's lane names in the shared pages.
+    /// The slots of a model that this reader's mailbox names in the shared pages.
     pub(crate) fn named_slots(&self, key: Key, model: usize) -> SlotSet {
-        let lane = self.lane(key).filter(|lane| lane.models.contains(model));
-        let records = lane.map(Lane::records).unwrap_or_default();
+        let mailbox = self
+            .mailbox(key)
+            .filter(|mailbox| mailbox.models.contains(model));
+        let records = mailbox.map(Mailbox::records).unwrap_or_default();
         self.slots_of(records, model)
     }
 
-    /// The records that this reader's lane names there.
+    /// The records that this reader's mailbox names there.
     pub(crate) fn named_records(&self, key: Key) -> SlotSet {
-        self.lane(key).map(Lane::records).unwrap_or_default()
+        self.mailbox(key).map(Mailbox::records).unwrap_or_default()
     }
 
-    /// The slots of a model that lanes refer to.
+    /// The slots of a model that mailboxes refer to.
     fn told(&self, model: usize) -> SlotSet {
-        let lanes = self.lanes.values();
-        let lanes = lanes.filter(|lane| lane.models.contains(model));
-        let records = lanes.fold(SlotSet::default(), |all, lane| all.union(lane.records()));
+        let mailboxes = self.mailboxes.values();
+        let mailboxes = mailboxes.filter(|mailbox| mailbox.models.contains(model));
+        let records = mailboxes.fold(SlotSet::default(), |all, mailbox| {
+            all.union(mailbox.records())
+        });
         self.slots_of(records, model)
     }
 
-    fn lane(&self, (worker, joined): Key) -> Option<&Lane> {
-        self.lanes.get(&worker).filter(|lane| lane.joined == joined)
+    fn mailbox(&self, (worker, joined): Key) -> Option<&Mailbox> {
+        self.mailboxes
+            .get(&worker)
+            .filter(|mailbox| mailbox.joined == joined)
     }
 
-    fn lane_mut(&mut self, (worker, joined): Key) -> Option<&mut Lane> {
-        let lane = self.lanes.get_mut(&worker);
-        lane.filter(|lane| lane.joined == joined)
+    fn mailbox_mut(&mut self, (worker, joined): Key) -> Option<&mut Mailbox> {
+        let mailbox = self.mailboxes.get_mut(&worker);
+        mailbox.filter(|mailbox| mailbox.joined == joined)
     }
 
     /// Where the steps of one decision go. Made before the first of them: the
-    /// pins were looked for while the lanes were where they are now, so a record
-    /// that a lane is taken off may be pinned by now, and stays in use to the end
+    /// pins were looked for while the mailboxes were where they are now, so a record
+    /// that a mailbox is taken off may be pinned by now, and stays in use to the end
     /// of the decision.
     fn teller<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<Step>) -> Teller<'a> {
         Teller::new(self.records.told().union(record_pins), steps)
     }
 
-    /// Points one lane at a set, by a record that is newer than what it was told.
+    /// Points one mailbox at a set, by a record that is newer than what it was told.
     /// Where no more may wait, it takes the place of the last that does: a reader
     /// of every version would else stay behind the newest for good.
     fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) {
-        let Some(lane) = self.lanes.get_mut(&worker) else {
+        let Some(mailbox) = self.mailboxes.get_mut(&worker) else {
             return;
         };
-        lane.deliver(worker, &mut self.records, teller);
-        let after = lane.waiting.back().map_or(lane.told, |last| last.sequence);
+        mailbox.deliver(worker, &mut self.records, teller);
+        let after = mailbox
+            .waiting
+            .back()
+            .map_or(mailbox.told, |last| last.sequence);
         let sequence = self.records.newer(after, set).unwrap_or_else(|| {
             self.sequence += 1;
             self.sequence
         });
-        if lane.tell(worker, sequence, set, &mut self.records, teller) == Fate::Full {
-            lane.waiting.pop_back();
-            lane.tell(worker, sequence, set, &mut self.records, teller);
+        if mailbox.tell(worker, sequence, set, &mut self.records, teller) == Disposition::Full {
+            mailbox.waiting.pop_back();
+            mailbox.tell(worker, sequence, set, &mut self.records, teller);
         }
         self.note(worker);
     }
 
     /// Answers a question, by a record that is newer than the answer before.
     fn answer(&mut self, worker: WorkerId, question: u64, set: &ModelSet, teller: &mut Teller<'_>) {
-        let Some(lane) = self.lanes.get_mut(&worker) else {
+        let Some(mailbox) = self.mailboxes.get_mut(&worker) else {
             return;
         };
-        let sequence = self.records.newer(lane.asks.told, set).unwrap_or_else(|| {
-            self.sequence += 1;
-            self.sequence
-        });
-        lane.answer(worker, (question, sequence), set, &mut self.records, teller);
+        let sequence = self
+            .records
+            .newer(mailbox.asks.told, set)
+            .unwrap_or_else(|| {
+                self.sequence += 1;
+                self.sequence
+            });
+        mailbox.answer(worker, (question, sequence), set, &mut self.records, teller);
         self.note(worker);
     }
 
-    /// What is counted is what the lanes say.
+    /// What is counted is what the mailboxes say.
     #[cfg(test)]
     pub(crate) fn check_counts(&self) {
-        let lanes = self.lanes.values();
-        let told = lanes.fold(SlotSet::default(), |all, lane| all.union(lane.records()));
+        let mailboxes = self.mailboxes.values();
+        let told = mailboxes.fold(SlotSet::default(), |all, mailbox| {
+            all.union(mailbox.records())
+        });
         assert_eq!(self.records.told(), told);
-        let waiting = self.lanes.iter().filter(|(_, lane)| lane.waits());
+        let waiting = self.mailboxes.iter().filter(|(_, mailbox)| mailbox.waits());
         let waiting: BTreeSet<_> = waiting.map(|(worker, _)| *worker).collect();
         assert_eq!(self.waiting, waiting);
     }

@@ -1,4 +1,4 @@
-//! The lane protocol: the atomics-only state machine that makes a torn read
+//! The mailbox protocol: the atomics-only state machine that makes a torn read
 //! impossible.
 //!
 //! **Guarantee.** A data slot that a reader has pinned is not written until the
@@ -8,9 +8,9 @@
 //!
 //! **Mechanism.** Two things are recycled: *set records*, which say for each
 //! model which data slot to use, and the *data slots* themselves. Each reader
-//! has a lane with one [`LiveWord`] and one [`Queue`] (written by the sender
+//! has a mailbox with one [`LiveWord`] and one [`Queue`] (written by the sender
 //! alone), one [`PinWord`] for records, one for the data slots of each model,
-//! and a [`Head`] (written by that reader alone). A lane uses its live word or
+//! and a [`Head`] (written by that reader alone). A mailbox uses its live word or
 //! its queue, never both; what the reader asks for comes by a second live word.
 //!
 //! By live word (the newest, or what the worker asks for):
@@ -18,13 +18,13 @@
 //! * A reader *announces* a pin for the record it believes live, then issues a
 //!   sequentially consistent fence, then *re-checks* that the live word has not
 //!   moved. Only if it has not, the pin counts.
-//! * The sender swaps the live words of all lanes, issues the same fence once, and
+//! * The sender swaps the live words of all mailboxes, issues the same fence once, and
 //!   only then reads the pins to find what it may write.
 //!
 //! The two fences are totally ordered. If the reader's comes first, the sender
 //! sees the pin and leaves the record alone; if the sender's comes first, the
 //! reader sees the new live word and withdraws. The live word carries a sequence
-//! number that only grows in a lane, so a record that was recycled between the
+//! number that only grows in a mailbox, so a record that was recycled between the
 //! two looks is not mistaken for the old one.
 //!
 //! By queue (a worker that wants every version): what lies between the reader's
@@ -42,7 +42,7 @@
 //!
 //! A reader that stops anywhere in this leaves at worst pins behind, which its
 //! death removes (the sender stops scanning its words); a sender that stops
-//! anywhere leaves each lane on a whole set. `protocol/loom_tests.rs` checks
+//! anywhere leaves each mailbox on a whole set. `protocol/loom_tests.rs` checks
 //! both at every step.
 
 use crate::sync::{AtomicU64, Ordering, fence, load_acquire};
@@ -64,10 +64,10 @@ pub const QUEUE: usize = if cfg!(loom) { 4 } else { 64 };
 /// that an entry being read is never the one being written.
 pub const MAX_BOUND: u8 = (QUEUE / 2) as u8;
 
-/// Which set record a lane is on, and when it came to that.
+/// Which set record a mailbox is on, and when it came to that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Live {
-    /// Counts the sender's steps from 1; only grows in a lane.
+    /// Counts the sender's steps from 1; only grows in a mailbox.
     pub sequence: u64,
     /// The set record, below [`MAX_RECORDS`].
     pub record: u8,
@@ -90,7 +90,7 @@ impl Live {
     }
 }
 
-/// The word that says which set record a lane is on. The sender writes it, the
+/// The word that says which set record a mailbox is on. The sender writes it, the
 /// reader reads it.
 #[repr(transparent)]
 #[derive(Debug)]
@@ -120,14 +120,14 @@ impl LiveWord {
         &self.0
     }
 
-    /// Puts the lane on `live`. Everything written before is visible to the
+    /// Puts the mailbox on `live`. Everything written before is visible to the
     /// reader once it has pinned it. The sender calls [`order`] after the last of its
-    /// lanes, before it looks at pins or asks who sleeps.
+    /// mailboxes, before it looks at pins or asks who sleeps.
     pub fn swap_in(&self, live: Live) {
         self.0.store(live.pack(), Ordering::Release);
     }
 
-    /// Takes the lane off its record: it has none until the next
+    /// Takes the mailbox off its record: it has none until the next
     /// [`swap_in`](Self::swap_in). The fence makes every pin announced before visible
     /// to the scan that follows.
     pub fn clear(&self) {
@@ -189,7 +189,7 @@ impl PinWord {
     }
 }
 
-/// The records a lane is to go through one after the other. The sender writes
+/// The records a mailbox is to go through one after the other. The sender writes
 /// it, the reader reads it.
 #[repr(C)]
 #[derive(Debug)]
@@ -400,9 +400,9 @@ impl SleepWord {
     }
 }
 
-/// Orders changes before the question whether anybody sleeps, and new records in lanes
+/// Orders changes before the question whether anybody sleeps, and new records in mailboxes
 /// before the next look at pins: every pin that was announced before is visible to it.
-/// One call serves any number of lanes.
+/// One call serves any number of mailboxes.
 pub fn order() {
     fence(Ordering::SeqCst);
 }

@@ -22,7 +22,7 @@ use crate::pins::{Hold, Home, PinBook};
 use crate::protocol::{MAX_BOUND, MAX_MODELS};
 use crate::set::Models;
 use crate::shared::{
-    CONTROL_BYTES, Control, Ending, HEADER_BYTES, LANE_BYTES, MODEL_PAGE_BYTES, Parting,
+    CONTROL_BYTES, Control, Ending, Exit, HEADER_BYTES, MAILBOX_BYTES, MODEL_PAGE_BYTES,
 };
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
@@ -191,11 +191,11 @@ impl Reader {
         self.relayed != 0
     }
 
-    /// Whether its lane has ever been told of a set, taken or not.
+    /// Whether its mailbox has ever been told of a set, taken or not.
     pub fn has_news(&self) -> bool {
         self.sequence > 0
-            || self.book.lane().is_ok_and(|lane| {
-                lane.live.0.load().is_some() || lane.queue.0.get(self.head).is_some()
+            || self.book.mailbox().is_ok_and(|mailbox| {
+                mailbox.live.0.load().is_some() || mailbox.queue.0.get(self.head).is_some()
             })
     }
 
@@ -251,14 +251,14 @@ impl Reader {
             return self.take_unmapped(deadline);
         }
         let book = self.book.clone();
-        let lane = book.lane()?;
+        let mailbox = book.mailbox()?;
         let (last, head) = (self.sequence, self.head);
         let found = match self.delivery {
             Delivery::Every { .. } => self.wait_for(0, deadline, || {
-                lane.queue.0.get(head).map(|live| live.sequence)
+                mailbox.queue.0.get(head).map(|live| live.sequence)
             }),
             Delivery::Newest => self.wait_for(0, deadline, || {
-                let live = lane.live.0.load()?;
+                let live = mailbox.live.0.load()?;
                 (live.sequence > last).then_some(live.sequence)
             }),
             Delivery::Asked => Err(Error::BadOption {
@@ -420,13 +420,13 @@ impl Drop for Reader {
             && let Ok(control) = self.book.control()
         {
             let parting = match self.unusable.load(Ordering::Relaxed) {
-                true => Parting::Failed,
-                false => Parting::InOrder,
+                true => Exit::Failed,
+                false => Exit::InOrder,
             };
             control.left.store(parting.word(), Ordering::Release);
             self.book.tell_sender();
-            if let Ok(lane) = self.book.lane() {
-                self.book.tell_room(lane);
+            if let Ok(mailbox) = self.book.mailbox() {
+                self.book.tell_room(mailbox);
             }
         }
     }

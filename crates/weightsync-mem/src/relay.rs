@@ -7,7 +7,7 @@
 //! it was the sender that ended or the relay ([`Ending`]).
 //!
 //! Versions arrive in pieces, in any order and from several threads, in a
-//! [`Room`]; whole, they are [committed](Room::commit), and can be told.
+//! [`PartialSlot`]; whole, they are [committed](PartialSlot::commit), and can be told.
 
 mod news;
 
@@ -18,9 +18,9 @@ use weightsync_core::{Run, Version};
 use crate::error::Error;
 use crate::grow;
 use crate::model::ModelSpec;
+use crate::partial_slot::PartialSlot;
 use crate::plan::Key;
-use crate::room::Room;
-use crate::roster::{Reader, ReaderStatus, Shared, State};
+use crate::registry::{Reader, ReaderStatus, Shared, State};
 use crate::service;
 use crate::set::{ModelSet, Placed};
 use crate::shared::Ending;
@@ -124,7 +124,7 @@ impl Relay {
         self.shared.header.map.usable().is_ok() && self.relayed().waits(ticket)
     }
 
-    /// Lets a worker in. Its lane is empty until it is told something.
+    /// Lets a worker in. Its mailbox is empty until it is told something.
     ///
     /// # Errors
     ///
@@ -180,7 +180,7 @@ impl Relay {
         }
     }
 
-    /// Puts a worker's lane on a set: one snapshot for each model of it, of this
+    /// Puts a worker's mailbox on a set: one snapshot for each model of it, of this
     /// segment. Sequence numbers only grow for a worker. False if it is not there.
     ///
     /// # Panics
@@ -243,7 +243,7 @@ impl Relay {
         }
     }
 
-    /// Room for a version that arrives in pieces of so many bytes; `None` while
+    /// PartialSlot for a version that arrives in pieces of so many bytes; `None` while
     /// every slot is in use.
     ///
     /// # Errors
@@ -255,7 +255,7 @@ impl Relay {
         model: usize,
         version: Version,
         piece_bytes: usize,
-    ) -> Result<Option<Arc<Room>>, Error> {
+    ) -> Result<Option<Arc<PartialSlot>>, Error> {
         self.shared.check_model(model)?;
         self.shared.open()?;
         let _alone = self.lending.lock().unwrap_or_else(PoisonError::into_inner);
@@ -271,7 +271,7 @@ impl Relay {
             return Ok(None);
         };
         let (slot, file) = part.into_place();
-        let room = Room::new(
+        let room = PartialSlot::new(
             self.shared.clone(),
             (model, version),
             (slot, file),
@@ -281,7 +281,7 @@ impl Relay {
     }
 
     /// Nothing is known any more of what is in the slots of a model, from before: no
-    /// [room](Room) there has a [base](Room::base) until another version was whole.
+    /// [room](PartialSlot) there has a [base](PartialSlot::base) until another version was whole.
     pub fn forget_bases(&self, model: usize) {
         let Ok(state) = self.shared.state_here() else {
             return;

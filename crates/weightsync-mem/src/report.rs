@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Version, WorkerId};
 
 use crate::error::Error;
-use crate::plan::{Fate, Key, Plan, Published, Targets};
-use crate::roster::{Going, Gone, Reader, Shared, State};
+use crate::plan::{Disposition, Key, Plan, Published, Targets};
+use crate::registry::{Departure, Gone, Reader, Shared, State};
 use crate::set::Models;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
@@ -24,7 +24,7 @@ pub struct Publication {
     /// When it became live.
     pub at: Instant,
     /// What it is for each reader that was connected.
-    fates: Vec<(Key, Fate)>,
+    dispositions: Vec<(Key, Disposition)>,
     absent: Vec<WorkerId>,
     /// The workers it was for; `None` for all.
     named: Option<BTreeSet<WorkerId>>,
@@ -118,14 +118,14 @@ impl Publication {
         at: Instant,
         waits_for_late: bool,
     ) -> Self {
-        let mut fates = published.fates.iter();
-        let waits = fates.any(|(_, fate)| *fate == Fate::Waiting);
+        let mut dispositions = published.dispositions.iter();
+        let waits = dispositions.any(|(_, disposition)| *disposition == Disposition::Waiting);
         Self {
             full: waits.then(Arc::default),
             sequence: published.sequence,
             versions: published.versions,
             at,
-            fates: published.fates,
+            dispositions: published.dispositions,
             absent: published.absent,
             named: match targets {
                 Targets::All => None,
@@ -146,7 +146,7 @@ impl Publication {
     /// What became of it at a reader, if that is known yet.
     fn outcome(
         &self,
-        (key, fate): (Key, Fate),
+        (key, disposition): (Key, Disposition),
         reader: &Reader,
         plan: &Plan,
         level: Level,
@@ -155,10 +155,12 @@ impl Publication {
         let applied = |model: &usize| reader.version(*model);
         let loaded = reader.applied();
         let is_applied = || self.is_applied(reader.models, loaded, applied);
-        match fate {
-            Fate::Waiting if self.is_full(key) => return Some(Outcome::Full),
+        match disposition {
+            Disposition::Waiting if self.is_full(key) => return Some(Outcome::Full),
             // Also if it can use nothing since.
-            Fate::Told | Fate::Waiting if is_applied() => return Some(Outcome::Applied),
+            Disposition::Notified | Disposition::Waiting if is_applied() => {
+                return Some(Outcome::Applied);
+            }
             _ if reader.unusable.is_some() => {
                 let reason = reader.unusable.clone().unwrap_or_default();
                 return Some(match reader.has_left() {
@@ -166,12 +168,12 @@ impl Publication {
                     false => Outcome::Refused { reason },
                 });
             }
-            Fate::Told | Fate::Waiting => {}
-            Fate::Held => return Some(Outcome::Held),
-            Fate::Full => return Some(Outcome::Full),
-            Fate::Asks => return Some(Outcome::Asks),
+            Disposition::Notified | Disposition::Waiting => {}
+            Disposition::Held => return Some(Outcome::Held),
+            Disposition::Full => return Some(Outcome::Full),
+            Disposition::Asks => return Some(Outcome::Asks),
             // Unusable, so it was a refusal above.
-            Fate::Shut => return Some(Outcome::Late),
+            Disposition::Shut => return Some(Outcome::Late),
         }
         if reader.has_left() {
             return Some(Outcome::Left);
@@ -276,8 +278,8 @@ impl Waiter {
             level,
             ear: None,
             passed: Open::default(),
-            awaited: Open::of(publication.fates.clone()),
-            lines: Vec::with_capacity(publication.fates.len()),
+            awaited: Open::of(publication.dispositions.clone()),
+            lines: Vec::with_capacity(publication.dispositions.len()),
             told: Vec::new(),
             named: Vec::new(),
         };
@@ -302,10 +304,10 @@ impl Waiter {
     pub fn is_settled(&self, publication: &Publication, level: Level) -> Result<bool, Error> {
         self.shared.open()?;
         let state = self.shared.state();
-        Ok(publication.fates.iter().all(|(key, fate)| {
+        Ok(publication.dispositions.iter().all(|(key, disposition)| {
             state.readers.get(key).is_none_or(|reader| {
-                let fate = (*key, *fate);
-                let known = publication.outcome(fate, reader, &state.plan, level);
+                let disposition = (*key, *disposition);
+                let known = publication.outcome(disposition, reader, &state.plan, level);
                 known.is_some() || publication.late(reader).is_some()
             })
         }))
@@ -322,8 +324,12 @@ impl Waiter {
     pub fn decided(&self, publication: &Publication) -> Result<Vec<ReaderOutcome>, Error> {
         let shared = &self.shared;
         shared.open()?;
-        let decided =
-            |(_, fate): &&(Key, Fate)| matches!(fate, Fate::Full | Fate::Held | Fate::Shut);
+        let decided = |(_, disposition): &&(Key, Disposition)| {
+            matches!(
+                disposition,
+                Disposition::Full | Disposition::Held | Disposition::Shut
+            )
+        };
         let mut settling = Settling {
             shared,
             after: None,
@@ -331,7 +337,14 @@ impl Waiter {
             level: Level::Staged,
             ear: None,
             passed: Open::default(),
-            awaited: Open::of(publication.fates.iter().filter(decided).copied().collect()),
+            awaited: Open::of(
+                publication
+                    .dispositions
+                    .iter()
+                    .filter(decided)
+                    .copied()
+                    .collect(),
+            ),
             lines: Vec::new(),
             told: Vec::new(),
             named: Vec::new(),
@@ -355,10 +368,10 @@ impl Waiter {
         self.shared.open()?;
         let mut state = self.shared.state();
         let State { readers, plan, .. } = &mut *state;
-        for (key, fate) in &publication.fates {
+        for (key, disposition) in &publication.dispositions {
             if let Some(reader) = readers.get_mut(key)
                 && publication
-                    .outcome((*key, *fate), reader, plan, level)
+                    .outcome((*key, *disposition), reader, plan, level)
                     .is_none()
             {
                 let progress = reader.progress();
@@ -381,8 +394,8 @@ impl Waiter {
         let mut state = self.shared.state();
         // Room that there is by now is used.
         self.shared.deliver(&mut state);
-        for (key, fate) in &publication.fates {
-            if *fate == Fate::Waiting
+        for (key, disposition) in &publication.dispositions {
+            if *disposition == Disposition::Waiting
                 && state.plan.give_up(*key, publication.sequence)
                 && let Some(mut full) = publication.full()
             {
@@ -400,7 +413,7 @@ struct Settling<'a> {
     after: Option<Duration>,
     publication: &'a Publication,
     level: Level,
-    /// By what it [hears](State::hear) of guests, from its first look on.
+    /// By what it [hears](State::hear) of remote readers, from its first look on.
     ear: Option<u64>,
     /// Those whose outcome is not known yet, and that are waited for.
     awaited: Open,
@@ -417,28 +430,34 @@ struct Settling<'a> {
 #[derive(Debug, Default)]
 struct Open {
     /// Looked at again each time.
-    processes: Vec<(Key, Fate)>,
+    processes: Vec<(Key, Disposition)>,
     /// Looked at again only when something is heard of them.
-    guests: BTreeMap<Key, Fate>,
+    remote_readers: BTreeMap<Key, Disposition>,
 }
 
 impl Open {
-    /// The first look finds out which of them are guests.
-    fn of(fates: Vec<(Key, Fate)>) -> Self {
+    /// The first look finds out which of them are remote readers.
+    fn of(dispositions: Vec<(Key, Disposition)>) -> Self {
         Self {
-            processes: fates,
-            guests: BTreeMap::new(),
+            processes: dispositions,
+            remote_readers: BTreeMap::new(),
         }
     }
 
     fn is_empty(&self) -> bool {
-        self.processes.is_empty() && self.guests.is_empty()
+        self.processes.is_empty() && self.remote_readers.is_empty()
     }
 
     fn take(&mut self) -> impl Iterator<Item = Key> {
-        let Self { processes, guests } = std::mem::take(self);
-        let guests = guests.into_keys();
-        processes.into_iter().map(|(key, _)| key).chain(guests)
+        let Self {
+            processes,
+            remote_readers,
+        } = std::mem::take(self);
+        let remote_readers = remote_readers.into_keys();
+        processes
+            .into_iter()
+            .map(|(key, _)| key)
+            .chain(remote_readers)
     }
 }
 
@@ -454,16 +473,16 @@ impl Settling<'_> {
             None => self.ear = Some(state.listen()),
             Some(ear) => {
                 for key in state.take_heard(ear) {
-                    let awaited = self.awaited.guests.remove_entry(&key);
-                    let again = awaited.or_else(|| self.passed.guests.remove_entry(&key));
+                    let awaited = self.awaited.remote_readers.remove_entry(&key);
+                    let again = awaited.or_else(|| self.passed.remote_readers.remove_entry(&key));
                     self.awaited.processes.extend(again);
                 }
             }
         }
         let mut again = std::mem::take(&mut self.awaited.processes);
         again.append(&mut self.passed.processes);
-        for (key, fate) in again {
-            if self.is_known(&mut state, key, fate) {
+        for (key, disposition) in again {
+            if self.is_known(&mut state, key, disposition) {
                 continue;
             }
             let reader = state.readers.get(&key);
@@ -473,19 +492,19 @@ impl Settling<'_> {
                 None => &mut self.awaited,
             };
             match reader.and_then(Reader::socket) {
-                Some(_) => open.processes.push((key, fate)),
-                None => drop(open.guests.insert(key, fate)),
+                Some(_) => open.processes.push((key, disposition)),
+                None => drop(open.remote_readers.insert(key, disposition)),
             }
         }
     }
 
     /// Whether a reader's outcome is known, and then its line is there.
-    fn is_known(&mut self, state: &mut State, key: Key, fate: Fate) -> bool {
+    fn is_known(&mut self, state: &mut State, key: Key, disposition: Disposition) -> bool {
         // A worker that is removed from the table is put among the gone in the same step,
         // so a reader is in one of the two, unless thousands went since.
         if let Some(reader) = state.readers.get(&key) {
             let publication = self.publication;
-            let known = publication.outcome((key, fate), reader, &state.plan, self.level);
+            let known = publication.outcome((key, disposition), reader, &state.plan, self.level);
             let Some(outcome) = known else {
                 return false;
             };
@@ -534,13 +553,16 @@ impl Settling<'_> {
         self.shared.make_ahead(&mut state);
         let publication = self.publication;
         for one in state.tell_rejected(|worker| publication.is_for(worker)) {
-            let told = publication.fates.iter().any(|(key, _)| *key == one.key)
+            let told = publication
+                .dispositions
+                .iter()
+                .any(|(key, _)| *key == one.key)
                 || state.missing().any(|gone| gone.key == one.key);
             // One that went since, and whose number another reader has, is nobody's
             // concern any more: that one has the line.
             let succeeded = !state.readers.contains_key(&one.key)
                 && publication
-                    .fates
+                    .dispositions
                     .iter()
                     .any(|(key, _)| *key > one.key && key.0 == one.key.0);
             if told || succeeded {
@@ -647,13 +669,13 @@ impl Settling<'_> {
             .is_applied(gone.models, gone.applied, loaded);
         let outcome = match (gone.going, &gone.reason) {
             // It did its part before it went.
-            (Going::Left, _) if did_its_part => Outcome::Applied,
+            (Departure::Left, _) if did_its_part => Outcome::Applied,
             (_, Some(reason)) => Outcome::Failed {
                 reason: reason.clone(),
             },
-            (Going::Left, None) => Outcome::Left,
-            (Going::Died, None) => Outcome::Died,
-            (Going::Lost, None) => Outcome::Lost,
+            (Departure::Left, None) => Outcome::Left,
+            (Departure::Died, None) => Outcome::Died,
+            (Departure::Lost, None) => Outcome::Lost,
         };
         let after = self.after();
         self.named.push(gone.key);

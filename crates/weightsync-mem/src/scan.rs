@@ -3,15 +3,15 @@
 //! **Guarantee.** Every record and every data slot that the reader may be reading
 //! counts as held. Nothing else does, whatever the page says: the reader alone writes
 //! the page, and its process may be broken or mean harm. What it says it holds counts as
-//! far as its lane was told of it. A page that says what the page of a working reader
+//! far as its mailbox was told of it. A page that says what the page of a working reader
 //! cannot say is a [`Breach`]: that reader is turned away, and none of its record pins
 //! counts from then on.
 //!
-//! **Why no working reader is in breach.** A reader pins the record that its lane's live
+//! **Why no working reader is in breach.** A reader pins the record that its mailbox's live
 //! word or its answer names, pins the data slots of that set, and gives the record back
 //! before it looks for another: so it pins one record at most. Each of its data slots
-//! was named by its lane: either since the slots were last looked at, and then
-//! [`Claims::tell`] was called; or before, and then its lane or its pinned record named
+//! was named by its mailbox: either since the slots were last looked at, and then
+//! [`Claims::tell`] was called; or before, and then its mailbox or its pinned record named
 //! the slot at that look, or its data pin was there already. All three stay claimed.
 //!
 //! As in [`protocol`](crate::protocol), the head and the record pins are read before the
@@ -39,9 +39,9 @@ pub(crate) struct Claims {
     models: Models,
     /// What its record word said when it was last read, as far as it counts.
     records: SlotSet,
-    /// The records that its lane has named and that it may have pinned since.
+    /// The records that its mailbox has named and that it may have pinned since.
     told: SlotSet,
-    /// By model, the slots that its lane has named and that it may have pinned since.
+    /// By model, the slots that its mailbox has named and that it may have pinned since.
     slots: Vec<SlotSet>,
     breach: Option<Breach>,
 }
@@ -51,7 +51,7 @@ pub(crate) struct Claims {
 pub(crate) enum Breach {
     /// It holds so many set records at once.
     Records(usize),
-    /// It holds data slots of this model that its lane was not told of.
+    /// It holds data slots of this model that its mailbox was not told of.
     Slots(usize),
 }
 
@@ -73,7 +73,7 @@ impl fmt::Display for Breach {
 }
 
 impl Claims {
-    /// Of a reader of these models, before its lane was told anything.
+    /// Of a reader of these models, before its mailbox was told anything.
     pub(crate) fn new(models: Models) -> Self {
         let rows = models.iter().last().map_or(0, |last| last + 1);
         Self {
@@ -85,7 +85,7 @@ impl Claims {
         }
     }
 
-    /// Its lane is about to name a record, which says this.
+    /// Its mailbox is about to name a record, which says this.
     pub(crate) fn tell(&mut self, record: u8, set: &ModelSet) {
         self.told = self.told.with(record);
         for model in set.models().and(self.models).iter() {
@@ -110,9 +110,9 @@ impl Claims {
         self.breach
     }
 
-    /// Reads its record word. `named` are the records that its lane names now. A pin on
+    /// Reads its record word. `named` are the records that its mailbox names now. A pin on
     /// any other that was not told does not count: it is announced, and its reader finds
-    /// that the lane has moved on.
+    /// that the mailbox has moved on.
     pub(crate) fn observe(&mut self, held: SlotSet, named: SlotSet) -> SlotSet {
         if held.len() > 1 {
             self.breach.get_or_insert(Breach::Records(held.len()));
@@ -126,7 +126,7 @@ impl Claims {
     }
 
     /// Reads its data pins of a model, after its record word. `named` are the slots that
-    /// its lane and its pinned record name now.
+    /// its mailbox and its pinned record name now.
     pub(crate) fn pinned(&mut self, model: usize, held: SlotSet, named: SlotSet) -> SlotSet {
         let counted = self.of(model, held);
         if counted != held {
@@ -143,7 +143,7 @@ impl Claims {
 /// for its data pins does so after this.
 ///
 /// `through` is the last question whose answer it needs no more; `None` of a reader that
-/// has no queue and asks nothing, whose lane changes by nothing that it does.
+/// has no queue and asks nothing, whose mailbox changes by nothing that it does.
 pub(crate) fn observe(
     plan: &mut Plan,
     key: Key,

@@ -15,10 +15,10 @@ use weightsync_core::{Epoch, Version, WorkerId};
 use crate::error::{Error, unexpected};
 use crate::map::{Mapping, OwnedFile};
 use crate::plan::{Answer, Key};
+use crate::registry::{Departure, End, MAX_READERS, Reader, Shared, State};
 use crate::relay::Ticket;
-use crate::roster::{End, Going, MAX_READERS, Reader, Shared, State};
 use crate::set::Models;
-use crate::shared::{CONTROL_BYTES, LANE_BYTES};
+use crate::shared::{CONTROL_BYTES, MAILBOX_BYTES};
 use crate::socket::{Listener, Packet, Socket};
 use crate::wait::{poll, poll_slice};
 use crate::wire::{Delivery, FromReader, FromSender, Want};
@@ -268,9 +268,9 @@ impl Shared {
     /// Removes a reader whose process is gone; a relay is told of it.
     fn bury(&self, state: &mut State, key: Key) {
         if let Some(relayed) = &self.relayed {
-            relayed.note_gone(state, key, Going::Died);
+            relayed.note_gone(state, key, Departure::Died);
         }
-        state.bury(key, Going::Died);
+        state.bury(key, Departure::Died);
     }
 
     /// Gives what one held that is gone, or can use nothing, to those that wait
@@ -360,7 +360,7 @@ impl Shared {
             Want::AtLeast { model, version } | Want::Exactly { model, version } => (model, version),
         };
         match answer {
-            Answer::Told | Answer::Later | Answer::Gone => None,
+            Answer::Notified | Answer::Later | Answer::Gone => None,
             Answer::Unknown { known } => {
                 let packet = FromSender::NoSuchVersion {
                     question,
@@ -460,15 +460,15 @@ impl Shared {
     }
 
     /// Lets a reader in, if its number is free and there is a place: from here on its
-    /// pins are looked at, and its lane says what it is to run.
+    /// pins are looked at, and its mailbox says what it is to run.
     pub(crate) fn welcome(
         &self,
         newcomer: Newcomer,
         socket: Arc<Socket>,
         control: Mapping,
     ) -> Result<(), (Arc<Socket>, String)> {
-        let lane = match OwnedFile::new("weightsync-lane", LANE_BYTES) {
-            Ok(lane) => lane,
+        let mailbox = match OwnedFile::new("weightsync-mailbox", MAILBOX_BYTES) {
+            Ok(mailbox) => mailbox,
             Err(error) => {
                 let reason = error.to_string();
                 *self.trouble() = Some(error);
@@ -496,7 +496,7 @@ impl Shared {
         let end = End::Process {
             socket: socket.clone(),
             control,
-            lane: lane.map.clone(),
+            mailbox: mailbox.map.clone(),
         };
         let reader = Reader::new(
             end,
@@ -506,14 +506,14 @@ impl Shared {
             newcomer.device,
         );
         // Entered and sent under one lock: the reader may pin as soon as it has
-        // its lane, and the scan for pins takes the same lock. The lane is where
+        // its mailbox, and the scan for pins takes the same lock. The mailbox is where
         // it is meant to be before that, so that its first look finds it there.
         state.seat(key, reader);
         let records = self.observe(&mut state);
         self.decide(&mut state, |plan, steps| {
             plan.join((key, 0), models, newcomer.delivery, records, steps);
         });
-        if let Err(error) = self.hand_out(&state, &socket, models, &lane) {
+        if let Err(error) = self.hand_out(&state, &socket, models, &mailbox) {
             state.unseat(key);
             return match error.is_crowded_out() {
                 // Its hang-up has the worker try again.
@@ -538,7 +538,7 @@ impl Shared {
         state: &State,
         socket: &Socket,
         models: Models,
-        lane: &OwnedFile,
+        mailbox: &OwnedFile,
     ) -> Result<(), Error> {
         let send = |packet: FromSender, fds: &[BorrowedFd<'_>]| match socket
             .send(&packet.encode(), fds)?
@@ -553,7 +553,7 @@ impl Shared {
             relayed: self.relayed.as_ref().map_or(0, |relayed| relayed.sender),
         };
         let bell = self.bells.for_reader()?;
-        let fds = [self.header.fd.as_fd(), lane.fd.as_fd(), bell.as_fd()];
+        let fds = [self.header.fd.as_fd(), mailbox.fd.as_fd(), bell.as_fd()];
         send(welcome, &fds)?;
         for model in models.iter() {
             let served = &self.models[model];

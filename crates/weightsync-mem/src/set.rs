@@ -204,7 +204,7 @@ impl fmt::Debug for ModelSet {
 /// them is noticed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SetRecord {
-    /// The sequence number for which it was written. A lane may name it under a
+    /// The sequence number for which it was written. A mailbox may name it under a
     /// later one, to be told the same set again.
     pub(crate) sequence: u64,
     pub(crate) set: ModelSet,
@@ -251,7 +251,7 @@ impl SetRecord {
         (words, used(words[1]))
     }
 
-    /// Reads back the record that a lane announced as `sequence`, checking it.
+    /// Reads back the record that a mailbox announced as `sequence`, checking it.
     /// Words that do not count are not looked at.
     pub(crate) fn decode(words: &[u64; SET_WORDS], sequence: u64) -> Result<Self, SetFault> {
         if words[2] != checksum(words) {

@@ -1,5 +1,5 @@
 //! What lies in the shared pages: the sender's header, one page per model and
-//! one lane per reader; and each reader's control page. All are tables of
+//! one mailbox per reader; and each reader's control page. All are tables of
 //! atomics; there is no pointer in them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -65,14 +65,14 @@ impl Ending {
 
 /// How a reader closed its end, as its control page says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Parting {
+pub(crate) enum Exit {
     /// It leaves in order.
     InOrder,
     /// It can use nothing more; its words are on their way by the socket.
     Failed,
 }
 
-impl Parting {
+impl Exit {
     pub(crate) fn word(self) -> u64 {
         match self {
             Self::InOrder => 1,
@@ -94,7 +94,7 @@ impl Parting {
 unsafe impl Table for Header {}
 
 impl Header {
-    /// Writes a set record that no lane and no pin holds.
+    /// Writes a set record that no mailbox and no pin holds.
     pub(crate) fn write_set(&self, record: u8, set: &SetRecord) {
         let (words, used) = set.encode();
         let place = &self.sets[usize::from(record)].0;
@@ -202,7 +202,7 @@ impl ModelPage {
 /// reads it.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct Lane {
+pub(crate) struct Mailbox {
     /// For readers that want the newest.
     pub(crate) live: Line<LiveWord>,
     /// For what a reader asks for.
@@ -224,7 +224,7 @@ pub(crate) struct AnswerPlace {
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.
-unsafe impl Table for Lane {}
+unsafe impl Table for Mailbox {}
 
 /// A reader's page: that reader alone maps it writable. What the sender looks at while it
 /// waits lies together: of a reader of one model, in the first cache line.
@@ -232,7 +232,7 @@ unsafe impl Table for Lane {}
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) sleep: SleepWord,
-    /// A [`Parting`] once the reader has closed its end while snapshots of it live
+    /// A [`Exit`] once the reader has closed its end while snapshots of it live
     /// on: it is not waited for any more, its data pins still count.
     pub(crate) left: AtomicU64,
     /// How many entries of its queue it has taken.
@@ -281,7 +281,7 @@ unsafe impl Table for Control {}
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Seat {
-    pub(crate) lane: Lane,
+    pub(crate) mailbox: Mailbox,
     pub(crate) control: Control,
 }
 
@@ -297,5 +297,5 @@ impl Seat {
 /// Lengths of the shared pages, in whole pages of 4 KiB.
 pub(crate) const HEADER_BYTES: usize = size_of::<Header>().next_multiple_of(4096);
 pub(crate) const MODEL_PAGE_BYTES: usize = size_of::<ModelPage>().next_multiple_of(4096);
-pub(crate) const LANE_BYTES: usize = size_of::<Lane>().next_multiple_of(4096);
+pub(crate) const MAILBOX_BYTES: usize = size_of::<Mailbox>().next_multiple_of(4096);
 pub(crate) const CONTROL_BYTES: usize = size_of::<Control>().next_multiple_of(4096);

@@ -1,5 +1,5 @@
 //! The reader's watch: a thread that listens to the sender's socket, so that a
-//! reader can sleep on its lane itself and still learn of a death.
+//! reader can sleep on its mailbox itself and still learn of a death.
 //!
 //! The thread maps new slots as they are handed out, keeps the sender's answer
 //! to a question, notices the sender's end, and sweeps slots that were written
@@ -59,7 +59,7 @@ pub(crate) struct Seen {
     changed: Condvar,
     /// The sender has gone, or the watch cannot go on.
     over: AtomicBool,
-    /// The reader is asleep on its lane, or about to be.
+    /// The reader is asleep on its mailbox, or about to be.
     asleep: AtomicBool,
     /// The question whose answer the reader waits for; 0 if it waits for news.
     asking: AtomicU64,
@@ -296,7 +296,7 @@ impl Watch {
         self.seen.known().fault.as_ref().map(Error::again)
     }
 
-    /// Sleeps until the lane has moved, or this question (0: none) has its
+    /// Sleeps until the mailbox has moved, or this question (0: none) has its
     /// answer; until the watch is over, it is interrupted, or the deadline comes;
     /// may also wake for nothing. It does not sleep unless `still`.
     pub(crate) fn sleep(
@@ -395,11 +395,11 @@ impl Seen {
 
     /// The word the reader sleeps on.
     fn word(&self) -> Result<&AtomicU64, Error> {
-        let lane = self.book.lane()?;
+        let mailbox = self.book.mailbox()?;
         Ok(match (self.asking.load(Ordering::SeqCst), self.queued) {
-            (1.., _) => &lane.answer.0.question,
-            (0, true) => lane.queue.0.tail_word(),
-            (0, false) => lane.live.0.word(),
+            (1.., _) => &mailbox.answer.0.question,
+            (0, true) => mailbox.queue.0.tail_word(),
+            (0, false) => mailbox.live.0.word(),
         })
     }
 

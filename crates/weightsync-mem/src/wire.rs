@@ -110,7 +110,7 @@ pub enum FromReader {
 /// What a sender says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromSender {
-    /// The reader is in; header, lane and its own bell ride along, in this order.
+    /// The reader is in; header, mailbox and its own bell ride along, in this order.
     Welcome {
         /// The run the segment belongs to.
         run: Run,

@@ -1,8 +1,8 @@
 //! A worker's end: it attaches to what there is on its host, or fetches for itself;
 //! and when a relay goes, it looks again.
 
-mod moves;
-mod way;
+mod migrate;
+mod route;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ use weightsync::transport::{
 };
 use weightsync::{Error, MemoryError, Result, Run, SetSnapshot};
 
-use self::way::{Found, Waits, Way};
+use self::route::{Found, Route, Waits};
 use crate::error::NetError;
 use crate::scheme::Distributed;
 
@@ -32,7 +32,7 @@ pub(crate) struct NetReceiver {
 
 #[derive(Debug)]
 struct Shared {
-    way: Way,
+    route: Route,
     run: Run,
     state: Mutex<State>,
     changed: Condvar,
@@ -79,12 +79,12 @@ impl NetReceiver {
         joining: &Joining,
         deadline: Deadline,
     ) -> Result<Self> {
-        let way = Way::new(scheme, at, joining)?;
-        let found = way.find(&Handoff::default(), deadline)?;
+        let route = Route::new(scheme, at, joining)?;
+        let found = route.find(&Handoff::default(), deadline)?;
         let models = found.attached.models().to_vec();
         let shared = Arc::new(Shared {
             run: found.attached.run(),
-            way,
+            route,
             state: Mutex::new(State {
                 found: None,
                 interrupter: None,
@@ -235,7 +235,7 @@ impl Shared {
         let ends = Arc::new(Mutex::new(Some(found)));
         let theirs = ends.clone();
         let search = std::thread::Builder::new()
-            .name("weightsync-way".into())
+            .name("weightsync-route".into())
             .spawn(move || {
                 drop(taken(&theirs));
                 own.search();
@@ -258,7 +258,7 @@ impl Shared {
     fn search(self: Arc<Self>) {
         let handoff = self.state().handoff.clone();
         let found = self
-            .way
+            .route
             .find_again(&handoff, &self.closed, Waits::default());
         match found {
             Ok(Some(mut found)) if found.attached.run() == self.run => {
@@ -287,7 +287,7 @@ impl Shared {
     /// a death, and hears there what hinders it.
     fn lost(&self, ended: &Ended) -> Error {
         match ended {
-            Ended::Hindered(reason) if !self.way.restarts() => {
+            Ended::Hindered(reason) if !self.route.restarts() => {
                 let reason = reason.clone();
                 NetError::NoWay { reason }.into()
             }
@@ -390,7 +390,7 @@ impl Drop for NetReceiver {
         };
         shared.changed.notify_all();
         for thread in threads.into_iter().flatten() {
-            if shared.way.is_forked() {
+            if shared.route.is_forked() {
                 // The thread is the parent's and does not exist in a forked child.
                 std::mem::forget(thread);
             } else {

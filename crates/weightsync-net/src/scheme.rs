@@ -321,7 +321,7 @@ impl Distributed {
 }
 
 impl Scheme for Distributed {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         WORD
     }
 
@@ -376,7 +376,7 @@ impl Scheme for Distributed {
         can
     }
 
-    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         // The secret of the run directory, if there is one.
         let fresh = Endpoint::fresh(models, run_dir)?;
         let access = self.access()?;
@@ -419,7 +419,7 @@ impl Scheme for Distributed {
         Endpoint::new(address, secret, run_dir.is_some())
     }
 
-    fn give_up(&self, at: &Endpoint) {
+    fn release_endpoint(&self, at: &Endpoint) {
         self.spots().remove(at.address());
     }
 

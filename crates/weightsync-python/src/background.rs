@@ -1,4 +1,4 @@
-//! Receiving in a thread of its own, and the seats that keep models as they are.
+//! Receiving in a thread of its own, and the permits that keep models as they are.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -36,19 +36,19 @@ pub struct Background {
 impl Background {
     /// What keeps the models as they are, until it is released, in the thread
     /// that took it; any number of threads may have one.
-    fn take_seat(&self, py: Python<'_>) -> PyResult<Seat> {
+    fn take_seat(&self, py: Python<'_>) -> PyResult<Permit> {
         let Ok(inner) = self.running(py) else {
             // It is being ended by another thread: a forward is no error for that.
-            return Ok(Seat(Mutex::new(None)));
+            return Ok(Permit(Mutex::new(None)));
         };
         // The usual case takes no lock, and need not release the interpreter's.
-        let seat = inner.try_hold();
+        let permit = inner.try_hold();
         let_go(py, inner);
-        let seat = match seat.map_err(|error| exception(py, error))? {
-            Some(seat) => seat,
+        let permit = match permit.map_err(|error| exception(py, error))? {
+            Some(permit) => permit,
             None => self.call(py, |inner| inner.hold())?,
         };
-        Ok(Seat(Mutex::new(Some(seat))))
+        Ok(Permit(Mutex::new(Some(permit))))
     }
 
     /// Lets the models change, here and now; their versions if they did.
@@ -259,14 +259,14 @@ fn alone(mut inner: Arc<Inner>) -> Inner {
 
 /// What keeps the models of a background receiver as they are.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct Seat(Mutex<Option<weightsync::ModelHold>>);
+pub struct Permit(Mutex<Option<weightsync::ModelHold>>);
 
 #[pymethods]
-impl Seat {
+impl Permit {
     /// Lets the models change again.
     fn release(&self, py: Python<'_>) {
-        let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| drop(seat));
+        let permit = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(permit));
     }
 }
 

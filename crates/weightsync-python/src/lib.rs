@@ -30,7 +30,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::background::{Background, Seat};
+    use crate::background::{Background, Permit};
     #[pymodule_export]
     use crate::cascade::Cascade;
     #[pymodule_export]

@@ -5,8 +5,8 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
 use weightsync::{
-    DigestPolicy, Dtype, Error, Expect, Pending, Pull, Schemes, SendOptions, SenderSetup, Version,
-    WaitFor, WorkerId,
+    AsyncSendLimit, DigestPolicy, Dtype, Error, Expect, Pull, Schemes, SendOptions, SenderSetup,
+    Version, WaitFor, WorkerId,
 };
 
 use crate::errors::SettingError;
@@ -213,7 +213,7 @@ impl Chosen {
             setup = setup.digest(DigestPolicy::Background);
         }
         if let Some(bound) = chosen.pending {
-            setup = setup.pending(Pending::Queue(bound));
+            setup = setup.pending(AsyncSendLimit::Queue(bound));
         }
         Ok(setup
             .history(chosen.history)

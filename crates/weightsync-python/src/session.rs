@@ -99,7 +99,8 @@ impl Session {
             let mut models = models.iter().map(|(name, source)| (name, source.get()));
             let (name, source) = models.next().ok_or(Error::EmptySet)?;
             let first = SenderSetup::new(name, source)?;
-            let all = models.try_fold(first, |setup, (name, source)| setup.and(name, source))?;
+            let all =
+                models.try_fold(first, |setup, (name, source)| setup.add_model(name, source))?;
             chosen.apply(all)
         })?;
         let info = prepared.init_info();
@@ -373,7 +374,7 @@ impl Session {
     }
 
     /// Hands the receiving, and the worker's models, to a thread of its own; this
-    /// session is closed then. Models change whenever no seat is held, or, if
+    /// session is closed then. Models change whenever no permit is held, or, if
     /// they are `declared`, at safe points only.
     fn start_background(
         &self,

@@ -1,10 +1,10 @@
 //! Receiving without the worker's loop having to ask: a thread of its own takes
 //! what is sent, and the models change at safe points only.
 
-pub(crate) mod desk;
 mod guards;
+pub(crate) mod handoff;
 mod hold;
-mod room;
+mod model_lock;
 mod snapshots;
 mod status;
 pub(crate) mod thread;
@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{ModelId, Version};
 
-use self::desk::Desk;
+use self::handoff::ReceiverHandoff;
 use self::hold::{Entry, Held, Hold, Keep, enter};
-use self::room::{Access, OwnedSeat, Room, Seat};
+use self::model_lock::{Access, ModelLock, OwnedPermit, Permit};
 use self::thread::{Follower, can_follow};
 use crate::error::{Error, Result};
 use crate::load::WeightLoader;
@@ -148,7 +148,7 @@ impl Receiver {
             every: self.scheme().capabilities().every_version,
         };
         Ok(Background {
-            follower: Follower::start(self, Room::default(), task)?,
+            follower: Follower::start(self, ModelLock::default(), task)?,
             hold,
             when,
         })
@@ -194,7 +194,7 @@ impl Receiver {
 /// [`status`](Self::status) and dropping a guard wait for nothing that a loader
 /// does.
 pub struct Background<M: Send + Sync + 'static> {
-    follower: Follower<Room>,
+    follower: Follower<ModelLock>,
     hold: Arc<Hold<M>>,
     when: SafePoints,
 }
@@ -211,10 +211,13 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// has been loaded; [`Error::GuardHeld`] if this thread holds the guard of
     /// [`write`](Self::write).
     pub fn read(&self) -> Result<ModelGuard<'_, M>> {
-        let desk = self.follower.desk()?;
-        let seat = Seat::take(desk, Access::Shared, "Background::read")?;
+        let handoff = self.follower.handoff()?;
+        let permit = Permit::take(handoff, Access::Shared, "Background::read")?;
         match self.hold.held.read() {
-            Ok(held) if held.whole => Ok(ModelGuard { held, _seat: seat }),
+            Ok(held) if held.whole => Ok(ModelGuard {
+                held,
+                _seat: permit,
+            }),
             _ => Err(self.not_whole()),
         }
     }
@@ -236,8 +239,8 @@ impl<M: Send + Sync + 'static> Background<M> {
     ///
     /// As [`read`](Self::read).
     pub fn hold(&self) -> Result<ModelHold> {
-        let desk = self.follower.desk()?;
-        self.whole(OwnedSeat::take(desk, "Background::hold")?)
+        let handoff = self.follower.handoff()?;
+        self.whole(OwnedPermit::take(handoff, "Background::hold")?)
     }
 
     /// The same if it need not wait for anybody, and for no lock; `None` if it
@@ -247,16 +250,16 @@ impl<M: Send + Sync + 'static> Background<M> {
     ///
     /// As [`read`](Self::read).
     pub fn try_hold(&self) -> Result<Option<ModelHold>> {
-        let desk = self.follower.desk()?;
-        let seat = OwnedSeat::try_take(desk, "Background::try_hold")?;
-        seat.map(|seat| self.whole(seat)).transpose()
+        let handoff = self.follower.handoff()?;
+        let permit = OwnedPermit::try_take(handoff, "Background::try_hold")?;
+        permit.map(|permit| self.whole(permit)).transpose()
     }
 
-    /// A thread with a seat finds no thread writing.
-    fn whole(&self, seat: OwnedSeat) -> Result<ModelHold> {
+    /// A thread with a permit finds no thread writing.
+    fn whole(&self, permit: OwnedPermit) -> Result<ModelHold> {
         let whole = self.hold.held.read().is_ok_and(|held| held.whole);
         match whole {
-            true => Ok(ModelHold { _seat: seat }),
+            true => Ok(ModelHold { _seat: permit }),
             false => Err(self.not_whole()),
         }
     }
@@ -270,10 +273,13 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// As [`read`](Self::read); [`Error::GuardHeld`] if this thread holds a
     /// guard.
     pub fn write(&self) -> Result<ModelGuardMut<'_, M>> {
-        let desk = self.follower.desk()?;
-        let seat = Seat::take(desk, Access::Alone, "Background::write")?;
+        let handoff = self.follower.handoff()?;
+        let permit = Permit::take(handoff, Access::Alone, "Background::write")?;
         match self.hold.held.write() {
-            Ok(held) if held.whole => Ok(ModelGuardMut { held, _seat: seat }),
+            Ok(held) if held.whole => Ok(ModelGuardMut {
+                held,
+                _seat: permit,
+            }),
             _ => Err(self.not_whole()),
         }
     }
@@ -287,32 +293,32 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// [`Error::GuardHeld`] if this thread holds a guard, and the loader's; then
     /// the models have what they had, and the sender knows.
     pub fn safe_point(&self) -> Result<Option<Vec<(ModelId, Version)>>> {
-        let desk = self.follower.desk()?;
+        let handoff = self.follower.handoff()?;
         let me = std::thread::current().id();
         {
-            let book = desk.open();
-            if book.board.holds(me) {
+            let inner = handoff.open();
+            if inner.shared.holds(me) {
                 return Err(Error::GuardHeld {
                     call: "Background::safe_point",
                 });
             }
-            if !book.board.has_staged() {
+            if !inner.shared.has_staged() {
                 return Ok(None);
             }
         }
-        self.apply_staged(desk, me)
+        self.apply_staged(handoff, me)
     }
 
     /// Applies what is staged, unless somebody else is with the models.
     fn apply_staged(
         &self,
-        desk: &Desk<Room>,
+        handoff: &ReceiverHandoff<ModelLock>,
         me: ThreadId,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
-        desk.borrow(|receiver| match enter(desk, me, false) {
+        handoff.borrow(|receiver| match enter(handoff, me, false) {
             Entry::Applying(set) => {
                 let versions = set.versions();
-                self.hold.apply(desk, me, receiver, set)?;
+                self.hold.apply(handoff, me, receiver, set)?;
                 Ok(Some(versions))
             }
             Entry::Nothing | Entry::Taken => Ok(None),
@@ -325,7 +331,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     ///
     /// In a forked child.
     pub fn status(&self) -> Result<BackgroundStatus> {
-        Ok(self.follower.desk()?.open().status.clone())
+        Ok(self.follower.handoff()?.open().status.clone())
     }
 
     /// Waits until the status is as wished; false if the timeout came first, or
@@ -354,9 +360,9 @@ impl<M: Send + Sync + 'static> Background<M> {
         timeout: Option<Duration>,
         mut enough: impl FnMut(&BackgroundStatus) -> bool,
     ) -> Result<bool> {
-        let desk = self.follower.desk()?;
+        let handoff = self.follower.handoff()?;
         let me = std::thread::current().id();
-        if desk.open().board.holds(me) {
+        if handoff.open().shared.holds(me) {
             return Err(Error::GuardHeld {
                 call: "Background::wait",
             });
@@ -366,18 +372,18 @@ impl<M: Send + Sync + 'static> Background<M> {
         let mut asked = false;
         let found = loop {
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
-            let found = desk.wait(left, |book| match enough(&book.status) {
+            let found = handoff.wait(left, |inner| match enough(&inner.status) {
                 true => Some(Found::Enough),
-                false if declared && book.board.has_staged() => {
+                false if declared && inner.shared.has_staged() => {
                     asked = true;
-                    book.board.asks_for_staged().then_some(Found::Staged)
+                    inner.shared.asks_for_staged().then_some(Found::Staged)
                 }
                 false => None,
             });
             if !matches!(found, Ok(Some(Found::Staged))) {
                 break found;
             }
-            match self.apply_staged(desk, me) {
+            match self.apply_staged(handoff, me) {
                 Ok(_) => {}
                 Err(Error::Interrupted) => break Err(Error::Interrupted),
                 Err(error) => tracing::warn!(%error, "not applied"),
@@ -385,7 +391,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         };
         if asked {
             // Others who wait ask again.
-            desk.note(|book| book.board.asks_no_more());
+            handoff.note(|inner| inner.shared.asks_no_more());
         }
         Ok(found?.is_some())
     }
@@ -401,8 +407,8 @@ impl<M: Send + Sync + 'static> Background<M> {
     pub fn stop(self) -> Result<(Receiver, M)> {
         let not_whole = self.not_whole();
         let Self { follower, hold, .. } = self;
-        let (mut receiver, room) = follower.stop()?;
-        if let Some(set) = room.into_staged() {
+        let (mut receiver, model_lock) = follower.stop()?;
+        if let Some(set) = model_lock.into_staged() {
             receiver.put_back(set);
         }
         let hold = Arc::into_inner(hold).map(|hold| hold.held.into_inner());
@@ -431,14 +437,14 @@ impl<M: Send + Sync + 'static> Background<M> {
 
     /// The worker has failed, and says why once this is dropped.
     pub fn fail_at_end(&self, reason: &str) {
-        if let Ok(desk) = self.follower.desk() {
-            desk.note(|book| book.why = Some(reason.to_owned()));
+        if let Ok(handoff) = self.follower.handoff() {
+            handoff.note(|inner| inner.why = Some(reason.to_owned()));
         }
     }
 
     fn not_whole(&self) -> Error {
-        let book = self.follower.desk().map(|desk| desk.open());
-        let versions = book.map(|book| book.status.versions.clone());
+        let inner = self.follower.handoff().map(|handoff| handoff.open());
+        let versions = inner.map(|inner| inner.status.versions.clone());
         let models = versions.unwrap_or_default().into_iter();
         Error::NotWhole {
             models: models.map(|(model, _)| model).collect(),

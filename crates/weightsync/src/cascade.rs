@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{ModelId, Run, Version};
 
 use crate::background::BackgroundStatus;
-use crate::background::desk::Desk;
+use crate::background::handoff::ReceiverHandoff;
 use crate::background::thread::{Follower, Task, Work, can_follow};
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
@@ -154,12 +154,12 @@ impl Cascade {
     pub fn in_background(self) -> Result<CascadeInBackground> {
         can_follow(&self.receiver)?;
         let Self { receiver, passing } = self;
-        let board = Board {
+        let shared = Shared {
             last: None,
             passing: Some(passing),
         };
         Ok(CascadeInBackground {
-            follower: Follower::start(receiver, board, PassOn)?,
+            follower: Follower::start(receiver, shared, PassOn)?,
         })
     }
 
@@ -243,7 +243,7 @@ impl CascadeSetup {
 /// is an error, and dropping it does nothing.
 #[derive(Debug)]
 pub struct CascadeInBackground {
-    follower: Follower<Board>,
+    follower: Follower<Shared>,
 }
 
 impl CascadeInBackground {
@@ -263,7 +263,7 @@ impl CascadeInBackground {
     ///
     /// In a forked child.
     pub fn status(&self) -> Result<BackgroundStatus> {
-        Ok(self.follower.desk()?.open().status.clone())
+        Ok(self.follower.handoff()?.open().status.clone())
     }
 
     /// What was passed on last; `None` before the first after the initial
@@ -273,7 +273,7 @@ impl CascadeInBackground {
     ///
     /// In a forked child.
     pub fn last(&self) -> Result<Option<Forwarded>> {
-        Ok(self.follower.desk()?.open().board.last.clone())
+        Ok(self.follower.handoff()?.open().shared.last.clone())
     }
 
     /// Waits until what was passed on is as wished, and returns it; `None` if
@@ -290,9 +290,9 @@ impl CascadeInBackground {
         timeout: Option<Duration>,
         mut wanted: impl FnMut(&Forwarded) -> bool,
     ) -> Result<Option<Forwarded>> {
-        let desk = self.follower.desk()?;
-        desk.wait(timeout, |book| {
-            let last = book.board.last.as_ref();
+        let handoff = self.follower.handoff()?;
+        handoff.wait(timeout, |inner| {
+            let last = inner.shared.last.as_ref();
             last.filter(|last| wanted(last)).cloned()
         })
     }
@@ -303,8 +303,8 @@ impl CascadeInBackground {
     ///
     /// In a forked child.
     pub fn stop(self) -> Result<Cascade> {
-        let (receiver, board) = self.follower.stop()?;
-        let passing = board
+        let (receiver, shared) = self.follower.stop()?;
+        let passing = shared
             .passing
             .unwrap_or_else(|| unreachable!("the thread brings it back, also if it panics"));
         Ok(Cascade { receiver, passing })
@@ -313,7 +313,7 @@ impl CascadeInBackground {
 
 /// What thread and worker both see.
 #[derive(Debug, Default)]
-struct Board {
+struct Shared {
     last: Option<Forwarded>,
     /// The other half, while the thread does not use it.
     passing: Option<Passing>,
@@ -322,36 +322,36 @@ struct Board {
 struct PassOn;
 
 impl Task for PassOn {
-    type Board = Board;
+    type Shared = Shared;
 
-    fn work(&mut self, _: &Desk<Board>, _: &mut Receiver) -> Result<Work> {
+    fn work(&mut self, _: &ReceiverHandoff<Shared>, _: &mut Receiver) -> Result<Work> {
         Ok(Work::Nothing)
     }
 
     fn arrived(
         &mut self,
-        desk: &Desk<Board>,
+        handoff: &ReceiverHandoff<Shared>,
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
         let mut lent = Lent {
-            desk,
-            passing: desk.open().board.passing.take(),
+            handoff,
+            passing: handoff.open().shared.passing.take(),
         };
         let Some(passing) = &mut lent.passing else {
             return Ok(());
         };
         let passed = passing.pass_on(receiver, set);
         drop(lent);
-        desk.note(|book| {
-            book.status.reflect(receiver);
-            book.status.failure = match &passed {
+        handoff.note(|inner| {
+            inner.status.reflect(receiver);
+            inner.status.failure = match &passed {
                 Ok(Some(forwarded)) => complaint(&forwarded.report),
                 Ok(None) => None,
                 Err(error) => Some(error.to_string()),
             };
             if let Ok(Some(forwarded)) = passed {
-                book.board.last = Some(forwarded);
+                inner.shared.last = Some(forwarded);
             }
         });
         Ok(())
@@ -360,14 +360,14 @@ impl Task for PassOn {
 
 /// The half towards the sub-workers in the hands of the thread.
 struct Lent<'a> {
-    desk: &'a Desk<Board>,
+    handoff: &'a ReceiverHandoff<Shared>,
     passing: Option<Passing>,
 }
 
 impl Drop for Lent<'_> {
     fn drop(&mut self) {
         let passing = self.passing.take();
-        self.desk.note(|book| book.board.passing = passing);
+        self.handoff.note(|inner| inner.shared.passing = passing);
     }
 }
 

@@ -116,7 +116,7 @@ pub use crate::{
     senders::Senders,
     session::Session,
     set::{Member, SetSnapshot},
-    setup::{DigestPolicy, Expect, Pending, SenderSetup},
+    setup::{AsyncSendLimit, DigestPolicy, Expect, SenderSetup},
     snapshot::{PrivateView, Snapshot, Written},
     strategy::{Role, StateDict, Strategy, TensorDict, UnknownStrategy, Weights},
     tensors::{Element, Tensors},

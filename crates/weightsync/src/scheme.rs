@@ -204,8 +204,8 @@ impl AnyScheme {
     }
 
     /// Its word, without settings.
-    pub fn word(&self) -> &str {
-        self.0.word()
+    pub fn name(&self) -> &str {
+        self.0.name()
     }
 
     /// What it can do.
@@ -231,11 +231,11 @@ impl AnyScheme {
         };
         if text.len() > MAX_TEXT {
             let expected = format!("a scheme whose text has at most {MAX_TEXT} bytes");
-            return bad(self.word(), &expected, &text);
+            return bad(self.name(), &expected, &text);
         }
         let (word, read) = parts(&text);
-        if word != self.word() || word.is_empty() {
-            return bad("the word of a scheme", "text without a colon", self.word());
+        if word != self.name() || word.is_empty() {
+            return bad("the word of a scheme", "text without a colon", self.name());
         }
         let read: Vec<_> = read.collect();
         let settings = self.0.settings();
@@ -276,7 +276,7 @@ impl FromStr for AnyScheme {
 
 impl fmt::Display for AnyScheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.word())?;
+        f.write_str(self.name())?;
         for (index, (key, value)) in self.0.settings().iter().enumerate() {
             let before = if index == 0 { ':' } else { ',' };
             write!(f, "{before}{key}")?;
@@ -296,7 +296,7 @@ impl fmt::Debug for AnyScheme {
 
 impl PartialEq for AnyScheme {
     fn eq(&self, other: &Self) -> bool {
-        self.word() == other.word() && self.0.settings() == other.0.settings()
+        self.name() == other.name() && self.0.settings() == other.0.settings()
     }
 }
 
@@ -316,7 +316,7 @@ impl<'de> Deserialize<'de> for AnyScheme {
 }
 
 impl Scheme for SharedMem {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         "shared-mem"
     }
 
@@ -333,7 +333,7 @@ impl Scheme for SharedMem {
         }
     }
 
-    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         Memory::place(models, run_dir)
     }
 
@@ -357,7 +357,7 @@ impl Scheme for SharedMem {
 }
 
 impl Scheme for MultiProcess {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         "multi-process"
     }
 
@@ -380,7 +380,7 @@ impl Scheme for MultiProcess {
         }
     }
 
-    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         Memory::place(models, run_dir)
     }
 
@@ -484,7 +484,7 @@ mod tests {
     struct Own(&'static str, Vec<(String, String)>);
 
     impl Scheme for Own {
-        fn word(&self) -> &str {
+        fn name(&self) -> &str {
             self.0
         }
 
@@ -496,7 +496,11 @@ mod tests {
             Capabilities::NONE
         }
 
-        fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        fn allocate_endpoint(
+            &self,
+            models: &[ModelId],
+            run_dir: Option<&Path>,
+        ) -> Result<Endpoint> {
             Endpoint::fresh(models, run_dir)
         }
 

@@ -12,7 +12,7 @@ use crate::sender::Sender;
 /// The senders of one trainer, found by the models they feed.
 ///
 /// Models that are to flip together belong to one [`Sender`]
-/// ([`SenderSetup::and`](crate::SenderSetup::and)); models with a scheme of their
+/// ([`SenderSetup::add_model`](crate::SenderSetup::add_model)); models with a scheme of their
 /// own have a sender of their own. A set that spans two senders is refused before
 /// anything is sent: no step could flip it whole.
 #[derive(Debug, Default)]

@@ -143,7 +143,7 @@ impl Session {
     pub fn init_on_sender(&mut self, model: &str, source: &dyn WeightExtractor) -> Result<()> {
         let setup = match &self.state {
             State::PreparedSender(setup) if !setup.has(model) => {
-                (**setup).clone().and(model, source)?
+                (**setup).clone().add_model(model, source)?
             }
             State::PreparedSender(setup) => (**setup).clone().replacing(model, source)?,
             State::Idle | State::Closed => {

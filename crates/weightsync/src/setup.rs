@@ -78,7 +78,7 @@ pub enum DigestPolicy {
 /// What becomes of an asynchronous send while an earlier one is on its way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Pending {
+pub enum AsyncSendLimit {
     /// It is refused with [`Error::SendPending`].
     #[default]
     Refuse,
@@ -115,7 +115,7 @@ pub struct SenderSetup {
     cast: Option<Dtype>,
     transfer: TransferOptions,
     pub(crate) copy: CopyOptions,
-    pub(crate) pending: Pending,
+    pub(crate) pending: AsyncSendLimit,
     pub(crate) deadline: Duration,
 }
 
@@ -157,14 +157,14 @@ impl SenderSetup {
             .map(|model| model.prepared.id.clone())
             .collect();
         Ok(Self {
-            at: scheme.scheme().place(&ids, None)?,
+            at: scheme.scheme().allocate_endpoint(&ids, None)?,
             models,
             scheme,
             run_dir: None,
             cast: None,
             transfer: TransferOptions::default(),
             copy: CopyOptions::default(),
-            pending: Pending::default(),
+            pending: AsyncSendLimit::default(),
             deadline: Duration::from_secs(60),
         })
     }
@@ -176,7 +176,7 @@ impl SenderSetup {
     /// # Errors
     ///
     /// As [`new`](Self::new), and [`Error::SameModelTwice`].
-    pub fn and(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
+    pub fn add_model(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
         let model = Model::new(model, source)?.cast(self.cast)?;
         let id = &model.prepared.id;
         if self.models.iter().any(|other| other.prepared.id == *id) {
@@ -325,7 +325,7 @@ impl SenderSetup {
     }
 
     /// What becomes of an asynchronous send while an earlier one is on its way.
-    pub fn pending(mut self, pending: Pending) -> Self {
+    pub fn pending(mut self, pending: AsyncSendLimit) -> Self {
         self.pending = pending;
         self
     }
@@ -480,7 +480,7 @@ impl SenderSetup {
 
     /// Releases what was taken for it, such as a port, also where its scheme lives on.
     pub(crate) fn give_up(self) {
-        self.scheme.scheme().give_up(&self.at);
+        self.scheme.scheme().release_endpoint(&self.at);
     }
 
     /// Whether a model of that name was set up.
@@ -513,7 +513,7 @@ impl SenderSetup {
         self.at = self
             .scheme
             .scheme()
-            .place(&self.ids(), self.run_dir.as_deref())?;
+            .allocate_endpoint(&self.ids(), self.run_dir.as_deref())?;
         Ok(self)
     }
 }

@@ -28,7 +28,7 @@ _UPSTREAM_EXTRACT = WeightStrategy.extract_weights
 _UPSTREAM_APPLY = WeightStrategy.apply_weights
 
 
-class LocalScheme(WeightSyncScheme):
+class WeightsyncScheme(WeightSyncScheme):
     """A scheme of this package's engine. Workers follow it in a thread of their own.
 
     The weights of a worker's model change while its forward is not running. A send
@@ -140,7 +140,7 @@ class LocalScheme(WeightSyncScheme):
         schemes = getattr(context, "_weight_sync_schemes", None) or {}
         for other in schemes.values():
             group = getattr(other, "_group", None)
-            alike = isinstance(other, LocalScheme) and other is not self
+            alike = isinstance(other, WeightsyncScheme) and other is not self
             if alike and group is not None and group.kind() == self._kind():
                 if not group.is_connected:
                     return group
@@ -364,7 +364,7 @@ class LocalScheme(WeightSyncScheme):
         """Sub-workers that are there already begin with what this worker begins with."""
         schemes = getattr(self.context, "_weight_sync_schemes", None) or {}
         own = schemes.get(self._model_id)
-        if isinstance(own, LocalScheme) and own.synchronized_on_sender:
+        if isinstance(own, WeightsyncScheme) and own.synchronized_on_sender:
             self._pass_on()
 
     @property
@@ -444,7 +444,7 @@ class LocalScheme(WeightSyncScheme):
             return False
         weights = self._worker_model.weights()
         scheme = schemes.get(self._model_id)
-        if isinstance(scheme, LocalScheme):
+        if isinstance(scheme, WeightsyncScheme):
             if scheme._takes_formats():
                 weights = scheme._formatted(weights)
             # Otherwise by dotted names: extra state of any module has a name there.

@@ -11,10 +11,10 @@ from torch import nn
 from weightsync.errors import LifecycleError, SettingError, UnsupportedError
 from weightsync.torchrl._given import model_of
 from weightsync.torchrl._group import Group
-from weightsync.torchrl._local import LocalScheme
+from weightsync.torchrl._local import WeightsyncScheme
 
 
-class SharedMemWeightSyncScheme(LocalScheme):
+class SharedMemWeightSyncScheme(WeightsyncScheme):
     """Weights through shared memory: one copy, whatever the number of workers.
 
     A drop-in for TorchRL's. Workers read a whole version in place; what the trainer
@@ -50,7 +50,7 @@ class SharedMemWeightSyncScheme(LocalScheme):
         self.auto_register = auto_register
 
 
-class MultiProcessWeightSyncScheme(LocalScheme):
+class MultiProcessWeightSyncScheme(WeightsyncScheme):
     """Weights through a queue to each worker.
 
     A drop-in for TorchRL's; the arguments are its own. What passes through a queue says which
@@ -65,7 +65,7 @@ class MultiProcessWeightSyncScheme(LocalScheme):
     _word = "multi-process"
 
 
-class NoWeightSyncScheme(LocalScheme):
+class NoWeightSyncScheme(WeightsyncScheme):
     """No weights are sent.
 
     A collector gives its workers a policy without values; these get the initial ones
@@ -113,7 +113,7 @@ class NoWeightSyncScheme(LocalScheme):
         return None
 
 
-class DistributedWeightSyncScheme(LocalScheme):
+class DistributedWeightSyncScheme(WeightsyncScheme):
     """Weights to workers on any host: they dial in, over TCP.
 
     A drop-in for TorchRL's, without a process group, a store or a world size: workers
@@ -214,7 +214,7 @@ class DistributedWeightSyncScheme(LocalScheme):
         return {**_host_and_port(address), "init_info": info}
 
 
-class RPCWeightSyncScheme(LocalScheme):
+class RPCWeightSyncScheme(WeightsyncScheme):
     """The trainer calls each worker's HTTP endpoint; the worker fetches, checks, applies
     and answers. Nothing in the worker waits for weights.
 

@@ -440,9 +440,9 @@ impl Source {
             return Err(weightsync::Error::EmptySet);
         };
         let setup = SenderSetup::new(first, weights)?;
-        others
-            .iter()
-            .try_fold(setup, |setup, (model, weights)| setup.and(model, weights))
+        others.iter().try_fold(setup, |setup, (model, weights)| {
+            setup.add_model(model, weights)
+        })
     }
 
     /// Changes so many percent of the elements, in every round others, by one unit in the

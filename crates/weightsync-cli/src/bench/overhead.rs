@@ -98,7 +98,7 @@ struct Ready {
 }
 
 impl Scheme for Ready {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         "ready"
     }
 
@@ -108,7 +108,7 @@ impl Scheme for Ready {
         can
     }
 
-    fn place(&self, _: &[ModelId], _: Option<&Path>) -> weightsync::Result<Endpoint> {
+    fn allocate_endpoint(&self, _: &[ModelId], _: Option<&Path>) -> weightsync::Result<Endpoint> {
         Endpoint::new("nowhere", [0; 16], false)
     }
 

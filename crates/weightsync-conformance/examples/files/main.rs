@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let dir = std::env::temp_dir().join("weightsync-files-example");
     let files = Files::new(&dir.display().to_string())?;
     let setup = SenderSetup::new("policy", &policy)?
-        .and("critic", &critic)?
+        .add_model("critic", &critic)?
         .scheme(files.clone())?;
     let workers = worker::Spawn::this_program()?.count(3);
     let workers = workers.init_value(&setup.init_info())?.start()?;

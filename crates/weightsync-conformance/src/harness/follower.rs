@@ -6,8 +6,8 @@ use weightsync::{
     Background, BackgroundState, BackgroundStatus, ModelId, Receiver, SetLoader, Tensors, Version,
 };
 
-use super::order::{Answer, Doing, Followed, SafePoints};
-use super::puppet::Stop;
+use super::command::{Answer, Doing, Followed, SafePoints};
+use super::process::Stop;
 use super::scale::PATIENCE;
 use super::shape::words_of;
 

@@ -1,14 +1,14 @@
 //! Processes that are told what to do, and what is checked when they are done.
 
+mod cascade;
+pub(crate) mod command;
 pub(crate) mod fault;
 mod follower;
-mod middle;
-pub(crate) mod order;
-pub(crate) mod puppet;
+pub(crate) mod process;
+pub(crate) mod resource_census;
 pub mod scale;
 pub(crate) mod script;
 pub(crate) mod shape;
 mod source;
-pub(crate) mod stock;
 mod trainer;
 pub(crate) mod worker;

@@ -11,15 +11,15 @@ use tempfile::TempDir;
 use weightsync::InitInfo;
 use weightsync::worker::{Event, Spawn, Workers};
 
-use super::order::{
+use super::command::{
     Act, Answer, Deed, Fate, How, Join, Lead, Order, Publish, Sent, Status, Want, What,
 };
+use super::resource_census::{Census, TOKEN, describe, state};
 use super::scale::{BRIEF, PATIENCE};
 use super::shape::Seen;
-use super::stock::{Census, TOKEN, describe, state};
 use crate::Subject;
 
-/// The puppet that leads, in every script. Worker number n is puppet n + 1.
+/// The process that leads, in every script. Worker number n is process n + 1.
 pub(crate) const TRAINER: usize = 0;
 
 /// Next to how many senders something runs at the same time.
@@ -35,9 +35,9 @@ pub(crate) struct Script<'a> {
     /// What runs next to each of the last senders, by its address.
     beside: VecDeque<(String, Box<dyn Any>)>,
     info: Option<InitInfo>,
-    /// What each puppet has said that nobody has asked for yet.
+    /// What each process has said that nobody has asked for yet.
     said: Vec<VecDeque<Answer>>,
-    /// How many orders each puppet was told, and how many it has heard.
+    /// How many orders each process was told, and how many it has heard.
     told: Vec<[u64; 2]>,
     /// Puppets whose death is no surprise.
     doomed: BTreeSet<usize>,
@@ -168,49 +168,49 @@ impl<'a> Script<'a> {
         self.dir.path().join("run")
     }
 
-    /// Tells a puppet something without waiting for its answer.
-    pub(crate) fn tell(&mut self, puppet: usize, order: &Order) {
+    /// Tells a process something without waiting for its answer.
+    pub(crate) fn tell(&mut self, process: usize, order: &Order) {
         let frame = postcard::to_stdvec(order).expect("an order has a postcard form");
         self.workers
-            .send(puppet, &frame, Some(PATIENCE))
+            .send(process, &frame, Some(PATIENCE))
             .expect("it listens");
         // An order in the middle of another is its part.
-        self.told[puppet][0] += u64::from(!matches!(order, Order::GoOn));
+        self.told[process][0] += u64::from(!matches!(order, Order::GoOn));
     }
 
     pub(crate) fn tell_worker(&mut self, worker: u32, deed: Deed) {
         self.tell(worker as usize + 1, &Order::Worker(worker, deed));
     }
 
-    /// The next answer of a puppet.
-    pub(crate) fn answer(&mut self, puppet: usize) -> Answer {
-        let answer = self.answer_or_death(puppet);
-        answer.unwrap_or_else(|| panic!("puppet {puppet} died and was to answer"))
+    /// The next answer of a process.
+    pub(crate) fn answer(&mut self, process: usize) -> Answer {
+        let answer = self.answer_or_death(process);
+        answer.unwrap_or_else(|| panic!("process {process} died and was to answer"))
     }
 
     pub(crate) fn answer_of(&mut self, worker: u32) -> Answer {
         self.answer(worker as usize + 1)
     }
 
-    /// The next answer of a puppet that may die instead.
-    pub(crate) fn answer_or_death(&mut self, puppet: usize) -> Option<Answer> {
+    /// The next answer of a process that may die instead.
+    pub(crate) fn answer_or_death(&mut self, process: usize) -> Option<Answer> {
         loop {
-            match self.said[puppet].pop_front() {
-                Some(Answer::Broken(text)) => panic!("puppet {puppet}: {text}"),
+            match self.said[process].pop_front() {
+                Some(Answer::Broken(text)) => panic!("process {process}: {text}"),
                 Some(answer) => return Some(answer),
-                None if self.dead.contains(&puppet) => return None,
+                None if self.dead.contains(&process) => return None,
                 None => self.listen(),
             }
         }
     }
 
-    /// Whether a puppet has said something that nobody has asked for; looks at
+    /// Whether a process has said something that nobody has asked for; looks at
     /// what has come, and waits for nothing.
-    pub(crate) fn has_said(&mut self, puppet: usize) -> bool {
+    pub(crate) fn has_said(&mut self, process: usize) -> bool {
         while let Some((from, event)) = self.workers.recv_any(Some(Duration::ZERO)) {
             self.heard(from, event);
         }
-        !self.said[puppet].is_empty()
+        !self.said[process].is_empty()
     }
 
     /// Tells the trainer something and waits for its answer.
@@ -395,72 +395,72 @@ impl<'a> Script<'a> {
         }
     }
 
-    pub(crate) fn pid(&self, puppet: usize) -> u32 {
-        self.workers.pid(puppet).expect("it runs")
+    pub(crate) fn pid(&self, process: usize) -> u32 {
+        self.workers.pid(process).expect("it runs")
     }
 
-    /// Kills a puppet, and waits until it is dead.
-    pub(crate) fn kill(&mut self, puppet: usize) {
-        self.doomed.insert(puppet);
-        self.workers.kill(puppet).expect("it is there");
-        self.until_dead(puppet);
+    /// Kills a process, and waits until it is dead.
+    pub(crate) fn kill(&mut self, process: usize) {
+        self.doomed.insert(process);
+        self.workers.kill(process).expect("it is there");
+        self.until_dead(process);
     }
 
-    /// Kills a puppet that has begun what it was told, so long afterwards.
-    pub(crate) fn kill_at(&mut self, puppet: usize, moment: Duration) {
-        self.doomed.insert(puppet);
-        self.until_heard(puppet);
+    /// Kills a process that has begun what it was told, so long afterwards.
+    pub(crate) fn kill_at(&mut self, process: usize, moment: Duration) {
+        self.doomed.insert(process);
+        self.until_heard(process);
         let at = Instant::now() + moment;
         while Instant::now() < at {
             std::thread::yield_now();
         }
-        self.kill(puppet);
+        self.kill(process);
     }
 
-    /// Waits for the death of a puppet that was told to die.
-    pub(crate) fn until_dead(&mut self, puppet: usize) {
-        self.doomed.insert(puppet);
-        while !self.dead.contains(&puppet) {
+    /// Waits for the death of a process that was told to die.
+    pub(crate) fn until_dead(&mut self, process: usize) {
+        self.doomed.insert(process);
+        while !self.dead.contains(&process) {
             self.listen();
         }
     }
 
-    /// A puppet may die from here on.
-    pub(crate) fn doom(&mut self, puppet: usize) {
-        self.doomed.insert(puppet);
+    /// A process may die from here on.
+    pub(crate) fn doom(&mut self, process: usize) {
+        self.doomed.insert(process);
     }
 
     /// A fresh process in the place of a dead one.
-    pub(crate) fn raise(&mut self, puppet: usize) {
-        assert!(self.dead.remove(&puppet), "it is not dead");
-        self.doomed.remove(&puppet);
-        self.said[puppet].clear();
-        self.told[puppet] = [0; 2];
-        self.workers.restart(puppet, None).expect("it starts");
+    pub(crate) fn raise(&mut self, process: usize) {
+        assert!(self.dead.remove(&process), "it is not dead");
+        self.doomed.remove(&process);
+        self.said[process].clear();
+        self.told[process] = [0; 2];
+        self.workers.restart(process, None).expect("it starts");
     }
 
-    /// Stops a puppet where it is.
-    pub(crate) fn stop(&mut self, puppet: usize) {
-        self.signal(puppet, Signal::STOP);
-        self.asleep.insert(puppet);
-        self.until_state(puppet, 'T');
+    /// Stops a process where it is.
+    pub(crate) fn stop(&mut self, process: usize) {
+        self.signal(process, Signal::STOP);
+        self.asleep.insert(process);
+        self.until_state(process, 'T');
     }
 
     /// Lets it go on.
-    pub(crate) fn wake(&mut self, puppet: usize) {
-        self.signal(puppet, Signal::CONT);
-        self.asleep.remove(&puppet);
+    pub(crate) fn wake(&mut self, process: usize) {
+        self.signal(process, Signal::CONT);
+        self.asleep.remove(&process);
     }
 
-    /// Waits until a puppet has heard what it was told and waits in the kernel: it
+    /// Waits until a process has heard what it was told and waits in the kernel: it
     /// has nothing more to do without a new order.
-    pub(crate) fn until_it_sleeps(&mut self, puppet: usize) {
-        self.until_heard(puppet);
-        self.until_state(puppet, 'S');
+    pub(crate) fn until_it_sleeps(&mut self, process: usize) {
+        self.until_heard(process);
+        self.until_state(process, 'S');
     }
 
-    fn until_heard(&mut self, puppet: usize) {
-        while self.told[puppet][0] > self.told[puppet][1] {
+    fn until_heard(&mut self, process: usize) {
+        while self.told[process][0] > self.told[process][1] {
             self.listen();
         }
     }
@@ -480,14 +480,14 @@ impl<'a> Script<'a> {
             ..
         } = self;
         assert!(asleep.is_empty(), "puppets that cannot end");
-        for (puppet, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
-            let excused = exit.is_success() || doomed.contains(&puppet);
-            assert!(excused, "puppet {puppet} {exit}\n{}", exit.stderr_text());
+        for (process, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
+            let excused = exit.is_success() || doomed.contains(&process);
+            assert!(excused, "process {process} {exit}\n{}", exit.stderr_text());
         }
-        for (puppet, said) in said.into_iter().enumerate() {
+        for (process, said) in said.into_iter().enumerate() {
             assert!(
-                said.is_empty() || doomed.contains(&puppet),
-                "puppet {puppet} also said {said:?}"
+                said.is_empty() || doomed.contains(&process),
+                "process {process} also said {said:?}"
             );
         }
         drop((workers, beside));
@@ -514,26 +514,26 @@ impl<'a> Script<'a> {
             Event::Exited(exit) => {
                 let killed = exit.signal == Some(Signal::KILL.as_raw());
                 let excused = killed && self.doomed.contains(&from);
-                assert!(excused, "puppet {from} {exit}\n{}", exit.stderr_text());
+                assert!(excused, "process {from} {exit}\n{}", exit.stderr_text());
                 self.dead.insert(from);
             }
-            other => panic!("puppet {from}: {other:?}"),
+            other => panic!("process {from}: {other:?}"),
         }
     }
 
-    /// What every puppet is doing.
+    /// What every process is doing.
     fn doings(&self) -> Vec<String> {
-        let pids = (0..self.workers.len()).filter_map(|puppet| self.workers.pid(puppet));
+        let pids = (0..self.workers.len()).filter_map(|process| self.workers.pid(process));
         pids.map(describe).collect()
     }
 
-    fn signal(&self, puppet: usize, signal: Signal) {
-        let pid = Pid::from_raw(self.pid(puppet) as i32).expect("a process id");
+    fn signal(&self, process: usize, signal: Signal) {
+        let pid = Pid::from_raw(self.pid(process) as i32).expect("a process id");
         kill_process(pid, signal).expect("it is our child");
     }
 
-    fn until_state(&self, puppet: usize, wanted: char) {
-        let pid = self.pid(puppet);
+    fn until_state(&self, process: usize, wanted: char) {
+        let pid = self.pid(process);
         let deadline = Instant::now() + PATIENCE;
         while state(pid) != Some(wanted) {
             assert!(Instant::now() < deadline, "{}", describe(pid));
@@ -557,9 +557,9 @@ impl Deref for Group {
 impl Drop for Group {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            for puppet in 0..self.0.len() {
+            for process in 0..self.0.len() {
                 // One that is gone already is as good.
-                let _ = self.0.kill(puppet);
+                let _ = self.0.kill(process);
             }
         }
     }

@@ -7,8 +7,8 @@ use weightsync::{
     WeightExtractor,
 };
 
-use super::order::Stage;
-use super::puppet::die;
+use super::command::Stage;
+use super::process::die;
 use super::shape::{is_module, module};
 
 /// What a source may be asked to do with its tensors.

@@ -1,16 +1,18 @@
-//! The trainer in a puppet.
+//! The trainer in a process.
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
 use weightsync::{
-    AnyScheme, Expect, Outcome, Pending, PendingSend, Registered, Report, SendOptions, SendSource,
-    Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor, WorkerId,
+    AnyScheme, AsyncSendLimit, Expect, Outcome, PendingSend, Registered, Report, SendOptions,
+    SendSource, Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor, WorkerId,
 };
 
-use super::order::{Act, Answer, Fate, How, Lead, Line, Publish, Sent, Stage, Status, Wait, What};
-use super::puppet::{Stop, Strings, die};
+use super::command::{
+    Act, Answer, Fate, How, Lead, Line, Publish, Sent, Stage, Status, Wait, What,
+};
+use super::process::{Stop, Strings, die};
 use super::scale::PATIENCE;
 use super::script::address;
 use super::shape::{Model, Seen, Shape, part, print_of, words_of};
@@ -141,7 +143,7 @@ impl Trainer {
             let source = Shared(model.tensors.clone());
             let next = match setup {
                 None => SenderSetup::new(&model.id, &source)?.scheme(self.scheme.clone())?,
-                Some(setup) => setup.and(&model.id, &source)?,
+                Some(setup) => setup.add_model(&model.id, &source)?,
             };
             setup = Some(match lead.register {
                 true => next.register(&model.id, source)?,
@@ -156,8 +158,8 @@ impl Trainer {
             setup = setup.cast(name.parse().map_err(weightsync::Error::from)?)?;
         }
         let pending = match lead.pending {
-            0 => Pending::Refuse,
-            bound => Pending::Queue(bound),
+            0 => AsyncSendLimit::Refuse,
+            bound => AsyncSendLimit::Queue(bound),
         };
         let setup = setup
             .slots(lead.slots.0, lead.slots.1)

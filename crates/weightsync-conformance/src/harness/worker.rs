@@ -1,4 +1,4 @@
-//! A worker in a puppet.
+//! A worker in a process.
 
 use std::mem::take;
 use std::time::{Duration, Instant};
@@ -8,14 +8,14 @@ use weightsync::{
     SetSnapshot, TensorView, Tensors, Version, WaitStyle, WeightLoader,
 };
 
+use super::cascade::Middle;
+use super::command::{Answer, Deed, Join, Loaded, Mishap, Want};
 use super::fault::Fault;
 use super::follower::{Follower, Own};
-use super::middle::Middle;
-use super::order::{Answer, Deed, Join, Loaded, Mishap, Want};
-use super::puppet::{Stop, Strings, die};
+use super::process::{Stop, Strings, die};
+use super::resource_census::state;
 use super::scale::PATIENCE;
 use super::shape::{Seen, Shape, TENSORS, words_of};
-use super::stock::state;
 
 type Done = Result<Answer, Stop>;
 
@@ -182,7 +182,7 @@ impl Worker {
         Ok(Answer::Done)
     }
 
-    /// The puppet's main thread waits, so that another can see that it does.
+    /// The process's main thread waits, so that another can see that it does.
     fn receive_interrupted(&mut self) -> Done {
         let interrupter = self.receiver()?.interrupter()?;
         let set = std::thread::scope(|scope| {

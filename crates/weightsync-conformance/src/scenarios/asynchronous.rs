@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::Subject;
+use crate::harness::command::{Act, Answer, Deed, Fate, How, Lead, Mishap, Order, What};
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Deed, Fate, How, Lead, Mishap, Order, What};
 use crate::harness::scale::BRIEF;
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;

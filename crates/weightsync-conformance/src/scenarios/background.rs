@@ -3,12 +3,12 @@
 use std::time::Instant;
 
 use crate::Subject;
-use crate::harness::order::{
+use crate::harness::command::{
     Act, Answer, Deed, Doing, Fate, How, Join, Lead, Order, SafePoints, Stock, Wait, What,
 };
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE, rounds};
 use crate::harness::script::{Script, TRAINER};
-use crate::scenarios::leaks::{bounded, stock};
+use crate::scenarios::leaks::{bounded, resource_census};
 
 /// The wait that it meets, or else the next one; several add up to one.
 pub(crate) fn an_interrupt_ends_a_wait_and_loses_nothing(subject: &Subject) {
@@ -140,7 +140,10 @@ pub(crate) fn waiting_thread_ends_at_once_and_leaves_nothing(subject: &Subject) 
         assert!(end.elapsed() < MOMENT, "{:?}", end.elapsed());
         match before {
             None if round == 1 => {
-                before = Some([stock(&mut script, TRAINER), stock(&mut script, 1)]);
+                before = Some([
+                    resource_census(&mut script, TRAINER),
+                    resource_census(&mut script, 1),
+                ]);
             }
             None => {}
             Some([trainer, worker]) => {
@@ -227,9 +230,9 @@ pub(crate) fn a_cascade_of_two_levels_passes_on_and_acknowledges(subject: &Subje
         send_down(&mut script, word);
         script.tell_worker(2, Deed::Receive(None));
         assert_eq!(script.answer_of(2).seen().one(), (word, word));
-        for puppet in [TRAINER, 1, 2] {
-            script.until_it_sleeps(puppet);
-            assert!(!script.has_said(puppet), "worker 3 has not taken it");
+        for process in [TRAINER, 1, 2] {
+            script.until_it_sleeps(process);
+            assert!(!script.has_said(process), "worker 3 has not taken it");
         }
         script.tell_worker(3, Deed::Receive(None));
         assert_eq!(script.answer_of(3).seen().one(), (word, word));
@@ -332,13 +335,13 @@ fn family(subject: &Subject) -> Script<'_> {
     let lower = script.head(1, &upper);
     script.tell_worker(1, Deed::Feed(vec![2, 3]));
     assert_eq!(script.join(2, Join::new(&lower)), Answer::Done);
-    for puppet in [TRAINER, 1, 2] {
-        script.until_it_sleeps(puppet);
-        assert!(!script.has_said(puppet), "worker 3 is missing");
+    for process in [TRAINER, 1, 2] {
+        script.until_it_sleeps(process);
+        assert!(!script.has_said(process), "worker 3 is missing");
     }
     assert_eq!(script.join(3, Join::new(&lower)), Answer::Done);
-    for puppet in [2, 1, TRAINER] {
-        assert_eq!(script.answer(puppet), Answer::Done);
+    for process in [2, 1, TRAINER] {
+        assert_eq!(script.answer(process), Answer::Done);
     }
     for worker in [2, 3] {
         assert_eq!(script.take(worker).one(), (1, 1));

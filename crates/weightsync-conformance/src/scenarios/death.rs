@@ -3,14 +3,14 @@
 use std::time::{Duration, Instant};
 
 use crate::Subject;
-use crate::harness::fault::Kind;
-use crate::harness::order::{
+use crate::harness::command::{
     Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Sent, Stage, Wait, What,
 };
+use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
-use crate::scenarios::leaks::{bounded, stock};
+use crate::scenarios::leaks::{bounded, resource_census};
 use crate::scenarios::send::loading;
 
 /// At any moment of it, while its trainer connects and later. It is not missed
@@ -57,7 +57,7 @@ pub(crate) fn a_worker_killed_while_it_joins_is_replaced(subject: &Subject) {
         assert_eq!(script.act(Act::Close), Answer::Done);
         match before {
             // One of each kind has been there.
-            None if round == 1 => before = Some(stock(&mut script, TRAINER)),
+            None if round == 1 => before = Some(resource_census(&mut script, TRAINER)),
             None => {}
             Some(before) => bounded(&mut script, TRAINER, before),
         }
@@ -125,7 +125,9 @@ pub(crate) fn trainer_killed_in_connect_leaves_workers_usable(subject: &Subject)
         assert_eq!(script.act(Act::Close), Answer::Done);
         for worker in 1..3 {
             match before {
-                None if round == 1 && worker == 2 => before = Some(stock(&mut script, worker)),
+                None if round == 1 && worker == 2 => {
+                    before = Some(resource_census(&mut script, worker))
+                }
                 None => {}
                 Some(before) => bounded(&mut script, worker, before),
             }

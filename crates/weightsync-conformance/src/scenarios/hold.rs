@@ -1,8 +1,8 @@
 //! Holding workers at a version, and going back to one.
 
 use crate::Subject;
+use crate::harness::command::{Act, Answer, Deed, Fate, How, Join, Lead, What};
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, What};
 use crate::harness::scale::BRIEF;
 use crate::harness::script::Script;
 

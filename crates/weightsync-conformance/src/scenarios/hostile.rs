@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 use weightsync::{InitInfo, ReceiverSetup};
 
 use crate::Subject;
+use crate::harness::command::{Act, Answer, Deed, How, Join, Lead, Wait, What};
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Deed, How, Join, Lead, Wait, What};
 use crate::harness::scale::{BRIEF, Dice, MOMENT, rounds, seed};
 use crate::harness::script::Script;
 use crate::harness::shape::Shape;

@@ -2,18 +2,18 @@
 //! scenario.
 
 use crate::Subject;
-use crate::harness::order::{Act, Answer, Deed, How, Join, Lead, Order, Stock, Wait, What};
+use crate::harness::command::{Act, Answer, Deed, How, Join, Lead, Order, Stock, Wait, What};
 use crate::harness::scale::{BRIEF, rounds};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 
 /// What a process has when it had twice the time to get more.
-pub(crate) fn bounded(script: &mut Script<'_>, puppet: usize, before: Stock) {
+pub(crate) fn bounded(script: &mut Script<'_>, process: usize, before: Stock) {
     let mut now = before;
     // Threads that were joined take a moment to leave the list.
     for _ in 0..2_000 {
-        script.tell(puppet, &Order::Stock);
-        now = script.answer(puppet).stock();
+        script.tell(process, &Order::Stock);
+        now = script.answer(process).resource_census();
         let more = now.descriptors > before.descriptors
             || now.threads > before.threads
             || now.shared_maps > before.shared_maps;
@@ -21,19 +21,22 @@ pub(crate) fn bounded(script: &mut Script<'_>, puppet: usize, before: Stock) {
             return;
         }
     }
-    panic!("puppet {puppet} had {before:?} and has {now:?}");
+    panic!("process {process} had {before:?} and has {now:?}");
 }
 
-pub(crate) fn stock(script: &mut Script<'_>, puppet: usize) -> Stock {
-    script.tell(puppet, &Order::Stock);
-    script.answer(puppet).stock()
+pub(crate) fn resource_census(script: &mut Script<'_>, process: usize) -> Stock {
+    script.tell(process, &Order::Stock);
+    script.answer(process).resource_census()
 }
 
 /// Connected, used in every way, and shut down, again and again in the same two
 /// processes.
 pub(crate) fn many_connections_leave_nothing(subject: &Subject) {
     let mut script = Script::new(subject, 1);
-    let mut before = [stock(&mut script, TRAINER), stock(&mut script, 1)];
+    let mut before = [
+        resource_census(&mut script, TRAINER),
+        resource_census(&mut script, 1),
+    ];
     let count = rounds(1_000, 12);
     for round in 0..count {
         let lead = Lead {
@@ -65,7 +68,10 @@ pub(crate) fn many_connections_leave_nothing(subject: &Subject) {
         assert_eq!(script.act(Act::Close), Answer::Done);
         if round == 0 {
             // What a process sets up once for good is there now.
-            before = [stock(&mut script, TRAINER), stock(&mut script, 1)];
+            before = [
+                resource_census(&mut script, TRAINER),
+                resource_census(&mut script, 1),
+            ];
         }
         bounded(&mut script, TRAINER, before[0]);
         bounded(&mut script, 1, before[1]);
@@ -94,7 +100,7 @@ pub(crate) fn workers_that_come_and_go_leave_nothing(subject: &Subject) {
         script.deliver_word(2 + round, &[0, 1]);
         match before {
             // A second of each kind has been there.
-            None if round >= 2 => before = Some(stock(&mut script, TRAINER)),
+            None if round >= 2 => before = Some(resource_census(&mut script, TRAINER)),
             None => {}
             Some(before) => bounded(&mut script, TRAINER, before),
         }
@@ -127,7 +133,10 @@ pub(crate) fn failed_connections_leave_nothing(subject: &Subject) {
         };
         assert!(matches!(act(&mut script, connect), Answer::Fault(_)));
         script.until_status(|workers| workers.len() == 1);
-        let now = [stock(&mut script, TRAINER), stock(&mut script, 2)];
+        let now = [
+            resource_census(&mut script, TRAINER),
+            resource_census(&mut script, 2),
+        ];
         let [trainer, worker] = *before.get_or_insert(now);
         bounded(&mut script, TRAINER, trainer);
         bounded(&mut script, 2, worker);

@@ -8,13 +8,13 @@ use weightsync::{
 };
 
 use crate::Subject;
+use crate::harness::command::Stock;
+use crate::harness::command::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Wait, What};
 use crate::harness::fault::Kind;
-use crate::harness::order::Stock;
-use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Wait, What};
+use crate::harness::resource_census;
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
-use crate::harness::stock;
 
 const WORDS: Shape = Shape::Words(64);
 
@@ -25,16 +25,16 @@ pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
         .schemes
         .parse(&subject.scheme)
         .expect("it was parsed before");
-    let before = stock::take();
+    let before = resource_census::take();
     let setup = SenderSetup::new("actor", &WORDS.make(1)).expect("a model");
-    let setup = setup.and("critic", &WORDS.make(1)).expect("another");
+    let setup = setup.add_model("critic", &WORDS.make(1)).expect("another");
     let setup = setup.scheme(scheme).expect("a place");
     let setup = setup.slots(2, 4).history(1).checksums(true);
     let info = setup.init_info();
     let receiving: Vec<_> = (0..3)
         .map(|worker| ReceiverSetup::new(info.clone(), worker))
         .collect();
-    let now = stock::take();
+    let now = resource_census::take();
     let named = now.descriptors - before.descriptors;
     let most = usize::from(!subject.can.outlives);
     assert!(named <= most, "{named} descriptors more");
@@ -51,9 +51,9 @@ pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
         .as_str()
         .expect("an address")
         .to_owned();
-    assert_eq!(stock::listening(&[address]), [""; 0]);
+    assert_eq!(resource_census::listening(&[address]), [""; 0]);
     drop((setup, receiving));
-    assert_eq!(stock::take(), before);
+    assert_eq!(resource_census::take(), before);
 
     // A session that is shut down before it connects releases it at once.
     let mut session = Session::of(info).schemes(subject.schemes.clone());
@@ -62,7 +62,7 @@ pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
             .init_on_sender("policy", &WORDS.make(1))
             .expect("nothing is there yet");
         session.shutdown();
-        assert_eq!(stock::take(), before);
+        assert_eq!(resource_census::take(), before);
     }
 }
 

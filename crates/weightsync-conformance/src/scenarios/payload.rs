@@ -3,7 +3,7 @@
 use weightsync::{Dtype, SenderSetup, Strategy, Tensors};
 
 use crate::Subject;
-use crate::harness::order::{Act, How, Lead, What};
+use crate::harness::command::{Act, How, Lead, What};
 use crate::harness::script::Script;
 use crate::harness::shape::{Model, Shape, print_of};
 

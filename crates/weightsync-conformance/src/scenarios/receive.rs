@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use crate::Subject;
+use crate::harness::command::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Wait, Want, What};
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Wait, Want, What};
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;

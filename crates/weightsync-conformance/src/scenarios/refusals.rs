@@ -25,7 +25,7 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
     };
     if !can.sets {
         let connected = setup()
-            .and_then(|setup| setup.and("critic", &weights))
+            .and_then(|setup| setup.add_model("critic", &weights))
             .and_then(|setup| {
                 let set = Set::new().with("policy", &weights).with("critic", &weights);
                 setup.connect(&set, Expect::Count(0), PATIENCE)

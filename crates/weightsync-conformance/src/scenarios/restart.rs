@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::Subject;
+use crate::harness::command::{Act, Answer, Deed, How, Join, Lead, Order, Wait, Want, What};
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Deed, How, Join, Lead, Order, Wait, Want, What};
 use crate::harness::scale::{BRIEF, Dice, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
 use crate::scenarios::death::moment;
@@ -186,7 +186,7 @@ pub(crate) fn a_look_at_the_newest_finds_the_next_sender(subject: &Subject) {
 
 /// A second one is told so, and nobody notices it.
 pub(crate) fn a_living_sender_keeps_its_place(subject: &Subject) {
-    // The second puppet is a trainer too.
+    // The second process is a trainer too.
     let mut script = Script::new(subject, 2);
     let lead = Lead {
         run_dir: Some(script.run_dir()),

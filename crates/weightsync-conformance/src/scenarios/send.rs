@@ -1,8 +1,10 @@
 //! A send: whole versions, only what was sent, and a report that is true.
 
 use crate::Subject;
+use crate::harness::command::{
+    Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Wait, What,
+};
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Wait, What};
 use crate::harness::scale::{BRIEF, rounds};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;

@@ -1,11 +1,11 @@
 //! Several models that flip together.
 
 use crate::Subject;
-use crate::harness::fault::Kind;
-use crate::harness::order::{
+use crate::harness::command::{
     Act, Answer, Deed, Fate, How, Join, Lead, Loaded, Mishap, Order, Publish, Sent, Stage, Wait,
     Want, What,
 };
+use crate::harness::fault::Kind;
 use crate::harness::scale::{Dice, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;

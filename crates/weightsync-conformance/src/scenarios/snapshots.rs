@@ -1,8 +1,8 @@
 //! What is held: valid until it is let go, and the same bytes at both ends.
 
 use crate::Subject;
+use crate::harness::command::{Act, Answer, Deed, Lead};
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Deed, Lead};
 use crate::harness::script::{Script, TRAINER};
 
 /// It stays as it is, without the sender and without the receiver.

@@ -1,8 +1,8 @@
 //! Sends to some workers, and weights of their own for each.
 
 use crate::Subject;
+use crate::harness::command::{Act, Answer, Deed, Fate, How, Join, Lead, What};
 use crate::harness::fault::Kind;
-use crate::harness::order::{Act, Answer, Deed, Fate, How, Join, Lead, What};
 use crate::harness::script::Script;
 
 /// Neither the other workers nor the trainer's own weights are touched.

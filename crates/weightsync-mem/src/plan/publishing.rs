@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use weightsync_core::{Version, WorkerId};
 
-use super::lane::Lane;
+use super::mailbox::Mailbox;
 #[cfg(test)]
-use super::lane::Waiting;
+use super::mailbox::Waiting;
 use super::{Crowded, Key, Lend, Model, Plan, Published, Step, Targets};
 use crate::protocol::{MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, Placed};
@@ -16,8 +16,8 @@ impl Plan {
     /// Finds a slot for the next version of `model`. `pinned` is what data pins
     /// hold, and what pinned records do ([`slots_of`](Self::slots_of)).
     pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
-        let needed = self.meant.slots(model).union(self.told(model));
-        let waiting = self.waiting_lanes().flat_map(Lane::kept_waiting);
+        let needed = self.desired.slots(model).union(self.told(model));
+        let waiting = self.waiting_mailboxes().flat_map(Mailbox::kept_waiting);
         let waiting = waiting.filter_map(|set| set.place(model));
         let held = waiting.fold(needed, |all, placed| all.with(placed.slot));
         let Model { slots, lent, .. } = &mut self.models[model];
@@ -95,7 +95,7 @@ impl Plan {
         }
         let full = |&(model, _): &(usize, u8)| usize::from(self.models[model].slots) == MAX_SLOTS;
         let may_crowd = written.iter().any(full);
-        self.meant.publish(&update, targets, may_crowd)?;
+        self.desired.publish(&update, targets, may_crowd)?;
         for (model, placed) in update.iter() {
             let of = &mut self.models[model];
             of.lent = of.lent.without(placed.slot);
@@ -106,20 +106,20 @@ impl Plan {
         self.sequence += 1;
         let mut teller = self.teller(record_pins, steps);
         teller.sequence = self.sequence;
-        let mut fates = Vec::with_capacity(self.lanes.len());
+        let mut dispositions = Vec::with_capacity(self.mailboxes.len());
         let mut absent = Vec::new();
-        let (meant, records, waiting) = (&self.meant, &mut self.records, &mut self.waiting);
-        let mut concern = |worker, lane: &mut Lane| {
-            if !lane.models.and(update.models()).is_empty() {
-                let fate = lane.publish(worker, meant, records, &mut teller);
-                fates.push(((worker, lane.joined), fate));
-                note(waiting, worker, lane);
+        let (desired, records, waiting) = (&self.desired, &mut self.records, &mut self.waiting);
+        let mut concern = |worker, mailbox: &mut Mailbox| {
+            if !mailbox.models.and(update.models()).is_empty() {
+                let disposition = mailbox.publish(worker, desired, records, &mut teller);
+                dispositions.push(((worker, mailbox.joined), disposition));
+                note(waiting, worker, mailbox);
             }
         };
         match targets {
             Targets::All => {
-                for (worker, lane) in &mut self.lanes {
-                    concern(*worker, lane);
+                for (worker, mailbox) in &mut self.mailboxes {
+                    concern(*worker, mailbox);
                 }
             }
             Targets::Workers(workers) => {
@@ -127,8 +127,8 @@ impl Plan {
                 workers.sort_unstable();
                 workers.dedup();
                 for worker in workers {
-                    match self.lanes.get_mut(&worker) {
-                        Some(lane) => concern(worker, lane),
+                    match self.mailboxes.get_mut(&worker) {
+                        Some(mailbox) => concern(worker, mailbox),
                         None => absent.push(worker),
                     }
                 }
@@ -140,21 +140,21 @@ impl Plan {
                 .iter()
                 .map(|(model, placed)| (model, placed.version))
                 .collect(),
-            fates,
+            dispositions,
             absent,
         })
     }
 
-    /// Puts lanes that wait where they are meant to be, as far as there is room.
+    /// Puts mailboxes that wait where they should be, as far as there is room.
     pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
         if !self.anything_waits() {
             return;
         }
         let mut teller = self.teller(record_pins, steps);
         for worker in std::mem::take(&mut self.waiting) {
-            if let Some(lane) = self.lanes.get_mut(&worker) {
-                lane.deliver(worker, &mut self.records, &mut teller);
-                note(&mut self.waiting, worker, lane);
+            if let Some(mailbox) = self.mailboxes.get_mut(&worker) {
+                mailbox.deliver(worker, &mut self.records, &mut teller);
+                note(&mut self.waiting, worker, mailbox);
             }
         }
     }
@@ -164,9 +164,9 @@ impl Plan {
         self.records.has_free(record_pins)
     }
 
-    /// Whether a lane waits that has room, but there was no record for it.
+    /// Whether a mailbox waits that has room, but there was no record for it.
     pub(crate) fn lacks_records(&self) -> bool {
-        self.waiting_lanes().any(Lane::lacks_record)
+        self.waiting_mailboxes().any(Mailbox::lacks_record)
     }
 
     /// Whether anything waits for room anywhere.
@@ -176,54 +176,61 @@ impl Plan {
 
     /// Whether anything waits for room at this reader.
     pub(crate) fn anything_waits_for(&self, key: Key) -> bool {
-        self.lane(key).is_some_and(|lane| !lane.waiting.is_empty())
+        self.mailbox(key)
+            .is_some_and(|mailbox| !mailbox.waiting.is_empty())
     }
 
     /// Whether the publication still waits for room at this reader.
     #[cfg(test)]
     pub(crate) fn waits(&self, key: Key, sequence: u64) -> bool {
-        let waits = |waiting: &Waiting, lane: &Lane| match lane.delivery {
+        let waits = |waiting: &Waiting, mailbox: &Mailbox| match mailbox.delivery {
             Delivery::Every { .. } => waiting.sequence == sequence,
             // A newer one, whole, stands for all before it.
             Delivery::Newest | Delivery::Asked => waiting.sequence >= sequence,
         };
-        self.lane(key)
-            .is_some_and(|lane| lane.waiting.iter().any(|waiting| waits(waiting, lane)))
+        self.mailbox(key).is_some_and(|mailbox| {
+            mailbox
+                .waiting
+                .iter()
+                .any(|waiting| waits(waiting, mailbox))
+        })
     }
 
     /// Drops a publication that waits for room in this reader's queue. The
     /// newest of a reader that wants only that is not dropped: it comes when
     /// there is room. True if it was dropped.
     pub(crate) fn give_up(&mut self, key: Key, sequence: u64) -> bool {
-        let Some(lane) = self.lane_mut(key) else {
+        let Some(mailbox) = self.mailbox_mut(key) else {
             return false;
         };
-        let Delivery::Every { .. } = lane.delivery else {
+        let Delivery::Every { .. } = mailbox.delivery else {
             return false;
         };
-        let before = lane.waiting.len();
-        lane.waiting.retain(|waiting| waiting.sequence != sequence);
-        let gave_up = lane.waiting.len() < before;
+        let before = mailbox.waiting.len();
+        mailbox
+            .waiting
+            .retain(|waiting| waiting.sequence != sequence);
+        let gave_up = mailbox.waiting.len() < before;
         self.note(key.0);
         gave_up
     }
 
-    fn waiting_lanes(&self) -> impl Iterator<Item = &Lane> {
+    fn waiting_mailboxes(&self) -> impl Iterator<Item = &Mailbox> {
         let waiting = self.waiting.iter();
-        waiting.filter_map(|worker| self.lanes.get(worker))
+        waiting.filter_map(|worker| self.mailboxes.get(worker))
     }
 
-    /// Notes whether this worker's lane waits for room, after it may have changed.
+    /// Notes whether this worker's mailbox waits for room, after it may have changed.
     pub(super) fn note(&mut self, worker: WorkerId) {
-        match self.lanes.get(&worker) {
-            Some(lane) => note(&mut self.waiting, worker, lane),
+        match self.mailboxes.get(&worker) {
+            Some(mailbox) => note(&mut self.waiting, worker, mailbox),
             None => drop(self.waiting.remove(&worker)),
         }
     }
 }
 
-fn note(waiting: &mut BTreeSet<WorkerId>, worker: WorkerId, lane: &Lane) {
-    match lane.waits() {
+fn note(waiting: &mut BTreeSet<WorkerId>, worker: WorkerId, mailbox: &Mailbox) {
+    match mailbox.waits() {
         true => waiting.insert(worker),
         false => waiting.remove(&worker),
     };

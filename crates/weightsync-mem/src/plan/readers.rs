@@ -4,21 +4,21 @@ use std::collections::{BTreeMap, VecDeque};
 
 use weightsync_core::WorkerId;
 
-use super::lane::{Asks, Lane, satisfies};
+use super::mailbox::{Asks, Mailbox, satisfies};
 use super::{Answer, Key, Plan, Removed, Step};
 use crate::protocol::SlotSet;
 use crate::set::{ModelSet, Models};
 use crate::wire::{Delivery, MAX_KNOWN, Want};
 
 impl Plan {
-    /// A reader joins; the steps put its lane where it is meant to be.
+    /// A reader joins; the steps put its mailbox where it should be.
     ///
     /// `had` is no less than the newest sequence number it was handed before, in
-    /// another lane of this run, if there was one: what it is told comes after that.
+    /// another mailbox of this run, if there was one: what it is told comes after that.
     ///
     /// # Panics
     ///
-    /// If its worker has a lane. That one [leaves](Self::leave) first, so that
+    /// If its worker has a mailbox. That one [leaves](Self::leave) first, so that
     /// the caller takes its words down.
     pub(crate) fn join(
         &mut self,
@@ -29,7 +29,7 @@ impl Plan {
         steps: &mut Vec<Step>,
     ) {
         let mut teller = self.teller(record_pins, steps);
-        let lane = Lane {
+        let mailbox = Mailbox {
             joined,
             models,
             delivery,
@@ -41,17 +41,17 @@ impl Plan {
             asks: Asks::default(),
             shut: false,
         };
-        let before = self.lanes.insert(worker, lane);
-        assert!(before.is_none(), "{worker} has a lane already");
+        let before = self.mailboxes.insert(worker, mailbox);
+        assert!(before.is_none(), "{worker} has a mailbox already");
         self.note(worker);
-        let set = self.meant.for_worker(worker);
+        let set = self.desired.for_worker(worker);
         if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
             self.point(worker, &set, &mut teller);
         }
     }
 
-    /// Puts a lane on a set that was decided elsewhere, under the sequence number
-    /// that it has there. False if there is no such lane, or it is shut.
+    /// Puts a mailbox on a set that was decided elsewhere, under the sequence number
+    /// that it has there. False if there is no such mailbox, or it is shut.
     pub(crate) fn tell_one(
         &mut self,
         key: Key,
@@ -61,10 +61,10 @@ impl Plan {
         steps: &mut Vec<Step>,
     ) -> bool {
         let mut teller = self.teller(record_pins, steps);
-        let Some(lane) = open_lane(&mut self.lanes, key) else {
+        let Some(mailbox) = open_mailbox(&mut self.mailboxes, key) else {
             return false;
         };
-        lane.tell(key.0, sequence, set, &mut self.records, &mut teller);
+        mailbox.tell(key.0, sequence, set, &mut self.records, &mut teller);
         self.note(key.0);
         true
     }
@@ -80,32 +80,32 @@ impl Plan {
         steps: &mut Vec<Step>,
     ) -> bool {
         let mut teller = self.teller(record_pins, steps);
-        let Some(lane) = open_lane(&mut self.lanes, key) else {
+        let Some(mailbox) = open_mailbox(&mut self.mailboxes, key) else {
             return false;
         };
         let question = (question, sequence);
-        lane.answer(key.0, question, set, &mut self.records, &mut teller);
+        mailbox.answer(key.0, question, set, &mut self.records, &mut teller);
         self.note(key.0);
         true
     }
 
-    /// A reader has left or died: its lane holds nothing any more. `None` if it had
+    /// A reader has left or died: its mailbox holds nothing any more. `None` if it had
     /// none.
-    #[must_use = "the words of a lane that was removed have to be cleared"]
+    #[must_use = "the words of a mailbox that was removed have to be cleared"]
     pub(crate) fn leave(&mut self, key: Key) -> Option<Removed> {
-        self.lane(key)?;
-        let gone = self.lanes.remove(&key.0)?;
+        self.mailbox(key)?;
+        let gone = self.mailboxes.remove(&key.0)?;
         self.records.release(gone.refers());
         self.note(key.0);
         Some(Removed(()))
     }
 
-    /// A reader can use nothing: its lane refers to nothing any more, and nothing
+    /// A reader can use nothing: its mailbox refers to nothing any more, and nothing
     /// more is told to it. Pins are looked for after its page was taken down.
-    #[must_use = "the words of a lane that was shut have to be cleared"]
+    #[must_use = "the words of a mailbox that was shut have to be cleared"]
     pub(crate) fn shut(&mut self, key: Key) -> Option<Removed> {
-        let lane = open_lane(&mut self.lanes, key)?;
-        lane.shut(&mut self.records);
+        let mailbox = open_mailbox(&mut self.mailboxes, key)?;
+        mailbox.shut(&mut self.records);
         self.note(key.0);
         Some(Removed(()))
     }
@@ -114,16 +114,16 @@ impl Plan {
     /// the last question whose answer it needs no more. Read before its pins,
     /// and before anything here that looks for room.
     pub(crate) fn observe(&mut self, key: Key, head: u64, through: u64) {
-        let lane = self.lanes.get_mut(&key.0);
-        let Some(lane) = lane.filter(|lane| lane.joined == key.1) else {
+        let mailbox = self.mailboxes.get_mut(&key.0);
+        let Some(mailbox) = mailbox.filter(|mailbox| mailbox.joined == key.1) else {
             return;
         };
         // A head that goes back, or beyond the tail, is the reader's lie.
-        let gone = head.saturating_sub(lane.head);
-        let gone = gone.min(lane.queue.len() as u64);
-        self.records.release(lane.queue.drain(..gone as usize));
-        lane.head += gone;
-        lane.asks.through = lane.asks.through.max(through);
+        let gone = head.saturating_sub(mailbox.head);
+        let gone = gone.min(mailbox.queue.len() as u64);
+        self.records.release(mailbox.queue.drain(..gone as usize));
+        mailbox.head += gone;
+        mailbox.asks.through = mailbox.asks.through.max(through);
     }
 
     /// A reader asks. The answer takes nothing from what is meant for it: it has
@@ -136,12 +136,12 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) -> Answer {
-        let Some(lane) = self.lane_mut(key).filter(|lane| !lane.shut) else {
+        let Some(mailbox) = self.mailbox_mut(key).filter(|mailbox| !mailbox.shut) else {
             return Answer::Gone;
         };
-        lane.asks.wanted = None;
-        lane.asks.owed = None;
-        let (mine, delivery) = (lane.models, lane.delivery);
+        mailbox.asks.wanted = None;
+        mailbox.asks.owed = None;
+        let (mine, delivery) = (mailbox.models, mailbox.delivery);
         self.note(key.0);
         let allowed = match want {
             Want::Newest => true,
@@ -150,7 +150,7 @@ impl Plan {
         if !allowed || matches!(delivery, Delivery::Every { .. }) {
             return Answer::NotAllowed;
         }
-        let sets = || self.meant.askable(key.0);
+        let sets = || self.desired.askable(key.0);
         let set = match want {
             Want::Newest | Want::AtLeast { .. } => {
                 sets().take(1).find(|set| satisfies(set, mine, want))
@@ -161,7 +161,7 @@ impl Plan {
             (Some(set), _) => {
                 let mut teller = self.teller(record_pins, steps);
                 self.answer(key.0, question, &set, &mut teller);
-                Answer::Told
+                Answer::Notified
             }
             (None, Want::Exactly { model, .. }) => {
                 let mut known: Vec<_> = sets()
@@ -174,8 +174,8 @@ impl Plan {
                 Answer::Unknown { known }
             }
             (None, _) => {
-                if let Some(lane) = self.lane_mut(key) {
-                    lane.asks.wanted = Some((question, want));
+                if let Some(mailbox) = self.mailbox_mut(key) {
+                    mailbox.asks.wanted = Some((question, want));
                 }
                 Answer::Later
             }
@@ -185,15 +185,15 @@ impl Plan {
     /// Whether a reader waits for what there is not yet, given the last question
     /// whose answer it needs no more.
     pub(crate) fn awaits(&self, key: Key, through: u64) -> bool {
-        let wanted = self.lane(key).and_then(|lane| lane.asks.wanted);
+        let wanted = self.mailbox(key).and_then(|mailbox| mailbox.asks.wanted);
         wanted.is_some_and(|(question, _)| question > through)
     }
 
     /// A reader does not wait for an answer any more.
     pub(crate) fn withdraw(&mut self, key: Key) {
-        if let Some(lane) = self.lane_mut(key) {
-            lane.asks.wanted = None;
-            lane.asks.owed = None;
+        if let Some(mailbox) = self.mailbox_mut(key) {
+            mailbox.asks.wanted = None;
+            mailbox.asks.owed = None;
             self.note(key.0);
         }
     }
@@ -204,12 +204,12 @@ impl Plan {
     /// there is no record.
     pub(crate) fn clear_taken(&mut self, steps: &mut Vec<Step>) -> bool {
         let before = steps.len();
-        for (worker, lane) in &mut self.lanes {
-            let asks = &mut lane.asks;
+        for (worker, mailbox) in &mut self.mailboxes {
+            let asks = &mut mailbox.asks;
             let over = |(question, _): &mut (u64, u8)| *question <= asks.through;
             if let Some((_, record)) = asks.answer.take_if(over) {
                 self.records.release([record]);
-                let key = (*worker, lane.joined);
+                let key = (*worker, mailbox.joined);
                 steps.push(Step::Clear { key });
             }
         }
@@ -217,8 +217,11 @@ impl Plan {
     }
 }
 
-/// The lane of a reader that is still told sets, and is the one that is meant.
-fn open_lane(lanes: &mut BTreeMap<WorkerId, Lane>, (worker, joined): Key) -> Option<&mut Lane> {
-    let lane = lanes.get_mut(&worker);
-    lane.filter(|lane| lane.joined == joined && !lane.shut)
+/// The mailbox of a reader that is still told sets, and is the one that is meant.
+fn open_mailbox(
+    mailboxes: &mut BTreeMap<WorkerId, Mailbox>,
+    (worker, joined): Key,
+) -> Option<&mut Mailbox> {
+    let mailbox = mailboxes.get_mut(&worker);
+    mailbox.filter(|mailbox| mailbox.joined == joined && !mailbox.shut)
 }

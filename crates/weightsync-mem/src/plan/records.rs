@@ -14,7 +14,7 @@ pub(super) struct Records {
     /// 0: never written.
     sequences: [u64; MAX_RECORDS],
     sets: [ModelSet; MAX_RECORDS],
-    /// How often lanes refer to it.
+    /// How often mailboxes refer to it.
     told: [u32; MAX_RECORDS],
 }
 
@@ -39,19 +39,19 @@ impl Records {
         self.told().union(pins).first_free(self.count).is_some()
     }
 
-    /// A lane refers to this record from now on.
+    /// A mailbox refers to this record from now on.
     pub(super) fn refer(&mut self, record: u8) {
         self.told[usize::from(record)] += 1;
     }
 
-    /// A lane refers to these no more.
+    /// A mailbox refers to these no more.
     pub(super) fn release(&mut self, records: impl IntoIterator<Item = u8>) {
         for record in records {
             self.told[usize::from(record)] -= 1;
         }
     }
 
-    /// Those that lanes refer to.
+    /// Those that mailboxes refer to.
     pub(super) fn told(&self) -> SlotSet {
         let told = (0..MAX_RECORDS as u8).filter(|record| self.told[usize::from(*record)] > 0);
         told.fold(SlotSet::default(), SlotSet::with)

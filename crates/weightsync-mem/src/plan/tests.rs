@@ -70,7 +70,7 @@ fn versions(set: &ModelSet) -> [u64; 2] {
 }
 
 #[test]
-fn record_serves_every_lane_of_the_same_set() {
+fn record_serves_every_mailbox_of_the_same_set() {
     let mut plan = Plan::new([2; 2], 0);
     let keys: Vec<_> = (0..9)
         .map(|worker| join(&mut plan, worker, ALL, Delivery::Newest).0)
@@ -86,7 +86,11 @@ fn record_serves_every_lane_of_the_same_set() {
     );
     for key in &keys {
         assert_eq!(shown(&plan, *key, &steps), Some([1, 1]));
-        assert!(published.fates.contains(&(*key, Fate::Told)));
+        assert!(
+            published
+                .dispositions
+                .contains(&(*key, Disposition::Notified))
+        );
     }
     // One that joins now is put on the record that is there.
     let (late, steps) = join(&mut plan, 9, ALL, Delivery::Newest);
@@ -100,10 +104,10 @@ fn publication_reaches_readers_of_its_models() {
     let (first, _) = join(&mut plan, 0, Models(1), Delivery::Newest);
     let (second, _) = join(&mut plan, 1, Models(2), Delivery::Newest);
     let (published, steps) = send(&mut plan, &[1], &Targets::All);
-    assert_eq!(published.fates, [(second, Fate::Told)]);
+    assert_eq!(published.dispositions, [(second, Disposition::Notified)]);
     assert_eq!(shown(&plan, first, &steps), None);
     let (published, _) = send(&mut plan, &[0], &to(&[1, 7, 7]));
-    assert_eq!(published.fates, []);
+    assert_eq!(published.dispositions, []);
     assert_eq!(published.absent, [WorkerId(7)]);
 }
 
@@ -131,7 +135,7 @@ fn held_worker_keeps_its_version_until_released() {
     plan.hold(&[WorkerId(0)]);
     for targets in [Targets::All, to(&[0])] {
         let (published, steps) = send(&mut plan, &[0], &targets);
-        assert_eq!(published.fates, [(key, Fate::Held)]);
+        assert_eq!(published.dispositions, [(key, Disposition::Held)]);
         assert_eq!(shown(&plan, key, &steps), None);
     }
     plan.hold(&[WorkerId(0)]);
@@ -154,7 +158,7 @@ fn held_worker_keeps_its_version_until_released() {
 }
 
 #[test]
-fn record_removed_from_a_lane_is_not_written_at_once() {
+fn record_taken_off_a_mailbox_is_not_written_at_once() {
     // Its reader may have pinned it after the pins were looked for.
     let mut plan = Plan::new([2; 1], 0);
     let workers = [0, 1, 2].map(WorkerId);
@@ -188,12 +192,12 @@ fn a_full_queue_keeps_nobody_else_waiting() {
     let (slow, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 2 });
     let (newest, _) = join(&mut plan, 1, ALL, Delivery::Newest);
     let mut sequences = Vec::new();
-    for (at, fate) in [
-        Fate::Told,
-        Fate::Told,
-        Fate::Waiting,
-        Fate::Waiting,
-        Fate::Full,
+    for (at, disposition) in [
+        Disposition::Notified,
+        Disposition::Notified,
+        Disposition::Waiting,
+        Disposition::Waiting,
+        Disposition::Full,
     ]
     .into_iter()
     .enumerate()
@@ -203,7 +207,10 @@ fn a_full_queue_keeps_nobody_else_waiting() {
         let mut steps = Vec::new();
         let published = plan.publish(&[(0, slot)], &Targets::All, SlotSet::default(), &mut steps);
         let published = published.unwrap();
-        assert_eq!(published.fates, [(slow, fate), (newest, Fate::Told)]);
+        assert_eq!(
+            published.dispositions,
+            [(slow, disposition), (newest, Disposition::Notified)]
+        );
         assert_eq!(shown(&plan, newest, &steps), Some([at as u64 + 1, 0]));
         sequences.push(published.sequence);
     }
@@ -231,7 +238,7 @@ fn released_worker_gets_the_newest_with_a_full_queue() {
     let (key, _) = join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
     send(&mut plan, &[0], &Targets::All); // in the queue
     let (waits, _) = send(&mut plan, &[0], &Targets::All);
-    assert_eq!(waits.fates, [(key, Fate::Waiting)]);
+    assert_eq!(waits.dispositions, [(key, Disposition::Waiting)]);
     plan.hold(&[WorkerId(0)]);
     send(&mut plan, &[0], &Targets::All);
     let mut steps = Vec::new();
@@ -280,11 +287,11 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
     );
     // The first publication answers it; those after it are not asked for.
     let (published, steps) = send(&mut plan, &[0, 1], &Targets::All);
-    assert_eq!(published.fates, [(key, Fate::Asks)]);
+    assert_eq!(published.dispositions, [(key, Disposition::Asks)]);
     assert_eq!(shown(&plan, key, &steps), Some([1, 1]));
     for version in 2..=4 {
         let (published, steps) = send(&mut plan, &[0, 1], &Targets::All);
-        assert_eq!(published.fates, [(key, Fate::Asks)]);
+        assert_eq!(published.dispositions, [(key, Disposition::Asks)]);
         assert_eq!((shown(&plan, key, &steps), version), (None, version));
     }
     let (model, version) = (1, Version);
@@ -314,7 +321,7 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
         ),
     ] {
         let (answer, steps) = ask(&mut plan, key, want);
-        assert_eq!(answer, Answer::Told, "{want:?}");
+        assert_eq!(answer, Answer::Notified, "{want:?}");
         assert_eq!(shown(&plan, key, &steps), Some(told), "{want:?}");
     }
     for gone in [1, 5] {
@@ -331,11 +338,11 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
     };
     assert_eq!(ask(&mut plan, key, want).0, Answer::Later);
     assert_eq!(
-        send(&mut plan, &[1], &Targets::All).0.fates,
-        [(key, Fate::Asks)]
+        send(&mut plan, &[1], &Targets::All).0.dispositions,
+        [(key, Disposition::Asks)]
     );
     let (published, steps) = send(&mut plan, &[1], &Targets::All);
-    assert_eq!(published.fates, [(key, Fate::Asks)]);
+    assert_eq!(published.dispositions, [(key, Disposition::Asks)]);
     assert_eq!(shown(&plan, key, &steps), Some([4, 6]));
 }
 
@@ -357,7 +364,7 @@ fn not_everybody_may_ask_for_everything() {
     let known = vec![Version(1)];
     assert_eq!(ask(&mut plan, key, want).0, Answer::Unknown { known });
     let (key, _) = join(&mut plan, 2, ALL, Delivery::Asked);
-    assert_eq!(ask(&mut plan, key, want).0, Answer::Told);
+    assert_eq!(ask(&mut plan, key, want).0, Answer::Notified);
     assert!(plan.leave(key).is_some());
     assert_eq!(ask(&mut plan, key, want).0, Answer::Gone);
 }
@@ -403,7 +410,7 @@ fn versions_are_found_while_anything_refers_to_them() {
     send(&mut plan, &[0], &Targets::All);
     send(&mut plan, &[0], &Targets::All);
     assert_eq!(found(&plan), [3, 5], "3 is still in the queue");
-    let held = plan.lane_slots(key, 0);
+    let held = plan.mailbox_slots(key, 0);
     assert_eq!(held.len(), 3);
     plan.observe(key, 1, 0);
     assert_eq!(found(&plan), [5]);
@@ -450,7 +457,7 @@ fn repeated_pulls_of_one_set_take_one_record() {
         let mut last = 0;
         for _ in 0..3 {
             let (answer, steps) = ask(&mut plan, key, Want::Newest);
-            assert_eq!(answer, Answer::Told);
+            assert_eq!(answer, Answer::Notified);
             let Some(Step::Answer { live, .. }) = steps.last() else {
                 panic!("{steps:?}")
             };
@@ -463,7 +470,7 @@ fn repeated_pulls_of_one_set_take_one_record() {
 }
 
 #[test]
-fn where_records_run_out_lanes_wait_for_one() {
+fn mailboxes_wait_where_records_run_out() {
     // 72 workers, no two with the same set: 8 versions of one model, 9 of the
     // other.
     let mut plan = Plan::new([2; 2], 0);

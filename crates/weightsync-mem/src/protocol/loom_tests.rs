@@ -7,9 +7,9 @@
 //! they are. The sender takes a stopped reader's words out of its scan only
 //! after the thread is over, as it does in truth on the pidfd's word.
 //!
-//! Each reader has a lane of its own. Version `n` is written into a free data
+//! Each reader has a mailbox of its own. Version `n` is written into a free data
 //! slot, a free record is made to name that slot, and the record is swapped into
-//! (or pushed on) every lane.
+//! (or pushed on) every mailbox.
 
 mod queue;
 mod waking;
@@ -48,8 +48,8 @@ impl Pair {
 // that is what these tests are for.
 unsafe impl Sync for Pair {}
 
-/// One reader's lane, and the words of its control page.
-struct Lane {
+/// One reader's mailbox, and the words of its control page.
+struct Mailbox {
     live: LiveWord,
     queue: Queue,
     record_pins: PinWord,
@@ -58,7 +58,7 @@ struct Lane {
 }
 
 struct World {
-    lanes: Vec<Lane>,
+    mailboxes: Vec<Mailbox>,
     /// Each names a data slot, and its version.
     records: Vec<Pair>,
     slots: Vec<Pair>,
@@ -66,7 +66,7 @@ struct World {
 
 impl World {
     fn new(slots: usize, records: usize, readers: usize) -> Arc<Self> {
-        let lane = |_| Lane {
+        let mailbox = |_| Mailbox {
             live: LiveWord::new(),
             queue: Queue::new(),
             record_pins: PinWord::new(),
@@ -74,14 +74,14 @@ impl World {
             head: Head::new(),
         };
         Arc::new(Self {
-            lanes: (0..readers).map(lane).collect(),
+            mailboxes: (0..readers).map(mailbox).collect(),
             records: (0..records).map(|_| Pair::new()).collect(),
             slots: (0..slots).map(|_| Pair::new()).collect(),
         })
     }
 }
 
-/// How a lane is told.
+/// How a mailbox is told.
 #[derive(Clone, Copy)]
 enum Way {
     /// By the live word.
@@ -105,7 +105,7 @@ struct Known {
     claims: Claims,
     /// Its head and its last question are looked at.
     moves: bool,
-    /// Its lane is taken down, or it is dead.
+    /// Its mailbox is taken down, or it is dead.
     gone: bool,
 }
 
@@ -129,7 +129,7 @@ impl Sender {
                 gone: false,
             }
         };
-        let readers = (0..world.lanes.len()).map(&mut join).collect();
+        let readers = (0..world.mailboxes.len()).map(&mut join).collect();
         Self {
             plan,
             readers,
@@ -140,10 +140,10 @@ impl Sender {
     /// The records that some reader pins.
     fn observe(&mut self, world: &World) -> SlotSet {
         let mut records = SlotSet::default();
-        for (reader, lane) in self.readers.iter_mut().zip(&world.lanes) {
+        for (reader, mailbox) in self.readers.iter_mut().zip(&world.mailboxes) {
             let through = reader.moves.then_some(0);
             let (plan, claims) = (&mut self.plan, &mut reader.claims);
-            let pinned = scan::observe(plan, reader.key, lane.words(), through, claims);
+            let pinned = scan::observe(plan, reader.key, mailbox.words(), through, claims);
             records = records.union(pinned);
             reader.check();
         }
@@ -153,12 +153,12 @@ impl Sender {
     /// The slots that some reader holds, given the records.
     fn pinned(&mut self, world: &World, records: SlotSet) -> SlotSet {
         let mut held = self.plan.slots_of(records, 0);
-        for (reader, lane) in self.readers.iter_mut().zip(&world.lanes) {
+        for (reader, mailbox) in self.readers.iter_mut().zip(&world.mailboxes) {
             let claims = &mut reader.claims;
             held = held.union(scan::pinned(
                 &self.plan,
                 reader.key,
-                lane.words(),
+                mailbox.words(),
                 0,
                 claims,
             ));
@@ -181,14 +181,14 @@ impl Sender {
         }
     }
 
-    /// Takes a reader's lane off everything.
+    /// Takes a reader's mailbox off everything.
     fn take_down(&mut self, world: &World, reader: usize) {
         let known = &mut self.readers[reader];
         assert!(self.plan.shut(known.key).is_some());
         known.gone = true;
         match known.moves {
-            true => world.lanes[reader].queue.shut(),
-            false => world.lanes[reader].live.clear(),
+            true => world.mailboxes[reader].queue.shut(),
+            false => world.mailboxes[reader].live.clear(),
         }
     }
 
@@ -240,14 +240,14 @@ impl Sender {
                 Step::Flip { key, live } => {
                     steps.next()?;
                     self.tell(key, live);
-                    world.lanes[key.0.0 as usize].live.swap_in(live);
+                    world.mailboxes[key.0.0 as usize].live.swap_in(live);
                 }
                 Step::Push { key, live } => {
                     steps.next()?;
                     self.tell(key, live);
-                    let lane = &world.lanes[key.0.0 as usize];
+                    let mailbox = &world.mailboxes[key.0.0 as usize];
                     assert!(
-                        lane.queue.push(lane.head.load(), MAX_BOUND, live),
+                        mailbox.queue.push(mailbox.head.load(), MAX_BOUND, live),
                         "no room"
                     );
                 }
@@ -275,7 +275,7 @@ impl Known {
     }
 }
 
-impl Lane {
+impl Mailbox {
     fn words(&self) -> Words<'_> {
         Words {
             head: &self.head,
@@ -290,23 +290,23 @@ impl World {
     /// halves, unpins; stops after `steps`.
     fn receive(&self, reader: usize, steps: u32) -> Option<u64> {
         let steps = &mut Steps(steps);
-        let lane = &self.lanes[reader];
+        let mailbox = &self.mailboxes[reader];
         // One retry is enough to meet every state; more only cost time.
         for _ in 0..2 {
-            let live = lane.live.load()?;
+            let live = mailbox.live.load()?;
             steps.next()?;
-            lane.record_pins.announce(live);
+            mailbox.record_pins.announce(live);
             steps.next()?;
-            if lane.live.load() != Some(live) {
+            if mailbox.live.load() != Some(live) {
                 steps.next()?;
-                lane.record_pins.unpin(live.record);
+                mailbox.record_pins.unpin(live.record);
                 continue;
             }
             steps.next()?;
-            let slot = self.hand_over(lane, live, steps)?;
-            lane.record_pins.unpin(live.record);
+            let slot = self.hand_over(mailbox, live, steps)?;
+            mailbox.record_pins.unpin(live.record);
             steps.next()?;
-            return self.read(lane, slot, live, steps);
+            return self.read(mailbox, slot, live, steps);
         }
         None
     }
@@ -315,33 +315,33 @@ impl World {
     /// reads both halves, unpins; stops after `steps`.
     fn receive_next(&self, reader: usize, position: u64, steps: u32) -> Option<u64> {
         let steps = &mut Steps(steps);
-        let lane = &self.lanes[reader];
-        let live = lane.queue.get(position)?;
+        let mailbox = &self.mailboxes[reader];
+        let live = mailbox.queue.get(position)?;
         steps.next()?;
-        let slot = self.hand_over(lane, live, steps)?;
-        if !lane.queue.is_open() {
-            lane.pins.unpin(slot);
+        let slot = self.hand_over(mailbox, live, steps)?;
+        if !mailbox.queue.is_open() {
+            mailbox.pins.unpin(slot);
             return None;
         }
         steps.next()?;
-        lane.head.advance(position + 1);
+        mailbox.head.advance(position + 1);
         steps.next()?;
-        self.read(lane, slot, live, steps)
+        self.read(mailbox, slot, live, steps)
     }
 
     /// From a record that is held to a pin on the data slot it names.
-    fn hand_over(&self, lane: &Lane, live: Live, steps: &mut Steps) -> Option<u8> {
+    fn hand_over(&self, mailbox: &Mailbox, live: Live, steps: &mut Steps) -> Option<u8> {
         let record = &self.records[usize::from(live.record)];
         let slot = record.read(0) as u8;
         let version = record.read(1);
         assert_eq!(version, live.sequence, "another record than the one held");
         steps.next()?;
-        lane.pins.hold(slot);
+        mailbox.pins.hold(slot);
         steps.next()?;
         Some(slot)
     }
 
-    fn read(&self, lane: &Lane, slot: u8, live: Live, steps: &mut Steps) -> Option<u64> {
+    fn read(&self, mailbox: &Mailbox, slot: u8, live: Live, steps: &mut Steps) -> Option<u64> {
         let data = &self.slots[usize::from(slot)];
         let first = data.read(0);
         steps.next()?;
@@ -349,7 +349,7 @@ impl World {
         assert_eq!(first, second, "torn");
         assert_eq!(first, live.sequence, "another version than the one pinned");
         steps.next()?;
-        lane.pins.unpin(slot);
+        mailbox.pins.unpin(slot);
         Some(first)
     }
 }
@@ -469,7 +469,7 @@ fn reader_stopped_at_any_step_blocks_only_its_pins() {
     }
 }
 
-/// Its death is noticed: its words leave the scan, and what no lane names is
+/// Its death is noticed: its words leave the scan, and what no mailbox names is
 /// free whatever they say.
 fn may_write_when_dead(world: &World, sender: &mut Sender) {
     for reader in sender.readers.drain(..) {
@@ -480,7 +480,7 @@ fn may_write_when_dead(world: &World, sender: &mut Sender) {
         .expect("a dead reader's pins do not count");
     for half in 0..2 {
         world.slots[usize::from(slot)].write(half, 9);
-        // No lane is left that names one.
+        // No mailbox is left that names one.
         world
             .records
             .iter()
@@ -509,11 +509,11 @@ fn sender_stopped_at_any_step_leaves_a_whole_version() {
 }
 
 #[test]
-fn sender_stopped_between_lanes_leaves_whole_versions() {
+fn sender_stopped_between_mailboxes_leaves_whole_ones() {
     explore_turned(4, |turned| {
         let world = World::new(2, 2, 2);
-        // Six steps are one version: four writes and two lanes. It stops before
-        // the second version's second lane.
+        // Six steps are one version: four writes and two mailboxes. It stops before
+        // the second version's second mailbox.
         let sending = sending(&world, Way::Live, 3, 12);
         let (_, during) = beside(turned, sending, receiving(&world, 1, WHOLE));
         let seen = [0, 1].map(|reader| world.receive(reader, WHOLE));
@@ -529,8 +529,12 @@ fn held_slot_is_not_written_by_any_number_of_sends() {
         let world = World::new(3, 2, 1);
         let mut sender = Sender::new(&world, Way::Live);
         sender.send(&world, 1, WHOLE);
-        let live = world.lanes[0].live.load().unwrap();
-        assert!(world.lanes[0].record_pins.pin(live, &world.lanes[0].live));
+        let live = world.mailboxes[0].live.load().unwrap();
+        assert!(
+            world.mailboxes[0]
+                .record_pins
+                .pin(live, &world.mailboxes[0].live)
+        );
         let sending = {
             let world = world.clone();
             move || {
@@ -541,9 +545,9 @@ fn held_slot_is_not_written_by_any_number_of_sends() {
         let holding = {
             let world = world.clone();
             move || {
-                let lane = &world.lanes[0];
-                let slot = world.hand_over(lane, live, &mut Steps(WHOLE)).unwrap();
-                lane.record_pins.unpin(live.record);
+                let mailbox = &world.mailboxes[0];
+                let slot = world.hand_over(mailbox, live, &mut Steps(WHOLE)).unwrap();
+                mailbox.record_pins.unpin(live.record);
                 let data = &world.slots[usize::from(slot)];
                 assert_eq!((data.read(0), data.read(1)), (1, 1));
                 slot
@@ -558,9 +562,9 @@ fn held_slot_is_not_written_by_any_number_of_sends() {
 }
 
 #[test]
-fn a_lane_taken_off_its_record_gives_it_back() {
+fn mailbox_taken_off_its_record_gives_it_back() {
     explore_turned(3, |turned| {
-        // The other lane is told the versions that come after.
+        // The other mailbox is told the versions that come after.
         let world = World::new(2, 2, 2);
         let mut sender = Sender::new(&world, Way::Live);
         sender.send(&world, 1, WHOLE);

@@ -99,7 +99,7 @@ impl Reader {
             });
         }
         let book = self.book.clone();
-        let (place, question) = (&book.lane()?.answer.0, self.question);
+        let (place, question) = (&book.mailbox()?.answer.0, self.question);
         let found = self.wait_for(question, deadline, || {
             let placed = load_acquire(&place.question) == question;
             (placed || self.watch.has_answer(question)).then_some(())
@@ -163,7 +163,7 @@ impl Reader {
         let through = &self.book.control()?.through;
         through.store(self.question, Ordering::Release);
         self.book.tell_sender();
-        self.book.tell_room(self.book.lane()?);
+        self.book.tell_room(self.book.mailbox()?);
         Ok(())
     }
 }

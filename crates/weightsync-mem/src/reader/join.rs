@@ -98,9 +98,9 @@ impl Reader {
                 got: run.epoch,
             });
         }
-        let [header, lane, bell] = <[OwnedFd; 3]>::try_from(fds).map_err(|fds| {
+        let [header, mailbox, bell] = <[OwnedFd; 3]>::try_from(fds).map_err(|fds| {
             let got = format!("{} descriptors", fds.len());
-            unexpected("header, lane and bell", got)
+            unexpected("header, mailbox and bell", got)
         })?;
         let wanted = match &options.models {
             None => Models::first(count.into()),
@@ -111,7 +111,7 @@ impl Reader {
             return Err(unexpected("the models asked for", got));
         }
         let header = Arc::new(Mapping::of_peer(header.as_fd(), HEADER_BYTES)?);
-        let lane = Mapping::of_peer(lane.as_fd(), LANE_BYTES)?;
+        let mailbox = Mapping::of_peer(mailbox.as_fd(), MAILBOX_BYTES)?;
         let doorbell = Arc::new(Doorbell::from_fd(bell));
         let mut specs = Vec::with_capacity(models.len());
         let mut mapped: Vec<Option<Mapped>> = Vec::new();
@@ -126,7 +126,7 @@ impl Reader {
         }
         let home = Home::Reader {
             control,
-            lane,
+            mailbox,
             socket,
         };
         let book = Arc::new(PinBook::new(home, header, doorbell, models));
@@ -171,7 +171,7 @@ impl Drop for GivingUp {
         if !self.has_joined {
             let control: &Control = self.control.table();
             let left = &control.left;
-            left.store(Parting::InOrder.word(), Ordering::Release);
+            left.store(Exit::InOrder.word(), Ordering::Release);
         }
     }
 }

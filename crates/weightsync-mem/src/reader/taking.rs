@@ -1,4 +1,4 @@
-//! From what a lane says to snapshots: pinned, its slots awaited, checked.
+//! From what a mailbox says to snapshots: pinned, its slots awaited, checked.
 
 use super::{Member, Reader, Taken};
 use crate::error::Error;

@@ -75,7 +75,7 @@ fn version(taken: &Taken) -> u64 {
 }
 
 fn live(reader: &Reader) -> Live {
-    reader.book.lane().unwrap().live.0.load().unwrap()
+    reader.book.mailbox().unwrap().live.0.load().unwrap()
 }
 
 /// The words of a set record of one model: what it is, its slots, its version.
@@ -109,7 +109,7 @@ fn a_spoilt_set_record_is_not_believed() {
 fn damaged_record_in_a_queue_loses_only_that_version() {
     let (mut writer, mut reader) = pair(Delivery::Every { bound: 3 });
     (0..3).for_each(|_| drop(publish(&mut writer)));
-    let second = reader.book.lane().unwrap().queue.0.get(1).unwrap();
+    let second = reader.book.mailbox().unwrap().queue.0.get(1).unwrap();
     writer.shared.header().spoil_set(second.record, 1);
     assert_eq!(version(&reader.next(soon()).unwrap().unwrap()), 1);
     assert!(matches!(reader.next(soon()), Err(Error::CorruptSet { .. })));
@@ -123,8 +123,8 @@ fn damage_is_a_report_line_and_never_counts_as_staged() {
         let waiter = writer.waiter();
         for damaged in ["set record", "commit record"] {
             let publication = publish(&mut writer);
-            let lane = reader.book.lane().unwrap();
-            let entry = lane.queue.0.get(reader.head).or(lane.live.0.load());
+            let mailbox = reader.book.mailbox().unwrap();
+            let entry = mailbox.queue.0.get(reader.head).or(mailbox.live.0.load());
             let record = entry.unwrap().record;
             let version = publication.versions[0].1;
             let (slot, header) = (version.0 as u8 - 1, writer.shared.header());
@@ -153,8 +153,8 @@ fn stopped_reader_pins_its_slots_until_it_dies() {
     let (mut writer, reader) = pair(Delivery::Newest);
     publish(&mut writer);
     let control = reader.book.control().unwrap();
-    let lane = reader.book.lane().unwrap();
-    assert!(control.records.pin(live(&reader), &lane.live.0));
+    let mailbox = reader.book.mailbox().unwrap();
+    assert!(control.records.pin(live(&reader), &mailbox.live.0));
     publish(&mut writer);
     let error = writer.stage(&[0], Some(Instant::now())).map(drop);
     let Err(Error::AllSlotsPinned { holders, .. }) = &error else {

@@ -8,7 +8,7 @@ use weightsync_core::{Epoch, Version, WorkerId};
 
 use crate::map::Mapping;
 use crate::plan::Key;
-use crate::roster::{Going, Reader, State};
+use crate::registry::{Departure, Reader, State};
 use crate::service;
 use crate::set::Models;
 use crate::socket::Socket;
@@ -115,11 +115,11 @@ struct News {
     tickets: BTreeMap<u64, Ticket>,
     last_ticket: u64,
     /// How far each reader was when that was last told.
-    told: BTreeMap<Key, Told>,
+    told: BTreeMap<Key, Notified>,
 }
 
 #[derive(Debug)]
-struct Told {
+struct Notified {
     progress: Progress,
     unusable: bool,
     gone: bool,
@@ -217,7 +217,7 @@ impl Relayed {
     }
 
     /// A reader goes: how far it came is told before that.
-    pub(crate) fn note_gone(&self, state: &State, key: Key, going: Going) {
+    pub(crate) fn note_gone(&self, state: &State, key: Key, going: Departure) {
         let mut news = self.news();
         let Some(reader) = state.readers.get(&key) else {
             return;
@@ -232,7 +232,7 @@ impl Relayed {
         if !was_gone && !reader.has_left() {
             events.push_back(Event::Gone {
                 who: who((key, reader)),
-                died: going == Going::Died,
+                died: going == Departure::Died,
             });
         }
         news.events = events;
@@ -282,17 +282,17 @@ impl News {
         &mut self,
         events: &mut VecDeque<Event>,
         (key, reader): (Key, &Reader),
-        told: Option<Told>,
+        told: Option<Notified>,
     ) {
         let who = who((key, reader));
         let progress = progress(who, reader);
         let unusable = reader.unusable.is_some();
         let gone = reader.has_left();
-        let changed = |told: &Told| told.progress != progress;
+        let changed = |told: &Notified| told.progress != progress;
         if told.as_ref().is_none_or(changed) {
             events.push_back(Event::Progress(progress.clone()));
         }
-        let was = |what: fn(&Told) -> bool| told.as_ref().is_some_and(what);
+        let was = |what: fn(&Notified) -> bool| told.as_ref().is_some_and(what);
         if let (Some(reason), false) = (&reader.unusable, was(|told| told.unusable)) {
             let reason = reason.clone();
             events.push_back(Event::Unusable { who, reason });
@@ -300,7 +300,7 @@ impl News {
         if gone && !was(|told| told.gone) {
             events.push_back(Event::Gone { who, died: false });
         }
-        let now = Told {
+        let now = Notified {
             progress,
             unusable,
             gone,

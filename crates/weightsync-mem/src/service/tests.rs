@@ -9,8 +9,8 @@ use super::*;
 use crate::model::ModelSpec;
 use crate::plan::Targets;
 use crate::reader::{AttachOptions, Reader as Worker};
+use crate::registry::Attendance;
 use crate::report::{Level, Outcome};
-use crate::roster::Attendance;
 use crate::shared::Control;
 use crate::slot::Slot;
 use crate::wait::{Deadline, WaitStyle};
@@ -276,7 +276,7 @@ fn a_forked_child_waits_for_no_lock_of_its_parent() {
     let address = format!("weightsync-test/fork-lock/{}", std::process::id());
     let options = SegmentOptions::default();
     let writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
-    let guest = guest(&writer);
+    let remote_reader = remote_reader(&writer);
     let listener = Listener::at(&format!("{address}/relay")).unwrap();
     let relay = crate::Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
     let who = crate::Seated {
@@ -291,14 +291,14 @@ fn a_forked_child_waits_for_no_lock_of_its_parent() {
         // SAFETY: no handler is set, so the signal ends a child that waits.
         unsafe { libc::alarm(20) };
         let forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked { .. }));
-        guest.start_over();
+        remote_reader.start_over();
         relay.tell_again();
         relay.deny(1, "");
         relay.forget_bases(0);
         relay.turn_away(who, "");
-        let fine = forked(guest.told().map(drop))
-            && forked(guest.answered().map(drop))
-            && forked(guest.ask(1, Want::Newest))
+        let fine = forked(remote_reader.told().map(drop))
+            && forked(remote_reader.answered().map(drop))
+            && forked(remote_reader.ask(1, Want::Newest))
             && forked(relay.wait(None).map(drop))
             && forked(relay.admit(1))
             && !relay.waits(1)
@@ -314,7 +314,7 @@ fn a_forked_child_waits_for_no_lock_of_its_parent() {
     assert_eq!((ended, status), (child, 0));
 }
 
-/// The number was free when the worker said hello, and a guest was seated under it since.
+/// The number was free when the worker said hello, and a remote reader was seated under it since.
 #[test]
 fn a_number_is_free_when_it_is_seated_or_not_at_all() {
     let address = format!("weightsync-test/two-ways/{}", std::process::id());
@@ -330,7 +330,7 @@ fn a_number_is_free_when_it_is_seated_or_not_at_all() {
     };
     shared.vacate(&mut shared.state(), WorkerId(3)).unwrap();
 
-    let guest = guest(&writer);
+    let remote_reader = remote_reader(&writer);
     let late = newcomer();
     let control = take_control(fds).unwrap();
     let denied = shared.welcome(late, Arc::new(socket), control);
@@ -338,9 +338,9 @@ fn a_number_is_free_when_it_is_seated_or_not_at_all() {
     assert!(reason.contains("already connected"), "{reason}");
     assert_eq!(shared.readers().len(), 1);
 
-    // Its lane is told as before.
+    // Its mailbox is told as before.
     send(&mut writer);
-    let told = guest.told().unwrap();
+    let told = remote_reader.told().unwrap();
     assert_eq!(told[0].members[0].version(), Version(1));
     drop(hello);
 }
@@ -356,8 +356,8 @@ fn newcomer() -> Newcomer {
 }
 
 /// The worker of the other tests, on another host.
-fn guest(writer: &Writer) -> crate::Guest {
-    let options = crate::GuestOptions {
+fn remote_reader(writer: &Writer) -> crate::RemoteReader {
+    let options = crate::RemoteReaderOptions {
         worker: WorkerId(3),
         pid: 1,
         seen: Epoch(0),
@@ -365,10 +365,12 @@ fn guest(writer: &Writer) -> crate::Guest {
         delivery: Delivery::Newest,
         device: String::new(),
     };
-    crate::Guests::of(writer).join(options, |_| ()).unwrap()
+    crate::RemoteReaders::of(writer)
+        .join(options, |_| ())
+        .unwrap()
 }
 
-/// Whatever its page says later: its lane is nobody's any more.
+/// Whatever its page says later: its mailbox is nobody's any more.
 #[test]
 fn a_reader_that_has_left_does_not_come_back() {
     let address = format!("weightsync-test/comes-back/{}", std::process::id());
@@ -379,20 +381,20 @@ fn a_reader_that_has_left_does_not_come_back() {
     assert!(writer.wait_readers(soon(), one).unwrap());
     send(&mut writer);
     let shared = writer.shared.clone();
-    let lane = || {
+    let mailbox = || {
         let state = shared.state();
         let reader = &state.readers[&(WorkerId(3), 1)];
-        reader.lane().live.0.load()
+        reader.mailbox().live.0.load()
     };
-    assert!(lane().is_some());
+    assert!(mailbox().is_some());
     let left = &control.map.table::<Control>().left;
     left.store(1, Ordering::Release);
-    let guest = guest(&writer);
+    let remote_reader = remote_reader(&writer);
     left.store(0, Ordering::Release);
-    assert_eq!(lane(), None, "what it names may be written again");
+    assert_eq!(mailbox(), None, "what it names may be written again");
     assert_eq!(writer.readers().len(), 1);
     let publication = send(&mut writer);
-    let told = guest.told().unwrap();
+    let told = remote_reader.told().unwrap();
     assert_eq!(told[0].members[0].version(), Version(2));
     let waiter = writer.waiter();
     let lines = waiter.settle(&publication, Level::Staged, Some(Instant::now()));

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, Attendance, Deadline, Delivery, Error, GuestOptions, Guests, Level, Models,
-    Outcome, Reader, SegmentOptions, Targets, Want,
+    AttachOptions, Attendance, Deadline, Delivery, Error, Level, Models, Outcome, Reader,
+    RemoteReaderOptions, RemoteReaders, SegmentOptions, Targets, Want,
 };
 
 use crate::{
@@ -262,7 +262,7 @@ fn only_what_a_worker_has_is_said_to_be_applied() {
 }
 
 #[test]
-fn lanes_without_a_record_get_the_next_free_one() {
+fn mailboxes_without_a_record_get_the_next_free_one() {
     const READERS: u32 = 66;
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));
@@ -320,7 +320,7 @@ fn the_sender_says_how_long_a_queue_may_be() {
             delivery,
             ..attach(&address, 0)
         };
-        let guest = GuestOptions {
+        let remote_reader = RemoteReaderOptions {
             worker: WorkerId(1),
             pid: 1,
             seen: Epoch(0),
@@ -330,7 +330,9 @@ fn the_sender_says_how_long_a_queue_may_be() {
         };
         let joined = [
             Reader::attach(&here, within(20)).map(drop),
-            Guests::of(&writer).join(guest, |_| ()).map(drop),
+            RemoteReaders::of(&writer)
+                .join(remote_reader, |_| ())
+                .map(drop),
         ];
         for joined in joined {
             match (joined, denied) {
@@ -347,7 +349,7 @@ fn a_late_reader_is_passed_over_until_it_moves() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 16));
     let mut slow = joins(&address, 0, Delivery::Newest);
-    let guest = crate::guests::join(&writer, 1, Delivery::Newest);
+    let remote_reader = crate::remote_readers::join(&writer, 1, Delivery::Newest);
     let mut every = joins(&address, 2, Delivery::Every { bound: 8 });
     let waiter = writer.waiter();
     let first = send(&mut writer, &[0], &Targets::All);
@@ -393,7 +395,7 @@ fn a_late_reader_is_passed_over_until_it_moves() {
     let lines = waiter.settle(&next, Level::Applied, soon()).unwrap();
     assert_eq!(waited(&lines), [2]);
     assert_eq!(take(&mut slow).version(), Version(6));
-    crate::guests::load(&guest);
+    crate::remote_readers::load(&remote_reader);
     let next = send(&mut writer, &[0], &Targets::All);
     let lines = waiter.settle(&next, Level::Applied, soon()).unwrap();
     assert_eq!(waited(&lines), [0, 1, 2]);

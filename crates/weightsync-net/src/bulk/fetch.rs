@@ -13,16 +13,16 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
 use weightsync_core::delta::{Codec, DeltaError, Pattern, Scratch, apply, apply_onto, encode};
-use weightsync_mem::{Piece, Room, Snapshot};
+use weightsync_mem::{ChunkWrite, PartialSlot, Snapshot};
 use weightsync_simd::Crc64;
 
 pub(crate) use self::make::Base;
 use super::SUSPECT;
 use super::delta::{Coded, Delta, Span};
-use super::meter::{Came, Meter};
 use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{Held, Store};
+use super::throughput::{Came, Throughput};
 use crate::access::Key;
 use crate::link::blocking;
 use crate::relay::Item;
@@ -74,7 +74,7 @@ pub(crate) struct Connections {
     pub(crate) most: usize,
     idle: Mutex<VecDeque<(Parent, TcpStream)>>,
     /// Of each parent that something comes from.
-    meters: Mutex<Vec<(Parent, Weak<Meter>)>>,
+    meters: Mutex<Vec<(Parent, Weak<Throughput>)>>,
 }
 
 impl Connections {
@@ -103,16 +103,16 @@ impl Connections {
         }
     }
 
-    fn meter(&self, parent: Parent) -> Arc<Meter> {
+    fn throughput(&self, parent: Parent) -> Arc<Throughput> {
         let mut meters = self.meters.lock().unwrap_or_else(PoisonError::into_inner);
-        meters.retain(|(_, meter)| meter.strong_count() > 0);
+        meters.retain(|(_, throughput)| throughput.strong_count() > 0);
         let known = meters.iter().find(|(of, _)| *of == parent);
-        if let Some(meter) = known.and_then(|(_, meter)| meter.upgrade()) {
-            return meter;
+        if let Some(throughput) = known.and_then(|(_, throughput)| throughput.upgrade()) {
+            return throughput;
         }
-        let meter = Arc::new(Meter::default());
-        meters.push((parent, Arc::downgrade(&meter)));
-        meter
+        let throughput = Arc::new(Throughput::default());
+        meters.push((parent, Arc::downgrade(&throughput)));
+        throughput
     }
 
     fn idle(&self) -> MutexGuard<'_, VecDeque<(Parent, TcpStream)>> {
@@ -138,7 +138,7 @@ struct Shared {
     item: Item,
     parent: Parent,
     connections: Arc<Connections>,
-    room: Arc<Room>,
+    room: Arc<PartialSlot>,
     held: Arc<Held>,
     base: Option<Base>,
     store: Arc<Store>,
@@ -153,7 +153,7 @@ struct Shared {
     sockets: Mutex<Vec<TcpStream>>,
     /// What came by this link, of this fetch and of others; and before it began, or what
     /// has come was taken last.
-    meter: Arc<Meter>,
+    throughput: Arc<Throughput>,
     before: Mutex<Came>,
     /// What came by this fetch since then: of chunks, and of deltas, whose bytes are too
     /// few to tell how fast the link is.
@@ -169,7 +169,7 @@ impl Fetch {
     pub(crate) fn start(
         (item, parent): (Item, Parent),
         (connections, others): (&Arc<Connections>, usize),
-        (room, held, base): (Arc<Room>, Arc<Held>, Option<Base>),
+        (room, held, base): (Arc<PartialSlot>, Arc<Held>, Option<Base>),
         store: &Arc<Store>,
         threads: &Arc<Threads>,
         done: impl Fn(FetchEnd, Came) + Send + Sync + 'static,
@@ -178,7 +178,7 @@ impl Fetch {
         // A connection each for what is worth one.
         let most = connections.most.saturating_sub(others);
         let count = most.min(missing.len().div_ceil(4)).max(1);
-        let meter = connections.meter(parent);
+        let throughput = connections.throughput(parent);
         let shared = Arc::new(Shared {
             item,
             parent,
@@ -193,8 +193,8 @@ impl Fetch {
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
-            before: Mutex::new(meter.came()),
-            meter,
+            before: Mutex::new(throughput.came()),
+            throughput,
             bytes: AtomicU64::new(0),
             coded: AtomicU64::new(0),
             done: Box::new(done),
@@ -363,7 +363,7 @@ impl Shared {
             && head.image_bytes == self.room.layout().bytes();
         let piece = self.room.take(index).filter(|_| of_this);
         let mut piece = piece.ok_or_else(|| invalid(FrameError::Chunk { head: *head }))?;
-        let coming = self.meter.begin(Instant::now());
+        let coming = self.throughput.begin(Instant::now());
         let mut crc = Crc64::new();
         for part in piece.chunks_mut(GULP) {
             read_exact(socket, part)?;
@@ -418,7 +418,7 @@ impl Shared {
         }
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.coded.fetch_sub(coded, Ordering::Relaxed);
-        let all = self.meter.came();
+        let all = self.throughput.came();
         let mut came = all.share(std::mem::replace(&mut before, all), bytes);
         if coded > bytes / 8 {
             // No time is no measure.

@@ -5,21 +5,21 @@
 
 mod delta;
 mod fetch;
-mod meter;
 mod serve;
 mod stop;
 mod store;
+mod throughput;
 
 pub(crate) use self::delta::{Delta, RING, Rate};
 pub(crate) use self::fetch::{Base, Connections, Fetch, FetchEnd, Parent};
-#[cfg(test)]
-pub(crate) use self::meter::Gauge;
-pub(crate) use self::meter::{Came, MEASURABLE};
 pub(crate) use self::serve::{Served, Serving};
 pub(crate) use self::stop::Threads;
 #[cfg(test)]
 pub(crate) use self::store::replaced;
 pub(crate) use self::store::{Find, Held, Store};
+#[cfg(test)]
+pub(crate) use self::throughput::Gauge;
+pub(crate) use self::throughput::{Came, MEASURABLE};
 
 use std::time::Duration;
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Layout, Version};
-use weightsync_mem::{Room, Snapshot};
+use weightsync_mem::{PartialSlot, Snapshot};
 
 use super::PATIENCE;
 use super::delta::Ring;
@@ -51,7 +51,7 @@ impl Drop for GoingOut<'_> {
 #[derive(Debug)]
 enum Source {
     Whole(Snapshot),
-    Coming(Arc<Room>),
+    Coming(Arc<PartialSlot>),
 }
 
 /// What a look for a chunk finds.
@@ -79,7 +79,7 @@ impl Held {
     }
 
     /// One that is coming.
-    pub(crate) fn coming(room: Arc<Room>) -> Self {
+    pub(crate) fn coming(room: Arc<PartialSlot>) -> Self {
         let chunks = room.pieces();
         Self::with(Source::Coming(room), chunks)
     }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 
-use super::causes::{self, Causes};
-use super::gate::{Answers, Strangers};
+use super::admission::{Answers, Strangers};
+use super::log_limiter::{self, LogLimiter};
 use super::{GreetError, greet};
 use crate::access::Key;
 use crate::wire::hello::{HelloError, Role};
@@ -26,7 +26,7 @@ pub(crate) async fn accept_all(
     take: impl Fn(TcpStream, SocketAddr, Role) + Send + Sync + 'static,
 ) {
     let answers = Arc::new(Mutex::new(Answers::default()));
-    let causes = Arc::new(Mutex::new(Causes::default()));
+    let log_limiter = Arc::new(Mutex::new(LogLimiter::default()));
     let take = Arc::new(take);
     let mut tasks = JoinSet::new();
     let mut strangers: Strangers<AbortHandle> = Strangers::new();
@@ -40,7 +40,7 @@ pub(crate) async fn accept_all(
             // Out of descriptors, most likely.
             Err(_) if weightsync_mem::raise_files() => continue,
             Err(error) => {
-                log(&causes, "accept", || {
+                log(&log_limiter, "accept", || {
                     format!("cannot accept connections: {error}")
                 });
                 tokio::time::sleep(BREATHE).await;
@@ -51,7 +51,7 @@ pub(crate) async fn accept_all(
             continue;
         }
         let (key, busy, take) = (key.clone(), busy(), take.clone());
-        let (answers, noted) = (answers.clone(), causes.clone());
+        let (answers, noted) = (answers.clone(), log_limiter.clone());
         let stranger = tasks.spawn(async move {
             let answers = || locked(&answers).gives(from.ip(), Instant::now());
             match greet(&mut socket, &key, busy, answers).await {
@@ -69,7 +69,7 @@ pub(crate) async fn accept_all(
         if let Some(oldest) = strangers.come(from.ip(), stranger) {
             // Silent connections must not keep honest ones out.
             oldest.abort();
-            log(&causes, "strangers", || {
+            log(&log_limiter, "strangers", || {
                 "too many connections had not proved themselves: the oldest was dropped".into()
             });
         }
@@ -86,9 +86,9 @@ fn cause(error: &GreetError) -> &'static str {
     }
 }
 
-fn log(causes: &Mutex<Causes>, cause: &str, text: impl Fn() -> String) {
-    if let Some(held_back) = locked(causes).logs(cause, Instant::now()) {
-        causes::warn(held_back, &text());
+fn log(log_limiter: &Mutex<LogLimiter>, cause: &str, text: impl Fn() -> String) {
+    if let Some(held_back) = locked(log_limiter).logs(cause, Instant::now()) {
+        log_limiter::warn(held_back, &text());
     }
 }
 

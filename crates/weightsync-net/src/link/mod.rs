@@ -6,10 +6,10 @@
 //! said nothing for 800 ms counts as silent, and the link ends. Nothing waits
 //! without bound in one: messages for a peer that does not read end it too.
 
+mod admission;
 pub(crate) mod blocking;
-pub(crate) mod causes;
-mod gate;
 pub(crate) mod listen;
+pub(crate) mod log_limiter;
 
 use std::io;
 use std::marker::PhantomData;

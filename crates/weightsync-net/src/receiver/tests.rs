@@ -24,7 +24,7 @@ use crate::status::Status;
 struct Joins(Arc<Mutex<Option<Joining>>>);
 
 impl Scheme for Joins {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         "distributed"
     }
 
@@ -32,7 +32,7 @@ impl Scheme for Joins {
         Distributed::new().capabilities()
     }
 
-    fn place(&self, _: &[ModelId], _: Option<&Path>) -> Result<Endpoint> {
+    fn allocate_endpoint(&self, _: &[ModelId], _: Option<&Path>) -> Result<Endpoint> {
         Err(Error::Interrupted)
     }
 
@@ -87,7 +87,7 @@ fn interrupt_ends_a_wait_while_the_segment_changes() {
         };
         drop(found);
         interrupter.interrupt();
-        let mut found = receiver.shared.way.find(&handoff, deadline()).unwrap();
+        let mut found = receiver.shared.route.find(&handoff, deadline()).unwrap();
         found.attached.take_over(handoff).unwrap();
         Shared::take_in(&receiver.shared, found);
         let begun = Instant::now();
@@ -342,7 +342,7 @@ fn failed_attempt_does_not_end_the_route_search() {
     let closed = Arc::new(AtomicBool::new(false));
     let (own, ends) = (shared.clone(), closed.clone());
     let search = thread::spawn(move || {
-        own.way
+        own.route
             .find_again(&Handoff::default(), &ends, Waits::default())
     });
     for _ in 0..3 {
@@ -367,8 +367,8 @@ fn a_sender_that_answers_nobody_is_dead_after_a_while() {
         silent: Duration::from_secs(3),
         ..Waits::default()
     };
-    let way = &receiver.shared.way;
-    let found = way.find_again(&Handoff::default(), &closed, waits);
+    let route = &receiver.shared.route;
+    let found = route.find_again(&Handoff::default(), &closed, waits);
     assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
     assert!(begun.elapsed() >= waits.silent, "{:?}", begun.elapsed());
 }
@@ -381,11 +381,11 @@ fn worker_waits_for_a_local_trainer_without_dialling() {
     let (_runtime, root, heard) = drones("127.0.0.1:0", &secret, long_welcome());
     let names = local::names(&secret, &root, Whose::Sender);
     let at = Endpoint::new(root, secret, false).unwrap();
-    let way = Way::new(&Distributed::new(), &at, &joining(&info)).unwrap();
+    let route = Route::new(&Distributed::new(), &at, &joining(&info)).unwrap();
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
     for patience in [Duration::ZERO, Duration::from_millis(1200)] {
         let deadline = Some(Instant::now() + patience);
-        let found = way.find(&Handoff::default(), deadline);
+        let found = route.find(&Handoff::default(), deadline);
         assert!(matches!(found, Err(Error::NoSender { .. })), "{found:?}");
     }
     assert!(heard.try_recv().is_err(), "it dials");
@@ -401,8 +401,8 @@ fn worker_finds_its_trainer_by_each_name() {
     let names = local::names(at.secret(), at.address(), Whose::Sender);
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
     let _sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
-    let way = Way::new(&Distributed::new(), at, &joining(&info)).unwrap();
-    let found = way
+    let route = Route::new(&Distributed::new(), at, &joining(&info)).unwrap();
+    let found = route
         .find(&Handoff::default(), Some(Instant::now() + LONG))
         .unwrap();
     assert!(!found.is_its_own_agents() && !found.is_a_relays());
@@ -413,14 +413,14 @@ fn worker_whose_number_stays_taken_gets_an_error() {
     let (_sender, info) = trainer();
     let first = worker(&info);
     let scheme = Distributed::new().share(Share::Relay);
-    let way = Way::new(&scheme, info.endpoint(), &joining(&info)).unwrap();
+    let route = Route::new(&scheme, info.endpoint(), &joining(&info)).unwrap();
     let closed = AtomicBool::new(false);
     let look = |denied| {
         let waits = Waits {
             denied,
             ..Waits::default()
         };
-        way.find_again(&Handoff::default(), &closed, waits)
+        route.find_again(&Handoff::default(), &closed, waits)
     };
     let found = look(Duration::from_millis(100));
     let is_denied = matches!(&found, Err(Error::Memory(MemoryError::Denied { .. })));
@@ -520,10 +520,10 @@ fn one_of_two_workers_gets_a_contested_number() {
         });
         assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
         let mut there = Vec::new();
-        for (way, joined) in both.into_iter().enumerate() {
+        for (route, joined) in both.into_iter().enumerate() {
             match joined {
                 Ok(receiver) => {
-                    won[way] += 1;
+                    won[route] += 1;
                     there.push(receiver);
                 }
                 Err(error) => {

@@ -19,7 +19,7 @@ use weightsync_core::digest::Digest;
 use weightsync_core::{Run, WorkerId};
 use weightsync_mem::protocol::MAX_SLOTS;
 use weightsync_mem::{
-    self as mem, Delivery, Ending, Listener, Relay, Room, Seated, SegmentOptions, Snapshot,
+    self as mem, Delivery, Ending, Listener, PartialSlot, Relay, Seated, SegmentOptions, Snapshot,
     WaitStyle,
 };
 
@@ -32,8 +32,8 @@ use crate::access::Key;
 use crate::bulk::{
     Came, Connections, Fetch, FetchEnd, Held, MEASURABLE, Parent, Served, Serving, Store, Threads,
 };
-use crate::link::causes::Causes;
 use crate::link::listen::accept_all;
+use crate::link::log_limiter::LogLimiter;
 use crate::link::{Link, LinkEnd};
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
@@ -90,7 +90,7 @@ pub(crate) struct Engine {
     near: Option<std::thread::JoinHandle<()>>,
     plan: Plan,
     parent: Option<Parent>,
-    coming: BTreeMap<Item, (Arc<Room>, Arc<Held>)>,
+    coming: BTreeMap<Item, (Arc<PartialSlot>, Arc<Held>)>,
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
@@ -104,7 +104,7 @@ pub(crate) struct Engine {
     failures: u32,
     /// When the sender is told that a parent is lost.
     complain: Option<(Instant, u64, String)>,
-    causes: Causes,
+    log_limiter: LogLimiter,
     workers: BTreeMap<WorkerId, Worker>,
     joining: BTreeMap<u64, Joining>,
     /// Workers that are told of to a sender that may know them, by ticket.
@@ -227,7 +227,7 @@ impl Engine {
             measures: Instant::now(),
             failures: 0,
             complain: None,
-            causes: Causes::default(),
+            log_limiter: LogLimiter::default(),
             workers: BTreeMap::new(),
             joining: BTreeMap::new(),
             rejoining: BTreeMap::new(),

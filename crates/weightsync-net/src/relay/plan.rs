@@ -88,7 +88,7 @@ pub enum Input {
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Put a worker's lane on a set; every version of it is whole.
+    /// Put a worker's mailbox on a set; every version of it is whole.
     Tell {
         who: Seated,
         sequence: u64,
@@ -148,7 +148,7 @@ struct Worker {
     answer: Option<(u64, Tell)>,
     /// The last question that it has taken back.
     withdrawn: u64,
-    /// What its lane is on, and the sequence number of that.
+    /// What its mailbox is on, and the sequence number of that.
     told: Vec<Item>,
     told_at: u64,
     /// What its last answer was.
@@ -495,7 +495,7 @@ impl Plan {
 
     /// Releases all there is of a model: what came after a version may be made from it.
     /// Every worker that is to be told of it from here on waits until it is fetched again; the
-    /// lanes of those who were told stay where they are.
+    /// mailboxes of those who were told stay where they are.
     fn start_anew(&mut self, model: usize, effects: &mut Vec<Effect>) {
         for item in self.items.extract_if(.., |item, _| item.model == model) {
             let (item, _) = item;
@@ -579,7 +579,7 @@ impl Worker {
         self.pending.push_back(tell);
     }
 
-    /// Its lane is put on a set.
+    /// Its mailbox is put on a set.
     fn put_on(&mut self, who: Seated, Tell { sequence, set }: Tell) -> Effect {
         // An older one that is still on its way comes too late.
         self.pending.retain(|tell| tell.sequence > sequence);

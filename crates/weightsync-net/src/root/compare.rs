@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::mpsc;
 use weightsync::transport::{CopyOptions, Deadline, Level, Outstanding, Source, Staging, Targets};
 use weightsync::{Changes, Result, Version, WorkerReport};
-use weightsync_mem::{Guests, Snapshot};
+use weightsync_mem::{RemoteReaders, Snapshot};
 
-use super::hub::Event;
-use super::hub::scrubbing::SCRUBBED;
+use super::coordinator::Event;
+use super::coordinator::scrubbing::SCRUBBED;
 use crate::bulk::{Delta, RING, Rate, Store, Threads};
 use crate::relay::Item;
 use crate::scheme::Deltas;
@@ -18,7 +18,7 @@ use crate::scheme::Deltas;
 #[derive(Clone, Debug)]
 pub(super) struct Comparing {
     pub(super) events: mpsc::Sender<Event>,
-    pub(super) guests: Guests,
+    pub(super) remote_readers: RemoteReaders,
     pub(super) store: Arc<Store>,
     pub(super) threads: Arc<Threads>,
     pub(super) deltas: Deltas,
@@ -74,7 +74,7 @@ impl Staging for Compared<'_> {
             }
         }
         drop(announced);
-        Ok(Box::new(Told {
+        Ok(Box::new(Notified {
             inner: published,
             made,
         }))
@@ -88,12 +88,12 @@ impl Comparing {
         if version.is_none() || spoiled || self.deltas == Deltas::Never {
             return None;
         }
-        self.guests.snapshot(model, version).ok().flatten()
+        self.remote_readers.snapshot(model, version).ok().flatten()
     }
 
     /// Has a version compared with the one before it, on a thread of its own.
     fn start(&self, base: Snapshot, item: Item) -> Option<Arc<Delta>> {
-        let found = self.guests.snapshot(item.model, item.version);
+        let found = self.remote_readers.snapshot(item.model, item.version);
         // Replaced already, or nobody is to run it.
         let Some(new) = found.ok().flatten() else {
             self.store.deltas().forget(item.model);
@@ -102,7 +102,7 @@ impl Comparing {
         // By number it might be none: a trainer may have numbers of its own.
         let since = &self.unscrubbed[item.model];
         let due = since.fetch_add(1, Ordering::Relaxed) + 1 >= SCRUBBED;
-        // Where the hub does not keep up, it is the next one.
+        // Where the coordinator does not keep up, it is the next one.
         if due && self.events.try_send(Event::Keep(new.clone())).is_ok() {
             since.store(0, Ordering::Relaxed);
         }
@@ -158,12 +158,12 @@ impl Drop for LetGo {
 
 /// A publication, and what changed by it.
 #[derive(Debug)]
-struct Told {
+struct Notified {
     inner: Box<dyn Outstanding>,
     made: Vec<Arc<Delta>>,
 }
 
-impl Outstanding for Told {
+impl Outstanding for Notified {
     fn versions(&self) -> &[(usize, Version)] {
         self.inner.versions()
     }

@@ -2,10 +2,10 @@
 //! to run, and serves the first of them.
 
 mod compare;
-mod hub;
+mod coordinator;
+pub(crate) mod membership;
 pub(crate) mod recent;
 mod scrub;
-pub(crate) mod seats;
 pub(crate) mod topology;
 
 use std::net::{SocketAddr, TcpListener};
@@ -19,10 +19,10 @@ use weightsync::transport::{
     Attendance, Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
 use weightsync::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
-use weightsync_mem::{Guests, Listener, Origin};
+use weightsync_mem::{Listener, Origin, RemoteReaders};
 
 use self::compare::{Compared, Comparing};
-use self::hub::{Event, Hub, News, Settings};
+use self::coordinator::{Coordinator, Event, News, Settings};
 use crate::access::Key;
 use crate::bulk::{Find, Served, Serving, Store, Threads};
 use crate::link;
@@ -52,7 +52,7 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
 /// soon as the spans are done that are being coded.
 const LET_GO: Duration = Duration::from_millis(100);
 
-/// How many events may wait for the hub.
+/// How many events may wait for the coordinator.
 const EVENTS: usize = 1024;
 
 /// The trainer's end.
@@ -170,8 +170,8 @@ impl Server {
         segment: &Segment,
         listener: TcpListener,
     ) -> Result<Self> {
-        let guests = segment.guests();
-        let found = guests.clone();
+        let remote_readers = segment.remote_readers();
+        let found = remote_readers.clone();
         let find: Find =
             Box::new(move |Item { model, version }| found.snapshot(model, version).ok().flatten());
         let store = Arc::new(Store::of_sender(find));
@@ -194,7 +194,7 @@ impl Server {
         let (events, heard) = mpsc::channel(EVENTS);
         let comparing = Comparing {
             events: events.clone(),
-            guests: guests.clone(),
+            remote_readers: remote_readers.clone(),
             store: store.clone(),
             threads: children.clone(),
             deltas: scheme.deltas,
@@ -207,7 +207,7 @@ impl Server {
                 count.fetch_add(bytes, Ordering::Relaxed);
             }
         };
-        let run = guests.run();
+        let run = remote_readers.run();
         let agents = Arc::<AtomicUsize>::default();
         let listening = Listening {
             key: Key::new(opening.at.secret()),
@@ -218,7 +218,7 @@ impl Server {
                 children.clone(),
                 tell,
             ),
-            guests,
+            remote_readers,
             agents: agents.clone(),
         };
         let news = Arc::new(News::default());
@@ -233,9 +233,10 @@ impl Server {
                 let Ok(listener) = tokio::net::TcpListener::from_std(listener) else {
                     return;
                 };
-                let (guests, agents) = (listening.guests.clone(), listening.agents.clone());
+                let (remote_readers, agents) =
+                    (listening.remote_readers.clone(), listening.agents.clone());
                 let accepting = tokio::spawn(listening.accept(listener));
-                Hub::new(settings, guests, news, own, agents)
+                Coordinator::new(settings, remote_readers, news, own, agents)
                     .run(heard)
                     .await;
                 accepting.abort();
@@ -268,7 +269,7 @@ impl Drop for Server {
             }
             return;
         }
-        // A hub that has ended hears nothing.
+        // A coordinator that has ended hears nothing.
         let _ = self.events.blocking_send(Event::Stop);
         if let Some(thread) = self.thread.take() {
             // A panic there has been reported by the panic hook already.
@@ -285,7 +286,7 @@ struct Listening {
     key: Key,
     events: mpsc::Sender<Event>,
     serving: Serving,
-    guests: Guests,
+    remote_readers: RemoteReaders,
     /// How many agents there are.
     agents: Arc<AtomicUsize>,
 }
@@ -296,7 +297,7 @@ impl Listening {
             key,
             events,
             serving,
-            guests: _,
+            remote_readers: _,
             agents,
         } = self;
         let asking = Arc::new(Semaphore::new(ASKING));

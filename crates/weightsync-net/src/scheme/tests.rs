@@ -5,7 +5,7 @@ use weightsync::{Expect, SenderSetup, Tensors};
 use super::*;
 
 fn place(scheme: &Distributed) -> Result<Endpoint> {
-    scheme.place(&["policy".parse()?], None)
+    scheme.allocate_endpoint(&["policy".parse()?], None)
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn an_advertised_port_of_0_is_the_one_it_listens_at() {
 fn a_port_file_that_is_none_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let models = ["policy".parse().unwrap()];
-    let place = || Distributed::new().place(&models, Some(dir.path()));
+    let place = || Distributed::new().allocate_endpoint(&models, Some(dir.path()));
     place().unwrap();
     let files = std::fs::read_dir(dir.path()).unwrap().flatten();
     let mut files = files.map(|entry| entry.path());

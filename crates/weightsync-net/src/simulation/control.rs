@@ -4,7 +4,7 @@
 use super::clock::{MS, Time};
 use super::network::{Health, Node};
 use super::{Event, World};
-use crate::root::seats::Parting;
+use crate::root::membership::LinkLoss;
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, ToRoot};
 
@@ -164,7 +164,7 @@ impl World {
     }
 
     /// One end hears that a link has ended.
-    pub(super) fn link_ended(&mut self, link: AgentId, at_root: bool, how: Parting) {
+    pub(super) fn link_ended(&mut self, link: AgentId, at_root: bool, how: LinkLoss) {
         let Some(control) = self.controls.get_mut(&link) else {
             return;
         };
@@ -202,7 +202,7 @@ impl World {
             return;
         };
         if self.network.way(control.node, 0) == (Health::Silent, since) {
-            self.link_ended(link, at_root, Parting::Silent);
+            self.link_ended(link, at_root, LinkLoss::Silent);
         }
     }
 
@@ -215,8 +215,8 @@ impl World {
             let latency = self.network.latency;
             match health {
                 Health::Cut => {
-                    self.link_ended(link, true, Parting::HungUp);
-                    self.link_ended(link, false, Parting::HungUp);
+                    self.link_ended(link, true, LinkLoss::HungUp);
+                    self.link_ended(link, false, LinkLoss::HungUp);
                 }
                 Health::Silent => {
                     for at_root in [true, false] {

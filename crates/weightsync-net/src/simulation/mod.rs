@@ -2,9 +2,9 @@
 //!
 //! What is real: the decisions, [`Plan`](crate::relay::plan::Plan),
 //! [`Topology`](crate::root::topology::Topology) and
-//! [`Seats`](crate::root::seats::Seats), and the messages of control links. What is
-//! played next to them: what the engine of an agent and the hub of a sender do around
-//! these decisions; the sender's lanes and queues; machines that have one agent each
+//! [`Membership`](crate::root::membership::Membership), and the messages of control links. What is
+//! played next to them: what the engine of an agent and the coordinator of a sender do around
+//! these decisions; the sender's mailboxes and queues; machines that have one agent each
 //! and up to three workers; links that have a rate and a latency, that are cut, fall
 //! silent, and come back; transfers in chunks that are passed on as they come.
 //!
@@ -37,7 +37,7 @@ use self::network::{Health, Network, Node};
 use self::rules::{Counts, Facts};
 use self::schedule::{Op, Options};
 use self::sender::Sender;
-use crate::root::seats::Parting;
+use crate::root::membership::LinkLoss;
 use crate::root::topology::AgentId;
 
 /// What is to happen at a time.
@@ -149,7 +149,7 @@ impl World {
             Event::Dial { node, life } => self.dial(node, life),
             Event::Said { link, word } => self.said(link, word),
             Event::Flush { link } => self.flush(link),
-            Event::LinkEnded { link, at_root } => self.link_ended(link, at_root, Parting::HungUp),
+            Event::LinkEnded { link, at_root } => self.link_ended(link, at_root, LinkLoss::HungUp),
             Event::Sign { link } => self.sign(link),
             Event::Suspect {
                 link,

@@ -118,8 +118,8 @@ impl World {
     pub(super) fn note_publication(&mut self, bytes: u64) {
         self.counts.publications += 1;
         let mut needs = BTreeMap::new();
-        let seats: Vec<_> = self.sender.seats.iter().map(|seat| seat.2).collect();
-        let agents: Vec<AgentId> = seats.into_iter().flatten().collect();
+        let membership: Vec<_> = self.sender.membership.iter().map(|seat| seat.2).collect();
+        let agents: Vec<AgentId> = membership.into_iter().flatten().collect();
         for agent in agents {
             let need = self.time_for(agent);
             let node = self.sender.agents[&agent].node;
@@ -188,7 +188,7 @@ impl World {
         }
     }
 
-    /// A worker's lane is put on a set.
+    /// A worker's mailbox is put on a set.
     pub(super) fn told(&mut self, node: Node, who: Seated, sequence: u64) {
         let by = (node, self.agent_of(node).life);
         let Some(worker) = self.hosts[node].worker(who) else {
@@ -213,10 +213,10 @@ impl World {
             return;
         }
         if *delivery != Delivery::Newest
-            && let Some((_, guest)) = self.sender.seats.reached(who.worker)
+            && let Some((_, remote_reader)) = self.sender.membership.reached(who.worker)
         {
             let between = before + 1..sequence;
-            let skipped: Vec<_> = guest
+            let skipped: Vec<_> = remote_reader
                 .meant
                 .iter()
                 .filter(|one| between.contains(one))
@@ -257,9 +257,9 @@ impl World {
                 let (who, told) = (worker.who, worker.told);
                 assert!(worker.alive, "{who:?} of {node} is dead");
                 let delivery = worker.delivery;
-                let reached = self.sender.seats.reached(who.worker);
-                let (_, guest) = reached.expect("the sender reaches it");
-                let newest = guest.meant.last().copied();
+                let reached = self.sender.membership.reached(who.worker);
+                let (_, remote_reader) = reached.expect("the sender reaches it");
+                let newest = remote_reader.meant.last().copied();
                 assert_eq!(Some(told), newest, "{who:?} of {node} ({delivery:?})");
                 if delivery == Delivery::Newest {
                     assert_eq!(told, self.sender.sequence, "{who:?} of {node}");

@@ -1,20 +1,22 @@
 //! The sender: what it publishes, what it knows of agents and workers, what it tells
-//! them. As the hub does it, with the same decisions: [`Topology`] and [`Seats`].
+//! them. As the coordinator does it, with the same decisions: [`Topology`] and [`Membership`].
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use weightsync_core::{Epoch, Run, Version, WorkerId};
-use weightsync_mem::Going;
+use weightsync_mem::Departure;
 
 use super::agent::{Parent, ROOT};
 use super::clock::{MS, SECOND, Time};
 use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
+use crate::root::membership::{
+    JoinOutcome, LeaveOutcome, LinkLoss, Membership, Parted, Process, Waiter,
+};
 use crate::root::recent::Recent;
-use crate::root::seats::{Comer, Leaver, Parted, Parting, Process, Seats, Waiter};
 use crate::root::topology::{AgentId, Assigned, Place, Topology};
 use crate::wire::message::{Delivery, FromRoot, ToRoot};
 
@@ -29,7 +31,7 @@ pub(super) struct Sender {
     pub(super) versions: Vec<u64>,
     pub(super) sequence: u64,
     pub(super) topology: Topology,
-    pub(super) seats: Seats<Guest, Asks>,
+    pub(super) membership: Membership<RemoteReader, Asks>,
     recent: Recent,
     pub(super) agents: BTreeMap<AgentId, Known>,
     pub(super) last_agent: AgentId,
@@ -54,17 +56,17 @@ pub(super) struct Asks {
     delivery: Delivery,
 }
 
-type Told = (u64, Vec<Item>);
+type Notified = (u64, Vec<Item>);
 
-/// What a sender has of a worker elsewhere; as its lane in shared memory.
-pub(super) struct Guest {
+/// What a sender has of a worker elsewhere; as its mailbox in shared memory.
+pub(super) struct RemoteReader {
     delivery: Delivery,
     /// Of one that takes every version what it has not taken, of others the newest.
-    queue: VecDeque<Told>,
+    queue: VecDeque<Notified>,
     /// How much of the queue was handed out.
     handed: usize,
     /// What waits for room in the queue.
-    waiting: VecDeque<Told>,
+    waiting: VecDeque<Notified>,
     told: u64,
     /// The sequence number of the last older set that it may begin with, and whether it
     /// has taken nothing yet.
@@ -81,7 +83,7 @@ impl Sender {
             sizes,
             sequence: 0,
             topology: Topology::new(arity),
-            seats: Seats::new(),
+            membership: Membership::new(),
             recent: Recent::default(),
             agents: BTreeMap::new(),
             last_agent: 0,
@@ -103,12 +105,15 @@ impl Sender {
 
     /// Whether a version is there, whether or not it is being served.
     pub(super) fn keeps(&self, item: Item) -> bool {
-        let kept = |guest: &Guest| {
-            let mut sets = guest.queue.iter().chain(&guest.waiting);
+        let kept = |remote_reader: &RemoteReader| {
+            let mut sets = remote_reader.queue.iter().chain(&remote_reader.waiting);
             sets.any(|(_, set)| set.contains(&item))
         };
         self.versions[item.model] == item.version.0
-            || self.seats.iter().any(|(_, _, _, guest)| kept(guest))
+            || self
+                .membership
+                .iter()
+                .any(|(_, _, _, remote_reader)| kept(remote_reader))
     }
 
     /// The agents above one, from the first below the sender down to itself.
@@ -126,7 +131,7 @@ impl Sender {
     }
 }
 
-impl Guest {
+impl RemoteReader {
     fn new(delivery: Delivery) -> Self {
         Self {
             delivery,
@@ -147,7 +152,7 @@ impl Guest {
         self.handed = 0;
     }
 
-    fn publish(&mut self, told: Told) {
+    fn publish(&mut self, told: Notified) {
         let sequence = told.0;
         let Delivery::Every { bound } = self.delivery else {
             self.queue = VecDeque::from([told]);
@@ -167,7 +172,7 @@ impl Guest {
     }
 
     /// What is new for it; or, of the newest, what there is.
-    fn news(&mut self) -> Vec<Told> {
+    fn news(&mut self) -> Vec<Notified> {
         let from = match self.delivery {
             Delivery::Every { .. } => self.handed,
             _ => 0,
@@ -208,9 +213,10 @@ impl World {
         self.sender.sequence += 1;
         self.note_publication(bytes);
         let told = (self.sender.sequence, self.sender.set());
-        let workers: BTreeSet<WorkerId> = self.sender.seats.iter().map(|seat| seat.0).collect();
-        for (_, guest) in self.sender.seats.iter_mut() {
-            guest.publish(told.clone());
+        let workers: BTreeSet<WorkerId> =
+            self.sender.membership.iter().map(|seat| seat.0).collect();
+        for (_, remote_reader) in self.sender.membership.iter_mut() {
+            remote_reader.publish(told.clone());
         }
         self.tell(workers);
     }
@@ -256,9 +262,12 @@ impl World {
             }),
             ToRoot::Progress { workers } => {
                 for one in workers {
-                    let of = self.sender.seats.heard(agent, one.worker, one.instance);
-                    if let Some(guest) = of {
-                        guest.progress(one.taken);
+                    let of = self
+                        .sender
+                        .membership
+                        .heard(agent, one.worker, one.instance);
+                    if let Some(remote_reader) = of {
+                        remote_reader.progress(one.taken);
                         self.tell(BTreeSet::from([one.worker]));
                     }
                 }
@@ -269,8 +278,11 @@ impl World {
                 died,
             } => {
                 let now = Duration::from_micros(self.clock.now());
-                let gone = self.sender.seats.gone(agent, worker, instance, died, now);
-                if let Leaver::Back(_) = gone {
+                let gone = self
+                    .sender
+                    .membership
+                    .gone(agent, worker, instance, died, now);
+                if let LeaveOutcome::Back(_) = gone {
                     self.is_back(worker);
                 }
                 self.late_when_due(now);
@@ -280,8 +292,8 @@ impl World {
                 known.holds.retain(|item| !dropped.contains(item));
                 known.holds.extend(&have);
                 if !have.is_empty() {
-                    let seats = self.sender.seats.iter();
-                    let here = seats.filter(|seat| seat.2 == Some(agent));
+                    let membership = self.sender.membership.iter();
+                    let here = membership.filter(|seat| seat.2 == Some(agent));
                     let here: Vec<WorkerId> = here.map(|seat| seat.0).collect();
                     self.begin_with_what_is_there(here);
                 }
@@ -310,20 +322,24 @@ impl World {
     /// A worker comes.
     fn join(&mut self, comer: Waiter<Asks>) {
         let agent = comer.agent;
-        match self.sender.seats.comes(agent, comer.worker, comer.instance) {
-            Comer::Back(guest) => {
-                guest.start_over();
+        match self
+            .sender
+            .membership
+            .comes(agent, comer.worker, comer.instance)
+        {
+            JoinOutcome::Back(remote_reader) => {
+                remote_reader.start_over();
                 self.joined(agent, comer.asks.ticket, comer.worker);
                 self.is_there(agent);
             }
-            Comer::New(_) => self.seat(comer),
-            Comer::Waits(by) => {
+            JoinOutcome::New(_) => self.seat(comer),
+            JoinOutcome::Waits(by) => {
                 self.expect_sign(by);
-                if let Some(earlier) = self.sender.seats.wait(comer) {
+                if let Some(earlier) = self.sender.membership.wait(comer) {
                     self.deny(earlier);
                 }
             }
-            Comer::Two => self.deny(comer),
+            JoinOutcome::Two => self.deny(comer),
         }
     }
 
@@ -334,17 +350,17 @@ impl World {
             instance,
             asks,
         } = comer;
-        let mut guest = Guest::new(asks.delivery);
+        let mut remote_reader = RemoteReader::new(asks.delivery);
         if self.sender.sequence > 0 {
-            guest.publish((self.sender.sequence, self.sender.set()));
+            remote_reader.publish((self.sender.sequence, self.sender.set()));
         }
         let host = self.sender.agents[&agent].process.map(|one| one.host);
         let process = Process {
             host: host.unwrap_or_default(),
             pid: asks.pid,
         };
-        let seats = &mut self.sender.seats;
-        seats.put(agent, (worker, instance), process, guest);
+        let membership = &mut self.sender.membership;
+        membership.put(agent, (worker, instance), process, remote_reader);
         self.joined(agent, asks.ticket, worker);
     }
 
@@ -364,25 +380,25 @@ impl World {
 
     /// An agent is there.
     pub(super) fn is_there(&mut self, agent: AgentId) {
-        for waiter in self.sender.seats.in_vain(agent) {
+        for waiter in self.sender.membership.in_vain(agent) {
             self.deny(waiter);
         }
     }
 
-    /// Seats that were waited for may be free.
+    /// Worker numbers that were waited for may be free.
     fn seat_again(&mut self) {
-        for waiter in self.sender.seats.may_come() {
+        for waiter in self.sender.membership.may_come() {
             self.join(waiter);
         }
     }
 
     /// A worker is reached by the agent at which it has been all the time.
     fn is_back(&mut self, worker: WorkerId) {
-        if let Some((_, guest)) = self.sender.seats.reached(worker) {
-            guest.start_over();
+        if let Some((_, remote_reader)) = self.sender.membership.reached(worker) {
+            remote_reader.start_over();
         }
         self.tell(BTreeSet::from([worker]));
-        if let Some(waiter) = self.sender.seats.comes_again(worker) {
+        if let Some(waiter) = self.sender.membership.comes_again(worker) {
             self.join(waiter);
         }
     }
@@ -392,12 +408,12 @@ impl World {
         self.sender.recent.note(sequence, set);
         let mut tells: BTreeMap<(AgentId, u64), (Vec<Item>, Vec<WorkerId>)> = BTreeMap::new();
         for &worker in &workers {
-            let Some((agent, guest)) = self.sender.seats.reached(worker) else {
+            let Some((agent, remote_reader)) = self.sender.membership.reached(worker) else {
                 continue;
             };
-            for (sequence, set) in guest.news() {
-                if sequence > guest.told {
-                    guest.told = sequence;
+            for (sequence, set) in remote_reader.news() {
+                if sequence > remote_reader.told {
+                    remote_reader.told = sequence;
                     let (_, to) = tells.entry((agent, sequence)).or_insert((set, Vec::new()));
                     to.push(worker);
                 }
@@ -417,20 +433,24 @@ impl World {
     /// Workers that run nothing yet are told of an older set that their agent has.
     fn begin_with_what_is_there(&mut self, workers: impl IntoIterator<Item = WorkerId>) {
         for worker in workers {
-            let Some((agent, guest)) = self.sender.seats.reached(worker) else {
+            let Some((agent, remote_reader)) = self.sender.membership.reached(worker) else {
                 continue;
             };
-            let Some((_, set)) = guest.queue.back().filter(|_| guest.is_fresh) else {
+            let Some((_, set)) = remote_reader
+                .queue
+                .back()
+                .filter(|_| remote_reader.is_fresh)
+            else {
                 continue;
             };
             let holds = &self.sender.agents[&agent].holds;
-            let meant = (guest.told, &set[..]);
+            let meant = (remote_reader.told, &set[..]);
             let older = self
                 .sender
                 .recent
                 .before(meant, |item| holds.contains(item));
-            if let Some((sequence, set)) = older.filter(|(at, _)| *at > guest.begins) {
-                guest.begins = sequence;
+            if let Some((sequence, set)) = older.filter(|(at, _)| *at > remote_reader.begins) {
+                remote_reader.begins = sequence;
                 let workers = vec![worker];
                 let tell = FromRoot::Tell {
                     sequence,
@@ -454,14 +474,14 @@ impl World {
     }
 
     /// The link to an agent has ended.
-    pub(super) fn part(&mut self, agent: AgentId, how: Parting) {
+    pub(super) fn part(&mut self, agent: AgentId, how: LinkLoss) {
         let Some(gone) = self.sender.agents.remove(&agent) else {
             return;
         };
-        let how = if gone.leaves { Parting::Left } else { how };
+        let how = if gone.leaves { LinkLoss::Left } else { how };
         let now = Duration::from_micros(self.clock.now());
-        let Parted { over, back } = self.sender.seats.part(agent, gone.process, how, now);
-        let died = over.iter().filter(|(_, going)| *going == Going::Died);
+        let Parted { over, back } = self.sender.membership.part(agent, gone.process, how, now);
+        let died = over.iter().filter(|(_, going)| *going == Departure::Died);
         self.counts.died += died.count();
         self.late_when_due(now);
         let assigned = self.sender.topology.leave(agent);
@@ -475,13 +495,13 @@ impl World {
     /// Workers that nobody has reached in time are given up.
     pub(super) fn late(&mut self) {
         let now = Duration::from_micros(self.clock.now());
-        self.counts.lost += self.sender.seats.late(now).len();
+        self.counts.lost += self.sender.membership.late(now).len();
         // The rest is due later.
         self.late_when_due(now);
     }
 
     fn late_when_due(&mut self, now: Duration) {
-        if let Some(due) = self.sender.seats.due() {
+        if let Some(due) = self.sender.membership.due() {
             let pause = due.saturating_sub(now).as_micros() as Time;
             self.clock.after(pause.max(MS), Event::Late);
         }

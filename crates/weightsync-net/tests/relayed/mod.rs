@@ -116,7 +116,7 @@ impl Relayed {
 }
 
 impl Scheme for Relayed {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         WORD
     }
 
@@ -130,12 +130,12 @@ impl Scheme for Relayed {
         self.scheme().capabilities()
     }
 
-    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
-        self.scheme().place(models, run_dir)
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        self.scheme().allocate_endpoint(models, run_dir)
     }
 
-    fn give_up(&self, at: &Endpoint) {
-        self.scheme().give_up(at);
+    fn release_endpoint(&self, at: &Endpoint) {
+        self.scheme().release_endpoint(at);
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {

@@ -6,7 +6,7 @@ use weightsync::{Error, Remedy};
 use weightsync_net::AccessError;
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Trouble {
+pub(super) enum RpcError {
     #[error("{0}")]
     Access(#[from] AccessError),
     #[error(
@@ -35,11 +35,11 @@ pub(super) enum Trouble {
     Thread(std::io::Error),
 }
 
-impl From<Trouble> for Error {
-    fn from(trouble: Trouble) -> Self {
+impl From<RpcError> for Error {
+    fn from(trouble: RpcError) -> Self {
         let remedy = match trouble {
             // The sender may come back to its address.
-            Trouble::NoPort { .. } | Trouble::Thread(_) | Trouble::WrongSender { .. } => {
+            RpcError::NoPort { .. } | RpcError::Thread(_) | RpcError::WrongSender { .. } => {
                 Remedy::Retry
             }
             _ => Remedy::GiveUp,

@@ -11,7 +11,7 @@
 //! | swap | `plan`: what each worker is meant to run changes in one step |
 //! | transport | `sender::caller` calls, `receiver::fetch` fetches |
 //! | verify | `receiver::fetch`, chunk by chunk; then the digest, if there is one |
-//! | hand over | `receiver::desk` |
+//! | hand over | `receiver::inbox` |
 //! | say what became of it | `receiver`, `sender::server`, `plan` |
 //!
 //! Both ends hold a connection to the other for as long as they live, by which each
@@ -36,7 +36,7 @@ use weightsync::transport::{
 use weightsync::{AnyScheme, Capabilities, Error, ModelId, Result, Schemes};
 use weightsync_net::Access;
 
-use self::error::Trouble;
+use self::error::RpcError;
 
 /// How often an end says that it is there.
 const BEAT: Duration = Duration::from_millis(200);
@@ -179,7 +179,7 @@ impl Rpc {
             Some(access) => Ok(access.clone()),
             None => Access::from_env(),
         };
-        let mut access = access.map_err(Trouble::from)?;
+        let mut access = access.map_err(RpcError::from)?;
         access.insecure_plaintext |= self.insecure_plaintext;
         Ok(access)
     }
@@ -189,7 +189,7 @@ impl Rpc {
     fn allowed_to(&self, sender: SocketAddr) -> Result<Access> {
         match self.access {
             None if sender.ip().to_canonical().is_loopback() => {
-                Ok(Access::with_token(None).map_err(Trouble::from)?)
+                Ok(Access::with_token(None).map_err(RpcError::from)?)
             }
             _ => self.allowed(),
         }
@@ -204,7 +204,7 @@ pub fn schemes() -> Schemes {
 }
 
 impl Scheme for Rpc {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         "rpc"
     }
 
@@ -238,10 +238,10 @@ impl Scheme for Rpc {
         self.initial
     }
 
-    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         let access = self.allowed()?;
         let listens = place::resolve(&self.listen)?;
-        access.may_listen(listens).map_err(Trouble::from)?;
+        access.may_listen(listens).map_err(RpcError::from)?;
         let fresh = Endpoint::fresh(models, run_dir)?;
         let secret = match access.token {
             Some(token) => token.secret(),
@@ -289,7 +289,7 @@ struct Places {
 impl Places {
     /// # Errors
     ///
-    /// [`Error::BadInitInfo`] for an address that no [`place`](Scheme::place) has made.
+    /// [`Error::BadInitInfo`] for an address that no [`place`](Scheme::allocate_endpoint) has made.
     fn of(at: &Endpoint) -> Result<Self> {
         let address = at.address();
         let (found, listens) = address.split_once(" at ").unwrap_or((address, address));

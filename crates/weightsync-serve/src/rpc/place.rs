@@ -10,7 +10,7 @@ use weightsync::{ModelId, Result};
 use weightsync_net::place::PortFile;
 pub(super) use weightsync_net::place::{bad, host_and_port, local_ip, reached, resolve};
 
-use super::error::Trouble;
+use super::error::RpcError;
 
 /// How many ports are tried.
 const TRIES: u64 = 64;
@@ -61,8 +61,8 @@ pub(super) fn address(
 /// If somebody else does.
 pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
     let listener = TcpListener::bind(addr).map_err(|source| match source.kind() {
-        ErrorKind::AddrInUse => Trouble::Taken { addr },
-        _ => Trouble::Listen { addr, source },
+        ErrorKind::AddrInUse => RpcError::Taken { addr },
+        _ => RpcError::Listen { addr, source },
     });
     Ok(listener?)
 }
@@ -90,7 +90,7 @@ fn free_port(host: IpAddr, fresh: &Endpoint) -> Result<u16> {
             Err(error) => last = error,
         }
     }
-    Err(Trouble::NoPort { host, source: last }.into())
+    Err(RpcError::NoPort { host, source: last }.into())
 }
 
 /// The first of the ports that the system assigns automatically.

@@ -1,10 +1,10 @@
-//! The sender's decisions: who is meant to run what, what each worker is called
+//! The sender's decisions: who should run what, what each worker is called
 //! with next, what its words mean.
 //!
 //! **Guarantee.** Plain values in, plain values out: no sockets, no clock and no
 //! waiting here. The versions themselves are opaque ([`Numbered`]).
 //!
-//! * A worker is meant to run a whole set: all models of a publication or none.
+//! * A worker should run a whole set: all models of a publication or none.
 //! * One that is not named keeps what it has, and one that joins gets the newest
 //!   set meant for it.
 //! * A worker is called with the newest set meant for it: one that came while the
@@ -14,8 +14,8 @@
 //! * One that failed, died or was lost has a line of every publication for it, until a
 //!   worker of its number is back or it is forgotten.
 
-mod lanes;
-mod meant;
+mod desired;
+mod mailboxes;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 use weightsync::transport::{Attendance, GoneWorker, Lateness, Level, Targets};
 use weightsync::{Outcome, Version, WorkerId, WorkerStatus};
 
-use self::meant::Meant;
-pub(crate) use self::meant::Set;
+use self::desired::Desired;
+pub(crate) use self::desired::Set;
 
 /// A version, by its number.
 pub(crate) trait Numbered {
@@ -33,7 +33,7 @@ pub(crate) trait Numbered {
 }
 
 /// A worker's connection: the worker may come back under another one.
-pub(crate) type LaneId = u64;
+pub(crate) type MailboxId = u64;
 
 /// Who joined.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,9 +93,9 @@ pub(crate) enum Answer<V> {
 
 /// What a publication is for one connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum Disposition {
     /// It is called.
-    Told,
+    Notified,
     /// It is held: it gets the newest when it is released.
     Held,
 }
@@ -108,7 +108,7 @@ pub(crate) struct Publication {
     pub(crate) versions: Vec<(usize, Version)>,
     /// What it is for each connection that it is for. They are
     /// [watched](Plan::watch) until [`Plan::unwatch`].
-    pub(crate) fates: Vec<(LaneId, Fate)>,
+    pub(crate) dispositions: Vec<(MailboxId, Disposition)>,
     /// Workers that were named and are not connected.
     pub(crate) absent: Vec<WorkerId>,
     /// Whether those that are late already are waited for.
@@ -128,7 +128,7 @@ struct Progress {
 
 /// One connection.
 #[derive(Clone, Debug)]
-struct Lane<V> {
+struct Mailbox<V> {
     about: About,
     life: Life,
     /// Nothing was heard of it for so long that a sender that ends does not wait for
@@ -136,7 +136,7 @@ struct Lane<V> {
     silent: bool,
     /// How many signs of life it has given.
     signs: u64,
-    meant: Option<Order<V>>,
+    desired: Option<Order<V>>,
     /// The sequence it was called with last.
     called: u64,
     staged: u64,
@@ -166,21 +166,21 @@ const MAX_GONE: usize = 1 << 16;
 /// The most versions an answer names.
 const MAX_KNOWN: usize = 16;
 
-/// What all workers are meant to run, and what they said.
+/// What all workers should run, and what they said.
 #[derive(Debug)]
 pub(crate) struct Plan<V> {
     sequence: u64,
     /// The newest version of each model that was published to any worker.
     newest: Vec<Version>,
-    meant: Meant<V>,
-    lanes: BTreeMap<LaneId, Lane<V>>,
+    desired: Desired<V>,
+    mailboxes: BTreeMap<MailboxId, Mailbox<V>>,
     /// The connection of each worker that is here.
-    current: BTreeMap<WorkerId, LaneId>,
+    current: BTreeMap<WorkerId, MailboxId>,
     /// The last connection of each worker that failed, died or was lost and is not back.
-    missing: BTreeMap<WorkerId, LaneId>,
+    missing: BTreeMap<WorkerId, MailboxId>,
     /// The last of each number that left in order.
     left: BTreeMap<WorkerId, GoneWorker>,
-    last_lane: LaneId,
+    last_mailbox: MailboxId,
     last_question: u64,
     rejected: Vec<(WorkerId, String)>,
 }
@@ -192,12 +192,12 @@ impl<V: Clone + Numbered> Plan<V> {
         Self {
             sequence: 0,
             newest: vec![Version::NONE; models],
-            meant: Meant::new(history.into()),
-            lanes: BTreeMap::new(),
+            desired: Desired::new(history.into()),
+            mailboxes: BTreeMap::new(),
             current: BTreeMap::new(),
             missing: BTreeMap::new(),
             left: BTreeMap::new(),
-            last_lane: 0,
+            last_mailbox: 0,
             last_question: 0,
             rejected: Vec::new(),
         }
@@ -213,9 +213,9 @@ impl<V: Clone + Numbered> Plan<V> {
         &mut self,
         update: &Set<V>,
         targets: &Targets,
-        before: &[LaneId],
+        before: &[MailboxId],
     ) -> Publication {
-        self.meant.publish(update, targets);
+        self.desired.publish(update, targets);
         for (model, version) in update.iter() {
             self.newest[model] = version.number();
         }
@@ -224,40 +224,40 @@ impl<V: Clone + Numbered> Plan<V> {
             Targets::All => true,
             Targets::Workers(workers) => workers.contains(worker),
         };
-        let mut fates = Vec::new();
+        let mut dispositions = Vec::new();
         let places = self.current.iter().filter_map(|(worker, id)| {
-            let About { pid, addr, .. } = self.lanes.get(id)?.about;
+            let About { pid, addr, .. } = self.mailboxes.get(id)?.about;
             // It listens elsewhere each time that it joins again.
             Some((*worker, (pid, addr.ip())))
         });
         let places: BTreeMap<_, _> = places.collect();
-        let (meant, sequence) = (&self.meant, self.sequence);
-        for (id, lane) in &mut self.lanes {
-            let worker = lane.about.worker;
+        let (desired, sequence) = (&self.desired, self.sequence);
+        for (id, mailbox) in &mut self.mailboxes {
+            let worker = mailbox.about.worker;
             let takes_one = update
                 .iter()
-                .any(|(model, _)| lane.about.wanted.contains(&model));
+                .any(|(model, _)| mailbox.about.wanted.contains(&model));
             if !takes_one || !named(&worker) {
                 continue;
             }
             if self.current.get(&worker) != Some(id) {
-                let place = (lane.about.pid, lane.about.addr.ip());
+                let place = (mailbox.about.pid, mailbox.about.addr.ip());
                 let is_back = places.get(&worker) == Some(&place);
                 let is_missing = self.missing.get(&worker) == Some(id);
                 if is_missing || (before.contains(id) && !is_back) {
-                    fates.push((*id, Fate::Told));
+                    dispositions.push((*id, Disposition::Notified));
                 }
                 continue;
             }
-            if meant.is_held(worker) {
-                fates.push((*id, Fate::Held));
+            if desired.is_held(worker) {
+                dispositions.push((*id, Disposition::Held));
                 continue;
             }
-            let set = meant.for_worker(worker).only(&lane.about.wanted);
-            lane.mean(Order { sequence, set });
-            fates.push((*id, Fate::Told));
+            let set = desired.for_worker(worker).only(&mailbox.about.wanted);
+            mailbox.mean(Order { sequence, set });
+            dispositions.push((*id, Disposition::Notified));
         }
-        for (id, _) in &fates {
+        for (id, _) in &dispositions {
             self.watch(*id);
         }
         let mut absent = match targets {
@@ -266,9 +266,11 @@ impl<V: Clone + Numbered> Plan<V> {
         };
         // One that failed, died or was lost has its line.
         let has_line = |worker: &WorkerId| {
-            let lanes = fates.iter().filter_map(|(id, _)| self.lanes.get(id));
-            lanes
-                .map(|lane| lane.about.worker)
+            let mailboxes = dispositions
+                .iter()
+                .filter_map(|(id, _)| self.mailboxes.get(id));
+            mailboxes
+                .map(|mailbox| mailbox.about.worker)
                 .any(|one| one == *worker)
         };
         absent.retain(|worker| !self.current.contains_key(worker) && !has_line(worker));
@@ -280,14 +282,14 @@ impl<V: Clone + Numbered> Plan<V> {
                 .iter()
                 .map(|(model, version)| (model, version.number()))
                 .collect(),
-            fates,
+            dispositions,
             absent,
             waits_for_late: false,
         }
     }
 
     /// Watches the connections there are: they have a line of what is published next.
-    pub(crate) fn watch_all(&mut self) -> Vec<LaneId> {
+    pub(crate) fn watch_all(&mut self) -> Vec<MailboxId> {
         let all: Vec<_> = self.current.values().copied().collect();
         for id in &all {
             self.watch(*id);
@@ -295,17 +297,17 @@ impl<V: Clone + Numbered> Plan<V> {
         all
     }
 
-    fn watch(&mut self, id: LaneId) {
-        if let Some(lane) = self.lanes.get_mut(&id) {
-            lane.watchers += 1;
+    fn watch(&mut self, id: MailboxId) {
+        if let Some(mailbox) = self.mailboxes.get_mut(&id) {
+            mailbox.watchers += 1;
         }
     }
 
     /// Nobody makes lines of these any more, on behalf of one who watched them.
-    pub(crate) fn unwatch(&mut self, ids: impl IntoIterator<Item = LaneId>) {
+    pub(crate) fn unwatch(&mut self, ids: impl IntoIterator<Item = MailboxId>) {
         for id in ids {
-            if let Some(lane) = self.lanes.get_mut(&id) {
-                lane.watchers = lane.watchers.saturating_sub(1);
+            if let Some(mailbox) = self.mailboxes.get_mut(&id) {
+                mailbox.watchers = mailbox.watchers.saturating_sub(1);
                 self.forget(id);
             }
         }
@@ -315,74 +317,77 @@ impl<V: Clone + Numbered> Plan<V> {
     pub(crate) fn outcome(
         &self,
         of: &Publication,
-        (id, fate): (LaneId, Fate),
+        (id, disposition): (MailboxId, Disposition),
         level: Level,
     ) -> Option<Outcome> {
-        let lane = self.lanes.get(&id)?;
+        let mailbox = self.mailboxes.get(&id)?;
         let sequence = of.sequence;
-        if fate == Fate::Told && lane.applied >= sequence && lane.is_current(of) {
+        if disposition == Disposition::Notified
+            && mailbox.applied >= sequence
+            && mailbox.is_current(of)
+        {
             return Some(Outcome::Applied);
         }
-        if let Some(reason) = lane.rejected.clone() {
-            return Some(match lane.life {
+        if let Some(reason) = mailbox.rejected.clone() {
+            return Some(match mailbox.life {
                 Life::Here => Outcome::Refused { reason },
                 Life::Left | Life::Died | Life::Lost => Outcome::Failed { reason },
             });
         }
-        if fate == Fate::Held {
+        if disposition == Disposition::Held {
             return Some(Outcome::Held);
         }
-        match lane.life {
+        match mailbox.life {
             Life::Left => return Some(Outcome::Left),
-            Life::Died if level == Level::Applied || lane.staged < sequence => {
+            Life::Died if level == Level::Applied || mailbox.staged < sequence => {
                 return Some(Outcome::Died);
             }
-            Life::Lost if level == Level::Applied || lane.staged < sequence => {
+            Life::Lost if level == Level::Applied || mailbox.staged < sequence => {
                 return Some(Outcome::Lost);
             }
             Life::Died | Life::Lost | Life::Here => {}
         }
-        if let Some((refused, reason)) = &lane.refused
+        if let Some((refused, reason)) = &mailbox.refused
             && *refused >= sequence
         {
             let reason = reason.clone();
             return Some(Outcome::Refused { reason });
         }
-        if lane.applied >= sequence {
+        if mailbox.applied >= sequence {
             // It had it, and went back to an older one that it asked for.
             return Some(Outcome::Asks);
         }
-        if level == Level::Staged && lane.staged >= sequence {
+        if level == Level::Staged && mailbox.staged >= sequence {
             return Some(Outcome::Staged);
         }
         // It waits for one to come and takes nothing meanwhile, and that one may
         // come only after this send.
-        (!lane.asking.is_empty()).then_some(Outcome::Asks)
+        (!mailbox.asking.is_empty()).then_some(Outcome::Asks)
     }
 
     /// For how long a connection has been late, if a publication does not wait for it.
-    pub(crate) fn late(&self, of: &Publication, id: LaneId) -> Option<Duration> {
-        let lane = self.lanes.get(&id).filter(|_| !of.waits_for_late)?;
-        lane.late.since(of.sequence, || lane.progress())
+    pub(crate) fn late(&self, of: &Publication, id: MailboxId) -> Option<Duration> {
+        let mailbox = self.mailboxes.get(&id).filter(|_| !of.waits_for_late)?;
+        mailbox.late.since(of.sequence, || mailbox.progress())
     }
 
     /// The deadline of a publication that was made at this time has come: later ones do
     /// not wait for those that have not got to this level, until they move.
     pub(crate) fn note_late(&mut self, of: &Publication, level: Level, at: Instant) {
-        for fate in &of.fates {
-            if self.outcome(of, *fate, level).is_none()
-                && let Some(lane) = self.lanes.get_mut(&fate.0)
+        for disposition in &of.dispositions {
+            if self.outcome(of, *disposition, level).is_none()
+                && let Some(mailbox) = self.mailboxes.get_mut(&disposition.0)
             {
-                let progress = lane.progress();
-                lane.late.note(of.sequence, at, progress);
+                let progress = mailbox.progress();
+                mailbox.late.note(of.sequence, at, progress);
             }
         }
     }
 
     /// What became of it so far at a connection for which that is open.
-    pub(crate) fn so_far(&self, of: &Publication, id: LaneId) -> Outcome {
-        let lane = self.lanes.get(&id);
-        match lane.is_some_and(|lane| lane.taken >= of.sequence) {
+    pub(crate) fn so_far(&self, of: &Publication, id: MailboxId) -> Outcome {
+        let mailbox = self.mailboxes.get(&id);
+        match mailbox.is_some_and(|mailbox| mailbox.taken >= of.sequence) {
             true => Outcome::Staged,
             false => Outcome::Late,
         }
@@ -390,28 +395,31 @@ impl<V: Clone + Numbered> Plan<V> {
 
     /// Whether everybody who is heard of has taken what is meant for it, or cannot.
     pub(crate) fn is_handed_over(&self) -> bool {
-        let lanes = self.current.values().filter_map(|id| self.lanes.get(id));
-        let mut heard = lanes.filter(|lane| !lane.silent);
-        heard.all(|lane| {
-            let refused = lane.refused.as_ref().map_or(0, |(refused, _)| *refused);
-            let meant = lane.meant.as_ref().map_or(0, |order| order.sequence);
-            lane.staged.max(refused) >= meant
+        let mailboxes = self
+            .current
+            .values()
+            .filter_map(|id| self.mailboxes.get(id));
+        let mut heard = mailboxes.filter(|mailbox| !mailbox.silent);
+        heard.all(|mailbox| {
+            let refused = mailbox.refused.as_ref().map_or(0, |(refused, _)| *refused);
+            let desired = mailbox.desired.as_ref().map_or(0, |order| order.sequence);
+            mailbox.staged.max(refused) >= desired
         })
     }
 
     /// What a connection runs of the models of a publication, and whether that is all
     /// of what was published to it.
-    pub(crate) fn versions(&self, id: LaneId, of: &Publication) -> (Vec<Version>, bool) {
-        let Some(lane) = self.lanes.get(&id) else {
+    pub(crate) fn versions(&self, id: MailboxId, of: &Publication) -> (Vec<Version>, bool) {
+        let Some(mailbox) = self.mailboxes.get(&id) else {
             return (vec![Version::NONE; of.versions.len()], false);
         };
         let sent = of.versions.iter();
-        let runs = sent.map(|(model, _)| lane.runs[*model]).collect();
-        (runs, lane.is_current(of))
+        let runs = sent.map(|(model, _)| mailbox.runs[*model]).collect();
+        (runs, mailbox.is_current(of))
     }
 }
 
-impl<V: Clone + Numbered> Lane<V> {
+impl<V: Clone + Numbered> Mailbox<V> {
     /// Means it to have this. The questions that this answers wait no more: a send is
     /// not to find that a worker it is for takes nothing.
     fn mean(&mut self, order: Order<V>) {
@@ -421,7 +429,7 @@ impl<V: Clone + Numbered> Lane<V> {
             Want::AtLeast(model, least) => set.version(*model) < *least,
             Want::Exactly(model, exact) => set.version(*model) != *exact,
         });
-        self.meant = Some(order);
+        self.desired = Some(order);
     }
 
     fn progress(&self) -> Progress {
@@ -463,33 +471,33 @@ impl<V: Clone + Numbered> Lane<V> {
 
 /// Holding.
 impl<V: Clone + Numbered> Plan<V> {
-    /// Holds workers, connected or not, at what they are meant to run now.
+    /// Holds workers, connected or not, at what they should run now.
     pub(crate) fn hold(&mut self, workers: &[WorkerId]) {
         for worker in workers {
-            self.meant.hold(*worker);
+            self.desired.hold(*worker);
         }
     }
 
     /// Holds them no more: those for which something was published meanwhile are
-    /// meant to run the newest at once.
+    /// desired to run the newest at once.
     pub(crate) fn release(&mut self, workers: &[WorkerId]) {
         for worker in workers {
-            let Some(was) = self.meant.release(*worker) else {
+            let Some(was) = self.desired.release(*worker) else {
                 continue;
             };
-            let Some(lane) = self
+            let Some(mailbox) = self
                 .current
                 .get(worker)
-                .and_then(|id| self.lanes.get_mut(id))
+                .and_then(|id| self.mailboxes.get_mut(id))
             else {
                 continue;
             };
-            let set = self.meant.for_worker(*worker).only(&lane.about.wanted);
-            if !set.is_same(&was.only(&lane.about.wanted)) && lane.rejected.is_none() {
+            let set = self.desired.for_worker(*worker).only(&mailbox.about.wanted);
+            if !set.is_same(&was.only(&mailbox.about.wanted)) && mailbox.rejected.is_none() {
                 // A call of its own, above what it had.
                 self.sequence += 1;
                 let sequence = self.sequence;
-                lane.mean(Order { sequence, set });
+                mailbox.mean(Order { sequence, set });
             }
         }
     }
@@ -504,10 +512,10 @@ impl<V: Clone + Numbered> Plan<V> {
 
     /// The version of a model that was sent to all last.
     pub(crate) fn default_version(&self, model: usize) -> Option<&V> {
-        self.meant.default_set().of(model)
+        self.desired.default_set().of(model)
     }
 
-    /// The one version of a model that all the targets are meant to have once they
+    /// The one version of a model that all the targets should have once they
     /// are not held; all of them, oldest first, if they differ.
     pub(crate) fn common(
         &self,
@@ -518,17 +526,17 @@ impl<V: Clone + Numbered> Plan<V> {
             Targets::Workers(workers) => {
                 let workers = workers.iter();
                 workers
-                    .map(|worker| self.meant.if_released(*worker))
+                    .map(|worker| self.desired.if_released(*worker))
                     .collect()
             }
             Targets::All => {
-                let takes = |id: &&LaneId| {
-                    let lane = self.lanes.get(id);
-                    lane.is_some_and(|lane| lane.about.wanted.contains(&model))
+                let takes = |id: &&MailboxId| {
+                    let mailbox = self.mailboxes.get(id);
+                    mailbox.is_some_and(|mailbox| mailbox.about.wanted.contains(&model))
                 };
-                let lanes = self.current.iter().filter(|(_, id)| takes(id));
-                let sets = lanes.map(|(worker, _)| self.meant.if_released(*worker));
-                let default = std::iter::once(self.meant.default_set().clone());
+                let mailboxes = self.current.iter().filter(|(_, id)| takes(id));
+                let sets = mailboxes.map(|(worker, _)| self.desired.if_released(*worker));
+                let default = std::iter::once(self.desired.default_set().clone());
                 default.chain(sets).collect()
             }
         };
@@ -545,17 +553,20 @@ impl<V: Clone + Numbered> Plan<V> {
     /// Exactly this version of a model, if it is kept or meant for somebody.
     pub(crate) fn find(&self, model: usize, version: Version) -> Option<&V> {
         let told = || {
-            let lanes = self.lanes.values();
-            let mut told = lanes.filter_map(|lane| lane.meant.as_ref()?.set.of(model));
+            let mailboxes = self.mailboxes.values();
+            let mut told = mailboxes.filter_map(|mailbox| mailbox.desired.as_ref()?.set.of(model));
             told.find(|one| one.number() == version)
         };
-        self.meant.find(model, version).or_else(told)
+        self.desired.find(model, version).or_else(told)
     }
 
     /// The versions of a model that [`find`](Self::find) finds.
     pub(crate) fn kept(&self, model: usize) -> Vec<Version> {
-        let told = self.lanes.values().filter_map(|lane| lane.meant.as_ref());
-        let sets = self.meant.sets().chain(told.map(|order| &order.set));
+        let told = self
+            .mailboxes
+            .values()
+            .filter_map(|mailbox| mailbox.desired.as_ref());
+        let sets = self.desired.sets().chain(told.map(|order| &order.set));
         let mut kept: Vec<_> = sets
             .filter_map(|set| set.of(model))
             .map(Numbered::number)
@@ -572,31 +583,34 @@ impl<V: Clone + Numbered> Plan<V> {
 
     /// Those of them that a rendez-vous counts.
     fn members(&self) -> Vec<WorkerStatus> {
-        self.here(Lane::belongs)
+        self.here(Mailbox::belongs)
     }
 
-    fn here(&self, counts: impl Fn(&Lane<V>) -> bool) -> Vec<WorkerStatus> {
-        let here = self.current.values().filter_map(|id| self.lanes.get(id));
-        let here = here.filter(|lane| lane.rejected.is_none() && counts(lane));
-        here.map(|lane| self.status(lane)).collect()
+    fn here(&self, counts: impl Fn(&Mailbox<V>) -> bool) -> Vec<WorkerStatus> {
+        let here = self
+            .current
+            .values()
+            .filter_map(|id| self.mailboxes.get(id));
+        let here = here.filter(|mailbox| mailbox.rejected.is_none() && counts(mailbox));
+        here.map(|mailbox| self.status(mailbox)).collect()
     }
 
-    fn status(&self, lane: &Lane<V>) -> WorkerStatus {
-        let about = &lane.about;
+    fn status(&self, mailbox: &Mailbox<V>) -> WorkerStatus {
+        let about = &mailbox.about;
         let mut status = WorkerStatus::new(about.worker, about.pid, self.newest.len());
         status.device = about.device.clone();
-        status.held = self.meant.is_held(about.worker);
-        status.versions = lane.runs.clone();
+        status.held = self.desired.is_held(about.worker);
+        status.versions = mailbox.runs.clone();
         status
     }
 
     /// Who is here, and who was.
     pub(crate) fn attendance(&self) -> Attendance {
         let missing = self.missing.values().filter_map(|id| {
-            let lane = self.lanes.get(id)?;
+            let mailbox = self.mailboxes.get(id)?;
             Some(GoneWorker {
-                status: self.status(lane),
-                how: lane.end()?,
+                status: self.status(mailbox),
+                how: mailbox.end()?,
                 joined: *id,
             })
         });
@@ -606,7 +620,7 @@ impl<V: Clone + Numbered> Plan<V> {
             workers: self.members(),
             rejected: self.rejected.iter().map(|(worker, _)| *worker).collect(),
             gone,
-            joined: self.last_lane,
+            joined: self.last_mailbox,
         }
     }
 

@@ -135,7 +135,7 @@ pub(crate) struct Call {
 /// A line of the answer to [`Call`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Told {
+pub(crate) enum Notified {
     /// It has all of it, and has checked it.
     Staged { sequence: u64 },
     /// Its program has been handed it, and has not said yet what comes of it.

@@ -121,7 +121,7 @@ fn silent_worker_is_late_and_delays_no_other() {
 fn set_arrives_as_one_and_only_changes_travel() {
     let (actor, critic) = (weights(64, 1.0), weights(32, 1.0));
     let setup = weightsync::SenderSetup::new("actor", &actor).expect("a model");
-    let setup = setup.and("critic", &critic).expect("another");
+    let setup = setup.add_model("critic", &critic).expect("another");
     let setup = setup.scheme(Rpc::default()).expect("a place");
     let both = weightsync::Set::new()
         .with("actor", &actor)

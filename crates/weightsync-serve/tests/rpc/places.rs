@@ -89,7 +89,7 @@ fn worker_at_any_address_gets_the_public_one() {
         insecure_plaintext: true,
     };
     let scheme = Rpc::default().listen("0.0.0.0:0").access(access);
-    match scheme.place(&models, None) {
+    match scheme.allocate_endpoint(&models, None) {
         Ok(at) => {
             let (found, listens) = at.address().split_once(" at ").expect("both");
             let found: std::net::SocketAddr = found.parse().expect("an address");
@@ -194,7 +194,7 @@ fn a_place_is_final_before_anybody_listens() {
     let models = [ModelId::new("policy").expect("a name")];
     let scheme = Rpc::default();
     let places: Vec<_> = (0..50)
-        .map(|_| scheme.place(&models, None).expect("a place"))
+        .map(|_| scheme.allocate_endpoint(&models, None).expect("a place"))
         .collect();
     for (index, at) in places.iter().enumerate() {
         let others = places[..index].iter();
@@ -204,7 +204,7 @@ fn a_place_is_final_before_anybody_listens() {
         assert!(std::net::TcpStream::connect(at.address()).is_err());
     }
     let told = Rpc::default().listen("127.0.0.1:0").advertise("10.1.2.3:0");
-    let at = told.place(&models, None).expect("a place");
+    let at = told.allocate_endpoint(&models, None).expect("a place");
     let (found, listens) = at.address().split_once(" at ").expect("both");
     let port = listens.strip_prefix("127.0.0.1:").expect("its own");
     assert_eq!(found, format!("10.1.2.3:{port}"));

@@ -7,20 +7,20 @@ use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 use weightsync_core::{ModelId, Run, Version};
 
 use super::hold::Held;
-use super::room::{OwnedSeat, Seat};
+use super::model_lock::{OwnedPermit, Permit};
 use super::status::first;
 
 /// The models to read: one whole set, that does not change while this is held.
 pub struct ModelGuard<'a, M> {
-    // Dropped before the seat: who sits down next finds the lock free.
+    // Dropped before the permit: the thread with the next permit finds the lock free.
     pub(super) held: RwLockReadGuard<'a, Held<M>>,
-    pub(super) _seat: Seat<'a>,
+    pub(super) _seat: Permit<'a>,
 }
 
 /// The models to change; see [`Background::write`](super::Background::write).
 pub struct ModelGuardMut<'a, M> {
     pub(super) held: RwLockWriteGuard<'a, Held<M>>,
-    pub(super) _seat: Seat<'a>,
+    pub(super) _seat: Permit<'a>,
 }
 
 /// Keeps the models of a [`Background`](super::Background) as they are; see
@@ -28,7 +28,7 @@ pub struct ModelGuardMut<'a, M> {
 #[derive(Debug)]
 #[must_use = "the models may change as soon as it is dropped"]
 pub struct ModelHold {
-    pub(super) _seat: OwnedSeat,
+    pub(super) _seat: OwnedPermit,
 }
 
 macro_rules! guard {

@@ -8,8 +8,8 @@ use std::thread::ThreadId;
 use weightsync_core::{ModelId, Run, Version};
 
 use super::SafePoints;
-use super::desk::Desk;
-use super::room::Room;
+use super::handoff::ReceiverHandoff;
+use super::model_lock::ModelLock;
 use super::thread::{Task, Work, message_of};
 use crate::error::{Error, Result};
 use crate::load_set::SetLoader;
@@ -33,23 +33,23 @@ pub(super) struct Held<M> {
 }
 
 impl<M> Hold<M> {
-    /// Loads a set on behalf of a thread that is alone in the room, and leaves
-    /// the room.
+    /// Loads a set on behalf of a thread that has the models alone, and releases
+    /// them.
     pub(super) fn apply(
         &self,
-        desk: &Desk<Room>,
+        handoff: &ReceiverHandoff<ModelLock>,
         me: ThreadId,
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
         let done = self.load(receiver, set);
-        // Before the book is locked: the text of a loader's error may need a lock of the
-        // loader's, which a thread that waits for the book may have.
+        // Before the handoff is locked: the text of a loader's error may need a lock of the
+        // loader's, which a thread that waits for the handoff may have.
         let failure = done.as_ref().err().map(ToString::to_string);
-        desk.note(|book| {
-            book.board.leave(me);
-            book.status.failure = failure;
-            book.status.reflect(receiver);
+        handoff.note(|inner| {
+            inner.shared.leave(me);
+            inner.status.failure = failure;
+            inner.status.reflect(receiver);
         });
         done
     }
@@ -98,18 +98,22 @@ pub(super) struct Keep<M> {
 }
 
 impl<M: Send + Sync + 'static> Task for Keep<M> {
-    type Board = Room;
+    type Shared = ModelLock;
 
-    fn work(&mut self, desk: &Desk<Room>, receiver: &mut Receiver) -> Result<Work> {
+    fn work(
+        &mut self,
+        handoff: &ReceiverHandoff<ModelLock>,
+        receiver: &mut Receiver,
+    ) -> Result<Work> {
         let me = std::thread::current().id();
         let waits = match self.when {
-            SafePoints::Declared => desk.open().board.has_staged(),
-            SafePoints::Implied => match enter(desk, me, true) {
+            SafePoints::Declared => handoff.open().shared.has_staged(),
+            SafePoints::Implied => match enter(handoff, me, true) {
                 Entry::Nothing => false,
                 Entry::Taken => true,
                 Entry::Applying(set) => {
                     // It is in the status, and the sender knows.
-                    if let Err(error) = self.hold.apply(desk, me, receiver, set) {
+                    if let Err(error) = self.hold.apply(handoff, me, receiver, set) {
                         tracing::warn!(worker = %receiver.worker(), %error, "not applied");
                     }
                     false
@@ -123,36 +127,41 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
         })
     }
 
-    fn arrived(&mut self, desk: &Desk<Room>, _: &mut Receiver, set: SetSnapshot) -> Result<()> {
-        let replaced = desk.note(|book| {
-            book.status.staged = set.versions();
-            book.board.stage(set)
+    fn arrived(
+        &mut self,
+        handoff: &ReceiverHandoff<ModelLock>,
+        _: &mut Receiver,
+        set: SetSnapshot,
+    ) -> Result<()> {
+        let replaced = handoff.note(|inner| {
+            inner.status.staged = set.versions();
+            inner.shared.stage(set)
         });
         drop(replaced);
         Ok(())
     }
 }
 
-/// How a thread that wants to apply what is staged finds the room.
+/// How a thread that wants to apply what is staged finds the models.
 pub(super) enum Entry {
     Nothing,
     /// Somebody holds a guard.
     Taken,
-    /// It is alone in the room, and must leave it.
+    /// It has the models alone, and must release them.
     Applying(SetSnapshot),
 }
 
 /// Comes in to apply what is staged, if nobody else is there; otherwise asks to
 /// be told, if it is to.
-pub(super) fn enter(desk: &Desk<Room>, me: ThreadId, ask: bool) -> Entry {
-    desk.note(|book| {
-        if !book.board.has_staged() {
+pub(super) fn enter(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId, ask: bool) -> Entry {
+    handoff.note(|inner| {
+        if !inner.shared.has_staged() {
             return Entry::Nothing;
         }
-        match book.board.take_staged(me, ask) {
+        match inner.shared.take_staged(me, ask) {
             None => Entry::Taken,
             Some(set) => {
-                book.status.staged.clear();
+                inner.status.staged.clear();
                 Entry::Applying(set)
             }
         }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::background::BackgroundStatus;
-use crate::background::desk::Desk;
+use crate::background::handoff::ReceiverHandoff;
 use crate::background::thread::{Follower, Task, Work, can_follow};
 use crate::error::Result;
 use crate::receiver::Receiver;
@@ -49,7 +49,7 @@ impl SnapshotsInBackground {
     ///
     /// In a forked child.
     pub fn newest(&self) -> Result<Option<SetSnapshot>> {
-        Ok(self.follower.desk()?.open().board.clone())
+        Ok(self.follower.handoff()?.open().shared.clone())
     }
 
     /// Waits until the newest weights are as wished, and returns them; `None` if
@@ -66,9 +66,9 @@ impl SnapshotsInBackground {
         timeout: Option<Duration>,
         mut wanted: impl FnMut(&SetSnapshot) -> bool,
     ) -> Result<Option<SetSnapshot>> {
-        let desk = self.follower.desk()?;
-        desk.wait(timeout, |book| {
-            let newest = book.board.as_ref();
+        let handoff = self.follower.handoff()?;
+        handoff.wait(timeout, |inner| {
+            let newest = inner.shared.as_ref();
             newest.filter(|set| wanted(set)).cloned()
         })
     }
@@ -79,7 +79,7 @@ impl SnapshotsInBackground {
     ///
     /// In a forked child.
     pub fn status(&self) -> Result<BackgroundStatus> {
-        Ok(self.follower.desk()?.open().status.clone())
+        Ok(self.follower.handoff()?.open().status.clone())
     }
 
     /// Ends the thread, and gives the receiver back.
@@ -92,24 +92,24 @@ impl SnapshotsInBackground {
     }
 }
 
-/// Puts what arrives on the desk.
+/// Puts what arrives into the handoff.
 struct Newest;
 
 impl Task for Newest {
-    type Board = Option<SetSnapshot>;
+    type Shared = Option<SetSnapshot>;
 
-    fn work(&mut self, _: &Desk<Self::Board>, _: &mut Receiver) -> Result<Work> {
+    fn work(&mut self, _: &ReceiverHandoff<Self::Shared>, _: &mut Receiver) -> Result<Work> {
         Ok(Work::Nothing)
     }
 
     fn arrived(
         &mut self,
-        desk: &Desk<Self::Board>,
+        handoff: &ReceiverHandoff<Self::Shared>,
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
         // Before the sender is told, so that a thread that has its report finds it here.
-        let before = desk.note(|book| book.board.replace(set.clone()));
+        let before = handoff.note(|inner| inner.shared.replace(set.clone()));
         // Released outside the lock.
         drop(before);
         receiver.report_applied(&set)

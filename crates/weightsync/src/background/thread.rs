@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use weightsync_mem::{Error as Memory, Origin, interrupt};
 
-use super::desk::{Book, Desk};
+use super::handoff::{Inner, ReceiverHandoff};
 use super::status::{BackgroundState, BackgroundStatus};
 use crate::error::{Error, Result};
 use crate::receiver::{Followed, Receiver};
@@ -21,14 +21,18 @@ const SEARCH_LAST: Duration = Duration::from_millis(50);
 /// What is done with what arrives.
 pub(crate) trait Task: Send + 'static {
     /// What the thread and the worker's threads both see.
-    type Board: Send + 'static;
+    type Shared: Send + 'static;
 
     /// Does what can be done with what was taken before.
     ///
     /// # Errors
     ///
     /// What ends the thread.
-    fn work(&mut self, desk: &Desk<Self::Board>, receiver: &mut Receiver) -> Result<Work>;
+    fn work(
+        &mut self,
+        handoff: &ReceiverHandoff<Self::Shared>,
+        receiver: &mut Receiver,
+    ) -> Result<Work>;
 
     /// Deals with what has just been taken.
     ///
@@ -37,7 +41,7 @@ pub(crate) trait Task: Send + 'static {
     /// What ends the thread.
     fn arrived(
         &mut self,
-        desk: &Desk<Self::Board>,
+        handoff: &ReceiverHandoff<Self::Shared>,
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()>;
@@ -71,20 +75,24 @@ pub(crate) fn can_follow(receiver: &Receiver) -> Result<()> {
     receiver.interrupter().map(drop)
 }
 
-/// The thread, and the desk it shares. Dropping it ends the thread.
+/// The thread, and the handoff it shares. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct Follower<B: Send + 'static> {
-    desk: Arc<Desk<B>>,
+    handoff: Arc<ReceiverHandoff<B>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl<B: Send + 'static> Follower<B> {
     /// Starts the thread, unless there is nothing that could ever arrive.
-    pub(crate) fn start(receiver: Receiver, board: B, task: impl Task<Board = B>) -> Result<Self> {
+    pub(crate) fn start(
+        receiver: Receiver,
+        shared: B,
+        task: impl Task<Shared = B>,
+    ) -> Result<Self> {
         let carries = receiver.scheme().capabilities().weights;
-        let desk = Arc::new(Desk {
-            book: Mutex::new(Book {
-                board,
+        let handoff = Arc::new(ReceiverHandoff {
+            inner: Mutex::new(Inner {
+                shared,
                 status: BackgroundStatus::of(&receiver),
                 interrupter: receiver.interrupter()?,
                 receiver: Some(Box::new(receiver)),
@@ -102,11 +110,11 @@ impl<B: Send + 'static> Follower<B> {
             false => None,
             true => {
                 let thread = std::thread::Builder::new().name("weightsync-background".into());
-                let desk = desk.clone();
+                let handoff = handoff.clone();
                 let thread = thread.spawn(move || {
-                    let _gone = Gone(&desk);
-                    run(&desk, task);
-                    desk.fail();
+                    let _gone = Gone(&handoff);
+                    run(&handoff, task);
+                    handoff.fail();
                 });
                 Some(thread.map_err(|source| Error::Os {
                     action: "starting a background receiver",
@@ -114,22 +122,22 @@ impl<B: Send + 'static> Follower<B> {
                 })?)
             }
         };
-        Ok(Self { desk, thread })
+        Ok(Self { handoff, thread })
     }
 
-    /// The desk.
+    /// The handoff.
     ///
     /// # Errors
     ///
     /// In a forked child.
-    pub(crate) fn desk(&self) -> Result<&Arc<Desk<B>>> {
-        self.desk.owner.check()?;
-        Ok(&self.desk)
+    pub(crate) fn handoff(&self) -> Result<&Arc<ReceiverHandoff<B>>> {
+        self.handoff.owner.check()?;
+        Ok(&self.handoff)
     }
 
-    /// Ends the thread and clears the desk. A caller that leaves a seat there after that
+    /// Ends the thread and clears the handoff. A caller that gives a permit back after that
     /// finds it empty. If the wait for what the thread is at is interrupted, the
-    /// thread ends on its own after that, and takes with it what lies on the desk.
+    /// thread ends on its own after that, and drops what is in the handoff.
     ///
     /// # Errors
     ///
@@ -138,24 +146,24 @@ impl<B: Send + 'static> Follower<B> {
     where
         B: Default,
     {
-        self.desk()?;
+        self.handoff()?;
         if self.thread.is_some() {
-            self.desk.tell(|book| book.stop = true);
-            if let Err(interrupted) = self.desk.until_gone() {
+            self.handoff.tell(|inner| inner.stop = true);
+            if let Err(interrupted) = self.handoff.until_gone() {
                 self.thread = None;
                 return Err(interrupted);
             }
         }
-        let desk = self.desk.clone();
+        let handoff = self.handoff.clone();
         drop(self);
-        let mut book = desk.open();
-        let board = std::mem::take(&mut book.board);
-        let receiver = book.receiver.take();
-        drop(book);
+        let mut inner = handoff.open();
+        let shared = std::mem::take(&mut inner.shared);
+        let receiver = inner.receiver.take();
+        drop(inner);
         let mut receiver = receiver
             .unwrap_or_else(|| unreachable!("the thread that takes the receiver brings it back"));
         receiver.expect_interrupt();
-        Ok((*receiver, board))
+        Ok((*receiver, shared))
     }
 
     /// Whether this is the thread itself: what it loads into called.
@@ -169,12 +177,12 @@ impl<B: Send + 'static> Follower<B> {
         let Some(thread) = self.thread.take() else {
             return;
         };
-        if self.desk().is_err() {
+        if self.handoff().is_err() {
             // The thread is the parent's and does not exist here.
             std::mem::forget(thread);
             return;
         }
-        self.desk.tell(|book| book.stop = true);
+        self.handoff.tell(|inner| inner.stop = true);
         if is_here {
             // Ended by what it loads into: it stops once that has returned.
             return;
@@ -191,11 +199,11 @@ impl<B: Send + 'static> Drop for Follower<B> {
 }
 
 /// Says at the end of the thread that it is gone.
-struct Gone<'a, B>(&'a Desk<B>);
+struct Gone<'a, B>(&'a ReceiverHandoff<B>);
 
 impl<B> Drop for Gone<'_, B> {
     fn drop(&mut self) {
-        self.0.note(|book| book.gone = true);
+        self.0.note(|inner| inner.gone = true);
     }
 }
 
@@ -212,14 +220,14 @@ enum Turn {
     End,
 }
 
-fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
+fn run<T: Task>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
     let mut over = false;
     let mut pause = SEARCH_FIRST;
     // Whether the failure in the status is of the search.
     let mut hindered = false;
-    while let Some((mut receiver, seen)) = desk.check_out() {
+    while let Some((mut receiver, seen)) = handoff.check_out() {
         let done = catch_unwind(AssertUnwindSafe(|| {
-            turn(desk, &mut task, &mut receiver, over)
+            turn(handoff, &mut task, &mut receiver, over)
         }));
         let done = done.unwrap_or_else(|panic| {
             Err(Error::Panicked {
@@ -236,7 +244,7 @@ fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
                 error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }),
             )) => {
                 let failure = Some(error.to_string());
-                desk.note(|book| book.status.failure = failure);
+                handoff.note(|inner| inner.status.failure = failure);
                 (Turn::Again, None)
             }
             Err(Error::SenderClosed | Error::SenderDied { .. }) if receiver.restarts() => {
@@ -253,15 +261,15 @@ fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
         };
         if hindrance.is_some() || hindered {
             hindered = hindrance.is_some();
-            desk.note(|book| book.status.failure = hindrance);
+            handoff.note(|inner| inner.status.failure = hindrance);
         }
-        desk.check_in(receiver, state, matches!(turn, Turn::End));
+        handoff.check_in(receiver, state, matches!(turn, Turn::End));
         match turn {
             Turn::End => return,
             Turn::Again => pause = SEARCH_FIRST,
-            Turn::Rest => desk.rest_until_news(seen, None),
+            Turn::Rest => handoff.rest_until_news(seen, None),
             Turn::Search(_) => {
-                desk.rest_until_news(seen, Some(pause));
+                handoff.rest_until_news(seen, Some(pause));
                 pause = (pause * 2).min(SEARCH_LAST);
             }
         }
@@ -269,12 +277,12 @@ fn run<T: Task>(desk: &Desk<T::Board>, mut task: T) {
 }
 
 fn turn<T: Task>(
-    desk: &Desk<T::Board>,
+    handoff: &ReceiverHandoff<T::Shared>,
     task: &mut T,
     receiver: &mut Receiver,
     over: bool,
 ) -> Result<Turn> {
-    let work = task.work(desk, receiver)?;
+    let work = task.work(handoff, receiver)?;
     if over {
         return Ok(match work {
             Work::Nothing => Turn::End,
@@ -288,11 +296,11 @@ fn turn<T: Task>(
         false => receiver.follow(),
         // Who ends this thread, or wants the receiver, does not wait for a sender that
         // says much slowly.
-        true => interrupt::with(|| desk.is_wanted(), || receiver.follow()),
+        true => interrupt::with(|| handoff.is_wanted(), || receiver.follow()),
     };
     match followed? {
         Followed::Set(set) => {
-            task.arrived(desk, receiver, set)?;
+            task.arrived(handoff, receiver, set)?;
             Ok(Turn::Again)
         }
         Followed::Interrupted | Followed::NoSender(Error::Interrupted) => Ok(Turn::Again),
@@ -340,7 +348,7 @@ mod tests {
     use super::*;
     use crate::transport::Interrupter;
 
-    /// A forked child has a copy of the desk, whose lock may be held for ever,
+    /// A forked child has a copy of the handoff, whose lock may be held for ever,
     /// and no thread.
     #[test]
     fn forked_child_gets_errors_and_drops_nothing() {
@@ -349,9 +357,9 @@ mod tests {
             epoch: Epoch(1),
             id: [0; 16],
         };
-        let desk = Arc::new(Desk {
-            book: Mutex::new(Book {
-                board: (),
+        let handoff = Arc::new(ReceiverHandoff {
+            inner: Mutex::new(Inner {
+                shared: (),
                 status: BackgroundStatus {
                     state: BackgroundState::Following,
                     versions: Vec::new(),
@@ -372,12 +380,12 @@ mod tests {
             owner: Origin::NOWHERE,
         });
         let follower = || Follower {
-            desk: desk.clone(),
+            handoff: handoff.clone(),
             thread: None,
         };
-        let held = desk.open();
+        let held = handoff.open();
         for error in [
-            follower().desk().map(drop).unwrap_err(),
+            follower().handoff().map(drop).unwrap_err(),
             follower().stop().map(drop).unwrap_err(),
         ] {
             let is_forked = matches!(error, Error::Memory(Memory::Forked { owner: 0, .. }));

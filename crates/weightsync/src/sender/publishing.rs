@@ -9,7 +9,7 @@ use crate::options::SendOptions;
 use crate::pending::Flight;
 use crate::publish;
 use crate::send_source::{Members, Resolved, resolve};
-use crate::setup::{Pending, SenderSetup};
+use crate::setup::{AsyncSendLimit, SenderSetup};
 use crate::snapshot::Snapshot;
 use crate::transport::{Deadline, Outstanding, SenderTransport, Source, Staging, Targets};
 
@@ -30,8 +30,8 @@ impl Sender {
     /// Makes way for one more asynchronous send, or says that one is pending.
     pub(super) fn make_way(&mut self, until: Deadline) -> Result<()> {
         let (allowed, wait) = match self.setup.pending {
-            Pending::Refuse => (1, false),
-            Pending::Queue(bound) => (usize::from(bound.max(1)), true),
+            AsyncSendLimit::Refuse => (1, false),
+            AsyncSendLimit::Queue(bound) => (usize::from(bound.max(1)), true),
         };
         loop {
             self.forget_settled()?;

@@ -1,4 +1,4 @@
-//! The transport of the local schemes: slots and lanes in shared memory.
+//! The transport of the local schemes: slots and mailboxes in shared memory.
 
 mod attached;
 mod segment;

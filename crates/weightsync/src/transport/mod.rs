@@ -60,7 +60,7 @@ pub const SILENT_SENDER: Duration = Duration::from_secs(5 * 60);
 /// that reaches a worker.
 pub trait Scheme: fmt::Debug + Send + Sync {
     /// The word by which it is chosen: lower case, digits and hyphens.
-    fn word(&self) -> &str;
+    fn name(&self) -> &str;
 
     /// Its settings that workers need too, as `(key, value)`; an empty value is
     /// a flag. They follow the word in an init info, as text: keys have no comma
@@ -85,11 +85,11 @@ pub trait Scheme: fmt::Debug + Send + Sync {
     /// # Errors
     ///
     /// If the run directory cannot be used, or the scheme has no restarts.
-    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint>;
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint>;
 
     /// Nobody will [`open`](Self::open) this place: whatever keeps it, such as a socket
     /// whose address the init info names, is released.
-    fn give_up(&self, at: &Endpoint) {
+    fn release_endpoint(&self, at: &Endpoint) {
         let _ = at;
     }
 

@@ -25,7 +25,7 @@ use crate::transport::{
 pub struct NoSync;
 
 impl Scheme for NoSync {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         "none"
     }
 
@@ -36,7 +36,7 @@ impl Scheme for NoSync {
         }
     }
 
-    fn place(&self, _: &[ModelId], _: Option<&Path>) -> Result<Endpoint> {
+    fn allocate_endpoint(&self, _: &[ModelId], _: Option<&Path>) -> Result<Endpoint> {
         Endpoint::new("nowhere", [0; 16], false)
     }
 

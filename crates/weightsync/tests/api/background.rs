@@ -125,7 +125,7 @@ fn loaders(agent: &mut Agent) -> SetLoader<'_> {
 fn two() -> (Sender, Receiver) {
     let one = number(1.0);
     let setup = SenderSetup::new("actor", &one).unwrap();
-    let setup = setup.and("critic", &one).unwrap().deadline(SOON);
+    let setup = setup.add_model("critic", &one).unwrap().deadline(SOON);
     let info = setup.init_info();
     let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(SOON).unwrap());
     let set = Set::new().with("actor", &one).with("critic", &one);

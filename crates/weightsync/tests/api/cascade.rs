@@ -183,7 +183,7 @@ impl weightsync::WeightLoader for Stubborn {
 fn models_keep_their_own_numbers_and_flip_together() {
     let one = number(1.0);
     let setup = SenderSetup::new("actor", &one).unwrap();
-    let setup = setup.and("critic", &one).unwrap().deadline(SOON);
+    let setup = setup.add_model("critic", &one).unwrap().deadline(SOON);
     let middle = joins(setup.init_info());
     let mut sender = thread::scope(|scope| {
         let sender = scope.spawn(|| {

@@ -417,7 +417,7 @@ fn what_a_worker_insists_on_is_of_the_model_it_wants() {
     let mut other = Tensors::new();
     other.insert("value", [1], [1.0_f32]).unwrap();
     let setup = SenderSetup::new("actor", &source).unwrap();
-    let setup = setup.and("critic", &other).unwrap();
+    let setup = setup.add_model("critic", &other).unwrap();
     let both = Set::new().with("actor", &source).with("critic", &other);
     let sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
     let joins = |worker| ReceiverSetup::new(sender.init_info(), worker);
@@ -459,7 +459,7 @@ struct Fleeting;
 struct Fled(Box<dyn SenderTransport>);
 
 impl Scheme for Fleeting {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         "fleeting"
     }
 
@@ -469,8 +469,12 @@ impl Scheme for Fleeting {
         can
     }
 
-    fn place(&self, models: &[ModelId], _: Option<&Path>) -> weightsync::Result<Endpoint> {
-        NoSync.place(models, None)
+    fn allocate_endpoint(
+        &self,
+        models: &[ModelId],
+        _: Option<&Path>,
+    ) -> weightsync::Result<Endpoint> {
+        NoSync.allocate_endpoint(models, None)
     }
 
     fn open(&self, opening: &Opening<'_>) -> weightsync::Result<Box<dyn SenderTransport>> {

@@ -8,9 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    AnyScheme, BackgroundState, Cascade, Error, Expect, Layout, Pending, Pull, ReceiverSetup,
-    Remedy, Result, SafePoints, SendOptions, SenderSetup, SetLoader, TensorView, Tensors, Version,
-    WaitFor, WeightLoader, interruptible,
+    AnyScheme, AsyncSendLimit, BackgroundState, Cascade, Error, Expect, Layout, Pull,
+    ReceiverSetup, Remedy, Result, SafePoints, SendOptions, SenderSetup, SetLoader, TensorView,
+    Tensors, Version, WaitFor, WeightLoader, interruptible,
 };
 
 use crate::{BRIEF, SOON, pair, pair_by, send_to, weights};
@@ -126,7 +126,7 @@ fn a_send_that_waits_for_room_has_changed_nothing() {
     // Room among the asynchronous sends.
     for bound in [1, 2] {
         let (mut sender, mut receiver) =
-            pair_by(setup().pending(Pending::Queue(bound)), &weights());
+            pair_by(setup().pending(AsyncSendLimit::Queue(bound)), &weights());
         let flying: Vec<_> = (0..bound)
             .map(|_| sender.send_async(&weights(), &SendOptions::new()).unwrap())
             .collect();

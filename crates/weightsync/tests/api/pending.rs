@@ -4,7 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use weightsync::{
-    Error, Outcome, Pending, Pull, ReceiverSetup, SendOptions, SenderSetup, Version, WaitFor,
+    AsyncSendLimit, Error, Outcome, Pull, ReceiverSetup, SendOptions, SenderSetup, Version, WaitFor,
 };
 
 use crate::{BRIEF, SOON, connect, join, pair, weights};
@@ -17,7 +17,7 @@ fn to(workers: &[u32], deadline: Duration) -> SendOptions {
 #[test]
 fn finished_sends_do_not_count_in_any_order() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
-    let setup = setup.slots(2, 8).pending(Pending::Queue(2));
+    let setup = setup.slots(2, 8).pending(AsyncSendLimit::Queue(2));
     let (mut sender, mut receivers) = connect(setup, &weights(), 3);
     let send = |sender: &mut weightsync::Sender, worker, deadline| {
         sender.send_async(&weights(), &to(&[worker], deadline))

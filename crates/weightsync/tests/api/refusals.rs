@@ -112,7 +112,7 @@ fn models_without_weights_are_named_before_opening() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path().join("run");
     let setup = SenderSetup::new("actor", &weights()).unwrap();
-    let setup = setup.and("critic", &weights()).unwrap();
+    let setup = setup.add_model("critic", &weights()).unwrap();
     let setup = setup.run_dir(&dir).unwrap();
     let source = weights();
     let actor = Set::new().with("actor", &source);
@@ -376,12 +376,12 @@ fn cast_applies_to_every_model_and_names_are_unique() {
     let mut one = Tensors::new();
     one.insert("bias", [2], [1.5_f32, 2.5]).unwrap();
     let setup = SenderSetup::new("actor", &one).unwrap();
-    let error = setup.clone().and("actor", &one).unwrap_err();
+    let error = setup.clone().add_model("actor", &one).unwrap_err();
     assert!(matches!(error, Error::SameModelTwice { .. }), "{error}");
 
     // In whichever order the two are said.
     let setup = setup.cast(Dtype::BF16).unwrap();
-    let setup = setup.and("critic", &one).unwrap();
+    let setup = setup.add_model("critic", &one).unwrap();
     let info = setup.init_info();
     let both = Set::new().with("actor", &one).with("critic", &one);
     let _sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();

@@ -212,7 +212,7 @@ fn who_only_asks_has_what_it_takes_of_a_set() {
     let one = weights();
     let both = || Set::new().with("actor", &one).with("critic", &one);
     let setup = SenderSetup::new("actor", &one).unwrap();
-    let setup = setup.and("critic", &one).unwrap();
+    let setup = setup.add_model("critic", &one).unwrap();
     let setup = setup.scheme("shared-mem:pull".parse::<AnyScheme>().unwrap());
     let setup = setup.unwrap();
     let joining = ReceiverSetup::new(setup.init_info(), 0).models(["critic"]);

@@ -163,7 +163,7 @@ fn second_init_of_one_model_leaves_the_others() {
     large.insert("extra", [3], [1.0_f32; 3]).unwrap();
     let mut trainer = Session::new(AnyScheme::new(SharedMem::default()));
     let setup = SenderSetup::new("actor", &small).unwrap();
-    let setup = setup.and("critic", &small).unwrap();
+    let setup = setup.add_model("critic", &small).unwrap();
     let setup = setup.cast(Dtype::F64).unwrap();
     trainer.prepare_sender(setup.history(2)).unwrap();
     let info = trainer.init_info().cloned();

@@ -97,7 +97,7 @@ fn a_copy_that_is_there_is_not_made_again() {
         let actor = weights();
         let set = || Set::new().with("actor", &actor).with("critic", &actor);
         let setup = SenderSetup::new("actor", &actor).unwrap();
-        let setup = setup.and("critic", &actor).unwrap();
+        let setup = setup.add_model("critic", &actor).unwrap();
         let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
         let joining = ReceiverSetup::new(setup.init_info(), 0);
         let joining = thread::spawn(move || joining.connect(SOON).unwrap());
@@ -305,7 +305,7 @@ fn too_many_versions_are_refused_by_model_name() {
 fn wrong_model_of_a_set_is_found_before_staging() {
     let source = weights();
     let setup = SenderSetup::new("actor", &source).unwrap();
-    let setup = setup.and("critic", &source).unwrap().slots(2, 2);
+    let setup = setup.add_model("critic", &source).unwrap().slots(2, 2);
     let both = Set::new().with("actor", &source).with("critic", &source);
     let mut sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
     let mut receiver = ReceiverSetup::new(sender.init_info(), 0)

@@ -119,7 +119,7 @@ fn send_by_device_without_workers_is_refused() {
 fn a_set_that_is_not_what_the_send_names_is_refused() {
     let one = number(1.0);
     let setup = SenderSetup::new("actor", &one).unwrap();
-    let setup = setup.and("critic", &one).unwrap();
+    let setup = setup.add_model("critic", &one).unwrap();
     let both = Set::new().with("actor", &one).with("critic", &one);
     let mut sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
     let options = SendOptions::new().model("critic");

@@ -91,7 +91,7 @@ impl Files {
 }
 
 impl Scheme for Files {
-    fn word(&self) -> &str {
+    fn name(&self) -> &str {
         "files"
     }
 
@@ -111,7 +111,7 @@ impl Scheme for Files {
         can
     }
 
-    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         let fresh = Endpoint::fresh(models, run_dir)?;
         let address = format!("{}/{}", self.dir, place::name(fresh.address()));
         Endpoint::new(address, *fresh.secret(), fresh.restarts())

@@ -26,7 +26,7 @@ pub struct FileSender {
     /// The newest version of each model and those kept before it, oldest first.
     kept: Vec<VecDeque<Snapshot>>,
     history: usize,
-    roster: Mutex<Roster>,
+    registry: Mutex<Registry>,
     stay: Stay,
 }
 
@@ -58,7 +58,7 @@ impl FileSender {
             kept: vec![VecDeque::new(); models.len()],
             models,
             history: usize::from(opening.options.history),
-            roster: Mutex::new(Roster {
+            registry: Mutex::new(Registry {
                 dir: workers,
                 known: BTreeMap::new(),
                 joined: 0,
@@ -70,14 +70,14 @@ impl FileSender {
         })
     }
 
-    fn roster(&self) -> MutexGuard<'_, Roster> {
-        self.roster.lock().unwrap_or_else(PoisonError::into_inner)
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl SenderTransport for FileSender {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
-        let workers = self.roster().look_for_all();
+        let workers = self.registry().look_for_all();
         let rooms = models.iter().map(|model| Room {
             model: *model,
             version: self.version(*model).next(),
@@ -96,7 +96,7 @@ impl SenderTransport for FileSender {
     }
 
     fn workers(&self) -> Vec<WorkerStatus> {
-        let workers = self.roster().look();
+        let workers = self.registry().look();
         let each = workers.iter().map(|one| one.status(self.models.len()));
         each.collect()
     }
@@ -109,15 +109,15 @@ impl SenderTransport for FileSender {
         loop {
             let workers = self.workers();
             let there = {
-                let roster = self.roster();
-                let rejected = roster.rejected.iter();
-                let mut gone: Vec<_> = roster.gone.values().cloned().collect();
+                let registry = self.registry();
+                let rejected = registry.rejected.iter();
+                let mut gone: Vec<_> = registry.gone.values().cloned().collect();
                 gone.sort_by_key(|gone| gone.joined);
                 Attendance {
                     workers,
                     rejected: rejected.map(|(worker, _)| *worker).collect(),
                     gone,
-                    joined: roster.joined,
+                    joined: registry.joined,
                 }
             };
             if enough(&there) {
@@ -131,12 +131,14 @@ impl SenderTransport for FileSender {
     }
 
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
-        std::mem::take(&mut self.roster().rejected)
+        std::mem::take(&mut self.registry().rejected)
     }
 
     fn forget(&mut self, workers: &[WorkerId]) -> Result<()> {
-        let mut roster = self.roster();
-        roster.missing.retain(|worker, _| !workers.contains(worker));
+        let mut registry = self.registry();
+        registry
+            .missing
+            .retain(|worker, _| !workers.contains(worker));
         Ok(())
     }
 
@@ -234,7 +236,7 @@ impl Staging for Rooms<'_> {
             live.versions[*model] = LiveVersion { version, digest };
         }
         // Before the swap: nobody who gets it has no line.
-        let mut joined = sender.roster().look_for_all();
+        let mut joined = sender.registry().look_for_all();
         joined.retain(|one| !workers.iter().any(|known| Arc::ptr_eq(known, one)));
         workers.append(&mut joined);
         let path = sender.stay.dir.join("live");
@@ -399,7 +401,7 @@ fn wait_of(level: Level) -> WaitFor {
 
 /// The workers that are known.
 #[derive(Debug)]
-struct Roster {
+struct Registry {
     dir: PathBuf,
     known: BTreeMap<PathBuf, Arc<Worker>>,
     /// How many have joined so far.
@@ -412,7 +414,7 @@ struct Roster {
     rejected: Vec<(WorkerId, String)>,
 }
 
-impl Roster {
+impl Registry {
     /// Looks who is there. Those that are not any more are forgotten, and what
     /// they left is removed; who waits for one of them has its last words.
     fn look(&mut self) -> Vec<Arc<Worker>> {

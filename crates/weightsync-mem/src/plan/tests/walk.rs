@@ -2,7 +2,7 @@
 //! next to it, and a second bookkeeping in versions alone that says what every
 //! reader must find.
 
-mod meant;
+mod desired;
 mod pages;
 mod readers;
 mod sending;
@@ -128,7 +128,7 @@ struct Reader {
     pinned: Option<(Live, Versions, Option<u64>)>,
     /// The slots it holds, with the versions it found.
     snapshots: BTreeSet<(usize, u8, u64)>,
-    /// What its lane is to show (or its queue to bring), oldest first. Several
+    /// What its mailbox is to show (or its queue to bring), oldest first. Several
     /// only in a queue.
     expected: VecDeque<Versions>,
     /// What of that waits for room, by sequence number.
@@ -195,7 +195,7 @@ impl World {
                     .insert(key, Reader::new(Models(models), delivery));
                 self.plan
                     .join((key, 0), Models(models), delivery, pins, &mut steps);
-                let set = self.meant(worker);
+                let set = self.desired(worker);
                 if delivery != Delivery::Asked {
                     self.expect(key, &set);
                 }
@@ -211,7 +211,7 @@ impl World {
             }
             Op::Hold { workers } => {
                 for worker in chosen(workers) {
-                    let set = self.meant(worker);
+                    let set = self.desired(worker);
                     self.held.entry(worker).or_insert(set);
                 }
                 self.plan.hold(&ids(workers));

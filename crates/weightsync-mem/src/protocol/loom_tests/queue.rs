@@ -1,4 +1,4 @@
-//! Lanes that are queues.
+//! Mailboxes that are queues.
 
 use super::*;
 

@@ -53,22 +53,22 @@ fn no_wake_up_is_lost_on_a_queue() {
 /// The other direction: a reader gives something back, and the sender waits for
 /// that. `give` is all that the reader does before [`order`].
 fn no_wake_up_is_lost_by_the_sender(
-    give: impl Fn(&Lane) + Copy + Send + Sync + 'static,
-    given: impl Fn(&Lane) -> bool + Copy + Send + Sync + 'static,
+    give: impl Fn(&Mailbox) + Copy + Send + Sync + 'static,
+    given: impl Fn(&Mailbox) -> bool + Copy + Send + Sync + 'static,
 ) {
     explore_turned(4, move |turned| {
         let world = World::new(1, 1, 1);
-        let lane = &world.lanes[0];
-        lane.record_pins.hold(0);
-        lane.pins.hold(0);
+        let mailbox = &world.mailboxes[0];
+        mailbox.record_pins.hold(0);
+        mailbox.pins.hold(0);
         let sleep = Arc::new(SleepWord::new());
         let bell = Arc::new(Notify::new());
         let sender = {
             let (world, sleep, bell) = (world.clone(), sleep.clone(), bell.clone());
-            move || sleep_until(&sleep, &bell, || given(&world.lanes[0]))
+            move || sleep_until(&sleep, &bell, || given(&world.mailboxes[0]))
         };
         let reader = move || {
-            give(&world.lanes[0]);
+            give(&world.mailboxes[0]);
             order();
             if sleep.sleeping() {
                 bell.notify();
@@ -81,22 +81,25 @@ fn no_wake_up_is_lost_by_the_sender(
 #[test]
 fn no_wake_up_is_lost_when_a_slot_is_given_back() {
     no_wake_up_is_lost_by_the_sender(
-        |lane| lane.pins.unpin(0),
-        |lane| lane.pins.held().is_empty(),
+        |mailbox| mailbox.pins.unpin(0),
+        |mailbox| mailbox.pins.held().is_empty(),
     );
 }
 
 #[test]
 fn no_wake_up_is_lost_when_a_record_is_given_back() {
     no_wake_up_is_lost_by_the_sender(
-        |lane| lane.record_pins.unpin(0),
-        |lane| lane.record_pins.held().is_empty(),
+        |mailbox| mailbox.record_pins.unpin(0),
+        |mailbox| mailbox.record_pins.held().is_empty(),
     );
 }
 
 #[test]
 fn no_wake_up_is_lost_when_an_entry_is_given_back() {
-    no_wake_up_is_lost_by_the_sender(|lane| lane.head.advance(1), |lane| lane.head.load() == 1);
+    no_wake_up_is_lost_by_the_sender(
+        |mailbox| mailbox.head.advance(1),
+        |mailbox| mailbox.head.load() == 1,
+    );
 }
 
 /// One fence serves both questions: whether the sender sleeps, and whether it
@@ -111,7 +114,7 @@ fn sender_that_asks_for_room_is_woken_or_finds_it() {
             let reader = {
                 let (world, words, bells) = (world.clone(), words.clone(), bells.clone());
                 move || {
-                    world.lanes[0].head.advance(1);
+                    world.mailboxes[0].head.advance(1);
                     order();
                     for (word, bell) in words.iter().zip(bells.iter()) {
                         if word.sleeping() {
@@ -125,7 +128,7 @@ fn sender_that_asks_for_room_is_woken_or_finds_it() {
                     word.announce();
                 }
                 // It looks once more, and is told by either bell.
-                if world.lanes[0].head.load() == 0 {
+                if world.mailboxes[0].head.load() == 0 {
                     bells[listens].wait();
                 }
             };
@@ -165,9 +168,9 @@ fn an_answer_is_found_whole_and_its_place_comes_free() {
                     return;
                 }
                 live.clear();
-                let lane = &world.lanes[0];
+                let mailbox = &world.mailboxes[0];
                 // Records before data pins.
-                if lane.record_pins.held().is_empty() && lane.pins.held().is_empty() {
+                if mailbox.record_pins.held().is_empty() && mailbox.pins.held().is_empty() {
                     world.slots[0].write(0, 2);
                     world.slots[0].write(1, 2);
                 }
@@ -177,17 +180,17 @@ fn an_answer_is_found_whole_and_its_place_comes_free() {
             let (live, question, through) = &*place;
             sleep_until(&sleep, &bell, || question.load(Ordering::Acquire) == 1);
             let answer = live.load().expect("it is there before its number is");
-            let lane = &world.lanes[0];
-            assert!(lane.record_pins.pin(answer, live), "it is needed still");
+            let mailbox = &world.mailboxes[0];
+            assert!(mailbox.record_pins.pin(answer, live), "it is needed still");
             let slot = world.records[0].read(0) as u8;
-            lane.pins.hold(slot);
-            lane.record_pins.unpin(answer.record);
+            mailbox.pins.hold(slot);
+            mailbox.record_pins.unpin(answer.record);
             order();
             through.store(1, Ordering::Release);
             order();
             let found = [0, 1].map(|half| world.slots[0].read(half));
             assert_eq!(found, [1, 1]);
-            lane.pins.unpin(slot);
+            mailbox.pins.unpin(slot);
         };
         beside(turned, answering, asking);
     });

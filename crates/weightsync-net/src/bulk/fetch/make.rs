@@ -89,7 +89,7 @@ impl Shared {
 
     /// Keeps what changed in a span as it can be folded, for relays below that are some
     /// versions behind: of a thin delta that cannot be done later, as it takes the base.
-    fn keep_foldable(&self, piece: &Piece, base: &Base, index: usize, scratch: &mut Scratch) {
+    fn keep_foldable(&self, piece: &ChunkWrite, base: &Base, index: usize, scratch: &mut Scratch) {
         let layout = self.room.layout();
         let range = piece.range();
         let pattern = Pattern::of_span(layout, range.start as u64);
@@ -104,7 +104,7 @@ impl Shared {
     /// Makes a span of its delta and what is here.
     fn put(
         &self,
-        piece: &mut Piece,
+        piece: &mut ChunkWrite,
         base: &Base,
         index: usize,
         coded: &Coded,
@@ -125,7 +125,7 @@ impl Shared {
     /// of it are so few that both are put in here.
     fn few<'a>(
         &self,
-        piece: &Piece,
+        piece: &ChunkWrite,
         base: &'a Base,
         index: usize,
         coded: &Coded,

@@ -1,7 +1,7 @@
 //! Deltas that are not what they should be.
 
 use weightsync_core::delta::{Codec, Pattern, Scratch, encode};
-use weightsync_mem::{Room, Snapshot};
+use weightsync_mem::{PartialSlot, Snapshot};
 
 use super::*;
 use crate::bulk::delta::{Coded, Ring, Span};
@@ -93,7 +93,7 @@ fn chunks(indices: std::ops::Range<usize>) -> Vec<u8> {
 /// What came of a fetch of version 3 by a process that has version 1.
 struct Came {
     end: FetchEnd,
-    room: Arc<Room>,
+    room: Arc<PartialSlot>,
     base: Snapshot,
     kept: Arc<Delta>,
     _relay: Relay,
@@ -121,7 +121,7 @@ fn whole(relay: &Relay, version: Version, image: &[u8]) -> Snapshot {
 }
 
 /// Fetches what is missing from a parent that answers so.
-fn fetch(room: &Arc<Room>, base: Option<Base>, answer: Vec<u8>) -> FetchEnd {
+fn fetch(room: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchEnd {
     let runtime = runtime();
     let whole = answer.len();
     let address = runtime.block_on(parent(answer, whole, Duration::ZERO));

@@ -10,7 +10,7 @@ use weightsync_mem::{Error, Snapshot};
 
 use super::{Engine, Event, Fetched, Fetching, MEASURE};
 use crate::bulk::{Base, Delta, Fetch, Held, Parent, RING};
-use crate::link::causes;
+use crate::link::log_limiter;
 use crate::relay::plan::{Effect, Input, Item};
 use crate::wire::frame::CHUNK;
 use crate::wire::message::ToRoot;
@@ -96,8 +96,8 @@ impl Engine {
                 }
                 Err(error) => {
                     // It is tried again soon, and often.
-                    if let Some(more) = self.causes.logs("room", Instant::now().into_std()) {
-                        causes::warn(more, &format!("there is no room for {item:?}: {error}"));
+                    if let Some(more) = self.log_limiter.logs("room", Instant::now().into_std()) {
+                        log_limiter::warn(more, &format!("there is no room for {item:?}: {error}"));
                     }
                     return Some(Input::NoRoom { item });
                 }

@@ -31,7 +31,7 @@ fn workers(numbers: &[u32]) -> Targets {
     Targets::Workers(numbers.iter().copied().map(WorkerId).collect())
 }
 
-fn call(plan: &mut Of, id: LaneId) -> Option<(u64, Set<Version>)> {
+fn call(plan: &mut Of, id: MailboxId) -> Option<(u64, Set<Version>)> {
     let order = plan.next_call(id)?;
     Some((order.sequence, order.set))
 }
@@ -61,7 +61,8 @@ fn words_count_for_what_they_name() {
     let id = plan.join(about(0, &[0]));
     let first = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
     let second = plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
-    let outcome = |plan: &Of, of: &Publication, level| plan.outcome(of, (id, Fate::Told), level);
+    let outcome =
+        |plan: &Of, of: &Publication, level| plan.outcome(of, (id, Disposition::Notified), level);
     plan.staged(id, 1);
     assert_eq!(outcome(&plan, &first, Level::Staged), Some(Outcome::Staged));
     assert_eq!(outcome(&plan, &first, Level::Applied), None);
@@ -104,21 +105,21 @@ fn an_end_is_a_line_of_those_it_was_for() {
     let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &[]);
     plan.end(left, Life::Left);
     plan.end(died, Life::Died);
-    let outcome = |plan: &Of, id| plan.outcome(&sent, (id, Fate::Told), Level::Applied);
+    let outcome = |plan: &Of, id| plan.outcome(&sent, (id, Disposition::Notified), Level::Applied);
     assert_eq!(outcome(&plan, left), Some(Outcome::Left));
     assert_eq!(outcome(&plan, died), Some(Outcome::Died));
     assert!(plan.workers().is_empty());
     plan.unwatch([left, died]);
-    assert!(!plan.lanes.contains_key(&left), "nobody asks for it");
+    assert!(!plan.mailboxes.contains_key(&left), "nobody asks for it");
     plan.forget_missing(&[WorkerId(1)]);
-    assert!(plan.lanes.is_empty(), "nobody asks for them any more");
+    assert!(plan.mailboxes.is_empty(), "nobody asks for them any more");
 
     // One that goes between the beginning of a send and its end has a line, too.
     let id = plan.join(about(0, &[0]));
     let before = plan.watch_all();
     plan.end(id, Life::Died);
     let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &before);
-    assert_eq!(sent.fates, [(id, Fate::Told)]);
+    assert_eq!(sent.dispositions, [(id, Disposition::Notified)]);
     plan.unwatch(before);
     assert!(plan.is_known(id), "its line is still to be made");
     plan.unwatch([id]);
@@ -128,18 +129,19 @@ fn an_end_is_a_line_of_those_it_was_for() {
 
 #[test]
 fn departed_worker_has_a_line_until_back_or_forgotten() {
-    let fates = |plan: &mut Of, version| {
+    let dispositions = |plan: &mut Of, version| {
         let sent = plan.publish(&set(&[(0, version)]), &Targets::All, &[]);
-        let ids: Vec<_> = sent.fates.iter().map(|(id, _)| *id).collect();
-        let outcomes = sent.fates.iter();
-        let outcomes = outcomes.map(|fate| plan.outcome(&sent, *fate, Level::Applied));
+        let ids: Vec<_> = sent.dispositions.iter().map(|(id, _)| *id).collect();
+        let outcomes = sent.dispositions.iter();
+        let outcomes =
+            outcomes.map(|disposition| plan.outcome(&sent, *disposition, Level::Applied));
         let outcomes: Vec<_> = outcomes.collect();
         plan.unwatch(ids);
         outcomes
     };
     let mut plan = Of::new(1, 0);
     let [left, died, fails] = [0, 1, 2].map(|worker| plan.join(about(worker, &[0])));
-    fates(&mut plan, 1);
+    dispositions(&mut plan, 1);
     for id in [left, died, fails] {
         plan.applied(id, 1, &[(0, Version(1))]);
     }
@@ -152,7 +154,10 @@ fn departed_worker_has_a_line_until_back_or_forgotten() {
         Some(Outcome::Failed { reason })
     };
     for version in 2..4 {
-        assert_eq!(fates(&mut plan, version), [Some(Outcome::Died), failed()]);
+        assert_eq!(
+            dispositions(&mut plan, version),
+            [Some(Outcome::Died), failed()]
+        );
     }
     let there = plan.attendance();
     let gone: Vec<_> = there
@@ -163,10 +168,10 @@ fn departed_worker_has_a_line_until_back_or_forgotten() {
     assert_eq!(gone[..2], [(left, &Outcome::Left), (died, &Outcome::Died)]);
     // It has another line with its next connection, and none of the one before.
     plan.join(about(1, &[0]));
-    assert_eq!(fates(&mut plan, 4), [failed(), None]);
+    assert_eq!(dispositions(&mut plan, 4), [failed(), None]);
     plan.forget_missing(&[WorkerId(2)]);
-    assert_eq!(fates(&mut plan, 5), [None]);
-    assert_eq!(plan.lanes.len(), 1);
+    assert_eq!(dispositions(&mut plan, 5), [None]);
+    assert_eq!(plan.mailboxes.len(), 1);
 }
 
 #[test]
@@ -214,7 +219,7 @@ fn process_registering_again_in_a_send_has_one_line() {
     new.addr.set_port(1001);
     let new = plan.join(new);
     let sent = plan.publish(&set(&[(0, 1)]), &Targets::All, &before);
-    assert_eq!(sent.fates, [(new, Fate::Told)]);
+    assert_eq!(sent.dispositions, [(new, Disposition::Notified)]);
     plan.end(old, Life::Lost);
     plan.unwatch(before);
     plan.unwatch([new]);
@@ -225,8 +230,11 @@ fn process_registering_again_in_a_send_has_one_line() {
     let other = plan.join(other);
     plan.end(new, Life::Died);
     let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &before);
-    assert_eq!(sent.fates, [(new, Fate::Told), (other, Fate::Told)]);
-    let outcome = |id| plan.outcome(&sent, (id, Fate::Told), Level::Applied);
+    assert_eq!(
+        sent.dispositions,
+        [(new, Disposition::Notified), (other, Disposition::Notified)]
+    );
+    let outcome = |id| plan.outcome(&sent, (id, Disposition::Notified), Level::Applied);
     assert_eq!(outcome(new), Some(Outcome::Died));
 }
 
@@ -238,7 +246,7 @@ fn one_that_cannot_be_reached_is_lost_and_not_dead() {
     plan.staged(id, 1);
     plan.end(id, Life::Lost);
     plan.end(id, Life::Died);
-    let outcome = |level| plan.outcome(&sent, (id, Fate::Told), level);
+    let outcome = |level| plan.outcome(&sent, (id, Disposition::Notified), level);
     assert_eq!(outcome(Level::Applied), Some(Outcome::Lost));
     assert_eq!(outcome(Level::Staged), Some(Outcome::Staged));
 }
@@ -255,7 +263,7 @@ fn one_that_is_late_is_passed_over_until_it_moves() {
     assert!(plan.late(&next, id).is_some());
     next.waits_for_late = true;
     assert!(plan.late(&next, id).is_none());
-    let moves: [fn(&mut Of, LaneId); 4] = [
+    let moves: [fn(&mut Of, MailboxId); 4] = [
         |plan, id| plan.staged(id, 1),
         |plan, id| plan.taken(id, 1),
         |plan, id| plan.applied(id, 1, &[(0, Version(1))]),
@@ -272,8 +280,8 @@ fn one_that_is_late_is_passed_over_until_it_moves() {
 }
 
 impl Of {
-    fn is_known(&self, id: LaneId) -> bool {
-        self.lanes.contains_key(&id)
+    fn is_known(&self, id: MailboxId) -> bool {
+        self.mailboxes.contains_key(&id)
     }
 }
 
@@ -286,7 +294,7 @@ fn partial_sends_and_holds_give_each_worker_its_own() {
     assert_eq!(call(&mut plan, two), Some((1, set(&[(1, 1)]))));
     // What two does not take is nothing to it.
     let sent = plan.publish(&set(&[(0, 2)]), &Targets::All, &[]);
-    assert_eq!(sent.fates, [(one, Fate::Told)]);
+    assert_eq!(sent.dispositions, [(one, Disposition::Notified)]);
     assert_eq!(call(&mut plan, two), None);
     let sent = plan.publish(&set(&[(1, 2)]), &workers(&[2, 7, 7]), &[]);
     assert_eq!(sent.absent, [WorkerId(7)]);
@@ -303,7 +311,7 @@ fn partial_sends_and_holds_give_each_worker_its_own() {
 
     plan.hold(&[WorkerId(2), WorkerId(9)]);
     let sent = plan.publish(&set(&[(1, 3)]), &Targets::All, &[]);
-    assert!(sent.fates.contains(&(two, Fate::Held)));
+    assert!(sent.dispositions.contains(&(two, Disposition::Held)));
     assert_eq!(call(&mut plan, two), None);
     let nine = plan.join(about(9, &[0, 1]));
     assert_eq!(
@@ -332,7 +340,7 @@ fn questions_are_answered_with_what_is_kept_or_wait() {
         panic!("there is none yet");
     };
     let sent = plan.publish(&set(&[(0, 1), (1, 1)]), &Targets::All, &[]);
-    let outcome = |plan: &Of, of| plan.outcome(of, (id, Fate::Told), Level::Applied);
+    let outcome = |plan: &Of, of| plan.outcome(of, (id, Disposition::Notified), Level::Applied);
     assert_eq!(
         outcome(&plan, &sent),
         Some(Outcome::Asks),
@@ -374,7 +382,7 @@ fn successor_takes_the_number_with_its_own_line() {
     assert_eq!(plan.workers().len(), 1);
     assert_eq!(call(&mut plan, new), Some((1, set(&[(0, 1)]))));
     plan.applied(new, 1, &[(0, Version(1))]);
-    let outcome = |plan: &Of| plan.outcome(&sent, (old, Fate::Told), Level::Applied);
+    let outcome = |plan: &Of| plan.outcome(&sent, (old, Disposition::Notified), Level::Applied);
     assert_eq!(outcome(&plan), None, "it may still be there");
     plan.end(old, Life::Died);
     assert_eq!(outcome(&plan), Some(Outcome::Died));
@@ -424,7 +432,7 @@ fn ending_sender_waits_for_workers_that_can_finish() {
     assert!(!plan.is_handed_over(), "it goes on");
 }
 
-/// Whatever happens in whatever order, what is meant and told is one whole
+/// Whatever happens in whatever order, what is desired and told is one whole
 /// publication's, and nothing is left of who has gone.
 #[test]
 fn any_order_of_events_keeps_sets_whole() {
@@ -445,15 +453,15 @@ fn any_order_of_events_keeps_sets_whole() {
         let mut plan = Of::new(2, 2);
         // What both models have to each other, by the version of the first.
         let mut pairs = BTreeMap::new();
-        let mut lanes: Vec<(LaneId, u64)> = Vec::new();
+        let mut mailboxes: Vec<(MailboxId, u64)> = Vec::new();
         let mut open: Vec<Publication> = Vec::new();
         let mut version = 0;
         for _ in 0..200 {
             match roll(8) {
-                0 => lanes.push((plan.join(about(roll(4) as u32, &[0, 1])), 0)),
-                1 if !lanes.is_empty() => {
-                    let place = roll(lanes.len() as u64) as usize;
-                    plan.end(lanes.swap_remove(place).0, Life::Died);
+                0 => mailboxes.push((plan.join(about(roll(4) as u32, &[0, 1])), 0)),
+                1 if !mailboxes.is_empty() => {
+                    let place = roll(mailboxes.len() as u64) as usize;
+                    plan.end(mailboxes.swap_remove(place).0, Life::Died);
                 }
                 2 | 3 => {
                     version += 1;
@@ -471,10 +479,10 @@ fn any_order_of_events_keeps_sets_whole() {
                 6 if !open.is_empty() => {
                     let place = roll(open.len() as u64) as usize;
                     let of = open.swap_remove(place);
-                    plan.unwatch(of.fates.into_iter().map(|(id, _)| id));
+                    plan.unwatch(of.dispositions.into_iter().map(|(id, _)| id));
                 }
                 _ => {
-                    for (id, told) in &mut lanes {
+                    for (id, told) in &mut mailboxes {
                         let Some(order) = plan.next_call(*id) else {
                             continue;
                         };
@@ -486,14 +494,14 @@ fn any_order_of_events_keeps_sets_whole() {
                 }
             }
         }
-        for (id, _) in lanes {
+        for (id, _) in mailboxes {
             plan.end(id, Life::Left);
         }
         for of in open {
-            plan.unwatch(of.fates.into_iter().map(|(id, _)| id));
+            plan.unwatch(of.dispositions.into_iter().map(|(id, _)| id));
         }
         // Those that died are missed until they are forgotten.
         plan.forget_missing(&(0..4).map(WorkerId).collect::<Vec<_>>());
-        assert!(plan.lanes.is_empty() && plan.current.is_empty());
+        assert!(plan.mailboxes.is_empty() && plan.current.is_empty());
     }
 }

@@ -11,7 +11,7 @@ use weightsync::transport::{Deadline, Image, ModelSpec, Pull};
 use weightsync::{Digest, Remedy, Run, Snapshot, Version};
 use weightsync_simd::crc64;
 
-use super::desk::{Desk, Fetched};
+use super::inbox::{Fetched, Inbox};
 use super::joining::Session;
 use crate::http::{Ask, Fault};
 use crate::rpc::wire::{Asked, CHUNK, MAX_BODY, Part, Problem, Question, WantWord, max_set};
@@ -82,7 +82,7 @@ pub(super) enum NoAnswer {
 /// Fetches what a worker does not have of these versions, all of them or none.
 pub(super) async fn set(
     session: &Session,
-    desk: &Desk,
+    inbox: &Inbox,
     sequence: u64,
     parts: &[Part],
 ) -> Result<Fetched, Failure> {
@@ -92,9 +92,9 @@ pub(super) async fn set(
         let Some(part) = parts.iter().find(|part| part.model == *model) else {
             continue;
         };
-        let snapshot = match desk.held(*model, part.version) {
+        let snapshot = match inbox.held(*model, part.version) {
             Some(held) => held,
-            None => version(session, desk, spec, part).await?,
+            None => version(session, inbox, spec, part).await?,
         };
         members.push((*model, snapshot));
     }
@@ -104,7 +104,7 @@ pub(super) async fn set(
 /// Fetches one version.
 async fn version(
     session: &Session,
-    desk: &Desk,
+    inbox: &Inbox,
     spec: &ModelSpec,
     part: &Part,
 ) -> Result<Snapshot, Failure> {
@@ -113,7 +113,7 @@ async fn version(
     if !part.is_of(&spec.layout) {
         return Err(Failure::Foreign { model, version });
     }
-    let mut filling = Filling::new(desk, &session.run, spec, part);
+    let mut filling = Filling::new(inbox, &session.run, spec, part);
     let (mut tries, mut most) = (0, filling.at());
     while filling.checked() < part.bytes as usize {
         let Err(failure) = filling.more(session).await else {
@@ -165,21 +165,21 @@ pub(super) struct Partial {
 /// A version that is being fetched. What has come of it is kept where this is dropped
 /// before it is whole: if the same one is fetched again, it goes on from there.
 struct Filling<'a> {
-    desk: &'a Desk,
+    inbox: &'a Inbox,
     part: &'a Part,
     /// `None` once it is whole.
     partial: Option<Partial>,
 }
 
 impl<'a> Filling<'a> {
-    fn new(desk: &'a Desk, run: &Run, spec: &ModelSpec, part: &'a Part) -> Self {
-        let before = desk.partial(part.model);
+    fn new(inbox: &'a Inbox, run: &Run, spec: &ModelSpec, part: &'a Part) -> Self {
+        let before = inbox.partial(part.model);
         let partial = match before {
             Some(same) if same.run == *run && same.version == part.version => same,
             before => {
                 // Its memory, at least.
                 let spare = before.map(|partial| partial.image);
-                let spare = spare.or_else(|| desk.spare(part.model));
+                let spare = spare.or_else(|| inbox.spare(part.model));
                 let spare = spare.filter(|image| image.layout() == &spec.layout);
                 Partial {
                     run: *run,
@@ -191,7 +191,7 @@ impl<'a> Filling<'a> {
             }
         };
         Self {
-            desk,
+            inbox,
             part,
             partial: Some(partial),
         }
@@ -270,7 +270,7 @@ impl<'a> Filling<'a> {
 impl Drop for Filling<'_> {
     fn drop(&mut self) {
         if let Some(partial) = self.partial.take() {
-            self.desk.keep_partial(self.part.model, partial);
+            self.inbox.keep_partial(self.part.model, partial);
         }
     }
 }
@@ -306,7 +306,7 @@ impl Partial {
 /// Asks for a set, and fetches it; `None` if there was none in time.
 pub(super) async fn ask(
     session: Arc<Session>,
-    desk: Arc<Desk>,
+    inbox: Arc<Inbox>,
     model: usize,
     pull: Pull,
     deadline: Deadline,
@@ -327,8 +327,8 @@ pub(super) async fn ask(
         let id = session.id();
         match asked(&session, &question, left).await {
             Ok(Some(asked)) => {
-                let _fetching = desk.fetching();
-                match set(&session, &desk, asked.sequence, &asked.models).await {
+                let _fetching = inbox.fetching();
+                match set(&session, &inbox, asked.sequence, &asked.models).await {
                     // Who answered while the sender was not heard may be another.
                     Ok(_) if session.is_broken() => {}
                     Ok(fetched) => return Ok(Some(fetched)),
@@ -345,7 +345,7 @@ pub(super) async fn ask(
                 // It may have given up a connection that broke, which this end finds out
                 // a little later.
                 let until = Instant::now() + SILENCE + 2 * PROBE + PAUSE;
-                let knows = || session.is_broken() || session.id() != id || has_ended(&desk);
+                let knows = || session.is_broken() || session.id() != id || has_ended(&inbox);
                 while !knows() {
                     if Instant::now() >= until {
                         return Err(NoAnswer::Gone);
@@ -356,7 +356,7 @@ pub(super) async fn ask(
             Err(Some(no_answer)) => return Err(no_answer),
             Err(None) => {}
         }
-        if has_ended(&desk) {
+        if has_ended(&inbox) {
             return Err(NoAnswer::Gone);
         }
         if crate::rpc::passed(deadline) {
@@ -367,8 +367,8 @@ pub(super) async fn ask(
 }
 
 /// Whether it is known that the sender has gone.
-fn has_ended(desk: &Desk) -> bool {
-    let end = desk.end_by(Some(Instant::now()));
+fn has_ended(inbox: &Inbox) -> bool {
+    let end = inbox.end_by(Some(Instant::now()));
     end.is_ok_and(|end| end.is_some())
 }
 

@@ -13,10 +13,10 @@ use weightsync::transport::{Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDE
 use weightsync::{Epoch, Error, MemoryError, ModelId, Result, Run};
 use weightsync_net::Access;
 
-use super::desk::{Desk, End};
+use super::inbox::{End, Inbox};
 use super::{server, wait_for};
 use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, ProofKey, Server};
-use crate::rpc::error::Trouble;
+use crate::rpc::error::RpcError;
 use crate::rpc::wire::{
     Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
     of_sender, url,
@@ -139,7 +139,7 @@ impl From<Fault> for NotIn {
 /// The first set that it is meant to have is there when this returns, if it came in
 /// time.
 pub(super) fn join(
-    desk: &Arc<Desk>,
+    inbox: &Arc<Inbox>,
     at: &Endpoint,
     joining: &Joining,
     access: &Access,
@@ -147,23 +147,25 @@ pub(super) fn join(
 ) -> Result<(HttpThread, Arc<Session>)> {
     let since = Instant::now();
     let sender = Places::of(at)?.found;
-    access.may_dial_with_secret(sender).map_err(Trouble::from)?;
+    access
+        .may_dial_with_secret(sender)
+        .map_err(RpcError::from)?;
     // Where there is no way, nobody can be reached either.
     let own = place::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
     let own = SocketAddr::new(own, 0);
-    access.may_listen(own).map_err(Trouble::from)?;
+    access.may_listen(own).map_err(RpcError::from)?;
     let listener = TcpListener::bind(own);
     let listener = listener.and_then(|listener| Ok((listener.local_addr()?, listener)));
-    let failed = |source| Trouble::Listen { addr: own, source };
+    let failed = |source| RpcError::Listen { addr: own, source };
     let (own, listener) = listener.map_err(failed)?;
     let bearer = Bearer::to_worker(at.secret());
     let server = Server::new(listener, bearer, Limits::default()).map_err(failed)?;
-    let (theirs, worker) = (desk.clone(), joining.worker.0);
+    let (theirs, worker) = (inbox.clone(), joining.worker.0);
     let thread = HttpThread::start("weightsync-rpc-w", move |stopping| {
         let router = server::router(theirs, worker, stopping.clone());
         server.serve(router, stopping)
     });
-    let thread = thread.map_err(Trouble::Thread)?;
+    let thread = thread.map_err(RpcError::Thread)?;
 
     let register = Register {
         protocol: PROTOCOL,
@@ -190,7 +192,7 @@ pub(super) fn join(
         let until = soon.filter(|_| !joining.hears_out);
         let (done, wait) = sync_channel(1);
         let proof = ProofKey::new(at.secret());
-        let attempt = enter(client.clone(), proof, register.clone(), desk.clone());
+        let attempt = enter(client.clone(), proof, register.clone(), inbox.clone());
         let attempt = thread.runtime().spawn(async move {
             let _ = done.send(attempt.await);
         });
@@ -200,7 +202,7 @@ pub(super) fn join(
         }
         let not_in = match entered? {
             Some(Ok(session)) => {
-                desk.wait_for(session.sequence, soon)?;
+                inbox.wait_for(session.sequence, soon)?;
                 return Ok((thread, session));
             }
             Some(Err(not_in)) => not_in,
@@ -224,7 +226,7 @@ pub(super) fn join(
                     reason: "the init info's secret is not its own".into(),
                 }
                 .into(),
-                NotIn::Wrong(got) => Trouble::WrongSender { addr: sender, got }.into(),
+                NotIn::Wrong(got) => RpcError::WrongSender { addr: sender, got }.into(),
                 NotIn::Denied(reason) | NotIn::Taken(reason) => {
                     MemoryError::Denied { reason }.into()
                 }
@@ -330,7 +332,7 @@ async fn enter(
     client: Arc<Client>,
     proof: ProofKey,
     mut register: Register,
-    desk: Arc<Desk>,
+    inbox: Arc<Inbox>,
 ) -> std::result::Result<Arc<Session>, NotIn> {
     let (welcome, mut lines) = register_at(&client, &proof, &register).await?;
     let (models, wanted) = tokio::select! {
@@ -348,11 +350,11 @@ async fn enter(
         client,
         sequence: welcome.sequence,
     });
-    desk.welcome(session.clone());
+    inbox.welcome(session.clone());
     register.run = Some(session.run);
     // It goes on where it was: there is nothing to say once more.
     register.announces = false;
-    tokio::spawn(follow(desk, session.clone(), register, lines));
+    tokio::spawn(follow(inbox, session.clone(), register, lines));
     Ok(session)
 }
 
@@ -395,7 +397,7 @@ async fn describe(
 
 /// Hears the sender to its end. A connection that broke is made again where the
 /// sender is still there: it is the network that was not.
-async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut lines: Lines) {
+async fn follow(inbox: Arc<Inbox>, session: Arc<Session>, register: Register, mut lines: Lines) {
     // Since when nothing was heard of it, and whether it was out of reach meanwhile.
     let (mut heard, mut lost) = (Instant::now(), false);
     let end = loop {
@@ -423,7 +425,7 @@ async fn follow(desk: Arc<Desk>, session: Arc<Session>, register: Register, mut 
             Err(end) => break end,
         }
     };
-    desk.ended(end);
+    inbox.ended(end);
 }
 
 /// Registers again with the same sender, if that is there. That it hangs up, or that what
@@ -441,7 +443,7 @@ async fn again(session: &Session, register: &Register) -> std::result::Result<Li
             Err(NotIn::Silent(why)) => why,
             Err(NotIn::Wrong(got)) => {
                 let addr = session.client.addr();
-                tracing::warn!("{}", Trouble::WrongSender { addr, got });
+                tracing::warn!("{}", RpcError::WrongSender { addr, got });
                 return Err(died);
             }
             Err(NotIn::Taken(reason)) => return Err(End::Denied { reason }),

@@ -1,7 +1,7 @@
 //! A worker's end.
 
-mod desk;
 mod fetch;
+mod inbox;
 mod joining;
 mod server;
 
@@ -15,7 +15,7 @@ use weightsync::transport::{
 use weightsync::{Error, Origin, Result, Run, SetSnapshot, Version};
 use weightsync_net::Access;
 
-use self::desk::Desk;
+use self::inbox::Inbox;
 use self::joining::Session;
 use super::wire::{Applied, Runs, Words, cut};
 use crate::http::HttpThread;
@@ -28,10 +28,10 @@ const HEARD: Duration = Duration::from_secs(1);
 const LATE: Duration = Duration::from_millis(100);
 
 /// A worker's end. Its thread serves the sender's calls, and there is no other: what
-/// was fetched waits at the [desk](Desk) until somebody takes it.
+/// was fetched waits at the [inbox](Inbox) until somebody takes it.
 #[derive(Debug)]
 pub(super) struct RpcReceiver {
-    desk: Arc<Desk>,
+    inbox: Arc<Inbox>,
     session: Arc<Session>,
     owner: Origin,
     thread: HttpThread,
@@ -44,10 +44,10 @@ impl RpcReceiver {
         access: &Access,
         deadline: Deadline,
     ) -> Result<Self> {
-        let desk = Arc::new(Desk::default());
-        let (thread, session) = joining::join(&desk, at, joining, access, deadline)?;
+        let inbox = Arc::new(Inbox::default());
+        let (thread, session) = joining::join(&inbox, at, joining, access, deadline)?;
         Ok(Self {
-            desk,
+            inbox,
             session,
             owner: Origin::here(),
             thread,
@@ -125,12 +125,12 @@ impl ReceiverTransport for RpcReceiver {
 
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
         self.owner.check()?;
-        self.desk.next(deadline)
+        self.inbox.next(deadline)
     }
 
     fn latest(&mut self) -> Result<Option<SetSnapshot>> {
         self.owner.check()?;
-        Ok(self.desk.latest())
+        Ok(self.inbox.latest())
     }
 
     fn pull(
@@ -143,7 +143,7 @@ impl ReceiverTransport for RpcReceiver {
         let until = deadline.and_then(|at| at.checked_add(LATE));
         let asked = fetch::ask(
             self.session.clone(),
-            self.desk.clone(),
+            self.inbox.clone(),
             model,
             pull,
             deadline,
@@ -153,7 +153,7 @@ impl ReceiverTransport for RpcReceiver {
             None => Ok(None),
         };
         match answer {
-            Ok(Some(set)) => Ok(Some(self.desk.take_answer(set))),
+            Ok(Some(set)) => Ok(Some(self.inbox.take_answer(set))),
             Ok(None) => Ok(None),
             Err(fetch::NoAnswer::Unknown { known }) => Err(Error::NoSuchVersion {
                 model: self.session.models[model].id.clone(),
@@ -167,7 +167,7 @@ impl ReceiverTransport for RpcReceiver {
             // Its end is known by the other connection, in a moment.
             Err(fetch::NoAnswer::Gone) => {
                 let by = Instant::now().checked_add(HEARD);
-                Err(self.desk.end_by(by)?.unwrap_or(Error::SenderDied {
+                Err(self.inbox.end_by(by)?.unwrap_or(Error::SenderDied {
                     pid: Some(self.session.pid),
                 }))
             }
@@ -175,10 +175,10 @@ impl ReceiverTransport for RpcReceiver {
     }
 
     fn interrupter(&self) -> Result<Interrupter> {
-        let desk = Arc::downgrade(&self.desk);
+        let inbox = Arc::downgrade(&self.inbox);
         Ok(Interrupter::new(move || {
-            if let Some(desk) = desk.upgrade() {
-                desk.interrupt();
+            if let Some(inbox) = inbox.upgrade() {
+                inbox.interrupt();
             }
         }))
     }
@@ -199,7 +199,7 @@ impl ReceiverTransport for RpcReceiver {
             sequence: set.sequence(),
             versions: versions.collect(),
         };
-        self.desk.applied(&applied);
+        self.inbox.applied(&applied);
         self.say(&Words::Applied(applied))
     }
 
@@ -209,7 +209,7 @@ impl ReceiverTransport for RpcReceiver {
         let words = match set {
             Some(set) => {
                 let sequence = set.sequence();
-                self.desk.refused(sequence, &reason);
+                self.inbox.refused(sequence, &reason);
                 Words::Refused { sequence, reason }
             }
             None => Words::Rejected { reason },

@@ -11,27 +11,27 @@ use hyper::StatusCode;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use super::desk::Desk;
 use super::fetch::{self, Failure};
+use super::inbox::Inbox;
 use super::joining::Session;
 use crate::http::{LinesBody, Stopping, problem, read};
-use crate::rpc::wire::{Call, FromWorker, Problem, Told, cut, line, max_set, of_worker};
+use crate::rpc::wire::{Call, FromWorker, Notified, Problem, cut, line, max_set, of_worker};
 use crate::rpc::{BEAT, PATIENCE};
 
 #[derive(Clone)]
 struct App {
-    desk: Arc<Desk>,
+    inbox: Arc<Inbox>,
     worker: u32,
     stopping: Stopping,
 }
 
 /// The routes of a worker.
-pub(super) fn router(desk: Arc<Desk>, worker: u32, stopping: Stopping) -> Router {
+pub(super) fn router(inbox: Arc<Inbox>, worker: u32, stopping: Stopping) -> Router {
     Router::new()
         .route(of_worker::LIFELINE, get(lifeline))
         .route(of_worker::WEIGHTS, post(weights))
         .with_state(App {
-            desk,
+            inbox,
             worker,
             stopping,
         })
@@ -76,7 +76,7 @@ async fn weights(State(app): State<App>, request: Request) -> Response {
         problem(status, body)
     };
     // A sender may call before the worker has read that it was let in.
-    let Ok(Some(session)) = timeout(PATIENCE, app.desk.session()).await else {
+    let Ok(Some(session)) = timeout(PATIENCE, app.inbox.session()).await else {
         let words = "this worker has not joined yet".into();
         return wrong(StatusCode::CONFLICT, words);
     };
@@ -92,7 +92,7 @@ async fn weights(State(app): State<App>, request: Request) -> Response {
     let (lines, response) = LinesBody::answer(4);
     tokio::spawn(async move {
         tokio::select! {
-            () = take(&app.desk, &session, call, &lines) => {}
+            () = take(&app.inbox, &session, call, &lines) => {}
             // The sender has hung up: nobody is told anything.
             () = lines.closed() => {}
         }
@@ -101,22 +101,22 @@ async fn weights(State(app): State<App>, request: Request) -> Response {
 }
 
 /// Fetches what a call is about, stages it, and says what comes of it.
-async fn take(desk: &Arc<Desk>, session: &Session, call: Call, lines: &mpsc::Sender<Bytes>) {
+async fn take(inbox: &Arc<Inbox>, session: &Session, call: Call, lines: &mpsc::Sender<Bytes>) {
     let sequence = call.sequence;
-    let fetching = desk.fetching();
-    let fetched = fetch::set(session, desk, sequence, &call.models).await;
+    let fetching = inbox.fetching();
+    let fetched = fetch::set(session, inbox, sequence, &call.models).await;
     let mut answer = match fetched {
-        Ok(fetched) => desk.stage(fetched),
+        Ok(fetched) => inbox.stage(fetched),
         Err(failure) => {
             drop(fetching);
             let told = match failure {
-                Failure::Replaced => Told::PassedOver { sequence },
+                Failure::Replaced => Notified::PassedOver { sequence },
                 // It is the way that has failed: the answer ends, and the sender calls again.
                 Failure::Fault(fault) => {
                     tracing::debug!(%fault, sequence, "a version was not fetched");
                     return;
                 }
-                failure => Told::Refused {
+                failure => Notified::Refused {
                     sequence,
                     reason: cut(&failure.to_string()),
                 },
@@ -126,7 +126,7 @@ async fn take(desk: &Arc<Desk>, session: &Session, call: Call, lines: &mpsc::Sen
         }
     };
     drop(fetching);
-    let _ = lines.send(line(&Told::Staged { sequence })).await;
+    let _ = lines.send(line(&Notified::Staged { sequence })).await;
     while let Some(told) = answer.recv().await {
         let _ = lines.send(line(&told)).await;
     }

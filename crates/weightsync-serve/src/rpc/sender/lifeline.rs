@@ -15,7 +15,7 @@ use super::caller;
 use super::server::{App, wrong};
 use super::state::Shared;
 use crate::http::{Ask, Client, Fault, Lines, LinesBody, Reach, Stopping, problem, read};
-use crate::rpc::plan::{About, LaneId, Life};
+use crate::rpc::plan::{About, Life, MailboxId};
 use crate::rpc::wire::{
     Digits, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome,
     addr_of, line, of_worker,
@@ -47,7 +47,7 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
     };
     let shared = app.shared;
-    let (lane, sequence) = loop {
+    let (mailbox, sequence) = loop {
         // Two may come with one number at the same time.
         let holder = match may_come(&shared, &about).await {
             Ok(holder) => holder,
@@ -56,18 +56,18 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         let seated = shared.note(|plan| {
             let is_as_before = plan.holder(&about) == holder;
             is_as_before.then(|| {
-                let lane = plan.join(about.clone());
-                (lane, plan.sequence_for(lane))
+                let mailbox = plan.join(about.clone());
+                (mailbox, plan.sequence_for(mailbox))
             })
         });
         if let Some(seated) = seated {
             break seated;
         }
     };
-    let bell = shared.enter(lane);
-    tokio::spawn(follow(shared.clone(), lane, client.clone(), lines));
-    tokio::spawn(caller::call(shared.clone(), lane, client.clone(), bell));
-    let id = shared.name(lane);
+    let bell = shared.enter(mailbox);
+    tokio::spawn(follow(shared.clone(), mailbox, client.clone(), lines));
+    tokio::spawn(caller::call(shared.clone(), mailbox, client.clone(), bell));
+    let id = shared.name(mailbox);
     let proof = register.nonce.map(|nonce| {
         let proof = shared.proof.proof(nonce.0.as_bytes(), &id);
         Digits(proof)
@@ -84,13 +84,13 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
     let (lines, response) = LinesBody::answer(4);
     // There is room for the first.
     let _ = lines.try_send(line(&welcome));
-    tokio::spawn(beat(shared, lane, client, lines, app.stopping));
+    tokio::spawn(beat(shared, mailbox, client, lines, app.stopping));
     response
 }
 
 /// Whether a worker may have its number: not if another has it of which something is
 /// heard. That one, if it is silent.
-async fn may_come(shared: &Shared, about: &About) -> Result<Option<LaneId>, Response> {
+async fn may_come(shared: &Shared, about: &About) -> Result<Option<MailboxId>, Response> {
     let Some(holder) = shared.lock().holder(about) else {
         return Ok(None);
     };
@@ -202,20 +202,20 @@ async fn call_back(client: &Arc<Client>, register: &Register) -> Result<Lines, S
 }
 
 /// Hears a worker to its end.
-async fn follow(shared: Arc<Shared>, lane: LaneId, client: Arc<Client>, mut lines: Lines) {
+async fn follow(shared: Arc<Shared>, mailbox: MailboxId, client: Arc<Client>, mut lines: Lines) {
     let mut probed: Option<Instant> = None;
     let life = loop {
         match lines.next::<FromWorker>(SILENCE).await {
             Ok(Some(FromWorker::Left {})) => break Life::Left,
             Ok(Some(_)) => {
                 probed = None;
-                hear(&shared, lane, false);
+                hear(&shared, mailbox, false);
             }
             Err(Fault::Silent { .. }) => {
-                hear(&shared, lane, true);
+                hear(&shared, mailbox, true);
                 if probed.is_none_or(|at| at.elapsed() >= PROBE_AGAIN) {
                     probed = Some(Instant::now());
-                    let patience = match shared.has_begun(lane) {
+                    let patience = match shared.has_begun(mailbox) {
                         true => PROBE_BEHIND,
                         false => PROBE,
                     };
@@ -228,19 +228,19 @@ async fn follow(shared: Arc<Shared>, lane: LaneId, client: Arc<Client>, mut line
             }
             Ok(None) | Err(_) => break Life::Died,
         }
-        if !shared.lock().is_here(lane) {
+        if !shared.lock().is_here(mailbox) {
             return;
         }
     };
-    end(&shared, lane, life);
+    end(&shared, mailbox, life);
 }
 
-fn hear(shared: &Shared, lane: LaneId, silent: bool) {
-    if shared.lock().silent(lane, silent) {
+fn hear(shared: &Shared, mailbox: MailboxId, silent: bool) {
+    if shared.lock().silent(mailbox, silent) {
         shared.note(|_| ());
         if silent {
             let lock = shared.lock();
-            if let Some(about) = lock.about(lane) {
+            if let Some(about) = lock.about(mailbox) {
                 let (worker, pid) = (about.worker, about.pid);
                 drop(lock);
                 tracing::warn!(%worker, pid, "it does not answer; it may be stopped");
@@ -249,17 +249,17 @@ fn hear(shared: &Shared, lane: LaneId, silent: bool) {
     }
 }
 
-fn end(shared: &Shared, lane: LaneId, life: Life) {
-    shared.note(|plan| plan.end(lane, life));
+fn end(shared: &Shared, mailbox: MailboxId, life: Life) {
+    shared.note(|plan| plan.end(mailbox, life));
     // The task that calls it, or waits for its question, ends.
     shared.ring();
-    shared.leave(lane);
+    shared.leave(mailbox);
 }
 
 /// Tells a worker that the sender is here, as long as it is.
 async fn beat(
     shared: Arc<Shared>,
-    lane: LaneId,
+    mailbox: MailboxId,
     client: Arc<Client>,
     lines: mpsc::Sender<Bytes>,
     mut stopping: Stopping,
@@ -270,7 +270,7 @@ async fn beat(
     loop {
         tokio::select! {
             _ = beats.tick() => {
-                if !shared.lock().is_here(lane) {
+                if !shared.lock().is_here(mailbox) {
                     return;
                 }
                 count += 1;
@@ -279,7 +279,7 @@ async fn beat(
             }
             () = lines.closed() => {
                 // Unless nothing would come by that one either.
-                if !shared.lock().is_silent(lane) {
+                if !shared.lock().is_silent(mailbox) {
                     sleep(LAST_WORDS).await;
                 }
                 // A process that ends closes its lifeline with this, which tells first. One
@@ -288,7 +288,7 @@ async fn beat(
                     Reach::Refused => Life::Died,
                     Reach::Here | Reach::Away => Life::Lost,
                 };
-                return end(&shared, lane, life);
+                return end(&shared, mailbox, life);
             }
             () = stopping.wait() => {
                 let _ = lines.send(line(&FromSender::Closed {})).await;

@@ -19,8 +19,8 @@ use weightsync::{
 use weightsync_net::Access;
 
 use self::staging::Rooms;
-use self::state::{Kept, Shared};
-use super::error::Trouble;
+use self::state::{Retained, Shared};
+use super::error::RpcError;
 use super::{Places, passed, place};
 use crate::http::{Bearer, HttpThread, Limits, Server};
 
@@ -44,11 +44,11 @@ pub(super) struct RpcSender {
 impl RpcSender {
     pub(super) fn open(opening: &Opening<'_>, access: &Access) -> Result<Self> {
         let at = Places::of(opening.at)?;
-        access.may_listen(at.listens).map_err(Trouble::from)?;
+        access.may_listen(at.listens).map_err(RpcError::from)?;
         let listener = place::listen(at.listens)?;
         let secret = opening.at.secret();
         let server = Server::new(listener, Bearer::to_sender(secret), Limits::default());
-        let server = server.map_err(|source| Trouble::Listen {
+        let server = server.map_err(|source| RpcError::Listen {
             addr: at.listens,
             source,
         })?;
@@ -58,7 +58,7 @@ impl RpcSender {
             let router = server::router(theirs, stopping.clone());
             server.serve(router, stopping)
         });
-        let thread = thread.map_err(Trouble::Thread)?;
+        let thread = thread.map_err(RpcError::Thread)?;
         if opening.options.digest == DigestPolicy::Background {
             let task = shared.clone().make_digests();
             // It ends with the thread.
@@ -100,7 +100,12 @@ impl RpcSender {
     }
 
     /// Who fetches these versions.
-    fn holders(&self, plan: &state::Kepts, model: usize, versions: &[Version]) -> Vec<Holder> {
+    fn holders(
+        &self,
+        plan: &state::RetainedPlan,
+        model: usize,
+        versions: &[Version],
+    ) -> Vec<Holder> {
         let fetching = self.shared.fetching(plan, model);
         let these = fetching.into_iter();
         let these = these.filter(|(_, _, version)| versions.contains(version));
@@ -126,7 +131,7 @@ impl RpcSender {
     }
 
     /// Takes the memory of what nobody holds any more.
-    fn recycle(&mut self, gone: Vec<Arc<Kept>>) {
+    fn recycle(&mut self, gone: Vec<Arc<Retained>>) {
         for kept in gone {
             let model = kept.model;
             if let Some(kept) = Arc::into_inner(kept)

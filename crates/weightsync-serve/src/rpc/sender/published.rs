@@ -6,9 +6,9 @@ use std::time::Instant;
 use weightsync::transport::{Deadline, Level, Outstanding};
 use weightsync::{Error, Origin, Outcome, Result, Version, WorkerId, WorkerReport};
 
-use super::state::{Kepts, Shared};
+use super::state::{RetainedPlan, Shared};
 use crate::rpc::passed;
-use crate::rpc::plan::{Fate, LaneId, Publication};
+use crate::rpc::plan::{Disposition, MailboxId, Publication};
 
 #[derive(Debug)]
 pub(super) struct Published {
@@ -36,8 +36,13 @@ impl Published {
         }
     }
 
-    fn line(&self, plan: &Kepts, (id, fate): (LaneId, Fate), level: Level) -> WorkerReport {
-        let outcome = plan.outcome(&self.publication, (id, fate), level);
+    fn line(
+        &self,
+        plan: &RetainedPlan,
+        (id, disposition): (MailboxId, Disposition),
+        level: Level,
+    ) -> WorkerReport {
+        let outcome = plan.outcome(&self.publication, (id, disposition), level);
         let (versions, current) = plan.versions(id, &self.publication);
         let about = plan.about(id);
         let open = outcome.is_none();
@@ -76,12 +81,12 @@ impl Outstanding for Published {
 
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
         self.check()?;
-        let mut open = self.publication.fates.clone();
+        let mut open = self.publication.dispositions.clone();
         let mut state = self.shared.lock();
         loop {
             self.check()?;
-            open.retain(|fate| {
-                let outcome = state.outcome(&self.publication, *fate, level);
+            open.retain(|disposition| {
+                let outcome = state.outcome(&self.publication, *disposition, level);
                 outcome.is_none()
             });
             let is_late = |(id, _): &_| state.late(&self.publication, *id).is_some();
@@ -90,8 +95,8 @@ impl Outstanding for Published {
             }
             state = self.shared.wait(state, deadline)?;
         }
-        let fates = self.publication.fates.iter();
-        let lines = fates.map(|fate| self.line(&state, *fate, level));
+        let dispositions = self.publication.dispositions.iter();
+        let lines = dispositions.map(|disposition| self.line(&state, *disposition, level));
         let mut lines: Vec<_> = lines.chain(self.absent()).collect();
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
@@ -100,10 +105,10 @@ impl Outstanding for Published {
     fn is_settled(&self, level: Level) -> Result<bool> {
         self.check()?;
         let state = self.shared.lock();
-        let mut fates = self.publication.fates.iter();
-        Ok(fates.all(|fate| {
-            let outcome = state.outcome(&self.publication, *fate, level);
-            outcome.is_some() || state.late(&self.publication, fate.0).is_some()
+        let mut dispositions = self.publication.dispositions.iter();
+        Ok(dispositions.all(|disposition| {
+            let outcome = state.outcome(&self.publication, *disposition, level);
+            outcome.is_some() || state.late(&self.publication, disposition.0).is_some()
         }))
     }
 
@@ -117,9 +122,10 @@ impl Outstanding for Published {
     fn decided(&self) -> Result<Vec<WorkerReport>> {
         self.check()?;
         let state = self.shared.lock();
-        let fates = self.publication.fates.iter();
-        let decided = fates.filter(|(id, fate)| *fate == Fate::Held || !state.is_here(*id));
-        let lines = decided.map(|fate| self.line(&state, *fate, Level::Staged));
+        let dispositions = self.publication.dispositions.iter();
+        let decided = dispositions
+            .filter(|(id, disposition)| *disposition == Disposition::Held || !state.is_here(*id));
+        let lines = decided.map(|disposition| self.line(&state, *disposition, Level::Staged));
         let mut lines: Vec<_> = lines.chain(self.absent()).collect();
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
@@ -129,9 +135,9 @@ impl Outstanding for Published {
 impl Drop for Published {
     fn drop(&mut self) {
         if self.owner.is_here() {
-            let fates = self.publication.fates.iter();
-            let lanes: Vec<_> = fates.map(|(id, _)| *id).collect();
-            self.shared.note(|plan| plan.unwatch(lanes));
+            let dispositions = self.publication.dispositions.iter();
+            let mailboxes: Vec<_> = dispositions.map(|(id, _)| *id).collect();
+            self.shared.note(|plan| plan.unwatch(mailboxes));
         }
     }
 }

@@ -23,7 +23,7 @@ use weightsync::Version;
 use super::state::{Serving, Shared};
 use super::{caller, lifeline};
 use crate::http::{Stopping, problem, read};
-use crate::rpc::plan::{Answer, LaneId, Want};
+use crate::rpc::plan::{Answer, MailboxId, Want};
 use crate::rpc::wire::{Asked, MAX_BODY, Problem, Question, WantWord, Words, cut, of_sender};
 
 /// How much of a version is handed to a connection at once, in bytes.
@@ -64,7 +64,7 @@ fn gone() -> Response {
 }
 
 async fn words(State(app): State<App>, Path(id): Path<String>, request: Request) -> Response {
-    let Some(lane) = app.shared.named(&id) else {
+    let Some(mailbox) = app.shared.named(&id) else {
         return gone();
     };
     let words: Words = match read(request, MAX_BODY).await {
@@ -72,17 +72,17 @@ async fn words(State(app): State<App>, Path(id): Path<String>, request: Request)
         Err((status, error)) => return wrong(status, error),
     };
     let heard = app.shared.note(|plan| {
-        if !plan.is_here(lane) {
+        if !plan.is_here(mailbox) {
             return false;
         }
         match words {
-            Words::Joined {} => plan.joined(lane),
+            Words::Joined {} => plan.joined(mailbox),
             Words::Applied(applied) => {
                 let versions = caller::numbers(&applied);
-                plan.applied(lane, applied.sequence, &versions);
+                plan.applied(mailbox, applied.sequence, &versions);
             }
-            Words::Refused { sequence, reason } => plan.refused(lane, sequence, cut(&reason)),
-            Words::Rejected { reason } => plan.rejected(lane, cut(&reason)),
+            Words::Refused { sequence, reason } => plan.refused(mailbox, sequence, cut(&reason)),
+            Words::Rejected { reason } => plan.rejected(mailbox, cut(&reason)),
         }
         true
     });
@@ -95,7 +95,7 @@ async fn words(State(app): State<App>, Path(id): Path<String>, request: Request)
 /// A question that waits. Dropped, it waits no more.
 struct Waiting<'a> {
     shared: &'a Shared,
-    lane: LaneId,
+    mailbox: MailboxId,
     question: Option<u64>,
 }
 
@@ -103,7 +103,7 @@ impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         if let Some(question) = self.question {
             self.shared
-                .note(|plan| plan.asks_no_more(self.lane, question));
+                .note(|plan| plan.asks_no_more(self.mailbox, question));
         }
     }
 }
@@ -114,7 +114,7 @@ async fn set(
     Query(question): Query<Question>,
 ) -> Response {
     let shared = &*app.shared;
-    let Some(lane) = shared.named(&id) else {
+    let Some(mailbox) = shared.named(&id) else {
         return gone();
     };
     let want = match (question.want, question.model, question.version) {
@@ -137,7 +137,7 @@ async fn set(
     tokio::pin!(over);
     let mut waiting = Waiting {
         shared,
-        lane,
+        mailbox,
         question: None,
     };
     loop {
@@ -145,8 +145,8 @@ async fn set(
         tokio::pin!(next);
         next.as_mut().enable();
         let answer = match waiting.question {
-            None => shared.lock().ask(lane, want),
-            Some(_) => shared.lock().answer(lane, want),
+            None => shared.lock().ask(mailbox, want),
+            Some(_) => shared.lock().answer(mailbox, want),
         };
         match answer {
             Answer::Set(order) => {
@@ -202,14 +202,14 @@ async fn image(
     let shared = &app.shared;
     // A successor of the sender that was meant may have its address, and a version of
     // this number.
-    let Some(lane) = shared.named(&of.id) else {
+    let Some(mailbox) = shared.named(&of.id) else {
         return gone();
     };
     let Some(kept) = shared.find(model, Version(version)) else {
         let words = "this version is no longer kept";
         return wrong(StatusCode::NOT_FOUND, words);
     };
-    shared.begins(lane);
+    shared.begins(mailbox);
     let all = kept.snapshot.bytes().len();
     let asked = headers.get(RANGE).map(|range| part_of(range, all));
     let (status, part) = match asked {
@@ -224,7 +224,7 @@ async fn image(
     };
     let (from, to) = (part.start, part.end);
     let body = ImageBody {
-        version: shared.serves(lane, kept),
+        version: shared.serves(mailbox, kept),
         left: part,
     };
     let mut response = Response::new(Body::new(body));

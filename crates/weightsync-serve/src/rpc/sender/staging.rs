@@ -7,8 +7,8 @@ use weightsync::transport::{CopyOptions, Image, Outstanding, Source, Staging, Ta
 use weightsync::{DigestPolicy, Error, Result, Snapshot, Version};
 
 use super::published::Published;
-use super::{Kept, RpcSender};
-use crate::rpc::plan::{LaneId, Set};
+use super::{Retained, RpcSender};
+use crate::rpc::plan::{MailboxId, Set};
 
 /// Room in the trainer's memory.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub(super) struct Rooms<'a> {
     rooms: Vec<Room>,
     /// Those that were there when the send began: one that dies before it is live has
     /// a line all the same.
-    before: Vec<LaneId>,
+    before: Vec<MailboxId>,
     waits_for_late: bool,
 }
 
@@ -62,7 +62,7 @@ impl<'a> Rooms<'a> {
     }
 
     /// The versions as they are kept, and who had their places before.
-    fn kept(&mut self) -> Result<Vec<Arc<Kept>>> {
+    fn kept(&mut self) -> Result<Vec<Arc<Retained>>> {
         let shared = &self.sender.shared;
         let mut all = Vec::with_capacity(self.rooms.len());
         for room in &mut self.rooms {
@@ -72,7 +72,7 @@ impl<'a> Rooms<'a> {
             image.clear_padding();
             let spec = &shared.models[room.model];
             let snapshot = Snapshot::received(spec, shared.run, room.version, image)?;
-            all.push(Arc::new(Kept::new(room.model, snapshot)));
+            all.push(Arc::new(Retained::new(room.model, snapshot)));
         }
         Ok(all)
     }

@@ -13,19 +13,19 @@ use weightsync_net::Access;
 use weightsync_simd::crc64;
 
 use crate::http::{Bearer, ProofKey};
-use crate::rpc::plan::{LaneId, Numbered, Plan};
+use crate::rpc::plan::{MailboxId, Numbered, Plan};
 use crate::rpc::wait_on;
 use crate::rpc::wire::{CHUNK, Crc, Part, url};
 
 /// One version with what travels in addition to its bytes.
 #[derive(Debug)]
-pub(super) struct Kept {
+pub(super) struct Retained {
     pub(super) model: usize,
     pub(super) snapshot: Snapshot,
     crc64: Vec<Crc>,
 }
 
-impl Kept {
+impl Retained {
     /// Makes the checksums: one pass over the version, in this thread.
     pub(super) fn new(model: usize, snapshot: Snapshot) -> Self {
         let chunks = snapshot.bytes().chunks(CHUNK as usize);
@@ -49,7 +49,7 @@ impl Kept {
     }
 }
 
-impl Numbered for Arc<Kept> {
+impl Numbered for Arc<Retained> {
     fn number(&self) -> Version {
         self.snapshot.version()
     }
@@ -58,20 +58,20 @@ impl Numbered for Arc<Kept> {
 /// What workers were called with and do not have yet.
 #[derive(Debug, Default)]
 struct Fetching {
-    versions: BTreeMap<(LaneId, usize), Version>,
+    versions: BTreeMap<(MailboxId, usize), Version>,
     /// Those that have begun.
-    begun: BTreeSet<LaneId>,
+    begun: BTreeSet<MailboxId>,
     /// Versions whose bytes are on their way to somebody, with how many answers.
-    served: BTreeMap<(LaneId, usize, Version), usize>,
+    served: BTreeMap<(MailboxId, usize, Version), usize>,
 }
 
 /// A version whose bytes are on their way to a worker, until this is dropped.
 #[derive(Debug)]
 pub(super) struct Serving {
     shared: Arc<Shared>,
-    lane: LaneId,
+    mailbox: MailboxId,
     /// `None` while this is dropped.
-    kept: Option<Arc<Kept>>,
+    kept: Option<Arc<Retained>>,
 }
 
 impl Serving {
@@ -86,7 +86,7 @@ impl Drop for Serving {
         let Some(kept) = self.kept.take() else {
             return;
         };
-        let what = (self.lane, kept.model, kept.number());
+        let what = (self.mailbox, kept.model, kept.number());
         drop(kept);
         let mut fetching = self.shared.fetching_now();
         if let Some(answers) = fetching.served.get_mut(&what) {
@@ -102,22 +102,22 @@ impl Drop for Serving {
 }
 
 /// The plan of versions as they are kept here.
-pub(super) type Kepts = Plan<Arc<Kept>>;
+pub(super) type RetainedPlan = Plan<Arc<Retained>>;
 
 #[derive(Debug)]
 pub(super) struct Shared {
-    plan: Mutex<Kepts>,
+    plan: Mutex<RetainedPlan>,
     /// Something that the trainer's threads may wait for has changed.
     changed: Condvar,
     /// Something was published, for questions that wait.
     published: Notify,
     /// What wakes the caller of each connection.
-    callers: Mutex<BTreeMap<LaneId, Arc<Notify>>>,
+    callers: Mutex<BTreeMap<MailboxId, Arc<Notify>>>,
     /// Every version that somebody holds, by model.
-    alive: Mutex<Vec<Vec<Weak<Kept>>>>,
+    alive: Mutex<Vec<Vec<Weak<Retained>>>>,
     fetching: Mutex<Fetching>,
     /// The version of each model whose digest is to be made next.
-    digests: Mutex<BTreeMap<usize, Weak<Kept>>>,
+    digests: Mutex<BTreeMap<usize, Weak<Retained>>>,
     digest: Notify,
     closed: AtomicBool,
     pub(super) models: Vec<ModelSpec>,
@@ -155,27 +155,27 @@ impl Shared {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Kepts> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, RetainedPlan> {
         self.plan.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Releases the plan until something may have changed.
     pub(super) fn wait<'a>(
         &'a self,
-        guard: MutexGuard<'a, Kepts>,
+        guard: MutexGuard<'a, RetainedPlan>,
         deadline: Deadline,
-    ) -> Result<MutexGuard<'a, Kepts>> {
+    ) -> Result<MutexGuard<'a, RetainedPlan>> {
         wait_on(&self.changed, &self.plan, guard, deadline)
     }
 
     /// Changes the plan, and tells those who wait in the trainer's threads.
-    pub(super) fn note<T>(&self, change: impl FnOnce(&mut Kepts) -> T) -> T {
+    pub(super) fn note<T>(&self, change: impl FnOnce(&mut RetainedPlan) -> T) -> T {
         let result = change(&mut self.lock());
         self.changed.notify_all();
         result
     }
 
-    /// Something new may be meant for workers.
+    /// Something new may be desired for workers.
     pub(super) fn ring(&self) {
         for caller in self.callers().values() {
             caller.notify_one();
@@ -189,27 +189,27 @@ impl Shared {
         self.published.notified()
     }
 
-    pub(super) fn enter(&self, lane: LaneId) -> Arc<Notify> {
+    pub(super) fn enter(&self, mailbox: MailboxId) -> Arc<Notify> {
         let bell = Arc::new(Notify::new());
-        self.callers().insert(lane, bell.clone());
+        self.callers().insert(mailbox, bell.clone());
         bell
     }
 
-    pub(super) fn leave(&self, lane: LaneId) {
-        self.callers().remove(&lane);
-        self.fetches(lane, &[]);
+    pub(super) fn leave(&self, mailbox: MailboxId) {
+        self.callers().remove(&mailbox);
+        self.fetches(mailbox, &[]);
     }
 
     fn fetching_now(&self) -> MutexGuard<'_, Fetching> {
         self.fetching.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn callers(&self) -> MutexGuard<'_, BTreeMap<LaneId, Arc<Notify>>> {
+    fn callers(&self) -> MutexGuard<'_, BTreeMap<MailboxId, Arc<Notify>>> {
         self.callers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes that a version exists.
-    pub(super) fn born(&self, kept: &Arc<Kept>) {
+    pub(super) fn born(&self, kept: &Arc<Retained>) {
         let mut alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         let of_model = &mut alive[kept.model];
         of_model.retain(|one| one.strong_count() > 0);
@@ -225,40 +225,44 @@ impl Shared {
     }
 
     /// A version, as long as anybody holds it.
-    pub(super) fn find(&self, model: usize, version: Version) -> Option<Arc<Kept>> {
+    pub(super) fn find(&self, model: usize, version: Version) -> Option<Arc<Retained>> {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         let mut alive = alive.get(model)?.iter().filter_map(Weak::upgrade);
         alive.find(|kept| kept.number() == version)
     }
 
     /// Notes what a worker was called with, until it has it.
-    pub(super) fn fetches(&self, lane: LaneId, kepts: &[Arc<Kept>]) {
+    pub(super) fn fetches(&self, mailbox: MailboxId, kepts: &[Arc<Retained>]) {
         let mut fetching = self.fetching_now();
-        fetching.begun.remove(&lane);
-        fetching.versions.retain(|(of, _), _| *of != lane);
+        fetching.begun.remove(&mailbox);
+        fetching.versions.retain(|(of, _), _| *of != mailbox);
         let new = kepts.iter();
-        let new = new.map(|kept| ((lane, kept.model), kept.number()));
+        let new = new.map(|kept| ((mailbox, kept.model), kept.number()));
         fetching.versions.extend(new);
     }
 
     /// A worker has begun to fetch.
-    pub(super) fn begins(&self, lane: LaneId) {
-        self.fetching_now().begun.insert(lane);
+    pub(super) fn begins(&self, mailbox: MailboxId) {
+        self.fetching_now().begun.insert(mailbox);
     }
 
     /// A worker is sent the bytes of a version, which stays as long as they are on their way.
-    pub(super) fn serves(self: &Arc<Self>, lane: LaneId, kept: Arc<Kept>) -> Arc<Serving> {
-        let what = (lane, kept.model, kept.number());
+    pub(super) fn serves(
+        self: &Arc<Self>,
+        mailbox: MailboxId,
+        kept: Arc<Retained>,
+    ) -> Arc<Serving> {
+        let what = (mailbox, kept.model, kept.number());
         *self.fetching_now().served.entry(what).or_default() += 1;
         Arc::new(Serving {
             shared: self.clone(),
-            lane,
+            mailbox,
             kept: Some(kept),
         })
     }
 
     /// Has the digests of these made, unless newer ones come before their turn.
-    pub(super) fn digest_next(&self, kept: &[Arc<Kept>]) {
+    pub(super) fn digest_next(&self, kept: &[Arc<Retained>]) {
         let mut digests = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
         for one in kept {
             digests.insert(one.model, Arc::downgrade(one));
@@ -291,24 +295,28 @@ impl Shared {
     }
 
     /// Whether a worker has begun to fetch what it was called with.
-    pub(super) fn has_begun(&self, lane: LaneId) -> bool {
-        self.fetching_now().begun.contains(&lane)
+    pub(super) fn has_begun(&self, mailbox: MailboxId) -> bool {
+        self.fetching_now().begun.contains(&mailbox)
     }
 
     /// Who was called with which version of a model, or asked for it, and has not got it
     /// yet.
-    pub(super) fn fetching(&self, plan: &Kepts, model: usize) -> Vec<(WorkerId, u32, Version)> {
+    pub(super) fn fetching(
+        &self,
+        plan: &RetainedPlan,
+        model: usize,
+    ) -> Vec<(WorkerId, u32, Version)> {
         let fetching = self.fetching_now();
         let called = fetching.versions.iter();
-        let called = called.map(|((lane, of), version)| (*lane, *of, *version));
+        let called = called.map(|((mailbox, of), version)| (*mailbox, *of, *version));
         let versions: BTreeSet<_> = called
             .chain(fetching.served.keys().copied())
             .filter(|(_, of, _)| *of == model)
-            .map(|(lane, _, version)| (lane, version))
+            .map(|(mailbox, _, version)| (mailbox, version))
             .collect();
         drop(fetching);
-        let who = versions.into_iter().filter_map(|(lane, version)| {
-            let about = plan.about(lane)?;
+        let who = versions.into_iter().filter_map(|(mailbox, version)| {
+            let about = plan.about(mailbox)?;
             Some((about.worker, about.pid, version))
         });
         who.collect()
@@ -330,16 +338,16 @@ impl Shared {
     }
 
     /// The name of a connection, which no other of any sender has.
-    pub(super) fn name(&self, lane: LaneId) -> String {
+    pub(super) fn name(&self, mailbox: MailboxId) -> String {
         let id = u64::from_be_bytes(*self.run.id.first_chunk().unwrap_or(&[0; 8]));
-        format!("{id:016x}-{lane}")
+        format!("{id:016x}-{mailbox}")
     }
 
     /// The connection of a name.
-    pub(super) fn named(&self, name: &str) -> Option<LaneId> {
-        let (_, lane) = name.rsplit_once('-')?;
-        let lane = lane.parse().ok()?;
-        (self.name(lane) == name).then_some(lane)
+    pub(super) fn named(&self, name: &str) -> Option<MailboxId> {
+        let (_, mailbox) = name.rsplit_once('-')?;
+        let mailbox = mailbox.parse().ok()?;
+        (self.name(mailbox) == name).then_some(mailbox)
     }
 
     pub(super) fn close(&self) {

@@ -123,7 +123,7 @@ fn matches(pattern: &str, text: &str) -> bool {
         "^[0-9a-f]{64}$" => hex(text, 64),
         "^[0-9a-f]{16}-[0-9]+$" => {
             let parts = text.split_once('-');
-            parts.is_some_and(|(run, lane)| hex(run, 16) && lane.parse::<u64>().is_ok())
+            parts.is_some_and(|(run, mailbox)| hex(run, 16) && mailbox.parse::<u64>().is_ok())
         }
         other => panic!("{other} is not looked at here"),
     }
@@ -218,16 +218,16 @@ fn what_is_sent_is_what_is_described() {
     };
     let reason = || "no room".to_owned();
     for one in [
-        Told::Staged { sequence: 1 },
-        Told::Taken { sequence: 1 },
-        Told::Applied(applied()),
-        Told::Refused {
+        Notified::Staged { sequence: 1 },
+        Notified::Taken { sequence: 1 },
+        Notified::Applied(applied()),
+        Notified::Refused {
             sequence: 1,
             reason: reason(),
         },
-        Told::PassedOver { sequence: 1 },
+        Notified::PassedOver { sequence: 1 },
     ] {
-        assert_described("Told", one);
+        assert_described("Notified", one);
     }
     for one in [
         Words::Joined {},

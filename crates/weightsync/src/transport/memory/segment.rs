@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use weightsync_core::{ModelId, Version, WorkerId};
 use weightsync_mem::{
-    CopyOptions, Deadline, Going, Guests, Listener, Publication, SegmentOptions, Source, Waiter,
-    Writer,
+    CopyOptions, Deadline, Departure, Listener, Publication, RemoteReaders, SegmentOptions, Source,
+    Waiter, Writer,
 };
 
 use crate::attributes::Attributes;
@@ -21,7 +21,7 @@ use crate::transport::{
 /// The trainer's end of models in shared memory.
 ///
 /// It is what the local schemes have, and what a transport has that carries
-/// versions on to other hosts: their workers join as [guests](Self::guests), and
+/// versions on to other hosts: their workers join as [remote_readers](Self::remote readers), and
 /// are then told, held, waited for and reported like those of this host.
 #[derive(Debug)]
 pub struct Segment {
@@ -88,8 +88,8 @@ impl Segment {
     }
 
     /// Where workers of other hosts join.
-    pub fn guests(&self) -> Guests {
-        Guests::of(&self.writer)
+    pub fn remote_readers(&self) -> RemoteReaders {
+        RemoteReaders::of(&self.writer)
     }
 
     fn lent(&self, model: usize, held: weightsync_mem::Snapshot) -> Snapshot {
@@ -335,9 +335,9 @@ fn attendance(there: &weightsync_mem::Attendance) -> Attendance {
             (Some(reason), _) => Outcome::Failed {
                 reason: reason.clone(),
             },
-            (None, Going::Left) => Outcome::Left,
-            (None, Going::Died) => Outcome::Died,
-            (None, Going::Lost) => Outcome::Lost,
+            (None, Departure::Left) => Outcome::Left,
+            (None, Departure::Died) => Outcome::Died,
+            (None, Departure::Lost) => Outcome::Lost,
         },
         joined: gone.joined,
     });

@@ -224,16 +224,16 @@ struct FragileEnd {
 }
 
 impl Scheme for Fragile {
-    fn word(&self) -> &str {
-        self.inner.word()
+    fn name(&self) -> &str {
+        self.inner.name()
     }
 
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
     }
 
-    fn place(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
-        self.inner.scheme().place(models, run_dir)
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        self.inner.scheme().allocate_endpoint(models, run_dir)
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {

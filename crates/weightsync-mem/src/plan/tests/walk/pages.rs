@@ -4,11 +4,11 @@ use super::*;
 
 impl World {
     /// Does what the steps say, as long as nothing in use is written. A reader may
-    /// pin what its lane was on at any moment before it is taken off it, so that
+    /// pin what its mailbox was on at any moment before it is taken off it, so that
     /// counts as in use to the last step.
     pub(super) fn carry_out(&mut self, steps: &[Step]) {
-        let lanes = self.readers.values();
-        let told = lanes.flat_map(|reader| {
+        let mailboxes = self.readers.values();
+        let told = mailboxes.flat_map(|reader| {
             let answer = reader.answer.iter().map(|(_, live)| live);
             reader.live.iter().chain(&reader.queue).chain(answer)
         });
@@ -76,7 +76,7 @@ impl World {
         self.reader(key).claims.tell(live.record, &set);
     }
 
-    /// What each lane shows is what it must show.
+    /// What each mailbox shows is what it must show.
     pub(super) fn check(&mut self) {
         self.plan.check_counts();
         for (key, reader) in &self.readers {

@@ -47,7 +47,7 @@ impl World {
         let Some(was) = self.held.remove(&worker) else {
             return;
         };
-        let set = self.meant(worker);
+        let set = self.desired(worker);
         let Some(key) = self.key(worker) else { return };
         let reader = self.reader(key);
         let mine = reader.models;
@@ -71,8 +71,8 @@ impl World {
                         reader.waiting.pop_back();
                         reader.expected.pop_back();
                     }
-                    let lane = &self.plan.lanes[&key.0];
-                    let sequence = lane.waiting.back().unwrap().sequence;
+                    let mailbox = &self.plan.mailboxes[&key.0];
+                    let sequence = mailbox.waiting.back().unwrap().sequence;
                     let reader = self.reader(key);
                     reader.waiting.push_back((sequence, set.clone()));
                     reader.expected.push_back(set);
@@ -118,7 +118,7 @@ impl World {
             return;
         }
         let mine = reader.models;
-        let now = self.meant(worker);
+        let now = self.desired(worker);
         let earlier = match self.held.contains_key(&worker) {
             true => VecDeque::new(),
             false => self.history.clone(),
@@ -133,7 +133,7 @@ impl World {
         };
         match found {
             Some(set) => {
-                assert_eq!(answer, Answer::Told);
+                assert_eq!(answer, Answer::Notified);
                 let set = only(set, mine);
                 self.reader(key).answered = Some(set);
             }

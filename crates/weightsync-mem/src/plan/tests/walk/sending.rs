@@ -43,54 +43,54 @@ impl World {
                 let mut steps = steps.iter();
                 assert!(
                     steps.all(|step| step_of(step) != Some(key)),
-                    "{key:?} was not meant"
+                    "{key:?} was not desired"
                 );
                 continue;
             }
             concerned += 1;
-            let fate = published
-                .fates
+            let disposition = published
+                .dispositions
                 .iter()
                 .find(|(one, _)| *one == key)
                 .unwrap()
                 .1;
-            let set = self.meant(worker);
+            let set = self.desired(worker);
             if self.reader(key).shut {
-                assert_eq!(fate, Fate::Shut);
+                assert_eq!(disposition, Disposition::Shut);
                 continue;
             }
             if self.held.contains_key(&worker) {
-                assert_eq!(fate, Fate::Held);
+                assert_eq!(disposition, Disposition::Held);
                 continue;
             }
             let reader = self.reader(key);
             reader.meets(&set);
             match reader.delivery {
                 Delivery::Newest => {
-                    assert_eq!(fate, Fate::Told);
+                    assert_eq!(disposition, Disposition::Notified);
                     self.expect(key, &set);
                 }
-                Delivery::Asked => assert_eq!(fate, Fate::Asks),
+                Delivery::Asked => assert_eq!(disposition, Disposition::Asks),
                 Delivery::Every { bound } => {
                     let waiting = reader.waiting.len();
                     let room = waiting == 0 && reader.queue.len() < bound.into();
                     let expected = match (room, waiting < bound.into()) {
-                        (true, _) => Fate::Told,
-                        (false, true) => Fate::Waiting,
-                        (false, false) => Fate::Full,
+                        (true, _) => Disposition::Notified,
+                        (false, true) => Disposition::Waiting,
+                        (false, false) => Disposition::Full,
                     };
-                    assert_eq!(fate, expected);
+                    assert_eq!(disposition, expected);
                     let set = only(&set, reader.models);
-                    if fate == Fate::Waiting {
+                    if disposition == Disposition::Waiting {
                         reader.waiting.push_back((published.sequence, set.clone()));
                     }
-                    if fate != Fate::Full {
+                    if disposition != Disposition::Full {
                         reader.expected.push_back(set);
                     }
                 }
             }
         }
-        assert_eq!(published.fates.len(), concerned);
+        assert_eq!(published.dispositions.len(), concerned);
     }
 
     fn lend(&mut self, model: usize) -> Option<u8> {

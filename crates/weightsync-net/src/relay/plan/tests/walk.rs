@@ -39,7 +39,7 @@ struct Known {
     /// All that came for it since it was told anything.
     since: Vec<(u64, Vec<Item>)>,
     came: u64,
-    /// Its lane, and its last answer.
+    /// Its mailbox, and its last answer.
     told: (u64, Vec<Item>),
     answered: Vec<Item>,
     question: u64,
@@ -359,8 +359,11 @@ impl World {
         assert_eq!(self.plan.waits_for_room(), self.full);
         for known in self.workers.values() {
             let (_, told) = &known.told;
-            let mut lanes = told.iter().chain(&known.answered);
-            assert!(lanes.all(|item| whole.contains(item)), "its lane is on it");
+            let mut mailboxes = told.iter().chain(&known.answered);
+            assert!(
+                mailboxes.all(|item| whole.contains(item)),
+                "its mailbox is on it"
+            );
             // What is whole is told at once.
             let whole = |set: &[Item]| set.iter().all(|item| whole.contains(item));
             let due = known.open.first();

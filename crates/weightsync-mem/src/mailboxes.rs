@@ -1,0 +1,191 @@
+//! Between the plan and the shared pages: what the readers' pages say goes into
+//! the plan, and what it decides into their mailboxes. All of it under the lock.
+
+use std::sync::atomic::Ordering;
+
+use crate::plan::{Key, Plan, Step};
+use crate::protocol::{SlotSet, order};
+use crate::registry::{Shared, State};
+use crate::scan::{self, Breach};
+use crate::wire::Delivery;
+
+impl Shared {
+    /// Takes what the readers' pages say into the plan; gives the records that
+    /// some reader pins. A caller that asks for data pins does so after this.
+    pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
+        let mut records = SlotSet::default();
+        let mut breaches = Vec::new();
+        let mut retired = Vec::new();
+        state.follow(|plan, key, reader| {
+            if !reader.retired && reader.retire(plan, key) {
+                retired.push(key);
+            }
+            let moves = reader.delivery != Delivery::Newest || reader.asks;
+            let through = moves.then(|| reader.through());
+            let (words, claims) = reader.scanned();
+            records = records.union(scan::observe(plan, key, words, through, claims));
+            breaches.extend(reader.take_breach().map(|breach| (key, breach)));
+        });
+        for key in retired {
+            state.miss_retired(key);
+        }
+        self.condemn(state, breaches);
+        records
+    }
+
+    /// The slots of a model that some end holds, given the records that
+    /// [`observe`](Self::observe) found pinned before.
+    pub(crate) fn pinned(&self, state: &mut State, model: usize, records: SlotSet) -> SlotSet {
+        let mut held = self.own.held(model);
+        let mut breaches = Vec::new();
+        state.follow(|plan, key, reader| {
+            // A remote reader pins nothing: the sender holds the versions for it.
+            if reader.socket().is_some() {
+                let (words, claims) = reader.scanned();
+                held = held.union(scan::pinned(plan, key, words, model, claims));
+                breaches.extend(reader.take_breach().map(|breach| (key, breach)));
+            }
+        });
+        self.condemn(state, breaches);
+        held.union(state.plan.slots_of(records, model))
+    }
+
+    /// Turns readers away whose pages say what no page of theirs can.
+    fn condemn(&self, state: &mut State, breaches: Vec<(Key, Breach)>) {
+        for (key, breach) in breaches {
+            state.condemn(key, breach.to_string());
+            // The threads that wait for it look again.
+            self.bells.ring();
+        }
+    }
+
+    /// Makes the shared pages say what the plan has decided, and asks full
+    /// queues to tell when there is room.
+    pub(crate) fn decide<T>(
+        &self,
+        state: &mut State,
+        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
+    ) -> T {
+        let decided = self.perform(state, decision);
+        if state.plan.anything_waits() {
+            let lacking = state.plan.lacks_records();
+            if self.ask_for_room(state) || lacking {
+                // A reader that made room before it was asked to tell does not.
+                let mut records = self.observe(state);
+                if lacking && self.perform(state, Plan::clear_taken) {
+                    // A reader may have pinned one before its place was cleared.
+                    records = self.observe(state);
+                }
+                // The decision itself may have freed records as well.
+                self.perform(state, |plan, steps| plan.deliver(records, steps));
+            }
+        }
+        decided
+    }
+
+    /// True if there was a reader to ask that had not been asked before. A sender that
+    /// takes something gives a record back, so where those are missing all are
+    /// asked. Remote readers need not be: the relay that acts for a remote reader says it here.
+    fn ask_for_room(&self, state: &State) -> bool {
+        let mut asked = false;
+        let lacking = state.plan.lacks_records();
+        for (key, reader) in state.processes() {
+            let wants = &reader.mailbox().wants_room.0;
+            if !wants.sleeping() && (lacking || state.plan.anything_waits_for(key)) {
+                wants.announce();
+                asked = true;
+            }
+        }
+        asked
+    }
+
+    /// Takes the decided steps in the shared pages, then wakes the readers
+    /// concerned.
+    fn perform<T>(
+        &self,
+        state: &mut State,
+        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
+    ) -> T {
+        let mut steps = std::mem::take(&mut state.steps);
+        let decided = decision(&mut state.plan, &mut steps);
+        for step in &steps {
+            match step {
+                Step::Write { record } => {
+                    let set = state.plan.record(*record);
+                    self.header().write_set(*record, &set);
+                }
+                Step::Flip { key, live } => {
+                    if let Some(reader) = state.readers.get_mut(key) {
+                        reader.claims.tell(live.record, state.plan.set(live.record));
+                        reader.mailbox().live.0.swap_in(*live);
+                    }
+                }
+                Step::Push { key, live } => {
+                    if let Some(reader) = state.readers.get_mut(key)
+                        && let Delivery::Every { bound } = reader.delivery
+                    {
+                        reader.claims.tell(live.record, state.plan.set(live.record));
+                        let head = reader.control().head.load();
+                        // Refused only if the reader has moved its head back,
+                        // which harms nobody else.
+                        reader.mailbox().queue.0.push(head, bound, *live);
+                    }
+                }
+                Step::Clear { key } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.mailbox().answer.0.live.clear();
+                    }
+                }
+                Step::Answer {
+                    key,
+                    live,
+                    question,
+                } => {
+                    if let Some(reader) = state.readers.get_mut(key) {
+                        reader.claims.tell(live.record, state.plan.set(live.record));
+                        let place = &reader.mailbox().answer.0;
+                        place.live.swap_in(*live);
+                        place.question.store(*question, Ordering::Release);
+                    }
+                }
+            }
+        }
+        // One fence for all mailboxes, before the question who sleeps and before any look at
+        // pins. All mailboxes first: a reader that is woken may want the processor.
+        order();
+        for step in &steps {
+            match step {
+                Step::Flip { key, .. } | Step::Push { key, .. } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.wake(*key);
+                    }
+                }
+                Step::Answer { key, .. } => {
+                    if let Some(reader) = state.readers.get(key) {
+                        reader.wake_for_answer(*key);
+                    }
+                }
+                Step::Write { .. } | Step::Clear { .. } => {}
+            }
+        }
+        steps.clear();
+        state.steps = steps;
+        decided
+    }
+
+    /// Puts mailboxes that wait for room where they are meant to be, as far as there
+    /// is room by now.
+    pub(crate) fn deliver(&self, state: &mut State) {
+        let records = self.observe(state);
+        self.decide(state, |plan, steps| plan.deliver(records, steps));
+        if state.plan.lacks_records() {
+            return;
+        }
+        for (key, reader) in state.processes() {
+            let wants = &reader.mailbox().wants_room.0;
+            if wants.sleeping() && !state.plan.anything_waits_for(key) {
+                wants.awake();
+            }
+        }
+    }
+}

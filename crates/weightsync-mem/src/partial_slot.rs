@@ -1,0 +1,350 @@
+//! PartialSlot for one version that arrives in pieces.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut, Range};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use weightsync_core::record::CommitRecord;
+use weightsync_core::{Layout, Version};
+
+use crate::error::Error;
+use crate::registry::Shared;
+use crate::set::{ModelSet, Placed};
+use crate::slot::{Note, Slot};
+use crate::snapshot::Snapshot;
+
+/// Not there, and nobody has written in its place.
+const MISSING: u8 = 0;
+const TAKEN: u8 = 1;
+const KEPT: u8 = 2;
+/// Not there, and its place may have been written in.
+const SPOILED: u8 = 3;
+
+/// A slot into which a version comes in pieces, from any number of threads.
+///
+/// **Guarantee.** No worker sees any of it before it is
+/// [committed](Self::commit), which it can be only when every piece is kept. A
+/// kept piece can be [read](Self::read) at once, and does not change for as long
+/// as this lives. Dropped before it is committed, it leaves everything as it was.
+///
+/// The slot may hold an older version from before: a piece that nobody has written in
+/// has the bytes of [that version](ChunkWrite::base) until it is written.
+pub struct PartialSlot {
+    shared: Arc<Shared>,
+    model: usize,
+    version: Version,
+    slot: u8,
+    file: Arc<Slot>,
+    piece_bytes: usize,
+    /// What the slot held when it was lent.
+    before: Note,
+    /// Of each piece: missing, taken by somebody to be written, or kept.
+    pieces: Vec<AtomicU8>,
+    /// How many are not kept.
+    missing: AtomicUsize,
+    committed: OnceLock<Snapshot>,
+}
+
+/// One piece of a [`PartialSlot`], or several that follow each other, to be written by the thread
+/// that took it. Dropped without [`keep`](Self::keep), it is missing again.
+#[derive(Debug)]
+pub struct ChunkWrite {
+    room: Arc<PartialSlot>,
+    indices: Range<usize>,
+    kept: bool,
+    /// Nobody had written in it since the slot was lent, when it was taken.
+    untouched: bool,
+    written: bool,
+}
+
+impl PartialSlot {
+    /// In a slot that is lent.
+    ///
+    /// # Panics
+    ///
+    /// If pieces have no bytes.
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        (model, version): (usize, Version),
+        (slot, file): (u8, Arc<Slot>),
+        piece_bytes: usize,
+    ) -> Self {
+        let bytes = shared.models[model].model.layout.bytes() as usize;
+        let count = bytes.div_ceil(piece_bytes);
+        Self {
+            shared,
+            model,
+            version,
+            slot,
+            piece_bytes,
+            before: file.let_go(),
+            pieces: (0..count).map(|_| AtomicU8::new(MISSING)).collect(),
+            missing: AtomicUsize::new(count),
+            file,
+            committed: OnceLock::new(),
+        }
+    }
+
+    /// The model's index in the segment.
+    pub fn model(&self) -> usize {
+        self.model
+    }
+
+    /// The version that comes here.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Names, dtypes, shapes and places of the tensors.
+    pub fn layout(&self) -> &Layout {
+        &self.shared.models[self.model].model.layout
+    }
+
+    /// The older version that the slot held when it was lent, if it held one.
+    pub fn base(&self) -> Option<Version> {
+        let base = self.before.version;
+        (!base.is_none()).then_some(base)
+    }
+
+    /// How many pieces there are.
+    pub fn pieces(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// The pieces that nobody has taken or kept, lowest first.
+    pub fn missing(&self) -> impl Iterator<Item = usize> {
+        let states = self.pieces.iter().enumerate();
+        states
+            .filter(|(_, state)| matches!(state.load(Ordering::Acquire), MISSING | SPOILED))
+            .map(|(index, _)| index)
+    }
+
+    /// How many pieces are kept.
+    pub fn kept(&self) -> usize {
+        self.pieces.len() - self.missing.load(Ordering::Acquire)
+    }
+
+    /// Whether every piece is kept.
+    pub fn is_whole(&self) -> bool {
+        self.missing.load(Ordering::Acquire) == 0
+    }
+
+    /// Where a piece belongs in the image, in bytes.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such piece.
+    pub fn range(&self, index: usize) -> Range<usize> {
+        assert!(
+            index < self.pieces.len(),
+            "piece {index} of {}",
+            self.pieces.len()
+        );
+        let start = index * self.piece_bytes;
+        start..(start + self.piece_bytes).min(self.layout().bytes() as usize)
+    }
+
+    /// Takes a piece that is missing, to write it; `None` if it is not, or there
+    /// is no such piece.
+    pub fn take(self: &Arc<Self>, index: usize) -> Option<ChunkWrite> {
+        self.take_all(index..index.checked_add(1)?)
+    }
+
+    /// Takes pieces that follow each other, to write them as one; `None` if one of
+    /// them is not missing, or there are no such pieces.
+    pub fn take_all(self: &Arc<Self>, indices: Range<usize>) -> Option<ChunkWrite> {
+        let states = self.pieces.get(indices.clone())?;
+        if states.is_empty() {
+            return None;
+        }
+        let mut taken = ChunkWrite {
+            room: self.clone(),
+            indices: indices.start..indices.start,
+            kept: false,
+            untouched: true,
+            written: false,
+        };
+        for state in states {
+            let take = |was| {
+                let order = (Ordering::Acquire, Ordering::Relaxed);
+                state.compare_exchange(was, TAKEN, order.0, order.1).is_ok()
+            };
+            if !take(MISSING) {
+                if !take(SPOILED) {
+                    // Those before it are missing again, as nobody has written there.
+                    return None;
+                }
+                taken.untouched = false;
+            }
+            taken.indices.end += 1;
+        }
+        Some(taken)
+    }
+
+    /// A piece that is kept.
+    pub fn read(&self, index: usize) -> Option<&[u8]> {
+        if self.pieces.get(index)?.load(Ordering::Acquire) != KEPT {
+            return None;
+        }
+        let range = self.range(index);
+        let start = self.at(&range);
+        // SAFETY: the range lies in the mapping (`at`), which lives as long as
+        // `self`. A kept piece is not written again: nobody can take it, and the
+        // slot is lent to this room, or pinned by the snapshot in `committed`,
+        // for as long as `self` lives.
+        Some(unsafe { std::slice::from_raw_parts(start, range.len()) })
+    }
+
+    /// Makes it a version of the segment, which can be told to workers. The
+    /// second time the same one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOption`] if a piece is missing, [`Error::SenderClosed`] after
+    /// the end, [`Error::Forked`] in a forked child.
+    pub fn commit(&self) -> Result<Snapshot, Error> {
+        if let Some(committed) = self.committed.get() {
+            return Ok(committed.clone());
+        }
+        if !self.is_whole() {
+            return Err(Error::BadOption {
+                option: "a version to commit",
+                expected: "whole",
+                got: format!("{} of {} pieces", self.kept(), self.pieces()),
+            });
+        }
+        let shared = &self.shared;
+        shared.open()?;
+        let mut state = shared.state();
+        // Another thread may have been here.
+        if let Some(committed) = self.committed.get() {
+            return Ok(committed.clone());
+        }
+        let model = &shared.models[self.model].model;
+        let record = CommitRecord {
+            run: shared.run,
+            version: self.version,
+            layout: model.layout.id(),
+            bytes: model.layout.bytes(),
+            checksum_block: 0,
+            checksum_table: 0,
+        };
+        model.page().write_commit(self.slot, &record);
+        let mut set = ModelSet::EMPTY;
+        let (slot, version) = (self.slot, self.version);
+        set.put(self.model, Placed { slot, version });
+        let held = shared.hold(&state, self.model, &set)?;
+        let held = held.ok_or(Error::SenderClosed)?;
+        state.plan.keep(self.model, slot, version);
+        shared.make_ahead(&mut state);
+        self.file.note(version, self.before);
+        // Under the lock: nobody commits it a second time meanwhile.
+        let committed = self.committed.get_or_init(|| held).clone();
+        drop(state);
+        Ok(committed)
+    }
+
+    fn at(&self, range: &Range<usize>) -> *mut u8 {
+        let map = &self.file.map;
+        // A word with the reason instead of a fault without one.
+        if let Err(error) = map.usable() {
+            panic!("{error}");
+        }
+        assert!(range.start <= range.end && range.end <= map.len());
+        // SAFETY: the range lies in the mapping (asserted).
+        unsafe { map.as_ptr().add(range.start) }
+    }
+}
+
+impl Drop for PartialSlot {
+    fn drop(&mut self) {
+        // In a forked child the lock may be held by a thread that is not there.
+        if self.committed.get().is_none() && self.shared.header.map.usable().is_ok() {
+            let mut states = self.pieces.iter();
+            if states.all(|state| state.load(Ordering::Acquire) == MISSING) {
+                self.file.note(self.before.version, self.before);
+            }
+            self.shared.state().plan.give_back(self.model, self.slot);
+        }
+    }
+}
+
+impl fmt::Debug for PartialSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PartialSlot")
+            .field("model", &self.model)
+            .field("version", &self.version)
+            .field("kept", &self.kept())
+            .field("pieces", &self.pieces())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ChunkWrite {
+    /// Their numbers.
+    pub fn indices(&self) -> Range<usize> {
+        self.indices.clone()
+    }
+
+    /// The older version whose bytes these are still, if they are: from before the slot
+    /// was lent, and nobody has written here since.
+    pub fn base(&self) -> Option<Version> {
+        let is_there = self.untouched && !self.written;
+        self.room.base().filter(|_| is_there)
+    }
+
+    /// It is written, and checked: from here on it can be read.
+    pub fn keep(mut self) {
+        self.kept = true;
+        for state in &self.room.pieces[self.indices.clone()] {
+            state.store(KEPT, Ordering::Release);
+        }
+        let count = self.indices.len();
+        self.room.missing.fetch_sub(count, Ordering::AcqRel);
+    }
+
+    /// Where it belongs in the image, in bytes.
+    pub fn range(&self) -> Range<usize> {
+        let (first, last) = (self.indices.start, self.indices.end - 1);
+        self.room.range(first).start..self.room.range(last).end
+    }
+}
+
+impl Deref for ChunkWrite {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let range = self.range();
+        let start = self.room.at(&range);
+        // SAFETY: the range lies in the mapping; its pieces are taken by this value
+        // alone (`PartialSlot::take_all`), pieces do not overlap, and the slot is lent to the
+        // room, so that no reader reads it.
+        unsafe { std::slice::from_raw_parts(start, range.len()) }
+    }
+}
+
+impl DerefMut for ChunkWrite {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.written = true;
+        let range = self.range();
+        let start = self.room.at(&range);
+        // SAFETY: as in `deref`; a relay's own mapping is writable, and `&mut
+        // self` is the only way to these pieces.
+        unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
+    }
+}
+
+impl Drop for ChunkWrite {
+    fn drop(&mut self) {
+        if !self.kept {
+            let left = match self.untouched && !self.written {
+                true => MISSING,
+                false => SPOILED,
+            };
+            for state in &self.room.pieces[self.indices.clone()] {
+                state.store(left, Ordering::Release);
+            }
+        }
+    }
+}

@@ -1,0 +1,493 @@
+//! What the sender knows of its readers: who they are, what they hold, and what
+//! is to be told of them.
+
+mod reader;
+mod state;
+
+use std::fmt;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use weightsync_core::{Run, Version, WorkerId};
+
+pub use self::state::Departure;
+pub(crate) use self::{
+    reader::{Call, End, Reader},
+    state::{Gone, State},
+};
+use crate::error::{Error, Holder, RecordHolder};
+use crate::grow;
+use crate::map::OwnedFile;
+use crate::model::{Description, Model, ModelSpec};
+use crate::pins::{Home, PinBook};
+use crate::plan::{Key, Plan};
+use crate::protocol::{PinWord, SlotSet};
+use crate::relay::Relayed;
+use crate::service::is_gone;
+use crate::set::{ModelSet, Models};
+use crate::shared::{Ending, HEADER_BYTES, Header, MODEL_PAGE_BYTES};
+use crate::slot::Slot;
+use crate::snapshot::Snapshot;
+use crate::socket::Socket;
+use crate::sync::load_acquire;
+use crate::wait::{Bells, Deadline, Doorbell, WaitStyle, Watchers};
+use crate::wire::FromSender;
+use crate::writer::SegmentOptions;
+
+/// The most readers of one segment. Each costs the sender two descriptors.
+pub(crate) const MAX_READERS: usize = 4096;
+
+/// The most readers that somebody in the sender's process acts for.
+pub(crate) const MAX_REMOTE_READERS: usize = 1 << 16;
+
+/// What the sender, its service thread and those who wait for readers share.
+pub(crate) struct Shared {
+    pub(crate) run: Run,
+    pub(crate) header: OwnedFile,
+    pub(crate) bells: Bells,
+    pub(crate) own: Arc<PinBook>,
+    pub(crate) models: Vec<Served>,
+    pub(crate) secret: [u8; 16],
+    pub(crate) stop: Doorbell,
+    /// Rings when a reader is owed slots.
+    pub(crate) owes: Doorbell,
+    pub(crate) wait: WaitStyle,
+    /// How many versions may wait in a reader's queue.
+    pub(crate) max_queue: u8,
+    pub(crate) watchers: Watchers,
+    /// The slots that each model soon needs.
+    pub(crate) slots: u8,
+    /// A slot is to be made, or the sender closes.
+    pub(crate) asked: Condvar,
+    /// Why a reader could not be let in, if none was since.
+    trouble: Mutex<Option<Error>>,
+    /// Slots that are being made are not needed any more.
+    pub(crate) ends: AtomicBool,
+    state: Mutex<State>,
+    /// What a relay is to be told of its own readers; `None` of a sender.
+    pub(crate) relayed: Option<Relayed>,
+}
+
+/// A model as the sender has it.
+#[derive(Debug)]
+pub(crate) struct Served {
+    pub(crate) model: Arc<Model>,
+    pub(crate) page: OwnedFile,
+    pub(crate) description: Description,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The secret stays out of logs.
+        f.debug_struct("Shared")
+            .field("run", &self.run)
+            .field("models", &self.models.len())
+            .field("readers", &self.readers())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A reader as the sender sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReaderStatus {
+    /// Which worker.
+    pub worker: WorkerId,
+    /// Its process.
+    pub pid: u32,
+    /// Where its weights live, in its own words.
+    pub device: String,
+    /// Whether it is held at what it has.
+    pub held: bool,
+    /// The sequence number of the newest set it has taken; 0 before the first.
+    pub taken: u64,
+    /// The version of each model it has loaded; `Version::NONE` before the
+    /// first, and for the models it did not ask for.
+    pub applied: Vec<Version>,
+}
+
+/// Who is there, and who was.
+#[derive(Clone, Debug, Default)]
+pub struct Attendance {
+    /// The readers connected at present, by worker.
+    pub readers: Vec<ReaderStatus>,
+    /// Those that cannot use the models, until they are
+    /// [taken](crate::Writer::take_rejected) or told of.
+    pub rejected: Vec<WorkerId>,
+    /// Those that have joined and are gone, in the order in which they joined, as far as
+    /// that is remembered.
+    pub gone: Vec<GoneReader>,
+    /// How many have joined so far.
+    pub joined: u64,
+}
+
+/// A reader that was there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GoneReader {
+    /// Which worker.
+    pub worker: WorkerId,
+    /// Its process.
+    pub pid: u32,
+    /// How it went.
+    pub going: Departure,
+    /// Why it could use nothing more, if it said so: then it failed, however it went.
+    pub reason: Option<String>,
+    /// The version of each model it had loaded.
+    pub applied: Vec<Version>,
+    /// Of all that joined it was this one, from 1.
+    pub joined: u64,
+}
+
+impl Shared {
+    pub(crate) fn new(
+        run: Run,
+        specs: &[ModelSpec],
+        secret: [u8; 16],
+        options: &SegmentOptions,
+        relayed: Option<Relayed>,
+    ) -> Result<Arc<Self>, Error> {
+        grow::check_room(specs, options.slots)?;
+        let header = OwnedFile::new("weightsync-header", HEADER_BYTES)?;
+        let mut models = Vec::with_capacity(specs.len());
+        let (mut slots, mut growth) = (Vec::with_capacity(specs.len()), Vec::new());
+        for (index, spec) in specs.iter().enumerate() {
+            let page = OwnedFile::new("weightsync-commits", MODEL_PAGE_BYTES)?;
+            let model = Model::new(index, &spec.layout, page.map.clone());
+            let (made, grows) = grow::first_slots(options.slots, model.slot_bytes())?;
+            slots.push(made);
+            growth.push(grows);
+            models.push(Served {
+                model: Arc::new(model),
+                page,
+                description: Description::new(spec)?,
+            });
+        }
+        let bells = Bells::new()?;
+        // The sender's own pins: in its private memory, by the same protocol.
+        let words = Box::new(std::array::from_fn(|_| PinWord::new()));
+        let own = PinBook::new(
+            Home::Sender(words),
+            header.map.clone(),
+            bells.own().clone(),
+            Models::first(specs.len()),
+        );
+        let made = slots.iter().map(Vec::len);
+        let plan = Plan::new(made, options.history);
+        Ok(Arc::new(Self {
+            run,
+            header,
+            bells,
+            own: Arc::new(own),
+            models,
+            secret,
+            stop: Doorbell::new()?,
+            owes: Doorbell::new()?,
+            wait: options.wait,
+            max_queue: options.max_queue,
+            watchers: Watchers::default(),
+            slots: options.slots,
+            asked: Condvar::new(),
+            trouble: Mutex::default(),
+            ends: AtomicBool::new(false),
+            state: Mutex::new(State::new(plan, slots, growth)),
+            relayed,
+        }))
+    }
+
+    pub(crate) fn header(&self) -> &Header {
+        self.header.map.table()
+    }
+
+    /// The pages are this process's to use, and the sender has not closed.
+    pub(crate) fn open(&self) -> Result<(), Error> {
+        self.header.map.usable()?;
+        match self.is_closed() {
+            true => Err(Error::SenderClosed),
+            false => Ok(()),
+        }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        load_acquire(&self.header().closed.0) != 0
+    }
+
+    /// Looks again and again until something is found, the deadline comes or the
+    /// sender closes. Readers ring their bells only while somebody sleeps here.
+    pub(crate) fn wait_until<T>(
+        &self,
+        deadline: Deadline,
+        mut look: impl FnMut() -> Result<Option<T>, Error>,
+    ) -> Result<Option<T>, Error> {
+        self.header.map.usable()?;
+        let found = self.wait.brief(deadline, || look().transpose());
+        if let Some(found) = found {
+            return found.map(Some);
+        }
+        let sleep = &self.header().sender.0;
+        self.watchers.wait(sleep, &self.bells, deadline, || {
+            self.open()?;
+            look()
+        })
+    }
+
+    /// Hands a new slot of a model to every reader of it, before any set can name
+    /// it.
+    pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<Slot>) {
+        let index = state.plan.grown(model);
+        state.slots[model].push(file);
+        for reader in state.readers.values_mut() {
+            let takes_slots = reader.socket().is_some() && reader.unusable.is_none();
+            if takes_slots && reader.models.contains(model) && !reader.has_left() {
+                reader.owed.push_back((model as u8, index));
+            }
+        }
+        if self.hand_slots(state) {
+            self.owes.ring();
+        }
+    }
+
+    /// Hands readers the slots they are owed, as far as it goes. True if it has
+    /// to be tried again: a reader that stands still has a full socket, and the
+    /// kernel bounds how many descriptors are on their way. One that has left
+    /// takes none any more: those on their way would count against the others.
+    pub(crate) fn hand_slots(&self, state: &mut State) -> bool {
+        let mut again = false;
+        let mut without = Vec::new();
+        for (key, reader) in &mut state.readers {
+            if !reader.owed.is_empty() && reader.has_left() {
+                reader.owed.clear();
+            }
+            let Some(socket) = reader.socket().cloned() else {
+                continue;
+            };
+            while let Some(&(model, index)) = reader.owed.front() {
+                let packet = FromSender::Slot { model, index }.encode();
+                let file = &state.slots[usize::from(model)][usize::from(index)];
+                match socket.send(&packet, &[file.fd.as_fd()]) {
+                    Ok(true) => {
+                        reader.owed.pop_front();
+                    }
+                    // It is buried when its hang-up is heard.
+                    Ok(false) if is_gone(&socket) => reader.owed.clear(),
+                    Err(error) if !error.is_crowded_out() => {
+                        let why = format!(
+                            "it could not be handed slot {index} of model {model}: {error}"
+                        );
+                        without.push((*key, why));
+                        break;
+                    }
+                    _ => {
+                        again = true;
+                        break;
+                    }
+                }
+            }
+        }
+        for (key, why) in without {
+            state.turn_away(key, why);
+        }
+        again
+    }
+
+    /// Whether this process can read a model, and there is one.
+    pub(crate) fn check_model(&self, model: usize) -> Result<(), Error> {
+        self.header.map.usable()?;
+        if model < self.models.len() {
+            return Ok(());
+        }
+        Err(Error::BadOption {
+            option: "model",
+            expected: "the index of a model",
+            got: model.to_string(),
+        })
+    }
+
+    /// The sender's own hold on one model's version of a set, unless it has
+    /// closed: then there are no slots any more.
+    pub(crate) fn hold(
+        &self,
+        state: &State,
+        model: usize,
+        set: &ModelSet,
+    ) -> Result<Option<Snapshot>, Error> {
+        // Asked under the lock, as the slots go under it.
+        self.open()?;
+        let set = set.only(Models::of(&[model]));
+        // Pinned under the lock: a search for a free slot takes that lock too.
+        let Some(pin) = self.own.pin(&set).pop() else {
+            return Ok(None);
+        };
+        let slot = state.slots[model][usize::from(pin.slot)].clone();
+        let model = self.models[model].model.clone();
+        Snapshot::new(pin, slot, model, self.run).map(Some)
+    }
+
+    /// Who holds slots of a model, with the versions in them.
+    pub(crate) fn holders(&self, model: usize) -> Vec<Holder> {
+        let mut state = self.state();
+        let _ = self.observe(&mut state);
+        let versions = |held: SlotSet| {
+            let versions = held.iter().map(|slot| state.plan.version_in(model, slot));
+            let mut versions: Vec<_> = versions.filter(|version| !version.is_none()).collect();
+            versions.sort();
+            versions
+        };
+        // What all are meant to run is nobody's fault.
+        let newest = state.plan.default_set().place(model);
+        let readers = state.readers.iter().map(|(key, reader)| {
+            let queued = state.plan.mailbox_slots(*key, model);
+            let queued = newest.map_or(queued, |newest| queued.without(newest.slot));
+            let pinned = reader.control().pins[model].held();
+            let pinned = reader.claims.of(model, pinned);
+            let by_record = state.plan.slots_of(reader.claims.records(), model);
+            let pinned = pinned.union(by_record);
+            Holder {
+                worker: Some(key.0),
+                pid: reader.pid(),
+                versions: versions(pinned.union(queued)),
+            }
+        });
+        let own = Holder {
+            worker: None,
+            pid: std::process::id(),
+            versions: versions(self.own.held(model)),
+        };
+        let holders = readers.chain([own]);
+        holders
+            .filter(|holder| !holder.versions.is_empty())
+            .collect()
+    }
+
+    /// Who holds set records, and how many.
+    pub(crate) fn record_holders(&self) -> Vec<RecordHolder> {
+        let mut state = self.state();
+        let _ = self.observe(&mut state);
+        let holders = state.readers.iter().map(|(key, reader)| {
+            let named = state.plan.named_records(*key);
+            let named = named.union(reader.claims.records());
+            // What all are meant to run is nobody's fault.
+            let newest = state.plan.default_set();
+            let held = named.iter().filter(|one| state.plan.set(*one) != newest);
+            RecordHolder {
+                worker: key.0,
+                pid: reader.pid(),
+                records: held.count(),
+            }
+        });
+        holders.filter(|holder| holder.records > 0).collect()
+    }
+
+    pub(crate) fn readers(&self) -> Vec<ReaderStatus> {
+        // In a forked child the control pages are not mapped, and the lock may
+        // be held by a thread that does not exist there.
+        if self.header.map.usable().is_err() {
+            return Vec::new();
+        }
+        self.present(&self.state())
+    }
+
+    fn present(&self, state: &State) -> Vec<ReaderStatus> {
+        let present = state
+            .readers
+            .iter()
+            .filter(|(_, reader)| !reader.has_left());
+        let lines = present.map(|((worker, _), reader)| ReaderStatus {
+            worker: *worker,
+            pid: reader.pid(),
+            device: reader.device.clone(),
+            held: state.plan.is_held(*worker),
+            taken: reader.taken(),
+            applied: reader.versions(self.models.len()),
+        });
+        lines.collect()
+    }
+
+    /// Who is there, and who was, at one moment.
+    pub(crate) fn attendance(&self) -> Attendance {
+        if self.header.map.usable().is_err() {
+            return Attendance::default();
+        }
+        let state = self.state();
+        let gone = state.gone().into_iter().map(|gone| GoneReader {
+            worker: gone.key.0,
+            pid: gone.pid,
+            going: gone.going,
+            reason: gone.reason,
+            applied: gone.versions,
+            joined: gone.key.1,
+        });
+        Attendance {
+            readers: self.present(&state),
+            rejected: state.rejected().iter().map(|one| one.key.0).collect(),
+            gone: gone.collect(),
+            joined: state.joined,
+        }
+    }
+
+    pub(crate) fn take_rejected(&self) -> Vec<(WorkerId, String)> {
+        let rejected = self.state().tell_rejected(|_| true);
+        rejected
+            .into_iter()
+            .map(|one| (one.key.0, one.reason))
+            .collect()
+    }
+
+    /// Tells everybody that this sender closes, and ends the service thread and
+    /// every wait.
+    ///
+    /// The connections are shut down rather than left to be closed: a forked
+    /// child of this process may keep its copies of them open.
+    pub(crate) fn close(&self, ending: Ending) {
+        self.header()
+            .closed
+            .0
+            .store(ending.word(), Ordering::Release);
+        let mut state = self.state();
+        for reader in state.readers.values_mut() {
+            if let Some(socket) = reader.socket() {
+                socket.shut_down();
+            }
+            reader.owed.clear();
+        }
+        // A waiter may outlive the sender; the memory of the weights need not.
+        state.slots.clear();
+        drop(state);
+        self.ends.store(true, Ordering::Relaxed);
+        self.asked.notify_all();
+        self.stop.ring();
+        self.bells.ring();
+    }
+
+    /// The connections to watch; of deaf ones only the end.
+    pub(crate) fn watched(&self) -> Vec<(Key, Arc<Socket>, bool)> {
+        let state = self.state();
+        let readers = state.readers.iter();
+        readers
+            .filter_map(|(key, reader)| Some((*key, reader.socket()?.clone(), reader.deaf)))
+            .collect()
+    }
+
+    /// The state, unless this process is a forked child: there the lock may be held by a
+    /// thread that does not exist.
+    pub(crate) fn state_here(&self) -> Result<MutexGuard<'_, State>, Error> {
+        self.header.map.usable()?;
+        Ok(self.state())
+    }
+
+    /// The same, of a sender that has not closed: what closing takes away is there for as
+    /// long as the lock is held.
+    pub(crate) fn open_state(&self) -> Result<MutexGuard<'_, State>, Error> {
+        let state = self.state_here()?;
+        self.open()?;
+        Ok(state)
+    }
+
+    pub(crate) fn trouble(&self) -> MutexGuard<'_, Option<Error>> {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+        // Every change of the state is complete before anything can panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

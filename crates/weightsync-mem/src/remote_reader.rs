@@ -1,0 +1,500 @@
+//! Readers that are elsewhere, and somebody in the sender's own process acts for
+//! them.
+//!
+//! **Guarantee.** To the sender a remote reader is a reader like any other: it has a mailbox,
+//! it is waited for, held, named in reports. What it is told is handed out here,
+//! pinned by the sender itself for as long as that is held; what has become of it
+//! there is said here. It costs the sender no descriptor, no mapping and no
+//! thread.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use weightsync_core::{Epoch, Run, Version, WorkerId};
+
+use crate::error::Error;
+use crate::plan::{Answer, Key};
+use crate::protocol::order;
+use crate::registry::{
+    Call, Departure, End, MAX_REMOTE_READERS, Reader, ReaderStatus, Shared, State,
+};
+use crate::service::Newcomer;
+use crate::set::{ModelSet, Models, Placed};
+use crate::shared::{Exit, Seat};
+use crate::snapshot::Snapshot;
+use crate::sync::load_acquire;
+use crate::wire::{Delivery, MAX_DEVICE, Want};
+use crate::writer::Writer;
+
+/// Where remote readers join a sender. It may outlive the sender, and then nobody can.
+#[derive(Clone, Debug)]
+pub struct RemoteReaders {
+    shared: Arc<Shared>,
+}
+
+/// Who joins as a remote reader, and on what terms.
+#[derive(Clone, Debug)]
+pub struct RemoteReaderOptions {
+    /// The worker's number, unique among the sender's readers.
+    pub worker: WorkerId,
+    /// Its process, where it is.
+    pub pid: u32,
+    /// The highest epoch it has seen; a sender below it is refused.
+    pub seen: Epoch,
+    /// The models it wants; [`Models::ALL`] for every one there is.
+    pub models: Models,
+    /// Which versions it is given.
+    pub delivery: Delivery,
+    /// Where its weights live, for people to read.
+    pub device: String,
+}
+
+/// A set as a remote reader is told it.
+#[derive(Clone, Debug)]
+pub struct Notified {
+    /// Grows from one to the next.
+    pub sequence: u64,
+    /// One whole version for each model of it.
+    pub members: Vec<Snapshot>,
+}
+
+/// One reader that is elsewhere. Dropped, it is [lost](Departure::Lost).
+pub struct RemoteReader {
+    shared: Arc<Shared>,
+    key: Key,
+    models: Models,
+    delivery: Delivery,
+    /// How many entries of its queue were handed out.
+    handed: AtomicU64,
+}
+
+impl RemoteReaders {
+    /// Of this sender.
+    pub fn of(writer: &Writer) -> Self {
+        Self {
+            shared: writer.shared.clone(),
+        }
+    }
+
+    /// The sender's run.
+    pub fn run(&self) -> Run {
+        self.shared.run
+    }
+
+    /// The newest version of a model that was published to any worker.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such model, and in a forked child.
+    pub fn version(&self, model: usize) -> Version {
+        if let Err(error) = self.shared.header.map.usable() {
+            panic!("{error}");
+        }
+        self.shared.state().plan.version(model)
+    }
+
+    /// The newest set that was sent to every worker, and the last sequence number that was
+    /// given out so far.
+    ///
+    /// # Panics
+    ///
+    /// In a forked child.
+    pub fn sent_to_all(&self) -> (u64, Vec<(usize, Version)>) {
+        if let Err(error) = self.shared.header.map.usable() {
+            panic!("{error}");
+        }
+        let state = self.shared.state();
+        let set = state.plan.default_set().iter();
+        let set = set.map(|(model, placed)| (model, placed.version));
+        (state.plan.sequence(), set.collect())
+    }
+
+    /// Bytes of each version of a model.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such model.
+    pub fn bytes(&self, model: usize) -> u64 {
+        self.shared.models[model].model.layout.bytes()
+    }
+
+    /// A version of a model, as long as anybody is to run it or it is kept;
+    /// otherwise `None`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child,
+    /// and [`Error::BadOption`] if there is no such model.
+    pub fn snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>, Error> {
+        self.shared.check_model(model)?;
+        let state = self.shared.open_state()?;
+        let Some(slot) = state.plan.find(model, version) else {
+            return Ok(None);
+        };
+        let mut set = ModelSet::EMPTY;
+        set.put(model, Placed { slot, version });
+        self.shared.hold(&state, model, &set)
+    }
+
+    /// The readers of the sender's own host, by worker.
+    pub fn local(&self) -> Vec<ReaderStatus> {
+        let mut readers = self.shared.readers();
+        if self.shared.header.map.usable().is_ok() {
+            let state = self.shared.state();
+            readers.retain(|reader| {
+                let all = (reader.worker, 0)..=(reader.worker, u64::MAX);
+                let mut of_it = state.readers.range(all);
+                of_it.any(|(_, one)| one.socket().is_some() && !one.has_left())
+            });
+        }
+        readers
+    }
+
+    /// Lets a remote reader in; `call` is called, with the worker's number, whenever there
+    /// may be something new for it. It is called under a lock: it must not wait,
+    /// nor call anything here.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Denied`] with the reason, [`Error::SenderClosed`] after the end,
+    /// [`Error::Forked`] in a forked child.
+    pub fn join(
+        &self,
+        options: RemoteReaderOptions,
+        call: impl Fn(WorkerId) + Send + Sync + 'static,
+    ) -> Result<RemoteReader, Error> {
+        let shared = &self.shared;
+        shared.open()?;
+        let RemoteReaderOptions {
+            worker,
+            pid,
+            seen,
+            models,
+            delivery,
+            mut device,
+        } = options;
+        device.truncate(device.floor_char_boundary(MAX_DEVICE));
+        let newcomer = Newcomer {
+            worker,
+            models,
+            delivery,
+            device,
+            instance: 0,
+        };
+        let denied = |reason| Err(Error::Denied { reason });
+        if let Err(reason) = shared.admit(&newcomer, seen) {
+            return denied(reason);
+        }
+        let mut state = shared.open_state()?;
+        if let Err(reason) = shared.vacate(&mut state, worker) {
+            return denied(reason);
+        }
+        let (_, remote_readers) = state.counts();
+        if remote_readers >= MAX_REMOTE_READERS {
+            return denied(format!(
+                "{MAX_REMOTE_READERS} workers are connected from other hosts, which is the limit"
+            ));
+        }
+        let models = models.and(Models::first(shared.models.len()));
+        state.joined += 1;
+        let key = (worker, state.joined);
+        let end = End::RemoteReader {
+            seat: Seat::new(),
+            pid,
+            call: Call(Arc::new(move |(worker, _)| call(worker))),
+        };
+        let reader = Reader::new(end, 0, models, delivery, newcomer.device);
+        state.seat(key, reader);
+        let records = shared.observe(&mut state);
+        shared.decide(&mut state, |plan, steps| {
+            // It may have been told something before, by another who acted for it.
+            plan.join((key, u64::MAX), models, delivery, records, steps);
+        });
+        drop(state);
+        shared.bells.ring();
+        Ok(RemoteReader {
+            shared: shared.clone(),
+            key,
+            models,
+            delivery,
+            handed: AtomicU64::new(0),
+        })
+    }
+}
+
+impl RemoteReader {
+    /// Its number.
+    pub fn worker(&self) -> WorkerId {
+        self.key.0
+    }
+
+    /// The models it is given.
+    pub fn models(&self) -> Models {
+        self.models
+    }
+
+    /// Which versions it is given.
+    pub fn delivery(&self) -> Delivery {
+        self.delivery
+    }
+
+    /// What it is told that was not handed out here before: of one that takes
+    /// every version what is new in its queue, in order; else the newest, also if
+    /// it was handed out before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child,
+    /// and what is wrong with a record.
+    pub fn told(&self) -> Result<Vec<Notified>, Error> {
+        let state = self.shared.open_state()?;
+        let Some(reader) = self.reader(&state) else {
+            return Ok(Vec::new());
+        };
+        let mailbox = reader.mailbox();
+        let mut all = Vec::new();
+        match self.delivery {
+            Delivery::Every { .. } => {
+                let mut at = self.handed.load(Ordering::Relaxed);
+                while let Some(live) = mailbox.queue.0.get(at) {
+                    let set = state.plan.record(live.record).set;
+                    all.push(self.hold(&state, live.sequence, &set)?);
+                    at += 1;
+                }
+                self.handed.store(at, Ordering::Relaxed);
+            }
+            Delivery::Newest | Delivery::Asked => {
+                if let Some(live) = mailbox.live.0.load() {
+                    let set = state.plan.record(live.record).set;
+                    all.push(self.hold(&state, live.sequence, &set)?);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// Hands out its queue from the beginning again: to somebody else who acts for
+    /// it from here on.
+    pub fn start_over(&self) {
+        let Ok(state) = self.shared.state_here() else {
+            return;
+        };
+        if let Some(reader) = self.reader(&state) {
+            let head = reader.control().head.load();
+            self.handed.store(head, Ordering::Relaxed);
+        }
+    }
+
+    /// The answer to its last question, if it is there and not taken, with the
+    /// question's number.
+    ///
+    /// # Errors
+    ///
+    /// As [`told`](Self::told).
+    pub fn answered(&self) -> Result<Option<(u64, Notified)>, Error> {
+        let state = self.shared.open_state()?;
+        let Some(reader) = self.reader(&state) else {
+            return Ok(None);
+        };
+        let place = &reader.mailbox().answer.0;
+        let question = load_acquire(&place.question);
+        let Some(live) = place.live.load().filter(|_| question > reader.through()) else {
+            return Ok(None);
+        };
+        let set = state.plan.record(live.record).set;
+        Ok(Some((question, self.hold(&state, live.sequence, &set)?)))
+    }
+
+    /// It asks for a version: see [`answered`](Self::answered).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchVersion`], [`Error::Protocol`] if it may not ask for that,
+    /// and as [`told`](Self::told).
+    pub fn ask(&self, question: u64, want: Want) -> Result<(), Error> {
+        let mut state = self.shared.open_state()?;
+        if state.asks(self.key).is_none() {
+            return Ok(());
+        }
+        state.hear(self.key);
+        let records = self.shared.observe(&mut state);
+        let answer = self.shared.decide(&mut state, |plan, steps| {
+            plan.ask(self.key, question, want, records, steps)
+        });
+        match (answer, want) {
+            (Answer::Notified | Answer::Later | Answer::Gone, _) => Ok(()),
+            (
+                Answer::Unknown { known },
+                Want::AtLeast { model, version } | Want::Exactly { model, version },
+            ) => Err(Error::NoSuchVersion {
+                model,
+                asked: version,
+                known,
+            }),
+            (Answer::Unknown { .. } | Answer::NotAllowed, want) => Err(Error::Protocol {
+                expected: "a question its models and its kind of delivery allow",
+                got: format!("{want:?}"),
+            }),
+        }
+    }
+
+    /// It does not wait for an answer any more.
+    pub fn withdraw(&self) {
+        if self.shared.header.map.usable().is_ok() {
+            self.shared.state().plan.withdraw(self.key);
+        }
+    }
+
+    /// How far it is: the newest set it has taken, and the last question whose
+    /// answer it needs no more. What lies before that in its queue is taken too.
+    /// Numbers that go back are not believed.
+    pub fn progress(&self, taken: u64, through: u64) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
+        let mut state = self.shared.state();
+        let Some(reader) = self.reader(&state) else {
+            return;
+        };
+        let control = reader.control();
+        control.taken.fetch_max(taken, Ordering::AcqRel);
+        control.through.fetch_max(through, Ordering::AcqRel);
+        self.advance(reader, taken);
+        order();
+        self.deliver(&mut state);
+        state.hear(self.key);
+        drop(state);
+        self.tell_sender();
+    }
+
+    /// It has loaded these versions, with the set of this sequence number, or (0)
+    /// with one that it asked for.
+    pub fn applied(&self, sequence: u64, versions: impl IntoIterator<Item = (usize, Version)>) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
+        let mut state = self.shared.state();
+        let Some(reader) = self.reader(&state) else {
+            return;
+        };
+        let mine = versions
+            .into_iter()
+            .filter(|(model, _)| self.models.contains(*model));
+        reader.control().say_loaded(sequence, mine);
+        state.hear(self.key);
+        drop(state);
+        self.tell_sender();
+    }
+
+    /// It cannot use a set, by its sequence number, or, without one, anything that
+    /// comes.
+    pub fn refuse(&self, sequence: Option<u64>, reason: String) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
+        let mut state = self.shared.state();
+        match sequence {
+            None => state.reject(self.key, reason),
+            Some(sequence) => {
+                if let Some(reader) = state.readers.get_mut(&self.key) {
+                    reader.refused = Some((sequence, reason));
+                    self.advance(reader, sequence);
+                }
+                state.hear(self.key);
+            }
+        }
+        if state.plan.anything_waits() {
+            self.shared.deliver(&mut state);
+        }
+        drop(state);
+        self.shared.bells.ring();
+    }
+
+    /// Has what waits come where this remote reader has made room: in its own queue, or by a
+    /// record that it has given back.
+    fn deliver(&self, state: &mut State) {
+        let plan = &state.plan;
+        if plan.anything_waits_for(self.key) || plan.lacks_records() {
+            self.shared.deliver(state);
+        }
+    }
+
+    /// Gives the entries of its queue back up to this sequence number.
+    fn advance(&self, reader: &Reader, sequence: u64) {
+        let Delivery::Every { .. } = self.delivery else {
+            return;
+        };
+        let (queue, head) = (&reader.mailbox().queue.0, &reader.control().head);
+        let mut at = head.load();
+        let handed = self.handed.load(Ordering::Relaxed);
+        while at < handed && queue.get(at).is_some_and(|live| live.sequence <= sequence) {
+            at += 1;
+        }
+        head.advance(at);
+    }
+
+    /// It has gone.
+    pub fn leave(self, going: Departure) {
+        self.go(going);
+    }
+
+    fn go(&self, going: Departure) {
+        if self.shared.header.map.usable().is_err() {
+            return;
+        }
+        let mut state = self.shared.state();
+        if let Some(reader) = self.reader(&state) {
+            if going == Departure::Left {
+                let left = &reader.control().left;
+                left.store(Exit::InOrder.word(), Ordering::Release);
+            }
+            state.bury(self.key, going);
+            if state.plan.anything_waits() {
+                self.shared.deliver(&mut state);
+            }
+            drop(state);
+            self.shared.bells.ring();
+        }
+    }
+
+    fn reader<'a>(&self, state: &'a State) -> Option<&'a Reader> {
+        state.readers.get(&self.key)
+    }
+
+    fn hold(&self, state: &State, sequence: u64, set: &ModelSet) -> Result<Notified, Error> {
+        let set = set.only(self.models);
+        let models = set.models();
+        let held = models.iter().map(|model| {
+            let held = self.shared.hold(state, model, &set)?;
+            held.ok_or(Error::SenderClosed)
+        });
+        Ok(Notified {
+            sequence,
+            members: held.collect::<Result<_, _>>()?,
+        })
+    }
+
+    fn tell_sender(&self) {
+        order();
+        if self.shared.header().sender.0.sleeping() {
+            self.shared.bells.ring();
+        }
+    }
+}
+
+impl Drop for RemoteReader {
+    fn drop(&mut self) {
+        self.go(Departure::Lost);
+    }
+}
+
+impl fmt::Debug for RemoteReader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RemoteReader")
+            .field("worker", &self.key.0)
+            .field("models", &self.models)
+            .field("delivery", &self.delivery)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,153 @@
+//! Readers of other hosts, for whom somebody in the sender's process acts.
+
+use std::thread;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+use weightsync_core::{Epoch, WorkerId};
+use weightsync_mem::{
+    Delivery, Departure, Level, Models, Outcome, RemoteReader, RemoteReaderOptions, RemoteReaders,
+    Targets, Writer,
+};
+
+use crate::{address, outcomes, send, settle, slots, small, within, workers};
+
+pub fn join(writer: &Writer, worker: u32, delivery: Delivery) -> RemoteReader {
+    let options = RemoteReaderOptions {
+        worker: WorkerId(worker),
+        pid: 1,
+        seen: Epoch(0),
+        models: Models::ALL,
+        delivery,
+        device: String::new(),
+    };
+    RemoteReaders::of(writer).join(options, |_| ()).unwrap()
+}
+
+/// It has taken and loaded what it was told last.
+pub fn load(remote_reader: &RemoteReader) {
+    let told = remote_reader.told().unwrap();
+    let last = told.last().unwrap();
+    let versions = last.members.iter().map(|one| (one.model(), one.version()));
+    remote_reader.progress(last.sequence, 0);
+    remote_reader.applied(last.sequence, versions);
+}
+
+fn cpu() -> Duration {
+    let spent = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(spent.tv_sec as u64, spent.tv_nsec as u32)
+}
+
+/// What it costs a sender that so many join, and have one version each, while it waits
+/// for them, next to one that never has room.
+fn cost_of(count: u32) -> Duration {
+    let mut writer = small(&address(), 1, slots(8, 8));
+    let full = join(&writer, count, Delivery::Every { bound: 1 });
+    send(&mut writer, &[0], &Targets::All);
+    let begun = cpu();
+    let remote_readers = (0..count).map(|worker| join(&writer, worker, Delivery::Newest));
+    let remote_readers: Vec<_> = remote_readers.collect();
+    let publication = send(&mut writer, &[0], &Targets::All);
+    let waiter = writer.waiter();
+    let waits = thread::spawn(move || {
+        let begun = cpu();
+        let lines = waiter.settle(&publication, Level::Applied, within(60));
+        (lines.unwrap(), cpu() - begun)
+    });
+    remote_readers.iter().for_each(load);
+    let spent = cpu() - begun;
+    // What waits is told once there is room, and loaded.
+    load(&full);
+    load(&full);
+    let (lines, waited) = waits.join().unwrap();
+    assert_eq!(lines.len(), count as usize + 1);
+    let applied = |line: &weightsync_mem::ReaderOutcome| line.outcome == Outcome::Applied;
+    assert!(lines.iter().all(applied));
+    spent + waited
+}
+
+#[test]
+fn each_of_many_guests_costs_what_each_of_few_does() {
+    let [few, many] = [400, 8000].map(|count| (0..2).map(|_| cost_of(count)).min().unwrap());
+    assert!(
+        many < 80 * few,
+        "{many:?} for twenty times as many as {few:?}"
+    );
+}
+
+#[test]
+fn any_word_of_a_guest_wakes_its_wait() {
+    let mut writer = small(&address(), 1, slots(2, 2));
+    let remote_readers: Vec<_> = (0..4)
+        .map(|worker| join(&writer, worker, Delivery::Newest))
+        .collect();
+    let publication = send(&mut writer, &[0], &Targets::All);
+    let waiter = writer.waiter();
+    let waits = thread::spawn(move || waiter.settle(&publication, Level::Applied, within(20)));
+    let [loads, refuses, unusable, leaves] = <[RemoteReader; 4]>::try_from(remote_readers).unwrap();
+    load(&loads);
+    let sequence = refuses.told().unwrap()[0].sequence;
+    refuses.refuse(Some(sequence), "not this".into());
+    unusable.refuse(None, "nothing".into());
+    leaves.leave(weightsync_mem::Departure::Lost);
+    let refused = |reason: &str| Outcome::Refused {
+        reason: reason.into(),
+    };
+    let expected = [
+        (0, Outcome::Applied),
+        (1, refused("not this")),
+        (2, refused("nothing")),
+        (3, Outcome::Lost),
+    ];
+    assert_eq!(outcomes(&waits.join().unwrap().unwrap()), expected);
+    // What became of it in between is not forgotten by the next, and who was lost before
+    // it had anything has one line.
+    let publication = send(&mut writer, &[0], &Targets::All);
+    load(&loads);
+    load(&refuses);
+    let lines = settle(&writer, &publication);
+    assert_eq!(lines[0].outcome, Outcome::Applied);
+    assert_eq!(lines[1].outcome, Outcome::Applied);
+}
+
+/// Of those that had a version; one that leaves in order has one line, once.
+#[test]
+fn departed_guest_has_a_line_until_back_or_forgotten() {
+    let mut writer = small(&address(), 1, slots(2, 2));
+    let remote_readers = [0, 1, 2, 3].map(|worker| join(&writer, worker, Delivery::Newest));
+    let [left, died, lost, fails] = remote_readers;
+    send(&mut writer, &[0], &Targets::All);
+    for remote_reader in [&left, &died, &lost, &fails] {
+        load(remote_reader);
+    }
+    left.leave(Departure::Left);
+    died.leave(Departure::Died);
+    lost.leave(Departure::Lost);
+    fails.refuse(None, "CUDA error".into());
+    fails.leave(Departure::Left);
+    let reason = || "CUDA error".to_owned();
+    let gone = |first: Option<Outcome>| {
+        let failed = Outcome::Failed { reason: reason() };
+        let others = [(1, Outcome::Died), (2, Outcome::Lost), (3, failed)];
+        let first = first.map(|outcome| (0, outcome));
+        first.into_iter().chain(others).collect::<Vec<_>>()
+    };
+    for first in [Some(Outcome::Left), None, None] {
+        let publication = send(&mut writer, &[0], &Targets::All);
+        assert_eq!(outcomes(&settle(&writer, &publication)), gone(first));
+    }
+    let publication = send(&mut writer, &[0], &workers(&[2]));
+    let expected = [(2, Outcome::Lost)];
+    assert_eq!(
+        outcomes(&writer.waiter().decided(&publication).unwrap()),
+        expected
+    );
+    assert_eq!(outcomes(&settle(&writer, &publication)), expected);
+
+    let back = join(&writer, 2, Delivery::Newest);
+    writer.forget(&[WorkerId(1), WorkerId(3)]).unwrap();
+    let publication = send(&mut writer, &[0], &Targets::All);
+    load(&back);
+    let lines = settle(&writer, &publication);
+    assert_eq!(outcomes(&lines), [(2, Outcome::Applied)]);
+}

@@ -1,0 +1,81 @@
+//! One line a minute for each cause: who means no good does not fill the log.
+//!
+//! Plain values in, plain values out; the caller brings the time.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+/// How often one cause is logged.
+const LOG_EVERY: Duration = Duration::from_secs(60);
+
+/// LogLimiter that are remembered.
+const CAUSES: usize = 64;
+
+/// What was logged when.
+#[derive(Debug, Default)]
+pub(crate) struct LogLimiter {
+    logged: HashMap<String, Logged>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Logged {
+    at: Instant,
+    held_back: u64,
+}
+
+impl LogLimiter {
+    /// Whether a cause is to be logged now; with how many were held back since the
+    /// last time. One line a minute for each.
+    pub(crate) fn logs(&mut self, cause: &str, now: Instant) -> Option<u64> {
+        if let Some(logged) = self.logged.get_mut(cause) {
+            if now.duration_since(logged.at) < LOG_EVERY {
+                logged.held_back += 1;
+                return None;
+            }
+            let held_back = std::mem::take(&mut logged.held_back);
+            logged.at = now;
+            return Some(held_back);
+        }
+        if self.logged.len() >= CAUSES {
+            self.logged
+                .retain(|_, logged| now.duration_since(logged.at) < LOG_EVERY);
+            if self.logged.len() >= CAUSES {
+                return None;
+            }
+        }
+        let logged = Logged {
+            at: now,
+            held_back: 0,
+        };
+        self.logged.insert(cause.into(), logged);
+        Some(0)
+    }
+}
+
+/// A warning, with how many like it were held back before.
+pub(crate) fn warn(held_back: u64, text: &str) {
+    match held_back {
+        0 => tracing::warn!("{text}"),
+        more => tracing::warn!("{text} (and {more} like it before)"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_logged_once_a_minute() {
+        let (mut log_limiter, start) = (LogLimiter::default(), Instant::now());
+        assert_eq!(log_limiter.logs("wrong token", start), Some(0));
+        for _ in 0..5 {
+            assert_eq!(log_limiter.logs("wrong token", start), None);
+        }
+        assert_eq!(log_limiter.logs("slow", start), Some(0));
+        assert_eq!(log_limiter.logs("wrong token", start + LOG_EVERY), Some(5));
+        for cause in 0..1000 {
+            let _ = log_limiter.logs(&cause.to_string(), start + LOG_EVERY);
+        }
+        assert!(log_limiter.logged.len() <= CAUSES);
+    }
+}

@@ -1,0 +1,143 @@
+//! A worker that is its own agent goes to its host's relay once there is one.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use weightsync::transport::ReceiverTransport;
+
+use super::route::Found;
+use super::{Shared, State};
+
+/// When a relay is looked for first; later less often. What a worker fetches for itself
+/// until then, its host fetches twice.
+const FIRST: Duration = Duration::from_millis(50);
+
+/// For so long a worker that has a version already stays where it is: a relay that has just
+/// begun has none, and the worker would find none there.
+const STAYS: Duration = Duration::from_millis(500);
+
+/// The longest pause between two looks.
+const LONGEST: Duration = Duration::from_secs(8);
+
+impl Shared {
+    /// Looks for a relay from here on, unless somebody does.
+    pub(super) fn look_out(shared: &Arc<Self>, state: &mut State) {
+        if state.looks.is_some() || !shared.route.wants_a_relay() {
+            return;
+        }
+        let own = shared.clone();
+        let looks = std::thread::Builder::new()
+            .name("weightsync-look".into())
+            .spawn(move || Self::look_out_for_a_relay(&own));
+        match looks {
+            Ok(looks) => state.looks = Some(looks),
+            // The worker goes on as it is.
+            Err(error) => tracing::warn!("cannot start a thread to look for a relay: {error}"),
+        }
+    }
+
+    fn look_out_for_a_relay(shared: &Arc<Self>) {
+        let (mut pause, mut since) = (FIRST, Instant::now());
+        while !shared.rest(pause) {
+            pause = (pause * 2).min(LONGEST);
+            if !shared.route.has_a_relay() {
+                continue;
+            }
+            let Some(old) = shared.take_between_calls() else {
+                return;
+            };
+            let stays = since.elapsed() < STAYS && old.attached.reader().has_news();
+            let (next, left) = match stays {
+                true => (old, None),
+                false => shared.at_the_relay(old),
+            };
+            shared.state().moving = false;
+            let is_over = left.is_some();
+            // The sender has it there before it leaves here.
+            Self::take_in(shared, next);
+            if is_over {
+                drop(left);
+                if shared.has_looked() {
+                    return;
+                }
+                (pause, since) = (FIRST, Instant::now());
+            }
+        }
+    }
+
+    /// Ends the looks for a relay, unless the one that was found has gone meanwhile and
+    /// the worker is its own agent again.
+    pub(super) fn has_looked(&self) -> bool {
+        let mut state = self.state();
+        if self.closed.load(Ordering::SeqCst) {
+            return true;
+        }
+        if !state.is_own_agent {
+            state.looks = None;
+        }
+        !state.is_own_agent
+    }
+
+    /// The segment of the relay, and the one that is left for it; else the one there
+    /// is.
+    fn at_the_relay(&self, old: Found) -> (Found, Option<Found>) {
+        let handoff = old.attached.handoff();
+        match self.route.find_relay(&handoff) {
+            Ok(Some(mut next)) if next.attached.run() == self.run => {
+                if let Err(error) = next.attached.take_over(handoff) {
+                    tracing::error!("going on at a relay: {error}");
+                }
+                (next, Some(old))
+            }
+            Ok(_) => (old, None),
+            Err(error) => {
+                tracing::warn!("this host's relay cannot be used: {error}");
+                (old, None)
+            }
+        }
+    }
+
+    /// The segment, once no call has it; `None` if the worker leaves.
+    fn take_between_calls(&self) -> Option<Found> {
+        let mut state = self.state();
+        state.moving = true;
+        if let Some(interrupter) = &state.interrupter {
+            interrupter.interrupt();
+        }
+        loop {
+            if self.closed.load(Ordering::SeqCst) {
+                return None;
+            }
+            if let Some(found) = state.found.take() {
+                return Some(found);
+            }
+            state = self.wait_for_a_change(state, LONGEST);
+        }
+    }
+
+    /// Waits for so long; whether the worker leaves.
+    fn rest(&self, pause: Duration) -> bool {
+        let since = Instant::now();
+        let mut state = self.state();
+        loop {
+            if self.closed.load(Ordering::SeqCst) {
+                return true;
+            }
+            let left = pause.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                return false;
+            }
+            state = self.wait_for_a_change(state, left);
+        }
+    }
+
+    fn wait_for_a_change<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        most: Duration,
+    ) -> MutexGuard<'a, State> {
+        let waited = self.changed.wait_timeout(state, most);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}

@@ -1,0 +1,448 @@
+//! How a worker finds its sender.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use weightsync::transport::{
+    Attached, Deadline, Endpoint, Handoff, Joining, SILENT_SENDER, interrupt,
+};
+use weightsync::{Error, MemoryError, Result};
+use weightsync_mem::{AttachOptions, Origin, Reader};
+
+use crate::access::Access;
+use crate::error::{NetError, transport};
+use crate::link::log_limiter::{self, LogLimiter};
+use crate::relay::local::{self, Whose};
+use crate::relay::{Agent, AgentOptions, Patience, Place, Reach, StartError, left};
+use crate::scheme::{Distributed, Share};
+
+/// How long one attempt to reach the sender may take.
+const ATTEMPT: Duration = Duration::from_secs(3);
+
+/// How long what lives at a name of this host has to answer before a worker asks again.
+const ANSWER: Duration = Duration::from_secs(1);
+
+/// And a relay, before the worker looks elsewhere, of half the time it has: a relay has
+/// all its room to make first, which takes a second for each gigabyte, and may be
+/// stopped. A trainer is waited for as long as it lives: what it does not give here it
+/// does not give over a link either.
+const SETTLES: Duration = Duration::from_secs(10);
+
+/// What one attempt has at the least.
+const MOMENT: Duration = Duration::from_millis(300);
+
+/// After so many refusals in a row nobody listens where the sender did.
+const REFUSALS: u32 = 5;
+
+/// How long a worker looks for another way to its sender before it takes this for an
+/// answer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Waits {
+    /// That it is turned away: the next look may find what was told of it meanwhile.
+    pub(super) denied: Duration,
+    /// That somebody listens where the sender did, and answers nobody.
+    pub(super) silent: Duration,
+}
+
+impl Default for Waits {
+    fn default() -> Self {
+        Self {
+            denied: Duration::from_secs(10),
+            silent: SILENT_SENDER,
+        }
+    }
+}
+
+/// The way of one worker.
+#[derive(Debug)]
+pub(super) struct Route {
+    scheme: Distributed,
+    at: Endpoint,
+    joining: Joining,
+    instance: u64,
+    owner: Origin,
+}
+
+/// Where it has led.
+#[derive(Debug)]
+pub(super) struct Found {
+    // The worker leaves its segment before its agent leaves the sender.
+    pub(super) attached: Attached,
+    /// The agent that this worker is itself.
+    agent: Option<Agent>,
+}
+
+impl Found {
+    /// Whether the segment is that of a relay of this host.
+    pub(super) fn is_a_relays(&self) -> bool {
+        self.agent.is_none() && self.attached.reader().is_relayed()
+    }
+
+    /// Whether it was, and that has gone.
+    pub(super) fn has_lost_its_relay(&self) -> bool {
+        self.is_a_relays() && self.attached.reader().is_gone()
+    }
+
+    /// Whether it is that of the worker's own agent.
+    pub(super) fn is_its_own_agents(&self) -> bool {
+        self.agent.is_some()
+    }
+}
+
+/// What came of one look.
+enum Look {
+    Found(Box<Found>),
+    Nothing(Reach),
+}
+
+impl Route {
+    pub(super) fn new(scheme: &Distributed, at: &Endpoint, joining: &Joining) -> Result<Self> {
+        Ok(Self {
+            scheme: scheme.clone(),
+            at: at.clone(),
+            joining: joining.clone(),
+            instance: random()?,
+            owner: Origin::here(),
+        })
+    }
+
+    pub(super) fn is_forked(&self) -> bool {
+        !self.owner.is_here()
+    }
+
+    /// Attaches to the trainer's segment if that is on this host, to that of the
+    /// host's relay if there is one, or fetches for itself.
+    pub(super) fn find(&self, handoff: &Handoff, deadline: Deadline) -> Result<Found> {
+        let since = Instant::now();
+        let mut looks = 0;
+        loop {
+            let goes_on = || interrupt::at_most(None).is_ok();
+            if let Look::Found(found) = self.look(handoff, deadline, goes_on)? {
+                return Ok(*found);
+            }
+            interrupt::at_most(None)?;
+            if deadline.is_some_and(|at| Instant::now() >= at) {
+                return Err(Error::NoSender {
+                    address: self.at.address().into(),
+                    waited: since.elapsed(),
+                });
+            }
+            let pause = pause(looks);
+            looks += 1;
+            interrupt::sleep(pause.min(left(deadline, pause)))?;
+        }
+    }
+
+    /// The same after a relay has gone: until it is `closed`, or the sender is gone
+    /// as well. What hinders one look may be over at the next, unless it lasts.
+    pub(super) fn find_again(
+        &self,
+        handoff: &Handoff,
+        closed: &AtomicBool,
+        waits: Waits,
+    ) -> Result<Option<Found>> {
+        let (mut looks, mut refusals) = (0, 0);
+        // Since when nobody has answered.
+        let mut silent: Option<Instant> = None;
+        let mut hindrances = LogLimiter::default();
+        // Since when it has been turned away at each look.
+        let mut denied: Option<Instant> = None;
+        let goes_on = || !closed.load(Ordering::SeqCst);
+        while goes_on() {
+            let reach = match self.look(handoff, None, goes_on) {
+                Ok(Look::Found(found)) => return Ok(Some(*found)),
+                Ok(Look::Nothing(reach)) => {
+                    denied = None;
+                    reach
+                }
+                Err(error) => {
+                    denied = is_denied(&error).then(|| denied.unwrap_or_else(Instant::now));
+                    if denied.is_some_and(|since| since.elapsed() >= waits.denied) {
+                        return Err(error);
+                    }
+                    let hindrance = passing(error)?;
+                    if let Some(more) = hindrances.logs(&hindrance, Instant::now()) {
+                        log_limiter::warn(
+                            more,
+                            &format!("no route to the sender now: {hindrance}"),
+                        );
+                    }
+                    Reach::Unknown
+                }
+            };
+            refusals = match reach {
+                Reach::Refused => refusals + 1,
+                _ => 0,
+            };
+            silent = match reach {
+                Reach::Unanswered => silent.or_else(|| Some(Instant::now())),
+                // The sender that answers nobody has a full queue by now, say.
+                Reach::Unknown => silent,
+                Reach::Refused => None,
+            };
+            let given_up = silent.is_some_and(|since| since.elapsed() >= waits.silent);
+            if refusals >= REFUSALS || given_up {
+                return Err(Error::SenderDied { pid: None });
+            }
+            std::thread::sleep(pause(looks));
+            looks += 1;
+        }
+        Ok(None)
+    }
+
+    /// Whether the worker reads a relay's memory where there is one.
+    pub(super) fn wants_a_relay(&self) -> bool {
+        self.scheme.share != Share::Nothing
+    }
+
+    /// Whether this host has a relay.
+    pub(super) fn has_a_relay(&self) -> bool {
+        let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
+        self.relays().iter().any(is_served)
+    }
+
+    /// Attaches to the segment of this host's relay, if there is one.
+    pub(super) fn find_relay(&self, handoff: &Handoff) -> Result<Option<Found>> {
+        for name in self.relays() {
+            if !weightsync_mem::is_served(&name).unwrap_or(false) {
+                continue;
+            }
+            match self.attach(&name, handoff, Instant::now() + ANSWER) {
+                Ok(attached) => {
+                    let agent = None;
+                    return Ok(Some(Found { attached, agent }));
+                }
+                Err(Error::NoSender { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+
+    fn relays(&self) -> Vec<String> {
+        local::names(self.at.secret(), self.at.address(), Whose::Host)
+    }
+
+    /// Whether the sender may have a successor at the same place.
+    pub(super) fn restarts(&self) -> bool {
+        self.at.restarts()
+    }
+
+    fn look(
+        &self,
+        handoff: &Handoff,
+        deadline: Deadline,
+        mut goes_on: impl FnMut() -> bool,
+    ) -> Result<Look> {
+        // A caller that waits for the answer of the process there does so here, too.
+        let until = deadline.filter(|_| !self.joining.hears_out);
+        let settles = Instant::now() + SETTLES.min(left(until, 2 * SETTLES) / 2);
+        let mut nearer = self.names();
+        loop {
+            let mut silent = Vec::new();
+            for (whose, name) in &nearer {
+                if !weightsync_mem::is_served(name).unwrap_or(false) {
+                    continue;
+                }
+                match self.attach(name, handoff, Instant::now() + left(until, ANSWER)) {
+                    Ok(attached) => return Ok(found(attached, None)),
+                    // It does not answer, or is about to go.
+                    Err(Error::NoSender { .. }) => silent.push((*whose, name.clone())),
+                    Err(error) => return Err(error),
+                }
+            }
+            let is_trainer = silent.iter().any(|(whose, _)| *whose == Whose::Sender);
+            let is_over = until.is_some_and(|at| Instant::now() >= at) || !goes_on();
+            if is_over && is_trainer {
+                return Ok(Look::Nothing(Reach::Unknown));
+            }
+            if silent.is_empty() || is_over || !is_trainer && Instant::now() >= settles {
+                // A worker that comes to another sender meanwhile is seen before this worker
+                // fetches for itself.
+                nearer.retain(|one| !silent.contains(one));
+                break;
+            }
+        }
+        let nearer = nearer.into_iter().map(|(_, name)| name).collect();
+        let patience = match self.joining.hears_out {
+            true => ATTEMPT.into(),
+            false => Patience {
+                // Who only looks gives one that is there a moment to answer.
+                dial: left(deadline, ATTEMPT).max(MOMENT),
+                until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
+            },
+        };
+        let agent = match self.become_agent(nearer, patience, goes_on)? {
+            Ok(agent) => agent,
+            Err(reach) => return Ok(Look::Nothing(reach)),
+        };
+        let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
+        match self.attach(&agent.address, handoff, until) {
+            Ok(attached) => Ok(found(attached, Some(agent))),
+            // The sender went in between.
+            Err(Error::NoSender { .. }) => Ok(Look::Nothing(Reach::Unknown)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The names at which this worker looks for others, in order.
+    fn names(&self) -> Vec<(Whose, String)> {
+        let names = |whose| {
+            let names = local::names(self.at.secret(), self.at.address(), whose);
+            names
+                .into_iter()
+                .map(|name| (whose, name))
+                .collect::<Vec<_>>()
+        };
+        match self.scheme.share {
+            Share::All => {
+                let mut all = names(Whose::Sender);
+                all.extend(names(Whose::Host));
+                all
+            }
+            Share::Relay => names(Whose::Host),
+            Share::Nothing => Vec::new(),
+        }
+    }
+
+    fn attach(&self, name: &str, handoff: &Handoff, until: Instant) -> Result<Attached> {
+        let options = AttachOptions {
+            address: name.into(),
+            secret: *self.at.secret(),
+            worker: self.joining.worker,
+            seen: self.joining.seen,
+            models: Some(self.joining.wanted.clone()),
+            delivery: self.scheme.delivery(),
+            device: self.joining.device.clone(),
+            wait: self.joining.wait,
+            instance: self.instance,
+            resume: handoff.resume(),
+        };
+        let reader = Reader::attach(&options, Some(until))?;
+        Attached::new(reader, &self.joining, self.scheme.own_copy)
+    }
+
+    /// Reaches the sender itself; how it is that that is not possible now.
+    fn become_agent(
+        &self,
+        nearer: Vec<String>,
+        patience: Patience,
+        goes_on: impl FnMut() -> bool,
+    ) -> Result<std::result::Result<Agent, Reach>> {
+        let [high, low] = [random()?, random()?];
+        let address = || self.at.address().to_owned();
+        let access = self.scheme.access_to_dial()?;
+        self.may_dial(&access)?;
+        let options = AgentOptions {
+            root: address(),
+            secret: *self.at.secret(),
+            seen: self.joining.seen,
+            connections: self.scheme.connections,
+            place: Place::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
+            // What stops a worker must not stop others.
+            serves: false,
+            access,
+            nearer,
+        };
+        match Agent::start(options, patience, goes_on) {
+            Ok(agent) => Ok(Ok(agent)),
+            Err(StartError::Unreachable(reach, _)) => Ok(Err(reach)),
+            // It was about to be there when this worker looked.
+            Err(StartError::Nearer) => Ok(Err(Reach::Unknown)),
+            Err(error) => Err(error.into_error(address())),
+        }
+    }
+
+    /// Whether a link to the sender is one that is wanted as it is.
+    fn may_dial(&self, access: &Access) -> Result<()> {
+        use std::net::ToSocketAddrs;
+        // A name that is not found is for the attempt to say.
+        let addresses = self.at.address().to_socket_addrs();
+        for address in addresses.into_iter().flatten() {
+            access
+                .may_dial_with_secret(address)
+                .map_err(crate::error::transport)?;
+        }
+        Ok(())
+    }
+}
+
+impl StartError {
+    /// As the session above knows it.
+    pub(crate) fn into_error(self, address: String) -> Error {
+        match self {
+            Self::Unreachable(_, reason) => NetError::Unreachable { address, reason }.into(),
+            Self::Nearer => NetError::Unreachable {
+                address,
+                reason: "it is on this host".into(),
+            }
+            .into(),
+            Self::Taken => NetError::AnotherRelay { address }.into(),
+            Self::Fenced { seen, got } => MemoryError::Fenced { seen, got }.into(),
+            Self::Memory(error) => error.into(),
+            Self::Os { action, source } => Error::Os { action, source },
+            Self::Refused(source) => NetError::Hello { address, source }.into(),
+            Self::Access(error) => transport(error),
+            Self::Denied(reason) => NetError::Denied { address, reason }.into(),
+            Self::Broken(reason) => NetError::Broken { address, reason }.into(),
+        }
+    }
+}
+
+fn found(attached: Attached, agent: Option<Agent>) -> Look {
+    Look::Found(Box::new(Found { attached, agent }))
+}
+
+/// Whether somebody who is there turns this worker away: another has its number, say.
+fn is_denied(error: &Error) -> bool {
+    match error {
+        Error::Memory(MemoryError::Denied { .. }) => true,
+        Error::Transport { source, .. } => {
+            matches!(source.downcast_ref(), Some(NetError::Denied { .. }))
+        }
+        _ => false,
+    }
+}
+
+/// What hindered a look and may be over at the next one.
+///
+/// # Errors
+///
+/// The error, if it would be the same then; that the sender has died, if another one
+/// is where it was.
+fn passing(error: Error) -> Result<String> {
+    let is_passing = match &error {
+        Error::Memory(MemoryError::Fenced { .. }) => None,
+        Error::Os { .. } | Error::Memory(_) | Error::SenderClosed | Error::SenderDied { .. } => {
+            Some(true)
+        }
+        Error::Transport { source, .. } => match source.downcast_ref() {
+            Some(NetError::Hello { .. }) => None,
+            Some(NetError::Broken { .. } | NetError::Denied { .. }) => Some(true),
+            _ => Some(false),
+        },
+        _ => Some(false),
+    };
+    match is_passing {
+        Some(true) => Ok(error.to_string()),
+        Some(false) => Err(error),
+        None => {
+            tracing::warn!("another one is where the sender was: {error}");
+            Err(Error::SenderDied { pid: None })
+        }
+    }
+}
+
+/// The pause after so many looks.
+fn pause(looks: u32) -> Duration {
+    Duration::from_millis(5 << looks.min(4))
+}
+
+fn random() -> Result<u64> {
+    let nonce = crate::link::nonce().map_err(|source| Error::Os {
+        action: "getting random bytes",
+        source,
+    })?;
+    let (first, _) = nonce.split_first_chunk().unwrap_or((&[0; 8], &[]));
+    Ok(u64::from_le_bytes(*first))
+}

@@ -1,0 +1,519 @@
+//! What a sender knows of the agents of other hosts and of their workers, and what
+//! it tells them.
+//!
+//! One task has all of it: it takes one event after the other and never waits for
+//! any agent.
+
+mod holdings;
+pub(super) mod scrubbing;
+mod status;
+mod workers;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use weightsync_core::WorkerId;
+use weightsync_core::digest::Digest;
+use weightsync_mem::{Models, RemoteReaderOptions, RemoteReaders, Snapshot};
+
+use self::holdings::Holdings;
+use self::workers::{Asks, Worker};
+use super::membership::{LinkLoss, Membership, Parted, Process, Waiter};
+use super::recent::Recent;
+use super::scrub::{Round, Scrubs};
+use super::topology::{AgentId, Assigned, Place, Topology};
+use crate::bulk::{Store, Threads};
+use crate::link::log_limiter::{self, LogLimiter};
+use crate::link::{Link, LinkEnd};
+use crate::relay::Item;
+use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
+
+/// How long a sender that shuts down goes on serving what it has announced.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// What an agent did wrong that says it has more versions than its slots can take.
+const TOO_MUCH: &str = "it claims more versions than can exist";
+
+/// What a coordinator hears.
+pub(crate) enum Event {
+    /// An agent has connected.
+    Connected { socket: TcpStream, from: SocketAddr },
+    /// An agent has said something, or its link has ended.
+    Heard {
+        agent: AgentId,
+        what: Result<ToRoot, LinkEnd>,
+    },
+    /// Somebody asks how things are.
+    Status(oneshot::Sender<String>),
+    /// Somebody has all that is held compared with what was published.
+    Scrub(oneshot::Sender<String>),
+    /// The digest of what the sender has of a version, and that of what was published, if it
+    /// was made then; none if it is there no more.
+    Found {
+        item: Item,
+        now: Option<Digest>,
+        then: Option<Digest>,
+    },
+    /// A version is published with which those who come to have it are compared.
+    Keep(Snapshot),
+    /// The sender shuts down.
+    Stop,
+}
+
+/// Which workers there may be something new for.
+#[derive(Debug, Default)]
+pub(crate) struct News {
+    workers: Mutex<BTreeSet<WorkerId>>,
+    bell: Notify,
+}
+
+impl News {
+    /// There may be something new for this worker.
+    pub(crate) fn ring(&self, worker: WorkerId) {
+        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        workers.insert(worker);
+        drop(workers);
+        self.bell.notify_one();
+    }
+
+    fn take(&self) -> BTreeSet<WorkerId> {
+        std::mem::take(&mut *self.workers.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// What the coordinator is of: the same for its whole life.
+pub(crate) struct Settings {
+    /// What the sender calls itself.
+    pub(crate) address: String,
+    pub(crate) models: Vec<String>,
+    pub(crate) slots: u8,
+    pub(crate) max_slots: u8,
+    pub(crate) arity: usize,
+    /// What every agent is told of the models, as frames.
+    pub(crate) descriptions: Arc<[u8]>,
+    /// What went out from here, in bytes.
+    pub(crate) served: Arc<AtomicU64>,
+    /// What it goes out from.
+    pub(crate) store: Arc<Store>,
+    /// What else works for it.
+    pub(crate) threads: Arc<Threads>,
+}
+
+pub(crate) struct Coordinator {
+    settings: Settings,
+    remote_readers: RemoteReaders,
+    news: Arc<News>,
+    events: mpsc::Sender<Event>,
+    topology: Topology,
+    /// How many agents there are, for who lets them in.
+    count: Arc<AtomicUsize>,
+    agents: BTreeMap<AgentId, Agent>,
+    last_agent: AgentId,
+    /// Links of agents that were turned away, until that is said.
+    ending: JoinSet<()>,
+    log_limiter: LogLimiter,
+    scrubs: Scrubs,
+    /// Who waits for comparisons.
+    rounds: Vec<Round<oneshot::Sender<String>>>,
+    membership: Membership<Worker, Asks>,
+    recent: Recent,
+    /// Workers that want the newest and have taken nothing yet, by their agents.
+    fresh: BTreeSet<(AgentId, WorkerId)>,
+    since: Instant,
+}
+
+/// One host's agent.
+struct Agent {
+    link: Link<FromRoot>,
+    from: SocketAddr,
+    /// Its first words, once they have come.
+    known: Option<Known>,
+    /// It leaves in order.
+    leaves: bool,
+    received: u64,
+}
+
+struct Known {
+    name: String,
+    process: Process,
+    holds: Holdings,
+}
+
+impl Coordinator {
+    pub(crate) fn new(
+        settings: Settings,
+        remote_readers: RemoteReaders,
+        news: Arc<News>,
+        events: mpsc::Sender<Event>,
+        count: Arc<AtomicUsize>,
+    ) -> Self {
+        Self {
+            topology: Topology::new(settings.arity),
+            settings,
+            remote_readers,
+            news,
+            events,
+            count,
+            agents: BTreeMap::new(),
+            last_agent: 0,
+            ending: JoinSet::new(),
+            log_limiter: LogLimiter::default(),
+            scrubs: Scrubs::default(),
+            rounds: Vec::new(),
+            membership: Membership::new(),
+            recent: Recent::default(),
+            fresh: BTreeSet::new(),
+            since: Instant::now(),
+        }
+    }
+
+    /// Takes events until the sender shuts down, and then until every agent has
+    /// what it was told of, but not for long.
+    pub(crate) async fn run(mut self, mut events: mpsc::Receiver<Event>) {
+        let mut stops: Option<Instant> = None;
+        let news = self.news.clone();
+        loop {
+            if stops.is_some() && self.agents.is_empty() {
+                return;
+            }
+            let due = [self.membership.due(), self.topology.due()]
+                .into_iter()
+                .flatten();
+            let due = due.map(|due| self.since + due).chain(stops).min();
+            tokio::select! {
+                event = events.recv() => match event {
+                    Some(Event::Stop) => {
+                        stops = Some(Instant::now() + LINGER);
+                        // What was published before is told before.
+                        self.tell(news.take());
+                        for agent in self.agents.values() {
+                            agent.link.say(&FromRoot::Goodbye);
+                        }
+                    }
+                    // It has said goodbye to everybody: a client that comes now learns it from
+                    // a link that is closed, and looks for the next.
+                    Some(Event::Connected { .. }) if stops.is_some() => {}
+                    Some(event) => self.handle(event),
+                    None => return,
+                },
+                () = news.bell.notified() => self.tell(news.take()),
+                () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                    let now = Instant::now();
+                    if stops.is_some_and(|at| now >= at) {
+                        return;
+                    }
+                    for (worker, going) in self.membership.late(self.now()) {
+                        worker.remote_reader.leave(going);
+                    }
+                    let assigned = self.topology.again(self.now());
+                    self.assign(&assigned);
+                }
+            }
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Connected { socket, from } => {
+                self.last_agent += 1;
+                let agent = self.last_agent;
+                let heard = move |what| Event::Heard { agent, what };
+                let link = Link::start(socket, &self.events, heard);
+                let known = Agent {
+                    link,
+                    from,
+                    known: None,
+                    leaves: false,
+                    received: 0,
+                };
+                self.agents.insert(agent, known);
+                self.count.store(self.agents.len(), Ordering::Relaxed);
+            }
+            Event::Heard { agent, what } => match what {
+                Ok(message) => self.hear(agent, message),
+                Err(end) => self.ended(agent, &end),
+            },
+            Event::Status(answer) => {
+                // Who asked may have gone.
+                let _ = answer.send(self.status());
+            }
+            Event::Scrub(answer) => self.scrub(answer),
+            Event::Found { item, now, then } => self.found(item, now, then),
+            Event::Keep(snapshot) => self.keep(snapshot),
+            Event::Stop => {}
+        }
+    }
+
+    fn hear(&mut self, agent: AgentId, message: ToRoot) {
+        let Some(known) = self.agents.get_mut(&agent) else {
+            return;
+        };
+        if known.known.is_none() != matches!(message, ToRoot::Agent { .. }) {
+            self.drop_agent(agent, "its first message is invalid");
+            return;
+        }
+        match message {
+            ToRoot::Agent {
+                name,
+                host,
+                pid,
+                bulk,
+                seen,
+                holds,
+                run,
+            } => {
+                let own = self.remote_readers.run();
+                if seen > own.epoch {
+                    let (seen, got) = (seen, own.epoch);
+                    let refused = FromRoot::Refused {
+                        reason: format!("this sender has {got}, but {seen} was seen before"),
+                        remedy: RefusalRemedy::Fenced { seen, got },
+                    };
+                    self.turn_away(agent, &refused);
+                    return;
+                }
+                let place = bulk.map(|port| Place {
+                    address: SocketAddr::new(known.from.ip(), port),
+                    host,
+                });
+                let mut held = Holdings::new(self.settings.models.len());
+                if run == Some(own) && !held.change(holds, Vec::new()) {
+                    self.drop_agent(agent, TOO_MUCH);
+                    return;
+                }
+                known.known = Some(Known {
+                    name,
+                    process: Process { host, pid },
+                    holds: held,
+                });
+                let welcome = FromRoot::Welcome {
+                    run: own,
+                    agent,
+                    address: self.settings.address.clone(),
+                    models: self.settings.models.len() as u8,
+                    slots: self.settings.slots,
+                    max_slots: self.settings.max_slots,
+                    pid: std::process::id(),
+                };
+                known.link.say(&welcome);
+                known.link.say_frames(self.settings.descriptions.clone());
+                let assigned = self.topology.join(agent, place);
+                self.assign(&assigned);
+            }
+            ToRoot::Join {
+                ticket,
+                worker,
+                instance,
+                pid,
+                models,
+                delivery,
+                device,
+                seen,
+            } => self.join(Waiter {
+                agent,
+                worker,
+                instance,
+                asks: Asks {
+                    ticket,
+                    options: RemoteReaderOptions {
+                        worker,
+                        pid,
+                        seen,
+                        models: Models(models),
+                        delivery: delivery.into(),
+                        device,
+                    },
+                },
+            }),
+            ToRoot::Progress { workers } => {
+                for progress in workers {
+                    self.progress(agent, progress);
+                }
+            }
+            ToRoot::Gone {
+                worker,
+                instance,
+                died,
+            } => self.gone(agent, (worker, instance), died),
+            ToRoot::Unusable {
+                worker,
+                instance,
+                reason,
+            } => {
+                if let Some(seat) = self.membership.heard(agent, worker, instance) {
+                    seat.remote_reader.refuse(None, reason);
+                }
+            }
+            ToRoot::Ask {
+                worker,
+                instance,
+                question,
+                want,
+            } => self.ask(agent, (worker, instance), question, want),
+            ToRoot::Withdraw { worker, instance } => {
+                if let Some(seat) = self.membership.heard(agent, worker, instance) {
+                    seat.remote_reader.withdraw();
+                }
+            }
+            ToRoot::Holds { have, dropped } => {
+                if let Some(known) = &mut known.known
+                    && !known.holds.change(have.clone(), dropped)
+                {
+                    self.drop_agent(agent, TOO_MUCH);
+                    return;
+                }
+                self.came(agent, &have);
+                if !have.is_empty() {
+                    self.begin_at(agent);
+                }
+            }
+            ToRoot::Received {
+                parent,
+                bytes,
+                micros,
+                ..
+            } => {
+                known.received = known.received.saturating_add(bytes);
+                let busy = Duration::from_micros(micros);
+                let assigned = self.topology.measured(parent, agent, bytes, busy);
+                let rate = self.topology.slowest().unwrap_or(0.0);
+                self.settings.store.deltas().note_rate(rate as u64);
+                self.assign(&assigned);
+            }
+            ToRoot::ParentLost { parent, .. } => {
+                let assigned = self.topology.lost(agent, parent, self.now());
+                self.assign(&assigned);
+            }
+            // It asks the sender itself next.
+            ToRoot::Missing { .. } => {}
+            ToRoot::Ping => self.is_there(agent),
+            ToRoot::Goodbye => known.leaves = true,
+            ToRoot::Scrubbed {
+                model,
+                version,
+                digest,
+            } => {
+                let item = Item {
+                    model: model.into(),
+                    version,
+                };
+                self.scrubbed(agent, item, digest);
+            }
+        }
+    }
+
+    fn assign(&mut self, assigned: &[Assigned]) {
+        for one in assigned {
+            let parent = FromRoot::Parent {
+                agent: one.parent,
+                address: one.address.map(|address| address.to_string()),
+            };
+            self.say(one.agent, &parent);
+        }
+    }
+
+    /// Says something to an agent. That of one that does not keep up is not said, and
+    /// its link ends by that.
+    fn say(&self, agent: AgentId, message: &FromRoot) {
+        if let Some(known) = self.agents.get(&agent) {
+            known.link.say(message);
+        }
+    }
+
+    /// Has an agent go that may not stay, once it has been told why.
+    fn turn_away(&mut self, agent: AgentId, why: &FromRoot) {
+        self.say(agent, why);
+        if let Some(gone) = self.part(agent, LinkLoss::Silent, "it was refused") {
+            while self.ending.try_join_next().is_some() {}
+            self.ending.spawn(gone.link.finish());
+        }
+    }
+
+    fn drop_agent(&mut self, agent: AgentId, why: &'static str) {
+        self.warn(why, agent, why);
+        self.part(agent, LinkLoss::Silent, why);
+    }
+
+    /// An agent's link has ended.
+    fn ended(&mut self, agent: AgentId, end: &LinkEnd) {
+        let why = end.to_string();
+        if let Some(cause) = end.misbehaviour() {
+            self.warn(cause, agent, &why);
+        }
+        let how = match end {
+            LinkEnd::HungUp => LinkLoss::HungUp,
+            // What a process that is killed has not read is answered by the first of them,
+            // and what is written to it then by the others.
+            LinkEnd::Failed(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::ConnectionReset
+                        | ErrorKind::BrokenPipe
+                        | ErrorKind::ConnectionAborted
+                ) =>
+            {
+                LinkLoss::HungUp
+            }
+            LinkEnd::Failed(_) => LinkLoss::Cut,
+            _ => LinkLoss::Silent,
+        };
+        self.part(agent, how, &why);
+    }
+
+    /// Since it began.
+    fn now(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// What an agent has done wrong: a line a minute for each cause.
+    fn warn(&mut self, cause: &str, agent: AgentId, why: &str) {
+        let Some(one) = self.agents.get(&agent) else {
+            return;
+        };
+        if let Some(held_back) = self.log_limiter.logs(cause, Instant::now().into_std()) {
+            let text = format!("agent {agent} at {} is dropped: {why}", one.from);
+            log_limiter::warn(held_back, &text);
+        }
+    }
+
+    /// An agent is gone.
+    fn part(&mut self, agent: AgentId, how: LinkLoss, why: &str) -> Option<Agent> {
+        // As long as it is known who it was.
+        let checked = self.scrubs.gone(agent);
+        self.checked(&checked);
+        let gone = self.agents.remove(&agent)?;
+        self.count.store(self.agents.len(), Ordering::Relaxed);
+        self.forget_fresh(agent);
+        let how = if gone.leaves { LinkLoss::Left } else { how };
+        let process = gone.known.as_ref().map(|known| known.process);
+        let Parted { over, back } = self.membership.part(agent, process, how, self.now());
+        for (worker, going) in over {
+            worker.remote_reader.leave(going);
+        }
+        if let Some(known) = &gone.known {
+            tracing::info!(
+                "agent {agent} ({}, {}) is gone: {why}",
+                known.name,
+                gone.from
+            );
+            let assigned = self.topology.leave(agent);
+            self.assign(&assigned);
+        }
+        for worker in back {
+            self.is_back(worker);
+        }
+        self.seat_again();
+        Some(gone)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,349 @@
+//! The workers of other hosts: they are seated, told, and heard.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use weightsync_core::{Version, WorkerId};
+use weightsync_mem::{
+    Delivery, Departure, Error as Memory, Notified, RemoteReader, RemoteReaderOptions,
+};
+
+use super::Coordinator;
+use crate::relay::Item;
+use crate::root::membership::{JoinOutcome, LeaveOutcome, Process, Waiter};
+use crate::root::topology::AgentId;
+use crate::wire::message::{FromRoot, Want, WorkerProgress};
+
+/// One worker elsewhere.
+pub(super) struct Worker {
+    pub(super) remote_reader: RemoteReader,
+    pub(super) device: String,
+    /// The last sequence and the last question's answer it was told.
+    told: u64,
+    answered: u64,
+    /// What it was told last, and the sequence number of the last older set it may begin with.
+    meant: Vec<Item>,
+    begins: u64,
+    /// It wants the newest, and has taken nothing yet.
+    is_fresh: bool,
+    pub(super) versions: BTreeMap<usize, Version>,
+}
+
+/// What a worker asks for that is to have a seat.
+#[derive(Debug)]
+pub(super) struct Asks {
+    /// The question's number at its agent.
+    pub(super) ticket: u64,
+    pub(super) options: RemoteReaderOptions,
+}
+
+impl Coordinator {
+    /// A worker comes: it has the seat that it had, if it only comes by another way, or
+    /// one of its own, or waits until it is known whether there can be one.
+    pub(super) fn join(&mut self, comer: Waiter<Asks>) {
+        let agent = comer.agent;
+        match self.membership.comes(agent, comer.worker, comer.instance) {
+            JoinOutcome::Back(worker) => {
+                worker.start_over();
+                self.joined(agent, comer.asks.ticket, comer.worker);
+                self.is_there(agent);
+            }
+            JoinOutcome::New(old) => {
+                // Another has its number now.
+                if let Some(old) = old {
+                    old.remote_reader.leave(Departure::Died);
+                }
+                self.seat(comer);
+            }
+            JoinOutcome::Waits(by) => {
+                if let Some(other) = self.agents.get(&by) {
+                    other.link.expect_sign();
+                }
+                if let Some(earlier) = self.membership.wait(comer) {
+                    let denied = FromRoot::Denied {
+                        ticket: earlier.asks.ticket,
+                        reason: format!("another process asks to be worker {}", earlier.worker.0),
+                    };
+                    self.say(earlier.agent, &denied);
+                }
+            }
+            JoinOutcome::Two => self.seat(comer),
+        }
+    }
+
+    /// Lets a worker in, unless the memory has another of its number, or must not have it.
+    fn seat(&mut self, comer: Waiter<Asks>) {
+        let Waiter {
+            agent,
+            worker,
+            instance,
+            asks: Asks { ticket, options },
+        } = comer;
+        let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
+        let process = Process {
+            host: known.map_or([0; 16], |known| known.process.host),
+            pid: options.pid,
+        };
+        let news = self.news.clone();
+        let device = options.device.clone();
+        let is_fresh = options.delivery == Delivery::Newest;
+        match self
+            .remote_readers
+            .join(options, move |worker| news.ring(worker))
+        {
+            Ok(remote_reader) => {
+                let of = Worker {
+                    remote_reader,
+                    device,
+                    told: 0,
+                    answered: 0,
+                    meant: Vec::new(),
+                    begins: 0,
+                    is_fresh,
+                    versions: BTreeMap::new(),
+                };
+                self.membership.put(agent, (worker, instance), process, of);
+                self.joined(agent, ticket, worker);
+            }
+            Err(error) => {
+                let reason = match error {
+                    Memory::Denied { reason } => reason,
+                    error => error.to_string(),
+                };
+                self.say(agent, &FromRoot::Denied { ticket, reason });
+            }
+        }
+    }
+
+    fn joined(&mut self, agent: AgentId, ticket: u64, worker: WorkerId) {
+        self.say(agent, &FromRoot::Joined { ticket });
+        self.tell(BTreeSet::from([worker]));
+    }
+
+    /// An agent is there: who waits for a seat of its workers waits in vain.
+    pub(super) fn is_there(&mut self, agent: AgentId) {
+        for waiter in self.membership.in_vain(agent) {
+            self.seat(waiter);
+        }
+    }
+
+    /// Worker numbers that were waited for may be free.
+    pub(super) fn seat_again(&mut self) {
+        for waiter in self.membership.may_come() {
+            self.join(waiter);
+        }
+    }
+
+    /// An agent says that a worker is gone.
+    pub(super) fn gone(&mut self, agent: AgentId, who: (WorkerId, u64), died: bool) {
+        let (worker, instance) = who;
+        let now = self.now();
+        match self.membership.gone(agent, worker, instance, died, now) {
+            LeaveOutcome::Over(worker) => worker.remote_reader.leave(match died {
+                true => Departure::Died,
+                false => Departure::Left,
+            }),
+            LeaveOutcome::Back(_) => self.is_back(worker),
+            LeaveOutcome::Elsewhere => {}
+        }
+        self.seat_again();
+    }
+
+    /// A worker is reached by the agent at which it has been all the time.
+    pub(super) fn is_back(&mut self, worker: WorkerId) {
+        if let Some((_, one)) = self.membership.reached(worker) {
+            one.start_over();
+        }
+        self.tell(BTreeSet::from([worker]));
+        if let Some(waiter) = self.membership.comes_again(worker) {
+            self.join(waiter);
+        }
+    }
+
+    pub(super) fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
+        let Some(seat) = self
+            .membership
+            .heard(agent, progress.worker, progress.instance)
+        else {
+            return;
+        };
+        let WorkerProgress {
+            taken,
+            through,
+            loaded,
+            versions,
+            refused,
+            ..
+        } = progress;
+        seat.remote_reader.progress(taken, through);
+        if taken > 0 || !versions.is_empty() {
+            seat.is_fresh = false;
+            self.fresh.remove(&(agent, progress.worker));
+        }
+        if !versions.is_empty() {
+            let versions = versions.into_iter().map(|item| (item.model, item.version));
+            let versions: Vec<_> = versions.collect();
+            seat.versions.extend(versions.iter().copied());
+            seat.remote_reader.applied(loaded, versions);
+        }
+        if let Some((sequence, reason)) = refused {
+            seat.remote_reader.refuse(Some(sequence), reason);
+        }
+    }
+
+    pub(super) fn ask(&mut self, agent: AgentId, who: (WorkerId, u64), question: u64, want: Want) {
+        let (worker, instance) = who;
+        let Some(seat) = self.membership.heard(agent, worker, instance) else {
+            return;
+        };
+        match seat.remote_reader.ask(question, want.into()) {
+            Ok(()) => self.tell(BTreeSet::from([worker])),
+            Err(Memory::NoSuchVersion {
+                model,
+                asked,
+                known,
+            }) => {
+                let answer = FromRoot::NoSuchVersion {
+                    worker,
+                    question,
+                    model: model as u8,
+                    asked,
+                    known,
+                };
+                self.say(agent, &answer);
+            }
+            Err(Memory::SenderClosed) => {}
+            Err(error) => {
+                let reason = error.to_string();
+                seat.remote_reader.refuse(None, reason.clone());
+                let away = FromRoot::TurnAway {
+                    worker,
+                    instance,
+                    reason,
+                };
+                self.say(agent, &away);
+            }
+        }
+    }
+
+    /// Tells workers what is new for them; those of one agent that are told the
+    /// same by one message.
+    pub(super) fn tell(&mut self, workers: BTreeSet<WorkerId>) {
+        // By sequence number first: of one worker the older comes before the newer.
+        let mut tells: BTreeMap<(AgentId, u64, Vec<Item>), Vec<WorkerId>> = BTreeMap::new();
+        let (mut answers, mut fresh) = (Vec::new(), Vec::new());
+        let (sequence, all) = self.remote_readers.sent_to_all();
+        let all = all.into_iter();
+        let all = all.map(|(model, version)| Item { model, version });
+        self.recent.note(sequence, all.collect());
+        for worker in workers {
+            let Some((agent, seat)) = self.membership.reached(worker) else {
+                continue;
+            };
+            // An error is the sender's own end.
+            for told in seat.remote_reader.told().unwrap_or_default() {
+                if told.sequence > seat.told {
+                    seat.told = told.sequence;
+                    seat.meant = items(&told);
+                    fresh.extend(seat.is_fresh.then_some((agent, worker)));
+                    let key = (agent, told.sequence, seat.meant.clone());
+                    tells.entry(key).or_default().push(worker);
+                }
+            }
+            if let Ok(Some((question, told))) = seat.remote_reader.answered()
+                && question > seat.answered
+            {
+                seat.answered = question;
+                let answer = FromRoot::Answer {
+                    worker,
+                    question,
+                    sequence: told.sequence,
+                    set: items(&told),
+                };
+                answers.push((agent, answer));
+            }
+        }
+        for ((agent, sequence, set), workers) in tells {
+            let tell = FromRoot::Tell {
+                sequence,
+                set,
+                workers,
+            };
+            self.say(agent, &tell);
+        }
+        for (agent, answer) in answers {
+            self.say(agent, &answer);
+        }
+        for (agent, worker) in fresh {
+            self.fresh.insert((agent, worker));
+            self.begin_with_what_is_there((agent, worker));
+        }
+    }
+
+    /// An agent has something new: its workers that run nothing yet may begin with it.
+    pub(super) fn begin_at(&mut self, agent: AgentId) {
+        for worker in self.fresh_at(agent) {
+            self.begin_with_what_is_there((agent, worker));
+        }
+    }
+
+    /// An agent is gone, and its number does not come again.
+    pub(super) fn forget_fresh(&mut self, agent: AgentId) {
+        for worker in self.fresh_at(agent) {
+            self.fresh.remove(&(agent, worker));
+        }
+    }
+
+    fn fresh_at(&self, agent: AgentId) -> Vec<WorkerId> {
+        let all = (agent, WorkerId(0))..=(agent, WorkerId(u32::MAX));
+        let fresh = self.fresh.range(all);
+        fresh.map(|(_, worker)| *worker).collect()
+    }
+
+    /// A worker that runs nothing yet is told of an older set that its agent has: it need
+    /// not wait for the newest, which is on its way.
+    fn begin_with_what_is_there(&mut self, (agent, worker): (AgentId, WorkerId)) {
+        let reached = self.membership.reached(worker);
+        let seat = reached.filter(|(by, seat)| *by == agent && seat.is_fresh);
+        let Some((_, seat)) = seat else {
+            // It has moved, or is another.
+            self.fresh.remove(&(agent, worker));
+            return;
+        };
+        let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
+        let Some(known) = known.filter(|known| known.holds.iter().next().is_some()) else {
+            return;
+        };
+        let has = |item: &Item| known.holds.has(item);
+        let older = self.recent.before((seat.told, &seat.meant), has);
+        if let Some((sequence, set)) = older.filter(|(at, _)| *at > seat.begins) {
+            seat.begins = sequence;
+            let workers = vec![worker];
+            let tell = FromRoot::Tell {
+                sequence,
+                set,
+                workers,
+            };
+            self.say(agent, &tell);
+        }
+    }
+}
+
+impl Worker {
+    /// It comes by another route, and is told everything again.
+    fn start_over(&mut self) {
+        self.told = 0;
+        self.answered = 0;
+        self.begins = 0;
+        self.remote_reader.start_over();
+    }
+}
+
+fn items(told: &Notified) -> Vec<Item> {
+    let members = told.members.iter();
+    members
+        .map(|snapshot| Item {
+            model: snapshot.model(),
+            version: snapshot.version(),
+        })
+        .collect()
+}

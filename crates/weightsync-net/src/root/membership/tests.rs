@@ -1,0 +1,301 @@
+use super::*;
+
+const WORKER: WorkerId = WorkerId(7);
+
+fn process(pid: u32) -> Process {
+    Process { host: [3; 16], pid }
+}
+
+/// A worker of process 50, reached by agent 1; what is had of it is a word.
+fn seated() -> Membership<&'static str, u64> {
+    let mut membership = Membership::new();
+    assert!(matches!(
+        membership.comes(1, WORKER, 100),
+        JoinOutcome::New(None)
+    ));
+    membership.put(1, (WORKER, 100), process(50), "first");
+    membership
+}
+
+const NOW: Duration = Duration::from_secs(10);
+
+#[test]
+fn a_worker_is_heard_by_the_agent_that_reaches_it() {
+    let mut membership = seated();
+    assert_eq!(membership.heard(1, WORKER, 100), Some(&mut "first"));
+    assert_eq!(membership.heard(1, WORKER, 99), None);
+    assert_eq!(membership.heard(2, WORKER, 100), None);
+    // Another takes it over, before the first one's end is noticed.
+    assert!(matches!(
+        membership.comes(2, WORKER, 100),
+        JoinOutcome::Back(&mut "first")
+    ));
+    assert_eq!(
+        membership.gone(1, WORKER, 100, false, NOW),
+        LeaveOutcome::Elsewhere
+    );
+    assert_eq!(membership.part(1, None, LinkLoss::Silent, NOW).over, []);
+    assert_eq!(membership.reached(WORKER), Some((2, &mut "first")));
+    assert_eq!(
+        membership.gone(2, WORKER, 100, false, NOW),
+        LeaveOutcome::Over("first")
+    );
+    assert_eq!(membership.reached(WORKER), None);
+}
+
+#[test]
+fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
+    // (whether the first agent has gone meanwhile, whether it died)
+    for (parts, died) in [(false, false), (false, true), (true, false)] {
+        let mut membership = seated();
+        // What it asked for long ago, while it was not heard there.
+        assert!(matches!(
+            membership.comes(2, WORKER, 100),
+            JoinOutcome::Back(_)
+        ));
+        if parts {
+            assert_eq!(membership.part(1, None, LinkLoss::Silent, NOW).over, []);
+        }
+        match membership.gone(2, WORKER, 100, died, NOW) {
+            LeaveOutcome::Back(of) => assert_eq!((*of, parts, died), ("first", false, false)),
+            gone => assert_eq!((gone, parts || died), (LeaveOutcome::Over("first"), true)),
+        }
+        let reached = membership.reached(WORKER).map(|(agent, _)| agent);
+        assert_eq!(reached, (!parts && !died).then_some(1));
+    }
+}
+
+#[test]
+fn worker_moving_to_a_dead_agent_stays() {
+    use LinkLoss::{Cut, HungUp, Left, Silent};
+    for how in [Left, HungUp, Cut, Silent] {
+        let on_its_way = || {
+            let mut membership = seated();
+            assert!(matches!(
+                membership.comes(2, WORKER, 100),
+                JoinOutcome::Back(_)
+            ));
+            let parted = membership.part(2, Some(process(60)), how, NOW);
+            let (over, back) = (Vec::new(), vec![WORKER]);
+            assert_eq!(parted, Parted { over, back }, "{how:?}");
+            assert_eq!(membership.heard(1, WORKER, 100), Some(&mut "first"));
+            assert_eq!(membership.due(), None);
+            membership
+        };
+        // Nowhere else.
+        let parted = on_its_way().part(1, None, LinkLoss::HungUp, NOW);
+        assert_eq!(parted.back, []);
+        assert_eq!(
+            on_its_way().gone(1, WORKER, 100, true, NOW),
+            LeaveOutcome::Over("first")
+        );
+        // It was there already, and leaves the first: it comes from there by another.
+        let mut membership = on_its_way();
+        assert_eq!(
+            membership.gone(1, WORKER, 100, false, NOW),
+            LeaveOutcome::Elsewhere
+        );
+        assert_eq!(membership.due(), Some(NOW + GRACE));
+        assert!(matches!(
+            membership.comes(3, WORKER, 100),
+            JoinOutcome::Back(_)
+        ));
+        assert_eq!(membership.due(), None);
+        assert_eq!(
+            membership.gone(3, WORKER, 100, false, NOW),
+            LeaveOutcome::Over("first")
+        );
+        // Or has left for good.
+        let mut membership = on_its_way();
+        assert_eq!(
+            membership.gone(1, WORKER, 100, false, NOW),
+            LeaveOutcome::Elsewhere
+        );
+        assert_eq!(membership.late(NOW + GRACE), [("first", Departure::Left)]);
+        // So long after that it has been nowhere else: it leaves.
+        let (mut membership, late) = (on_its_way(), NOW + GRACE);
+        assert_eq!(
+            membership.gone(1, WORKER, 100, false, late),
+            LeaveOutcome::Over("first")
+        );
+        assert_eq!(membership.due(), None);
+    }
+}
+
+#[test]
+fn how_an_agent_goes_says_what_becomes_of_its_workers() {
+    // (the agent's process, how it goes, after how long what is over)
+    let cases = [
+        (Some(process(50)), LinkLoss::HungUp, BACK, Departure::Died),
+        (Some(process(51)), LinkLoss::HungUp, GRACE, Departure::Lost),
+        (None, LinkLoss::HungUp, GRACE, Departure::Lost),
+        (Some(process(50)), LinkLoss::Cut, GRACE, Departure::Lost),
+        (Some(process(50)), LinkLoss::Left, GRACE, Departure::Lost),
+        (
+            Some(process(51)),
+            LinkLoss::Silent,
+            Duration::ZERO,
+            Departure::Lost,
+        ),
+    ];
+    for (process, how, after, going) in cases {
+        let mut membership = seated();
+        let over = membership.part(1, process, how, NOW).over;
+        assert_eq!(membership.reached(WORKER), None);
+        if after.is_zero() {
+            assert_eq!(over, [("first", going)], "{process:?} {how:?}");
+            assert_eq!(membership.due(), None);
+            continue;
+        }
+        assert_eq!(over, [], "{process:?} {how:?}");
+        assert_eq!(membership.due(), Some(NOW + after));
+        assert_eq!(membership.late(NOW + after - Duration::from_millis(1)), []);
+        let late = membership.late(NOW + after);
+        assert_eq!(late, [("first", going)], "{process:?} {how:?}");
+        assert_eq!(membership.due(), None);
+    }
+}
+
+#[test]
+fn who_comes_back_in_time_has_its_seat() {
+    let mut membership = seated();
+    assert_eq!(membership.part(1, None, LinkLoss::HungUp, NOW).over, []);
+    assert!(matches!(
+        membership.comes(2, WORKER, 100),
+        JoinOutcome::Back(&mut "first")
+    ));
+    assert_eq!(membership.due(), None);
+    assert_eq!(membership.late(NOW + GRACE), []);
+    // Also one whose agent it was itself: a link that was cut is not its death.
+    assert_eq!(
+        membership
+            .part(2, Some(process(50)), LinkLoss::HungUp, NOW)
+            .over,
+        []
+    );
+    assert!(matches!(
+        membership.comes(3, WORKER, 100),
+        JoinOutcome::Back(_)
+    ));
+    assert_eq!(membership.late(NOW + GRACE), []);
+}
+
+#[test]
+fn restarted_worker_replaces_a_silent_one() {
+    let mut membership = seated();
+    membership.part(1, None, LinkLoss::HungUp, NOW);
+    assert!(matches!(
+        membership.comes(2, WORKER, 101),
+        JoinOutcome::New(Some("first"))
+    ));
+    membership.put(2, (WORKER, 101), process(52), "second");
+    assert_eq!(membership.due(), None);
+    let all: Vec<_> = membership.iter().collect();
+    assert_eq!(all, [(WORKER, process(52), Some(2), &"second")]);
+}
+
+/// The next life of the worker, by an agent.
+fn next_life(agent: AgentId, instance: u64) -> Waiter<u64> {
+    Waiter {
+        agent,
+        worker: WORKER,
+        instance,
+        asks: instance,
+    }
+}
+
+/// It has come, and waits.
+fn contested() -> Membership<&'static str, u64> {
+    let mut membership = seated();
+    assert!(matches!(
+        membership.comes(2, WORKER, 101),
+        JoinOutcome::Waits(1)
+    ));
+    assert_eq!(membership.wait(next_life(2, 101)), None);
+    assert_eq!(membership.may_come(), []);
+    assert_eq!(membership.in_vain(2), []);
+    assert_eq!(membership.heard(1, WORKER, 100), Some(&mut "first"));
+    membership
+}
+
+#[test]
+fn restarted_worker_waits_for_news_of_its_predecessor() {
+    let mut membership = contested();
+    assert_eq!(membership.in_vain(1), [next_life(2, 101)]);
+    assert_eq!(membership.in_vain(1), []);
+    for how in [LinkLoss::Silent, LinkLoss::HungUp, LinkLoss::Left] {
+        let mut membership = contested();
+        let over = membership.part(1, None, how, NOW).over;
+        assert_eq!(over.len(), usize::from(how == LinkLoss::Silent));
+        assert_eq!(membership.may_come(), [next_life(2, 101)]);
+        let left = over.is_empty().then_some("first");
+        match membership.comes(2, WORKER, 101) {
+            JoinOutcome::New(old) => assert_eq!(old, left, "{how:?}"),
+            comer => panic!("{how:?}: {comer:?}"),
+        }
+    }
+    // The one before it was over already, and that is said now.
+    let mut membership = contested();
+    assert_eq!(
+        membership.gone(1, WORKER, 100, true, NOW),
+        LeaveOutcome::Over("first")
+    );
+    assert_eq!(membership.may_come(), [next_life(2, 101)]);
+    // It has come by another way, so it is there.
+    let mut membership = contested();
+    assert!(matches!(
+        membership.comes(3, WORKER, 100),
+        JoinOutcome::Back(_)
+    ));
+    assert_eq!(membership.in_vain(3), [next_life(2, 101)]);
+}
+
+#[test]
+fn who_is_heard_just_now_is_there() {
+    assert!(matches!(seated().comes(1, WORKER, 101), JoinOutcome::Two));
+}
+
+#[test]
+fn waiting_worker_leaves_with_its_agent() {
+    let mut membership = contested();
+    assert_eq!(
+        membership.gone(2, WORKER, 101, false, NOW),
+        LeaveOutcome::Elsewhere
+    );
+    assert_eq!(membership.in_vain(1), []);
+    let mut membership = contested();
+    assert_eq!(membership.part(2, None, LinkLoss::HungUp, NOW).over, []);
+    assert_eq!(membership.in_vain(1), []);
+    let mut membership = contested();
+    assert_eq!(membership.wait(next_life(3, 102)), Some(next_life(2, 101)));
+    assert_eq!(
+        membership.gone(2, WORKER, 101, false, NOW),
+        LeaveOutcome::Elsewhere
+    );
+    assert_eq!(membership.in_vain(1), [next_life(3, 102)]);
+}
+
+/// Then it is another whose silence is waited for.
+#[test]
+fn waiting_worker_retries_when_predecessor_is_found() {
+    let mut membership = seated();
+    assert!(matches!(
+        membership.comes(3, WORKER, 100),
+        JoinOutcome::Back(_)
+    ));
+    assert!(matches!(
+        membership.comes(2, WORKER, 101),
+        JoinOutcome::Waits(3)
+    ));
+    assert_eq!(membership.wait(next_life(2, 101)), None);
+    // It gave up waiting there, and is where it was.
+    assert_eq!(
+        membership.gone(3, WORKER, 100, false, NOW),
+        LeaveOutcome::Back(&mut "first")
+    );
+    assert_eq!(membership.comes_again(WORKER), Some(next_life(2, 101)));
+    assert!(matches!(
+        membership.comes(2, WORKER, 101),
+        JoinOutcome::Waits(1)
+    ));
+}

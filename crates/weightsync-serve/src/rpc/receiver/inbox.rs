@@ -1,0 +1,327 @@
+//! Where fetched versions wait for the thread that takes them.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::{mpsc, watch};
+use weightsync::transport::{Deadline, Image};
+use weightsync::{Error, Member, MemoryError, Result, SetSnapshot, Snapshot, Version};
+
+use super::fetch::Partial;
+use super::joining::Session;
+use crate::rpc::wire::{Applied, Notified};
+use crate::rpc::{passed, wait_on};
+
+/// How it has ended for this worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// The sender has shut down.
+    Closed,
+    /// The sender is gone.
+    Died { pid: u32 },
+    /// The sender is there and does not let this worker in again: another has its number.
+    Denied { reason: String },
+}
+
+impl From<End> for Error {
+    fn from(end: End) -> Self {
+        match end {
+            End::Closed => Self::SenderClosed,
+            End::Died { pid } => Self::SenderDied { pid: Some(pid) },
+            End::Denied { reason } => MemoryError::Denied { reason }.into(),
+        }
+    }
+}
+
+/// A whole set that was fetched and checked: the snapshots by the models' places at
+/// the sender, in the order that the worker named them.
+#[derive(Clone, Debug)]
+pub(super) struct Fetched {
+    pub(super) sequence: u64,
+    pub(super) members: Vec<(usize, Snapshot)>,
+}
+
+/// What the thread that serves and the worker's own share.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Of the sender that was joined.
+    session: watch::Sender<Option<Arc<Session>>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The newest there is, handed over or not.
+    newest: Option<Fetched>,
+    /// The sequence of the newest that was handed over.
+    handed: u64,
+    /// The versions that were handed over last, by model.
+    had: BTreeMap<usize, Version>,
+    /// The sequence of the newest that the worker has run.
+    applied: u64,
+    /// What it runs.
+    runs: Option<Applied>,
+    /// How many calls are being fetched for.
+    fetching: usize,
+    /// Calls that wait for their last word. There are two or three: what is being
+    /// loaded, what waits to be, and what is new.
+    open: Vec<(u64, mpsc::UnboundedSender<Notified>)>,
+    end: Option<End>,
+    interrupted: bool,
+    /// Memory of versions that nobody holds any more, by model.
+    spare: BTreeMap<usize, Image>,
+    /// What has come of versions whose fetch broke off, by model.
+    partial: BTreeMap<usize, Partial>,
+}
+
+impl Default for Inbox {
+    fn default() -> Self {
+        Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            session: watch::Sender::new(None),
+        }
+    }
+}
+
+/// For the worker.
+impl Inbox {
+    /// What has not been handed over yet. Whatever was sent comes before the end.
+    pub(super) fn next(&self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        let mut state = self.state();
+        loop {
+            if let Some(set) = state.take_newer() {
+                return Ok(Some(set));
+            }
+            if let Some(end) = state.end.clone()
+                && state.fetching == 0
+            {
+                return Err(end.into());
+            }
+            if std::mem::take(&mut state.interrupted) || passed(deadline) {
+                return Ok(None);
+            }
+            state = wait_on(&self.changed, &self.state, state, deadline)?;
+        }
+    }
+
+    /// The newest, handed over before or not.
+    pub(super) fn latest(&self) -> Option<SetSnapshot> {
+        let mut state = self.state();
+        let newer = state.take_newer();
+        newer.or_else(|| {
+            let newest = state.newest.clone()?;
+            Some(state.hand(newest))
+        })
+    }
+
+    /// Hands over what was asked for. What came in an answer is not handed over again
+    /// while it is the newest.
+    pub(super) fn take_answer(&self, fetched: Fetched) -> SetSnapshot {
+        let mut state = self.state();
+        state.keep(&fetched);
+        state.handed = state.handed.max(fetched.sequence);
+        state.hand(fetched)
+    }
+
+    /// The worker runs this from here on.
+    pub(super) fn applied(&self, applied: &Applied) {
+        let mut state = self.state();
+        state.applied = state.applied.max(applied.sequence);
+        state.runs = Some(applied.clone());
+        state.answer(|sequence| match sequence {
+            _ if sequence > applied.sequence => None,
+            _ if sequence == applied.sequence => Some(Notified::Applied(applied.clone())),
+            sequence => Some(Notified::PassedOver { sequence }),
+        });
+    }
+
+    /// The worker cannot use this.
+    pub(super) fn refused(&self, refused: u64, reason: &str) {
+        self.state().answer(|sequence| {
+            let reason = reason.to_owned();
+            (sequence <= refused).then_some(Notified::Refused { sequence, reason })
+        });
+    }
+
+    /// Ends the wait that the worker is in, or the next one.
+    pub(super) fn interrupt(&self) {
+        self.state().interrupted = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until something with this sequence is there; false at the deadline, or if
+    /// the sender ended.
+    pub(super) fn wait_for(&self, sequence: u64, deadline: Deadline) -> Result<bool> {
+        let mut state = self.state();
+        loop {
+            if state.newest_sequence() >= sequence {
+                return Ok(true);
+            }
+            if state.end.is_some() || passed(deadline) {
+                return Ok(false);
+            }
+            state = wait_on(&self.changed, &self.state, state, deadline)?;
+        }
+    }
+
+    /// How the sender has ended; `None` if it has not by the deadline.
+    pub(super) fn end_by(&self, deadline: Deadline) -> Result<Option<Error>> {
+        let mut state = self.state();
+        loop {
+            if let Some(end) = state.end.clone() {
+                return Ok(Some(end.into()));
+            }
+            if passed(deadline) {
+                return Ok(None);
+            }
+            state = wait_on(&self.changed, &self.state, state, deadline)?;
+        }
+    }
+}
+
+/// For the thread that serves.
+impl Inbox {
+    pub(super) fn welcome(&self, session: Arc<Session>) {
+        self.session.send_replace(Some(session));
+    }
+
+    /// The sender that was joined; waits until one was.
+    pub(super) async fn session(&self) -> Option<Arc<Session>> {
+        let mut session = self.session.subscribe();
+        let joined = session.wait_for(Option::is_some).await.ok()?;
+        joined.clone()
+    }
+
+    /// Says that something is fetched, until this is dropped: the sender's end is told
+    /// after it.
+    pub(super) fn fetching(self: &Arc<Self>) -> Fetching {
+        self.state().fetching += 1;
+        Fetching(self.clone())
+    }
+
+    /// A version that is here already.
+    pub(super) fn held(&self, model: usize, version: Version) -> Option<Snapshot> {
+        let state = self.state();
+        let held = state.newest.iter().flat_map(|newest| &newest.members);
+        let mut held = held.filter(|(of, snapshot)| *of == model && snapshot.version() == version);
+        held.next().map(|(_, snapshot)| snapshot.clone())
+    }
+
+    /// Memory for a version of a model, if there is some of an earlier one.
+    pub(super) fn spare(&self, model: usize) -> Option<Image> {
+        self.state().spare.remove(&model)
+    }
+
+    /// What has come of a version whose fetch broke off.
+    pub(super) fn partial(&self, model: usize) -> Option<Partial> {
+        self.state().partial.remove(&model)
+    }
+
+    pub(super) fn keep_partial(&self, model: usize, partial: Partial) {
+        self.state().partial.insert(model, partial);
+    }
+
+    /// A whole set is there; what comes of it is told by the channel.
+    pub(super) fn stage(&self, fetched: Fetched) -> mpsc::UnboundedReceiver<Notified> {
+        let (told, answer) = mpsc::unbounded_channel();
+        let mut state = self.state();
+        let sequence = fetched.sequence;
+        if state.applied >= sequence {
+            // Called again after a connection broke: it may not know what runs here.
+            let runs = state.runs.clone();
+            let again = runs.map(|runs| Applied { sequence, ..runs });
+            let told_again = again.map_or(Notified::PassedOver { sequence }, Notified::Applied);
+            let _ = told.send(told_again);
+            return answer;
+        }
+        state.keep(&fetched);
+        // Who was not handed over by now never will be.
+        let handed = state.handed;
+        state.answer(|older| {
+            let passed_over = older < sequence && older > handed;
+            passed_over.then_some(Notified::PassedOver { sequence: older })
+        });
+        state.open.push((sequence, told));
+        drop(state);
+        self.changed.notify_all();
+        answer
+    }
+
+    /// The sender has ended.
+    pub(super) fn ended(&self, end: End) {
+        self.state().end.get_or_insert(end);
+        self.changed.notify_all();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Something is being fetched.
+pub(super) struct Fetching(Arc<Inbox>);
+
+impl Drop for Fetching {
+    fn drop(&mut self) {
+        self.0.state().fetching -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+impl State {
+    fn newest_sequence(&self) -> u64 {
+        self.newest.as_ref().map_or(0, |newest| newest.sequence)
+    }
+
+    /// Keeps it as the newest, if it is. The memory of what it replaces is used again.
+    fn keep(&mut self, fetched: &Fetched) {
+        if fetched.sequence <= self.newest_sequence() {
+            return;
+        }
+        let before = self.newest.replace(fetched.clone());
+        for (model, snapshot) in before.into_iter().flat_map(|before| before.members) {
+            if let Some(image) = snapshot.into_image() {
+                self.spare.insert(model, image);
+            }
+        }
+    }
+
+    fn take_newer(&mut self) -> Option<SetSnapshot> {
+        let newest = self.newest.as_ref()?;
+        if newest.sequence <= self.handed {
+            return None;
+        }
+        let newest = newest.clone();
+        self.handed = newest.sequence;
+        for (sequence, call) in &self.open {
+            if *sequence == newest.sequence {
+                let sequence = *sequence;
+                let _ = call.send(Notified::Taken { sequence });
+            }
+        }
+        Some(self.hand(newest))
+    }
+
+    fn hand(&mut self, fetched: Fetched) -> SetSnapshot {
+        let members = fetched.members.into_iter().map(|(model, snapshot)| {
+            let had = self.had.insert(model, snapshot.version());
+            let changed = had != Some(snapshot.version());
+            Member { snapshot, changed }
+        });
+        SetSnapshot::new(fetched.sequence, members.collect())
+    }
+
+    /// Gives calls their last word, as far as there is one.
+    fn answer(&mut self, told: impl Fn(u64) -> Option<Notified>) {
+        let open = std::mem::take(&mut self.open);
+        for (sequence, call) in open {
+            match told(sequence) {
+                // The caller may have disconnected.
+                Some(told) => drop(call.send(told)),
+                None => self.open.push((sequence, call)),
+            }
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! Where the thread that receives and the worker's own threads hand the receiver over.
+//!
+//! The receiver is here while no thread uses it. The receiving thread takes it to wait for
+//! weights; a thread of the worker that needs it interrupts that wait, and takes it next.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use weightsync_mem::{Origin, interrupt};
+
+use super::status::{BackgroundState, BackgroundStatus};
+use crate::error::Result;
+use crate::receiver::Receiver;
+use crate::transport::Interrupter;
+
+/// Where the thread and the worker's threads meet.
+#[derive(Debug)]
+pub(crate) struct ReceiverHandoff<B> {
+    pub(super) inner: Mutex<Inner<B>>,
+    pub(super) changed: Condvar,
+    /// The process that opened it. In a forked child there is no thread, and the
+    /// lock may be held for ever.
+    pub(super) owner: Origin,
+}
+
+/// What the threads share, under the lock.
+#[derive(Debug)]
+pub(crate) struct Inner<B> {
+    pub(crate) shared: B,
+    pub(crate) status: BackgroundStatus,
+    /// The receiver, while nobody uses it.
+    pub(super) receiver: Option<Box<Receiver>>,
+    pub(super) interrupter: Interrupter,
+    /// Threads of the worker that wait for the receiver.
+    pub(super) borrowers: usize,
+    /// Counts what the thread has to look at.
+    pub(super) news: u64,
+    pub(super) stop: bool,
+    /// Why the worker has failed, if the thread is to tell it at its end.
+    pub(super) why: Option<String>,
+    /// The thread has ended, or there never was one: nothing arrives any more.
+    pub(super) ended: bool,
+    /// The thread no longer uses this.
+    pub(super) gone: bool,
+}
+
+impl<B> Inner<B> {
+    /// The sender has shut down, and nothing of it is left to be loaded.
+    fn is_closed(&self) -> bool {
+        self.status.state == BackgroundState::Closed && self.status.staged.is_empty()
+    }
+}
+
+impl<B> ReceiverHandoff<B> {
+    /// Whether this process opened it.
+    pub(crate) fn is_own(&self) -> bool {
+        self.owner.is_here()
+    }
+
+    pub(crate) fn open(&self) -> MutexGuard<'_, Inner<B>> {
+        // Changed in single steps, so it holds after a panic.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same, if nobody is at it just now.
+    pub(crate) fn try_open(&self) -> Option<MutexGuard<'_, Inner<B>>> {
+        match self.inner.try_lock() {
+            Ok(inner) => Some(inner),
+            Err(TryLockError::Poisoned(inner)) => Some(inner.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Whether the thread is to end, or to release the receiver.
+    pub(super) fn is_wanted(&self) -> bool {
+        let inner = self.open();
+        inner.stop || inner.borrowers > 0
+    }
+
+    /// Changes something that the thread has to look at, and has it look.
+    pub(crate) fn tell<T>(&self, change: impl FnOnce(&mut Inner<B>) -> T) -> T {
+        let mut inner = self.open();
+        let told = change(&mut inner);
+        inner.news += 1;
+        let waiting = inner.receiver.is_none().then(|| inner.interrupter.clone());
+        drop(inner);
+        self.changed.notify_all();
+        if let Some(waiting) = waiting {
+            waiting.interrupt();
+        }
+        told
+    }
+
+    /// Changes something that only threads of the worker wait for.
+    pub(crate) fn note<T>(&self, change: impl FnOnce(&mut Inner<B>) -> T) -> T {
+        let noted = change(&mut self.open());
+        self.changed.notify_all();
+        noted
+    }
+
+    /// Waits until `look` finds something, or the deadline comes, or nothing
+    /// will change any more; without a deadline also until the sender has shut down: its
+    /// successor may never come.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`](crate::Error::Interrupted).
+    pub(crate) fn wait<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut look: impl FnMut(&mut Inner<B>) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut inner = self.open();
+        loop {
+            let found = look(&mut inner);
+            let is_over = inner.ended || until.is_none() && inner.is_closed();
+            if found.is_some() || is_over {
+                return Ok(found);
+            }
+            inner = match until.map(|at| at.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return Ok(None),
+                left => self.rest(inner, left)?,
+            };
+        }
+    }
+
+    /// Uses the receiver from a thread of the worker.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`](crate::Error::Interrupted), and those of `with`.
+    pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> Result<T>) -> Result<T> {
+        self.tell(|inner| inner.borrowers += 1);
+        let receiver = self.until_lent();
+        // The thread goes on if this was the last that wanted it.
+        self.note(|inner| inner.borrowers -= 1);
+        let receiver = receiver?;
+        let mut lent = Lent {
+            handoff: self,
+            receiver: Some(receiver),
+        };
+        lent.receiver
+            .as_mut()
+            .map(|receiver| with(receiver))
+            .unwrap_or_else(|| unreachable!("it was inserted just now"))
+    }
+
+    fn until_lent(&self) -> Result<Box<Receiver>> {
+        let mut inner = self.open();
+        loop {
+            match inner.receiver.take() {
+                Some(receiver) => return Ok(receiver),
+                None => inner = self.rest(inner, None)?,
+            }
+        }
+    }
+
+    pub(super) fn until_gone(&self) -> Result<()> {
+        let mut inner = self.open();
+        while !inner.gone {
+            inner = self.rest(inner, None)?;
+        }
+        Ok(())
+    }
+
+    /// At the end of the thread: tells why the worker has failed, if it has.
+    pub(super) fn fail(&self) {
+        let mut inner = self.open();
+        let why = inner.why.take();
+        let receiver = why.as_ref().and_then(|_| inner.receiver.take());
+        drop(inner);
+        if let (Some(why), Some(receiver)) = (why, receiver) {
+            receiver.fail(&why);
+        }
+    }
+
+    /// Takes the receiver for the thread, once no other thread wants it; `None`
+    /// when it is to end. The number is what the thread has seen of the news.
+    pub(super) fn check_out(&self) -> Option<(Box<Receiver>, u64)> {
+        let mut inner = self.open();
+        loop {
+            if inner.stop {
+                return None;
+            }
+            if inner.borrowers == 0
+                && let Some(receiver) = inner.receiver.take()
+            {
+                return Some((receiver, inner.news));
+            }
+            // Nobody interrupts this thread.
+            inner = self.rest(inner, None).ok()?;
+        }
+    }
+
+    /// Brings the receiver back, and says what state that leaves.
+    pub(super) fn check_in(
+        &self,
+        receiver: Box<Receiver>,
+        state: Option<BackgroundState>,
+        ended: bool,
+    ) {
+        // After a restarted sender was joined it is another one.
+        let interrupter = receiver.interrupter();
+        self.note(|inner| {
+            if let Ok(interrupter) = interrupter {
+                inner.interrupter = interrupter;
+            }
+            if let Some(state) = state {
+                inner.status.state = state;
+            }
+            inner.status.reflect(&receiver);
+            inner.receiver = Some(receiver);
+            inner.ended |= ended;
+        });
+    }
+
+    /// Waits at most so long for news beyond those seen.
+    pub(super) fn rest_until_news(&self, seen: u64, at_most: Option<Duration>) {
+        let until = at_most.and_then(|left| Instant::now().checked_add(left));
+        let mut inner = self.open();
+        while inner.news == seen {
+            inner = match until.map(|at| at.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return,
+                left => match self.rest(inner, left) {
+                    Ok(inner) => inner,
+                    Err(_) => return,
+                },
+            };
+        }
+    }
+
+    /// Waits until something changes, at most so long; the caller looks again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`](crate::Error::Interrupted).
+    pub(crate) fn rest<'a>(
+        &'a self,
+        inner: MutexGuard<'a, Inner<B>>,
+        left: Option<Duration>,
+    ) -> Result<MutexGuard<'a, Inner<B>>> {
+        if interrupt::is_due() {
+            // Asked without the lock: the check may need this lock.
+            drop(inner);
+            interrupt::ask()?;
+            return Ok(self.open());
+        }
+        Ok(match interrupt::slice(left) {
+            None => {
+                let waited = self.changed.wait(inner);
+                waited.unwrap_or_else(PoisonError::into_inner)
+            }
+            Some(left) => {
+                let waited = self.changed.wait_timeout(inner, left);
+                waited.unwrap_or_else(PoisonError::into_inner).0
+            }
+        })
+    }
+}
+
+/// The receiver in the hands of a thread of the worker; it comes back to the
+/// handoff also if that panics.
+struct Lent<'a, B> {
+    handoff: &'a ReceiverHandoff<B>,
+    receiver: Option<Box<Receiver>>,
+}
+
+impl<B> Drop for Lent<'_, B> {
+    fn drop(&mut self) {
+        let receiver = self.receiver.take();
+        self.handoff.note(|inner| inner.receiver = receiver);
+    }
+}
