@@ -282,7 +282,7 @@ mod tests {
     fn what_is_no_answer_is_an_error_with_the_reason() {
         for (script, words) in [
             ("echo no torchrl >&2; exit 1", "no torchrl"),
-            ("echo hello", "is none"),
+            ("echo hello", "invalid answer"),
             ("echo '{\"first_s\": -1}'", "cannot be the time of a send"),
             ("echo '{\"first_s\": 1}'; echo gone >&2", "gone"),
             (

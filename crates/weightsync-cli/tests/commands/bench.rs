@@ -94,7 +94,7 @@ fn own_copies_take_memory_of_their_own() {
 #[test]
 fn what_cannot_be_measured_is_refused_in_words() {
     for (args, words) in [
-        (&["shared-mem", "--size=1.5GiB"][..], "is no size"),
+        (&["shared-mem", "--size=1.5GiB"][..], "is not a size"),
         (
             &["shared-mem", "--size=7B", "--tensors=4"],
             "at least one element",

@@ -185,13 +185,13 @@ fn every_damaged_field_is_refused() {
         ("/layout/0/dtype", json!("U9"), "unknown dtype"),
         ("/parts/1/writer", json!(0), "more than one part"),
         ("/parts/1/ranges/0/offset", json!(127), "both write"),
-        ("/parts/1/ranges/0/len", json!(63), "nobody writes"),
+        ("/parts/1/ranges/0/len", json!(63), "no part writes"),
         (
             "/parts/1/ranges/0/len",
             json!(u64::MAX),
             "leaves the 192 bytes",
         ),
-        ("/parts/1/ranges", json!([]), "nobody writes"),
+        ("/parts/1/ranges", json!([]), "no part writes"),
     ] {
         let mut damaged = json();
         *damaged.pointer_mut(path).unwrap() = value;

@@ -203,7 +203,7 @@ fn errors_say_how_to_go_on() {
     for part in [
         "--insecure-plaintext",
         "WEIGHTSYNC_INSECURE_PLAINTEXT=1",
-        "read the weights and change them",
+        "read and change the weights",
     ] {
         assert!(words.contains(part), "{part} in {words}");
     }

@@ -117,7 +117,7 @@ fn what_the_other_end_would_refuse_is_not_sent() {
         (agent(None, many(4097)), "4097 is over the limit of 4096"),
         (join(0, Delivery::Newest), "at least one model"),
         (join(1, Delivery::Every { bound: 0 }), "a bound of 1 to 32"),
-        (join(1, Delivery::Every { bound: 33 }), "33 came"),
+        (join(1, Delivery::Every { bound: 33 }), "got 33"),
         (
             progress(vec![worker(many(65))]),
             "65 is over the limit of 64",
@@ -183,7 +183,7 @@ fn what_the_other_end_would_refuse_is_not_sent() {
         (welcome(1, "", 1, 1, 1), "an address"),
         (welcome(1, &long, 1, 1, 1), "1025 is over the limit of 1024"),
         (welcome(1, "a", 0, 1, 1), "1 to 64 models"),
-        (welcome(1, "a", 65, 1, 1), "65 came"),
+        (welcome(1, "a", 65, 1, 1), "got 65"),
         (welcome(1, "a", 1, 0, 1), "0 slots"),
         (welcome(1, "a", 1, 3, 2), "3 slots, at most 2"),
         (welcome(1, "a", 1, 3, 65), "at most 65"),

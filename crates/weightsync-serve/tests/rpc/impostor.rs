@@ -137,7 +137,7 @@ fn sender_without_the_secret_is_not_followed() {
     let (_, secret) = parts(&info);
     // One of another nonce, which it may have heard.
     let heard = proof(&secret, &[7; 32], "0123456789abcdef-1");
-    for (gives, came) in [(None, "none came"), (Some(heard), "another came")] {
+    for (gives, came) in [(None, "got none"), (Some(heard), "got another")] {
         let impostor = Impostor::new(&info, Says::Welcome { proof: gives });
         let mut there = serde_json::to_value(&info).expect("JSON");
         there["at"]["address"] = impostor.addr.to_string().into();

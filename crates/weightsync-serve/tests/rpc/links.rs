@@ -269,7 +269,8 @@ fn worker_whose_number_was_taken_gets_an_error() {
     // What the sender says where another worker has the number and lives.
     const TAKEN: &str = "409 Conflict\r\nContent-Length: 62\r\n\r\n\
                          {\"error\":\"worker 0 is already connected (pid 7)\",\"taken_by\":7}";
-    proxy.answer("POST /v1/workers ", &[Answer::Says(TAKEN)]);
+    // More than once: `cut` may also break the connection of the first new attempt.
+    proxy.answer("POST /v1/workers ", &[Answer::Says(TAKEN); 80]);
     proxy.cut();
     let end = receiver.receive(Some(SOON)).expect_err("it is not let in");
     assert!(end.to_string().contains("already connected"), "{end}");

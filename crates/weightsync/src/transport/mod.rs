@@ -55,7 +55,7 @@ pub const SILENT_SENDER: Duration = Duration::from_secs(5 * 60);
 
 /// A way for weights to travel, with its settings: it makes the two ends.
 ///
-/// **Guarantee.** [`place`](Self::place) communicates nothing. What
+/// **Guarantee.** [`allocate_endpoint`](Self::allocate_endpoint) communicates nothing. What
 /// an [`AnyScheme`](crate::AnyScheme) says of it, and the [`Endpoint`], are all
 /// that reaches a worker.
 pub trait Scheme: fmt::Debug + Send + Sync {

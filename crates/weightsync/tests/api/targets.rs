@@ -126,7 +126,7 @@ fn a_set_that_is_not_what_the_send_names_is_refused() {
     let error = sender.send_with(&both, &options).unwrap_err();
     assert!(matches!(error, Error::OtherModel { .. }), "{error}");
     let words = error.to_string();
-    assert!(words.ends_with("what is sent is actor, critic"), "{words}");
+    assert!(words.ends_with("its source is actor, critic"), "{words}");
     assert_eq!(sender.version(), Version(1));
     let critic = Set::new().with("critic", &one);
     let report = sender.send_with(&critic, &options).unwrap();

@@ -21,7 +21,7 @@ use crate::transport::{
 /// The trainer's end of models in shared memory.
 ///
 /// It is what the local schemes have, and what a transport has that carries
-/// versions on to other hosts: their workers join as [remote_readers](Self::remote readers), and
+/// versions on to other hosts: their workers join as [remote readers](Self::remote_readers), and
 /// are then told, held, waited for and reported like those of this host.
 #[derive(Debug)]
 pub struct Segment {
