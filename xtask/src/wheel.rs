@@ -126,7 +126,7 @@ mod tests {
     fn what_is_installed_is_the_one_wheel_that_was_built() {
         let folder = tempfile::tempdir().expect("a folder");
         let text = only_wheel(folder.path()).expect_err("none").to_string();
-        assert!(text.contains("0 are there"), "{text}");
+        assert!(text.contains("found 0"), "{text}");
         let wheel = folder.path().join("weightsync-0.1.0-cp311-abi3-linux.whl");
         for name in [&wheel, &folder.path().join("weightsync-0.1.0.tar.gz")] {
             fs::write(name, "").expect("a file");
@@ -134,6 +134,6 @@ mod tests {
         assert_eq!(only_wheel(folder.path()).expect("one"), wheel);
         fs::write(folder.path().join("other.whl"), "").expect("a file");
         let text = only_wheel(folder.path()).expect_err("two").to_string();
-        assert!(text.contains("2 are there"), "{text}");
+        assert!(text.contains("found 2"), "{text}");
     }
 }
