@@ -30,6 +30,7 @@ const USAGE: &str = "\
 usage: cargo xtask <command>
 
   test                            every test, with what the tests need set up first
+  test quick                      the tests for daily work, in some 3 minutes
   ci                              every check, then every test
   pytest [--oldest] [ARGS]        every test of the Python package, or those that ARGS ask for; with
                                   --oldest those that also run with the oldest torch
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
 fn run(args: &[&str]) -> Result<(), Error> {
     match args {
         ["test"] => test::run(&Places::open()?),
+        ["test", "quick"] => test::quick(&Places::open()?),
         ["ci"] => ci::run(&Places::open()?),
         ["arrows"] => arrows::run(&Places::open()?).map(drop),
         ["pytest", rest @ ..] => pytest::some(&Places::open()?, rest),

@@ -27,11 +27,25 @@ const LOOM_PACKAGE: &str = "weightsync-mem";
 /// a little: the fuzz targets try sixty times as many inputs, and training in tests ends in seconds.
 const OPT_LEVEL: (&str, &str) = ("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
 
+/// What a change is tested with while it is being made: unit tests, the tests of the library's
+/// interface, of the shared memory and of the frames, and the conformance suite by shared memory.
+const QUICK: &str = "kind(lib) | kind(bin) | binary(api) | binary(segment) | binary(wire) \
+                     | binary(worker) | (package(weightsync-conformance) & test(/^shared-mem::/))";
+
+/// The targets that [`QUICK`] needs: the others are not built.
+const QUICK_TARGETS: &str = "--lib --bins --test api --test segment --test wire --test worker \
+                             --test conformance";
+
 /// Runs every test.
 pub fn run(places: &Places) -> Result<(), Error> {
     let soak = Soak::parse(std::env::var_os(SOAK))?;
     eprintln!("rustc {}, {SOAK}: {soak}", places.rustc().release);
     eprintln!("build output: {}", places.target().display());
+    eprintln!(
+        "this runs doc tests, loom, the Python tests and every Rust test: some 25 minutes on 2 \
+         cores, and as long again where everything is built and installed first; `cargo xtask \
+         test quick` takes some 3"
+    );
     let nextest = tools::NEXTEST.provide(places)?;
     if cfg!(target_os = "linux") {
         tools::IPROUTE.provide()?;
@@ -55,6 +69,23 @@ pub fn run(places: &Places) -> Result<(), Error> {
         .args(["--profile", soak.nextest_profile()])
         .env(level, value);
     step::run_last("tests", &mut tests)
+}
+
+/// Runs the tests for daily work; see [`QUICK`].
+pub fn quick(places: &Places) -> Result<(), Error> {
+    eprintln!(
+        "this leaves out Python, loom, doc tests, hosts, soaks, fuzzing and every scheme but \
+         shared memory: `cargo xtask test` runs them"
+    );
+    let nextest = tools::NEXTEST.provide(places)?;
+    let (level, value) = OPT_LEVEL;
+    let mut tests = places.command(&nextest);
+    tests
+        .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
+        .args(QUICK_TARGETS.split_whitespace())
+        .args(["--filterset", QUICK])
+        .env(level, value);
+    step::run_last("quick tests", &mut tests)
 }
 
 /// The models of the shared-memory protocol.
