@@ -214,7 +214,7 @@ def test_a_module_that_is_gone_is_said_to_be():
         receiver._kept = None
         gc.collect()
         sender.send(wait="sent")
-        with pytest.raises(weightsync.LoadError, match="gone"):
+        with pytest.raises(weightsync.LoadError, match="freed"):
             receiver.receive(30)
 
 
