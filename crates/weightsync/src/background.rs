@@ -41,15 +41,13 @@ pub enum SafePoints {
 }
 
 impl Receiver {
-    /// Hands the receiving, and the worker's model, to a thread of its own. The
-    /// worker's loop never asks for weights: it [reads](Background::read) the
-    /// model, which changes at [safe points](SafePoints) only, whole versions at
-    /// a time.
+    /// Starts a thread that receives, and that owns the worker's model. The worker's loop never
+    /// asks for weights: it [reads](Background::read) the model, which changes only at [safe
+    /// points](SafePoints), whole versions at a time.
     ///
-    /// The model is loaded here, before this returns, whatever was loaded before,
-    /// and takes the sender's shapes if it has none. Only where a restarted sender
-    /// was joined, and has nothing yet, [`read`](Background::read) says
-    /// [`Error::NotWhole`] until it has.
+    /// This loads the model before it returns, whatever the model held, and a model without shapes
+    /// takes the sender's. If the receiver has joined a restarted sender that has no version yet,
+    /// [`read`](Background::read) returns [`Error::NotWhole`] until there is one.
     ///
     /// ```
     /// # use std::time::{Duration, Instant};
@@ -175,24 +173,22 @@ impl Receiver {
 /// once all of it is loaded. A load that fails, or panics, puts back what the
 /// models had; the sender's report says so, and the next version is tried again.
 ///
-/// A worker that waits elsewhere holds nobody up: the thread takes what is sent,
-/// and with [`SafePoints::Implied`] applies it. What is replaced before its safe
-/// point came is released, unless the scheme delivers every version. In shared
-/// memory it holds what is loaded, to go back to, and what waits: two slots of
-/// each model at most.
+/// A busy worker delays no other: the thread takes what is sent, and with [`SafePoints::Implied`]
+/// applies it. A version that is replaced before its safe point is released, unless the scheme
+/// delivers every version. In shared memory the thread holds the loaded version, to go back to, and
+/// the waiting one: two slots of each model at most.
 ///
 /// A sender with a run directory is found again when it has restarted; what
 /// became of the sender is in the [`status`](Self::status). Dropping this ends
 /// the thread, and tells the sender that the worker has left. In a forked child
 /// every call is an error, and dropping it does nothing.
 ///
-/// A loader may need a lock of the worker's: that of an interpreter, say. A thread
-/// that has it and waits for the loader waits for ever, so it releases it around
-/// whatever waits for others here ([`read`](Self::read), [`write`](Self::write),
-/// [`hold`](Self::hold), [`wait`](Self::wait), [`safe_point`](Self::safe_point),
-/// [`stop`](Self::stop)) and around dropping this. [`try_hold`](Self::try_hold),
-/// [`status`](Self::status) and dropping a guard wait for nothing that a loader
-/// does.
+/// A loader may need a lock of the worker, such as an interpreter's. A thread that holds this lock
+/// and waits for the loader would wait for ever, so it must release the lock around every call that
+/// waits ([`read`](Self::read), [`write`](Self::write), [`hold`](Self::hold), [`wait`](Self::wait),
+/// [`safe_point`](Self::safe_point), [`stop`](Self::stop)) and around dropping this.
+/// [`try_hold`](Self::try_hold), [`status`](Self::status) and dropping a guard wait for nothing
+/// that a loader does.
 pub struct Background<M: Send + Sync + 'static> {
     follower: Follower<ModelLock>,
     hold: Arc<Hold<M>>,

@@ -27,8 +27,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// What to do about an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remedy {
-    /// The same call may succeed later: somebody was slow or absent, or one
-    /// version was damaged and the next is not.
+    /// The same call may succeed later: a worker or a sender was slow or absent, or one version was
+    /// damaged and the next is not.
     Retry,
     /// This end must be opened again from the init info; weights already held
     /// stay valid.
@@ -155,8 +155,8 @@ pub enum Error {
         /// The models that are sent.
         got: Vec<String>,
     },
-    /// Room that was lent holds bytes of some older version where nothing was
-    /// written, so it cannot be a part of a version.
+    /// A loan holds bytes of an older version where nothing was written, so it cannot be a part of
+    /// a version.
     #[error("the loan of {model} is a whole version: write all of it, or send the part")]
     WholeLoan {
         /// The model.
@@ -209,8 +209,7 @@ pub enum Error {
         /// The models of this worker.
         models: Vec<ModelId>,
     },
-    /// This end has told its sender that it cannot go on: nothing is sent to it
-    /// any more.
+    /// This end has reported a failure to its sender, which sends it nothing more.
     #[error(
         "this worker told its sender that it failed, and receives nothing more ({reason}): connect \
          again from the init info"
@@ -278,8 +277,8 @@ pub enum Error {
         /// Who holds them.
         holders: Vec<Holder>,
     },
-    /// So many versions of a model are to be run or kept that none could be
-    /// written any more. Nothing was sent.
+    /// Workers and the history would need every slot of a model, so that no later version could be
+    /// written. Nothing was sent.
     #[error(
         "publishing this version of {model} would leave no slot for the next: \
          all {slots} would be in use by workers with versions of their own, held workers \
@@ -324,8 +323,8 @@ pub enum Error {
         /// How many may be.
         allowed: usize,
     },
-    /// Another trainer claims the epoch of the run this worker knows: nobody can
-    /// say which of the two is the later one.
+    /// Another trainer claims the epoch of the run that this worker knows, so the worker cannot
+    /// tell which of the two is newer.
     #[error(
         "the sender's {got} has the epoch of {knew}, which this worker has seen: start a trainer \
          of a higher epoch"

@@ -7,8 +7,7 @@ use weightsync_core::{ModelId, Version, WorkerId};
 use crate::report::WaitFor;
 use crate::transport::Targets;
 
-/// How one send differs from the plain one: to all workers, whole, waited for
-/// until it is applied.
+/// The options of one send. A plain send goes to all workers, whole, and waits until it is applied.
 ///
 /// ```
 /// use std::time::Duration;
@@ -39,8 +38,8 @@ impl SendOptions {
         Self::default()
     }
 
-    /// Which model the weights are of. Needed where the sender has several and
-    /// the weights do not say; where they say another, the send is refused.
+    /// Names the model of the weights. The sender needs this if it has several models and the
+    /// weights do not name one; a send whose weights name another model is refused.
     #[must_use]
     pub fn model(mut self, model: &str) -> Self {
         self.model = Some(model.into());
@@ -65,34 +64,33 @@ impl SendOptions {
         self
     }
 
-    /// How long it waits at most, for room and for its workers. An asynchronous
-    /// send waits so long for what is to make way for it, and is given up after
-    /// so long at workers whose queue has no room.
+    /// How long the send waits at most, for a free slot and for its workers. An asynchronous send
+    /// waits this long for earlier sends, and for space in full queues of workers.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = Some(deadline);
         self
     }
 
-    /// Waits also for workers that were late for an earlier send and have not moved
-    /// since. Without it the send passes them over, with a line that says so: a worker
-    /// that stands still costs one send its deadline, and not every one.
+    /// Also waits for workers that were late for an earlier send and have not moved since. By
+    /// default the send passes them over, with a report line that says so: a stopped worker costs
+    /// one send its deadline, and not every send.
     #[must_use]
     pub fn wait_late(mut self, wait: bool) -> Self {
         self.wait_late = wait;
         self
     }
 
-    /// Says that the weights are some of the model's tensors: the others stay as
-    /// the workers have them. Without it, missing tensors are an error.
+    /// Makes this a partial update: the weights are some of the model's tensors, and workers keep
+    /// the others. Without it, missing tensors are an error.
     #[must_use]
     pub fn partial(mut self, partial: bool) -> Self {
         self.partial = partial;
         self
     }
 
-    /// Numbers the version: a step of the trainer, say. It must be higher than
-    /// every version before. Without it versions count up by one.
+    /// Sets the version's number, for example the trainer's step. It must be higher than every
+    /// version before. By default versions count up by one.
     #[must_use]
     pub fn version(mut self, version: Version) -> Self {
         self.version = Some(version);

@@ -20,12 +20,10 @@ use crate::transport::{FirstWeights, Interrupter, Joining, ModelSpec, Pull, Rece
 
 pub use self::setup::Joined;
 
-/// How long a receive without a timeout looks for a restarted trainer before it
-/// says that there is none.
+/// How long a receive without a timeout searches for a restarted trainer before it fails.
 const REJOIN: Duration = Duration::from_secs(60);
 
-/// The first phase at a worker: everything is decided, nothing has been
-/// communicated.
+/// A receiver that is set up: its settings are known, and nothing was communicated yet.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -99,10 +97,10 @@ pub(crate) enum Followed {
 }
 
 impl Receiver {
-    /// Waits for a version this worker has not had yet; `None` if `timeout`
-    /// comes first. Without a timeout only a version, the sender's death, its
-    /// shutdown or an [`Interrupter`] ends it. Versions replaced meanwhile are passed over, unless the
-    /// scheme delivers every one.
+    /// Waits for a version that this worker has not had yet; returns `None` at the timeout. Without
+    /// a timeout, only a version, the sender's death or shutdown, or an [`Interrupter`] ends the
+    /// wait. Versions that were replaced meanwhile are skipped, unless the scheme delivers every
+    /// version.
     ///
     /// The snapshot counts as loaded: the sender is told that this worker runs
     /// it from here on.
@@ -181,10 +179,9 @@ impl Receiver {
         self.load_what_came(set, models, held.as_ref())
     }
 
-    /// The newest version at once, also if this worker has had it; `None` before
-    /// a restarted sender's first. By a scheme that delivers every one it is the
-    /// one that came last; where nothing comes without being asked for, what was
-    /// asked for last, while it is there.
+    /// Returns the newest version at once, even if this worker has had it; `None` before a
+    /// restarted sender's first. A scheme that delivers every version returns the last one that
+    /// came. A scheme that only answers pulls returns the last answer, while it exists.
     ///
     /// A sender that restarted is joined if it is there by now; until it is, the
     /// newest is that of the one before.
@@ -222,8 +219,8 @@ impl Receiver {
         Ok(Some(set))
     }
 
-    /// Asks for a version instead of waiting to be sent one; `None` if it does
-    /// not come in time. The snapshot counts as loaded.
+    /// Asks for a version instead of waiting for a send; returns `None` at the timeout. The
+    /// snapshot counts as loaded.
     ///
     /// What is sent meanwhile is no answer, and is there for the next receive,
     /// unless it is what was asked for.
@@ -322,9 +319,8 @@ impl Receiver {
         self.whole
     }
 
-    /// Leaves, and says why: the worker has failed. The sender's reports have these
-    /// words until a worker of this number is back, or is
-    /// [forgotten](crate::Sender::forget).
+    /// Leaves because the worker has failed, with the reason. The sender's reports show the reason
+    /// until a worker of this number is back, or is [forgotten](crate::Sender::forget).
     pub fn fail(mut self, reason: &str) {
         self.tell_failure(reason);
     }

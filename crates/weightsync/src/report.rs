@@ -7,8 +7,7 @@ use weightsync_core::{ModelId, Version, WorkerId};
 
 use crate::error::{Error, Result};
 
-/// The result of one send: a line per worker. A failure of one worker is its
-/// line and nobody else's.
+/// The result of one send: a line per worker. A failure of one worker shows only in its own line.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// What was published: the version of each model that was sent. A send of
@@ -174,8 +173,8 @@ pub enum Outcome {
         /// The worker's words.
         reason: String,
     },
-    /// Nothing has been heard of the worker for too long: its link is silent, or the
-    /// relay of its host is gone. It gets the newest version when it is back.
+    /// The worker has been silent for too long: its link is silent, or the relay of its host is
+    /// gone. It gets the newest version when it is back.
     Lost,
     /// The deadline came first; or it did for an earlier send, and the worker has not
     /// moved since ([`WorkerReport::late`]).

@@ -25,8 +25,8 @@ use crate::transport::{Attendance, Capabilities, Deadline, FirstWeights, SenderT
 
 /// The trainer's end of connected models.
 ///
-/// Dropping it shuts it down: workers are told, keep what they hold, and
-/// nothing of it is left in the system.
+/// Dropping the sender shuts it down: workers are notified and keep what they hold, and nothing is
+/// left in the system.
 #[derive(Debug)]
 pub struct Sender {
     setup: SenderSetup,
@@ -58,16 +58,15 @@ impl Sender {
     /// Publishes the weights as the next version and waits until every worker
     /// has loaded it, or has a line in the report that says why not.
     ///
-    /// What is sent is one model's weights, a [`Set`](crate::Set) of several, or
-    /// those [`Registered`](crate::Registered) before. The sources are read
-    /// during the call and at no other time.
+    /// Sends one model's weights, a [`Set`](crate::Set) of several models, or the
+    /// [`Registered`](crate::Registered) sources. The sources are read during the call and at no
+    /// other time.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongWeights`] names every tensor that is not as it was set up,
-    /// before room is waited for. [`Error::AllSlotsPinned`]
-    /// names the workers that hold every slot. After these, and whatever a
-    /// source objects, nothing was published and the old versions serve on.
+    /// [`Error::WrongWeights`] names every tensor that differs from the setup, before the send
+    /// waits for a slot. [`Error::AllSlotsPinned`] names the workers that hold every slot. After
+    /// these errors, and errors of a source, nothing was published, and the old versions stay live.
     ///
     /// One failure can come later: the operating system may refuse the wait for
     /// the workers. Then the new version is live, as [`version`](Self::version)
@@ -162,11 +161,11 @@ impl Sender {
         self.transport.workers()
     }
 
-    /// Waits until these workers are there and have loaded something, as
-    /// [`connect`](SenderSetup::connect) does: for those that join later. Where the
-    /// [first weights](crate::transport::FirstWeights) come with the first send, they
-    /// only have to be there. One that joined since the last wait for workers, and has
-    /// left in order since, counts.
+    /// Waits until these workers have joined and loaded a version, as
+    /// [`connect`](SenderSetup::connect) does; for workers that join later. Where the [first
+    /// weights](crate::transport::FirstWeights) come with the first send, the workers only have to
+    /// join. A worker that joined since the last wait for workers, and has left in order since,
+    /// counts.
     ///
     /// # Errors
     ///
@@ -238,9 +237,8 @@ impl Sender {
         })
     }
 
-    /// Forgets workers that failed, died or were lost, and will not come back under
-    /// their numbers: reports have no lines of them any more. One that joins under such
-    /// a number belongs to the sender as any other.
+    /// Forgets workers that failed, died or were lost, and will not come back under their numbers:
+    /// later reports have no lines of them. A worker may still join under such a number.
     ///
     /// # Errors
     ///
@@ -250,9 +248,9 @@ impl Sender {
         self.transport.forget(&workers)
     }
 
-    /// Holds workers at the versions they have: sends pass them over, with a
-    /// line that says so, until they are [released](Self::release). It is the
-    /// number that is held: a worker that comes back under it gets what it had.
+    /// Holds workers at the versions they have: sends pass them over, with a report line that says
+    /// so, until they are [released](Self::release). The hold is on the number: a worker that comes
+    /// back under it gets the held version.
     ///
     /// # Errors
     ///
@@ -261,8 +259,7 @@ impl Sender {
         self.set_held(workers, true)
     }
 
-    /// Lets held workers go on; they get the newest version meant for them at
-    /// once.
+    /// Releases held workers; each gets the newest version meant for it at once.
     ///
     /// # Errors
     ///

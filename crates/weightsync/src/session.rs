@@ -23,10 +23,9 @@ use crate::setup::{Expect, SenderSetup};
 use crate::snapshot::Snapshot;
 use crate::transport::Pull;
 
-/// One end of the lifecycle, whichever it turns out to be: a value for programs
-/// that decide at run time, and for bindings to other languages. In Rust,
-/// [`SenderSetup`] and [`ReceiverSetup`] say the same by types, and a wrong order
-/// does not compile.
+/// A sender or a receiver, for programs that decide at run time which, and for bindings to other
+/// languages. In Rust, [`SenderSetup`] and [`ReceiverSetup`] give the same rules as types, and a
+/// wrong order does not compile.
 ///
 /// ```text
 ///              init_on_sender            connect_sender
@@ -202,10 +201,10 @@ impl Session {
         Ok(())
     }
 
-    /// The rendez-vous of a sender: see [`SenderSetup::connect`]. After an error
-    /// it can be called again, with other expectations too: what was opened stays, and
-    /// so do the workers that have joined. The first version stays what was published
-    /// the first time: weights that have changed since go with the next send.
+    /// Connects a sender: see [`SenderSetup::connect`]. After an error it can be called again, also
+    /// with other expected workers: the sender and the workers that have joined stay. The first
+    /// version is the one published by the first call: weights that have changed since go with the
+    /// next send.
     ///
     /// # Errors
     ///
@@ -238,8 +237,8 @@ impl Session {
         }
     }
 
-    /// The rendez-vous of a worker: see [`ReceiverSetup::connect`]. After an
-    /// error the session is prepared as before, and can connect again.
+    /// Connects a worker: see [`ReceiverSetup::connect`]. After an error the session is prepared as
+    /// before, and can connect again.
     ///
     /// # Errors
     ///
@@ -481,8 +480,8 @@ impl Session {
             .pull_set_into(models, model, pull, timeout)
     }
 
-    /// Ends whatever this is, and leaves nothing of it. Nothing happens the
-    /// second time.
+    /// Shuts down the sender or the receiver, and leaves nothing behind. A second call does
+    /// nothing.
     pub fn shutdown(&mut self) {
         if let State::PreparedSender(setup) = std::mem::replace(&mut self.state, State::Closed) {
             setup.give_up();

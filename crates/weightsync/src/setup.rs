@@ -23,9 +23,9 @@ use crate::transport::{Endpoint, FirstWeights, ModelSpec, Opening, TransferOptio
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Expect {
-    /// Any so many workers.
+    /// This many workers, with any numbers.
     Count(usize),
-    /// These workers.
+    /// The workers with these numbers.
     Workers(Vec<WorkerId>),
 }
 
@@ -70,28 +70,27 @@ pub enum DigestPolicy {
     /// When [`Sender::digest`] asks for it.
     #[default]
     OnRequest,
-    /// After every send, by a thread next to the sender. A version that is
-    /// replaced before its turn gets none.
+    /// After every send, in a thread of the sender. A version that is replaced before its turn gets
+    /// no digest.
     Background,
 }
 
-/// What becomes of an asynchronous send while an earlier one is on its way.
+/// What happens to an asynchronous send while an earlier one is not settled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AsyncSendLimit {
-    /// It is refused with [`Error::SendPending`].
+    /// The send fails with [`Error::SendPending`].
     #[default]
     Refuse,
-    /// At most so many (at least 1) are on their way; one more waits for the
-    /// oldest until its deadline.
+    /// Up to this many sends (at least 1) may be unsettled. A further send waits for the oldest,
+    /// until its own deadline.
     Queue(u8),
 }
 
 /// A source of weights that the sender keeps.
 type Source = Arc<dyn WeightExtractor + Send + Sync>;
 
-/// The first phase at the trainer: everything is decided, nothing has been
-/// communicated.
+/// A sender that is set up: its settings are known, and nothing was communicated yet.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -169,9 +168,8 @@ impl SenderSetup {
         })
     }
 
-    /// Adds a model that the same workers run: the models of one sender belong
-    /// to one run, can be sent one by one, and several that are sent at once
-    /// flip together on each worker.
+    /// Adds a model that the same workers run. The models of one sender belong to one run. They can
+    /// be sent one by one; models that are sent together change together on each worker.
     ///
     /// # Errors
     ///
@@ -228,10 +226,9 @@ impl SenderSetup {
     ///
     /// # Errors
     ///
-    /// If the scheme finds no place for the models; [`Error::BadSetting`] if a
-    /// worker would not read its settings as they are from the init info;
-    /// [`Error::Unsupported`] if there is a run directory, and it does not find a
-    /// restarted trainer again.
+    /// If the scheme cannot allocate an address for the models; [`Error::BadSetting`] if a worker
+    /// could not read the scheme's settings back from the init info; [`Error::Unsupported`] if a
+    /// run directory is set and the scheme cannot find a restarted trainer.
     pub fn scheme(mut self, scheme: impl Into<AnyScheme>) -> Result<Self> {
         let scheme = scheme.into();
         scheme.text()?;
@@ -253,15 +250,14 @@ impl SenderSetup {
         Ok(self)
     }
 
-    /// Keeps the run's epoch and its address in a directory (made if absent,
-    /// in one that is there), so that a restarted trainer takes over: workers find it again by
-    /// themselves, and do not go back to a trainer of an earlier epoch.
+    /// Keeps the run's epoch and address in a directory, so that a restarted trainer takes over.
+    /// The sender makes the directory if its parent exists. Workers find the new trainer
+    /// automatically, and never go back to a trainer of an earlier epoch.
     ///
-    /// It takes over once its predecessor is dead or has shut down, whatever a
-    /// process that it forked keeps. While that lives, [`connect`](Self::connect)
-    /// fails with [`weightsync_mem::Error::AddressInUse`]; its workers notice
-    /// nothing. Workers look the address up, so they have to see the directory at
-    /// the same path.
+    /// A new trainer takes over once the old one is dead or has shut down, even if a forked child
+    /// of the old one lives. While the old trainer lives, [`connect`](Self::connect) of the new one
+    /// fails with [`weightsync_mem::Error::AddressInUse`], and the workers notice nothing. Workers
+    /// look the address up, so they must see the directory at the same path.
     ///
     /// # Errors
     ///
@@ -274,10 +270,10 @@ impl SenderSetup {
         self.placed()
     }
 
-    /// How many versions of each model there is room for: `slots` (at least 2),
-    /// growing to `max_slots` when workers hold so many. Of a large model one slot
-    /// is made before the first send and the others after it.
-    /// With both equal, a send waits instead, and fails by its deadline.
+    /// Sets how many versions of each model fit: `slots` (at least 2), which grow to `max_slots`
+    /// when workers hold that many. For a large model the sender makes one slot before the first
+    /// send and the others after it. If both are equal, a send waits for a free slot, and fails at
+    /// its deadline.
     ///
     /// Versions that the sender itself keeps apart (for some workers, held ones,
     /// queues, the history) get their room in addition to that.
@@ -287,11 +283,10 @@ impl SenderSetup {
         self
     }
 
-    /// How many older versions of each model are kept, for workers that ask for
-    /// one and to go back to (none by default). Each takes a slot. They are kept
-    /// with the versions of the other models that were sent to all at the same
-    /// time, which then have slots too: of models that are sent one by one there
-    /// may be as many more.
+    /// Sets how many older versions of each model the sender keeps, for workers that ask for one
+    /// and for going back (none by default). Each version takes a slot. They are kept with the
+    /// versions of the other models that were sent to all at the same time, which then have slots
+    /// too: of models that are sent one by one there may be as many more.
     pub fn history(mut self, versions: u8) -> Self {
         self.transfer.history = versions;
         self
@@ -324,15 +319,15 @@ impl SenderSetup {
         self
     }
 
-    /// What becomes of an asynchronous send while an earlier one is on its way.
+    /// What happens to an asynchronous send while an earlier one is not settled.
     pub fn pending(mut self, pending: AsyncSendLimit) -> Self {
         self.pending = pending;
         self
     }
 
-    /// How long a send waits at most: for a free slot, and for its workers
-    /// (60 s by default). One too long for the clock is none: then only what is
-    /// waited for, or the death of who holds it up, ends the wait.
+    /// Sets how long a send waits at most: for a free slot, and for its workers (60 s by default).
+    /// A deadline too far for the clock counts as none: then only the event itself, or the death of
+    /// the worker that delays it, ends the wait.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
@@ -353,13 +348,12 @@ impl SenderSetup {
         &self.models[0].prepared.layout
     }
 
-    /// The rendez-vous: makes room, publishes `weights` as the first version,
-    /// and waits until the expected workers have loaded it. One that has done so and
-    /// left in order again by then counts.
+    /// Connects: makes slots, publishes `weights` as the first version, and waits until the
+    /// expected workers have loaded it. A worker that has loaded it and left in order counts.
     ///
-    /// After an error nothing is left of it, and workers that had joined are told that
-    /// the sender has shut down. To keep them, [`open`](Self::open) and then
-    /// [wait](Sender::wait_for): that can be called again.
+    /// After an error nothing is left behind, and workers that had joined see that the sender has
+    /// shut down. To keep them, call [`open`](Self::open) and then [`wait_for`](Sender::wait_for),
+    /// which can be called again.
     ///
     /// Every model of the set needs its first weights here. With a scheme whose
     /// [first weights](crate::transport::FirstWeights) come with the first send they
@@ -383,9 +377,9 @@ impl SenderSetup {
         Ok(sender)
     }
 
-    /// The first half of [`connect`](Self::connect): makes room and publishes `weights`
-    /// as the first version. Workers can join from here on; the deadline is for what is
-    /// in the way of that.
+    /// The first half of [`connect`](Self::connect): makes slots and publishes `weights` as the
+    /// first version. Workers can join from here on. The deadline limits the wait for memory and
+    /// for the address.
     ///
     /// # Errors
     ///

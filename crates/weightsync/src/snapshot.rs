@@ -22,10 +22,10 @@ pub use self::private::{PrivateView, Written};
 
 /// One whole version of a model, read in place.
 ///
-/// **Guarantee.** It does not change while it (or a clone) is held, whatever
-/// the sender does and also after its death. One that was taken from shared
-/// memory costs the sender a slot for as long; a worker that wants a copy of
-/// its own loads it, or [copies](Self::to_owned_copy) it, and lets go.
+/// **Guarantee.** A snapshot does not change while it (or a clone) is held, whatever the sender
+/// does, and also after the sender's death. A snapshot in shared memory takes one of the sender's
+/// slots until it is dropped; a worker that needs the weights for longer loads them, or
+/// [copies](Self::to_owned_copy) them.
 ///
 /// It can be sent again: by a worker that feeds workers of its own, or by a
 /// trainer that goes back to it.

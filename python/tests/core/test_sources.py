@@ -434,7 +434,7 @@ def test_models_by_path():
         sender.send(wait="sent")
         assert receiver.receive(30) == {path: 2 for path in paths}
         assert worker.value_net.value == 5.0
-    wrong = {"value_nets": "value_net", "transforms[4]": "2 items", ".x": "no path"}
+    wrong = {"value_nets": "value_net", "transforms[4]": "2 items", ".x": "not a path"}
     for path, word in wrong.items():
         with pytest.raises(weightsync.ModelError, match=word):
             weightsync.Sender(models=[path], context=trainer)

@@ -315,11 +315,11 @@ def test_reentrant_call_of_an_end_is_refused():
         failed = []
 
         def connect():
-            with pytest.raises(weightsync.LoadError, match="middle of a call") as refused:
+            with pytest.raises(weightsync.LoadError, match="already in a call") as refused:
                 curious.receiver.connect(timeout=LONG)
             failed.append(refused.value.__cause__)
 
-        with beside(connect), pytest.raises(weightsync.WeightsyncError, match="middle of a call"):
+        with beside(connect), pytest.raises(weightsync.WeightsyncError, match="already in a call"):
             sender.connect(1, timeout=LONG)
         assert isinstance(failed[0], weightsync.LifecycleError)
         assert "in a call" in curious.said
