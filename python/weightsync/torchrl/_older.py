@@ -176,7 +176,7 @@ class WeightReceiver:
     def receive(self, timeout: float | None = 0.001) -> bool:
         """Takes what was sent and applies it; whether there was anything in time."""
         if self._pipe is None:
-            raise LifecycleError("receive wants register_worker_transport before it")
+            raise LifecycleError("call register_worker_transport before receive")
         with self._lock:
             until = None if timeout is None else time.monotonic() + timeout
             if self._session is None and not self._join(timeout):
@@ -228,7 +228,7 @@ class WeightReceiver:
         if self._model is None and self._path is not None:
             return _paths.resolve(self._context, self._path)
         if self._model is None:
-            raise LifecycleError("receive wants register_model before it")
+            raise LifecycleError("call register_model before receive")
         if not isinstance(self._model, nn.Module) and not hasattr(self._model, "items"):
             raise LifecycleError(f"a {type(self._model).__name__} cannot take weights")
         return self._model

@@ -179,9 +179,9 @@ class DistributedWeightSyncScheme(WeightsyncScheme):
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
         if share not in ("all", "relay", "none"):
-            raise SettingError(f'share wants "all", "relay" or "none", and got {share!r}')
+            raise SettingError(f'share: expected "all", "relay" or "none", got {share!r}')
         if deltas not in ("auto", "always", "never"):
-            raise SettingError(f'deltas wants "auto", "always" or "never", and got {deltas!r}')
+            raise SettingError(f'deltas: expected "auto", "always" or "never", got {deltas!r}')
         if backend not in _OVER_TCP:
             raise UnsupportedError(
                 f"there is no backend {backend!r}: weights go over TCP here, by "
@@ -251,7 +251,7 @@ class RPCWeightSyncScheme(WeightsyncScheme):
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
         if initial not in ("send", "connect", None):
-            raise SettingError(f'initial wants "send" or "connect", and got {initial!r}')
+            raise SettingError(f'initial: expected "send" or "connect", got {initial!r}')
         self._initial = initial
         self._settings = [
             f"listen={listen}" if listen else "",
