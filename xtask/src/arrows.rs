@@ -37,7 +37,7 @@ const TABLE: &[Row] = &[
         may_use: &[("weightsync-core", Always), ("weightsync-simd", Always)],
     },
     Row {
-        name: "weightsync",
+        name: "weightsync-engine",
         may_use: &[
             ("weightsync-core", Always),
             ("weightsync-mem", Always),
@@ -50,20 +50,21 @@ const TABLE: &[Row] = &[
             ("weightsync-simd", Always),
             ("weightsync-core", Always),
             ("weightsync-mem", Always),
-            ("weightsync", Always),
+            ("weightsync-engine", Always),
             ("tokio", Always),
             ("rustls", Always),
         ],
     },
     Row {
         name: "weightsync-store",
-        may_use: &[("weightsync", Always), ("object_store", Optional)],
+        may_use: &[("weightsync-engine", Always), ("object_store", Optional)],
     },
     Row {
         name: "weightsync-serve",
         may_use: &[
             ("weightsync-simd", Always),
-            ("weightsync", Always),
+            ("weightsync-mem", Always),
+            ("weightsync-engine", Always),
             ("weightsync-net", Always),
             ("weightsync-store", Always),
             ("tokio", Always),
@@ -73,7 +74,7 @@ const TABLE: &[Row] = &[
     Row {
         name: "weightsync-rl",
         may_use: &[
-            ("weightsync", Always),
+            ("weightsync-engine", Always),
             ("weightsync-net", Optional),
             ("candle", Optional),
         ],
@@ -84,12 +85,21 @@ const TABLE: &[Row] = &[
             ("weightsync-simd", Always),
             ("weightsync-core", Always),
             ("weightsync-mem", Always),
-            ("weightsync", Always),
+            ("weightsync-engine", Always),
             ("weightsync-net", Always),
             ("weightsync-store", Always),
             ("weightsync-serve", Always),
             ("weightsync-rl", Always),
             ("pyo3", Always),
+        ],
+    },
+    // The front door: what people depend on.
+    Row {
+        name: "weightsync",
+        may_use: &[
+            ("weightsync-engine", Always),
+            ("weightsync-net", Optional),
+            ("weightsync-serve", Optional),
         ],
     },
     // The command and the Python module are both faces: neither is built on the other.
@@ -99,7 +109,7 @@ const TABLE: &[Row] = &[
             ("weightsync-simd", Always),
             ("weightsync-core", Always),
             ("weightsync-mem", Always),
-            ("weightsync", Always),
+            ("weightsync-engine", Always),
             ("weightsync-net", Always),
             ("weightsync-store", Always),
             ("weightsync-serve", Always),

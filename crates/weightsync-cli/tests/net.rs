@@ -14,7 +14,7 @@ use std::{
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
-use weightsync::{
+use weightsync_engine::{
     Expect, InitInfo, ReceiverSetup, SendOptions, Sender, SenderSetup, Tensors, Version,
 };
 use weightsync_net::{Deltas, Distributed, Share, Token};
@@ -328,7 +328,7 @@ impl Trainer {
     /// A worker that takes what comes until the trainer closes; its last version.
     fn worker(&self, number: u32) -> JoinHandle<u64> {
         let setup = ReceiverSetup::new(self.info.clone(), number);
-        let setup = setup.schemes(Distributed::among_schemes());
+        let setup = setup;
         let mut receiver = setup.connect(PATIENCE).expect("the trainer is there");
         thread::spawn(move || {
             let mut last = 0;

@@ -3,7 +3,7 @@
 //! The suite starts processes, has them send, receive and hold weights, kills
 //! some of them by SIGKILL at every stage, and looks at what the others see and
 //! at what is left. It uses the public API of `weightsync` alone, so it runs on
-//! any [`Scheme`](weightsync::transport::Scheme), also on one of your own.
+//! any [`Scheme`](weightsync_engine::transport::Scheme), also on one of your own.
 //!
 //! # Running it on a scheme of your own
 //!
@@ -24,14 +24,17 @@
 //! ```no_run
 //! use std::process::ExitCode;
 //!
-//! use weightsync::{AnyScheme, MultiProcess, Schemes};
+//! use weightsync::MultiProcess;
+//! use weightsync::transport::{AnyScheme, Registration, register};
 //! use weightsync_conformance::Subjects;
 //!
+//! // Yours, in place of this one.
+//! register! {
+//!     Registration::new("mine", |_settings| Ok(AnyScheme::new(MultiProcess::default())))
+//! }
+//!
 //! fn main() -> ExitCode {
-//!     let mut schemes = Schemes::default();
-//!     // Yours, in place of this one.
-//!     schemes.insert("mine", |_settings| Ok(AnyScheme::new(MultiProcess::default())));
-//!     weightsync_conformance::main(&Subjects::new(schemes).with("mine"))
+//!     weightsync_conformance::main(&Subjects::new().with("mine"))
 //! }
 //! ```
 //!
@@ -80,10 +83,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use weightsync::transport::Interrupter;
-use weightsync::{
-    AnyScheme, Capabilities, Error, Expect, InitInfo, ModelId, ReceiverSetup, Result, Schemes,
-    SenderSetup, Version, worker,
+use weightsync_engine::transport::Interrupter;
+use weightsync_engine::{
+    AnyScheme, Capabilities, Error, Expect, InitInfo, ModelId, ReceiverSetup, Result, SenderSetup,
+    Version, worker,
 };
 
 pub use crate::harness::scale;
@@ -94,7 +97,6 @@ use crate::scenarios::{Need, Scenario};
 /// The schemes to be put through the suite.
 #[derive(Clone)]
 pub struct Subjects {
-    schemes: Schemes,
     texts: Vec<String>,
     residue: Residue,
     beside: Beside,
@@ -117,7 +119,7 @@ pub(crate) type Corrupt = Arc<dyn Fn(&Record) -> io::Result<String> + Send + Syn
 pub struct Record {
     /// The scheme, by its word and settings.
     pub scheme: String,
-    /// The address of the sender's [`Endpoint`](weightsync::transport::Endpoint).
+    /// The address of the sender's [`Endpoint`](weightsync_engine::transport::Endpoint).
     pub address: String,
     /// The model; the sender has no other.
     pub model: ModelId,
@@ -125,16 +127,21 @@ pub struct Record {
     pub version: Version,
 }
 
-impl Subjects {
-    /// No scheme yet; trainers and workers know these.
-    pub fn new(schemes: Schemes) -> Self {
+impl Default for Subjects {
+    fn default() -> Self {
         Self {
-            schemes,
             texts: Vec::new(),
             residue: Arc::new(Vec::new),
             beside: Arc::new(|_| Box::new(())),
             corrupt: None,
         }
+    }
+}
+
+impl Subjects {
+    /// No scheme yet.
+    pub fn new() -> Self {
+        Self::default()
     }
 
     /// One more scheme: its word and settings.
@@ -214,7 +221,6 @@ pub fn main(subjects: &Subjects) -> ExitCode {
 /// One scheme on trial.
 pub(crate) struct Subject {
     pub(crate) scheme: String,
-    pub(crate) schemes: Schemes,
     pub(crate) can: Capabilities,
     /// Whether a wait of its workers can be ended from another thread.
     pub(crate) interrupts: bool,
@@ -243,7 +249,7 @@ fn run(subjects: &Subjects) -> ExitCode {
     arguments.test_threads = Some(1);
     let mut trials = Vec::new();
     for text in &subjects.texts {
-        let scheme = match subjects.schemes.parse(text) {
+        let scheme = match text.parse::<AnyScheme>() {
             Ok(scheme) => scheme,
             Err(error) => {
                 eprintln!("{text}: {error}");
@@ -252,9 +258,8 @@ fn run(subjects: &Subjects) -> ExitCode {
         };
         let subject = Arc::new(Subject {
             scheme: text.clone(),
-            schemes: subjects.schemes.clone(),
             can: scheme.capabilities(),
-            interrupts: interrupts(&subjects.schemes, scheme),
+            interrupts: interrupts(scheme),
             corrupts: subjects.corrupt.is_some(),
             residue: subjects.residue.clone(),
             beside: subjects.beside.clone(),
@@ -267,7 +272,7 @@ fn run(subjects: &Subjects) -> ExitCode {
 
 /// Asks a worker's end of the scheme, as nothing states it. Whatever else goes
 /// wrong is for the scenarios to find.
-fn interrupts(schemes: &Schemes, scheme: AnyScheme) -> bool {
+fn interrupts(scheme: AnyScheme) -> bool {
     let can = scheme.capabilities();
     let ask = || -> Result<Interrupter> {
         let weights = Shape::Words(8).make(1);
@@ -275,7 +280,7 @@ fn interrupts(schemes: &Schemes, scheme: AnyScheme) -> bool {
         let _sender = setup
             .clone()
             .connect(&weights, Expect::Count(0), PATIENCE)?;
-        let worker = ReceiverSetup::new(setup.init_info(), 0).schemes(schemes.clone());
+        let worker = ReceiverSetup::new(setup.init_info(), 0);
         worker.connect(PATIENCE)?.interrupter()
     };
     can.weights && can.push && !matches!(ask(), Err(Error::Unsupported { .. }))

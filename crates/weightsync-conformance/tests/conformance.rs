@@ -4,11 +4,10 @@ mod damage;
 
 use std::process::ExitCode;
 
-use weightsync::Schemes;
 use weightsync_conformance::Subjects;
 
 fn main() -> ExitCode {
-    let subjects = Subjects::new(Schemes::default())
+    let subjects = Subjects::new()
         .with("shared-mem")
         .with("shared-mem:pull")
         .with("multi-process")

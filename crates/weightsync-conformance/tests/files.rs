@@ -23,7 +23,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let subjects = Subjects::new(Files::among_schemes())
+    let subjects = Subjects::new()
         .with(&format!("files:dir={}", dir.display()))
         .residue(move || files.sweep())
         .corrupt(spoil);

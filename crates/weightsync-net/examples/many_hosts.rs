@@ -16,7 +16,7 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::time::Duration;
 
-use weightsync::{Expect, InitInfo, ReceiverSetup, SenderSetup, Tensors};
+use weightsync_engine::{Expect, InitInfo, ReceiverSetup, SenderSetup, Tensors};
 use weightsync_net::Distributed;
 
 const SOON: Duration = Duration::from_secs(60);
@@ -55,7 +55,7 @@ fn train(listen: &str, info: &str, versions: u64) -> Result<(), Box<dyn Error>> 
 
 fn work(info: &str, number: u32) -> Result<(), Box<dyn Error>> {
     let info: InitInfo = serde_json::from_str(&fs::read_to_string(info)?)?;
-    let setup = ReceiverSetup::new(info, number).schemes(Distributed::among_schemes());
+    let setup = ReceiverSetup::new(info, number);
     let mut receiver = setup.connect(SOON)?;
     loop {
         match receiver.receive(None) {

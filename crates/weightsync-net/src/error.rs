@@ -1,6 +1,6 @@
 //! Errors of this crate as the session above it knows them.
 
-use weightsync::{Error, Remedy};
+use weightsync_engine::{Error, Remedy};
 
 /// What goes wrong in this crate and is nobody else's error.
 #[derive(Debug, thiserror::Error)]

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use weightsync::{Error, ModelId, Result};
+use weightsync_engine::{Error, ModelId, Result};
 
 use crate::error::NetError;
 

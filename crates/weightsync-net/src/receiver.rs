@@ -9,11 +9,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use weightsync::transport::{
+use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Interrupter, Joining, ModelSpec, Pull,
     ReceiverTransport, interrupt,
 };
-use weightsync::{Error, MemoryError, Result, Run, SetSnapshot};
+use weightsync_engine::{Error, MemoryError, Result, Run, SetSnapshot};
 
 use self::route::{Found, Route, Waits};
 use crate::error::NetError;

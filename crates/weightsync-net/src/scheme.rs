@@ -6,10 +6,11 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use weightsync::transport::{
-    Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Scheme, SenderTransport,
+use weightsync_engine::transport::{
+    Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Registration, Scheme,
+    SenderTransport, register,
 };
-use weightsync::{AnyScheme, Error, MemoryError, ModelId, Queue, Result, Schemes};
+use weightsync_engine::{AnyScheme, Error, MemoryError, ModelId, Queue, Result};
 use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
@@ -45,7 +46,8 @@ use crate::root::NetSender;
 /// end with it, also where another one comes to the same port.
 ///
 /// ```
-/// use weightsync::{AnyScheme, SenderSetup, Tensors};
+/// use weightsync::transport::AnyScheme;
+/// use weightsync::{SenderSetup, Tensors};
 /// use weightsync_net::Distributed;
 ///
 /// let mut weights = Tensors::new();
@@ -118,6 +120,10 @@ impl Default for Distributed {
     fn default() -> Self {
         Self::new()
     }
+}
+
+register! {
+    Registration::new(WORD, |settings| Ok(AnyScheme::new(Distributed::parse(settings)?)))
 }
 
 impl Distributed {
@@ -203,18 +209,6 @@ impl Distributed {
     pub fn deltas(mut self, deltas: Deltas) -> Self {
         self.deltas = deltas;
         self
-    }
-
-    /// The built-in schemes and this one.
-    pub fn among_schemes() -> Schemes {
-        let mut schemes = Schemes::default();
-        Self::add_to(&mut schemes);
-        schemes
-    }
-
-    /// Adds this scheme to others.
-    pub fn add_to(schemes: &mut Schemes) {
-        schemes.insert(WORD, |settings| Ok(AnyScheme::new(Self::parse(settings)?)));
     }
 
     fn parse(settings: &BTreeMap<String, String>) -> Result<Self> {

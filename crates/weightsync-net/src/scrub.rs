@@ -13,7 +13,7 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use weightsync::Result;
+use weightsync_engine::Result;
 
 use crate::status::{MAX_LISTED, ask};
 use crate::wire::hello::Role;
@@ -84,7 +84,7 @@ impl Scrub {
     /// # Errors
     ///
     /// [`NetError`](crate::NetError), as an
-    /// [`Error::Transport`](weightsync::Error::Transport).
+    /// [`Error::Transport`](weightsync_engine::Error::Transport).
     pub fn ask(address: &str, secret: &[u8; 16], patience: Duration) -> Result<Self> {
         ask(address, secret, Role::Scrub, patience)
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use weightsync::Result;
+use weightsync_engine::Result;
 
 use crate::access::Key;
 use crate::link::blocking;
@@ -125,7 +125,7 @@ impl Status {
     /// # Errors
     ///
     /// [`NetError`](crate::NetError), as an
-    /// [`Error::Transport`](weightsync::Error::Transport).
+    /// [`Error::Transport`](weightsync_engine::Error::Transport).
     pub fn ask(address: &str, secret: &[u8; 16], patience: Duration) -> Result<Self> {
         ask(address, secret, Role::Status, patience)
     }

@@ -7,15 +7,12 @@ mod relayed;
 use std::process::ExitCode;
 
 use weightsync_conformance::Subjects;
-use weightsync_net::Distributed;
 
 fn main() -> ExitCode {
     if let Some(ended) = relayed::run() {
         return ended;
     }
-    let mut schemes = Distributed::among_schemes();
-    relayed::add_to(&mut schemes);
-    let subjects = Subjects::new(schemes)
+    let subjects = Subjects::new()
         .with("distributed")
         .with("distributed:share=none")
         .with("distributed:every=3,own-copy,share=none")

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use weightsync::{BackgroundState, BackgroundStatus, Error, Receiver, SafePoints};
+use weightsync_engine::{BackgroundState, BackgroundStatus, Error, Receiver, SafePoints};
 
 use crate::errors::exception;
 use crate::loader::{Target, set_of};
@@ -16,7 +16,7 @@ use crate::report::versions_of;
 use crate::session::{DROPPED, run_of};
 use crate::wait::{released, released_until};
 
-type Inner = weightsync::Background<Vec<Target>>;
+type Inner = weightsync_engine::Background<Vec<Target>>;
 
 thread_local! {
     /// Calls of this thread that a signal's handler may be in the middle of.
@@ -259,7 +259,7 @@ fn alone(mut inner: Arc<Inner>) -> Inner {
 
 /// What keeps the models of a background receiver as they are.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct Permit(Mutex<Option<weightsync::ModelHold>>);
+pub struct Permit(Mutex<Option<weightsync_engine::ModelHold>>);
 
 #[pymethods]
 impl Permit {

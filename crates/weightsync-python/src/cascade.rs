@@ -1,9 +1,9 @@
 //! A worker that feeds workers of its own.
 
 use pyo3::prelude::*;
-use weightsync::{Error, ReceiverSetup};
+use weightsync_engine::{Error, ReceiverSetup};
 
-use crate::options::{Seconds, Setup, Worker, Workers, deadline_of, schemes, timeout_of};
+use crate::options::{Seconds, Setup, Worker, Workers, deadline_of, timeout_of};
 use crate::report::Report;
 use crate::session::{DROPPED, InitInfo};
 use crate::wait::{Turns, released};
@@ -18,9 +18,9 @@ pub struct Cascade {
 }
 
 enum State {
-    Joined(Box<weightsync::CascadeSetup>),
-    Feeding(Box<weightsync::Cascade>),
-    Following(Box<weightsync::CascadeInBackground>),
+    Joined(Box<weightsync_engine::CascadeSetup>),
+    Feeding(Box<weightsync_engine::Cascade>),
+    Following(Box<weightsync_engine::CascadeInBackground>),
     Closed,
 }
 
@@ -37,10 +37,10 @@ impl Cascade {
         timeout: Option<Seconds>,
     ) -> PyResult<Self> {
         let deadline = deadline_of(timeout);
-        let receiver = ReceiverSetup::new(info.0.clone(), worker.0).schemes(schemes());
+        let receiver = ReceiverSetup::new(info.0.clone(), worker.0);
         let chosen = setup.chosen()?;
         let joined = released(py, || {
-            let joined = weightsync::Cascade::join(receiver, deadline)?;
+            let joined = weightsync_engine::Cascade::join(receiver, deadline)?;
             joined.configure(|own| chosen.apply(own))
         })?;
         Ok(Self {

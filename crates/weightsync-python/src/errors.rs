@@ -5,7 +5,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
-use weightsync::{Error, MappingError, MemoryError, Remedy};
+use weightsync_engine::{Error, MappingError, MemoryError, Remedy};
 
 pyo3::import_exception!(weightsync.errors, LifecycleError);
 pyo3::import_exception!(weightsync.errors, SettingError);

@@ -25,6 +25,8 @@ mod tensors;
 mod wait;
 
 use pyo3::prelude::*;
+// A program knows the schemes that are linked into it.
+use {weightsync_net as _, weightsync_serve as _};
 
 /// The classes of `weightsync._native`.
 #[pymodule]

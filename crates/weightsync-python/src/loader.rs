@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use weightsync::{Error, Result, SetLoader, TensorView, WeightLoader};
+use weightsync_engine::{Error, Result, SetLoader, TensorView, WeightLoader};
 
 use crate::errors::Raised;
 use crate::mapping::MappedTarget;
@@ -52,14 +52,14 @@ impl Object {
 }
 
 impl WeightLoader for Object {
-    fn layout(&self) -> Result<weightsync::Layout> {
+    fn layout(&self) -> Result<weightsync_engine::Layout> {
         self.call(|object| {
             let layout = object.call_method0("layout")?;
             Ok(layout.cast::<Layout>()?.get().0.clone())
         })
     }
 
-    fn shape(&mut self, layout: &weightsync::Layout) -> Result<bool> {
+    fn shape(&mut self, layout: &weightsync_engine::Layout) -> Result<bool> {
         let layout = layout.clone();
         self.call(|object| {
             let shaped = object.call_method1("shape", (Layout(layout),))?;
@@ -67,7 +67,7 @@ impl WeightLoader for Object {
         })
     }
 
-    fn bind(&mut self, snapshot: &weightsync::Snapshot) -> Result<bool> {
+    fn bind(&mut self, snapshot: &weightsync_engine::Snapshot) -> Result<bool> {
         let snapshot = Snapshot::new(Arc::new(snapshot.clone()));
         self.call(|object| object.call_method1("load", (snapshot,)).map(|_| true))
     }
@@ -101,18 +101,18 @@ impl Target {
 }
 
 impl WeightLoader for Target {
-    fn layout(&self) -> Result<weightsync::Layout> {
+    fn layout(&self) -> Result<weightsync_engine::Layout> {
         match self {
             Self::Object(object) => object.layout(),
             Self::Mapped { of, .. } => of.get().loader().layout(),
         }
     }
 
-    fn shape(&mut self, layout: &weightsync::Layout) -> Result<bool> {
+    fn shape(&mut self, layout: &weightsync_engine::Layout) -> Result<bool> {
         self.with(|model| model.shape(layout))
     }
 
-    fn bind(&mut self, snapshot: &weightsync::Snapshot) -> Result<bool> {
+    fn bind(&mut self, snapshot: &weightsync_engine::Snapshot) -> Result<bool> {
         self.with(|model| model.bind(snapshot))
     }
 

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
-use weightsync::MappedLoader;
+use weightsync_engine::MappedLoader;
 
 use crate::errors::SettingError;
 use crate::loader::Object;
@@ -13,13 +13,13 @@ use crate::source::{Layout, dtype_of};
 /// with one rule more.
 #[pyclass(frozen, eq, module = "weightsync._native")]
 #[derive(Clone, PartialEq)]
-pub struct Mapping(pub weightsync::Mapping);
+pub struct Mapping(pub weightsync_engine::Mapping);
 
 #[pymethods]
 impl Mapping {
     #[new]
     fn new() -> Self {
-        Self(weightsync::Mapping::new())
+        Self(weightsync_engine::Mapping::new())
     }
 
     /// Reads what `to_json` wrote.
@@ -85,7 +85,10 @@ impl Mapping {
 impl Mapping {
     fn and(
         &self,
-        rule: impl FnOnce(weightsync::Mapping) -> Result<weightsync::Mapping, weightsync::MappingError>,
+        rule: impl FnOnce(
+            weightsync_engine::Mapping,
+        )
+            -> Result<weightsync_engine::Mapping, weightsync_engine::MappingError>,
     ) -> PyResult<Self> {
         rule(self.0.clone()).map(Self).map_err(setting)
     }
@@ -98,7 +101,7 @@ fn setting(error: impl ToString) -> PyErr {
 /// What a mapping would do. The lists are complete.
 #[pyclass(frozen, eq, module = "weightsync._native")]
 #[derive(PartialEq)]
-pub struct DryRun(weightsync::DryRun);
+pub struct DryRun(weightsync_engine::DryRun);
 
 #[pymethods]
 impl DryRun {
@@ -171,7 +174,7 @@ impl DryRun {
 /// What happens to one tensor of the source.
 #[pyclass(frozen, eq, module = "weightsync._native")]
 #[derive(Clone, PartialEq)]
-pub struct Fate(weightsync::Fate);
+pub struct Fate(weightsync_engine::Fate);
 
 #[pymethods]
 impl Fate {

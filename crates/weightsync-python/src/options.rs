@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
-use weightsync::{
-    AsyncSendLimit, DigestPolicy, Dtype, Error, Expect, Pull, Schemes, SendOptions, SenderSetup,
+use weightsync_engine::{
+    AnyScheme, AsyncSendLimit, DigestPolicy, Dtype, Error, Expect, Pull, SendOptions, SenderSetup,
     Version, WaitFor, WorkerId,
 };
 
@@ -185,13 +185,6 @@ pub struct Chosen {
     cast: Option<Dtype>,
 }
 
-/// Every scheme there is.
-pub fn schemes() -> Schemes {
-    let mut schemes = weightsync_net::Distributed::among_schemes();
-    weightsync_serve::Rpc::insert_into(&mut schemes);
-    schemes
-}
-
 impl Chosen {
     pub fn apply(self, setup: SenderSetup) -> Result<SenderSetup, Error> {
         let Self {
@@ -199,7 +192,7 @@ impl Chosen {
             deadline,
             cast,
         } = self;
-        let mut setup = setup.scheme(schemes().parse(&chosen.scheme)?)?;
+        let mut setup = setup.scheme(chosen.scheme.parse::<AnyScheme>()?)?;
         if let Some(dir) = chosen.run_dir {
             setup = setup.run_dir(dir)?;
         }

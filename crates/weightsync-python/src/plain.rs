@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
-use weightsync::Plain;
+use weightsync_engine::Plain;
 
 use crate::errors::WrongTypeError;
 

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyType};
-use weightsync::{Origin, PrivateView};
+use weightsync_engine::{Origin, PrivateView};
 use weightsync_simd::stream_copy_slice;
 
 /// Where a tensor or an array of Python's lies.

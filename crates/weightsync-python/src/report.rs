@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use weightsync::{Error, ModelId, Outcome, Version, WaitFor, WorkerId};
+use weightsync_engine::{Error, ModelId, Outcome, Version, WaitFor, WorkerId};
 
 use crate::errors::{exception, make};
 use crate::options::{Seconds, timeout_of};
@@ -13,7 +13,7 @@ use crate::wait::released;
 
 /// The result of one send: a line per worker.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct Report(pub weightsync::Report);
+pub struct Report(pub weightsync_engine::Report);
 
 #[pymethods]
 impl Report {
@@ -163,14 +163,14 @@ impl Report {
 }
 
 impl Report {
-    fn line(&self, line: &weightsync::WorkerReport) -> WorkerReport {
+    fn line(&self, line: &weightsync_engine::WorkerReport) -> WorkerReport {
         WorkerReport(line.clone())
     }
 }
 
 /// One worker's line.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct WorkerReport(weightsync::WorkerReport);
+pub struct WorkerReport(weightsync_engine::WorkerReport);
 
 #[pymethods]
 impl WorkerReport {
@@ -276,7 +276,7 @@ type LineParts = (
     Option<u64>,
 );
 
-fn line_parts(line: &weightsync::WorkerReport) -> LineParts {
+fn line_parts(line: &weightsync_engine::WorkerReport) -> LineParts {
     (
         line.worker.0,
         line.pid,
@@ -289,9 +289,9 @@ fn line_parts(line: &weightsync::WorkerReport) -> LineParts {
     )
 }
 
-fn line_of(parts: LineParts) -> PyResult<weightsync::WorkerReport> {
+fn line_of(parts: LineParts) -> PyResult<weightsync_engine::WorkerReport> {
     let (worker, pid, word, reason, versions, current, after, late) = parts;
-    Ok(weightsync::WorkerReport {
+    Ok(weightsync_engine::WorkerReport {
         worker: WorkerId(worker),
         pid,
         outcome: outcome_of(&word, reason)?,
@@ -317,7 +317,7 @@ struct Parts {
 }
 
 impl Parts {
-    fn of(report: &weightsync::Report) -> Self {
+    fn of(report: &weightsync_engine::Report) -> Self {
         let versions = report.versions.iter();
         Self {
             versions: versions
@@ -335,15 +335,15 @@ impl Parts {
         }
     }
 
-    fn report(self) -> PyResult<weightsync::Report> {
+    fn report(self) -> PyResult<weightsync_engine::Report> {
         let versions = self.versions.into_iter().map(|(model, version)| {
             let model = ModelId::new(&model).map_err(|error| raised(error.into()))?;
             Ok((model, Version(version)))
         });
         let changes = self.changes.map(|(elements, changed, bytes, whole)| {
-            weightsync::Changes::new(elements, changed, bytes, whole)
+            weightsync_engine::Changes::new(elements, changed, bytes, whole)
         });
-        Ok(weightsync::Report {
+        Ok(weightsync_engine::Report {
             versions: versions.collect::<PyResult<_>>()?,
             bytes: self.bytes,
             partial: self.partial,
@@ -374,7 +374,7 @@ fn nanos(time: Duration) -> u64 {
 
 /// A worker as the sender sees it.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct WorkerStatus(pub weightsync::WorkerStatus);
+pub struct WorkerStatus(pub weightsync_engine::WorkerStatus);
 
 #[pymethods]
 impl WorkerStatus {
@@ -420,7 +420,7 @@ impl WorkerStatus {
 
 /// A send whose workers may still be on their way.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct PendingSend(pub weightsync::PendingSend);
+pub struct PendingSend(pub weightsync_engine::PendingSend);
 
 #[pymethods]
 impl PendingSend {

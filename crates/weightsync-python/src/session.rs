@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use weightsync::{
+use weightsync_engine::{
     Error, Members, ReceiverSetup, Result, Run, SendSource, SenderSetup, WeightExtractor,
 };
 
@@ -12,7 +12,7 @@ use crate::background::Background;
 use crate::errors::{LifecycleError, exception};
 use crate::loader::{self, Target, set_of};
 use crate::options::{
-    Number, Seconds, Send, Setup, Worker, Workers, deadline_of, pull_of, schemes, timeout_of,
+    Number, Seconds, Send, Setup, Worker, Workers, deadline_of, pull_of, timeout_of,
 };
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
@@ -23,7 +23,7 @@ use crate::wait::{Turns, released};
 /// as JSON. It carries the secret that lets a worker in.
 #[pyclass(frozen, eq, module = "weightsync._native")]
 #[derive(Clone, PartialEq)]
-pub struct InitInfo(pub weightsync::InitInfo);
+pub struct InitInfo(pub weightsync_engine::InitInfo);
 
 #[pymethods]
 impl InitInfo {
@@ -71,7 +71,7 @@ impl InitInfo {
 /// `LifecycleError`.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Session {
-    inner: Turns<weightsync::Session>,
+    inner: Turns<weightsync_engine::Session>,
 }
 
 /// One model's weights in a send: its name, unless there is one model only.
@@ -82,9 +82,9 @@ impl Session {
     /// An idle session of a scheme, such as `shared-mem`.
     #[new]
     fn new(py: Python<'_>, scheme: &str) -> PyResult<Self> {
-        let scheme = schemes().parse(scheme);
+        let scheme = scheme.parse();
         let scheme = scheme.map_err(|error| exception(py, error))?;
-        Ok(Self::of(weightsync::Session::new(scheme)))
+        Ok(Self::of(weightsync_engine::Session::new(scheme)))
     }
 
     /// Becomes a sender of these models. Nothing is communicated.
@@ -210,7 +210,7 @@ impl Session {
             let sender = session.sender()?;
             match version {
                 None => sender.snapshot_of(model),
-                Some(version) => sender.old_snapshot(model, weightsync::Version(version.0)),
+                Some(version) => sender.old_snapshot(model, weightsync_engine::Version(version.0)),
             }
         })?;
         Ok(Snapshot::new(snapshot.into()))
@@ -242,11 +242,11 @@ impl Session {
         device: &str,
     ) -> PyResult<Self> {
         let setup = ReceiverSetup::new(info.0.clone(), worker.0);
-        let mut setup = setup.schemes(schemes()).device(device);
+        let mut setup = setup.device(device);
         if let Some(models) = models {
             setup = setup.models(models);
         }
-        let session = Self::of(weightsync::Session::of(info.0.clone()));
+        let session = Self::of(weightsync_engine::Session::of(info.0.clone()));
         session.with(py, |session| session.prepare_receiver(setup))?;
         Ok(session)
     }
@@ -383,7 +383,7 @@ impl Session {
         declared: bool,
     ) -> PyResult<Background> {
         let targets = targets_of(targets);
-        let receiver = self.with(py, weightsync::Session::take_receiver)?;
+        let receiver = self.with(py, weightsync_engine::Session::take_receiver)?;
         Background::start(py, receiver, targets, declared)
     }
 
@@ -439,7 +439,7 @@ impl Drop for Session {
 }
 
 impl Session {
-    pub fn of(session: weightsync::Session) -> Self {
+    pub fn of(session: weightsync_engine::Session) -> Self {
         Self {
             inner: Turns::new(session, |session, why| match why {
                 None => session.shutdown(),
@@ -452,7 +452,7 @@ impl Session {
     fn with<T: std::marker::Send>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&mut weightsync::Session) -> Result<T> + std::marker::Send,
+        call: impl FnOnce(&mut weightsync_engine::Session) -> Result<T> + std::marker::Send,
     ) -> PyResult<T> {
         self.inner.with(py, call)
     }

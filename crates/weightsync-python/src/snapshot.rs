@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use weightsync::{Error, ExtraState, Origin};
+use weightsync_engine::{Error, ExtraState, Origin};
 
 use crate::errors::{WrongWeightsError, forked};
 use crate::loader::Object;
@@ -18,13 +18,13 @@ use crate::wait::released;
 /// over it, is held.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Snapshot {
-    held: Arc<weightsync::Snapshot>,
+    held: Arc<weightsync_engine::Snapshot>,
     /// A forked child does not have the memory, but for a copy's.
     origin: Origin,
 }
 
 impl Snapshot {
-    pub fn new(held: Arc<weightsync::Snapshot>) -> Self {
+    pub fn new(held: Arc<weightsync_engine::Snapshot>) -> Self {
         let origin = Origin::here();
         Self { held, origin }
     }
@@ -33,7 +33,7 @@ impl Snapshot {
     fn read<T: Send>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&weightsync::Snapshot) -> Result<T, Error> + Send,
+        call: impl FnOnce(&weightsync_engine::Snapshot) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         match self.held.is_owned() || self.origin.is_here() {
             true => released(py, || call(&self.held)),
@@ -56,7 +56,7 @@ impl Snapshot {
         })
     }
 
-    pub fn held(&self) -> &weightsync::Snapshot {
+    pub fn held(&self) -> &weightsync_engine::Snapshot {
         &self.held
     }
 }
@@ -89,7 +89,7 @@ impl Snapshot {
     #[getter]
     fn whole_layout(&self, py: Python<'_>) -> PyResult<Layout> {
         self.read(py, |held| {
-            weightsync::WeightExtractor::layout(held).map(Layout)
+            weightsync_engine::WeightExtractor::layout(held).map(Layout)
         })
     }
 
@@ -208,7 +208,7 @@ impl Snapshot {
 
     /// Compares the bytes with the sender's checksums; False if it made none.
     fn verify_checksums(&self, py: Python<'_>) -> PyResult<bool> {
-        self.read(py, weightsync::Snapshot::verify_checksums)
+        self.read(py, weightsync_engine::Snapshot::verify_checksums)
     }
 
     /// Writes a safetensors file, whole or not at all; its digest.
@@ -231,7 +231,7 @@ impl Snapshot {
 
 /// One whole version of each model of a worker, that belong together.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct SetSnapshot(pub weightsync::SetSnapshot);
+pub struct SetSnapshot(pub weightsync_engine::SetSnapshot);
 
 #[pymethods]
 impl SetSnapshot {

@@ -4,11 +4,11 @@ use std::sync::{PoisonError, RwLock};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use weightsync::{
+use weightsync_core::extract::TensorRef;
+use weightsync_engine::{
     Attributes, Dtype, Error, ExtraState, Extracted, MappedExtractor, Result, Strategy, TensorData,
     WeightExtractor, find_ties,
 };
-use weightsync_core::extract::TensorRef;
 
 use crate::errors::{SettingError, WrongTypeError, WrongWeightsError, exception};
 use crate::mapping::Mapping;
@@ -18,7 +18,7 @@ use crate::tensors::Tensors;
 
 /// Names, dtypes and shapes of tensors, in order.
 #[pyclass(frozen, module = "weightsync._native")]
-pub struct Layout(pub weightsync::Layout);
+pub struct Layout(pub weightsync_engine::Layout);
 
 #[pymethods]
 impl Layout {
@@ -30,7 +30,7 @@ impl Layout {
             Ok((name, dtype, shape))
         });
         let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
-        let layout = weightsync::Layout::new(tensors);
+        let layout = weightsync_engine::Layout::new(tensors);
         Ok(Self(layout.map_err(wrong_weights)?))
     }
 
@@ -94,7 +94,7 @@ enum Form {
 /// Tensors in this process's memory.
 struct Placed {
     tensors: Vec<Tensor>,
-    layout: weightsync::Layout,
+    layout: weightsync_engine::Layout,
     buffers: Vec<String>,
     format: Strategy,
     now: RwLock<Now>,
@@ -159,7 +159,7 @@ impl Source {
         let states = extra
             .iter()
             .map(|(name, state)| (name.clone(), Dtype::U8, vec![state.capacity() as u64]));
-        let layout = weightsync::Layout::new(specs.chain(states)).map_err(wrong_weights)?;
+        let layout = weightsync_engine::Layout::new(specs.chain(states)).map_err(wrong_weights)?;
         let placed = Placed {
             now: RwLock::new(Now {
                 addresses: Vec::new(),
@@ -275,7 +275,7 @@ impl Source {
 }
 
 impl WeightExtractor for Source {
-    fn layout(&self) -> Result<weightsync::Layout> {
+    fn layout(&self) -> Result<weightsync_engine::Layout> {
         self.sent().layout()
     }
 
@@ -416,7 +416,7 @@ fn failed(name: &str, source: impl Into<Box<dyn std::error::Error + Send + Sync>
 }
 
 impl WeightExtractor for Placed {
-    fn layout(&self) -> Result<weightsync::Layout> {
+    fn layout(&self) -> Result<weightsync_engine::Layout> {
         Ok(self.layout.clone())
     }
 

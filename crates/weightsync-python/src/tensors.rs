@@ -155,7 +155,7 @@ impl Copies {
     pub fn places(
         &self,
         py: Python<'_>,
-        sent: &weightsync::Layout,
+        sent: &weightsync_engine::Layout,
     ) -> PyResult<Option<Vec<(usize, Address)>>> {
         let tensors = self.tensors.get();
         let fits = |(own, sent_at): &(usize, usize)| {

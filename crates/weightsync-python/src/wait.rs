@@ -6,7 +6,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use weightsync::{Error, Origin};
+use weightsync_engine::{Error, Origin};
 
 use crate::errors::{ended, exception, forked, within_itself};
 
@@ -36,7 +36,7 @@ pub fn released_until<T: Send>(
             raised = looked(watch);
             raised.is_some() || ending.load(Ordering::SeqCst)
         };
-        weightsync::interruptible(check, call)
+        weightsync_engine::interruptible(check, call)
     });
     match (done, raised) {
         // What was done is done; the signal is the next thing to know.

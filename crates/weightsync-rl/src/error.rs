@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use weightsync::{
+use weightsync_engine::{
     WorkerId,
     worker::{Exit, WorkerError},
 };
@@ -101,7 +101,7 @@ pub enum Error {
     Workers(#[from] WorkerError),
     /// The weights on their way.
     #[error(transparent)]
-    Weights(#[from] weightsync::Error),
+    Weights(#[from] weightsync_engine::Error),
     /// The tensor library refused an operation.
     #[cfg(feature = "candle")]
     #[error("candle: {0}")]

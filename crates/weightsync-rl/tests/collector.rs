@@ -10,7 +10,7 @@ use std::{
 
 use libtest_mimic::{Arguments, Trial};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
-use weightsync::{
+use weightsync_engine::{
     Tensors, WorkerId,
     worker::{self, Restart, Spawn, WorkerProcess},
 };
@@ -397,7 +397,7 @@ fn builder() -> Builder {
         .frames_per_batch(300)
 }
 
-fn weights() -> Result<Tensors, weightsync::Error> {
+fn weights() -> Result<Tensors, weightsync_engine::Error> {
     let mut weights = Tensors::new();
     weights.insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])?;
     weights.insert("actor.0.bias", [2], vec![0.0_f32; 2])?;

@@ -13,7 +13,7 @@
 mod http;
 mod rpc;
 
-pub use rpc::{Rpc, schemes};
+pub use rpc::Rpc;
 
 /// The description of every route, as OpenAPI 3.1 in JSON.
 pub const OPENAPI: &str = include_str!("../openapi.json");

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use weightsync_conformance::Subjects;
-use weightsync_serve::schemes;
+use weightsync_serve as _;
 
 fn main() -> ExitCode {
-    weightsync_conformance::main(&Subjects::new(schemes()).with("rpc:initial=connect"))
+    weightsync_conformance::main(&Subjects::new().with("rpc:initial=connect"))
 }

@@ -6,10 +6,10 @@
 //!
 //! | step | here |
 //! |---|---|
-//! | extract: read the trainer's tensors, cast and made contiguous in one pass | [`WeightExtractor`], for [`Tensors`], [`SafetensorsFile`] and candle's `VarMap` |
+//! | extract: read the trainer's tensors, cast and made contiguous in one pass | [`WeightExtractor`](model::WeightExtractor), for [`Tensors`], [`SafetensorsFile`] and candle's `VarMap` |
 //! | transport and stage: into a free slot of shared memory | [`Sender::send`], [`Sender::loan`] |
 //! | swap: one atomic step makes it the live version | inside both |
-//! | load: a worker reads it in place, writes in it for itself alone, or loads it into its own model | [`Receiver::receive`], [`Snapshot::private`], [`Receiver::receive_into`], [`WeightLoader`] |
+//! | load: a worker reads it in place, writes in it for itself alone, or loads it into its own model | [`Receiver::receive`], [`Snapshot::private`], [`Receiver::receive_into`], [`WeightLoader`](model::WeightLoader) |
 //!
 //! Around it: [`SenderSetup`] and [`ReceiverSetup`] prepare without
 //! communicating, [`InitInfo`] is what a worker needs to join, `connect` on both
@@ -49,87 +49,86 @@
 //! # Ok::<(), weightsync::Error>(())
 //! ```
 //!
-//! Absent here: async runtimes, `unsafe` code, terminal output, anything of
-//! reinforcement learning.
+//! | feature | brings |
+//! |---|---|
+//! | `net` | the scheme `distributed`, for workers of other hosts |
+//! | `rpc` | the scheme `rpc`, whose sender calls its workers over HTTP |
+//! | `candle` | candle's `VarMap` as a source of weights and a place to load them |
+//!
+//! A worker knows every scheme that its program was built with: the init info names the one to
+//! use.
 #![forbid(unsafe_code)]
 
-mod attributes;
-mod background;
-#[cfg(feature = "candle")]
-mod candle;
-mod cascade;
-mod digest;
-mod error;
-mod extract;
-mod init_info;
-mod load;
-mod load_set;
-pub mod mapping;
-mod models;
-mod options;
-mod path;
-mod pending;
-pub mod plain;
-mod publish;
-mod receiver;
-mod report;
-mod run_dir;
-mod safetensors_file;
-mod scheme;
-mod send_source;
-mod sender;
-mod senders;
-mod session;
-mod set;
-mod setup;
-mod shared;
-mod snapshot;
-mod strategy;
-mod tensors;
-pub mod transport;
-pub mod worker;
+/// What can go wrong, and what to do about it.
+pub use weightsync_engine::{Error, MemoryError, Remedy, Result};
 
-pub use crate::{
-    attributes::{Attributes, AttributesError, TiedOnce, find_ties},
-    background::{
+pub use weightsync_engine::{
+    AsyncSendLimit, DigestPolicy, Dtype, Expect, InitInfo, ModelId, MultiProcess, NoSync,
+    PendingSend, Pull, Queue, Receiver, ReceiverSetup, Report, SafetensorsFile, SendOptions,
+    Sender, SenderSetup, Senders, Session, SetSnapshot, SharedMem, Snapshot, Tensors, Version,
+    WaitFor, WorkerId, interruptible,
+};
+
+#[cfg(feature = "net")]
+pub use weightsync_net::Distributed;
+#[cfg(feature = "rpc")]
+pub use weightsync_serve::Rpc;
+
+/// Receivers that load each version in a thread of their own.
+pub mod background {
+    pub use weightsync_engine::{
         Background, BackgroundState, BackgroundStatus, ModelGuard, ModelGuardMut, ModelHold,
         SafePoints, SnapshotsInBackground,
-    },
-    cascade::{Cascade, CascadeInBackground, CascadeSetup, Forwarded},
-    error::{Error, Remedy, Result},
-    extract::{Extracted, TensorData, WeightExtractor},
-    init_info::InitInfo,
-    load::{TensorView, WeightLoader},
-    load_set::SetLoader,
-    mapping::{DryRun, Fate, MappedExtractor, MappedLoader, Mapping, MappingError},
-    models::{Model, ModelTree, Models, ModuleTree},
-    options::SendOptions,
-    path::{ModelPath, ModelPathError, PathPart},
-    pending::PendingSend,
-    plain::{ExtraState, Plain, PlainError},
-    receiver::{Joined, Receiver, ReceiverSetup},
-    report::{Changes, Outcome, Report, WaitFor, WorkerReport, WorkerStatus},
-    safetensors_file::SafetensorsFile,
-    scheme::{AnyScheme, MultiProcess, Queue, Schemes, SharedMem},
-    send_source::{Members, Registered, SendSource, Set},
-    sender::{Loan, Sender},
-    senders::Senders,
-    session::Session,
-    set::{Member, SetSnapshot},
-    setup::{AsyncSendLimit, DigestPolicy, Expect, SenderSetup},
-    snapshot::{PrivateView, Snapshot, Written},
-    strategy::{Role, StateDict, Strategy, TensorDict, UnknownStrategy, Weights},
-    tensors::{Element, Tensors},
-    transport::{Capabilities, NoSync, Pull},
-};
+    };
+}
 
-pub use weightsync_core::{
-    Chunking, Chunks, Digest, Dtype, Epoch, Layout, LayoutId, LayoutMismatch, Manifest, ModelId,
-    Run, TensorRef, TensorSpec, Version, WeightChunk, WorkerId, WriterId, chunk,
-    extract::ExtractError, layout, manifest, names,
-};
-pub use weightsync_mem::interrupt::with as interruptible;
-pub use weightsync_mem::{Error as MemoryError, Holder, Origin, WaitStyle};
+/// A worker that passes on what it receives, as the sender of others.
+pub mod cascade {
+    pub use weightsync_engine::{Cascade, CascadeInBackground, CascadeSetup, Forwarded};
+}
+
+/// Names, dtypes, shapes and places of a model's tensors, and the digest of their bytes.
+pub mod layout {
+    pub use weightsync_engine::layout::*;
+    pub use weightsync_engine::{
+        Chunking, Chunks, Digest, LayoutId, LayoutMismatch, Manifest, TensorRef, TensorSpec,
+        WeightChunk, chunk, manifest, names,
+    };
+}
+
+/// Renaming, casting, transposing, fusing and splitting tensors on their way.
+pub mod mapping {
+    pub use weightsync_engine::mapping::*;
+    pub use weightsync_engine::{
+        DryRun, Fate, MappedExtractor, MappedLoader, Mapping, MappingError,
+    };
+}
+
+/// Where weights come from and where they are loaded.
+pub mod model {
+    pub use weightsync_engine::plain;
+    pub use weightsync_engine::{
+        Attributes, AttributesError, Element, ExtraState, ExtractError, Extracted, Member, Members,
+        Model, ModelPath, ModelPathError, ModelTree, Models, ModuleTree, PathPart, Plain,
+        PlainError, PrivateView, Registered, Role, SendSource, Set, SetLoader, StateDict, Strategy,
+        TensorData, TensorDict, TensorView, TiedOnce, UnknownStrategy, WeightExtractor,
+        WeightLoader, Weights, Written, find_ties,
+    };
+}
+
+/// What became of a send at each worker.
+pub mod report {
+    pub use weightsync_engine::{Changes, Holder, Outcome, Report, WorkerReport, WorkerStatus};
+}
+
+/// Schemes by name, and what a scheme of your own is written with.
+pub mod transport {
+    pub use weightsync_engine::transport::*;
+    pub use weightsync_engine::{AnyScheme, Epoch, Joined, Loan, Origin, Run, WaitStyle, WriterId};
+}
+
+/// Worker processes: started, watched and ended with their trainer.
+pub use weightsync_engine::worker;
 
 /// The examples run as they are.
 #[cfg(doctest)]

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use weightsync::{SafetensorsFile, WeightExtractor};
+use weightsync_engine::{SafetensorsFile, WeightExtractor};
 use weightsync_fuzz::fuzz;
 
 #[test]

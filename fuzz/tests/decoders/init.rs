@@ -1,6 +1,6 @@
 //! What a worker needs to join, in the forms it travels in.
 
-use weightsync::{InitInfo, SenderSetup, Tensors};
+use weightsync_engine::{InitInfo, SenderSetup, Tensors};
 use weightsync_fuzz::fuzz;
 
 #[test]

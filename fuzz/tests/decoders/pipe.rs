@@ -4,10 +4,10 @@ use weightsync_fuzz::fuzz;
 
 #[test]
 fn worker_frames() {
-    let valid = weightsync::worker::fuzz::valid();
-    assert_eq!(weightsync::worker::fuzz::frames(&valid), 3);
+    let valid = weightsync_engine::worker::fuzz::valid();
+    assert_eq!(weightsync_engine::worker::fuzz::frames(&valid), 3);
     fuzz!("worker_frames", [valid], |bytes: &[u8]| {
-        weightsync::worker::fuzz::frames(bytes);
+        weightsync_engine::worker::fuzz::frames(bytes);
     });
 }
 

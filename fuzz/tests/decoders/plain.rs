@@ -1,6 +1,6 @@
 //! The data that travels in addition to tensors: extra state, and the attributes of a model.
 
-use weightsync::{Attributes, ExtraState, Mapping, ModelPath, Plain, Strategy};
+use weightsync_engine::{Attributes, ExtraState, Mapping, ModelPath, Plain, Strategy};
 use weightsync_fuzz::fuzz;
 
 #[test]
@@ -60,7 +60,7 @@ fn mapping_json() {
         .and_then(|mapping| mapping.fuse(["b.q", "b.k"], "b.qk", 0))
         .and_then(|mapping| mapping.split("c", [("c.0", 1), ("c.1", 2)], 1))
         .and_then(|mapping| mapping.transpose("b.qk", [1, 0]))
-        .and_then(|mapping| mapping.cast("*", weightsync::Dtype::BF16))
+        .and_then(|mapping| mapping.cast("*", weightsync_engine::Dtype::BF16))
         .and_then(|mapping| mapping.drop("step"))
         .expect("valid rules");
     let layouts: Vec<_> = crate::layout::samples().collect();

@@ -78,7 +78,7 @@ const MEMBERS: &[&str] = &[
     "weightsync-simd",
     "weightsync-core",
     "weightsync-mem",
-    "weightsync",
+    "weightsync-engine",
     "weightsync-net",
     "weightsync-rl",
     "weightsync-cli",
@@ -108,18 +108,18 @@ fn the_design_s_own_graph_passes() {
         "weightsync-core -> serde",
         "weightsync-mem -> weightsync-core",
         "weightsync-mem -> weightsync-simd",
-        "weightsync -> weightsync-core",
-        "weightsync -> weightsync-mem",
-        "weightsync ->? candle-core",
-        "weightsync-net -> weightsync",
+        "weightsync-engine -> weightsync-core",
+        "weightsync-engine -> weightsync-mem",
+        "weightsync-engine ->? candle-core",
+        "weightsync-net -> weightsync-engine",
         "weightsync-net -> tokio",
         "weightsync-net -> rustls",
-        "weightsync-rl -> weightsync",
+        "weightsync-rl -> weightsync-engine",
         "weightsync-rl -> rand",
         "weightsync-rl ->? weightsync-net",
         "weightsync-rl ->? candle-nn",
         "candle-nn -> candle-core",
-        "weightsync-cli -> weightsync",
+        "weightsync-cli -> weightsync-engine",
         "weightsync-cli -> weightsync-rl",
         "weightsync-cli -> clap",
     ];
@@ -138,12 +138,12 @@ fn edges_the_table_does_not_list_fail() {
             "weightsync-core → weightsync-mem: not in its row",
         ),
         (
-            "weightsync -> weightsync-simd",
-            "weightsync → weightsync-simd: not in its row",
+            "weightsync-engine -> weightsync-simd",
+            "weightsync-engine → weightsync-simd: not in its row",
         ),
         (
-            "weightsync -> weightsync-rl",
-            "weightsync → weightsync-rl: not in its row",
+            "weightsync-engine -> weightsync-rl",
+            "weightsync-engine → weightsync-rl: not in its row",
         ),
         (
             "weightsync-rl -> weightsync-mem",
@@ -157,15 +157,21 @@ fn edges_the_table_does_not_list_fail() {
             "weightsync-cli -> weightsync-fuzz",
             "weightsync-cli → weightsync-fuzz: not in its row",
         ),
-        ("weightsync -> tokio", "weightsync → tokio: not in its row"),
         (
-            "weightsync -> tokio-util",
-            "weightsync → tokio-util: not in its row",
+            "weightsync-engine -> tokio",
+            "weightsync-engine → tokio: not in its row",
         ),
-        ("weightsync ->? tokio", "weightsync → tokio: not in its row"),
         (
-            "weightsync ->build tokio",
-            "weightsync → tokio: not in its row",
+            "weightsync-engine -> tokio-util",
+            "weightsync-engine → tokio-util: not in its row",
+        ),
+        (
+            "weightsync-engine ->? tokio",
+            "weightsync-engine → tokio: not in its row",
+        ),
+        (
+            "weightsync-engine ->build tokio",
+            "weightsync-engine → tokio: not in its row",
         ),
         (
             "weightsync-net -> axum",
@@ -180,8 +186,8 @@ fn edges_the_table_does_not_list_fail() {
             "weightsync-cli → pyo3: not in its row",
         ),
         (
-            "weightsync -> rustls",
-            "weightsync → rustls: not in its row",
+            "weightsync-engine -> rustls",
+            "weightsync-engine → rustls: not in its row",
         ),
         (
             "weightsync-rl -> object_store",
@@ -197,8 +203,8 @@ fn edges_the_table_does_not_list_fail() {
 fn what_is_allowed_behind_a_feature_must_be_optional() {
     let cases = [
         (
-            "weightsync -> candle-core",
-            "weightsync → candle-core: allowed behind a feature only",
+            "weightsync-engine -> candle-core",
+            "weightsync-engine → candle-core: allowed behind a feature only",
         ),
         (
             "weightsync-rl -> candle-nn",
@@ -216,23 +222,27 @@ fn what_is_allowed_behind_a_feature_must_be_optional() {
 
 #[test]
 fn a_utility_crate_does_not_hide_a_named_one() {
-    let edges = ["weightsync -> rand", "rand -> tower", "tower -> tokio"];
+    let edges = [
+        "weightsync-engine -> rand",
+        "rand -> tower",
+        "tower -> tokio",
+    ];
     assert_eq!(
         verdict(MEMBERS, OUTSIDE, &edges),
-        ["weightsync → rand → tower → tokio: not in its row"]
+        ["weightsync-engine → rand → tower → tokio: not in its row"]
     );
 }
 
 #[test]
 fn feature_does_not_hide_a_crate_required_elsewhere() {
     let edges = [
-        "weightsync ->? candle-core",
-        "weightsync -> rand",
+        "weightsync-engine ->? candle-core",
+        "weightsync-engine -> rand",
         "rand -> candle-core",
     ];
     assert_eq!(
         verdict(MEMBERS, OUTSIDE, &edges),
-        ["weightsync → rand → candle-core: allowed behind a feature only"]
+        ["weightsync-engine → rand → candle-core: allowed behind a feature only"]
     );
 }
 
@@ -241,7 +251,7 @@ fn arrows_ignore_what_members_use_internally() {
     let edges = [
         "weightsync-cli -> weightsync-net",
         "weightsync-net -> tokio",
-        "weightsync ->? candle-core",
+        "weightsync-engine ->? candle-core",
         "candle-core -> tokio",
     ];
     assert_eq!(verdict(MEMBERS, OUTSIDE, &edges), [""; 0]);
@@ -251,7 +261,7 @@ fn arrows_ignore_what_members_use_internally() {
 fn dev_dependencies_are_free_unless_they_also_ship() {
     let dev = [
         "weightsync-core ->dev tokio",
-        "weightsync-simd ->dev weightsync",
+        "weightsync-simd ->dev weightsync-engine",
     ];
     assert_eq!(verdict(MEMBERS, OUTSIDE, &dev), [""; 0]);
     let both = ["weightsync-core ->dev tokio", "weightsync-core -> tokio"];
@@ -259,7 +269,10 @@ fn dev_dependencies_are_free_unless_they_also_ship() {
         verdict(MEMBERS, OUTSIDE, &both),
         ["weightsync-core → tokio: not in its row"]
     );
-    let dev_and_optional = ["weightsync ->dev candle-core", "weightsync ->? candle-core"];
+    let dev_and_optional = [
+        "weightsync-engine ->dev candle-core",
+        "weightsync-engine ->? candle-core",
+    ];
     assert_eq!(verdict(MEMBERS, OUTSIDE, &dev_and_optional), [""; 0]);
 }
 

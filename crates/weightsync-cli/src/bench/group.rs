@@ -4,7 +4,7 @@ use std::error::Error;
 use std::time::Duration;
 
 use serde::Serialize;
-use weightsync::{AnyScheme, MultiProcess, Queue, SharedMem};
+use weightsync_engine::{AnyScheme, MultiProcess, Queue, SharedMem};
 
 use super::local::{self, Figures};
 use super::numbers::{Size, Times};

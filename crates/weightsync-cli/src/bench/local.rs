@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use serde::Serialize;
-use weightsync::worker::{Spawn, Workers};
-use weightsync::{
+use weightsync_engine::worker::{Spawn, Workers};
+use weightsync_engine::{
     AnyScheme, Dtype, Expect, InitInfo, Layout, Members, MultiProcess, Queue, SendSource, Sender,
     SenderSetup, Tensors, WaitStyle, WeightExtractor,
 };
@@ -108,18 +108,18 @@ impl DistributedArgs {
     }
 
     /// The scheme that is asked for.
-    pub fn scheme(&self) -> Result<AnyScheme, weightsync::Error> {
+    pub fn scheme(&self) -> Result<AnyScheme, weightsync_engine::Error> {
         let text = match self.settings.is_empty() {
             true => "distributed".to_owned(),
             false => format!("distributed:{}", self.settings),
         };
-        super::schemes().parse(&text)
+        text.parse::<AnyScheme>()
     }
 }
 
 impl QueueArgs {
     /// The scheme that is asked for; its settings are checked as a user's are.
-    pub fn scheme(&self) -> Result<AnyScheme, weightsync::Error> {
+    pub fn scheme(&self) -> Result<AnyScheme, weightsync_engine::Error> {
         let queue = match self.every {
             Some(bound) => Queue::Every { bound },
             None => Queue::Newest,
@@ -424,7 +424,11 @@ impl Source {
     }
 
     /// A sender of these models by this scheme, as it is asked for.
-    fn arranged(&self, scheme: &AnyScheme, args: &Args) -> Result<SenderSetup, weightsync::Error> {
+    fn arranged(
+        &self,
+        scheme: &AnyScheme,
+        args: &Args,
+    ) -> Result<SenderSetup, weightsync_engine::Error> {
         let wait = match args.sleep {
             true => WaitStyle::Sleep,
             false => WaitStyle::YieldThenSleep,
@@ -435,9 +439,9 @@ impl Source {
     }
 
     /// A sender of these models.
-    pub fn setup(&self) -> Result<SenderSetup, weightsync::Error> {
+    pub fn setup(&self) -> Result<SenderSetup, weightsync_engine::Error> {
         let [(first, weights), others @ ..] = &self.models[..] else {
-            return Err(weightsync::Error::EmptySet);
+            return Err(weightsync_engine::Error::EmptySet);
         };
         let setup = SenderSetup::new(first, weights)?;
         others.iter().try_fold(setup, |setup, (model, weights)| {
@@ -447,7 +451,7 @@ impl Source {
 
     /// Changes so many percent of the elements, in every round others, by one unit in the
     /// last place; by 100 all become others, about which those before say nothing.
-    pub fn change(&mut self, percent: f64, round: u64) -> Result<(), weightsync::Error> {
+    pub fn change(&mut self, percent: f64, round: u64) -> Result<(), weightsync_engine::Error> {
         let mut random = SmallRng::seed_from_u64(round);
         for (_, tensors) in &mut self.models {
             let names: Vec<String> = tensors.names().map(str::to_owned).collect();

@@ -22,7 +22,7 @@ use std::error::Error;
 use std::process::ExitCode;
 
 use clap::Subcommand;
-use weightsync::{Schemes, SharedMem};
+use weightsync_engine::SharedMem;
 
 /// What `bench` is asked for.
 #[derive(clap::Args)]
@@ -56,14 +56,6 @@ enum Scheme {
     /// A worker process of a benchmark
     #[command(hide = true)]
     Reader,
-}
-
-/// The schemes there are in this build.
-fn schemes() -> Schemes {
-    #[cfg(feature = "net")]
-    return weightsync_net::Distributed::among_schemes();
-    #[cfg(not(feature = "net"))]
-    Schemes::default()
 }
 
 /// Runs a benchmark.

@@ -6,12 +6,12 @@ use std::error::Error;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use weightsync::transport::{
+use weightsync_engine::transport::{
     Attendance, CopyOptions, Deadline, Endpoint, Image, Joining, Level, Opening, Outstanding,
     ReceiverTransport, Scheme, SenderTransport, Source, Staging, Targets,
 };
-use weightsync::worker::Spawn;
-use weightsync::{
+use weightsync_engine::worker::Spawn;
+use weightsync_engine::{
     AnyScheme, Capabilities, Expect, ModelId, Outcome, Sender, SharedMem, Version, WaitStyle,
     WorkerId, WorkerReport, WorkerStatus,
 };
@@ -31,7 +31,7 @@ pub struct Pair {
 /// with sends to one such worker.
 pub fn simulated(args: &Args, workers: usize, rounds: u32) -> Result<Pair, Box<dyn Error>> {
     let source = local::Source::new(args)?;
-    let connect = |workers| -> Result<Sender, weightsync::Error> {
+    let connect = |workers| -> Result<Sender, weightsync_engine::Error> {
         let setup = source.setup()?.scheme(AnyScheme::new(Ready { workers }))?;
         setup.connect(&source, Expect::Count(workers), Duration::from_secs(60))
     };
@@ -108,11 +108,15 @@ impl Scheme for Ready {
         can
     }
 
-    fn allocate_endpoint(&self, _: &[ModelId], _: Option<&Path>) -> weightsync::Result<Endpoint> {
+    fn allocate_endpoint(
+        &self,
+        _: &[ModelId],
+        _: Option<&Path>,
+    ) -> weightsync_engine::Result<Endpoint> {
         Endpoint::new("nowhere", [0; 16], false)
     }
 
-    fn open(&self, opening: &Opening<'_>) -> weightsync::Result<Box<dyn SenderTransport>> {
+    fn open(&self, opening: &Opening<'_>) -> weightsync_engine::Result<Box<dyn SenderTransport>> {
         let models = opening.models.iter();
         Ok(Box::new(Memory {
             models: models
@@ -127,8 +131,8 @@ impl Scheme for Ready {
         at: &Endpoint,
         _: &Joining,
         _: Deadline,
-    ) -> weightsync::Result<Box<dyn ReceiverTransport>> {
-        Err(weightsync::Error::Unsupported {
+    ) -> weightsync_engine::Result<Box<dyn ReceiverTransport>> {
+        Err(weightsync_engine::Error::Unsupported {
             what: "joining",
             scheme: at.address().into(),
         })
@@ -163,7 +167,7 @@ impl SenderTransport for Memory {
         &mut self,
         models: &[usize],
         _: Deadline,
-    ) -> weightsync::Result<Box<dyn Staging + '_>> {
+    ) -> weightsync_engine::Result<Box<dyn Staging + '_>> {
         let versions = models.iter();
         let versions = versions.map(|model| (*model, self.models[*model].0.next()));
         Ok(Box::new(Room {
@@ -189,7 +193,7 @@ impl SenderTransport for Memory {
         &mut self,
         _: Deadline,
         enough: &mut dyn FnMut(&Attendance) -> bool,
-    ) -> weightsync::Result<bool> {
+    ) -> weightsync_engine::Result<bool> {
         let workers = self.workers();
         Ok(enough(&Attendance {
             workers,
@@ -222,11 +226,11 @@ impl Staging for Room<'_> {
         model: usize,
         sources: &[Source<'_>],
         _: CopyOptions,
-    ) -> weightsync::Result<()> {
+    ) -> weightsync_engine::Result<()> {
         self.memory.models[model].1.write(sources)
     }
 
-    fn number(&mut self, model: usize, version: Version) -> weightsync::Result<()> {
+    fn number(&mut self, model: usize, version: Version) -> weightsync_engine::Result<()> {
         for (one, number) in &mut self.versions {
             if *one == model {
                 *number = version;
@@ -237,7 +241,7 @@ impl Staging for Room<'_> {
 
     fn wait_for_late(&mut self) {}
 
-    fn publish(self: Box<Self>, _: &Targets) -> weightsync::Result<Box<dyn Outstanding>> {
+    fn publish(self: Box<Self>, _: &Targets) -> weightsync_engine::Result<Box<dyn Outstanding>> {
         let Self { memory, versions } = *self;
         for (model, version) in &versions {
             memory.models[*model].0 = *version;
@@ -260,11 +264,11 @@ impl Outstanding for Applied {
         &self.versions
     }
 
-    fn settle(&self, _: Level, _: Deadline) -> weightsync::Result<Vec<WorkerReport>> {
+    fn settle(&self, _: Level, _: Deadline) -> weightsync_engine::Result<Vec<WorkerReport>> {
         Ok(self.lines.clone())
     }
 
-    fn late(&self, _: Level) -> weightsync::Result<()> {
+    fn late(&self, _: Level) -> weightsync_engine::Result<()> {
         Ok(())
     }
 }

@@ -13,7 +13,7 @@ use std::error::Error;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use weightsync::{AnyScheme, MultiProcess, SharedMem};
+use weightsync_engine::{AnyScheme, MultiProcess, SharedMem};
 
 use super::group::{self, Row};
 use super::local::{self, Baseline};

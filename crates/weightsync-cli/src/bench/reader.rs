@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
-use weightsync::{InitInfo, Receiver, ReceiverSetup, SetSnapshot, WaitStyle, worker};
+use weightsync_engine::{InitInfo, Receiver, ReceiverSetup, SetSnapshot, WaitStyle, worker};
 
 /// What a worker of a benchmark is told.
 #[derive(Serialize, Deserialize)]
@@ -36,16 +36,14 @@ pub fn run() -> Result<(), Box<dyn Error>> {
     }
     let first = process.index() as u32 * task.receivers;
     let receivers = (first..first + task.receivers).map(|worker| {
-        let setup = ReceiverSetup::new(task.info.clone(), worker)
-            .schemes(super::schemes())
-            .wait_style(wait);
+        let setup = ReceiverSetup::new(task.info.clone(), worker).wait_style(wait);
         let receiver = setup.connect(Duration::from_secs(60))?;
         Ok(Worker {
             receiver,
             live: None,
         })
     });
-    let mut workers = receivers.collect::<Result<Vec<_>, weightsync::Error>>()?;
+    let mut workers = receivers.collect::<Result<Vec<_>, weightsync_engine::Error>>()?;
     let ended = match &mut workers[..] {
         [one] => until_closed(|| one.receive(None)),
         all => until_closed(|| {
@@ -67,7 +65,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn receive(&mut self, timeout: Option<Duration>) -> Result<(), weightsync::Error> {
+    fn receive(&mut self, timeout: Option<Duration>) -> Result<(), weightsync_engine::Error> {
         if let Some(next) = self.receiver.receive_set(timeout)? {
             self.live = Some(next);
         }
@@ -76,12 +74,12 @@ impl Worker {
 }
 
 fn until_closed(
-    mut receive: impl FnMut() -> Result<(), weightsync::Error>,
-) -> Result<(), weightsync::Error> {
+    mut receive: impl FnMut() -> Result<(), weightsync_engine::Error>,
+) -> Result<(), weightsync_engine::Error> {
     loop {
         match receive() {
             Ok(()) => {}
-            Err(weightsync::Error::SenderClosed) => return Ok(()),
+            Err(weightsync_engine::Error::SenderClosed) => return Ok(()),
             Err(error) => return Err(error),
         }
     }

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use weightsync::SharedMem;
+use weightsync_engine::SharedMem;
 
 use super::local::{Args, Running};
 use super::numbers::Times;

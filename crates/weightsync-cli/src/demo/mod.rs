@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use weightsync::worker::{self, Spawn};
+use weightsync_engine::worker::{self, Spawn};
 use weightsync_rl::{
     self as rl,
     collector::{self, MultiSync, Task},

@@ -2,9 +2,9 @@
 
 use std::error::Error;
 
-use weightsync::{Dtype, Layout, SafetensorsFile, TensorSpec, WeightExtractor};
 use weightsync_core::ByteRange;
 use weightsync_core::delta::{self, Codec, Pattern, SPAN, Scratch};
+use weightsync_engine::{Dtype, Layout, SafetensorsFile, TensorSpec, WeightExtractor};
 use weightsync_simd::{BLOCK, SLACK, Word};
 
 use super::tally::{Power, Summary, Tally};
@@ -220,7 +220,7 @@ impl<'a> Side<'a> {
         }
     }
 
-    fn read(&mut self, image: &Layout, span: ByteRange) -> Result<(), weightsync::Error> {
+    fn read(&mut self, image: &Layout, span: ByteRange) -> Result<(), weightsync_engine::Error> {
         // Zeros between the tensors, as in every image.
         self.bytes.clear();
         self.bytes.resize(span.len as usize, 0);

@@ -1,7 +1,7 @@
 //! A comparison as JSON, an object a line.
 
 use serde::Serialize;
-use weightsync::Dtype;
+use weightsync_engine::Dtype;
 
 use super::compare::{Comparison, Counts, Row, Sizes, State};
 use super::tally::{Power, Summary};

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use weightsync::SafetensorsFile;
+use weightsync_engine::SafetensorsFile;
 
 use crate::words::shown;
 
@@ -86,7 +86,7 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
 /// Opens one of the files, or says what to give in its place.
 fn open(path: &Path) -> Result<SafetensorsFile, String> {
     SafetensorsFile::open(path).map_err(|error| {
-        let weightsync::Error::File { source, .. } = &error else {
+        let weightsync_engine::Error::File { source, .. } = &error else {
             // Of what it says it holds, without a word of where.
             return format!("opening {}: {error}", path.display());
         };

@@ -4,7 +4,7 @@
 //! place of its own: so a change never has a step of 0, and from 0.0 to -0.0 it is 1. A NaN has no
 //! place on the line. The line of integers is that of their values.
 
-use weightsync::Dtype;
+use weightsync_engine::Dtype;
 
 /// The line of a dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,7 +6,7 @@ mod status;
 
 use std::{error::Error, net::ToSocketAddrs, path::PathBuf, time::Duration};
 
-use weightsync::InitInfo;
+use weightsync_engine::InitInfo;
 use weightsync_net::Token;
 
 pub use relay::{Args as RelayArgs, run as relay};

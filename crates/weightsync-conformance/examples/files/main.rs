@@ -9,14 +9,14 @@ mod scheme;
 use std::time::Duration;
 
 use scheme::Files;
-use weightsync::{Expect, ReceiverSetup, SenderSetup, Set, Tensors, worker};
+use weightsync_engine::{Expect, ReceiverSetup, SenderSetup, Set, Tensors, worker};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let soon = Duration::from_secs(10);
     if let Some(me) = worker::current()? {
         let setup = ReceiverSetup::new(me.init_value()?, me.index() as u32);
         // The init info names the scheme by its word: a worker has to know it.
-        let mut receiver = setup.schemes(Files::among_schemes()).connect(soon)?;
+        let mut receiver = setup.connect(soon)?;
         while let Ok(Some(set)) = receiver.receive_set(None) {
             println!("worker {} has {:?}", me.index(), set.versions());
         }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use weightsync::{
+use weightsync_engine::{
     AnyScheme, Cascade, CascadeInBackground, CascadeSetup, Expect, ReceiverSetup, WorkerId,
 };
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use weightsync::InitInfo;
+use weightsync_engine::InitInfo;
 
 use super::fault::Fault;
 use super::scale::PATIENCE;

@@ -1,7 +1,7 @@
 //! Errors as puppets tell them: what kind, and the words.
 
 use serde::{Deserialize, Serialize};
-use weightsync::{Error, MemoryError, Remedy};
+use weightsync_engine::{Error, MemoryError, Remedy};
 
 /// An error of a call in another process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use weightsync::{
+use weightsync_engine::{
     Background, BackgroundState, BackgroundStatus, ModelId, Receiver, SetLoader, Tensors, Version,
 };
 
@@ -28,8 +28,8 @@ impl Follower {
             false => own,
         };
         let when = match when {
-            SafePoints::Implied => weightsync::SafePoints::Implied,
-            SafePoints::Declared => weightsync::SafePoints::Declared,
+            SafePoints::Implied => weightsync_engine::SafePoints::Implied,
+            SafePoints::Declared => weightsync_engine::SafePoints::Declared,
         };
         Ok(Self(receiver.set_in_background(own, loaders, when)?))
     }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
-use weightsync::worker::WorkerProcess;
+use weightsync_engine::AnyScheme;
+use weightsync_engine::worker::WorkerProcess;
 
 use super::command::{Answer, Order};
 use super::fault::Fault;
@@ -17,12 +18,12 @@ use crate::Subjects;
 /// or a broken promise.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    Fault(Box<weightsync::Error>),
+    Fault(Box<weightsync_engine::Error>),
     Broken(String),
 }
 
-impl From<weightsync::Error> for Stop {
-    fn from(error: weightsync::Error) -> Self {
+impl From<weightsync_engine::Error> for Stop {
+    fn from(error: weightsync_engine::Error) -> Self {
         Self::Fault(Box::new(error))
     }
 }
@@ -77,8 +78,7 @@ pub(crate) fn obey(
 ) -> Result<(), Box<dyn std::error::Error>> {
     let scheme: String = process.init_value()?;
     let strings = Strings { process };
-    let schemes = &subjects.schemes;
-    let scheme = schemes.parse(&scheme)?;
+    let scheme: AnyScheme = scheme.parse()?;
     let mut trainer = Trainer::new(scheme.clone(), subjects.corrupt.clone());
     let mut workers: BTreeMap<u32, Worker> = BTreeMap::new();
     while let Some(frame) = process.recv(None)? {
@@ -88,7 +88,7 @@ pub(crate) fn obey(
             Order::Worker(number, deed) => {
                 let worker = workers
                     .entry(number)
-                    .or_insert_with(|| Worker::new(number, schemes.clone(), scheme.clone()));
+                    .or_insert_with(|| Worker::new(number, scheme.clone()));
                 worker.act(deed, &strings)
             }
             Order::GoOn => Ok(Answer::Done),

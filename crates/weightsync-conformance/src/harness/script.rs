@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
-use weightsync::InitInfo;
-use weightsync::worker::{Event, Spawn, Workers};
+use weightsync_engine::InitInfo;
+use weightsync_engine::worker::{Event, Spawn, Workers};
 
 use super::command::{
     Act, Answer, Deed, Fate, How, Join, Lead, Order, Publish, Sent, Status, Want, What,

@@ -3,7 +3,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
-use weightsync::{
+use weightsync_engine::{
     Attributes, Dtype, Error, Plain, Result, Run, SetSnapshot, Snapshot, StateDict, TensorDict,
     TensorRef, TensorView, Tensors,
 };

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
-use weightsync::{
+use weightsync_engine::{
     Attributes, Dtype, Error, Extracted, Layout, Result, TensorData, TensorRef, Tensors,
     WeightExtractor,
 };

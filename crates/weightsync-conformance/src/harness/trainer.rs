@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
-use weightsync::{
+use weightsync_engine::{
     AnyScheme, AsyncSendLimit, Expect, Outcome, PendingSend, Registered, Report, SendOptions,
     SendSource, Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor, WorkerId,
 };
@@ -155,7 +155,7 @@ impl Trainer {
             setup = setup.run_dir(dir)?;
         }
         if let Some(name) = &lead.cast {
-            setup = setup.cast(name.parse().map_err(weightsync::Error::from)?)?;
+            setup = setup.cast(name.parse().map_err(weightsync_engine::Error::from)?)?;
         }
         let pending = match lead.pending {
             0 => AsyncSendLimit::Refuse,

@@ -3,8 +3,8 @@
 use std::mem::take;
 use std::time::{Duration, Instant};
 
-use weightsync::{
-    AnyScheme, Error, Layout, ModelId, Pull, Receiver, ReceiverSetup, Result, Schemes, SetLoader,
+use weightsync_engine::{
+    AnyScheme, Error, Layout, ModelId, Pull, Receiver, ReceiverSetup, Result, SetLoader,
     SetSnapshot, TensorView, Tensors, Version, WaitStyle, WeightLoader,
 };
 
@@ -25,7 +25,6 @@ type Loads = Vec<(ModelId, Version)>;
 /// What a worker has.
 pub(crate) struct Worker {
     number: u32,
-    schemes: Schemes,
     scheme: AnyScheme,
     receiver: Option<Receiver>,
     /// Has the receiver, where a thread receives.
@@ -42,10 +41,9 @@ pub(crate) struct Worker {
 
 impl Worker {
     /// `scheme` is for workers of its own.
-    pub(crate) fn new(number: u32, schemes: Schemes, scheme: AnyScheme) -> Self {
+    pub(crate) fn new(number: u32, scheme: AnyScheme) -> Self {
         Self {
             number,
-            schemes,
             scheme,
             receiver: None,
             follower: None,
@@ -199,8 +197,7 @@ impl Worker {
     }
 
     fn setup(&self, join: &Join) -> Result<ReceiverSetup, Stop> {
-        let mut setup =
-            ReceiverSetup::new(join.info.clone(), self.number).schemes(self.schemes.clone());
+        let mut setup = ReceiverSetup::new(join.info.clone(), self.number);
         if let Some(models) = &join.models {
             setup = setup.models(models);
         }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use weightsync::{InitInfo, ReceiverSetup};
+use weightsync_engine::{AnyScheme, InitInfo, ReceiverSetup};
 
 use crate::Subject;
 use crate::harness::command::{Act, Answer, Deed, How, Join, Lead, Wait, What};
@@ -13,11 +13,9 @@ use crate::harness::script::Script;
 use crate::harness::shape::Shape;
 
 fn info(subject: &Subject) -> InitInfo {
-    let scheme = subject
-        .schemes
-        .parse(&subject.scheme)
-        .expect("it was parsed before");
-    let setup = weightsync::SenderSetup::new("policy", &Shape::Words(64).make(1)).expect("a model");
+    let scheme: AnyScheme = subject.scheme.parse().expect("it was parsed before");
+    let setup =
+        weightsync_engine::SenderSetup::new("policy", &Shape::Words(64).make(1)).expect("a model");
     setup.scheme(scheme).expect("a place").init_info()
 }
 
@@ -48,7 +46,7 @@ pub(crate) fn damaged_init_info_is_an_error(subject: &Subject) {
         );
         if info != good && read % 64 == 0 && joined < 20 {
             joined += 1;
-            let setup = ReceiverSetup::new(info, 0).schemes(subject.schemes.clone());
+            let setup = ReceiverSetup::new(info, 0);
             let begun = Instant::now();
             let connected = setup.connect(std::time::Duration::from_millis(5));
             assert!(
@@ -160,9 +158,7 @@ pub(crate) fn absurd_init_info_is_refused_in_words(subject: &Subject) {
     let mut unknown = good;
     unknown["scheme"] = json!("carrier-pigeon:fast");
     let unknown: InitInfo = serde_json::from_value(unknown).expect("any word");
-    let joined = ReceiverSetup::new(unknown, 0)
-        .schemes(subject.schemes.clone())
-        .connect(BRIEF);
+    let joined = ReceiverSetup::new(unknown, 0).connect(BRIEF);
     let error = joined.expect_err("nobody knows it");
     assert_eq!(Kind::of(&error), Kind::UnknownScheme);
     let word = subject.scheme.split(':').next().expect("a word");

@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use weightsync::{
+use weightsync_engine::{
     AnyScheme, Error, Expect, InitInfo, ReceiverSetup, SendOptions, SenderSetup, Session,
 };
 
@@ -21,10 +21,7 @@ const WORDS: Shape = Shape::Words(64);
 /// Neither end opens anything before it connects, but for a socket whose address
 /// the init info is to name.
 pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
-    let scheme = subject
-        .schemes
-        .parse(&subject.scheme)
-        .expect("it was parsed before");
+    let scheme: AnyScheme = subject.scheme.parse().expect("it was parsed before");
     let before = resource_census::take();
     let setup = SenderSetup::new("actor", &WORDS.make(1)).expect("a model");
     let setup = setup.add_model("critic", &WORDS.make(1)).expect("another");
@@ -56,7 +53,7 @@ pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
     assert_eq!(resource_census::take(), before);
 
     // A session that is shut down before it connects releases it at once.
-    let mut session = Session::of(info).schemes(subject.schemes.clone());
+    let mut session = Session::of(info);
     for _ in 0..2 {
         session
             .init_on_sender("policy", &WORDS.make(1))
@@ -395,10 +392,7 @@ pub(crate) fn init_info_crosses_text_and_bytes(subject: &Subject) {
 /// It can be handed over before and after a sender was set up, and set up again
 /// after both.
 pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
-    let scheme: AnyScheme = subject
-        .schemes
-        .parse(&subject.scheme)
-        .expect("it was parsed before");
+    let scheme: AnyScheme = subject.scheme.parse().expect("it was parsed before");
     let passed = |session: &Session| -> Session {
         let text = serde_json::to_string(session).expect("a session has a JSON form");
         let again: Session = serde_json::from_str(&text).expect("what was just written");
@@ -410,13 +404,12 @@ pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
                 (session.scheme(), session.init_info())
             );
         }
-        again.schemes(subject.schemes.clone())
+        again
     };
     let worker_of = |session: &Session, round: u64| {
         let mut worker = match round {
             // What it was made of says as much.
-            1 => Session::of(session.init_info().expect("a sender was set up").clone())
-                .schemes(subject.schemes.clone()),
+            1 => Session::of(session.init_info().expect("a sender was set up").clone()),
             _ => passed(session),
         };
         worker.init_on_receiver(0).expect("a sender was set up");
@@ -438,7 +431,7 @@ pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
                     .connect_receiver(PATIENCE)
                     .expect("the trainer connects");
                 let seen = match subject.pulls() {
-                    true => worker.pull(weightsync::Pull::Newest, Some(PATIENCE)),
+                    true => worker.pull(weightsync_engine::Pull::Newest, Some(PATIENCE)),
                     false => worker.receive(Some(PATIENCE)),
                 };
                 let seen = seen.expect("the trainer lives").expect("the first version");
@@ -459,10 +452,7 @@ pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
 
 /// Nothing changes by it.
 pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
-    let scheme: AnyScheme = subject
-        .schemes
-        .parse(&subject.scheme)
-        .expect("it was parsed before");
+    let scheme: AnyScheme = subject.scheme.parse().expect("it was parsed before");
     let weights = WORDS.make(1);
     let options = SendOptions::new();
     let wrong = |call: &str, fix: &str, error: Error| {

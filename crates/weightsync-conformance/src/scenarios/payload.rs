@@ -1,6 +1,6 @@
 //! What models can consist of.
 
-use weightsync::{Dtype, SenderSetup, Strategy, Tensors};
+use weightsync_engine::{Dtype, SenderSetup, Strategy, Tensors};
 
 use crate::Subject;
 use crate::harness::command::{Act, How, Lead, What};
@@ -111,8 +111,8 @@ fn cast(tensors: &Tensors, dtype: Dtype) -> Tensors {
     let mut places = Tensors::zeros(setup.expect("a model of floats").layout());
     for name in tensors.names() {
         let view = tensors.tensor(name).expect("its own name");
-        let source =
-            weightsync::TensorRef::new(view.dtype(), view.shape(), view.bytes()).expect("a tensor");
+        let source = weightsync_engine::TensorRef::new(view.dtype(), view.shape(), view.bytes())
+            .expect("a tensor");
         let place = places.tensor(name).expect("the same name");
         let (to, shape) = (place.dtype(), place.shape().to_vec());
         let mut bytes = vec![0; place.bytes().len()];

@@ -2,7 +2,9 @@
 
 use std::thread;
 
-use weightsync::{Error, Expect, Pull, ReceiverSetup, SafePoints, SendOptions, SenderSetup, Set};
+use weightsync_engine::{
+    AnyScheme, Error, Expect, Pull, ReceiverSetup, SafePoints, SendOptions, SenderSetup, Set,
+};
 
 use crate::Subject;
 use crate::harness::scale::PATIENCE;
@@ -11,10 +13,7 @@ use crate::harness::shape::Shape;
 /// Every call that is not offered is an error that names the scheme, and none of
 /// them harms what is.
 pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
-    let scheme = subject
-        .schemes
-        .parse(&subject.scheme)
-        .expect("it was parsed before");
+    let scheme: AnyScheme = subject.scheme.parse().expect("it was parsed before");
     let can = subject.can;
     let weights = Shape::Words(64).make(1);
     let setup =
@@ -65,7 +64,7 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
         refused("a send by device", sent.expect_err("it has no subsets"));
     }
     if subject.pulls() {
-        let worker = ReceiverSetup::new(info.clone(), 1).schemes(subject.schemes.clone());
+        let worker = ReceiverSetup::new(info.clone(), 1);
         let mut receiver = worker.connect(PATIENCE).expect("there is a sender");
         assert!(
             receiver.receive(None).is_ok_and(|first| first.is_some()),
@@ -81,7 +80,7 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
         refused("snapshot", sender.snapshot().expect_err("it keeps nothing"));
     }
     if !can.pull {
-        let worker = ReceiverSetup::new(info, 0).schemes(subject.schemes.clone());
+        let worker = ReceiverSetup::new(info, 0);
         let mut receiver = thread::scope(|scope| {
             let joined = scope.spawn(|| worker.connect(PATIENCE));
             joined
@@ -97,7 +96,7 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
         );
     }
     if can.weights && can.push && !subject.interrupts {
-        let worker = ReceiverSetup::new(sender.init_info(), 0).schemes(subject.schemes.clone());
+        let worker = ReceiverSetup::new(sender.init_info(), 0);
         let receiver = worker.connect(PATIENCE).expect("there is a sender");
         let background = receiver.in_background(weights.clone(), SafePoints::Implied);
         refused(
@@ -107,7 +106,7 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
     }
     let report = sender.send_with(
         &weights,
-        &SendOptions::new().wait(weightsync::WaitFor::Sent),
+        &SendOptions::new().wait(weightsync_engine::WaitFor::Sent),
     );
     assert!(report.is_ok(), "{report:?}");
 }

@@ -413,7 +413,7 @@ pub(crate) fn loading<'a>(
     subject: &'a Subject,
     models: &[(&str, Shape)],
     workers: u32,
-) -> (Script<'a>, weightsync::InitInfo) {
+) -> (Script<'a>, weightsync_engine::InitInfo) {
     let lead = Lead::of(models);
     let mut script = Script::new(subject, workers as usize);
     let info = script.prepare(lead.clone());

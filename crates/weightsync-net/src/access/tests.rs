@@ -2,7 +2,7 @@
 
 use std::fs::{self, Permissions};
 
-use weightsync::{InitInfo, SenderSetup, Tensors};
+use weightsync_engine::{InitInfo, SenderSetup, Tensors};
 
 use super::*;
 use crate::{Distributed, Relay};

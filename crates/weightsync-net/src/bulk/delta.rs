@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use weightsync::Changes;
 use weightsync_core::delta::{self, Codec, Encoded, Pattern, Scratch};
 use weightsync_core::{Layout, Version};
+use weightsync_engine::Changes;
 use weightsync_mem::Snapshot;
 
 pub(crate) use self::ring::Ring;

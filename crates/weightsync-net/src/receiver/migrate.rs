@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use weightsync::transport::ReceiverTransport;
+use weightsync_engine::transport::ReceiverTransport;
 
 use super::route::Found;
 use super::{Shared, State};

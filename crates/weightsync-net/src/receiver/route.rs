@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use weightsync::transport::{
+use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Joining, SILENT_SENDER, interrupt,
 };
-use weightsync::{Error, MemoryError, Result};
+use weightsync_engine::{Error, MemoryError, Result};
 use weightsync_mem::{AttachOptions, Origin, Reader};
 
 use crate::access::Access;

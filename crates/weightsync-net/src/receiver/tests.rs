@@ -7,10 +7,10 @@ use std::sync::Barrier;
 use std::time::Duration;
 use std::{env, thread};
 
-use weightsync::transport::{Capabilities, Opening, Scheme, SenderTransport};
-use weightsync::{
-    AnyScheme, BackgroundState, Expect, InitInfo, ModelId, ReceiverSetup, Schemes, SendOptions,
-    SenderSetup, SnapshotsInBackground, Tensors, WaitFor,
+use weightsync_engine::transport::{Capabilities, Opening, Scheme, SenderTransport};
+use weightsync_engine::{
+    AnyScheme, BackgroundState, Expect, InitInfo, ModelId, ReceiverSetup, SendOptions, SenderSetup,
+    SnapshotsInBackground, Tensors, WaitFor,
 };
 
 use super::*;
@@ -54,10 +54,7 @@ impl Scheme for Joins {
 /// What worker 1 says as it joins.
 fn joining(info: &InitInfo) -> Joining {
     let joins = Joins::default();
-    let mut schemes = Schemes::default();
-    let own = joins.clone();
-    schemes.insert("distributed", move |_| Ok(AnyScheme::new(own.clone())));
-    let setup = ReceiverSetup::new(info.clone(), 1).schemes(schemes);
+    let setup = ReceiverSetup::new(info.clone(), 1).scheme(joins.clone());
     setup.connect(LONG).expect_err("it only listens");
     joins.0.lock().unwrap().take().unwrap()
 }
@@ -179,7 +176,7 @@ fn as_a_trainer() {
     };
     let mut weights = Tensors::new();
     weights.insert("bias", [2], vec![0.5_f32, 1.5]).unwrap();
-    let scheme = Distributed::among_schemes().parse(&scheme).unwrap();
+    let scheme = scheme.parse::<AnyScheme>().unwrap();
     let setup = SenderSetup::new("policy", &weights).unwrap();
     let setup = setup.scheme(scheme).unwrap();
     println!("\n{}", serde_json::to_string(&setup.init_info()).unwrap());
@@ -214,7 +211,7 @@ fn a_trainer_that_was_stopped_is_found_again() {
     let [.., high, low] = std::process::id().to_be_bytes();
     let scheme = format!("distributed:listen=127.8.{high}.{low}:7070,share=none");
     let (mut trainer, info) = trainer_apart(&scheme);
-    let setup = ReceiverSetup::new(info, 1).schemes(Distributed::among_schemes());
+    let setup = ReceiverSetup::new(info, 1);
     let mut receiver = setup.connect(LONG).unwrap();
     assert_eq!(
         receiver.receive(Some(LONG)).unwrap().unwrap().version().0,
@@ -248,7 +245,7 @@ fn endless_wait_ends_with_a_trainer_at_its_own_port() {
         for killed in [false, true] {
             let scheme = format!("distributed:listen=127.7.{high}.{low}:7070,share={share}");
             let (mut trainer, info) = trainer_apart(&scheme);
-            let setup = ReceiverSetup::new(info, 1).schemes(Distributed::among_schemes());
+            let setup = ReceiverSetup::new(info, 1);
             let receiver = setup.connect(LONG).unwrap();
             let background = receiver.snapshots_in_background().unwrap();
             let (tell, ended) = std::sync::mpsc::channel();
@@ -282,14 +279,14 @@ fn join_of_a_slow_sender_ends_by_deadline_and_signal() {
     let (_runtime, _, _heard) = drones(at.address(), at.secret(), long_welcome());
     let join = |deadline| {
         let begun = Instant::now();
-        let setup = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
+        let setup = ReceiverSetup::new(info.clone(), 1);
         let ended = setup.connect(deadline).unwrap_err();
         assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
         ended
     };
     let ended = join(Duration::from_millis(100));
     assert!(matches!(ended, Error::NoSender { .. }), "{ended}");
-    let ended = weightsync::interruptible(|| true, || join(3 * LONG));
+    let ended = weightsync_engine::interruptible(|| true, || join(3 * LONG));
     assert!(matches!(ended, Error::Interrupted), "{ended}");
 }
 
@@ -311,7 +308,7 @@ fn searching(dir: &Path) -> (InitInfo, SnapshotsInBackground) {
     let setup = restarted(dir);
     let info = setup.init_info();
     let sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
-    let receiver = ReceiverSetup::new(info.clone(), 1).schemes(Distributed::among_schemes());
+    let receiver = ReceiverSetup::new(info.clone(), 1);
     let receiver = receiver.connect(LONG).unwrap();
     let background = receiver.snapshots_in_background().unwrap();
     sender.shutdown();
@@ -511,7 +508,7 @@ fn one_of_two_workers_gets_a_contested_number() {
         let join = |info: &InitInfo| {
             let setup = ReceiverSetup::new(info.clone(), number);
             start.wait();
-            setup.schemes(Distributed::among_schemes()).connect(LONG)
+            setup.connect(LONG)
         };
         let begun = Instant::now();
         let both = thread::scope(|scope| {

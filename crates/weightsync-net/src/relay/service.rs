@@ -7,8 +7,8 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use weightsync::{InitInfo, Result};
 use weightsync_core::{Epoch, Run};
+use weightsync_engine::{InitInfo, Result};
 use weightsync_mem::Ending;
 
 use super::{Agent, AgentOptions, Place, StartError, Stopper};
@@ -157,7 +157,7 @@ impl Relay {
     ///
     /// # Errors
     ///
-    /// [`NetError`] as an [`Error::Transport`](weightsync::Error::Transport) if trying
+    /// [`NetError`] as an [`Error::Transport`](weightsync_engine::Error::Transport) if trying
     /// again would not help: a wrong token or another program at an address where its
     /// sender was never found, another relay on this host, an address that is
     /// not to be used as links are.
@@ -310,7 +310,7 @@ impl Stop {
 }
 
 /// The sender as [`crate::status`] asks it.
-pub(crate) fn unreachable(address: &str, error: &io::Error) -> weightsync::Error {
+pub(crate) fn unreachable(address: &str, error: &io::Error) -> weightsync_engine::Error {
     let address = address.to_owned();
     let hello = error
         .get_ref()

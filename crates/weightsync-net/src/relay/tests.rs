@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
-use weightsync::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
 use weightsync_core::{Dtype, Layout};
+use weightsync_engine::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
 
 use super::local::{Whose, names};
 use super::*;

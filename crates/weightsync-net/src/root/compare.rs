@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::mpsc;
-use weightsync::transport::{CopyOptions, Deadline, Level, Outstanding, Source, Staging, Targets};
-use weightsync::{Changes, Result, Version, WorkerReport};
+use weightsync_engine::transport::{
+    CopyOptions, Deadline, Level, Outstanding, Source, Staging, Targets,
+};
+use weightsync_engine::{Changes, Result, Version, WorkerReport};
 use weightsync_mem::{RemoteReaders, Snapshot};
 
 use super::coordinator::Event;

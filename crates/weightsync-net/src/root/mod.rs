@@ -15,10 +15,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc, oneshot};
-use weightsync::transport::{
+use weightsync_engine::transport::{
     Attendance, Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
-use weightsync::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_engine::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::{Listener, Origin, RemoteReaders};
 
 use self::compare::{Compared, Comparing};

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use weightsync::{Expect, SenderSetup, Tensors};
+use weightsync_engine::{Expect, SenderSetup, Tensors};
 
 use super::*;
 

@@ -9,12 +9,12 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, fs};
 
-use weightsync::transport::{
-    Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Scheme, SenderTransport,
-    interrupt,
+use weightsync_engine::transport::{
+    Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Registration, Scheme,
+    SenderTransport, interrupt, register,
 };
-use weightsync::{AnyScheme, InitInfo, ModelId, Result, Schemes};
-use weightsync_net::{Distributed, Relay, RelayNews};
+use weightsync_engine::{AnyScheme, InitInfo, ModelId, Result};
+use weightsync_net::{Relay, RelayNews};
 
 const WORD: &str = "relayed";
 
@@ -24,18 +24,16 @@ const ROLE: &str = "WEIGHTSYNC_TEST_RELAY_OF";
 /// How long a relay may take; a sender that does not come is told of by the scheme.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Makes the scheme known.
-pub(crate) fn add_to(schemes: &mut Schemes) {
-    schemes.insert(WORD, |settings| {
+register! {
+    Registration::new(WORD, |settings| {
         let settings = settings.iter().map(|(key, value)| match value.is_empty() {
             true => key.clone(),
             false => format!("{key}={value}"),
         });
         let settings: Vec<_> = settings.chain(["share=relay".into()]).collect();
-        let text = format!("distributed:{}", settings.join(","));
-        let scheme = Distributed::among_schemes().parse(&text)?;
-        Ok(AnyScheme::new(Relayed(scheme)))
-    });
+        let scheme = format!("distributed:{}", settings.join(","));
+        Ok(AnyScheme::new(Relayed(scheme.parse()?)))
+    })
 }
 
 /// Starts the relay of a sender. Dropping what this returns kills it.

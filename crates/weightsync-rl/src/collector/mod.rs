@@ -2,7 +2,7 @@
 //! trainer, weights to the workers.
 //!
 //! [`MultiSync`] is the trainer's end, [`serve`] the worker's. Both ends are
-//! usually the same program, which asks [`weightsync::worker::current`] first:
+//! usually the same program, which asks [`weightsync_engine::worker::current`] first:
 //!
 //! ```no_run
 //! use weightsync::{Tensors, worker};
@@ -39,7 +39,7 @@ pub use wire::fuzz;
 
 use serde::{Deserialize, Serialize};
 
-use weightsync::{Dtype, Layout};
+use weightsync_engine::{Dtype, Layout};
 
 use crate::{
     Error,

@@ -1,7 +1,7 @@
 use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
-use weightsync::{
+use weightsync_engine::{
     Expect, InitInfo, Report, SendOptions, Sender, SenderSetup, Snapshot, Version, WaitFor,
     WeightExtractor, WorkerId, WorkerStatus,
     worker::{Event, Exit, Restart, Spawn, WorkerError, Workers},

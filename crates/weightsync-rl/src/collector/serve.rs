@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use weightsync::{
+use weightsync_engine::{
     ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground, worker::WorkerProcess,
 };
 

@@ -2,7 +2,7 @@
 //! behind a version byte, in types of their own.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use weightsync::InitInfo;
+use weightsync_engine::InitInfo;
 
 use super::Task;
 use crate::{

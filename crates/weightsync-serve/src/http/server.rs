@@ -21,7 +21,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use weightsync::transport::raise_files;
+use weightsync_engine::transport::raise_files;
 
 use super::client::tune;
 use super::{Bearer, Stopping};

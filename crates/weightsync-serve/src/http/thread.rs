@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::watch;
-use weightsync::Origin;
+use weightsync_engine::Origin;
 
 /// A thread with a runtime of its own: it serves and calls, and nothing else.
 ///

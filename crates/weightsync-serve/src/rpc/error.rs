@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use weightsync::{Error, Remedy};
+use weightsync_engine::{Error, Remedy};
 use weightsync_net::AccessError;
 
 #[derive(Debug, thiserror::Error)]

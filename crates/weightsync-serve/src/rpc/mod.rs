@@ -7,12 +7,11 @@
 //!
 //! | step of the journey | here |
 //! |---|---|
-//! | stage | `sender`: an image in the trainer's memory |
-//! | swap | `plan`: what each worker is meant to run changes in one step |
+//! | stage, swap | the sender's segment: every worker is a remote reader of it |
 //! | transport | `sender::caller` calls, `receiver::fetch` fetches |
 //! | verify | `receiver::fetch`, chunk by chunk; then the digest, if there is one |
 //! | hand over | `receiver::inbox` |
-//! | say what became of it | `receiver`, `sender::server`, `plan` |
+//! | say what became of it | `receiver`; `sender::workers` passes it on to the segment |
 //!
 //! Both ends hold a connection to the other for as long as they live, by which each
 //! tells the other five times a second that it is there. Its end is the other's death,
@@ -20,20 +19,21 @@
 
 mod error;
 mod place;
-mod plan;
 mod receiver;
 mod sender;
 mod wire;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use weightsync::transport::{
-    Deadline, Endpoint, FirstWeights, Joining, Opening, ReceiverTransport, Scheme, SenderTransport,
+use weightsync_engine::transport::{
+    Deadline, Endpoint, FirstWeights, Joining, Opening, ReceiverTransport, Registration, Scheme,
+    SenderTransport, register,
 };
-use weightsync::{AnyScheme, Capabilities, Error, ModelId, Result, Schemes};
+use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result};
 use weightsync_net::Access;
 
 use self::error::RpcError;
@@ -141,37 +141,33 @@ impl Rpc {
         self
     }
 
-    /// Makes the scheme known to a program that has it as text, in an init info or
-    /// from a person.
-    pub fn insert_into(schemes: &mut Schemes) {
-        schemes.insert("rpc", |settings| {
-            let mut scheme = Self::default();
-            for (key, value) in settings {
-                match (key.as_str(), value.as_str()) {
-                    ("initial", "connect") => scheme.initial = FirstWeights::AtConnect,
-                    ("initial", "send") => scheme.initial = FirstWeights::AtFirstSend,
-                    ("initial", _) => return Err(place::bad(key, "connect or send", value)),
-                    ("listen" | "advertise", at) => {
-                        place::host_and_port(key, at)?;
-                        match key.as_str() {
-                            "listen" => scheme.listen = at.into(),
-                            _ => scheme.advertise = Some(at.into()),
-                        }
-                    }
-                    ("insecure-plaintext", "" | "true") => scheme.insecure_plaintext = true,
-                    ("insecure-plaintext", "false") => scheme.insecure_plaintext = false,
-                    ("insecure-plaintext", _) => {
-                        return Err(place::bad(key, "no value, true or false", value));
-                    }
-                    _ => {
-                        let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
-                                     advertise=HOST:PORT, insecure-plaintext";
-                        return Err(place::bad(key, known, key));
+    fn parse(settings: &BTreeMap<String, String>) -> Result<AnyScheme> {
+        let mut scheme = Self::default();
+        for (key, value) in settings {
+            match (key.as_str(), value.as_str()) {
+                ("initial", "connect") => scheme.initial = FirstWeights::AtConnect,
+                ("initial", "send") => scheme.initial = FirstWeights::AtFirstSend,
+                ("initial", _) => return Err(place::bad(key, "connect or send", value)),
+                ("listen" | "advertise", at) => {
+                    place::host_and_port(key, at)?;
+                    match key.as_str() {
+                        "listen" => scheme.listen = at.into(),
+                        _ => scheme.advertise = Some(at.into()),
                     }
                 }
+                ("insecure-plaintext", "" | "true") => scheme.insecure_plaintext = true,
+                ("insecure-plaintext", "false") => scheme.insecure_plaintext = false,
+                ("insecure-plaintext", _) => {
+                    return Err(place::bad(key, "no value, true or false", value));
+                }
+                _ => {
+                    let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
+                                 advertise=HOST:PORT, insecure-plaintext";
+                    return Err(place::bad(key, known, key));
+                }
             }
-            Ok(AnyScheme::new(scheme))
-        });
+        }
+        Ok(AnyScheme::new(scheme))
     }
 
     fn allowed(&self) -> Result<Access> {
@@ -196,12 +192,7 @@ impl Rpc {
     }
 }
 
-/// The schemes built in, and this one.
-pub fn schemes() -> Schemes {
-    let mut schemes = Schemes::default();
-    Rpc::insert_into(&mut schemes);
-    schemes
-}
+register! { Registration::new("rpc", Rpc::parse) }
 
 impl Scheme for Rpc {
     fn name(&self) -> &str {
@@ -326,7 +317,7 @@ fn wait_on<'a, T>(
     deadline: Deadline,
 ) -> Result<std::sync::MutexGuard<'a, T>> {
     use std::sync::PoisonError;
-    use weightsync::transport::interrupt;
+    use weightsync_engine::transport::interrupt;
 
     if interrupt::is_due() {
         drop(guard);

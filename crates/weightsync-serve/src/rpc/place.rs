@@ -5,8 +5,8 @@ use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::Path;
 
-use weightsync::transport::Endpoint;
-use weightsync::{ModelId, Result};
+use weightsync_engine::transport::Endpoint;
+use weightsync_engine::{ModelId, Result};
 use weightsync_net::place::PortFile;
 pub(super) use weightsync_net::place::{bad, host_and_port, local_ip, reached, resolve};
 

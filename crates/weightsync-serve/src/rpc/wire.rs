@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
-use weightsync::{Digest, Epoch, Layout, ModelId, Run, Version};
+use weightsync_engine::{Digest, Epoch, Layout, ModelId, Run, Version};
 
 /// What both ends speak. A worker that speaks another is refused.
 pub(crate) const PROTOCOL: u32 = 1;

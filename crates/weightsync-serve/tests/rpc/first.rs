@@ -2,8 +2,10 @@
 
 use std::time::Instant;
 
-use weightsync::{Error, Expect, Outcome, ReceiverSetup, SendOptions, Tensors, WaitFor, WorkerId};
-use weightsync_serve::{Rpc, schemes};
+use weightsync_engine::{
+    Error, Expect, Outcome, ReceiverSetup, SendOptions, Tensors, WaitFor, WorkerId,
+};
+use weightsync_serve::Rpc;
 
 use super::{BRIEF, SOON, at_connect, receive, sender, setup, weights, worker};
 
@@ -60,7 +62,7 @@ fn worker_model_is_unchanged_until_the_first_send() {
     let initial = weights(8, 1.0);
     let mut sender = sender(&initial, Rpc::default());
     let mut own = weights(8, 7.0);
-    let join = ReceiverSetup::new(sender.init_info(), 0).schemes(schemes());
+    let join = ReceiverSetup::new(sender.init_info(), 0);
     let mut receiver = join.connect_into(&mut own, SOON).expect("it joins");
     assert!(receiver.is_whole(), "it serves by what it has");
     let none = receiver.receive_into(&mut own, Some(BRIEF));
@@ -86,7 +88,7 @@ fn connect_reports_a_mismatch_before_any_send() {
     assert!(matches!(error, Error::WrongWeights { .. }), "{error}");
 
     let sender = sender(&initial, Rpc::default());
-    let other = ReceiverSetup::new(sender.init_info(), 0).schemes(schemes());
+    let other = ReceiverSetup::new(sender.init_info(), 0);
     let other = other.model(&weights(9, 1.0)).expect("it can be asked");
     let error = other.connect(SOON).unwrap_err();
     assert!(matches!(error, Error::WrongModel { .. }), "{error}");
@@ -120,16 +122,16 @@ fn silent_worker_is_late_and_delays_no_other() {
 #[test]
 fn set_arrives_as_one_and_only_changes_travel() {
     let (actor, critic) = (weights(64, 1.0), weights(32, 1.0));
-    let setup = weightsync::SenderSetup::new("actor", &actor).expect("a model");
+    let setup = weightsync_engine::SenderSetup::new("actor", &actor).expect("a model");
     let setup = setup.add_model("critic", &critic).expect("another");
     let setup = setup.scheme(Rpc::default()).expect("a place");
-    let both = weightsync::Set::new()
+    let both = weightsync_engine::Set::new()
         .with("actor", &actor)
         .with("critic", &critic);
     let mut sender = setup
         .connect(&both, Expect::Count(0), SOON)
         .expect("a sender");
-    let join = ReceiverSetup::new(sender.init_info(), 0).schemes(schemes());
+    let join = ReceiverSetup::new(sender.init_info(), 0);
     let mut receiver = join.connect(SOON).expect("it joins");
     let sent = SendOptions::new().wait(WaitFor::Staged);
     // The first send may be of one of them alone.

@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use weightsync::{DigestPolicy, Error, Expect, SendOptions, Sender, WaitFor, WorkerId};
+use weightsync_engine::{DigestPolicy, Error, Expect, SendOptions, Sender, WaitFor, WorkerId};
 use weightsync_serve::Rpc;
 
 use super::foreign::{LINES, ask, bearer, line, say, serve};
@@ -159,7 +159,6 @@ fn room_error_names_the_worker_that_holds_a_version() {
             rest
         })
         .collect();
-    sender.send_with(&initial, &sent).expect("it is sent");
     let brief = sent.clone().deadline(BRIEF);
     let error = sender.send_with(&initial, &brief).unwrap_err();
     let Error::AllSlotsPinned { holders, .. } = &error else {

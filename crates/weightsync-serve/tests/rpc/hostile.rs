@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
-use weightsync::{Receiver, Sender};
+use weightsync_engine::{Receiver, Sender};
 
 use super::foreign::{ask, bearer};
 use super::{SOON, at_connect, parts, receive, sender, weights, worker};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 use serde_json::json;
-use weightsync::{Error, Expect, InitInfo, Pull, Receiver, Sender, Version};
+use weightsync_engine::{Error, Expect, InitInfo, Pull, Receiver, Sender, Version};
 
 use super::foreign::{LINES, bearer, crc64_nvme, proof, say, serve};
 use super::proxy::Proxy;

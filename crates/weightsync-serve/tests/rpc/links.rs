@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
-use weightsync::{
+use weightsync_engine::{
     DigestPolicy, Expect, Outcome, Pull, Receiver, Remedy, SendOptions, Sender, Version, WaitFor,
 };
 use weightsync_serve::Rpc;

@@ -11,9 +11,11 @@ mod proxy;
 
 use std::time::Duration;
 
-use weightsync::transport::FirstWeights;
-use weightsync::{Expect, InitInfo, Receiver, ReceiverSetup, Result, Sender, SenderSetup, Tensors};
-use weightsync_serve::{Rpc, schemes};
+use weightsync_engine::transport::FirstWeights;
+use weightsync_engine::{
+    Expect, InitInfo, Receiver, ReceiverSetup, Result, Sender, SenderSetup, Tensors,
+};
+use weightsync_serve::Rpc;
 
 /// How long something may take that takes a moment.
 const SOON: Duration = Duration::from_secs(30);
@@ -49,9 +51,7 @@ fn sender(weights: &Tensors, scheme: Rpc) -> Sender {
 }
 
 fn worker(info: InitInfo, number: u32) -> Result<Receiver> {
-    ReceiverSetup::new(info, number)
-        .schemes(schemes())
-        .connect(SOON)
+    ReceiverSetup::new(info, number).connect(SOON)
 }
 
 /// The value of what a worker receives next.

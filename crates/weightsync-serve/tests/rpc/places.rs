@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use weightsync::transport::{FirstWeights, Scheme};
-use weightsync::{AnyScheme, Error, Expect, ModelId, ReceiverSetup, SenderSetup};
+use weightsync_engine::transport::{FirstWeights, Scheme};
+use weightsync_engine::{AnyScheme, Error, Expect, ModelId, ReceiverSetup, SenderSetup};
 use weightsync_net::{Access, Token};
-use weightsync_serve::{Rpc, schemes};
+use weightsync_serve::Rpc;
 
 use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 
@@ -17,9 +17,9 @@ fn the_scheme_is_its_text() {
         "rpc:listen=localhost:7007",
         "rpc:initial=connect,listen=127.0.0.1:7007,advertise=10.0.0.1:0",
     ] {
-        assert_eq!(schemes().parse(text).expect(text).to_string(), text);
+        assert_eq!(text.parse::<AnyScheme>().expect(text).to_string(), text);
     }
-    let same = schemes().parse("rpc:initial=send,listen=127.0.0.1:0");
+    let same = "rpc:initial=send,listen=127.0.0.1:0".parse::<AnyScheme>();
     assert_eq!(same.expect("a scheme"), AnyScheme::new(Rpc::default()));
     for (text, hint) in [
         ("rpc:initial=now", "connect or send"),
@@ -32,7 +32,7 @@ fn the_scheme_is_its_text() {
         ("rpc:fast", "initial=connect|send"),
         ("rpc:initial=send,initial=connect", "once"),
     ] {
-        let error = schemes().parse(text).expect_err(text).to_string();
+        let error = text.parse::<AnyScheme>().expect_err(text).to_string();
         assert!(error.contains(hint), "{text}: {error}");
     }
     assert_eq!(Rpc::default().first_weights(), FirstWeights::AtFirstSend);
@@ -112,7 +112,7 @@ fn wrong_secret_fails_at_once() {
     let join = |info: serde_json::Value, soon: Duration| {
         let info = serde_json::from_value(info).expect("an init info");
         let begun = Instant::now();
-        let joining = ReceiverSetup::new(info, 0).schemes(schemes());
+        let joining = ReceiverSetup::new(info, 0);
         (joining.connect(soon).unwrap_err(), begun.elapsed())
     };
     info["at"]["secret"] = vec![7; 16].into();

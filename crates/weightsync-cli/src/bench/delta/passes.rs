@@ -4,10 +4,10 @@ use std::error::Error;
 use std::hint::black_box;
 use std::time::Instant;
 
-use weightsync::Dtype;
 use weightsync_core::delta::{
     Codec, DeltaError, Pattern, SPAN, Scratch, apply, apply_onto, encode, fold,
 };
+use weightsync_engine::Dtype;
 use weightsync_simd::{BLOCK, SLACK, compare, compare_dense, digest_lines};
 
 use super::pages::Pages;

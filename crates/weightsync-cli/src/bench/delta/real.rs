@@ -8,8 +8,8 @@ use std::path::Path;
 use std::time::Instant;
 
 use serde::Deserialize;
-use weightsync::{Layout, SafetensorsFile, TensorData, WeightExtractor};
 use weightsync_core::delta::{Codec, Pattern, Scratch};
+use weightsync_engine::{Layout, SafetensorsFile, TensorData, WeightExtractor};
 
 use super::pages::Pages;
 use super::passes::{self, Deltas, Pass, SPAN_BYTES, Times};
@@ -89,7 +89,7 @@ fn image(path: &Path) -> Result<(Layout, Pages), Box<dyn Error>> {
                 (TensorData::Read { read, .. }, Some(place)) => read(place),
                 _ => Err(std::io::ErrorKind::Unsupported.into()),
             };
-            read.map_err(|source| weightsync::Error::File {
+            read.map_err(|source| weightsync_engine::Error::File {
                 action: "reading",
                 path: path.into(),
                 source: source.into(),

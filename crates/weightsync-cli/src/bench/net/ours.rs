@@ -5,7 +5,7 @@ use std::io::Write;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use weightsync::{AnyScheme, InitInfo};
+use weightsync_engine::{AnyScheme, InitInfo};
 
 use super::{Row, TENSORS, WARM, row, stream};
 use crate::bench::local;
@@ -150,7 +150,7 @@ pub(super) fn measure(
     size: Size,
     sends: usize,
 ) -> Result<Ours, Box<dyn Error>> {
-    let scheme = crate::bench::schemes().parse(way.settings())?;
+    let scheme = way.settings().parse::<AnyScheme>()?;
     let args = local::Args {
         size,
         tensors: TENSORS,

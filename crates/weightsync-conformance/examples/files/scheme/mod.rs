@@ -31,12 +31,12 @@ use std::path::Path;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use weightsync::transport::{
-    Deadline, Endpoint, Joining, ModelSpec, Opening, ReceiverTransport, Scheme, SenderTransport,
+use weightsync_engine::transport::{
+    Deadline, Endpoint, Joining, ModelSpec, Opening, ReceiverTransport, Registration, Scheme,
+    SenderTransport, register,
 };
-use weightsync::{
-    AnyScheme, Capabilities, Digest, Error, ModelId, Remedy, Result, Run, Schemes, Version,
-    WorkerId,
+use weightsync_engine::{
+    AnyScheme, Capabilities, Digest, Error, ModelId, Remedy, Result, Run, Version, WorkerId,
 };
 
 /// The scheme `files:dir=DIR`.
@@ -71,23 +71,20 @@ impl Files {
             .map(|place| place.display().to_string())
             .collect()
     }
+}
 
-    /// The schemes built in, and this one under its word.
-    pub fn among_schemes() -> Schemes {
-        let mut schemes = Schemes::default();
-        schemes.insert("files", |settings| {
-            if let Some(other) = settings.keys().find(|key| *key != "dir") {
-                return Err(Error::BadSetting {
-                    setting: other.clone(),
-                    expected: "a setting of files: dir=DIR".into(),
-                    got: other.clone(),
-                });
-            }
-            let dir = settings.get("dir").map_or("", String::as_str);
-            Ok(AnyScheme::new(Self::new(dir)?))
-        });
-        schemes
-    }
+register! {
+    Registration::new("files", |settings| {
+        if let Some(other) = settings.keys().find(|key| *key != "dir") {
+            return Err(Error::BadSetting {
+                setting: other.clone(),
+                expected: "a setting of files: dir=DIR".into(),
+                got: other.clone(),
+            });
+        }
+        let dir = settings.get("dir").map_or("", String::as_str);
+        Ok(AnyScheme::new(Files::new(dir)?))
+    })
 }
 
 impl Scheme for Files {

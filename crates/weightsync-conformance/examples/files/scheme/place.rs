@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
-use weightsync::transport::interrupt;
-use weightsync::{Error, Result};
+use weightsync_engine::transport::interrupt;
+use weightsync_engine::{Error, Result};
 
 use super::Trouble;
 

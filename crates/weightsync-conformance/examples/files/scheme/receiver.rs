@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use weightsync::transport::{
+use weightsync_engine::transport::{
     Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport, interrupt,
 };
-use weightsync::{Digest, Error, Member, Result, Run, SetSnapshot, Snapshot};
+use weightsync_engine::{Digest, Error, Member, Result, Run, SetSnapshot, Snapshot};
 
 use super::place::{self, Life, PAUSE, Peer, Presence, Stay, failed};
 use super::{AboutSender, AboutWorker, Live, LiveVersion, Said, Trouble, passed};

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use weightsync::transport::{
+use weightsync_engine::transport::{
     Attendance, CopyOptions, Deadline, GoneWorker, Image, Lateness, Level, ModelSpec, Opening,
     Outstanding, SenderTransport, Source, Staging, Targets, interrupt,
 };
-use weightsync::{
+use weightsync_engine::{
     Digest, Error, Outcome, Result, Snapshot, Version, WaitFor, WorkerId, WorkerReport,
     WorkerStatus,
 };

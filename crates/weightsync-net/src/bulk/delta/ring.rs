@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use weightsync::Changes;
 use weightsync_core::Version;
+use weightsync_engine::Changes;
 
 use super::{Delta, RING, UNKNOWN, seconds};
 use crate::relay::Item;

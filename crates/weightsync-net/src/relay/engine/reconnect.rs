@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
-use weightsync::transport::SILENT_SENDER;
+use weightsync_engine::transport::SILENT_SENDER;
 use weightsync_mem::Ending;
 
 use super::words::join_message;

@@ -2,7 +2,7 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use weightsync::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Snapshot, Tensors};
+use weightsync_engine::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Snapshot, Tensors};
 
 use crate::scheme::{Deltas, Distributed, Share};
 use crate::status::Status;
@@ -59,7 +59,7 @@ fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<Got>)
     let (got, gets) = mpsc::channel();
     let info = info.clone();
     let work = move || {
-        let setup = ReceiverSetup::new(info, number).schemes(Distributed::among_schemes());
+        let setup = ReceiverSetup::new(info, number);
         let mut receiver = setup.connect(LONG).unwrap();
         while let Ok(Some(snapshot)) = receiver.receive(None) {
             if got

@@ -8,8 +8,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
-use weightsync::{Expect, InitInfo, SendOptions, Sender, SenderSetup, Tensors};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
+use weightsync_engine::{Expect, InitInfo, SendOptions, Sender, SenderSetup, Tensors};
 
 use super::Event;
 use crate::access::Key;

@@ -9,9 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use weightsync::{Receiver, ReceiverSetup, WorkerId};
 use weightsync_core::Epoch;
-use weightsync_net::Distributed;
+use weightsync_engine::{Receiver, ReceiverSetup, WorkerId};
 use weightsync_net::wire::frame::{HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::Role;
 use weightsync_net::wire::message::{Delivery, FromRoot, Item, Message, ToRoot, WorkerProgress};
@@ -35,7 +34,7 @@ pub(crate) fn work(crowd: &Crowd) -> Outcome {
     let mut workers: Vec<Receiver> = Vec::new();
     for number in 0..crowd.count {
         let setup = ReceiverSetup::new(crowd.info.clone(), crowd.first + number);
-        let setup = setup.schemes(Distributed::among_schemes());
+        let setup = setup;
         workers.push(setup.connect(PATIENCE)?);
         if (number + 1) % SOME == 0 {
             say(&Said::Together(number + 1));

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
-use weightsync::{
+use weightsync_engine::{
     Expect, Pull, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot, Tensors, Version,
     WaitFor,
 };
@@ -127,7 +127,7 @@ fn send_all(
     mut versions: Versions,
     orders: &mpsc::Receiver<Order>,
 ) -> Result<(), String> {
-    let text = |error: weightsync::Error| error.to_string();
+    let text = |error: weightsync_engine::Error| error.to_string();
     for order in orders {
         let (word, options) = match order {
             Order::Send { word, deadline } => (word, SendOptions::new().deadline(deadline)),
@@ -168,12 +168,12 @@ fn relay(root: &str) -> Outcome {
 
 fn work(join: Join) -> Outcome {
     let pulls = join.info.scheme().contains("pull");
-    let setup = ReceiverSetup::new(join.info, join.worker).schemes(Distributed::among_schemes());
+    let setup = ReceiverSetup::new(join.info, join.worker);
     let mut receiver = loop {
         match setup.clone().connect(PATIENCE) {
             Ok(receiver) => break receiver,
             // Nobody is there for longer than that.
-            Err(weightsync::Error::NoSender { .. }) => {}
+            Err(weightsync_engine::Error::NoSender { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     };
@@ -194,10 +194,12 @@ fn work(join: Join) -> Outcome {
                 word: word_of(&snapshot)?,
             })),
             Ok(None) => {}
-            Err(weightsync::Error::SenderDied { .. }) => say(&Said::SenderGone { died: true }),
+            Err(weightsync_engine::Error::SenderDied { .. }) => {
+                say(&Said::SenderGone { died: true })
+            }
             Err(error) if error.is_sender_closed() => say(&Said::SenderGone { died: false }),
             // Its successor is not there yet.
-            Err(weightsync::Error::NoSender { .. }) => {}
+            Err(weightsync_engine::Error::NoSender { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
@@ -211,7 +213,7 @@ struct Versions {
 }
 
 impl Versions {
-    fn new(bytes: usize, content: Content) -> weightsync::Result<Self> {
+    fn new(bytes: usize, content: Content) -> weightsync_engine::Result<Self> {
         let mut tensors = Tensors::new();
         let mut training = None;
         match content {
@@ -245,7 +247,7 @@ impl Versions {
         })
     }
 
-    fn fill(&mut self, word: u64) -> weightsync::Result<()> {
+    fn fill(&mut self, word: u64) -> weightsync_engine::Result<()> {
         match (self.content, &mut self.training) {
             (Content::Words { every }, _) => fill(&mut self.tensors, word, every),
             (Content::Weights { single, .. }, Some(training)) => {
@@ -327,7 +329,7 @@ impl Iterator for Noise {
 
 /// Every element says which word it is of, and no version says anything of what changes
 /// in the next.
-fn fill(weights: &mut Tensors, word: u64, every: u64) -> weightsync::Result<()> {
+fn fill(weights: &mut Tensors, word: u64, every: u64) -> weightsync_engine::Result<()> {
     for name in ["first", "bias", "last"] {
         for (at, element) in weights.slice_mut::<i64>(name)?.iter_mut().enumerate() {
             *element = element_of(word, every, at);

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
-use weightsync::InitInfo;
 use weightsync_conformance::hosts::Hosts;
+use weightsync_engine::InitInfo;
 use weightsync_net::scrub::Scrub;
 use weightsync_net::status::{self, Status};
 

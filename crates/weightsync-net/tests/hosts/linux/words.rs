@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use weightsync::{InitInfo, Report};
+use weightsync_engine::{InitInfo, Report};
 use weightsync_net::scrub::Scrub;
 use weightsync_net::status::Status;
 

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
-use weightsync::transport::{Deadline, Image, ModelSpec, Pull};
-use weightsync::{Digest, Remedy, Run, Snapshot, Version};
+use weightsync_engine::transport::{Deadline, Image, ModelSpec, Pull};
+use weightsync_engine::{Digest, Remedy, Run, Snapshot, Version};
 use weightsync_simd::crc64;
 
 use super::inbox::{Fetched, Inbox};
@@ -52,10 +52,10 @@ pub(super) enum Failure {
     #[error("{0}")]
     Fault(#[from] Fault),
     #[error("{0}")]
-    Own(#[from] weightsync::Error),
+    Own(#[from] weightsync_engine::Error),
 }
 
-impl From<Failure> for weightsync::Error {
+impl From<Failure> for weightsync_engine::Error {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::Own(error) => error,

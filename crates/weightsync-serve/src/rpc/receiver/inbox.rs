@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{mpsc, watch};
-use weightsync::transport::{Deadline, Image};
-use weightsync::{Error, Member, MemoryError, Result, SetSnapshot, Snapshot, Version};
+use weightsync_engine::transport::{Deadline, Image};
+use weightsync_engine::{Error, Member, MemoryError, Result, SetSnapshot, Snapshot, Version};
 
 use super::fetch::Partial;
 use super::joining::Session;

@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
 use tokio::time::sleep;
-use weightsync::transport::{Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt};
-use weightsync::{Epoch, Error, MemoryError, ModelId, Result, Run};
+use weightsync_engine::transport::{
+    Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt,
+};
+use weightsync_engine::{Epoch, Error, MemoryError, ModelId, Result, Run};
 use weightsync_net::Access;
 
 use super::inbox::{End, Inbox};

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinHandle;
-use weightsync::transport::{
+use weightsync_engine::transport::{
     Deadline, Endpoint, Interrupter, Joining, ModelSpec, Pull, ReceiverTransport, interrupt,
 };
-use weightsync::{Error, Origin, Result, Run, SetSnapshot, Version};
+use weightsync_engine::{Error, Origin, Result, Run, SetSnapshot, Version};
 use weightsync_net::Access;
 
 use self::inbox::Inbox;

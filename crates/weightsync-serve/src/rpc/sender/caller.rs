@@ -6,16 +6,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::StatusCode;
-use tokio::sync::Notify;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
-use weightsync::Version;
+use weightsync_mem::Snapshot;
+use weightsync_simd::crc64;
 
-use super::state::{Retained, Shared};
+use super::workers::{ConnectionId, Shared};
 use crate::http::{Ask, Client, Fault, Lines};
 use crate::rpc::PATIENCE;
-use crate::rpc::plan::{MailboxId, Order};
-use crate::rpc::wire::{Applied, Call, Notified, cut, of_worker};
+use crate::rpc::wire::{CHUNK, Call, Crc, Notified, Part, cut, of_worker};
 
 /// How long a call that did not come through is not made again.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -28,24 +28,35 @@ const LOOK: Duration = Duration::from_secs(5);
 const OPEN: usize = 3;
 
 /// Calls a worker with the newest there is for it, as long as it is here.
-pub(super) async fn call(
-    shared: Arc<Shared>,
-    mailbox: MailboxId,
-    client: Arc<Client>,
-    bell: Arc<Notify>,
-) {
+pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>) {
+    let Some(mut news) = shared.news(id) else {
+        return;
+    };
     let mut open: VecDeque<JoinHandle<()>> = VecDeque::new();
-    loop {
-        let order = shared.lock().next_call(mailbox);
-        let Some(order) = order else {
-            if !shared.lock().is_here(mailbox) {
+    while shared.is_here(id) {
+        news.mark_unchanged();
+        let Some(weightsync_mem::Notified { sequence, members }) = shared.next_call(id) else {
+            // There is none from a sender that ends.
+            if news.changed().await.is_err() {
                 return;
             }
-            bell.notified().await;
             continue;
         };
-        let sequence = order.sequence;
-        match stage(&shared, mailbox, (&client, &bell), order).await {
+        let call = Call {
+            id: shared.name(id),
+            run: shared.run,
+            sequence,
+            url: shared.url.clone(),
+            models: members.iter().map(part).collect(),
+        };
+        drop(members);
+        let told = tokio::select! {
+            told = told(&shared, id, &client, &call) => told.map(Some),
+            // It is called again with what is newer.
+            () = overtaken(&shared, id, &mut news, sequence) => Ok(None),
+        };
+        shared.called(id, told.is_ok());
+        match told {
             Ok(Some(lines)) => {
                 open.retain(|answer| !answer.is_finished());
                 if open.len() == OPEN
@@ -54,59 +65,43 @@ pub(super) async fn call(
                     // Its connection ends with it.
                     oldest.abort();
                 }
-                open.push_back(tokio::spawn(finish(shared.clone(), mailbox, lines)));
+                open.push_back(tokio::spawn(finish(shared.clone(), id, lines)));
             }
             Ok(None) => {}
             Err(why) => {
                 tracing::debug!(addr = %client.addr(), sequence, %why, "a call did not come through");
-                shared.note(|plan| plan.call_failed(mailbox));
                 sleep(PAUSE).await;
             }
         }
     }
 }
 
-/// Makes one call, and waits until the worker has all of it; what it says later comes
-/// by the lines.
-async fn stage(
-    shared: &Shared,
-    mailbox: MailboxId,
-    (client, bell): (&Arc<Client>, &Notify),
-    order: Order<Arc<Retained>>,
-) -> Result<Option<Lines>, String> {
-    // Held as long as the worker may fetch them.
-    let kept: Vec<_> = order.set.iter().map(|(_, kept)| kept.clone()).collect();
-    shared.fetches(mailbox, &kept);
-    let call = Call {
-        id: shared.name(mailbox),
-        run: shared.run,
-        sequence: order.sequence,
-        url: shared.url.clone(),
-        models: kept.iter().map(|kept| kept.part()).collect(),
-    };
-    let told = told(shared, mailbox, client, &call);
-    let done = tokio::select! {
-        told = told => told,
-        // It is called again with what is newer.
-        () = overtaken(shared, mailbox, bell, order.sequence) => Ok(None),
-    };
-    drop((kept, order));
-    shared.fetches(mailbox, &[]);
-    // A send may wait for the room.
-    shared.note(|_| ());
-    done
+/// How a worker is told of a version.
+pub(super) fn part(snapshot: &Snapshot) -> Part {
+    let bytes = snapshot.bytes();
+    // The copy pass made them, of blocks of the same size.
+    let sums = snapshot.block_sums().ok().flatten();
+    let sums = sums.unwrap_or_else(|| bytes.chunks(CHUNK as usize).map(crc64).collect());
+    Part {
+        model: snapshot.model(),
+        version: snapshot.version(),
+        bytes: bytes.len() as u64,
+        chunk_bytes: CHUNK,
+        crc64: sums.into_iter().map(Crc).collect(),
+        digest: snapshot.published_digest(),
+    }
 }
 
-/// Waits until there is something newer for a worker that has not begun to fetch what
-/// it was called with: it may be stopped.
-async fn overtaken(shared: &Shared, mailbox: MailboxId, bell: &Notify, sequence: u64) {
-    loop {
-        bell.notified().await;
-        let newer = shared.lock().sequence_for(mailbox) > sequence;
-        if newer && !shared.has_begun(mailbox) {
-            return;
-        }
-        if !shared.lock().is_here(mailbox) {
+/// Waits until there is something newer for a worker that has not begun to fetch what it
+/// was called with: it may be stopped.
+async fn overtaken(
+    shared: &Shared,
+    id: ConnectionId,
+    news: &mut watch::Receiver<()>,
+    sequence: u64,
+) {
+    while !shared.is_overtaken(id, sequence) && shared.is_here(id) {
+        if news.changed().await.is_err() {
             return;
         }
     }
@@ -114,10 +109,10 @@ async fn overtaken(shared: &Shared, mailbox: MailboxId, bell: &Notify, sequence:
 
 async fn told(
     shared: &Shared,
-    mailbox: MailboxId,
+    id: ConnectionId,
     client: &Arc<Client>,
     call: &Call,
-) -> Result<Option<Lines>, String> {
+) -> Result<Lines, String> {
     let asked = client.ask(Ask::post(of_worker::WEIGHTS, call), PATIENCE);
     let reply = asked.await.map_err(|fault| fault.to_string())?;
     if reply.status != StatusCode::OK {
@@ -126,44 +121,34 @@ async fn told(
     let mut lines = reply.lines();
     loop {
         match lines.next::<Notified>(LOOK).await {
-            Ok(Some(Notified::Staged { sequence })) if sequence == call.sequence => {
-                shared.note(|plan| plan.staged(mailbox, sequence));
-                return Ok(Some(lines));
-            }
             Ok(Some(told)) => {
-                hear(shared, mailbox, told);
-                return Ok(Some(lines));
+                hear(shared, id, told);
+                return Ok(lines);
             }
             Ok(None) => return Err("its answer ended".into()),
             // What it fetches may be large.
-            Err(Fault::Silent { .. }) if shared.lock().is_here(mailbox) => {}
+            Err(Fault::Silent { .. }) if shared.is_here(id) => {}
             Err(fault) => return Err(fault.to_string()),
         }
     }
 }
 
 /// Waits for the last line, and for the end after it.
-async fn finish(shared: Arc<Shared>, mailbox: MailboxId, mut lines: Lines) {
+async fn finish(shared: Arc<Shared>, id: ConnectionId, mut lines: Lines) {
     loop {
         match lines.next::<Notified>(LOOK).await {
-            Ok(Some(told)) => hear(&shared, mailbox, told),
-            Err(Fault::Silent { .. }) if shared.lock().is_here(mailbox) => {}
+            Ok(Some(told)) => hear(&shared, id, told),
+            Err(Fault::Silent { .. }) if shared.is_here(id) => {}
             Ok(None) | Err(_) => return,
         }
     }
 }
 
-fn hear(shared: &Shared, mailbox: MailboxId, told: Notified) {
-    shared.note(|plan| match told {
-        Notified::Staged { sequence } => plan.staged(mailbox, sequence),
-        Notified::Taken { sequence } => plan.taken(mailbox, sequence),
-        Notified::Applied(applied) => plan.applied(mailbox, applied.sequence, &numbers(&applied)),
-        Notified::Refused { sequence, reason } => plan.refused(mailbox, sequence, cut(&reason)),
-        Notified::PassedOver { .. } => {}
-    });
-}
-
-pub(super) fn numbers(applied: &Applied) -> Vec<(usize, Version)> {
-    let versions = applied.versions.iter();
-    versions.map(|runs| (runs.model, runs.version)).collect()
+fn hear(shared: &Shared, id: ConnectionId, told: Notified) {
+    let _ = match told {
+        Notified::Staged { sequence } | Notified::Taken { sequence } => shared.staged(id, sequence),
+        Notified::Applied(applied) => shared.applied(id, &applied),
+        Notified::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),
+        Notified::PassedOver { .. } => true,
+    };
 }

@@ -9,13 +9,13 @@ use bytes::Bytes;
 use hyper::StatusCode;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep};
-use weightsync::WorkerId;
+use weightsync_engine::WorkerId;
+use weightsync_mem::{Departure, Models};
 
 use super::caller;
 use super::server::{App, wrong};
-use super::state::Shared;
+use super::workers::{About, ConnectionId, Shared};
 use crate::http::{Ask, Client, Fault, Lines, LinesBody, Reach, Stopping, problem, read};
-use crate::rpc::plan::{About, Life, MailboxId};
 use crate::rpc::wire::{
     Digits, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome,
     addr_of, line, of_worker,
@@ -47,34 +47,28 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
     };
     let shared = app.shared;
-    let (mailbox, sequence) = loop {
+    let (id, sequence) = loop {
         // Two may come with one number at the same time.
         let holder = match may_come(&shared, &about).await {
             Ok(holder) => holder,
             Err(taken) => return taken,
         };
-        let seated = shared.note(|plan| {
-            let is_as_before = plan.holder(&about) == holder;
-            is_as_before.then(|| {
-                let mailbox = plan.join(about.clone());
-                (mailbox, plan.sequence_for(mailbox))
-            })
-        });
-        if let Some(seated) = seated {
-            break seated;
+        match shared.seat(&about, holder) {
+            Ok(None) => {}
+            Ok(Some(seated)) => break seated,
+            Err(error) => return wrong(StatusCode::CONFLICT, error.to_string()),
         }
     };
-    let bell = shared.enter(mailbox);
-    tokio::spawn(follow(shared.clone(), mailbox, client.clone(), lines));
-    tokio::spawn(caller::call(shared.clone(), mailbox, client.clone(), bell));
-    let id = shared.name(mailbox);
+    tokio::spawn(follow(shared.clone(), id, client.clone(), lines));
+    tokio::spawn(caller::call(shared.clone(), id, client.clone()));
+    let name = shared.name(id);
     let proof = register.nonce.map(|nonce| {
-        let proof = shared.proof.proof(nonce.0.as_bytes(), &id);
+        let proof = shared.proof.proof(nonce.0.as_bytes(), &name);
         Digits(proof)
     });
     let welcome = FromSender::Welcome(Welcome {
         protocol: PROTOCOL,
-        id,
+        id: name,
         run: shared.run,
         pid: std::process::id(),
         models: shared.ids().cloned().collect(),
@@ -84,24 +78,24 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
     let (lines, response) = LinesBody::answer(4);
     // There is room for the first.
     let _ = lines.try_send(line(&welcome));
-    tokio::spawn(beat(shared, mailbox, client, lines, app.stopping));
+    tokio::spawn(beat(shared, id, client, lines, app.stopping));
     response
 }
 
 /// Whether a worker may have its number: not if another has it of which something is
 /// heard. That one, if it is silent.
-async fn may_come(shared: &Shared, about: &About) -> Result<Option<MailboxId>, Response> {
-    let Some(holder) = shared.lock().holder(about) else {
+async fn may_come(shared: &Shared, about: &About) -> Result<Option<ConnectionId>, Response> {
+    let Some(holder) = shared.holder(about) else {
         return Ok(None);
     };
-    let Some(before) = shared.lock().signs(holder) else {
+    let Some(before) = shared.signs(holder) else {
         return Ok(Some(holder));
     };
     // It tells of itself five times a second; one that died has its connection closed, or
     // falls silent.
     let heard = loop {
         sleep(BEAT / 4).await;
-        match shared.lock().signs(holder) {
+        match shared.signs(holder) {
             None => break false,
             Some(signs) if signs > before => break true,
             Some(_) => {}
@@ -110,7 +104,7 @@ async fn may_come(shared: &Shared, about: &About) -> Result<Option<MailboxId>, R
     if !heard {
         return Ok(Some(holder));
     }
-    let pid = shared.lock().about(holder).map(|about| about.pid);
+    let pid = shared.about(holder).map(|about| about.pid);
     let pid = pid.unwrap_or_default();
     let worker = about.worker;
     let body = Problem {
@@ -151,10 +145,10 @@ fn check(shared: &Shared, register: &Register) -> Result<About, Box<Response>> {
         let words = format!("a device is named in at most {MAX_DEVICE} bytes");
         return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
     }
-    let mut wanted = Vec::new();
+    let mut wanted = Models(0);
     for model in &register.models {
         match shared.ids().position(|id| id == model) {
-            Some(place) if !wanted.contains(&place) => wanted.push(place),
+            Some(place) if !wanted.contains(place) => wanted = wanted.or(Models::of(&[place])),
             _ => {
                 let words = format!("this sender has no model {model}, or it is named twice");
                 return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
@@ -202,64 +196,52 @@ async fn call_back(client: &Arc<Client>, register: &Register) -> Result<Lines, S
 }
 
 /// Hears a worker to its end.
-async fn follow(shared: Arc<Shared>, mailbox: MailboxId, client: Arc<Client>, mut lines: Lines) {
+async fn follow(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>, mut lines: Lines) {
     let mut probed: Option<Instant> = None;
-    let life = loop {
+    let departure = loop {
         match lines.next::<FromWorker>(SILENCE).await {
-            Ok(Some(FromWorker::Left {})) => break Life::Left,
+            Ok(Some(FromWorker::Left {})) => break Departure::Left,
             Ok(Some(_)) => {
                 probed = None;
-                hear(&shared, mailbox, false);
+                note_silence(&shared, id, false);
             }
             Err(Fault::Silent { .. }) => {
-                hear(&shared, mailbox, true);
+                note_silence(&shared, id, true);
                 if probed.is_none_or(|at| at.elapsed() >= PROBE_AGAIN) {
                     probed = Some(Instant::now());
-                    let patience = match shared.has_begun(mailbox) {
+                    let patience = match shared.has_begun(id) {
                         true => PROBE_BEHIND,
                         false => PROBE,
                     };
                     match client.reach(patience).await {
                         Reach::Here => {}
-                        Reach::Refused => break Life::Died,
-                        Reach::Away => break Life::Lost,
+                        Reach::Refused => break Departure::Died,
+                        Reach::Away => break Departure::Lost,
                     }
                 }
             }
-            Ok(None) | Err(_) => break Life::Died,
+            Ok(None) | Err(_) => break Departure::Died,
         }
-        if !shared.lock().is_here(mailbox) {
+        if !shared.is_here(id) {
             return;
         }
     };
-    end(&shared, mailbox, life);
+    shared.end(id, departure);
 }
 
-fn hear(shared: &Shared, mailbox: MailboxId, silent: bool) {
-    if shared.lock().silent(mailbox, silent) {
-        shared.note(|_| ());
-        if silent {
-            let lock = shared.lock();
-            if let Some(about) = lock.about(mailbox) {
-                let (worker, pid) = (about.worker, about.pid);
-                drop(lock);
-                tracing::warn!(%worker, pid, "it does not answer; it may be stopped");
-            }
-        }
+fn note_silence(shared: &Shared, id: ConnectionId, silent: bool) {
+    if shared.note_silence(id, silent)
+        && silent
+        && let Some(About { worker, pid, .. }) = shared.about(id)
+    {
+        tracing::warn!(%worker, pid, "it does not answer; it may be stopped");
     }
-}
-
-fn end(shared: &Shared, mailbox: MailboxId, life: Life) {
-    shared.note(|plan| plan.end(mailbox, life));
-    // The task that calls it, or waits for its question, ends.
-    shared.ring();
-    shared.leave(mailbox);
 }
 
 /// Tells a worker that the sender is here, as long as it is.
 async fn beat(
     shared: Arc<Shared>,
-    mailbox: MailboxId,
+    id: ConnectionId,
     client: Arc<Client>,
     lines: mpsc::Sender<Bytes>,
     mut stopping: Stopping,
@@ -270,7 +252,7 @@ async fn beat(
     loop {
         tokio::select! {
             _ = beats.tick() => {
-                if !shared.lock().is_here(mailbox) {
+                if !shared.is_here(id) {
                     return;
                 }
                 count += 1;
@@ -279,16 +261,16 @@ async fn beat(
             }
             () = lines.closed() => {
                 // Unless nothing would come by that one either.
-                if !shared.lock().is_silent(mailbox) {
+                if !shared.is_silent(id) {
                     sleep(LAST_WORDS).await;
                 }
                 // A process that ends closes its lifeline with this, which tells first. One
                 // that listens has lost this connection alone, and registers again.
-                let life = match client.reach(PROBE).await {
-                    Reach::Refused => Life::Died,
-                    Reach::Here | Reach::Away => Life::Lost,
+                let departure = match client.reach(PROBE).await {
+                    Reach::Refused => Departure::Died,
+                    Reach::Here | Reach::Away => Departure::Lost,
                 };
-                return end(&shared, mailbox, life);
+                return shared.end(id, departure);
             }
             () = stopping.wait() => {
                 let _ = lines.send(line(&FromSender::Closed {})).await;

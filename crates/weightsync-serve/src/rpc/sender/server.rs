@@ -18,12 +18,12 @@ use hyper::StatusCode;
 use hyper::header::{ACCEPT_RANGES, CONTENT_RANGE, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE};
 use serde::Deserialize;
 use tokio::time::sleep;
-use weightsync::Version;
+use weightsync_engine::Version;
+use weightsync_mem::Want;
 
-use super::state::{Serving, Shared};
+use super::workers::{Answer, ConnectionId, Serving, Shared};
 use super::{caller, lifeline};
 use crate::http::{Stopping, problem, read};
-use crate::rpc::plan::{Answer, MailboxId, Want};
 use crate::rpc::wire::{Asked, MAX_BODY, Problem, Question, WantWord, Words, cut, of_sender};
 
 /// How much of a version is handed to a connection at once, in bytes.
@@ -63,29 +63,21 @@ fn gone() -> Response {
     wrong(StatusCode::GONE, words)
 }
 
-async fn words(State(app): State<App>, Path(id): Path<String>, request: Request) -> Response {
-    let Some(mailbox) = app.shared.named(&id) else {
+async fn words(State(app): State<App>, Path(name): Path<String>, request: Request) -> Response {
+    let Some(id) = app.shared.named(&name) else {
         return gone();
     };
     let words: Words = match read(request, MAX_BODY).await {
         Ok(words) => words,
         Err((status, error)) => return wrong(status, error),
     };
-    let heard = app.shared.note(|plan| {
-        if !plan.is_here(mailbox) {
-            return false;
-        }
-        match words {
-            Words::Joined {} => plan.joined(mailbox),
-            Words::Applied(applied) => {
-                let versions = caller::numbers(&applied);
-                plan.applied(mailbox, applied.sequence, &versions);
-            }
-            Words::Refused { sequence, reason } => plan.refused(mailbox, sequence, cut(&reason)),
-            Words::Rejected { reason } => plan.rejected(mailbox, cut(&reason)),
-        }
-        true
-    });
+    let shared = &app.shared;
+    let heard = match words {
+        Words::Joined {} => shared.joined(id),
+        Words::Applied(applied) => shared.applied(id, &applied),
+        Words::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),
+        Words::Rejected { reason } => shared.rejected(id, cut(&reason)),
+    };
     match heard {
         true => StatusCode::NO_CONTENT.into_response(),
         false => gone(),
@@ -95,34 +87,34 @@ async fn words(State(app): State<App>, Path(id): Path<String>, request: Request)
 /// A question that waits. Dropped, it waits no more.
 struct Waiting<'a> {
     shared: &'a Shared,
-    mailbox: MailboxId,
-    question: Option<u64>,
+    id: ConnectionId,
+    question: u64,
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        if let Some(question) = self.question {
-            self.shared
-                .note(|plan| plan.asks_no_more(self.mailbox, question));
-        }
+        self.shared.withdraw(self.id, self.question);
     }
 }
 
 async fn set(
     State(mut app): State<App>,
-    Path(id): Path<String>,
+    Path(name): Path<String>,
     Query(question): Query<Question>,
 ) -> Response {
     let shared = &*app.shared;
-    let Some(mailbox) = shared.named(&id) else {
+    let Some(id) = shared.named(&name) else {
         return gone();
     };
     let want = match (question.want, question.model, question.version) {
         (WantWord::Newest, ..) => Want::Newest,
-        (word, Some(model), Some(version)) if model < shared.models.len() => match word {
-            WantWord::Exactly => Want::Exactly(model, Version(version)),
-            _ => Want::AtLeast(model, Version(version)),
-        },
+        (word, Some(model), Some(version)) if model < shared.ids().count() => {
+            let version = Version(version);
+            match word {
+                WantWord::Exactly => Want::Exactly { model, version },
+                _ => Want::AtLeast { model, version },
+            }
+        }
         _ => {
             let words = "a question for a version names a model and the version";
             return wrong(StatusCode::UNPROCESSABLE_ENTITY, words);
@@ -135,28 +127,16 @@ async fn set(
         }
     };
     tokio::pin!(over);
-    let mut waiting = Waiting {
-        shared,
-        mailbox,
-        question: None,
+    let Some(mut news) = shared.news(id) else {
+        return gone();
     };
+    let mut answer = shared.ask(id, want);
+    let mut waiting = None;
     loop {
-        let next = shared.next_publication();
-        tokio::pin!(next);
-        next.as_mut().enable();
-        let answer = match waiting.question {
-            None => shared.lock().ask(mailbox, want),
-            Some(_) => shared.lock().answer(mailbox, want),
-        };
         match answer {
-            Answer::Set(order) => {
-                waiting.question = None;
-                let models = order.set.iter().map(|(_, kept)| kept.part());
-                return Json(Asked {
-                    sequence: order.sequence,
-                    models: models.collect(),
-                })
-                .into_response();
+            Answer::Set { sequence, members } => {
+                let models = members.iter().map(caller::part).collect();
+                return Json(Asked { sequence, models }).into_response();
             }
             Answer::Unknown { known } => {
                 let error = "this version is no longer kept, or does not exist yet".into();
@@ -167,16 +147,31 @@ async fn set(
                 };
                 return problem(StatusCode::NOT_FOUND, body);
             }
+            Answer::Replaced => return StatusCode::NO_CONTENT.into_response(),
             Answer::Gone => return gone(),
-            Answer::Later(question) => {
-                waiting.question.get_or_insert(question);
+            Answer::Later(question) if waiting.is_none() => {
+                // The segment may have the answer already.
+                waiting = Some(Waiting {
+                    shared,
+                    id,
+                    question,
+                });
+                answer = shared.answer(id, question);
+                continue;
             }
+            Answer::Later(_) => {}
         }
         tokio::select! {
-            () = next => {}
+            changed = news.changed() => if changed.is_err() {
+                return gone();
+            },
             () = &mut over => return StatusCode::NO_CONTENT.into_response(),
             () = app.stopping.wait() => return gone(),
         }
+        answer = match &waiting {
+            Some(waiting) => shared.answer(id, waiting.question),
+            None => Answer::Gone,
+        };
     }
 }
 
@@ -202,15 +197,14 @@ async fn image(
     let shared = &app.shared;
     // A successor of the sender that was meant may have its address, and a version of
     // this number.
-    let Some(mailbox) = shared.named(&of.id) else {
+    let Some(id) = shared.named(&of.id) else {
         return gone();
     };
-    let Some(kept) = shared.find(model, Version(version)) else {
+    let Some(snapshot) = shared.find(model, Version(version)) else {
         let words = "this version is no longer kept";
         return wrong(StatusCode::NOT_FOUND, words);
     };
-    shared.begins(mailbox);
-    let all = kept.snapshot.bytes().len();
+    let all = snapshot.bytes().len();
     let asked = headers.get(RANGE).map(|range| part_of(range, all));
     let (status, part) = match asked {
         None => (StatusCode::OK, 0..all),
@@ -224,7 +218,7 @@ async fn image(
     };
     let (from, to) = (part.start, part.end);
     let body = ImageBody {
-        version: shared.serves(mailbox, kept),
+        version: shared.serve(id, snapshot),
         left: part,
     };
     let mut response = Response::new(Body::new(body));

@@ -1,8 +1,8 @@
 use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
-use weightsync::Dtype;
-use weightsync::transport::ModelSpec;
+use weightsync_engine::Dtype;
+use weightsync_engine::transport::ModelSpec;
 
 use super::*;
 use crate::OPENAPI;

@@ -1,0 +1,123 @@
+//! What a worker needs to join.
+
+use serde::{Deserialize, Serialize};
+use weightsync_core::ModelId;
+
+use crate::error::{Error, Result};
+use crate::scheme::MAX_TEXT;
+use crate::transport::Endpoint;
+
+/// Everything a worker needs to join a sender: a plain value that crosses a
+/// process, a pipe, a file or an environment variable with any serde format.
+/// No live handle rides in it, and it can be used any number of times.
+///
+/// It carries the secret that lets a worker in: treat it like a password.
+///
+/// ```
+/// use weightsync::{InitInfo, SenderSetup, Tensors};
+///
+/// let mut weights = Tensors::new();
+/// weights.insert("bias", [2], vec![0.5_f32, 1.5])?;
+/// let info = SenderSetup::new("policy", &weights)?.init_info();
+/// let text = serde_json::to_string(&info)?;
+/// assert_eq!(serde_json::from_str::<InitInfo>(&text)?, info);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Wire", into = "Wire")]
+pub struct InitInfo {
+    /// The scheme's word and settings. It is looked up where it is used, so that
+    /// an init info can be passed on by a process that does not know the scheme.
+    pub(crate) scheme: String,
+    /// The models, in the set's order; at least one.
+    pub(crate) models: Vec<ModelId>,
+    pub(crate) at: Endpoint,
+}
+
+impl InitInfo {
+    /// The model the sender feeds; the first, if there are several.
+    pub fn model(&self) -> &ModelId {
+        &self.models[0]
+    }
+
+    /// The models the sender feeds, in the set's order.
+    pub fn models(&self) -> &[ModelId] {
+        &self.models
+    }
+
+    /// The scheme as text: its word and settings.
+    pub fn scheme(&self) -> &str {
+        &self.scheme
+    }
+
+    /// Where its sender is found, and what lets a worker in: for programs that join
+    /// by other means than a [`ReceiverSetup`](crate::ReceiverSetup).
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.at
+    }
+}
+
+/// The most models of one sender.
+const MAX_MODELS: usize = 64;
+
+const FORMAT: u8 = 3;
+
+/// How it travels.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wire {
+    format: u8,
+    scheme: String,
+    models: Vec<ModelId>,
+    at: Endpoint,
+}
+
+impl From<InitInfo> for Wire {
+    fn from(info: InitInfo) -> Self {
+        let InitInfo { scheme, models, at } = info;
+        Self {
+            format: FORMAT,
+            scheme,
+            models,
+            at,
+        }
+    }
+}
+
+impl TryFrom<Wire> for InitInfo {
+    type Error = Error;
+
+    fn try_from(wire: Wire) -> Result<Self> {
+        let Wire {
+            format,
+            scheme,
+            models,
+            at,
+        } = wire;
+        if format != FORMAT {
+            return Err(Error::BadInitInfo(format!(
+                "it has format {format}, this version reads {FORMAT}; install the same weightsync on both ends"
+            )));
+        }
+        if scheme.is_empty() || scheme.len() > MAX_TEXT {
+            return Err(Error::BadInitInfo(format!(
+                "its scheme has {} bytes, expected 1 to {MAX_TEXT}",
+                scheme.len()
+            )));
+        }
+        if models.is_empty() || models.len() > MAX_MODELS {
+            return Err(Error::BadInitInfo(format!(
+                "it names {} models, expected 1 to {MAX_MODELS}",
+                models.len()
+            )));
+        }
+        let twice = models
+            .iter()
+            .enumerate()
+            .find(|(index, model)| models[..*index].contains(model));
+        if let Some((_, model)) = twice {
+            return Err(Error::BadInitInfo(format!("it names {model} twice")));
+        }
+        Ok(Self { scheme, models, at })
+    }
+}

@@ -1,0 +1,604 @@
+//! Schemes chosen by a word.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
+use weightsync_core::ModelId;
+use weightsync_mem::Delivery;
+
+use crate::error::{Error, Result};
+use crate::transport::{
+    Capabilities, Deadline, Endpoint, Joining, Memory, NoSync, Opening, ReceiverTransport, Scheme,
+    SenderTransport,
+};
+
+/// Shared memory: workers on this machine read the newest version in place.
+///
+/// A version that is replaced before a worker looked at it is passed over.
+/// `shared-mem`, or `shared-mem:pull`, with which workers take a version only
+/// when they [ask](crate::Receiver::pull), and sends wait for none of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SharedMem {
+    /// Workers ask; nothing is pushed.
+    pub pull: bool,
+}
+
+/// A queue to each worker process on this machine: it can be told to deliver
+/// every version in order, and to give each worker a copy of its own.
+///
+/// The queues carry handles of slots in shared memory, so a version is copied
+/// once, however many workers there are. `multi-process`,
+/// `multi-process:every=4`, `multi-process:every=4,own-copy`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MultiProcess {
+    /// Which versions a worker gets.
+    pub queue: Queue,
+    /// Copies each version into the worker's own memory when it is received, so
+    /// that a worker that holds on to one keeps no slot.
+    pub own_copy: bool,
+}
+
+/// Which versions a worker gets that is slower than the trainer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Queue {
+    /// The newest; older ones that it has not taken are passed over.
+    #[default]
+    Newest,
+    /// Every one, in order, with at most so many in the worker's queue (1 to 32).
+    /// A send waits for room until its deadline. As many again may wait for room
+    /// at the sender, of sends that did not wait themselves or still do; one more
+    /// is lost for that worker at once, and the report says so.
+    Every {
+        /// The most that the queue holds.
+        bound: u8,
+    },
+}
+
+impl Queue {
+    /// The most versions that may wait in a worker's queue: 0 where there is none.
+    pub fn bound(self) -> u8 {
+        match self {
+            Self::Newest => 0,
+            Self::Every { bound } => bound,
+        }
+    }
+}
+
+/// A scheme by its name and settings: `shared-mem`, `multi-process`, `none`, or another
+/// that the program is built with ([`Registration`]). It is a plain value: text in any serde
+/// format. An [`InitInfo`](crate::InitInfo) or a [`Session`](crate::Session) with a scheme that
+/// this program does not know keeps its text as it is.
+///
+/// ```
+/// use weightsync::transport::AnyScheme;
+/// use weightsync::MultiProcess;
+///
+/// let scheme: AnyScheme = "multi-process:every=4".parse()?;
+/// assert_eq!(scheme.to_string(), "multi-process:every=4");
+/// let error = "multiprocess".parse::<AnyScheme>().unwrap_err();
+/// assert!(error.to_string().contains("multi-process"), "{error}");
+/// # Ok::<(), weightsync::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct AnyScheme(Arc<dyn Scheme>);
+
+/// A scheme that every program knows that is built with it.
+///
+/// `register!` of the [transport](crate::transport) module adds one. An init info, a [`Session`]
+/// or a text that names the scheme then finds it, without a call.
+///
+/// ```
+/// use weightsync::SharedMem;
+/// use weightsync::transport::{AnyScheme, Registration, register};
+///
+/// register! {
+///     Registration::new("fleet", |_settings| Ok(AnyScheme::new(SharedMem::default())))
+/// }
+///
+/// fn main() -> weightsync::Result<()> {
+///     let scheme: AnyScheme = "fleet".parse()?;
+///     assert_eq!(scheme, AnyScheme::default());
+///     Ok(())
+/// }
+/// ```
+///
+/// [`Session`]: crate::Session
+#[derive(Clone, Copy, Debug)]
+pub struct Registration {
+    name: &'static str,
+    parse: Parse,
+}
+
+/// How settings become a scheme.
+type Parse = fn(&BTreeMap<String, String>) -> Result<AnyScheme>;
+
+impl Registration {
+    /// A scheme of this name, which is made of its settings.
+    pub const fn new(name: &'static str, parse: Parse) -> Self {
+        Self { name, parse }
+    }
+}
+
+inventory::collect!(Registration);
+
+inventory::submit! {
+    Registration::new("shared-mem", |settings| {
+        let mut scheme = SharedMem::default();
+        for (key, value) in settings {
+            match key.as_str() {
+                "pull" => scheme.pull = flag(key, value)?,
+                _ => return Err(unknown("shared-mem", key, "pull")),
+            }
+        }
+        Ok(AnyScheme::new(scheme))
+    })
+}
+
+inventory::submit! {
+    Registration::new("multi-process", |settings| {
+        let mut scheme = MultiProcess::default();
+        for (key, value) in settings {
+            match key.as_str() {
+                "own-copy" => scheme.own_copy = flag(key, value)?,
+                "every" => {
+                    scheme.queue = Queue::Every {
+                        bound: bound(value)?,
+                    }
+                }
+                _ => return Err(unknown("multi-process", key, "every=1 to 32, own-copy")),
+            }
+        }
+        Ok(AnyScheme::new(scheme))
+    })
+}
+
+inventory::submit! {
+    Registration::new("none", |settings| match settings.keys().next() {
+        Some(key) => Err(unknown("none", key, "none at all")),
+        None => Ok(AnyScheme::new(NoSync)),
+    })
+}
+
+/// How the scheme of this name is made.
+fn registered(name: &str, text: &str) -> Result<Parse> {
+    let all = inventory::iter::<Registration>.into_iter();
+    let mut found = all.clone().filter(|one| one.name == name);
+    match (found.next(), found.count()) {
+        (Some(one), 0) => Ok(one.parse),
+        (None, _) => {
+            let known: BTreeSet<_> = all.map(|one| one.name.to_owned()).collect();
+            Err(Error::UnknownScheme {
+                got: cut(text),
+                known: known.into_iter().collect(),
+            })
+        }
+        (Some(_), more) => Err(Error::BadSetting {
+            setting: cut(name),
+            expected: "one scheme of this name in the program".into(),
+            got: (more + 1).to_string(),
+        }),
+    }
+}
+
+/// The longest text of a scheme, in bytes.
+pub(crate) const MAX_TEXT: usize = 1024;
+
+/// A scheme's word and its settings, as its text says them.
+fn parts(text: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
+    let (word, settings) = text.split_once(':').unwrap_or((text, ""));
+    let settings = settings.split(',').filter(|setting| !setting.is_empty());
+    let settings = settings.map(|setting| {
+        let (key, value) = setting.split_once('=').unwrap_or((setting, ""));
+        (key.trim(), value.trim())
+    });
+    (word, settings)
+}
+
+impl AnyScheme {
+    /// Any scheme.
+    pub fn new(scheme: impl Scheme + 'static) -> Self {
+        Self(Arc::new(scheme))
+    }
+
+    /// The scheme itself.
+    pub fn scheme(&self) -> &dyn Scheme {
+        &*self.0
+    }
+
+    /// Its word, without settings.
+    pub fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    /// What it can do.
+    pub fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    /// Its word and settings as text, which says them all: what is read from it
+    /// is this scheme.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadSetting`] if a name or a value would not be read back as it
+    /// is, or the text is longer than anybody reads.
+    pub(crate) fn text(&self) -> Result<String> {
+        let text = self.to_string();
+        let bad = |setting: &str, expected: &str, got: &str| {
+            Err(Error::BadSetting {
+                setting: cut(setting),
+                expected: expected.into(),
+                got: cut(got),
+            })
+        };
+        if text.len() > MAX_TEXT {
+            let expected = format!("a scheme whose text has at most {MAX_TEXT} bytes");
+            return bad(self.name(), &expected, &text);
+        }
+        let (word, read) = parts(&text);
+        if word != self.name() || word.is_empty() {
+            return bad("the word of a scheme", "text without a colon", self.name());
+        }
+        let read: Vec<_> = read.collect();
+        let settings = self.0.settings();
+        for (at, (key, value)) in settings.iter().enumerate() {
+            if read.get(at) != Some(&(key, value)) {
+                let expected = "a name without commas and equals signs and a value without \
+                                commas, neither with spaces around it";
+                return bad(key, expected, value);
+            }
+            if settings[..at].iter().any(|(earlier, _)| earlier == key) {
+                return bad(key, "to be set once", &text);
+            }
+        }
+        Ok(text)
+    }
+}
+
+impl Default for AnyScheme {
+    fn default() -> Self {
+        Self::new(SharedMem::default())
+    }
+}
+
+impl<S: Scheme + 'static> From<S> for AnyScheme {
+    fn from(scheme: S) -> Self {
+        Self::new(scheme)
+    }
+}
+
+impl FromStr for AnyScheme {
+    type Err = Error;
+
+    /// A name, then settings after a colon, separated by commas.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownScheme`] with the names there are, [`Error::BadSetting`].
+    fn from_str(text: &str) -> Result<Self> {
+        let (name, settings) = parts(text);
+        let parse = registered(name, text)?;
+        let mut known = BTreeMap::new();
+        for (key, value) in settings {
+            if known.contains_key(key) {
+                return Err(Error::BadSetting {
+                    setting: cut(key),
+                    expected: "to be set once".into(),
+                    got: cut(text),
+                });
+            }
+            known.insert(key.to_owned(), value.to_owned());
+        }
+        parse(&known)
+    }
+}
+
+impl fmt::Display for AnyScheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())?;
+        for (index, (key, value)) in self.0.settings().iter().enumerate() {
+            let before = if index == 0 { ':' } else { ',' };
+            write!(f, "{before}{key}")?;
+            if !value.is_empty() {
+                write!(f, "={value}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for AnyScheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AnyScheme({self})")
+    }
+}
+
+impl PartialEq for AnyScheme {
+    fn eq(&self, other: &Self) -> bool {
+        self.name() == other.name() && self.0.settings() == other.0.settings()
+    }
+}
+
+impl Eq for AnyScheme {}
+
+impl Serialize for AnyScheme {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.text().map_err(ser::Error::custom)?)
+    }
+}
+
+impl<'de> Deserialize<'de> for AnyScheme {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map_err(de::Error::custom)
+    }
+}
+
+impl Scheme for SharedMem {
+    fn name(&self) -> &str {
+        "shared-mem"
+    }
+
+    fn settings(&self) -> Vec<(String, String)> {
+        let pull = self.pull.then(|| ("pull".to_owned(), String::new()));
+        pull.into_iter().collect()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            push: !self.pull,
+            every_version: false,
+            ..Capabilities::ALL
+        }
+    }
+
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        Memory::place(models, run_dir)
+    }
+
+    fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+        Memory::open(opening, Queue::Newest.bound())
+    }
+
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        let delivery = if self.pull {
+            Delivery::Asked
+        } else {
+            Delivery::Newest
+        };
+        Memory::join(at, joining, (delivery, false), deadline)
+    }
+}
+
+impl Scheme for MultiProcess {
+    fn name(&self) -> &str {
+        "multi-process"
+    }
+
+    fn settings(&self) -> Vec<(String, String)> {
+        let mut settings = Vec::new();
+        if let Queue::Every { bound } = self.queue {
+            settings.push(("every".to_owned(), bound.to_string()));
+        }
+        if self.own_copy {
+            settings.push(("own-copy".to_owned(), String::new()));
+        }
+        settings
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            every_version: matches!(self.queue, Queue::Every { .. }),
+            pull: self.queue == Queue::Newest,
+            ..Capabilities::ALL
+        }
+    }
+
+    fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
+        Memory::place(models, run_dir)
+    }
+
+    fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+        Memory::open(opening, self.queue.bound())
+    }
+
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>> {
+        let delivery = match self.queue {
+            Queue::Newest => Delivery::Newest,
+            Queue::Every { bound } => Delivery::Every { bound },
+        };
+        Memory::join(at, joining, (delivery, self.own_copy), deadline)
+    }
+}
+
+fn flag(key: &str, value: &str) -> Result<bool> {
+    match value {
+        "" | "true" => Ok(true),
+        "false" => Ok(false),
+        _ => Err(Error::BadSetting {
+            setting: key.into(),
+            expected: "no value, true or false".into(),
+            got: value.into(),
+        }),
+    }
+}
+
+fn bound(value: &str) -> Result<u8> {
+    let bound = value.parse().ok().filter(|bound| (1..=32).contains(bound));
+    bound.ok_or_else(|| Error::BadSetting {
+        setting: "every".into(),
+        expected: "a number from 1 to 32".into(),
+        got: value.into(),
+    })
+}
+
+fn unknown(word: &str, key: &str, known: &str) -> Error {
+    Error::BadSetting {
+        setting: cut(key),
+        expected: format!("a setting of {word}: {known}"),
+        got: cut(key),
+    }
+}
+
+/// As much of a text as an error repeats.
+fn cut(text: &str) -> String {
+    text.chars().take(80).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_scheme_is_its_text() {
+        for text in [
+            "shared-mem",
+            "shared-mem:pull",
+            "multi-process",
+            "multi-process:every=1",
+            "multi-process:every=32,own-copy",
+            "multi-process:own-copy",
+            "none",
+        ] {
+            let scheme: AnyScheme = text.parse().unwrap();
+            assert_eq!(scheme.to_string(), text);
+            let json = serde_json::to_string(&scheme).unwrap();
+            assert_eq!(serde_json::from_str::<AnyScheme>(&json).unwrap(), scheme);
+            let bytes = postcard::to_stdvec(&scheme).unwrap();
+            assert_eq!(postcard::from_bytes::<AnyScheme>(&bytes).unwrap(), scheme);
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused_with_what_is() {
+        for (text, hint) in [
+            ("", "multi-process, none, shared-mem"),
+            ("sharedmem", "shared-mem"),
+            ("shared-mem:fast", "pull"),
+            ("shared-mem:pull=maybe", "true or false"),
+            ("multi-process:every", "1 to 32"),
+            ("multi-process:every=0", "1 to 32"),
+            ("multi-process:every=33", "1 to 32"),
+            ("none:pull", "none at all"),
+            ("shared-mem:pull,pull=false", "once"),
+            ("multi-process:every=2, every=3", "once"),
+        ] {
+            let error = text.parse::<AnyScheme>().unwrap_err().to_string();
+            assert!(error.contains(hint), "{text:?}: {error}");
+        }
+    }
+
+    /// A scheme of one's own, with settings that somebody made up.
+    #[derive(Clone, Debug)]
+    struct Own(&'static str, Vec<(String, String)>);
+
+    impl Scheme for Own {
+        fn name(&self) -> &str {
+            self.0
+        }
+
+        fn settings(&self) -> Vec<(String, String)> {
+            self.1.clone()
+        }
+
+        fn capabilities(&self) -> Capabilities {
+            Capabilities::NONE
+        }
+
+        fn allocate_endpoint(
+            &self,
+            models: &[ModelId],
+            run_dir: Option<&Path>,
+        ) -> Result<Endpoint> {
+            Endpoint::fresh(models, run_dir)
+        }
+
+        fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
+            NoSync.open(opening)
+        }
+
+        fn join(
+            &self,
+            at: &Endpoint,
+            joining: &Joining,
+            deadline: Deadline,
+        ) -> Result<Box<dyn ReceiverTransport>> {
+            NoSync.join(at, joining, deadline)
+        }
+    }
+
+    inventory::submit! {
+        Registration::new("own", |settings| {
+            let settings = settings.clone().into_iter().collect();
+            Ok(AnyScheme::new(Own("own", settings)))
+        })
+    }
+
+    inventory::submit! { Registration::new("twice", |_| Ok(AnyScheme::default())) }
+    inventory::submit! { Registration::new("twice", |_| Ok(AnyScheme::default())) }
+
+    #[test]
+    fn name_of_two_schemes_is_refused() {
+        let error = "twice".parse::<AnyScheme>().unwrap_err().to_string();
+        assert!(
+            error.contains("one scheme of this name in the program, got \"2\""),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn scheme_with_unspeakable_settings_is_refused() {
+        let own = |word, settings: &[(&str, &str)]| {
+            let settings = settings.iter();
+            let settings = settings.map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+            AnyScheme::new(Own(word, settings.collect()))
+        };
+        let long = "x".repeat(MAX_TEXT);
+        let weights = crate::Tensors::new();
+        let setup = || crate::SenderSetup::new("policy", &weights).unwrap();
+        for fine in [
+            own("own", &[]),
+            own("own", &[("dir", "/srv/a b:c=d"), ("fast", ""), ("at", "ß")]),
+        ] {
+            let info = setup().scheme(fine.clone()).unwrap().init_info();
+            let read: AnyScheme = info.scheme().parse().unwrap();
+            let (mut read, mut written) = (read.0.settings(), fine.0.settings());
+            read.sort();
+            written.sort();
+            assert_eq!(read, written);
+        }
+        for (wrong, hint) in [
+            (own("own", &[("dir", "/srv/a,b")]), "\"dir\""),
+            (own("own", &[("dir", " /srv")]), "spaces"),
+            (own("own", &[("dir", "/srv\n")]), "spaces"),
+            (own("own", &[("a=b", "c")]), "equals signs"),
+            (own("own", &[("a,b", "c")]), "commas"),
+            (own("own", &[("", "")]), "name"),
+            (own("own", &[("a", "1"), ("a", "2")]), "once"),
+            (own("o:n", &[]), "colon"),
+            (own("", &[]), "word"),
+            (own("own", &[("dir", &long)]), "1024 bytes"),
+        ] {
+            let refused = setup().scheme(wrong.clone()).unwrap_err();
+            assert!(matches!(refused, Error::BadSetting { .. }), "{refused}");
+            assert!(refused.to_string().contains(hint), "{refused}");
+            let refused = serde_json::to_string(&wrong).unwrap_err().to_string();
+            assert!(refused.contains(hint), "{refused}");
+        }
+    }
+}

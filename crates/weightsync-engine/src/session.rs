@@ -1,0 +1,614 @@
+//! The lifecycle as one value: which call may follow which.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
+use weightsync_core::{ModelId, Version};
+
+use crate::error::{Error, Result};
+use crate::extract::WeightExtractor;
+use crate::init_info::InitInfo;
+use crate::load::WeightLoader;
+use crate::load_set::SetLoader;
+use crate::options::SendOptions;
+use crate::pending::PendingSend;
+use crate::receiver::{Joined, Receiver, ReceiverSetup};
+use crate::report::Report;
+use crate::scheme::{AnyScheme, MAX_TEXT};
+use crate::send_source::SendSource;
+use crate::sender::Sender;
+use crate::set::SetSnapshot;
+use crate::setup::{Expect, SenderSetup};
+use crate::snapshot::Snapshot;
+use crate::transport::Pull;
+
+/// A sender or a receiver, for programs that decide at run time which, and for bindings to other
+/// languages. In Rust, [`SenderSetup`] and [`ReceiverSetup`] give the same rules as types, and a
+/// wrong order does not compile.
+///
+/// ```text
+///              init_on_sender            connect_sender
+///   idle ──┬──────────────────▶ prepared ──────────────▶ sending ──┐
+///          │  init_on_receiver           connect_receiver          ├─▶ closed
+///          └──────────────────▶ prepared ──────────────▶ receiving ┘
+/// ```
+///
+/// A `connect_sender` that fails because workers are missing leaves the sender open for
+/// them, and can be called again.
+///
+/// Every call out of order is an [`Error::WrongOrder`] that says what to do;
+/// nothing changes by it. [`shutdown`](Self::shutdown) is allowed anywhere, any
+/// number of times, and `init_on_sender` or `init_on_receiver` start again after
+/// it.
+///
+/// **It is serialisable at any time**: the scheme, and once a sender was set up,
+/// the init info. What arrives elsewhere is an idle session that
+/// [`init_on_receiver`](Self::init_on_receiver) can make a worker of. The scheme
+/// is looked up where it is used, among those that the program there is built with.
+///
+/// ```
+/// use weightsync::{Session, Tensors};
+///
+/// let mut weights = Tensors::new();
+/// weights.insert("bias", [2], [0.5_f32, 1.5])?;
+/// let mut trainer = Session::new("shared-mem".parse()?);
+/// trainer.init_on_sender("policy", &weights)?;
+/// let text = serde_json::to_string(&trainer)?;
+///
+/// let mut worker: Session = serde_json::from_str(&text)?;
+/// worker.init_on_receiver(0)?;
+/// let error = worker.receive(None).unwrap_err();
+/// assert!(error.to_string().contains("connect"), "{error}");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Session {
+    /// The scheme's word and settings.
+    scheme: String,
+    /// The scheme itself, where it was given as that.
+    chosen: Option<AnyScheme>,
+    /// What a worker needs, once a sender was set up, here or where the session
+    /// came from.
+    info: Option<InitInfo>,
+    state: State,
+}
+
+/// Where in its lifecycle a session is.
+enum State {
+    Idle,
+    PreparedSender(Box<SenderSetup>),
+    /// Workers join, and not all that were expected have.
+    Opened(Box<Sender>),
+    Sending(Box<Sender>),
+    PreparedReceiver(Box<ReceiverSetup>),
+    Joined(Box<Joined>),
+    Receiving(Box<Receiver>),
+    Closed,
+}
+
+impl Session {
+    /// A session of a scheme; nothing is decided yet but that.
+    pub fn new(scheme: AnyScheme) -> Self {
+        Self {
+            scheme: scheme.to_string(),
+            chosen: Some(scheme),
+            info: None,
+            state: State::Idle,
+        }
+    }
+
+    /// A session that can become a worker of a sender.
+    pub fn of(info: InitInfo) -> Self {
+        Self {
+            scheme: info.scheme().to_owned(),
+            chosen: None,
+            info: Some(info),
+            state: State::Idle,
+        }
+    }
+
+    /// The scheme as text: its word and settings.
+    pub fn scheme(&self) -> &str {
+        &self.scheme
+    }
+
+    /// What a worker needs to join, once a sender was set up.
+    pub fn init_info(&self) -> Option<&InitInfo> {
+        self.info.as_ref()
+    }
+
+    /// Becomes a sender of this model, or of one more model. Nothing is
+    /// communicated. A second call with the same name takes another source in
+    /// the place of the first; what else was prepared stays.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`] once connected, [`Error::UnknownScheme`] for one
+    /// that this program is not built with, and
+    /// those of [`SenderSetup::new`] and [`SenderSetup::scheme`].
+    pub fn init_on_sender(&mut self, model: &str, source: &dyn WeightExtractor) -> Result<()> {
+        let setup = match &self.state {
+            State::PreparedSender(setup) if !setup.has(model) => {
+                (**setup).clone().add_model(model, source)?
+            }
+            State::PreparedSender(setup) => (**setup).clone().replacing(model, source)?,
+            State::Idle | State::Closed => {
+                SenderSetup::new(model, source)?.scheme(self.chosen_or_known()?)?
+            }
+            state => return Err(state.wrong("init_on_sender")),
+        };
+        self.prepare_sender(setup)
+    }
+
+    /// Becomes the sender that a setup describes. Nothing is communicated.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`] once connected.
+    pub fn prepare_sender(&mut self, setup: SenderSetup) -> Result<()> {
+        match &self.state {
+            State::Idle | State::Closed | State::PreparedSender(_) => {}
+            state => return Err(state.wrong("init_on_sender")),
+        }
+        self.scheme = setup.scheme.to_string();
+        self.chosen = Some(setup.scheme.clone());
+        self.info = Some(setup.init_info());
+        self.state = State::PreparedSender(Box::new(setup));
+        Ok(())
+    }
+
+    /// Becomes worker number `worker` of the sender whose session this was made
+    /// from. Nothing is communicated.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`] without a sender to join, or once connected.
+    pub fn init_on_receiver(&mut self, worker: u32) -> Result<()> {
+        let info = self.info.clone().ok_or(Error::WrongOrder {
+            call: "init_on_receiver",
+            state: "in a session that knows no sender",
+            fix: "call init_on_sender where the trainer runs, and hand its session or init info over",
+        })?;
+        let setup = ReceiverSetup::new(info, worker);
+        self.prepare_receiver(setup)
+    }
+
+    /// Becomes the worker that a setup describes. Nothing is communicated.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`] once connected.
+    pub fn prepare_receiver(&mut self, setup: ReceiverSetup) -> Result<()> {
+        match &self.state {
+            State::Idle | State::Closed | State::PreparedReceiver(_) => {}
+            state => return Err(state.wrong("init_on_receiver")),
+        }
+        self.info = Some(setup.info().clone());
+        self.state = State::PreparedReceiver(Box::new(setup));
+        Ok(())
+    }
+
+    /// Connects a sender: see [`SenderSetup::connect`]. After an error it can be called again, also
+    /// with other expected workers: the sender and the workers that have joined stay. The first
+    /// version is the one published by the first call: weights that have changed since go with the
+    /// next send.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`SenderSetup::connect`].
+    pub fn connect_sender(
+        &mut self,
+        weights: &(impl SendSource + ?Sized),
+        expect: Expect,
+        deadline: Duration,
+    ) -> Result<()> {
+        let since = Instant::now();
+        match &self.state {
+            State::PreparedSender(setup) => {
+                let sender = (**setup).clone().open(weights, deadline)?;
+                self.state = State::Opened(Box::new(sender));
+            }
+            State::Opened(sender) => sender.check(weights.members())?,
+            state => return Err(state.wrong("connect_sender")),
+        }
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Opened(mut sender) => {
+                let connected = sender.wait_until(&expect, since, since.checked_add(deadline));
+                self.state = match connected {
+                    Ok(()) => State::Sending(sender),
+                    Err(_) => State::Opened(sender),
+                };
+                connected
+            }
+            _ => unreachable!("it was opened just now"),
+        }
+    }
+
+    /// Connects a worker: see [`ReceiverSetup::connect`]. After an error the session is prepared as
+    /// before, and can connect again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`ReceiverSetup::connect`].
+    pub fn connect_receiver(&mut self, deadline: Duration) -> Result<()> {
+        let State::PreparedReceiver(setup) = &self.state else {
+            return Err(self.state.wrong("connect_receiver"));
+        };
+        let receiver = (**setup).clone().connect(deadline)?;
+        self.state = State::Receiving(Box::new(receiver));
+        Ok(())
+    }
+
+    /// As [`connect_receiver`](Self::connect_receiver), loading into the
+    /// worker's own models.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`ReceiverSetup::connect_set_into`].
+    pub fn connect_receiver_into(
+        &mut self,
+        models: &mut SetLoader<'_>,
+        deadline: Duration,
+    ) -> Result<()> {
+        let State::PreparedReceiver(setup) = &self.state else {
+            return Err(self.state.wrong("connect_receiver"));
+        };
+        let receiver = (**setup).clone().connect_set_into(models, deadline)?;
+        self.state = State::Receiving(Box::new(receiver));
+        Ok(())
+    }
+
+    /// Joins as a worker, and takes the initial weights without loading them; the
+    /// sender counts this worker once [`load_joined`](Self::load_joined) has. None
+    /// with a scheme that carries nothing. After an error the session is prepared
+    /// as before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`ReceiverSetup::join`].
+    pub fn join_receiver(&mut self, deadline: Duration) -> Result<Option<SetSnapshot>> {
+        let State::PreparedReceiver(setup) = &self.state else {
+            return Err(self.state.wrong("connect_receiver"));
+        };
+        let joined = (**setup).clone().join(deadline)?;
+        let first = joined.first().cloned();
+        self.state = State::Joined(Box::new(joined));
+        Ok(first)
+    }
+
+    /// Loads the initial weights of a session that has joined. After an error the
+    /// session is closed: the sender was told.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Joined::load`].
+    pub fn load_joined(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Joined(joined) => {
+                self.state = State::Receiving(Box::new(joined.load(models)?));
+                Ok(())
+            }
+            other => {
+                self.state = other;
+                Err(self.state.wrong("load_joined"))
+            }
+        }
+    }
+
+    /// The connected receiver alone, for example to pass it to a thread. The
+    /// session is closed then.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`].
+    pub fn take_receiver(&mut self) -> Result<Receiver> {
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Receiving(receiver) => Ok(*receiver),
+            other => {
+                self.state = other;
+                Err(self.state.wrong("take_receiver"))
+            }
+        }
+    }
+
+    /// Where the session is in its lifecycle, in a word or two.
+    pub fn state(&self) -> &'static str {
+        match self.state {
+            State::Idle => "idle",
+            State::PreparedSender(_) => "prepared to send",
+            State::Opened(_) => "waiting for workers",
+            State::Sending(_) => "sending",
+            State::PreparedReceiver(_) => "prepared to receive",
+            State::Joined(_) => "joined",
+            State::Receiving(_) => "receiving",
+            State::Closed => "closed",
+        }
+    }
+
+    /// The connected sender.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`].
+    pub fn sender(&mut self) -> Result<&mut Sender> {
+        self.sending("send")
+    }
+
+    /// The connected receiver.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`].
+    pub fn receiver(&mut self) -> Result<&mut Receiver> {
+        self.receiving("receive")
+    }
+
+    /// See [`Sender::send_with`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Sender::send_with`].
+    pub fn send(
+        &mut self,
+        weights: &(impl SendSource + ?Sized),
+        options: &SendOptions,
+    ) -> Result<Report> {
+        self.sending("send")?.send_with(weights, options)
+    }
+
+    /// See [`Sender::send_async`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Sender::send_async`].
+    pub fn send_async(
+        &mut self,
+        weights: &(impl SendSource + ?Sized),
+        options: &SendOptions,
+    ) -> Result<PendingSend> {
+        self.sending("send_async")?.send_async(weights, options)
+    }
+
+    /// See [`Receiver::receive`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::receive`].
+    pub fn receive(&mut self, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
+        self.receiving("receive")?.receive(timeout)
+    }
+
+    /// See [`Receiver::receive_set`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::receive_set`].
+    pub fn receive_set(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
+        self.receiving("receive_set")?.receive_set(timeout)
+    }
+
+    /// See [`Receiver::receive_into`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::receive_into`].
+    pub fn receive_into(
+        &mut self,
+        model: &mut dyn WeightLoader,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Version>> {
+        self.receiving("receive_into")?.receive_into(model, timeout)
+    }
+
+    /// See [`Receiver::receive_set_into`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::receive_set_into`].
+    pub fn receive_set_into(
+        &mut self,
+        models: &mut SetLoader<'_>,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
+        self.receiving("receive_set_into")?
+            .receive_set_into(models, timeout)
+    }
+
+    /// See [`Receiver::pull`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::pull`].
+    pub fn pull(&mut self, pull: Pull, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
+        self.receiving("pull")?.pull(pull, timeout)
+    }
+
+    /// See [`Receiver::pull_set`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::pull_set`].
+    pub fn pull_set(
+        &mut self,
+        model: &str,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<SetSnapshot>> {
+        self.receiving("pull_set")?.pull_set(model, pull, timeout)
+    }
+
+    /// See [`Receiver::pull_into`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::pull_into`].
+    pub fn pull_into(
+        &mut self,
+        model: &mut dyn WeightLoader,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Version>> {
+        self.receiving("pull_into")?.pull_into(model, pull, timeout)
+    }
+
+    /// See [`Receiver::pull_set_into`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongOrder`], and those of [`Receiver::pull_set_into`].
+    pub fn pull_set_into(
+        &mut self,
+        models: &mut SetLoader<'_>,
+        model: &str,
+        pull: Pull,
+        timeout: Option<Duration>,
+    ) -> Result<Option<Vec<(ModelId, Version)>>> {
+        self.receiving("pull_set_into")?
+            .pull_set_into(models, model, pull, timeout)
+    }
+
+    /// Shuts down the sender or the receiver, and leaves nothing behind. A second call does
+    /// nothing.
+    pub fn shutdown(&mut self) {
+        if let State::PreparedSender(setup) = std::mem::replace(&mut self.state, State::Closed) {
+            setup.give_up();
+        }
+    }
+
+    /// The same of a worker that has failed, with the reason: see [`Receiver::fail`].
+    pub fn fail(&mut self, reason: &str) {
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Joined(joined) => joined.fail(reason),
+            State::Receiving(receiver) => receiver.fail(reason),
+            state => {
+                self.state = state;
+                self.shutdown();
+            }
+        }
+    }
+
+    fn chosen_or_known(&self) -> Result<AnyScheme> {
+        match &self.chosen {
+            Some(scheme) => Ok(scheme.clone()),
+            None => self.scheme.parse(),
+        }
+    }
+
+    fn sending(&mut self, call: &'static str) -> Result<&mut Sender> {
+        match &mut self.state {
+            State::Sending(sender) => Ok(sender),
+            state => Err(state.wrong(call)),
+        }
+    }
+
+    fn receiving(&mut self, call: &'static str) -> Result<&mut Receiver> {
+        match &mut self.state {
+            State::Receiving(receiver) => Ok(receiver),
+            state => Err(state.wrong(call)),
+        }
+    }
+}
+
+impl State {
+    /// The error for a call that this state does not allow.
+    fn wrong(&self, call: &'static str) -> Error {
+        let of_sender = matches!(
+            call,
+            "init_on_sender" | "connect_sender" | "send" | "send_async"
+        );
+        let (state, fix) = match self {
+            Self::Idle if of_sender => ("before init_on_sender", "call init_on_sender first"),
+            Self::Idle => ("before init_on_receiver", "call init_on_receiver first"),
+            Self::Closed => (
+                "after shutdown",
+                "start again with init_on_sender or init_on_receiver",
+            ),
+            Self::PreparedSender(_) if of_sender => (
+                "before connect",
+                "call connect_sender first: it returns when the workers are there",
+            ),
+            Self::PreparedReceiver(_) if !of_sender => (
+                "before connect",
+                "call connect_receiver first: it returns with the initial weights",
+            ),
+            Self::Opened(_) if of_sender => (
+                "while workers are missing",
+                "call connect_sender again: it goes on waiting for them",
+            ),
+            Self::Joined(_) if !of_sender => (
+                "before its initial weights are loaded",
+                "call load_joined first: the sender counts this worker then",
+            ),
+            Self::Sending(_) if of_sender => (
+                "on a connected sender",
+                "send, or shut it down to start again",
+            ),
+            Self::Receiving(_) if !of_sender => (
+                "on a connected receiver",
+                "receive, or shut it down to start again",
+            ),
+            Self::PreparedSender(_) | Self::Opened(_) | Self::Sending(_) => {
+                ("on a sender", "it is the workers' half that does this")
+            }
+            Self::PreparedReceiver(_) | Self::Joined(_) | Self::Receiving(_) => {
+                ("on a receiver", "it is the trainer's half that does this")
+            }
+        };
+        Error::WrongOrder { call, state, fix }
+    }
+}
+
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Idle => "Idle",
+            Self::PreparedSender(_) => "PreparedSender",
+            Self::Opened(_) => "Opened",
+            Self::Sending(_) => "Sending",
+            Self::PreparedReceiver(_) => "PreparedReceiver",
+            Self::Joined(_) => "Joined",
+            Self::Receiving(_) => "Receiving",
+            Self::Closed => "Closed",
+        })
+    }
+}
+
+/// How it travels.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wire {
+    scheme: String,
+    info: Option<InitInfo>,
+}
+
+impl Serialize for Session {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let scheme = match &self.chosen {
+            Some(scheme) => scheme.text().map_err(ser::Error::custom)?,
+            None => self.scheme.clone(),
+        };
+        let wire = Wire {
+            scheme,
+            info: self.info.clone(),
+        };
+        wire.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Session {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let Wire { scheme, info } = Wire::deserialize(deserializer)?;
+        if scheme.is_empty() || scheme.len() > MAX_TEXT {
+            let len = scheme.len();
+            let words = format!("a scheme of {len} bytes, expected 1 to {MAX_TEXT}");
+            return Err(de::Error::custom(words));
+        }
+        Ok(Self {
+            scheme,
+            chosen: None,
+            info,
+            state: State::Idle,
+        })
+    }
+}

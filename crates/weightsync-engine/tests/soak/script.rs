@@ -1,0 +1,290 @@
+//! A test as a script: puppets, what they are told, and what they answer.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::process::{
+    Pid, PidfdFlags, PidfdGetfdFlags, Signal, kill_process, pidfd_getfd, pidfd_open,
+};
+use tempfile::TempDir;
+use weightsync_engine::worker::{Event, Spawn, Workers};
+use weightsync_engine::{InitInfo, Tensors};
+
+use crate::Role;
+use crate::leaks::{self, Census, TOKEN};
+use crate::puppet::{Answer, Lead, Order};
+use crate::scale::PATIENCE;
+
+/// The puppet that leads, in every script.
+pub const TRAINER: usize = 0;
+
+/// The processes of one script. Dropping it ends them.
+pub struct Script {
+    workers: Workers,
+    census: Census,
+    dir: TempDir,
+    lead: Lead,
+    asleep: Vec<usize>,
+    dead: Vec<usize>,
+}
+
+impl Script {
+    /// Starts a trainer of `words` words and `slots` slots, and `workers`
+    /// workers that have joined it as 0, 1, … and hold its first version. The
+    /// worker numbered n is puppet n + 1.
+    pub fn open(name: &str, words: u64, slots: u8, workers: u32) -> Self {
+        let script = Self::start(name, words, slots, 1 + workers as usize);
+        script.tell(TRAINER, &script.lead(workers));
+        (0..workers).for_each(|worker| script.join(worker));
+        // The trainer is done once the last of them is there.
+        for _ in 0..=workers {
+            assert_eq!(script.any().1, Answer::Done);
+        }
+        for puppet in 1..=workers as usize {
+            let first = Answer::Version { number: 1, word: 1 };
+            assert_eq!(script.ask(puppet, &Order::Receive(None)), first);
+        }
+        script
+    }
+
+    /// Starts so many puppets, and tells them nothing yet.
+    pub fn start(name: &str, words: u64, slots: u8, puppets: usize) -> Self {
+        let token = format!("{name}-{}", std::process::id());
+        let census = Census::take(&token);
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let lead = Lead {
+            model: token.clone(),
+            run_dir: dir.path().join("run"),
+            words,
+            slots,
+        };
+        let group = Spawn::this_program()
+            .expect("this program has a path")
+            .count(puppets)
+            .init_value(&Role::Puppet)
+            .expect("a role has a postcard form")
+            .env(TOKEN, token)
+            .grace(PATIENCE);
+        Self {
+            workers: group.start().expect("the puppets start"),
+            census,
+            dir,
+            lead,
+            asleep: Vec::new(),
+            dead: Vec::new(),
+        }
+    }
+
+    /// The order that makes a puppet the trainer of this script.
+    pub fn lead(&self, workers: u32) -> Order {
+        Order::Lead {
+            setup: self.lead.clone(),
+            workers,
+        }
+    }
+
+    /// How a puppet leads workers of its own.
+    pub fn sub(&self) -> Lead {
+        Lead {
+            run_dir: self.dir.path().join("sub"),
+            ..self.lead.clone()
+        }
+    }
+
+    /// Tells a puppet something without waiting for its answer.
+    pub fn tell(&self, puppet: usize, order: &Order) {
+        let frame = postcard::to_stdvec(order).expect("an order has a postcard form");
+        self.workers
+            .send(puppet, &frame, Some(PATIENCE))
+            .expect("it listens");
+    }
+
+    /// The answer of one puppet; no other may have anything to say before.
+    pub fn answer(&self, puppet: usize) -> Answer {
+        let (from, answer) = self.any();
+        assert_eq!(from, puppet, "it said {answer:?}");
+        answer
+    }
+
+    /// The answers of all these puppets, in their order.
+    pub fn answers<const N: usize>(&self, puppets: [usize; N]) -> [Answer; N] {
+        let mut answers = [const { None }; N];
+        for _ in puppets {
+            let (from, answer) = self.any();
+            let place = puppets.iter().position(|puppet| *puppet == from);
+            answers[place.expect("a puppet that was asked")] = Some(answer);
+        }
+        answers.map(|answer| answer.expect("each answers once"))
+    }
+
+    /// The next answer, from any process.
+    pub fn any(&self) -> (usize, Answer) {
+        match self.workers.recv_any(Some(PATIENCE)) {
+            Some((from, Event::Frame(frame))) => {
+                (from, postcard::from_bytes(&frame).expect("an answer"))
+            }
+            Some((from, Event::Exited(exit))) => panic!("puppet {from}: {exit}"),
+            other => panic!("{other:?}; {:#?}", self.doings()),
+        }
+    }
+
+    /// Tells a puppet something and waits for its answer.
+    pub fn ask(&self, puppet: usize, order: &Order) -> Answer {
+        self.tell(puppet, order);
+        self.answer(puppet)
+    }
+
+    pub fn pid(&self, puppet: usize) -> u32 {
+        self.workers.pid(puppet).expect("it runs")
+    }
+
+    /// Copies of every descriptor a puppet has.
+    pub fn copies(&self, puppet: usize) -> Vec<OwnedFd> {
+        let pid = self.pid(puppet);
+        let process = Pid::from_raw(pid as i32).expect("it runs");
+        let process = pidfd_open(process, PidfdFlags::empty()).expect("it runs");
+        let numbers = fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs");
+        let numbers = numbers.map(|entry| {
+            let name = entry.expect("a descriptor").file_name();
+            name.to_string_lossy().parse().expect("a number")
+        });
+        let copies = numbers.map(|number: i32| {
+            let copy = pidfd_getfd(&process, number, PidfdGetfdFlags::empty());
+            copy.expect("it stands still")
+        });
+        copies.collect()
+    }
+
+    /// Kills a puppet, and waits until it is dead; meanwhile these others answer.
+    pub fn kill<const N: usize>(&mut self, puppet: usize, others: [usize; N]) -> [Answer; N] {
+        self.workers.kill(puppet).expect("it is there");
+        self.dead.push(puppet);
+        let (mut answers, mut dead) = ([const { None }; N], false);
+        while !dead || answers.contains(&None) {
+            match self.workers.recv_any(Some(PATIENCE)) {
+                Some((from, Event::Exited(exit))) if from == puppet => {
+                    assert_eq!(exit.signal, Some(Signal::KILL.as_raw()), "{exit}");
+                    dead = true;
+                }
+                Some((from, Event::Frame(frame))) if others.contains(&from) => {
+                    let place = others.iter().position(|other| *other == from);
+                    let answer = postcard::from_bytes(&frame).expect("an answer");
+                    answers[place.expect("just found")] = Some(answer);
+                }
+                other => panic!("{other:?}; {:#?}", self.doings()),
+            }
+        }
+        answers.map(|answer| answer.expect("all have answered"))
+    }
+
+    /// A fresh process in the place of a dead one.
+    pub fn raise(&mut self, puppet: usize) {
+        self.workers.restart(puppet, None).expect("it starts");
+        self.dead.retain(|dead| *dead != puppet);
+    }
+
+    /// Stops a puppet where it is.
+    pub fn stop(&mut self, puppet: usize) {
+        self.signal(puppet, Signal::STOP);
+        self.asleep.push(puppet);
+        self.until_state(puppet, 'T');
+    }
+
+    /// Lets it go on.
+    pub fn wake(&mut self, puppet: usize) {
+        self.signal(puppet, Signal::CONT);
+        self.asleep.retain(|asleep| *asleep != puppet);
+    }
+
+    /// Waits until a puppet waits in the kernel: it has nothing more to do by
+    /// itself.
+    pub fn until_it_sleeps(&self, puppet: usize) {
+        self.until_state(puppet, 'S');
+    }
+
+    /// Tells worker number `worker` to join the trainer.
+    fn join(&self, worker: u32) {
+        let order = Order::Join {
+            info: self.info(),
+            worker,
+            sleeps: worker % 2 == 1,
+        };
+        self.tell(worker as usize + 1, &order);
+    }
+
+    /// Ends everything in order; nothing may be left.
+    pub fn close(self) {
+        let Self {
+            workers,
+            census,
+            dir,
+            lead,
+            asleep,
+            dead,
+        } = self;
+        assert_eq!(asleep, [0; 0], "puppets that cannot end");
+        for (puppet, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
+            assert!(
+                exit.is_success() || dead.contains(&puppet),
+                "puppet {puppet} {exit}\n{}",
+                exit.stderr_text()
+            );
+        }
+        drop(workers);
+        census.assert_nothing_left();
+        leaks::assert_tidy(&lead.run_dir);
+        let sub = dir.path().join("sub");
+        if sub.exists() {
+            leaks::assert_tidy(&sub);
+        }
+        drop(dir);
+    }
+
+    /// What every puppet is doing.
+    fn doings(&self) -> Vec<String> {
+        let pids = (0..self.workers.len()).filter_map(|puppet| self.workers.pid(puppet));
+        pids.map(leaks::describe).collect()
+    }
+
+    /// What the workers of this script need to join.
+    pub fn info(&self) -> InitInfo {
+        info_of(&self.lead)
+    }
+
+    fn signal(&self, puppet: usize, signal: Signal) {
+        let pid = Pid::from_raw(self.pid(puppet) as i32).expect("a process id");
+        kill_process(pid, signal).expect("it is our child");
+    }
+
+    fn until_state(&self, puppet: usize, wanted: char) {
+        let stat = PathBuf::from(format!("/proc/{}/stat", self.pid(puppet)));
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let line = std::fs::read_to_string(&stat).expect("it runs");
+            let state = line
+                .rsplit(") ")
+                .next()
+                .and_then(|rest| rest.chars().next());
+            if state == Some(wanted) {
+                return;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{}",
+                leaks::describe(self.pid(puppet))
+            );
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// What the workers of a puppet that leads need to join.
+pub fn info_of(lead: &Lead) -> InitInfo {
+    let setup = lead.setup(&Tensors::new());
+    setup.expect("the run directory is there").init_info()
+}
+
+/// What is a moment for a machine, however busy: far below every deadline.
+pub const MOMENT: Duration = Duration::from_secs(5);

@@ -1,0 +1,662 @@
+//! The workers of a sender, and the connections by which each is reached.
+//!
+//! **Guarantee.** To the sender's segment every worker is a
+//! [remote reader](weightsync_mem::RemoteReader): the segment decides what the worker should
+//! run, and knows what became of it. This table adds what HTTP needs: which connection reaches
+//! a worker, what the worker was called with last, and what it is fetching.
+//!
+//! * A worker has at most one remote reader. A process that registers again keeps its own.
+//! * A worker is called by its newest connection. When that one ends, an older connection that
+//!   is still open takes its place.
+//! * Numbers that a worker sends are cut down to what was published.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use bytes::Bytes;
+use tokio::sync::watch;
+use weightsync_engine::transport::{Attendance, Deadline, ModelSpec};
+use weightsync_engine::{Epoch, Error, Holder, ModelId, Result, Run, Version, WorkerId};
+use weightsync_mem::{
+    Delivery, Departure, Models, Notified, RemoteReader, RemoteReaderOptions, RemoteReaders,
+    Snapshot, Want,
+};
+use weightsync_net::Access;
+
+use crate::http::{Bearer, ProofKey};
+use crate::rpc::wire::{Applied, url};
+use crate::rpc::{passed, wait_on};
+
+/// One registration of a worker. A worker that registers again gets another one.
+pub(super) type ConnectionId = u64;
+
+/// Who registers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct About {
+    pub(super) worker: WorkerId,
+    pub(super) pid: u32,
+    /// Where it is called: another process of that number, in another container say, has
+    /// another address.
+    pub(super) addr: SocketAddr,
+    pub(super) device: String,
+    /// The models it takes.
+    pub(super) wanted: Models,
+    /// It says itself when its rendez-vous is over.
+    pub(super) announces: bool,
+}
+
+impl About {
+    /// Whether both are the same receiver of the same process.
+    fn is_same(&self, other: &Self) -> bool {
+        (self.pid, self.addr, self.wanted) == (other.pid, other.addr, other.wanted)
+    }
+}
+
+/// What becomes of a question.
+#[derive(Debug)]
+pub(super) enum Answer {
+    /// The sequence is 0 for a set other than the newest.
+    Set {
+        sequence: u64,
+        members: Vec<Snapshot>,
+    },
+    /// There is no such version for this worker; there are these, newest first.
+    Unknown { known: Vec<Version> },
+    /// Not yet: the question waits under this number.
+    Later(u64),
+    /// The worker has asked for something else since.
+    Replaced,
+    /// The worker has gone, or cannot use anything, or does not take that model.
+    Gone,
+}
+
+#[derive(Debug)]
+struct Worker {
+    about: About,
+    reader: RemoteReader,
+    /// Wakes the tasks that call the worker and those that wait with its questions.
+    news: Arc<watch::Sender<()>>,
+    /// Its own rendez-vous is over.
+    joined: bool,
+    /// The newest sequence that it has fetched and checked.
+    staged: u64,
+    /// The newest sequence that it has refused.
+    refused: u64,
+    /// It can use nothing at all.
+    rejected: bool,
+    /// The number of its last question.
+    asked: u64,
+}
+
+impl Worker {
+    /// The newest set it should have.
+    fn newest(&self) -> Option<Notified> {
+        // An error means that the sender ends.
+        let told = self.reader.told().ok()?.pop()?;
+        (!told.members.is_empty()).then_some(told)
+    }
+
+    fn sequence(&self) -> u64 {
+        self.newest().map_or(0, |newest| newest.sequence)
+    }
+
+    /// No worker has what it was not called with.
+    fn at_most_told(&self, sequence: u64) -> u64 {
+        sequence.min(self.sequence())
+    }
+}
+
+#[derive(Debug)]
+struct Connection {
+    worker: WorkerId,
+    /// The sequence that the worker was called with last.
+    called: u64,
+    /// What it was called with and has not fetched yet.
+    calling: Vec<Snapshot>,
+    /// It has begun to fetch that.
+    has_begun: bool,
+    /// Nothing was heard of it for so long that a sender that ends does not wait for it. The
+    /// worker may be stopped: it is late, and not dead.
+    silent: bool,
+    /// How many signs of life it has given.
+    signs: u64,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    workers: BTreeMap<WorkerId, Worker>,
+    connections: BTreeMap<ConnectionId, Connection>,
+    last: ConnectionId,
+    /// Versions whose bytes are on their way to a worker, with the number of answers.
+    serving: BTreeMap<(ConnectionId, usize, Version), usize>,
+}
+
+impl Table {
+    /// The newest connection of a worker.
+    fn current(&self, worker: WorkerId) -> Option<ConnectionId> {
+        let mut connections = self.connections.iter().rev();
+        let newest = connections.find(|(_, connection)| connection.worker == worker);
+        newest.map(|(id, _)| *id)
+    }
+
+    fn worker(&mut self, id: ConnectionId) -> Option<&mut Worker> {
+        let connection = self.connections.get(&id)?;
+        self.workers.get_mut(&connection.worker)
+    }
+
+    /// The connection of another worker that has the number of one that registers.
+    fn holder(&self, about: &About) -> Option<ConnectionId> {
+        let holder = &self.workers.get(&about.worker)?.about;
+        let is_other = (holder.pid, holder.addr) != (about.pid, about.addr);
+        is_other.then(|| self.current(about.worker)).flatten()
+    }
+
+    /// Forgets a worker and its connections.
+    fn remove(&mut self, worker: WorkerId, departure: Departure) {
+        self.connections.retain(|_, one| one.worker != worker);
+        if let Some(gone) = self.workers.remove(&worker) {
+            gone.reader.leave(departure);
+            gone.news.send_replace(());
+        }
+    }
+}
+
+/// What the trainer's thread and the one that serves share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    table: Mutex<Table>,
+    /// A worker has staged or refused something, or has gone.
+    changed: Condvar,
+    remote_readers: RemoteReaders,
+    models: Vec<ModelSpec>,
+    /// Each as JSON, made when it is asked for first.
+    described: Vec<OnceLock<Bytes>>,
+    pub(super) run: Run,
+    pub(super) url: String,
+    pub(super) access: Access,
+    /// For calls to workers.
+    pub(super) bearer: Bearer,
+    /// For workers that ask who this is.
+    pub(super) proof: ProofKey,
+}
+
+impl Shared {
+    pub(super) fn new(
+        models: Vec<ModelSpec>,
+        remote_readers: RemoteReaders,
+        (found, secret): (SocketAddr, &[u8; 16]),
+        access: Access,
+    ) -> Self {
+        Self {
+            table: Mutex::default(),
+            changed: Condvar::new(),
+            run: remote_readers.run(),
+            remote_readers,
+            described: models.iter().map(|_| OnceLock::new()).collect(),
+            models,
+            url: url(found),
+            access,
+            bearer: Bearer::to_worker(secret),
+            proof: ProofKey::new(secret),
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Who comes and goes.
+impl Shared {
+    /// The connection of another worker that has the number of one that registers.
+    pub(super) fn holder(&self, about: &About) -> Option<ConnectionId> {
+        self.table().holder(about)
+    }
+
+    /// Lets a worker in, unless its number is held by another connection than `holder`, which
+    /// is given up. The connection, and the sequence of what the worker is called with at once.
+    ///
+    /// # Errors
+    ///
+    /// As [`RemoteReaders::join`].
+    pub(super) fn seat(
+        &self,
+        about: &About,
+        holder: Option<ConnectionId>,
+    ) -> Result<Option<(ConnectionId, u64)>, weightsync_mem::Error> {
+        let mut table = self.table();
+        if table.holder(about) != holder {
+            return Ok(None);
+        }
+        let known = table.workers.get_mut(&about.worker);
+        if let Some(worker) = known.filter(|worker| worker.about.is_same(about)) {
+            worker.joined |= !about.announces;
+        } else {
+            table.remove(about.worker, Departure::Died);
+            let news = Arc::new(watch::Sender::new(()));
+            let theirs = news.clone();
+            let options = RemoteReaderOptions {
+                worker: about.worker,
+                pid: about.pid,
+                seen: Epoch(0),
+                models: about.wanted,
+                delivery: Delivery::Newest,
+                device: about.device.clone(),
+            };
+            let call = move |_| theirs.send_replace(());
+            let worker = Worker {
+                reader: self.remote_readers.join(options, call)?,
+                about: about.clone(),
+                news,
+                joined: !about.announces,
+                staged: 0,
+                refused: 0,
+                rejected: false,
+                asked: 0,
+            };
+            table.workers.insert(about.worker, worker);
+        }
+        table.last += 1;
+        let id = table.last;
+        let connection = Connection {
+            worker: about.worker,
+            called: 0,
+            calling: Vec::new(),
+            has_begun: false,
+            silent: false,
+            signs: 0,
+        };
+        table.connections.insert(id, connection);
+        let sequence = table.worker(id).map_or(0, |worker| worker.sequence());
+        Ok(Some((id, sequence)))
+    }
+
+    /// A connection has ended. The worker goes with its last one.
+    pub(super) fn end(&self, id: ConnectionId, departure: Departure) {
+        let mut table = self.table();
+        let Some(Connection { worker, .. }) = table.connections.remove(&id) else {
+            return;
+        };
+        match table.current(worker) {
+            None => table.remove(worker, departure),
+            Some(other) => {
+                // The worker is called again by the one that is left.
+                if let Some(connection) = table.connections.get_mut(&other) {
+                    connection.called = 0;
+                }
+                if let Some(worker) = table.workers.get(&worker) {
+                    worker.news.send_replace(());
+                }
+            }
+        }
+        drop(table);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn is_here(&self, id: ConnectionId) -> bool {
+        self.table().connections.contains_key(&id)
+    }
+
+    pub(super) fn about(&self, id: ConnectionId) -> Option<About> {
+        let mut table = self.table();
+        table.worker(id).map(|worker| worker.about.clone())
+    }
+
+    /// Notes whether anything was heard of a connection lately; true if that is news.
+    pub(super) fn note_silence(&self, id: ConnectionId, silent: bool) -> bool {
+        let mut table = self.table();
+        let Some(connection) = table.connections.get_mut(&id) else {
+            return false;
+        };
+        connection.signs += u64::from(!silent);
+        let is_news = std::mem::replace(&mut connection.silent, silent) != silent;
+        drop(table);
+        if is_news {
+            self.changed.notify_all();
+        }
+        is_news
+    }
+
+    pub(super) fn is_silent(&self, id: ConnectionId) -> bool {
+        let table = self.table();
+        table.connections.get(&id).is_some_and(|one| one.silent)
+    }
+
+    /// How many signs of life a connection has given; `None` if it has ended, or is silent.
+    pub(super) fn signs(&self, id: ConnectionId) -> Option<u64> {
+        let table = self.table();
+        let connection = table.connections.get(&id).filter(|one| !one.silent);
+        connection.map(|one| one.signs)
+    }
+
+    /// What wakes a task that acts for a worker.
+    pub(super) fn news(&self, id: ConnectionId) -> Option<watch::Receiver<()>> {
+        let mut table = self.table();
+        table.worker(id).map(|worker| worker.news.subscribe())
+    }
+
+    /// Leaves out the workers that are still joining. They are called meanwhile, and one that
+    /// has loaded something counts.
+    pub(super) fn joined_only(&self, there: &Attendance) -> Attendance {
+        let table = self.table();
+        let mut there = there.clone();
+        there.workers.retain(|status| {
+            let worker = table.workers.get(&status.worker);
+            worker.is_none_or(|worker| worker.joined)
+                || status.versions.iter().any(|version| !version.is_none())
+        });
+        there
+    }
+}
+
+/// What workers should have, and what they say.
+impl Shared {
+    /// What to call a worker with next, if there is anything new for it. It is held until
+    /// [`called`](Self::called).
+    pub(super) fn next_call(&self, id: ConnectionId) -> Option<Notified> {
+        let mut table = self.table();
+        let worker = table.worker(id).filter(|worker| !worker.rejected)?;
+        let (number, newest) = (worker.about.worker, worker.newest()?);
+        if table.current(number) != Some(id) {
+            return None;
+        }
+        let connection = table.connections.get_mut(&id)?;
+        if newest.sequence <= connection.called {
+            return None;
+        }
+        connection.called = newest.sequence;
+        connection.calling.clone_from(&newest.members);
+        connection.has_begun = false;
+        Some(newest)
+    }
+
+    /// A call is over. After one that did not come through, the worker is called again.
+    pub(super) fn called(&self, id: ConnectionId, came_through: bool) {
+        let mut table = self.table();
+        let staged = table.worker(id).map_or(0, |worker| worker.staged);
+        if let Some(connection) = table.connections.get_mut(&id) {
+            connection.calling.clear();
+            connection.has_begun = false;
+            if !came_through {
+                connection.called = connection.called.min(staged);
+            }
+        }
+    }
+
+    /// Whether there is something newer for a worker that has not begun to fetch what it was
+    /// called with: it may be stopped.
+    pub(super) fn is_overtaken(&self, id: ConnectionId, sequence: u64) -> bool {
+        let mut table = self.table();
+        let newer = table.worker(id).map_or(0, |worker| worker.sequence()) > sequence;
+        newer && table.connections.get(&id).is_some_and(|one| !one.has_begun)
+    }
+
+    pub(super) fn has_begun(&self, id: ConnectionId) -> bool {
+        let table = self.table();
+        table.connections.get(&id).is_some_and(|one| one.has_begun)
+    }
+
+    /// A worker says something, by this connection. False if the connection has ended.
+    fn hear(&self, id: ConnectionId, what: impl FnOnce(&mut Worker)) -> bool {
+        let mut table = self.table();
+        let Some(worker) = table.worker(id) else {
+            return false;
+        };
+        what(worker);
+        drop(table);
+        self.changed.notify_all();
+        true
+    }
+
+    /// A worker's own rendez-vous is over.
+    pub(super) fn joined(&self, id: ConnectionId) -> bool {
+        self.hear(id, |worker| {
+            worker.joined = true;
+            // Wakes the trainer, which may wait for that.
+            worker.reader.progress(0, 0);
+        })
+    }
+
+    /// A worker has fetched and checked all of it.
+    pub(super) fn staged(&self, id: ConnectionId, sequence: u64) -> bool {
+        self.hear(id, |worker| {
+            let sequence = worker.at_most_told(sequence);
+            worker.staged = worker.staged.max(sequence);
+            worker.reader.progress(sequence, 0);
+        })
+    }
+
+    /// A worker runs these versions from here on.
+    pub(super) fn applied(&self, id: ConnectionId, applied: &Applied) -> bool {
+        let versions = applied.versions.iter().filter(|runs| {
+            runs.model < self.models.len()
+                && runs.version <= self.remote_readers.version(runs.model)
+        });
+        let versions: Vec<_> = versions.map(|runs| (runs.model, runs.version)).collect();
+        self.hear(id, |worker| {
+            let sequence = worker.at_most_told(applied.sequence);
+            worker.staged = worker.staged.max(sequence);
+            worker.reader.progress(sequence, 0);
+            worker.reader.applied(sequence, versions);
+        })
+    }
+
+    /// A worker cannot use the set of this sequence.
+    pub(super) fn refused(&self, id: ConnectionId, sequence: u64, reason: String) -> bool {
+        self.hear(id, |worker| {
+            if sequence >= worker.refused {
+                worker.refused = sequence;
+                worker.reader.refuse(Some(sequence), reason);
+            }
+        })
+    }
+
+    /// A worker can use nothing at all.
+    pub(super) fn rejected(&self, id: ConnectionId, reason: String) -> bool {
+        self.hear(id, |worker| {
+            worker.rejected = true;
+            worker.reader.refuse(None, reason);
+        })
+    }
+
+    /// Waits until every worker that is heard of has staged what it should have, or cannot.
+    pub(super) fn wait_until_handed_over(&self, until: Deadline) {
+        let mut table = self.table();
+        loop {
+            let mut waiting = table.workers.values().filter(|worker| {
+                let connection = table.current(worker.about.worker);
+                let connection = connection.and_then(|id| table.connections.get(&id));
+                let is_heard = connection.is_some_and(|connection| !connection.silent);
+                is_heard
+                    && !worker.rejected
+                    && worker.staged.max(worker.refused) < worker.sequence()
+            });
+            if waiting.next().is_none() || passed(until) {
+                return;
+            }
+            drop(waiting);
+            match wait_on(&self.changed, &self.table, table, until) {
+                Ok(locked) => table = locked,
+                Err(_) => return,
+            }
+        }
+    }
+}
+
+/// Questions.
+impl Shared {
+    /// A worker asks for a set; its question before this one is not answered any more.
+    pub(super) fn ask(&self, id: ConnectionId, want: Want) -> Answer {
+        let mut table = self.table();
+        let Some(worker) = table.worker(id).filter(|worker| !worker.rejected) else {
+            return Answer::Gone;
+        };
+        worker.asked += 1;
+        match worker.reader.ask(worker.asked, want) {
+            Ok(()) => Answer::Later(worker.asked),
+            Err(weightsync_mem::Error::NoSuchVersion { known, .. }) => Answer::Unknown { known },
+            Err(_) => Answer::Gone,
+        }
+    }
+
+    /// The answer to a question, if it is there.
+    pub(super) fn answer(&self, id: ConnectionId, question: u64) -> Answer {
+        let mut table = self.table();
+        let Some(worker) = table.worker(id).filter(|worker| !worker.rejected) else {
+            return Answer::Gone;
+        };
+        if worker.asked != question {
+            return Answer::Replaced;
+        }
+        let members = match worker.reader.answered() {
+            Ok(Some((to, answer))) if to == question => answer.members,
+            Ok(_) => return Answer::Later(question),
+            Err(_) => return Answer::Gone,
+        };
+        // Its place is free for the next answer.
+        worker.reader.progress(0, question);
+        let versions = |members: &[Snapshot]| -> Vec<_> {
+            let versions = members.iter();
+            versions.map(|one| (one.model(), one.version())).collect()
+        };
+        let newest = worker.newest();
+        let newest = newest.filter(|newest| versions(&newest.members) == versions(&members));
+        Answer::Set {
+            sequence: newest.map_or(0, |newest| newest.sequence),
+            members,
+        }
+    }
+
+    /// A worker waits no more for the answer to a question.
+    pub(super) fn withdraw(&self, id: ConnectionId, question: u64) {
+        let mut table = self.table();
+        let worker = table.worker(id).filter(|one| one.asked == question);
+        if let Some(worker) = worker {
+            worker.reader.withdraw();
+            worker.reader.progress(0, question);
+        }
+    }
+}
+
+/// Versions.
+impl Shared {
+    /// A version that a worker was called with or that is kept.
+    pub(super) fn find(&self, model: usize, version: Version) -> Option<Snapshot> {
+        let is_it = |one: &&Snapshot| one.model() == model && one.version() == version;
+        let table = self.table();
+        let mut calling = table.connections.values().flat_map(|one| &one.calling);
+        let called_with = calling.find(is_it).cloned();
+        drop(table);
+        called_with.or_else(|| self.remote_readers.snapshot(model, version).ok().flatten())
+    }
+
+    /// A worker fetches a version, which is held until this is dropped.
+    pub(super) fn serve(self: &Arc<Self>, id: ConnectionId, snapshot: Snapshot) -> Arc<Serving> {
+        let what = (id, snapshot.model(), snapshot.version());
+        let mut table = self.table();
+        *table.serving.entry(what).or_default() += 1;
+        if let Some(connection) = table.connections.get_mut(&id) {
+            connection.has_begun = true;
+        }
+        drop(table);
+        Arc::new(Serving {
+            shared: self.clone(),
+            id,
+            snapshot,
+        })
+    }
+
+    /// Names the workers for which the sender itself holds versions.
+    pub(super) fn with_holders(&self, mut error: Error) -> Error {
+        let Error::AllSlotsPinned { model, holders, .. } = &mut error else {
+            return error;
+        };
+        let Some(model) = self.ids().position(|id| id == model) else {
+            return error;
+        };
+        let mut table = self.table();
+        let calling = table.connections.iter().flat_map(|(id, connection)| {
+            let calling = connection.calling.iter();
+            calling.map(|one| (*id, one.model(), one.version()))
+        });
+        let fetching: BTreeSet<_> = calling.chain(table.serving.keys().copied()).collect();
+        let of_model = fetching.into_iter().filter(|(_, of, _)| *of == model);
+        let fetching: Vec<_> = of_model
+            .filter_map(|(id, _, version)| {
+                let about = &table.worker(id)?.about;
+                Some(Holder {
+                    worker: Some(about.worker),
+                    pid: about.pid,
+                    versions: vec![version],
+                })
+            })
+            .collect();
+        drop(table);
+        for own in holders.iter_mut().filter(|one| one.worker.is_none()) {
+            let is_fetched = |version| fetching.iter().any(|one| one.versions == [version]);
+            own.versions.retain(|version| !is_fetched(*version));
+        }
+        holders.extend(fetching);
+        holders.retain(|one| !one.versions.is_empty());
+        error
+    }
+
+    /// A model as workers are told of it.
+    pub(super) fn described(&self, model: usize) -> Option<Bytes> {
+        let spec = self.models.get(model)?;
+        let described = self.described[model].get_or_init(|| {
+            let text = serde_json::to_vec(spec);
+            text.unwrap_or_else(|_| unreachable!("a model's description has text keys"))
+                .into()
+        });
+        Some(described.clone())
+    }
+
+    pub(super) fn ids(&self) -> impl Iterator<Item = &ModelId> {
+        self.models.iter().map(|model| &model.id)
+    }
+
+    /// The name of a connection, which no other of any sender has.
+    pub(super) fn name(&self, id: ConnectionId) -> String {
+        let run = u64::from_be_bytes(*self.run.id.first_chunk().unwrap_or(&[0; 8]));
+        format!("{run:016x}-{id}")
+    }
+
+    /// The connection of a name.
+    pub(super) fn named(&self, name: &str) -> Option<ConnectionId> {
+        let (_, id) = name.rsplit_once('-')?;
+        let id = id.parse().ok()?;
+        (self.name(id) == name).then_some(id)
+    }
+}
+
+/// A version whose bytes are on their way to a worker, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Serving {
+    shared: Arc<Shared>,
+    id: ConnectionId,
+    snapshot: Snapshot,
+}
+
+impl Serving {
+    pub(super) fn bytes(&self) -> &[u8] {
+        self.snapshot.bytes()
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let what = (self.id, self.snapshot.model(), self.snapshot.version());
+        let mut table = self.shared.table();
+        if let Some(answers) = table.serving.get_mut(&what) {
+            *answers -= 1;
+            if *answers == 0 {
+                table.serving.remove(&what);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

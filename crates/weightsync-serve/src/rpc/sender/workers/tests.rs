@@ -1,0 +1,197 @@
+//! Workers on a real segment, and connections that come and go.
+
+use weightsync_engine::{Attributes, Dtype, Layout, WorkerStatus};
+use weightsync_mem::{Listener, SegmentOptions, Targets, Writer};
+
+use weightsync_engine::transport::Endpoint;
+
+use super::*;
+use crate::rpc::wire::Runs;
+
+/// A sender of one model of one byte, and what serves its workers.
+fn sender() -> (Writer, Arc<Shared>) {
+    let id = ModelId::new("policy").unwrap();
+    let at = Endpoint::fresh(std::slice::from_ref(&id), None).unwrap();
+    let layout = Layout::new([("weight".to_owned(), Dtype::U8, vec![1])]).unwrap();
+    let segment = weightsync_mem::ModelSpec {
+        layout: layout.clone(),
+        note: Vec::new(),
+    };
+    let run = Run {
+        epoch: Epoch(1),
+        id: [1; 16],
+    };
+    let listener = Listener::at(at.address()).unwrap();
+    let options = SegmentOptions::default();
+    let writer = Writer::create_on(listener, *at.secret(), run, &[segment], options).unwrap();
+    let model = ModelSpec {
+        id,
+        layout,
+        attributes: Attributes::default(),
+    };
+    let found = "127.0.0.1:1".parse().unwrap();
+    let access = Access::with_token(None).unwrap();
+    let readers = RemoteReaders::of(&writer);
+    let shared = Shared::new(vec![model], readers, (found, at.secret()), access);
+    (writer, Arc::new(shared))
+}
+
+fn publish(writer: &mut Writer) {
+    writer
+        .stage(&[0], None)
+        .unwrap()
+        .publish(&Targets::All)
+        .unwrap();
+}
+
+fn about(pid: u32, addr: &str) -> About {
+    About {
+        worker: WorkerId(0),
+        pid,
+        addr: addr.parse().unwrap(),
+        device: String::new(),
+        wanted: Models::ALL,
+        announces: false,
+    }
+}
+
+fn seat(shared: &Shared, about: &About) -> ConnectionId {
+    let seated = shared.seat(about, shared.holder(about)).unwrap();
+    seated.expect("nobody else comes").0
+}
+
+#[test]
+fn number_holder_is_told_by_process_and_address() {
+    let (_writer, shared) = sender();
+    let first = about(1, "10.0.0.1:5000");
+    let id = seat(&shared, &first);
+    assert_eq!(shared.holder(&first), None, "it registers again");
+    for other in [about(2, "10.0.0.1:5000"), about(1, "10.0.0.2:5000")] {
+        assert_eq!(shared.holder(&other), Some(id));
+        assert!(shared.seat(&other, None).unwrap().is_none());
+        assert!(shared.is_here(id));
+    }
+    // The caller has found out that the holder is silent.
+    let id = seat(&shared, &about(2, "10.0.0.1:5000"));
+    assert!(shared.is_here(id) && !shared.is_here(id - 1));
+}
+
+#[test]
+fn one_that_announces_itself_counts_once_it_has() {
+    let (writer, shared) = sender();
+    let announces = About {
+        announces: true,
+        ..about(1, "10.0.0.1:5000")
+    };
+    let id = seat(&shared, &announces);
+    assert_eq!(writer.readers().len(), 1, "it is called meanwhile");
+    let there = Attendance {
+        workers: vec![WorkerStatus::new(WorkerId(0), 1, 1)],
+        ..Attendance::default()
+    };
+    assert!(shared.joined_only(&there).workers.is_empty());
+    // One that has loaded something counts.
+    let mut loaded = there.clone();
+    loaded.workers[0].versions = vec![Version(1)];
+    assert_eq!(shared.joined_only(&loaded).workers.len(), 1);
+    assert!(shared.joined(id));
+    assert_eq!(shared.joined_only(&there).workers.len(), 1);
+}
+
+#[test]
+fn worker_goes_on_by_the_connection_that_is_left() {
+    let (mut writer, shared) = sender();
+    publish(&mut writer);
+    let worker = about(1, "10.0.0.1:5000");
+    let (old, new) = (seat(&shared, &worker), seat(&shared, &worker));
+    assert!(shared.next_call(old).is_none());
+    let told = shared.next_call(new).unwrap().sequence;
+    assert!(shared.next_call(new).is_none(), "it was called");
+    shared.end(new, Departure::Lost);
+    assert_eq!(writer.readers().len(), 1);
+    assert_eq!(shared.next_call(old).unwrap().sequence, told);
+    shared.end(old, Departure::Left);
+    assert!(writer.readers().is_empty());
+    assert!(shared.about(old).is_none());
+}
+
+#[test]
+fn call_is_overtaken_until_its_fetch_has_begun() {
+    let (mut writer, shared) = sender();
+    publish(&mut writer);
+    let id = seat(&shared, &about(1, "10.0.0.1:5000"));
+    let first = shared.next_call(id).unwrap();
+    assert!(!shared.is_overtaken(id, first.sequence));
+    publish(&mut writer);
+    assert!(shared.is_overtaken(id, first.sequence));
+    // What it was called with stays, also when nobody else wants it.
+    publish(&mut writer);
+    let (sequence, version) = (first.sequence, first.members[0].version());
+    drop(first);
+    let fetched = shared.serve(id, shared.find(0, version).expect("it is held"));
+    assert!(!shared.is_overtaken(id, sequence));
+    shared.called(id, true);
+    assert!(shared.find(0, version).is_none());
+    assert!(!fetched.bytes().is_empty());
+}
+
+#[test]
+fn claims_are_cut_down_to_what_was_sent() {
+    let (mut writer, shared) = sender();
+    publish(&mut writer);
+    let id = seat(&shared, &about(1, "10.0.0.1:5000"));
+    let applied = |sequence, model, version| Applied {
+        sequence,
+        versions: vec![Runs {
+            model,
+            version: Version(version),
+        }],
+    };
+    let told = shared.next_call(id).unwrap().sequence;
+    assert!(shared.staged(id, u64::MAX));
+    assert!(shared.applied(id, &applied(u64::MAX, 0, 2)));
+    assert!(shared.applied(id, &applied(told, 7, 1)));
+    assert_eq!(writer.readers()[0].applied, [Version::NONE]);
+    assert!(shared.applied(id, &applied(told, 0, 1)));
+    assert_eq!(writer.readers()[0].applied, [Version(1)]);
+    publish(&mut writer);
+    let newest = shared.next_call(id).expect("a claim hides nothing");
+    assert!(newest.sequence > told);
+    assert!(!shared.staged(id + 1, 1), "there is no such connection");
+}
+
+#[test]
+fn new_question_replaces_the_one_before() {
+    let (mut writer, shared) = sender();
+    let id = seat(&shared, &about(1, "10.0.0.1:5000"));
+    let ask = |want| match shared.ask(id, want) {
+        Answer::Later(question) => question,
+        other => panic!("{other:?}"),
+    };
+    let first = ask(Want::Newest);
+    let second = ask(Want::AtLeast {
+        model: 0,
+        version: Version(2),
+    });
+    assert!(matches!(shared.answer(id, first), Answer::Replaced));
+    publish(&mut writer);
+    assert!(matches!(shared.answer(id, second), Answer::Later(_)));
+    publish(&mut writer);
+    let Answer::Set { sequence, members } = shared.answer(id, second) else {
+        panic!("it is there");
+    };
+    // It is the newest, so the worker is not called with it as well.
+    let newest = shared.next_call(id).unwrap();
+    assert_eq!(
+        (sequence, members[0].version()),
+        (newest.sequence, Version(2))
+    );
+    let unknown = shared.ask(
+        id,
+        Want::Exactly {
+            model: 0,
+            version: Version(1),
+        },
+    );
+    assert!(matches!(unknown, Answer::Unknown { known } if known == [Version(2)]));
+}
