@@ -43,7 +43,7 @@ def work(options):
         )
     info = weightsync.InitInfo.from_json(options.info.read_text())
     model = nn.Linear(4, 2)
-    with weightsync.Receiver(info, options.number, model=model) as receiver:
+    with weightsync.ModelReceiver(info, options.number, model=model) as receiver:
         receiver.connect()
         while True:
             try:

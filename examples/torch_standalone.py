@@ -23,7 +23,7 @@ def network():
 def work(info, number, results):
     torch.set_num_threads(1)
     model = network()
-    with weightsync.Receiver(info, number, model=model) as receiver:
+    with weightsync.ModelReceiver(info, number, model=model) as receiver:
         receiver.connect()
         try:
             while True:

@@ -37,7 +37,7 @@ class Guarded:
         torch.set_num_threads(1)
         plain, guarded = self._model(), self._model()
         sender = weightsync.Sender(self._model())
-        receiver = weightsync.Receiver(sender.init_info, model=guarded)
+        receiver = weightsync.ModelReceiver(sender.init_info, model=guarded)
         joining = threading.Thread(target=receiver.connect)
         joining.start()
         sender.connect(1, timeout=LIMIT)

@@ -60,7 +60,7 @@ class _Following:
 
     def __init__(self, index: int, model: Model, handed: Any) -> None:
         info, mode = handed
-        self._receiver = weightsync.Receiver(info, index, model=model, mode=mode)
+        self._receiver = weightsync.ModelReceiver(info, index, model=model, mode=mode)
         self._thread = threading.Thread(target=self._follow)
 
     def connect(self) -> None:

@@ -8,7 +8,7 @@ many workers listen::
     sender.connect(workers=4)
     report = sender.send()
 
-    receiver = weightsync.Receiver(info, worker, model=model)   # a worker
+    receiver = weightsync.ModelReceiver(info, worker, model=model)   # a worker
     receiver.connect()
     receiver.receive(timeout=0)
 
@@ -47,7 +47,9 @@ from weightsync.errors import (
     WrongWeightsError,
 )
 from weightsync.mapping import Mapping
+from weightsync.model_receiver import ModelReceiver
 from weightsync.receiver import Receiver
+from weightsync.scheme import Distributed, MultiProcess, NoSync, Rpc, Scheme, SharedMem
 from weightsync.sender import Sender
 from weightsync.snapshot import Snapshot
 
@@ -56,6 +58,7 @@ __all__ = [
     "Cascade",
     "CorruptError",
     "DeadlineError",
+    "Distributed",
     "DryRun",
     "InitInfo",
     "LifecycleError",
@@ -63,16 +66,22 @@ __all__ = [
     "Mapping",
     "MissingTensorError",
     "ModelError",
+    "ModelReceiver",
+    "MultiProcess",
+    "NoSync",
     "NotAppliedError",
     "OperatingSystemError",
     "PeerError",
     "PendingSend",
     "Receiver",
     "Report",
+    "Rpc",
+    "Scheme",
     "SendError",
     "Sender",
     "SenderClosedError",
     "SettingError",
+    "SharedMem",
     "Snapshot",
     "UnsupportedError",
     "WeightsyncError",

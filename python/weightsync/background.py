@@ -10,20 +10,20 @@ from weightsync import _ends
 from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
 from weightsync._target import ModuleTarget, Target
+from weightsync.errors import ModelError
 
 
 class Background:
-    """What :meth:`Receiver.start_background` returns.
+    """What :meth:`ModelReceiver.start_background` returns.
 
     A module does not change while its forward, or that of a part of it, runs, nor inside
-    ``with`` of this; in between, whole versions at a time, it does. Several models flip
+    ``with background:``. In between it changes, by whole versions. Several models flip
     together.
     """
 
-    def __init__(self, native: Native, targets: dict[str, Target], one: bool) -> None:
+    def __init__(self, native: Native, targets: dict[str, Target]) -> None:
         self._pid = os.getpid()
         self._native = native
-        self._one = one
         self._targets = targets
         self._hold = Hold(native.take_seat)
         self._guards: list[Guard] = []
@@ -35,14 +35,18 @@ class Background:
         """Keeps the models as they are while this module's forward, or a part's, runs, too."""
         self._guards.append(Guard(self._hold, module))
 
-    def safe_point(self) -> Any:
-        """Lets the models change here and now; their versions if they did, else None."""
-        return self._versions(self._native.safe_point())
+    def safe_point(self) -> dict[str, int] | None:
+        """Lets the models change here and now; their versions by name if they did, else None."""
+        return self._native.safe_point()
 
     def wait(
         self, version: int | dict[str, int] | None = None, *, timeout: float | None = None
     ) -> bool:
-        """Waits until the models have at least this version, or, without one, a new one.
+        """Waits until all models have at least this version, or, without one, a new one.
+
+        Args:
+            version: of every model, or by name.
+            timeout: in seconds.
 
         Returns:
             False if the timeout came first, or nothing will arrive any more; without a
@@ -54,14 +58,21 @@ class Background:
 
     @property
     def version(self) -> int:
-        """The version this worker runs, of its first model."""
+        """The version that this worker runs.
+
+        Raises:
+            ModelError: if the worker runs several models, which :attr:`versions` has.
+        """
         versions = self.versions
-        # By name, they are in another order.
-        return versions.get(next(iter(self._targets), ""), next(iter(versions.values()), 0))
+        if len(versions) > 1:
+            raise ModelError(
+                f"version is for one model, and this worker runs {', '.join(versions)}: use versions"
+            )
+        return next(iter(versions.values()), 0)
 
     @property
     def versions(self) -> dict[str, int]:
-        """The version of each model that this worker runs."""
+        """The version of each model that this worker runs, by name."""
         return self._native.versions()
 
     @property
@@ -71,10 +82,11 @@ class Background:
 
     @property
     def state(self) -> str:
-        """What it does: "following", "searching", "closed", "died" or "failed".
+        """What the receiver does: "following", "searching", "closed", "died" or "failed".
 
-        It searches after the death of a sender with a run directory. Once such a sender
-        has shut down it is "closed", and follows the next one all the same.
+        After the death of a sender with a run directory the receiver searches. Once such
+        a sender has shut down the state is "closed", and the receiver still follows the
+        next sender.
         """
         return self._native.state()[0]
 
@@ -113,9 +125,3 @@ class Background:
 
     def __repr__(self) -> str:
         return repr(self._native)
-
-    def _versions(self, versions: dict[str, int] | None) -> Any:
-        if versions is None:
-            return None
-        return next(iter(versions.values())) if self._one else versions
-

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from weightsync import _ends
 from weightsync._native import Cascade as Native
 from weightsync._native import InitInfo, Report
+from weightsync._receiving import read
+from weightsync.scheme import Scheme
 
 if TYPE_CHECKING:
     from weightsync._native import _Setup
@@ -27,13 +29,12 @@ class Cascade(_ends.AsyncWith):
         info: InitInfo | str,
         worker: int = 0,
         *,
-        scheme: str = "shared-mem",
+        scheme: Scheme | str = "shared-mem",
         run_dir: str | os.PathLike[str] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
-        info = InitInfo.from_json(info) if isinstance(info, str) else info
         setup: _Setup = {
-            "scheme": scheme,
+            "scheme": str(scheme),
             "run_dir": None if run_dir is None else os.fspath(run_dir),
             "cast": None,
             "slots": None,
@@ -44,7 +45,7 @@ class Cascade(_ends.AsyncWith):
             "pending": None,
             "deadline": timeout,
         }
-        self._native = Native.join(info, worker, setup, timeout)
+        self._native = Native.join(read(info), worker, setup, timeout)
         _ends.opened(self)
 
     @property

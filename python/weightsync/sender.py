@@ -14,6 +14,7 @@ from weightsync._processes import Watched
 from weightsync._source import Source
 from weightsync.errors import LifecycleError, ModelError, SendError, SettingError
 from weightsync.mapping import PerModel, by_model
+from weightsync.scheme import Scheme
 from weightsync.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ class Sender(_ends.AsyncWith):
         models: several models by name, in place of ``model``; or, with ``context``,
             their paths, such as ``["policy", "env.value_net", "transforms[0]"]``.
         context: where paths begin. Each send looks them up again.
-        scheme: how weights travel: ``"shared-mem"`` (``"shared-mem:pull"``),
-            ``"multi-process"`` (with ``every=N``, ``own-copy``), ``"none"``; to workers on
-            other hosts ``"distributed"`` or ``"rpc"`` (with ``listen=HOST:PORT``).
+        scheme: how weights travel: a :class:`Scheme` such as ``SharedMem(pull=True)``,
+            ``MultiProcess(every=4)``, ``Distributed(listen="host:port")``, ``Rpc()`` or
+            ``NoSync()``; or its text, such as ``"multi-process:every=4"``.
         strategy: ``"state_dict"`` leaves out buffers that are not persistent,
             ``"tensordict"`` sends them too. Workers of either take either.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
@@ -67,7 +68,7 @@ class Sender(_ends.AsyncWith):
         name: str = "policy",
         models: Mapping[str, Any] | Sequence[str] | None = None,
         context: Any = None,
-        scheme: str = "shared-mem",
+        scheme: Scheme | str = "shared-mem",
         strategy: Strategy = "state_dict",
         run_dir: str | os.PathLike[str] | None = None,
         mapping: PerModel | None = None,
@@ -89,9 +90,9 @@ class Sender(_ends.AsyncWith):
         self._sources = {name: self._source(name) for name in self._models}
         self._sending = _Sending(list(self._sources.values()))
         self._connected = False
-        self._session = Session(scheme)
+        self._session = Session(str(scheme))
         self._setup: _Setup = {
-            "scheme": scheme,
+            "scheme": str(scheme),
             "run_dir": None if run_dir is None else os.fspath(run_dir),
             "cast": None if cast is None else _dtypes.name_of(cast),
             "slots": slots,
@@ -123,7 +124,7 @@ class Sender(_ends.AsyncWith):
 
     @property
     def scheme(self) -> str:
-        """How weights travel."""
+        """How weights travel: the scheme's text."""
         return self._info.scheme
 
     def connect(
@@ -308,8 +309,17 @@ class Sender(_ends.AsyncWith):
 
     @property
     def version(self) -> int:
-        """The version published last; of the first model, if there are several."""
-        return self.versions[next(iter(self._models))]
+        """The version published last.
+
+        Raises:
+            ModelError: if there are several models, whose versions :attr:`versions` has.
+        """
+        if len(self._models) > 1:
+            raise ModelError(
+                f"version is for one model, and this sender sends {', '.join(self._models)}: use "
+                "versions"
+            )
+        return next(iter(self.versions.values()))
 
     def snapshot(self, model: str | None = None, version: int | None = None) -> Snapshot:
         """What was sent to all last, or an older version that is still kept."""

@@ -100,7 +100,11 @@ def beside(*calls):
 def pair(source, model=None, *, setup=None, **how):
     """A sender of `source` and a receiver in this process, connected."""
     sender = weightsync.Sender(source, **(setup or {}))
-    receiver = weightsync.Receiver(sender.init_info, 0, model=model, **how)
+    info = sender.init_info
+    if model is None:
+        receiver = weightsync.Receiver(info, 0, **how)
+    else:
+        receiver = weightsync.ModelReceiver(info, 0, model=model, **how)
     with all_ended(sender, receiver):
         meet(sender, receiver)
         yield sender, receiver

@@ -327,7 +327,7 @@ def test_declared_safe_points_alone_change_anything():
         for _ in range(3):
             assert worker.value == 1.0
             worker()
-        assert background.safe_point() == 2
+        assert background.safe_point() == {"policy": 2}
         assert worker.value == 2.0
         assert background.safe_point() is None
         # A wait is one, too.
@@ -429,7 +429,7 @@ def _pair_of_models():
 def test_sets_flip_together(mode, background):
     trainer, worker = _pair_of_models(), {"actor": Net(), "critic": Net()}
     sender = weightsync.Sender(models=trainer)
-    receiver = weightsync.Receiver(sender.init_info, models=worker, mode=mode)
+    receiver = weightsync.ModelReceiver(sender.init_info, models=worker, mode=mode)
     with all_ended(sender, receiver):
         meet(sender, receiver)
         following = receiver.start_background() if background else None
@@ -442,7 +442,7 @@ def test_sets_flip_together(mode, background):
                     assert worker["actor"].value == worker["critic"].value == value
             else:
                 sender.send(weights_dict=trainer, wait="sent")
-                assert receiver.receive(LONG) == sender.versions
+                assert receiver.receive_set(LONG) == sender.versions
                 assert [one.value for one in worker.values()] == [value, value]
         # One alone is in addition to what the other was.
         trainer["critic"].fill(9.0)
@@ -450,7 +450,7 @@ def test_sets_flip_together(mode, background):
             _applied(sender, model="critic")
         else:
             sender.send(model="critic", wait="sent")
-            receiver.receive(LONG)
+            receiver.receive_set(LONG)
         assert [worker["actor"].value, worker["critic"].value] == [3.0, 9.0]
         assert receiver_versions(receiver, following) == sender.versions
         if background:
@@ -499,7 +499,7 @@ class Failing:
 def test_a_loop_that_polls_reads_on_while_loads_fail():
     trainer = {"w": torch.ones(3)}
     sender = weightsync.Sender(trainer)
-    receiver = weightsync.Receiver(sender.init_info, model=Failing())
+    receiver = weightsync.ModelReceiver(sender.init_info, model=Failing())
     with all_ended(sender, receiver):
         meet(sender, receiver)
         background = receiver.start_background()
@@ -529,7 +529,7 @@ class FailingItself(Failing):
 def test_a_model_fails_its_receiver_from_within_a_load():
     sender = weightsync.Sender({"w": torch.ones(3)})
     model = FailingItself()
-    model.receiver = receiver = weightsync.Receiver(sender.init_info, model=model)
+    model.receiver = receiver = weightsync.ModelReceiver(sender.init_info, model=model)
     with all_ended(sender, receiver):
         meet(sender, receiver)
         receiver.start_background()
@@ -545,7 +545,7 @@ def test_a_refused_load_goes_back_and_says_why(background):
     trainer = {"a": {"it": torch.ones(3)}, "b": {"it": torch.ones(3)}}
     worker = {"a": {"it": torch.zeros(3)}, "b": Refusing(2.0)}
     sender = weightsync.Sender(models=trainer)
-    receiver = weightsync.Receiver(sender.init_info, models=worker)
+    receiver = weightsync.ModelReceiver(sender.init_info, models=worker)
     with all_ended(sender, receiver):
         meet(sender, receiver)
         following = receiver.start_background() if background else None
@@ -557,10 +557,10 @@ def test_a_refused_load_goes_back_and_says_why(background):
             else:
                 sender.send(wait="sent")
                 if good:
-                    assert receiver.receive(LONG) == sender.versions
+                    assert receiver.receive_set(LONG) == sender.versions
                 else:
                     with pytest.raises(weightsync.LoadError, match="no 2.0") as refused:
-                        receiver.receive(LONG)
+                        receiver.receive_set(LONG)
                     assert isinstance(refused.value.__cause__, ValueError)
                 report = None
             got = [float(worker["a"]["it"][0]), worker["b"].value]

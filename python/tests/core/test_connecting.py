@@ -44,7 +44,7 @@ def test_connect_notices_that_every_process_has_ended():
 
 def test_connect_passes_processes_that_live():
     sender = weightsync.Sender(Net())
-    receiver = weightsync.Receiver(sender.init_info, 0, model=Net())
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=Net())
     idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(idle, stdin=subprocess.PIPE) as process, all_ended(sender, receiver):
         meet(sender, receiver, processes=[process])
@@ -57,7 +57,8 @@ def test_connect_passes_processes_that_live():
 def test_connect_says_who_joins_at_info(caplog):
     caplog.set_level(logging.INFO, logger="weightsync")
     sender = weightsync.Sender(Net())
-    receivers = [weightsync.Receiver(sender.init_info, number, model=Net()) for number in range(2)]
+    info = sender.init_info
+    receivers = [weightsync.ModelReceiver(info, number, model=Net()) for number in range(2)]
     with all_ended(sender, *receivers):
         meet(sender, *receivers)
     # What the library said is said once Python runs.
@@ -98,7 +99,7 @@ def test_awaited_send_does_not_block_the_loop():
 def test_async_exit_does_not_block_the_loop():
     async def run():
         async with weightsync.Sender(Net(1.0)) as sender:
-            receiver = weightsync.Receiver(sender.init_info, 0, model=Net())
+            receiver = weightsync.ModelReceiver(sender.init_info, 0, model=Net())
             joining = asyncio.create_task(asyncio.to_thread(receiver.connect, timeout=LONG))
             await asyncio.to_thread(sender.connect, timeout=LONG)
             async with receiver:

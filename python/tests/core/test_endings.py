@@ -141,7 +141,7 @@ def test_with_nobody_there_not_all_have_applied(scheme):
 def test_a_receiver_that_is_collected_has_failed(background):
     model = Net()
     with weightsync.Sender(Net(1.0)) as sender:
-        receiver = weightsync.Receiver(sender.init_info, 0, model=model)
+        receiver = weightsync.ModelReceiver(sender.init_info, 0, model=model)
         meet(sender, receiver)
         if background:
             receiver.start_background()

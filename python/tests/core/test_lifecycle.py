@@ -23,7 +23,7 @@ SCHEMES = [*PUSHING, "none"]
 def test_setting_up_opens_nothing(scheme):
     descriptors, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     sender = weightsync.Sender(Net(), scheme=scheme)
-    receiver = weightsync.Receiver(sender.init_info, 3, model=Net())
+    receiver = weightsync.ModelReceiver(sender.init_info, 3, model=Net())
     opened = set(os.listdir("/proc/self/fd")) - descriptors
     # But for a port that the init info is to name.
     assert len(opened) <= scheme.startswith("distributed")
@@ -57,8 +57,8 @@ def test_init_info_is_a_plain_value(scheme):
         assert other == info
         assert (other.models, other.scheme) == (["actor"], scheme)
     # Any of them does, also as text, and for several workers.
-    one = weightsync.Receiver(info.to_json(), 0, model=Net())
-    two = weightsync.Receiver(pickle.loads(pickle.dumps(info)), 1, model=Net())
+    one = weightsync.ModelReceiver(info.to_json(), 0, model=Net())
+    two = weightsync.ModelReceiver(pickle.loads(pickle.dumps(info)), 1, model=Net())
     with all_ended(sender, one, two):
         meet(sender, one, two)
 
@@ -77,7 +77,7 @@ def test_tampered_init_info_is_refused():
     if secret is None:
         pytest.skip("the secret is not text of hexadecimal digits")
     wrong = text.replace(secret, secret[:-1] + ("0" if secret[-1] != "0" else "1"))
-    right = weightsync.Receiver(text, 0, model=Net())
+    right = weightsync.ModelReceiver(text, 0, model=Net())
     with all_ended(sender, right):
         meet(sender, right)
         with pytest.raises(weightsync.WeightsyncError):
@@ -87,7 +87,8 @@ def test_tampered_init_info_is_refused():
 
 def test_calls_in_the_wrong_order_say_what_to_do():
     sender = weightsync.Sender(Net(1.0))
-    receiver = weightsync.Receiver(sender.init_info, model=Net())
+    receiver = weightsync.ModelReceiver(sender.init_info, model=Net())
+    reader = weightsync.Receiver(sender.init_info, 1)
     early = {
         "send": sender.send,
         "send_async": sender.send_async,
@@ -96,15 +97,18 @@ def test_calls_in_the_wrong_order_say_what_to_do():
         "digest": sender.digest,
         "snapshot": sender.snapshot,
         "receive": lambda: receiver.receive(0),
-        "latest": receiver.latest,
         "pull": lambda: receiver.pull(timeout=0),
+        "a reader's receive": lambda: reader.receive(0),
+        "latest": reader.latest,
+        "a reader's pull": lambda: reader.pull(timeout=0),
         "start_background": receiver.start_background,
     }
     _all_refused(early, "connect")
-    with all_ended(sender, receiver):
-        meet(sender, receiver)
-        _all_refused({"connect": sender.connect, "receiver's": receiver.connect}, "connect")
-        pass_on(sender, receiver)
+    with all_ended(sender, receiver, reader):
+        meet(sender, receiver, reader)
+        again = {"connect": sender.connect, "receiver's": receiver.connect, "reader's": reader.connect}
+        _all_refused(again, "connect")
+        pass_on(sender, receiver, reader)
     _all_refused(early | {"connect": sender.connect, "again": receiver.connect}, "shut|closed|new one|again")
 
 
@@ -142,7 +146,7 @@ def test_live_ends_cannot_be_pickled_or_copied():
 def test_shutdown_any_number_of_times_and_by_with(scheme):
     worker = Net()
     with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
-        with weightsync.Receiver(sender.init_info, model=worker) as receiver:
+        with weightsync.ModelReceiver(sender.init_info, model=worker) as receiver:
             meet(sender, receiver)
         receiver.shutdown()
         receiver.shutdown()
@@ -188,7 +192,7 @@ def test_workers_join_and_leave_at_any_time():
             worker = Net()
             trainer.fill(value)
             sender.send()
-            with weightsync.Receiver(sender.init_info, 5, model=worker) as receiver:
+            with weightsync.ModelReceiver(sender.init_info, 5, model=worker) as receiver:
                 with beside(lambda one=receiver: one.connect(timeout=LONG)):
                     sender.wait_for([5], timeout=LONG)
                 assert worker.value == value
@@ -200,7 +204,7 @@ def test_workers_join_and_leave_at_any_time():
 
 def test_two_workers_of_one_number():
     with pair(Net(1.0), Net()) as (sender, receiver):
-        with weightsync.Receiver(sender.init_info, 0, model=Net()) as other:
+        with weightsync.ModelReceiver(sender.init_info, 0, model=Net()) as other:
             with pytest.raises(weightsync.WeightsyncError) as refused:
                 other.connect(timeout=0.5)
             assert "0" in str(refused.value)
@@ -211,9 +215,11 @@ def test_the_program_that_just_ends_leaves_nothing(tmp_path):
     program = """
 import threading, torch, weightsync
 from ends import Net, meet
-sender = weightsync.Sender(Net(1.0)); receiver = weightsync.Receiver(sender.init_info, model=Net())
-meet(sender, receiver)
-held = receiver.latest()["large"]
+sender = weightsync.Sender(Net(1.0))
+receiver = weightsync.ModelReceiver(sender.init_info, model=Net())
+reader = weightsync.Receiver(sender.init_info, 1)
+meet(sender, receiver, reader)
+held = reader.latest()["large"]
 background = receiver.start_background()
 print("ends", flush=True)
 """
@@ -321,9 +327,9 @@ def test_arguments_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match="version or at_least"):
             receiver.pull(3, at_least=2)
     with pytest.raises(ValueError, match="mode"):
-        weightsync.Receiver(sender.init_info, model=Net(), mode="bnd")
+        weightsync.ModelReceiver(sender.init_info, model=Net(), mode="bnd")
     with pytest.raises(TypeError, match="list"):
-        weightsync.Receiver(sender.init_info, model=[1])
+        weightsync.ModelReceiver(sender.init_info, model=[1])
     with pytest.raises((OverflowError, ValueError)):
         weightsync.Receiver(sender.init_info, -1)
 
@@ -382,7 +388,7 @@ def test_init_info_crosses_to_a_process_of_any_kind(actor, start):
 class Worker:
     def __init__(self, info, index):
         self.model = Net()
-        self.receiver = weightsync.Receiver(info, index, model=self.model)
+        self.receiver = weightsync.ModelReceiver(info, index, model=self.model)
 
     def connect(self):
         self.receiver.connect(timeout=LONG)

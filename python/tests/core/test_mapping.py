@@ -147,7 +147,7 @@ def test_a_mapping_that_does_not_fit_names_it_all(side):
             weightsync.Sender(trainer, mapping=mapping)
         return
     sender = weightsync.Sender(trainer)
-    receiver = weightsync.Receiver(sender.init_info, 0, model=worker, mapping=mapping)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=worker, mapping=mapping)
     with all_ended(sender, receiver), pytest.raises(weightsync.WrongWeightsError, match="rule 2"):
         meet(sender, receiver)
 
@@ -156,7 +156,7 @@ def test_a_mapping_that_leads_elsewhere_names_it_all():
     trainer, worker = Trainer(), Worker()
     mapping = Mapping().rename("layers.*", "model.layers.*")
     sender = weightsync.Sender(trainer)
-    receiver = weightsync.Receiver(sender.init_info, 0, model=worker, mapping=mapping)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=worker, mapping=mapping)
     said = []
 
     def join():
@@ -263,7 +263,7 @@ def test_a_mapping_is_of_one_model_of_several():
     for at in ["trainer", "worker"]:
         sides = ({"mapping": mapping}, {}) if at == "trainer" else ({}, {"mapping": mapping})
         sender = weightsync.Sender(models=models, **sides[0])
-        receiver = weightsync.Receiver(sender.init_info, 0, models=own, **sides[1])
+        receiver = weightsync.ModelReceiver(sender.init_info, 0, models=own, **sides[1])
         with all_ended(sender, receiver):
             meet(sender, receiver)
             assert torch.equal(own["actor"]["w"], models["actor"].weight)
@@ -288,7 +288,7 @@ def test_what_is_no_mapping_is_refused():
             wrong()
     with pair(model) as (sender, _):
         info = sender.init_info
-        with pytest.raises(weightsync.ModelError, match="model=.*mapped"):
+        with pytest.raises(weightsync.WrongTypeError, match="mapping: .*ModelReceiver"):
             weightsync.Receiver(info, 1, mapping=Mapping())
 
 

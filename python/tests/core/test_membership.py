@@ -49,7 +49,7 @@ def test_background_receiver_sees_an_orderly_end(tmp_path, scheme):
     trainer, model = Net(1.0), Net()
     run_dir = tmp_path / "run"
     sender = weightsync.Sender(trainer, scheme=scheme, run_dir=run_dir)
-    receiver = weightsync.Receiver(sender.init_info, 0, model=model)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=model)
     with beside(lambda: receiver.connect(timeout=LONG)):
         sender.connect(1, timeout=LONG)
     with_thread = receiver.start_background()

@@ -127,7 +127,7 @@ def test_extra_state_gaining_a_tensor_names_its_module():
 
 def test_calls_of_a_receiver_say_what_state_it_is_in():
     sender = weightsync.Sender(Net(1.0))
-    receiver = weightsync.Receiver(sender.init_info, 0, model=Net())
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=Net())
     with all_ended(sender, receiver):
         assert (receiver.version, receiver.versions) == (0, {"policy": 0})
         assert receiver.models == ["policy"]
@@ -137,7 +137,7 @@ def test_calls_of_a_receiver_say_what_state_it_is_in():
         assert (receiver.version, receiver.versions) == (1, {"policy": 1})
         assert receiver.models == ["policy"]
         assert receiver.run == background.run
-        for call in ["receive", "pull", "latest", "connect", "start_background"]:
+        for call in ["receive", "receive_set", "pull", "connect", "start_background"]:
             words = f"{call} cannot be called after start_background.*safe_point"
             _raises(words, getattr(receiver, call), weightsync.LifecycleError)
 
@@ -193,7 +193,7 @@ def test_a_wrapped_model_is_recognised(part):
         (nn.Linear(2, 3), wrapped, "expected"),
     ]:
         sender = weightsync.Sender(trainer)
-        receiver = weightsync.Receiver(sender.init_info, 0, model=worker)
+        receiver = weightsync.ModelReceiver(sender.init_info, 0, model=worker)
         words = rf"names {whose} have \"{part}\".*pass the module inside \(model\.{part}\)"
         with all_ended(sender, receiver):
             _raises(words, lambda: meet(sender, receiver), weightsync.WrongWeightsError)
@@ -206,7 +206,7 @@ def test_a_wrapped_model_is_recognised(part):
 def test_a_dtype_that_differs_mentions_the_cast():
     sender = weightsync.Sender(nn.Linear(2, 3))
     worker = nn.Linear(2, 3, dtype=torch.bfloat16)
-    receiver = weightsync.Receiver(sender.init_info, 0, model=worker)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=worker)
     with all_ended(sender, receiver):
         _raises(r"the sender can cast: cast=\"BF16\"", lambda: meet(sender, receiver))
 
@@ -214,7 +214,7 @@ def test_a_dtype_that_differs_mentions_the_cast():
 def test_every_error_is_one_of_ours():
     model = nn.Linear(2, 2)
     with pair(model) as (sender, receiver):
-        snapshot = receiver.latest()
+        snapshot, info = receiver.latest(), sender.init_info
         for call, kind in [
             (lambda: sender.send(wait="aplied"), ValueError),
             (lambda: sender.send_each({}), ValueError),
@@ -222,8 +222,8 @@ def test_every_error_is_one_of_ours():
             (lambda: snapshot["nothing"], KeyError),
             (lambda: snapshot.load_into([1]), TypeError),
             (lambda: sender.send({3: torch.ones(1)}), TypeError),
-            (lambda: weightsync.Receiver(sender.init_info, 1, model=model, mode="x"), ValueError),
-            (lambda: weightsync.Receiver(sender.init_info, 1, model=3), TypeError),
+            (lambda: weightsync.ModelReceiver(info, 1, model=model, mode="x"), ValueError),
+            (lambda: weightsync.ModelReceiver(info, 1, model=3), TypeError),
             (lambda: weightsync.InitInfo.from_json("{}"), ValueError),
         ]:
             error = _raises(".", call, kind)

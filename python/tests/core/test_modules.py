@@ -169,8 +169,8 @@ def test_extra_state_reaches_a_module_and_a_dict():
     trainer = nn.ModuleDict({"inner": Stateful({"step": 3, "at": torch.ones(2)})})
     worker, into = nn.ModuleDict({"inner": Stateful(None)}), {}
     sender = weightsync.Sender(trainer.state_dict())
-    one = weightsync.Receiver(sender.init_info, 0, model=worker)
-    other = weightsync.Receiver(sender.init_info, 1, model=into)
+    one = weightsync.ModelReceiver(sender.init_info, 0, model=worker)
+    other = weightsync.ModelReceiver(sender.init_info, 1, model=into)
     with all_ended(sender, one, other):
         meet(sender, one, other)
         assert _same(worker["inner"].state, {"step": 3, "at": torch.ones(2)})
@@ -207,7 +207,7 @@ def test_a_part_that_was_replaced_is_what_counts():
 
 def test_a_module_that_is_gone_is_said_to_be():
     sender = weightsync.Sender(Net(1.0))
-    receiver = weightsync.Receiver(sender.init_info, model=Net())
+    receiver = weightsync.ModelReceiver(sender.init_info, model=Net())
     with all_ended(sender, receiver):
         meet(sender, receiver)
         # It is kept as long as its receiver, so somebody has to take it away.
@@ -368,7 +368,7 @@ def test_weights_of_no_bytes_are_refused(nothing):
 def test_weights_received_in_inference_mode_train(mode):
     trainer, worker = Net(1.0), Net()
     sender = weightsync.Sender(trainer)
-    receiver = weightsync.Receiver(sender.init_info, model=worker, mode=mode)
+    receiver = weightsync.ModelReceiver(sender.init_info, model=worker, mode=mode)
     with all_ended(sender, receiver):
         with torch.inference_mode():
             meet(sender, receiver)
@@ -389,7 +389,7 @@ def test_weights_received_in_inference_mode_train(mode):
 def test_lazy_module_shaped_in_inference_mode_trains(make):
     trainer, worker = _filled(_deep(), 0.5), make()
     sender = weightsync.Sender(trainer)
-    receiver = weightsync.Receiver(sender.init_info, model=worker)
+    receiver = weightsync.ModelReceiver(sender.init_info, model=worker)
     with all_ended(sender, receiver):
         with torch.inference_mode():
             meet(sender, receiver)

@@ -85,7 +85,7 @@ class Reader:
 
     def __init__(self, info, mode):
         self.model = deep()
-        self.receiver = weightsync.Receiver(info, 0, model=self.model, mode=mode)
+        self.receiver = weightsync.ModelReceiver(info, 0, model=self.model, mode=mode)
 
     def connect(self):
         self.receiver.connect(timeout=LONG)

@@ -72,7 +72,8 @@ def test_worker_writes_are_private_to_the_version(scheme, caplog):
     trainer, workers = Net(1.0), [Net(), Net()]
     sender = weightsync.Sender(trainer, scheme=scheme)
     receivers = [
-        weightsync.Receiver(sender.init_info, at, model=worker) for at, worker in enumerate(workers)
+        weightsync.ModelReceiver(sender.init_info, at, model=worker)
+        for at, worker in enumerate(workers)
     ]
     with all_ended(sender, *receivers):
         meet(sender, *receivers)

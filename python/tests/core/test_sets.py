@@ -11,7 +11,8 @@ def _crowd(source, workers, **setup):
     sender = weightsync.Sender(source, **setup)
     models = [Net() for _ in range(workers)]
     receivers = [
-        weightsync.Receiver(sender.init_info, at, model=model) for at, model in enumerate(models)
+        weightsync.ModelReceiver(sender.init_info, at, model=model)
+        for at, model in enumerate(models)
     ]
     return sender, receivers, models
 
@@ -96,7 +97,7 @@ def test_an_older_version_can_be_read_and_sent_again():
         sender.send(first, wait="sent")
         assert receivers[0].receive(LONG) == 4
         assert models[0].value == 1.0
-        assert receivers[0].latest().digest() == digests[0]
+        assert sender.digest() == digests[0]
         # The trainer's own weights are not touched.
         assert trainer.value == 3.0
         with pytest.raises(weightsync.ModelError, match="v99"):
@@ -196,11 +197,11 @@ def test_several_models_and_workers_that_want_some():
     both = weightsync.Receiver(sender.init_info, 0)
     one = weightsync.Receiver(sender.init_info, 1, models=["critic"])
     critic = Net()
-    loads = weightsync.Receiver(sender.init_info, 2, models={"critic": critic})
+    loads = weightsync.ModelReceiver(sender.init_info, 2, models={"critic": critic})
     with all_ended(sender, both, one, loads):
         meet(sender, both, one, loads)
         assert sender.models == ["actor", "critic"]
-        first = both.receive(LONG)
+        first = both.receive_set(LONG)
         assert {name: float(got["mean"][0]) for name, got in first.items()} == {
             "actor": 1.0,
             "critic": 10.0,
@@ -210,7 +211,7 @@ def test_several_models_and_workers_that_want_some():
         trainer["actor"].fill(2.0)
         sender.send(model="actor", wait="sent")
         assert sender.versions == {"actor": 2, "critic": 1}
-        assert both.receive(LONG)["actor"].version == 2
+        assert both.receive_set(LONG)["actor"].version == 2
         # It is not woken for a model that it does not run.
         assert one.receive(0) is None
         assert loads.receive(0) is None
@@ -221,7 +222,7 @@ def test_several_models_and_workers_that_want_some():
         with pytest.raises(weightsync.ModelError, match="actor, critic"):
             sender.send(Net())
         with pytest.raises(weightsync.ModelError, match="actor, critic"):
-            weightsync.Receiver(sender.init_info, 3, model=Net())
+            weightsync.ModelReceiver(sender.init_info, 3, model=Net())
         del first
     with pytest.raises(weightsync.ModelError, match="actr"):
         weightsync.Receiver(sender.init_info, 3, models=["actr"]).connect(timeout=1)
@@ -231,12 +232,12 @@ def test_a_set_with_a_wrong_member_is_not_sent_at_all():
     trainer = {"actor": Net(1.0), "critic": Net(1.0)}
     sender = weightsync.Sender(models=trainer)
     worker = {"actor": Net(), "critic": Net()}
-    receiver = weightsync.Receiver(sender.init_info, models=worker)
+    receiver = weightsync.ModelReceiver(sender.init_info, models=worker)
     with all_ended(sender, receiver):
         meet(sender, receiver)
         with pytest.raises(weightsync.WrongWeightsError, match="critic"):
             sender.send(weights_dict={"actor": Net(2.0), "critic": {"large": torch.ones(3)}})
-        assert receiver.receive(0) is None
+        assert receiver.receive_set(0) is None
         assert sender.versions == {"actor": 1, "critic": 1}
         assert worker["actor"].value == 1.0
 
@@ -244,7 +245,7 @@ def test_a_set_with_a_wrong_member_is_not_sent_at_all():
 def test_first_weights_may_be_others():
     sender = weightsync.Sender(Net(1.0))
     worker = Net()
-    receiver = weightsync.Receiver(sender.init_info, model=worker)
+    receiver = weightsync.ModelReceiver(sender.init_info, model=worker)
     with all_ended(sender, receiver):
         meet(sender, receiver, weights=Net(8.0))
         assert worker.value == 8.0
@@ -259,14 +260,14 @@ def test_a_cascade_of_two_levels_passes_on(in_background):
     with sender:
         sender.connect(0)
         upper = weightsync.Cascade(sender.init_info, 0, timeout=LONG)
-        other = weightsync.Receiver(sender.init_info, 1, model=beside_it)
+        other = weightsync.ModelReceiver(sender.init_info, 1, model=beside_it)
         with all_ended(upper, other):
             other.connect(timeout=LONG)
             lower = []
 
             def second():
                 cascade = weightsync.Cascade(upper.init_info, 0, timeout=LONG)
-                receiver = weightsync.Receiver(cascade.init_info, 7, model=leaf)
+                receiver = weightsync.ModelReceiver(cascade.init_info, 7, model=leaf)
                 lower.extend([cascade, receiver])
                 with beside(lambda: receiver.connect(timeout=LONG)):
                     cascade.connect([7], timeout=LONG)
@@ -296,20 +297,39 @@ def test_a_cascade_of_two_levels_passes_on(in_background):
 
 
 
-def test_the_version_is_that_of_the_first_model():
+def test_calls_for_one_model_are_refused_with_several():
     own = {"policy": Net(), "critic": Net()}
-    sender = weightsync.Sender(models={"policy": Net(1.0), "critic": Net(1.0)})
-    receiver = weightsync.Receiver(sender.init_info, 0, models=own)
-    with all_ended(sender, receiver):
-        meet(sender, receiver)
+    sender = weightsync.Sender(models={"policy": Net(1.0), "critic": Net(1.0)}, history=2)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, models=own)
+    reader = weightsync.Receiver(sender.init_info, 1)
+    with all_ended(sender, receiver, reader):
+        meet(sender, receiver, reader)
         for _ in range(2):
             sender.send(model="policy", wait="sent")
-            receiver.receive(LONG)
-        assert (sender.version, receiver.version) == (3, 3)
-        assert receiver.versions == {"policy": 3, "critic": 1}
+        for end in (receiver, reader):
+            _refused("versions", lambda: end.version)
+            _refused("receive_set", lambda: end.receive(0))
+            _refused("pull_set", lambda: end.pull(timeout=0))
+            _refused("model=NAME", lambda: end.pull_set(2, timeout=0))
+        _refused("latest_set", reader.latest)
+        _refused("versions", lambda: sender.version)
+        # Nothing was taken by a call that was refused.
+        versions = {"policy": 3, "critic": 1}
+        assert receiver.receive_set(LONG) == receiver.versions == versions == sender.versions
+        for seen in (reader.latest_set(), reader.pull_set(), reader.receive_set(0) or {}):
+            assert {name: one.version for name, one in seen.items()} in (versions, {})
+        old = receiver.pull_set(2, model="policy", timeout=LONG)
+        assert old == receiver.versions == {"policy": 2, "critic": 1}
         background = receiver.start_background()
-        assert background.version == 3
+        _refused("versions", lambda: background.version)
+        assert background.versions == old
         background.shutdown()
+        del seen
+
+
+def _refused(instead, call):
+    with pytest.raises(weightsync.ModelError, match=f"(policy, critic|critic, policy).*use .*{instead}"):
+        call()
 
 
 def test_weights_of_no_worker_are_refused():

@@ -396,7 +396,7 @@ def test_wrong_trainer_tensor_is_named_and_not_sent(wrong):
 def test_wrong_worker_tensor_is_named_at_both_ends(wrong):
     weights, named = WRONG[wrong]
     sender = weightsync.Sender({"a": torch.ones(3), "b": torch.ones(2)})
-    receiver = weightsync.Receiver(sender.init_info, 7, model=weights)
+    receiver = weightsync.ModelReceiver(sender.init_info, 7, model=weights)
     seen = []
 
     def connect():
@@ -423,7 +423,7 @@ def test_models_by_path():
     paths = ["value_net", "transforms[1]", "heads['left']"]
     trainer, worker = Env(1.0), Env(0.0)
     sender = weightsync.Sender(models=paths, context=trainer)
-    receiver = weightsync.Receiver(sender.init_info, models=paths, context=worker)
+    receiver = weightsync.ModelReceiver(sender.init_info, models=paths, context=worker)
     with all_ended(sender, receiver):
         meet(sender, receiver)
         assert worker.value_net.value == 1.0
@@ -432,7 +432,7 @@ def test_models_by_path():
         # Looked up again at each send.
         trainer.value_net = Net(5.0)
         sender.send(wait="sent")
-        assert receiver.receive(30) == {path: 2 for path in paths}
+        assert receiver.receive_set(30) == {path: 2 for path in paths}
         assert worker.value_net.value == 5.0
     wrong = {"value_nets": "value_net", "transforms[4]": "2 items", ".x": "not a path"}
     for path, word in wrong.items():

@@ -26,8 +26,9 @@ BLOCKING = {
         "assert receiver.receive(30) == 2; sender.send(wait='sent'); receiver.receive(30)",
     ),
     "room": (
-        "held.append(receiver.latest()); sender.send(wait='sent');"
-        "receiver.receive(30); held.append(receiver.latest()); sender.send(timeout=None)",
+        "reader = weightsync.Receiver(sender.init_info, 2); reader.connect(timeout=30);"
+        "held.append(reader.latest()); sender.send(wait='sent'); receiver.receive(30);"
+        "held.append(reader.receive(30)); sender.send(timeout=None)",
         "held.clear(); model = None; sender.send(wait='sent'); receiver.receive(30)",
     ),
     "workers": (
@@ -52,7 +53,7 @@ BLOCKING = {
     ),
     "forward of a cascade": (
         "cascades.append(weightsync.Cascade(sender.init_info, 3));"
-        "below = weightsync.Receiver(cascades[0].init_info, 0, model=Net());"
+        "below = weightsync.ModelReceiver(cascades[0].init_info, 0, model=Net());"
         "meet(cascades[0], below); below.start_background(); cascades[0].forward(None)",
         "sender.send(wait='sent'); assert cascades[0].forward(30).version == 2;"
         "below.shutdown(); cascades[0].shutdown()",
@@ -72,7 +73,7 @@ import torch, weightsync
 from ends import Net, meet
 trainer, model, held, background, cascades = Net(1.0), Net(), [], [], []
 sender = weightsync.Sender(trainer, slots=(2, 2))
-receiver = weightsync.Receiver(sender.init_info, 0, model=model)
+receiver = weightsync.ModelReceiver(sender.init_info, 0, model=model)
 other, nowhere = weightsync.Sender(Net(1.0)), weightsync.Sender(Net(1.0))
 alone = weightsync.Receiver(nowhere.init_info, 1)
 meet(sender, receiver)
@@ -155,7 +156,8 @@ def test_a_late_worker_is_a_line_and_no_error(scheme):
     trainer, workers = Net(1.0), [Net(), Net()]
     sender = weightsync.Sender(trainer, scheme=scheme)
     receivers = [
-        weightsync.Receiver(sender.init_info, at, model=one) for at, one in enumerate(workers)
+        weightsync.ModelReceiver(sender.init_info, at, model=one)
+        for at, one in enumerate(workers)
     ]
     with all_ended(sender, *receivers):
         meet(sender, *receivers)
@@ -310,7 +312,7 @@ def test_reentrant_call_of_an_end_is_refused():
 
     curious = Curious()
     sender = weightsync.Sender(Net(1.0))
-    curious.receiver = weightsync.Receiver(sender.init_info, model=curious)
+    curious.receiver = weightsync.ModelReceiver(sender.init_info, model=curious)
     with all_ended(sender, curious.receiver):
         failed = []
 

@@ -56,7 +56,7 @@ def plain_worker(info, pipe, mode):
     import weightsync
 
     model = encoder(values=False)
-    with weightsync.Receiver(info, model=model, mode=mode) as receiver:
+    with weightsync.ModelReceiver(info, model=model, mode=mode) as receiver:
         receiver.connect()
         pipe.send(bits(embeddings(model)))
         receiver.receive(timeout=SOON)

@@ -1,5 +1,6 @@
 """What TorchRL's schemes between hosts are asked for, and where they are found."""
 
+import dataclasses
 import json
 import pickle
 import socket
@@ -8,6 +9,7 @@ import threading
 import pytest
 import weightsync
 from tiny import One, policy
+from weightsync import Distributed, Rpc
 from weightsync import torchrl as ours
 from weightsync.torchrl import DistributedWeightSyncScheme, RPCWeightSyncScheme, _group
 
@@ -154,13 +156,17 @@ def free_port():
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["distributed:share=none,listen={}", "rpc:initial=connect,listen={}", "rpc:listen={}", "rpc"],
+    "scheme",
+    [Distributed(share="none"), Rpc(initial="connect"), Rpc()],
+    ids=str,
 )
-def test_two_models_are_one_group_at_one_port(word):
+@pytest.mark.parametrize("chosen", [True, False])
+def test_two_models_are_one_group_at_one_port(scheme, chosen):
     """The caller that adds the second prepares again where the first was prepared."""
     names = ("policy", "critic")
-    group = _group.Group(word.format(f"127.0.0.1:{free_port()}"), "copy")
+    if chosen:
+        scheme = dataclasses.replace(scheme, listen=f"127.0.0.1:{free_port()}")
+    group = _group.Group(scheme, "copy")
     for name in names:
         group.add(name, "tensordict", [0], lambda: One(1.0))
     theirs = pickle.loads(pickle.dumps(group))
@@ -179,7 +185,7 @@ def test_two_models_are_one_group_at_one_port(word):
             group.connect(name, None, None)
         worker.join()
         assert theirs.background is not None
-        first = 0.0 if "connect" not in word and word.startswith("rpc") else 1.0
+        first = 0.0 if getattr(scheme, "initial", "") == "send" else 1.0
         assert {float(one.weight.detach()) for one in models.values()} == {first}
         report = group.send({"policy": One(2.0), "critic": One(3.0)}, None, "applied", 60.0)
         assert report.all_applied, report
@@ -200,7 +206,7 @@ def test_sender_closed_before_connect_frees_its_port():
 
 def test_joined_worker_is_not_missing_before_a_send(monkeypatch):
     monkeypatch.setattr(_group, "WEIGHT_SYNC_TIMEOUT", 3.0)
-    group = _group.Group("rpc", "copy")
+    group = _group.Group(Rpc(), "copy")
     group.add("policy", "tensordict", [0, 1, 2], lambda: One(1.0))
     info = weightsync.InitInfo.from_json(group.info)
     there = [weightsync.Receiver(info, number) for number in (0, 2)]

@@ -116,13 +116,13 @@ def _together(base: type) -> type:
             return send_set(schemes, wanted, worker_ids) if wanted else None
 
         def shutdown(self, *args: Any, **kwargs: Any) -> Any:
-            from weightsync.torchrl._local import WeightsyncScheme
+            from weightsync.torchrl._native_scheme import NativeScheme
 
             try:
                 return super().shutdown(*args, **kwargs)
             finally:
                 for scheme in (getattr(self, "_weight_sync_schemes", None) or {}).values():
-                    if isinstance(scheme, WeightsyncScheme):
+                    if isinstance(scheme, NativeScheme):
                         scheme.shutdown()
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -146,14 +146,14 @@ def that_connects(scheme: Any) -> Any:
 
 def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -> Any:
     """Sends weights of several models so that each worker runs all of them or none."""
-    from weightsync.torchrl._local import WeightsyncScheme
+    from weightsync.torchrl._native_scheme import NativeScheme
 
     if len(wanted) == 1:
         name, weights = next(iter(wanted.items()))
         return schemes[name].send(weights=weights, worker_ids=worker_ids)
     groups = {id(getattr(schemes[name], "_group", None)) for name in wanted}
     first = schemes[next(iter(wanted))]
-    if len(groups) > 1 or not isinstance(first, WeightsyncScheme) or first._group is None:
+    if len(groups) > 1 or not isinstance(first, NativeScheme) or first._group is None:
         kinds = ", ".join(f"{name}: {type(schemes[name]).__name__}" for name in wanted)
         raise ModelError(
             f"these models cannot change together ({kinds}): use one kind of scheme for them, or "

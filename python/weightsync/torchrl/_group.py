@@ -24,6 +24,7 @@ from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._target import Target, not_inferring, target_of, weights_of
 from weightsync.background import Background
 from weightsync.errors import DeadlineError, LifecycleError, ModelError
+from weightsync.scheme import Scheme
 from weightsync.sender import Sender
 
 logger = logging.getLogger("weightsync")
@@ -41,8 +42,8 @@ _ALIVE = 300.0
 class Group:
     """One end's models. It crosses to workers as an init info and nothing else."""
 
-    def __init__(self, word: str, mode: str, run_dir: str | None = None) -> None:
-        self.word = word
+    def __init__(self, scheme: Scheme, mode: str, run_dir: str | None = None) -> None:
+        self.scheme = scheme
         self.mode = mode
         self._run_dir = run_dir
         self._pid = os.getpid()
@@ -75,9 +76,9 @@ class Group:
         self.models: dict[str, WorkerModel] = {}
         self.background: Background | None = None
 
-    def kind(self) -> tuple[str, str, str | None]:
+    def kind(self) -> tuple[Scheme, str, str | None]:
         """What schemes have in common that share a group."""
-        return self.word, self.mode, self._run_dir
+        return self.scheme, self.mode, self._run_dir
 
     # The trainer's half.
 
@@ -121,7 +122,7 @@ class Group:
         first = dict(self._initial)
         self.sender = Sender(
             models=first,
-            scheme=self.word,
+            scheme=self.scheme,
             run_dir=self._run_dir,
             strategy="tensordict" if "tensordict" in strategies else "state_dict",
             pending=8,
@@ -249,7 +250,7 @@ class Group:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "word": self.word,
+            "scheme": self.scheme,
             "mode": self.mode,
             "info": self._info,
             "names": self._names,
@@ -257,7 +258,7 @@ class Group:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Group.__init__(self, state["word"], state["mode"])
+        Group.__init__(self, state["scheme"], state["mode"])
         self._info, self._names = state["info"], state["names"]
         self._own_weights = state["own_weights"]
 
@@ -313,7 +314,7 @@ class Group:
         session.load_joined(models)
         self._receive_own(session, worker, models)
         native = session.start_background(models, self._declared)
-        self.background = Background(native, {}, len(models) == 1)
+        self.background = Background(native, {})
         for one in self.models.values():
             one.follow(self.background)
 

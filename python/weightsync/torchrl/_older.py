@@ -52,7 +52,7 @@ class WeightSender:
             self._sender = Sender(
                 weights,
                 name=_MODEL,
-                scheme=self._scheme._word,
+                scheme=self._scheme._scheme,
                 run_dir=self._scheme._run_dir,
                 strategy=self._scheme.strategy_str,
                 pending=8,

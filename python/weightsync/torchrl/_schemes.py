@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
 
-from weightsync.errors import LifecycleError, SettingError, UnsupportedError
+from weightsync.errors import LifecycleError, UnsupportedError
+from weightsync.scheme import Distributed, MultiProcess, Rpc
 from weightsync.torchrl._given import model_of
 from weightsync.torchrl._group import Group
-from weightsync.torchrl._local import WeightsyncScheme
+from weightsync.torchrl._native_scheme import NativeScheme
 
 
-class SharedMemWeightSyncScheme(WeightsyncScheme):
+class SharedMemWeightSyncScheme(NativeScheme):
     """Weights through shared memory: one copy, whatever the number of workers.
 
     A drop-in for TorchRL's. Workers read a whole version in place; what the trainer
@@ -50,7 +52,7 @@ class SharedMemWeightSyncScheme(WeightsyncScheme):
         self.auto_register = auto_register
 
 
-class MultiProcessWeightSyncScheme(WeightsyncScheme):
+class MultiProcessWeightSyncScheme(NativeScheme):
     """Weights through a queue to each worker.
 
     A drop-in for TorchRL's; the arguments are its own. What passes through a queue says which
@@ -62,10 +64,10 @@ class MultiProcessWeightSyncScheme(WeightsyncScheme):
         mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
     """
 
-    _word = "multi-process"
+    _scheme = MultiProcess()
 
 
-class NoWeightSyncScheme(WeightsyncScheme):
+class NoWeightSyncScheme(NativeScheme):
     """No weights are sent.
 
     A collector gives its workers a policy without values; these get the initial ones
@@ -76,7 +78,7 @@ class NoWeightSyncScheme(WeightsyncScheme):
         super().__init__(strategy, sync)
 
     def _group_in(self, context: Any) -> Group:
-        return Group(self._word, "copy")
+        return Group(self._scheme, "copy")
 
     def _init_on_sender_impl(
         self, *, model_id: str | None = None, context: Any = None, **kwargs: Any
@@ -113,7 +115,7 @@ class NoWeightSyncScheme(WeightsyncScheme):
         return None
 
 
-class DistributedWeightSyncScheme(WeightsyncScheme):
+class DistributedWeightSyncScheme(NativeScheme):
     """Weights to workers on any host: they dial in, over TCP.
 
     A drop-in for TorchRL's, without a process group, a store or a world size: workers
@@ -126,7 +128,7 @@ class DistributedWeightSyncScheme(WeightsyncScheme):
 
     There is no ``pull`` here: TorchRL's workers follow what is sent. Workers that ask are
     :class:`weightsync.Receiver` of a :class:`weightsync.Sender` with
-    ``scheme="distributed:pull"``.
+    ``scheme=Distributed(pull=True)``.
 
     Args:
         backend: "gloo" (or "tcp"): over TCP. There is no "nccl", "mpi" or "ucc" here.
@@ -178,10 +180,6 @@ class DistributedWeightSyncScheme(WeightsyncScheme):
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
-        if share not in ("all", "relay", "none"):
-            raise SettingError(f'share: expected "all", "relay" or "none", got {share!r}')
-        if deltas not in ("auto", "always", "never"):
-            raise SettingError(f'deltas: expected "auto", "always" or "never", got {deltas!r}')
         if backend not in _OVER_TCP:
             raise UnsupportedError(
                 f"there is no backend {backend!r}: weights go over TCP here, by "
@@ -190,19 +188,17 @@ class DistributedWeightSyncScheme(WeightsyncScheme):
             )
         self.backend = backend
         self.timeout = timeout
-        settings = [
-            f"listen={listen}" if listen else "",
-            f"advertise={advertise}" if advertise else "",
-            "insecure-plaintext" if insecure_plaintext else "",
-            f"share={share}" if share != "all" else "",
-            f"arity={arity}" if arity != 1 else "",
-            f"connections={connections}" if connections != 2 else "",
-            f"deltas={deltas}" if deltas != "auto" else "",
-            f"every={every}" if every is not None else "",
-            "own-copy" if own_copy else "",
-        ]
-        chosen = ",".join(filter(None, settings))
-        self._word = f"distributed:{chosen}" if chosen else "distributed"
+        self._scheme = Distributed(
+            listen=listen,
+            advertise=advertise,
+            insecure_plaintext=insecure_plaintext,
+            every=every,
+            own_copy=own_copy,
+            share=share,
+            deltas=deltas,
+            arity=arity,
+            connections=connections,
+        )
 
     def get_store_info(self) -> dict[str, Any]:
         """Where workers find the trainer, once it is set up: its host and port, and the
@@ -214,7 +210,7 @@ class DistributedWeightSyncScheme(WeightsyncScheme):
         return {**_host_and_port(address), "init_info": info}
 
 
-class RPCWeightSyncScheme(WeightsyncScheme):
+class RPCWeightSyncScheme(NativeScheme):
     """The trainer calls each worker's HTTP endpoint; the worker fetches, checks, applies
     and answers. Nothing in the worker waits for weights.
 
@@ -250,24 +246,17 @@ class RPCWeightSyncScheme(WeightsyncScheme):
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
-        if initial not in ("send", "connect", None):
-            raise SettingError(f'initial: expected "send" or "connect", got {initial!r}')
         self._initial = initial
-        self._settings = [
-            f"listen={listen}" if listen else "",
-            f"advertise={advertise}" if advertise else "",
-            "insecure-plaintext" if insecure_plaintext else "",
-        ]
-        self._word = self._text(initial or "send")
-
-    def _text(self, initial: str) -> str:
-        initially = "initial=connect" if initial == "connect" else ""
-        chosen = ",".join(filter(None, [initially, *self._settings]))
-        return f"rpc:{chosen}" if chosen else "rpc"
+        self._scheme: Rpc = Rpc(
+            initial="send" if initial is None else initial,
+            listen=listen,
+            advertise=advertise,
+            insecure_plaintext=insecure_plaintext,
+        )
 
     def _group_in(self, context: Any) -> Group:
         if context is not None and self._initial is None:
-            self._word = self._text("connect")
+            self._scheme = replace(self._scheme, initial="connect")
         return super()._group_in(context)
 
 

@@ -19,6 +19,7 @@ from weightsync._native import InitInfo, Layout, PendingSend, Session
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._target import Target, target_of, weights_of
 from weightsync.errors import DeadlineError, LifecycleError, SettingError
+from weightsync.scheme import MultiProcess, Scheme, SharedMem
 from weightsync.sender import Sender
 from weightsync.torchrl._formats import formatted
 
@@ -104,7 +105,8 @@ class SchemeTransport:
 class _QueueTransport:
     """What transports that stand alone share: queues that say how to join."""
 
-    _word = "shared-mem"
+    # How the weights travel.
+    _scheme: Scheme = SharedMem()
 
     def __init__(self, queues: dict[int, Any], timeout: float | None) -> None:
         self.timeout = timeout
@@ -126,7 +128,7 @@ class _QueueTransport:
         if self._sender is not None:
             return False
         self._sender = Sender(
-            weights, name=_MODEL, scheme=self._word, strategy="tensordict", pending=8
+            weights, name=_MODEL, scheme=self._scheme, strategy="tensordict", pending=8
         )
         self._sender.connect(0)
         _ends.opened(self)
@@ -274,7 +276,7 @@ class MPTransport(_QueueTransport):
         timeout: how long calls without one wait, in seconds.
     """
 
-    _word = "multi-process"
+    _scheme = MultiProcess()
 
     def __init__(self, weight_queue: Any, ack_queue: Any = None, timeout: float = 10.0) -> None:
         super().__init__({0: weight_queue}, timeout)

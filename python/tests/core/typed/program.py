@@ -29,7 +29,7 @@ async def train_beside_others(model: nn.Module) -> int:
 
 
 def work(info: weightsync.InitInfo, number: int, model: nn.Module) -> None:
-    with weightsync.Receiver(info, number, model=model) as receiver:
+    with weightsync.ModelReceiver(info, number, model=model) as receiver:
         receiver.connect()
         version = receiver.receive(timeout=0)
         assert_type(version, int | None)

@@ -18,6 +18,7 @@ from weightsync import _ends, _paths
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._target import weights_of
 from weightsync.errors import LifecycleError, ModelError, SettingError, WrongTypeError
+from weightsync.scheme import Scheme, SharedMem
 from weightsync.torchrl import _collector, _given
 from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._formats import formatted
@@ -28,7 +29,7 @@ _UPSTREAM_EXTRACT = WeightStrategy.extract_weights
 _UPSTREAM_APPLY = WeightStrategy.apply_weights
 
 
-class WeightsyncScheme(WeightSyncScheme):
+class NativeScheme(WeightSyncScheme):
     """A scheme of this package's engine. Workers follow it in a thread of their own.
 
     The weights of a worker's model change while its forward is not running. A send
@@ -36,7 +37,8 @@ class WeightsyncScheme(WeightSyncScheme):
     warning of the logger ``weightsync``.
     """
 
-    _word = "shared-mem"
+    # How its weights travel.
+    _scheme: Scheme = SharedMem()
 
     def __init__(
         self,
@@ -140,14 +142,14 @@ class WeightsyncScheme(WeightSyncScheme):
         schemes = getattr(context, "_weight_sync_schemes", None) or {}
         for other in schemes.values():
             group = getattr(other, "_group", None)
-            alike = isinstance(other, WeightsyncScheme) and other is not self
+            alike = isinstance(other, NativeScheme) and other is not self
             if alike and group is not None and group.kind() == self._kind():
                 if not group.is_connected:
                     return group
         return Group(*self._kind())
 
-    def _kind(self) -> tuple[str, str, str | None]:
-        return self._word, self._mode, self._run_dir
+    def _kind(self) -> tuple[Scheme, str, str | None]:
+        return self._scheme, self._mode, self._run_dir
 
     def _of_context(
         self, context: Any, name: str
@@ -364,7 +366,7 @@ class WeightsyncScheme(WeightSyncScheme):
         """Sub-workers that are there already begin with what this worker begins with."""
         schemes = getattr(self.context, "_weight_sync_schemes", None) or {}
         own = schemes.get(self._model_id)
-        if isinstance(own, WeightsyncScheme) and own.synchronized_on_sender:
+        if isinstance(own, NativeScheme) and own.synchronized_on_sender:
             self._pass_on()
 
     @property
@@ -394,7 +396,7 @@ class WeightsyncScheme(WeightSyncScheme):
         # One that comes meanwhile is a newer one.
         version = model.version
         if model.count == self._seen and timeout != 0 and background is not None:
-            if timeout is not None or self._word != "shared-mem":
+            if timeout is not None or not isinstance(self._scheme, SharedMem):
                 background.wait({self._model_id or "policy": version + 1}, timeout=timeout)
         if model.count == self._seen:
             return None
@@ -444,7 +446,7 @@ class WeightsyncScheme(WeightSyncScheme):
             return False
         weights = self._worker_model.weights()
         scheme = schemes.get(self._model_id)
-        if isinstance(scheme, WeightsyncScheme):
+        if isinstance(scheme, NativeScheme):
             if scheme._takes_formats():
                 weights = scheme._formatted(weights)
             # Otherwise by dotted names: extra state of any module has a name there.
