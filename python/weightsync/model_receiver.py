@@ -1,0 +1,231 @@
+"""A worker's end that loads versions into models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from weightsync import _ends, _paths
+from weightsync._native import InitInfo, MappedTarget, Session
+from weightsync._receiving import Receiving, read
+from weightsync._target import Target, target_of
+from weightsync.background import Background
+from weightsync.errors import LifecycleError, ModelError, SettingError
+from weightsync.mapping import PerModel, by_model
+
+#: Whether a module's larger parameters lie in the version itself, or are copied.
+Mode = Literal["bind", "copy"]
+
+
+class ModelReceiver(Receiving):
+    """A worker's end: loads what the sender of an init info sends into models.
+
+    The constructor communicates nothing; :meth:`connect` is the rendez-vous and loads the
+    initial weights. Versions are loaded inside the calls of this class only, unless
+    :meth:`start_background` hands that to a thread. :class:`Receiver` reads versions
+    as snapshots instead.
+
+    Args:
+        info: the sender's init info, also as JSON text.
+        worker: this worker's number.
+        model: where weights go: a torch module, a TensorDict, or a dict of tensors or
+            numpy arrays; or an object with methods ``layout``, ``shape`` and ``load``. A
+            module without shapes (lazy, or on the meta device) takes the sender's.
+        models: several models by name, in place of ``model``; or, with ``context``, their
+            paths.
+        context: where paths begin.
+        mode: ``"bind"``: a module's parameters of 64 KiB and more lie in the version
+            itself, without a copy; what the worker writes into them is its own and is
+            gone with the next version. ``"copy"``: everything is copied.
+        mapping: rules that make the worker's model of what is sent, in memory of this
+            process; parameters are then copied, whatever the mode. A dict of them by
+            name for several models.
+        device: where this worker runs its models, for the sender's information.
+    """
+
+    def __init__(
+        self,
+        info: InitInfo | str,
+        worker: int = 0,
+        *,
+        model: object = None,
+        models: Mapping[str, Any] | Sequence[str] | None = None,
+        context: object = None,
+        mode: Mode = "bind",
+        mapping: PerModel | None = None,
+        device: object = "cpu",
+    ) -> None:
+        info = read(info)
+        if mapping is not None and mode == "bind":
+            # What a mapping makes is this process's own: there is nothing to bind to.
+            mode = "copy"
+        self._background: Background | None = None
+        self._targets = _targets(info, model, models, context, mode)
+        mappings = by_model(mapping, self._targets)
+        # What the library loads into: the targets, some behind a mapping.
+        self._loaders: list[tuple[str, Any]] = [
+            (name, MappedTarget(mappings[name], name, target) if name in mappings else target)
+            for name, target in self._targets.items()
+        ]
+        # What is loaded into must live as long as this.
+        self._kept = (model, models, context)
+        super().__init__(info, worker, list(self._targets), device)
+
+    def _join(self, timeout: float | None) -> None:
+        self._own("connect").connect_receiver(self._loaders, timeout)
+
+    def receive(self, timeout: float | None = None) -> int | None:
+        """Loads a version that this worker has not had, and returns its number.
+
+        Args:
+            timeout: in seconds; 0 looks only; None waits for a version, the sender's
+                death or its shutdown.
+
+        Returns:
+            None if the timeout comes first.
+
+        Raises:
+            SenderClosedError: the sender has shut down: the usual end of the loop.
+            PeerError: it died. With a run directory the next call waits for its successor.
+            LoadError: the model could not take it, and has the version it had.
+            ModelError: this worker receives several models: see :meth:`receive_set`.
+        """
+        self._only("receive", "receive_set")
+        return _one(self._own("receive").receive_into(self._loaders, timeout))
+
+    def receive_set(self, timeout: float | None = None) -> dict[str, int] | None:
+        """As :meth:`receive`, for any number of models: their versions by name."""
+        return self._own("receive_set").receive_into(self._loaders, timeout)
+
+    def pull(
+        self,
+        version: int | None = None,
+        *,
+        at_least: int | None = None,
+        timeout: float | None = None,
+    ) -> int | None:
+        """Asks for the newest version, for exactly one, or for at least one, and loads it.
+
+        Returns:
+            As :meth:`receive`.
+        """
+        self._only("pull", "pull_set")
+        return _one(self._pulled("pull", version, at_least, None, timeout))
+
+    def pull_set(
+        self,
+        version: int | None = None,
+        *,
+        at_least: int | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, int] | None:
+        """As :meth:`pull`, for any number of models: the versions of the set, by name.
+
+        Args:
+            model: the model whose version is asked for; of several one must be named.
+        """
+        return self._pulled("pull_set", version, at_least, model, timeout)
+
+    def start_background(self, safe_points: Literal["implied", "declared"] = "implied") -> Background:
+        """Hands receiving to a thread of its own; the loop need not ask any more.
+
+        A module changes whenever no forward of it, or of a part of it, is running
+        (``"implied"``), or inside :meth:`Background.safe_point` and :meth:`Background.wait`
+        only (``"declared"``): the choice for workers that train. Code that reads parameters
+        outside any forward does so inside ``with receiver.frozen():``.
+        """
+        if safe_points not in ("implied", "declared"):
+            raise SettingError(
+                f'safe_points: expected "implied" or "declared", got {safe_points!r}'
+            )
+        session = self._own("start_background")
+        native = session.start_background(self._loaders, safe_points == "declared")
+        self._background = Background(native, self._targets)
+        _ends.opened(self._background)
+        return self._background
+
+    def frozen(self) -> contextlib.AbstractContextManager[Any]:
+        """Keeps the models as they are inside ``with receiver.frozen():``, in this thread.
+
+        For code that reads them outside any forward. Without a
+        background receiver nothing changes outside the calls of this class anyway.
+        """
+        return contextlib.nullcontext() if self._background is None else self._background
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version of each model that this worker runs; 0 before ``connect``."""
+        return super().versions if self._background is None else self._background.versions
+
+    @property
+    def run(self) -> tuple[int, str]:
+        """The run of these versions: its epoch and id."""
+        return super().run if self._background is None else self._background.run
+
+    def _pulled(
+        self,
+        call: str,
+        version: int | None,
+        at_least: int | None,
+        model: str | None,
+        timeout: float | None,
+    ) -> dict[str, int] | None:
+        name = self._asked(model, version, at_least)
+        return self._own(call).pull_into(self._loaders, name, version, at_least, timeout)
+
+    def _own(self, call: str) -> Session:
+        """The session, unless a background receiver has it."""
+        if self._background is not None:
+            raise LifecycleError(
+                f"{call} cannot be called after start_background: its thread receives now; call "
+                "wait or safe_point of what start_background returned, or shut this down and make "
+                "a new receiver from the init info"
+            )
+        return self._session
+
+    def _end(self, reason: str | None) -> None:
+        if self._background is not None:
+            self._background._end(reason)
+        super()._end(reason)
+        for target in self._targets.values():
+            if isinstance(target, Target):
+                target.release()
+
+    def __del__(self) -> None:
+        # A background receiver goes on alone, and has its own shutdown.
+        if getattr(self, "_background", None) is None:
+            super().__del__()
+
+
+def _one(versions: dict[str, int] | None) -> int | None:
+    return next(iter((versions or {}).values()), None)
+
+
+def _targets(
+    info: InitInfo,
+    model: Any,
+    models: Mapping[str, Any] | Sequence[str] | None,
+    context: Any,
+    mode: str,
+) -> dict[str, Target]:
+    if (model is None) == (models is None):
+        raise ModelError(
+            "a ModelReceiver needs its model, or several as models={name: model}, and not both; "
+            "without a model, use Receiver"
+        )
+    if models is None:
+        if len(info.models) != 1:
+            raise ModelError(
+                f"the sender feeds {', '.join(info.models)}: say which with models={{name: model}}"
+            )
+        return {info.models[0]: target_of(model, mode)}
+    if isinstance(models, Mapping):
+        return {name: target_of(one, mode) for name, one in models.items()}
+    if context is None:
+        raise ModelError(
+            "paths of models need the context that they start at: context=…; to receive "
+            "snapshots of these models, use Receiver"
+        )
+    return {path: target_of(_paths.resolve(context, path), mode) for path in models}

@@ -1,0 +1,142 @@
+"""Schemes as values: how weights travel, with their settings.
+
+A value says the same as its text: ``str(MultiProcess(every=4))`` is
+``"multi-process:every=4"``, and a :class:`Sender` takes either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+from weightsync._native import Session
+from weightsync.errors import SettingError
+
+__all__ = ["Distributed", "MultiProcess", "NoSync", "Rpc", "Scheme", "SharedMem"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way for weights to travel; ``str()`` of it is its text.
+
+    Raises:
+        SettingError: for a setting that the scheme does not take.
+    """
+
+    _name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        # Rust alone knows which settings there are and what they may be.
+        Session(str(self))
+
+    def __str__(self) -> str:
+        settings = ",".join(self._settings())
+        return f"{self._name}:{settings}" if settings else self._name
+
+    def _settings(self) -> Iterator[str]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # 0 is no False, and 1 no True.
+            if value == field.default and type(value) is type(field.default):
+                continue
+            key = field.name.replace("_", "-")
+            if "," in str(value):
+                raise SettingError(f"{key}: expected a value without commas, got {value!r}")
+            yield key if value is True else f"{key}={value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedMem(Scheme):
+    """Shared memory: workers on this machine read the newest version in place.
+
+    Args:
+        pull: workers take a version only when they ask for one, and sends wait for no
+            worker.
+    """
+
+    _name: ClassVar[str] = "shared-mem"
+
+    pull: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiProcess(Scheme):
+    """A queue to each worker process on this machine.
+
+    Args:
+        every: every version in order, with at most so many (1 to 32) in a worker's queue;
+            None: the newest.
+        own_copy: each version is copied into the worker's own memory, so that a worker
+            that holds one keeps no slot.
+    """
+
+    _name: ClassVar[str] = "multi-process"
+
+    every: int | None = None
+    own_copy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distributed(Scheme):
+    """Workers on any host: they dial in, over TCP.
+
+    Args:
+        listen: where the trainer listens, as ``"host:port"``; loopback without it, which
+            workers of other hosts cannot reach. Other addresses need a token
+            (``WEIGHTSYNC_TOKEN_FILE``).
+        advertise: how workers reach the trainer, if that is another address.
+        insecure_plaintext: links may leave this machine, although they are not encrypted.
+        every: every version in order, with at most so many (1 to 32) in a worker's queue;
+            None: the newest.
+        pull: workers take a version only when they ask for one.
+        own_copy: each version is copied into the worker's own memory.
+        share: ``"all"``: workers read the trainer's memory on its host, and that of their
+            host's relay elsewhere; ``"relay"``: only the relay's; ``"none"``: each worker
+            fetches a copy of its own.
+        deltas: whether hosts with an older version get only what changed: ``"auto"`` where
+            that is quicker, ``"always"`` where it takes fewer bytes, ``"never"``.
+        arity: how many hosts fetch from each host, 1 to 64; 1 is a chain.
+        connections: the number of connections by which a host fetches, 1 to 8.
+    """
+
+    _name: ClassVar[str] = "distributed"
+
+    listen: str | None = None
+    advertise: str | None = None
+    insecure_plaintext: bool = False
+    every: int | None = None
+    pull: bool = False
+    own_copy: bool = False
+    share: Literal["all", "relay", "none"] = "all"
+    deltas: Literal["auto", "always", "never"] = "auto"
+    arity: int = 1
+    connections: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rpc(Scheme):
+    """The trainer calls each worker's HTTP endpoint, and the worker fetches the version.
+
+    Args:
+        initial: ``"send"``: the first weights come with the first send; ``"connect"``:
+            with the rendez-vous.
+        listen: where the trainer listens, as ``"host:port"``; loopback without it. Other
+            addresses need a token (``WEIGHTSYNC_TOKEN_FILE``) on every host.
+        advertise: how workers reach the trainer, if that is another address.
+        insecure_plaintext: links may leave this machine, although they are not encrypted.
+    """
+
+    _name: ClassVar[str] = "rpc"
+
+    initial: Literal["send", "connect"] = "send"
+    listen: str | None = None
+    advertise: str | None = None
+    insecure_plaintext: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSync(Scheme):
+    """No weights travel: the model never changes, or the program measures itself."""
+
+    _name: ClassVar[str] = "none"
