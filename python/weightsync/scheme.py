@@ -37,12 +37,12 @@ class Scheme:
     def _settings(self) -> Iterator[str]:
         for field in fields(self):
             value = getattr(self, field.name)
-            # 0 is no False, and 1 no True.
+            # 0 equals False, and is refused in Rust where a flag is expected.
             if value == field.default and type(value) is type(field.default):
                 continue
             key = field.name.replace("_", "-")
             if "," in str(value):
-                raise SettingError(f"{key}: expected a value without commas, got {value!r}")
+                raise SettingError(f'"{key}": expected a value without commas, got "{value}"')
             yield key if value is True else f"{key}={value}"
 
 

@@ -334,6 +334,24 @@ def test_arguments_that_cannot_be_are_refused():
         weightsync.Receiver(sender.init_info, -1)
 
 
+def test_each_receiver_names_the_other_when_it_is_meant():
+    with weightsync.Sender(Net(1.0)) as sender:
+        info = sender.init_info
+        for how in ({"model": Net()}, {"mode": "copy"}, {"context": 1}, {"models": {"policy": Net()}}):
+            (name,) = how
+            with pytest.raises(weightsync.WrongTypeError, match=f"{name}: .*ModelReceiver"):
+                weightsync.Receiver(info, 0, **how)
+        with pytest.raises(weightsync.WrongTypeError, match="'modle'.*models and device"):
+            weightsync.Receiver(info, 0, modle=Net())
+        with pytest.raises(weightsync.WrongTypeError, match="models: expected a list of names"):
+            weightsync.Receiver(info, 0, models="policy")
+        for how in ({}, {"models": ["policy"]}):
+            with pytest.raises(weightsync.ModelError, match="use Receiver"):
+                weightsync.ModelReceiver(info, 0, **how)
+        with pytest.raises(weightsync.ModelError, match="not both"):
+            weightsync.ModelReceiver(info, 0, model=Net(), models={"policy": Net()})
+
+
 def test_every_error_pickles_and_has_a_remedy():
     for name in errors.__all__:
         kind = getattr(errors, name)

@@ -11,7 +11,8 @@ def train(model: nn.Module) -> list[str]:
     mapping = weightsync.Mapping().rename("net.*", "policy.*").cast("*", torch.bfloat16)
     run = mapping.dry_run(model, {"policy.weight": torch.zeros(2, 2)})
     assert_type(run.unmatched, list[str])
-    with weightsync.Sender(model, mapping=mapping, slots=(2, 3)) as sender:
+    scheme = weightsync.MultiProcess(every=4)
+    with weightsync.Sender(model, mapping=mapping, slots=(2, 3), scheme=scheme) as sender:
         sender.connect(workers=[0, 1], timeout=5.0)
         report = sender.send()
         assert_type(report, weightsync.Report)
@@ -35,6 +36,7 @@ def work(info: weightsync.InitInfo, number: int, model: nn.Module) -> None:
         assert_type(version, int | None)
         background = receiver.start_background()
         assert_type(background.wait(3, timeout=1.0), bool)
+        assert_type(background.safe_point(), dict[str, int] | None)
         with background:
             model(torch.zeros(1, 2))
 
@@ -47,6 +49,26 @@ def look(text: str) -> float:
         return 0.0
     names: list[str] = list(snapshot)
     return float(snapshot[names[0]].sum())
+
+
+def look_at_several(text: str, actor: nn.Module) -> int:
+    receiver = weightsync.Receiver(text, models=["actor", "critic"])
+    assert_type(receiver.receive_set(), dict[str, weightsync.Snapshot] | None)
+    assert_type(receiver.latest_set(), dict[str, weightsync.Snapshot] | None)
+    loads = weightsync.ModelReceiver(text, 1, models={"actor": actor})
+    assert_type(loads.pull_set(3, model="actor"), dict[str, int] | None)
+    assert_type(loads.versions, dict[str, int])
+    return loads.version
+
+
+def load_by_mistake(text: str, actor: nn.Module) -> None:
+    weightsync.Receiver(text, model=actor)  # type: ignore[arg-type]
+
+
+def choose(port: int | None) -> weightsync.Scheme | str:
+    if port is None:
+        return "multi-process:every=4"
+    return weightsync.Distributed(listen=f"127.0.0.1:{port}", share="relay")
 
 
 def pass_on(info: weightsync.InitInfo) -> weightsync.Report | None:
