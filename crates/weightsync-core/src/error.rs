@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::dtype::Dtype;
+use crate::engine_update::State;
 use crate::ids::WriterId;
 use crate::layout::{ByteRange, LayoutId, LayoutMismatch};
 
@@ -204,6 +205,17 @@ pub enum Error {
         name: String,
         /// The bytes of the tensor that no writer covers, counted from the start of the layout.
         range: ByteRange,
+    },
+
+    /// An event that does not fit the state of an engine's update.
+    #[error("{event} does not fit an engine update in the state \"{state}\": {fix}")]
+    WrongEvent {
+        /// The event.
+        event: &'static str,
+        /// The state of the update.
+        state: State,
+        /// What to do.
+        fix: String,
     },
 }
 

@@ -16,12 +16,14 @@
 //! | identify a version's bytes | [`digest`] |
 //! | describe a version and who writes it | [`manifest`] |
 //! | mark a version in shared memory as whole | [`record`] |
+//! | decide each step of an engine's update | [`engine_update`] |
 #![forbid(unsafe_code)]
 
 pub mod chunk;
 pub mod delta;
 pub mod digest;
 pub mod dtype;
+pub mod engine_update;
 pub mod error;
 pub mod extract;
 mod hex;

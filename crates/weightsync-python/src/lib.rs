@@ -10,6 +10,7 @@
 
 mod background;
 mod cascade;
+mod engine_update;
 mod errors;
 mod loader;
 mod log;
@@ -35,6 +36,8 @@ mod _native {
     use crate::background::{Background, Permit};
     #[pymodule_export]
     use crate::cascade::Cascade;
+    #[pymodule_export]
+    use crate::engine_update::EngineUpdate;
     #[pymodule_export]
     use crate::mapping::{DryRun, Fate, MappedTarget, Mapping};
     #[pymodule_export]

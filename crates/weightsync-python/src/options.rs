@@ -98,7 +98,7 @@ impl From<Workers> for Expect {
 }
 
 /// A whole number; `True` is none.
-fn whole<'py, T: for<'a> FromPyObject<'a, 'py>>(
+pub fn whole<'py, T: for<'a> FromPyObject<'a, 'py>>(
     name: &str,
     possible: &str,
     value: &Bound<'py, PyAny>,
@@ -109,7 +109,7 @@ fn whole<'py, T: for<'a> FromPyObject<'a, 'py>>(
 }
 
 /// A value that cannot be.
-fn wants(name: &str, possible: &str, got: &Bound<'_, PyAny>) -> PyErr {
+pub fn wants(name: &str, possible: &str, got: &Bound<'_, PyAny>) -> PyErr {
     let got = got.repr().map_or("what has no repr".into(), |text| {
         text.to_string_lossy().chars().take(80).collect::<String>()
     });

@@ -1,0 +1,397 @@
+//! The update of one engine, as a state machine: pause, start, update, finish, resume.
+//!
+//! **An engine resumes only on weights that are known to be whole**, old or new. The machine
+//! decides which call comes next; the caller makes that call and reports what became of it.
+//!
+//! | the call | done: next | failed: next |
+//! |---|---|---|
+//! | pause | start | resume on the old weights: the engine may be half paused, and nothing was started |
+//! | start | update | weights whole: resume on them; unknown: restore |
+//! | update | update, once for each chunk, then finish | the same; new weights before the last chunk count as unknown |
+//! | finish | resume on the new weights | the same |
+//! | restore | resume on the old weights | over: held |
+//! | resume | over: updated or kept old, as the weights are | over: not resumed; held if the weights are unknown, unless pause failed |
+//!
+//! An engine that dies is dead, in every state. No call is made twice but for update.
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::num::NonZeroU32;
+
+use crate::error::{Error, Result};
+
+/// The update of one engine around one sync: how far it is, and what the engine holds.
+///
+/// ```
+/// use std::num::NonZeroU32;
+/// use weightsync_core::engine_update::{Call, EngineUpdate, Event, Outcome, Weights};
+///
+/// let update = EngineUpdate::new(NonZeroU32::MIN);
+/// let (update, call) = update.step(Event::Begin)?;
+/// assert_eq!(call, Some(Call::Pause));
+/// let (update, call) = update.step(Event::Done)?;
+/// assert_eq!(call, Some(Call::Start));
+/// let reason = "connection reset".to_owned();
+/// let (update, call) = update.step(Event::Failed { reason, weights: Weights::Unknown })?;
+/// assert_eq!(call, Some(Call::Restore));
+/// let (update, call) = update.step(Event::Done)?;
+/// assert_eq!(call, Some(Call::Resume));
+/// let (update, call) = update.step(Event::Done)?;
+/// assert_eq!(call, None);
+/// assert_eq!(update.outcome(), Some(Outcome::KeptOld));
+/// assert_eq!(update.reason(), Some("start failed: connection reset"));
+/// # Ok::<(), weightsync_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct EngineUpdate {
+    updates: NonZeroU32,
+    state: State,
+    weights: Weights,
+    reason: Option<String>,
+}
+
+/// What the caller reports.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// The sync begins.
+    Begin,
+    /// The engine has done the call.
+    Done,
+    /// The engine refused the call, could not do it, or did not answer.
+    Failed {
+        /// Why.
+        reason: String,
+        /// What the engine is known to hold now.
+        weights: Weights,
+    },
+    /// The engine is gone. This is taken in every state, also when the update is over.
+    Died {
+        /// How it is known, or why.
+        reason: String,
+    },
+}
+
+/// What an engine is known to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Weights {
+    /// All of the old weights: the engine could generate with them at once.
+    Old,
+    /// All of the new weights: the engine could generate with them at once.
+    New,
+    /// Nobody knows that they are whole.
+    Unknown,
+}
+
+/// A call for the caller to make.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Call {
+    /// Stop generating.
+    Pause,
+    /// Prepare for new weights.
+    Start,
+    /// Take the next chunk of the new weights.
+    Update,
+    /// The new weights are complete: make them usable.
+    Finish,
+    /// Generate again.
+    Resume,
+    /// Bring all of the old weights back.
+    Restore,
+}
+
+/// How an update ended. [`EngineUpdate::weights`] and [`EngineUpdate::reason`] belong to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// The engine generates with the new weights.
+    Updated,
+    /// The engine generates with the old weights.
+    KeptOld,
+    /// The engine has whole weights, old or new, and its resume failed. Unless only the answer
+    /// was lost, it is paused; resuming it is safe at any time.
+    NotResumed,
+    /// The engine stays paused, because nobody knows that its weights are whole. It needs whole
+    /// weights before it may resume.
+    Held,
+    /// The engine is gone.
+    Dead,
+}
+
+/// What has happened so far. Each state but the first and the last four has one call under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum State {
+    /// The engine generates with the old weights, and the update has not begun.
+    Running,
+    /// Pause is under way.
+    Pausing,
+    /// The engine is paused; start is under way.
+    Paused,
+    /// The engine has started; an update is under way.
+    Started {
+        /// Updates that are done.
+        done: u32,
+    },
+    /// All updates are done; finish is under way.
+    Updated,
+    /// The engine has finished; resume is under way.
+    Finished,
+    /// Pause failed; resume is under way.
+    PauseFailed,
+    /// A later call failed and the engine holds whole weights; resume is under way.
+    UpdateFailed,
+    /// A later call failed and the engine's weights are unknown; restore is under way.
+    Restoring,
+    /// The old weights are back; resume is under way.
+    Restored,
+    /// The engine generates again. The update is over, as in the states below.
+    Resumed,
+    /// As [`Outcome::NotResumed`].
+    NotResumed,
+    /// As [`Outcome::Held`].
+    Held,
+    /// As [`Outcome::Dead`].
+    Dead,
+}
+
+impl EngineUpdate {
+    /// The update of an engine that generates with the old weights, by `updates` update calls.
+    pub fn new(updates: NonZeroU32) -> Self {
+        Self {
+            updates,
+            state: State::Running,
+            weights: Weights::Old,
+            reason: None,
+        }
+    }
+
+    /// The update after `event`, and the next call to make: none once the update is over.
+    ///
+    /// An event that does not fit is an [`Error::WrongEvent`], and the update is as before.
+    pub fn step(&self, event: Event) -> Result<(Self, Option<Call>)> {
+        let next = match &event {
+            Event::Begin => self.after_begin(),
+            Event::Done => self.after_success(),
+            Event::Failed { reason, weights } => self.after_failure(reason, *weights),
+            Event::Died { reason } => Some(self.after_death(reason)),
+        };
+        let next = next.ok_or_else(|| self.wrong(&event))?;
+        let call = next.state.call();
+        Ok((next, call))
+    }
+
+    /// What has happened so far.
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// How the update ended; `None` until it is over.
+    pub fn outcome(&self) -> Option<Outcome> {
+        Some(match (self.state, self.weights) {
+            (State::Resumed, Weights::New) => Outcome::Updated,
+            (State::Resumed, _) => Outcome::KeptOld,
+            (State::NotResumed, _) => Outcome::NotResumed,
+            (State::Held, _) => Outcome::Held,
+            (State::Dead, _) => Outcome::Dead,
+            _ => return None,
+        })
+    }
+
+    /// What the engine is known to hold, as of the last event.
+    ///
+    /// Unknown from the moment the engine has started until it has finished, or a failure says
+    /// otherwise; unknown of a dead engine.
+    pub fn weights(&self) -> Weights {
+        self.weights
+    }
+
+    /// Each failure so far, in order; `None` if there was none.
+    pub fn reason(&self) -> Option<&str> {
+        self.reason.as_deref()
+    }
+
+    fn after_begin(&self) -> Option<Self> {
+        (self.state == State::Running).then(|| self.at(State::Pausing, Weights::Old))
+    }
+
+    fn after_success(&self) -> Option<Self> {
+        let (state, weights) = match self.state {
+            State::Pausing => (State::Paused, Weights::Old),
+            State::Paused => (State::Started { done: 0 }, Weights::Unknown),
+            State::Started { done } if self.is_last(done) => (State::Updated, Weights::Unknown),
+            State::Started { done } => (State::Started { done: done + 1 }, Weights::Unknown),
+            State::Updated => (State::Finished, Weights::New),
+            State::Restoring => (State::Restored, Weights::Old),
+            State::Finished | State::PauseFailed | State::UpdateFailed | State::Restored => {
+                (State::Resumed, self.weights)
+            }
+            State::Running | State::Resumed | State::NotResumed | State::Held | State::Dead => {
+                return None;
+            }
+        };
+        Some(self.at(state, weights))
+    }
+
+    fn after_failure(&self, reason: &str, reported: Weights) -> Option<Self> {
+        let call = self.state.call()?;
+        let (state, weights) = match (self.state, reported) {
+            // No call that changes weights was made.
+            (State::Pausing, _) => (State::PauseFailed, Weights::Old),
+            (State::PauseFailed, _) => (State::NotResumed, Weights::Old),
+            // The rest of the new weights was never sent.
+            (State::Started { done }, Weights::New) if !self.is_last(done) => {
+                (State::Restoring, Weights::Unknown)
+            }
+            (State::Paused | State::Started { .. } | State::Updated, Weights::Unknown) => {
+                (State::Restoring, Weights::Unknown)
+            }
+            (State::Paused | State::Started { .. } | State::Updated, whole) => {
+                (State::UpdateFailed, whole)
+            }
+            // An engine that could not go back is not trusted with what it says it holds.
+            (State::Restoring, _) => (State::Held, Weights::Unknown),
+            (State::Finished | State::UpdateFailed | State::Restored, Weights::Unknown) => {
+                (State::Held, Weights::Unknown)
+            }
+            (State::Finished | State::UpdateFailed | State::Restored, whole) => {
+                (State::NotResumed, whole)
+            }
+            (
+                State::Running | State::Resumed | State::NotResumed | State::Held | State::Dead,
+                _,
+            ) => return None,
+        };
+        Some(Self {
+            reason: self.and(&format!("{call} failed"), reason),
+            ..self.at(state, weights)
+        })
+    }
+
+    /// The first report of a death stays.
+    fn after_death(&self, reason: &str) -> Self {
+        if self.state == State::Dead {
+            return self.clone();
+        }
+        Self {
+            reason: self.and("the engine died", reason),
+            ..self.at(State::Dead, Weights::Unknown)
+        }
+    }
+
+    fn is_last(&self, done: u32) -> bool {
+        done + 1 >= self.updates.get()
+    }
+
+    fn at(&self, state: State, weights: Weights) -> Self {
+        Self {
+            state,
+            weights,
+            ..self.clone()
+        }
+    }
+
+    fn and(&self, what: &str, reason: &str) -> Option<String> {
+        Some(match &self.reason {
+            Some(before) => format!("{before}; {what}: {reason}"),
+            None => format!("{what}: {reason}"),
+        })
+    }
+
+    fn wrong(&self, event: &Event) -> Error {
+        let fix = match (self.state, self.state.call()) {
+            (State::Running, _) => "the update has not begun; report begin first".to_owned(),
+            (_, Some(call)) => {
+                format!("make the {call} call, then report done, failed or died")
+            }
+            (_, None) => "the update is over; make a new one for the next sync".to_owned(),
+        };
+        Error::WrongEvent {
+            event: event.word(),
+            state: self.state,
+            fix,
+        }
+    }
+}
+
+impl State {
+    /// The call that is under way.
+    fn call(self) -> Option<Call> {
+        match self {
+            Self::Pausing => Some(Call::Pause),
+            Self::Paused => Some(Call::Start),
+            Self::Started { .. } => Some(Call::Update),
+            Self::Updated => Some(Call::Finish),
+            Self::Finished | Self::PauseFailed | Self::UpdateFailed | Self::Restored => {
+                Some(Call::Resume)
+            }
+            Self::Restoring => Some(Call::Restore),
+            Self::Running | Self::Resumed | Self::NotResumed | Self::Held | Self::Dead => None,
+        }
+    }
+}
+
+impl Event {
+    fn word(&self) -> &'static str {
+        match self {
+            Self::Begin => "begin",
+            Self::Done => "done",
+            Self::Failed { .. } => "failed",
+            Self::Died { .. } => "died",
+        }
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Running => "running",
+            Self::Pausing => "pausing",
+            Self::Paused => "paused",
+            Self::Started { .. } => "started",
+            Self::Updated => "updated",
+            Self::Finished => "finished",
+            Self::PauseFailed => "pause failed",
+            Self::UpdateFailed => "update failed",
+            Self::Restoring => "restoring",
+            Self::Restored => "restored",
+            Self::Resumed => "resumed",
+            Self::NotResumed => "not resumed",
+            Self::Held => "held",
+            Self::Dead => "dead",
+        })
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Pause => "pause",
+            Self::Start => "start",
+            Self::Update => "update",
+            Self::Finish => "finish",
+            Self::Resume => "resume",
+            Self::Restore => "restore",
+        })
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Updated => "updated",
+            Self::KeptOld => "kept old",
+            Self::NotResumed => "not resumed",
+            Self::Held => "held",
+            Self::Dead => "dead",
+        })
+    }
+}
+
+impl fmt::Display for Weights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Old => "old",
+            Self::New => "new",
+            Self::Unknown => "unknown",
+        })
+    }
+}
