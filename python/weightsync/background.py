@@ -36,7 +36,11 @@ class Background:
         self._guards.append(Guard(self._hold, module))
 
     def safe_point(self) -> dict[str, int] | None:
-        """Lets the models change here and now; their versions by name if they did, else None."""
+        """Lets the models change here and now.
+
+        Returns:
+            The models' versions by name if they changed, else None.
+        """
         return self._native.safe_point()
 
     def wait(
@@ -49,8 +53,8 @@ class Background:
             timeout: in seconds.
 
         Returns:
-            False if the timeout came first, or nothing will arrive any more; without a
-            timeout also if the sender has shut down.
+            False if the timeout came first, or if no version can arrive any more; without
+            a timeout also if the sender has shut down.
         """
         if isinstance(version, int):
             version = dict.fromkeys(self.versions, version)
@@ -92,11 +96,11 @@ class Background:
 
     @property
     def failure(self) -> str | None:
-        """Why the newest version could not be applied, if it could not."""
+        """Why the newest version could not be applied, or None."""
         return self._native.state()[2]
 
     def shutdown(self) -> None:
-        """Ends the thread and leaves. Any number of times; models keep what they have."""
+        """Ends the thread and leaves. Any number of times; models keep their weights."""
         self._end(_ends.why)
 
     def _end(self, reason: str | None) -> None:

@@ -17,11 +17,19 @@ if TYPE_CHECKING:
 
 
 class Cascade(_ends.AsyncWith):
-    """Passes on what a sender sends, under the same version numbers.
+    """A worker that passes on what its trainer sends, under the same version numbers.
 
-    The trainer's report counts this worker once its own workers have the version; one
-    that has it not is named there. Making it joins the trainer, and takes the initial
-    weights; :attr:`init_info` is for the sub-workers, :meth:`connect` waits for them.
+    The trainer's report counts this worker once its sub-workers have the version, and
+    names sub-workers that do not have it. The constructor joins the trainer and takes the
+    initial weights. Sub-workers join by :attr:`init_info`; :meth:`connect` waits for them.
+
+    Args:
+        info: the trainer's init info, also as JSON text.
+        worker: this worker's number, for the trainer.
+        scheme: how weights travel to the sub-workers, as of :class:`Sender`.
+        run_dir: a directory of this user; with it, sub-workers find a restarted cascade.
+        timeout: how long the cascade waits for the trainer, and a version for the
+            sub-workers, in seconds.
     """
 
     def __init__(
@@ -54,29 +62,29 @@ class Cascade(_ends.AsyncWith):
         return self._native.init_info
 
     def connect(self, workers: int | Iterable[int] = 1, *, timeout: float | None = 60.0) -> None:
-        """Returns once the sub-workers have the initial weights; then the trainer counts it."""
+        """Waits until the sub-workers have the initial weights; the trainer counts them then."""
         self._native.connect(workers, timeout)
 
     def forward(self, timeout: float | None = None) -> Report | None:
-        """Waits for what comes next and passes it on; what became of it, or None."""
+        """Waits for the next version and passes it on; the report, or None at the timeout."""
         return self._native.forward(timeout)
 
     def start_background(self) -> None:
-        """Passes everything on from here on, in a thread of its own."""
+        """Passes every further version on, in a thread of its own."""
         self._native.start_background()
 
     @property
     def last(self) -> Report | None:
-        """What became of what was passed on last, in the background."""
+        """The report of the version that the background thread passed on last."""
         return self._native.last
 
     def forget(self, worker_ids: int | Iterable[int]) -> None:
-        """Takes sub-workers that failed, died or were lost out of the reports, for good."""
+        """Removes sub-workers that failed, died or were lost from the reports, for good."""
         gone = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
         self._native.forget(gone)
 
     def shutdown(self) -> None:
-        """Leaves in order, and ends the sub-workers' connection. Any number of times."""
+        """Leaves the trainer in order and disconnects the sub-workers. Any number of times."""
         self._end(_ends.why)
 
     def _end(self, reason: str | None) -> None:

@@ -82,17 +82,17 @@ class MissingTensorError(ModelError, KeyError):
 
 
 class SendError(WeightsyncError, RuntimeError):
-    """A send that cannot be made as it was asked for. Nothing was sent."""
+    """A send that cannot be made as requested. Nothing was sent."""
 
 
 class NotAppliedError(WeightsyncError, RuntimeError):
-    """Not every worker has applied what was sent, or nobody is there: ``report`` says who."""
+    """Not every worker has applied the version, or no worker is there; ``report`` has the lines."""
 
     report: Report | None = None
 
 
 class LifecycleError(WeightsyncError, RuntimeError):
-    """A call that does not fit the state its end is in, or is made by the wrong half."""
+    """A call that does not fit the state of its end, or is made by the wrong half."""
 
 
 class UnsupportedError(WeightsyncError, NotImplementedError):
@@ -100,11 +100,11 @@ class UnsupportedError(WeightsyncError, NotImplementedError):
 
 
 class SettingError(WeightsyncError, ValueError):
-    """A setting, a scheme or an init info that cannot be."""
+    """A setting, a scheme or an init info that is not valid."""
 
 
 class CorruptError(WeightsyncError, RuntimeError):
-    """Bytes that are not what was sent. The version before serves."""
+    """Bytes that differ from what was sent. The version before serves."""
 
 
 class OperatingSystemError(WeightsyncError, OSError):

@@ -33,8 +33,8 @@ class Mapping:
         print(mapping.dry_run(trainers_model, engines_model))
         sender = weightsync.Sender(trainers_model, mapping=mapping)
 
-    Give it to the :class:`Sender`, or to a :class:`Receiver`. Each call returns a new
-    mapping, with one rule more. A mapping can be pickled and compared.
+    Give the mapping to the :class:`Sender`, or to a :class:`ModelReceiver`. Each call
+    returns a new mapping, with one rule more. A mapping can be pickled and compared.
 
     Raises:
         SettingError: if a rule makes no sense with any model.

@@ -38,7 +38,7 @@ class Sender(_ends.AsyncWith):
 
     Args:
         model: the weights: a torch module, a state dict, a nested dict of tensors or
-            numpy arrays, or a TensorDict. It is kept, and sent by ``send()``.
+            numpy arrays, or a TensorDict. The sender keeps it, and ``send()`` sends it.
         name: what the model is called.
         models: several models by name, in place of ``model``; or, with ``context``,
             their paths, such as ``["policy", "env.value_net", "transforms[0]"]``.
@@ -47,10 +47,10 @@ class Sender(_ends.AsyncWith):
             ``MultiProcess(every=4)``, ``Distributed(listen="host:port")``, ``Rpc()`` or
             ``NoSync()``; or its text, such as ``"multi-process:every=4"``.
         strategy: ``"state_dict"`` leaves out buffers that are not persistent,
-            ``"tensordict"`` sends them too. Workers of either take either.
+            ``"tensordict"`` sends them too. Workers take either.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
-        mapping: rules that make what is sent of the weights that are given; a dict of
-            them by name for several models.
+        mapping: rules from the weights that are given to those that are sent; a dict of
+            mappings by name for several models.
         cast: a dtype (``torch.bfloat16``, ``"bfloat16"``) for floating-point tensors.
         slots: the smallest and the largest number of versions that have room.
         history: how many older versions are kept.
@@ -109,12 +109,12 @@ class Sender(_ends.AsyncWith):
 
     @property
     def init_info(self) -> InitInfo:
-        """What a worker needs to join: it can be pickled, or written as JSON."""
+        """What a worker needs to join; a value that pickles, and is JSON by ``to_json()``."""
         return self._info
 
     @property
     def is_connected(self) -> bool:
-        """Whether ``connect`` has returned once: workers can join."""
+        """Whether ``connect`` has returned once, so that workers can join."""
         return self._connected
 
     @property
@@ -138,17 +138,18 @@ class Sender(_ends.AsyncWith):
     ) -> None:
         """Publishes the first version, and returns once the workers have loaded it.
 
-        With ``"rpc"`` the first weights come with the first send, unless it is
-        ``"rpc:initial=connect"``: this compares the weights, sends none of them, and
-        returns once the workers are there.
+        With :class:`Rpc` the first weights come with the first send, unless it has
+        ``initial="connect"``: ``connect`` then compares the weights, sends none of them,
+        and returns once the workers are there.
 
         Args:
-            workers: how many, or which; others may join later. One that has loaded the
-                first version and has left in order by now counts.
+            workers: how many, or which; others may join later. A worker that has loaded
+                the first version and has left in order counts.
             weights: the model's first weights, in place of its own.
             weights_dict: the same for several models.
             processes: the workers' processes, of :mod:`multiprocessing` or
-                :mod:`subprocess`: one that fails before all have joined ends the wait.
+                :mod:`subprocess`: a process that fails before all have joined ends the
+                wait.
             timeout: in seconds.
 
         Raises:
@@ -171,7 +172,7 @@ class Sender(_ends.AsyncWith):
         """Waits until these workers, too, are there and have loaded what was sent.
 
         Raises:
-            DeadlineError: naming those that were not there in time.
+            DeadlineError: naming the workers that were not there in time.
         """
         self._session.wait_for(workers, timeout)
 
@@ -204,14 +205,14 @@ class Sender(_ends.AsyncWith):
                 not moved since; without it the send passes them over.
 
         Returns:
-            One line per worker: one that died, refused or was late is a line, and
-            costs the others nothing. ``send().ensure_applied()`` raises unless every worker
-            has it, and somebody is there; ``assert send().all_applied`` does so too, but
-            with ``python -O`` there is no assert, and no send.
+            A report with a line per worker. A worker that died, refused or was late is a
+            line, and costs the others nothing. ``send().ensure_applied()`` raises unless
+            at least one worker is there and every worker has the version. So does
+            ``assert send().all_applied``, but ``python -O`` removes the assert and the send.
 
         Raises:
-            WrongWeightsError: naming each tensor that is not as it was set up.
-            DeadlineError: if workers hold all the room there is; it names them.
+            WrongWeightsError: naming each tensor that differs from the setup.
+            DeadlineError: naming the workers that hold all the room there is.
         """
         workers = _workers(worker_ids)
         with self._sending:
@@ -219,7 +220,7 @@ class Sender(_ends.AsyncWith):
                 if model not in (None, weights.model) or weights_dict is not None:
                     raise ModelError(f"the snapshot is of {weights.model!r} alone")
                 if partial:
-                    raise SendError("a snapshot is a whole version, and no partial update")
+                    raise SendError("a snapshot is a whole version: send it without partial=True")
                 again = (weights.model, workers, wait, timeout, False, version, wait_late)
                 report = self._session.send_again(weights._native, again)
             else:
@@ -242,9 +243,9 @@ class Sender(_ends.AsyncWith):
         version: int | None = None,
         wait_late: bool = False,
     ) -> PendingSend:
-        """As :meth:`send`, but returns once the weights were read: they may change.
+        """As :meth:`send`, but returns once the weights were read, and may change.
 
-        The report comes by ``wait()`` of what is returned, or by ``await``.
+        ``wait()`` of the returned value waits for the report; so does ``await``.
         """
         with self._sending:
             given = self._given(weights, model, weights_dict, partial=partial)
@@ -291,9 +292,9 @@ class Sender(_ends.AsyncWith):
         self._session.hold(_workers(worker_ids) or [], False)
 
     def forget(self, worker_ids: int | Iterable[int]) -> None:
-        """Takes workers that failed, died or were lost out of the reports, for good.
+        """Removes workers that failed, died or were lost from the reports, for good.
 
-        Until then, or until they are back, each report has their lines.
+        Until then, or until such a worker is back, each report has its line.
         """
         self._session.forget(_workers(worker_ids) or [])
 
@@ -322,15 +323,15 @@ class Sender(_ends.AsyncWith):
         return next(iter(self.versions.values()))
 
     def snapshot(self, model: str | None = None, version: int | None = None) -> Snapshot:
-        """What was sent to all last, or an older version that is still kept."""
+        """The version sent to all workers last, or an older one that is still kept."""
         return Snapshot(self._session.sent(self._only(model), version))
 
     def digest(self, model: str | None = None) -> str:
-        """The identity of what was sent to all last; workers find it too."""
+        """The identity of the version sent to all workers last; workers find it too."""
         return self._session.digest(self._only(model))
 
     def shutdown(self) -> None:
-        """Tells the workers, and leaves nothing behind. Any number of times."""
+        """Tells the workers that the sender ends, and frees everything. Any number of times."""
         self._session.shutdown()
         _ends.closed(self)
 

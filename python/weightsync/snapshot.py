@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class Snapshot(abc.Mapping[str, Any]):
     """One whole version of a model: its tensors by name, read without a copy.
 
-    They are torch's, or numpy's where torch is not installed.
+    The tensors are torch's, or numpy's where torch is not installed.
 
-    It does not change while it, or a tensor of it, is held, whatever the sender
-    does, and also after the sender's death. Holding one costs the sender room for
-    one version; :meth:`copy` does not. What is written into a tensor of it is seen
-    by nobody else, and is gone with the version.
+    A snapshot does not change while the worker holds it, or a tensor of it, whatever the
+    sender does, and also after the sender's death. Each snapshot that is held costs the
+    sender room for one version; a :meth:`copy` does not. Nobody else sees what a worker
+    writes into a snapshot's tensors, and it is gone with the version.
     """
 
     def __init__(self, native: NativeSnapshot) -> None:
@@ -36,27 +36,27 @@ class Snapshot(abc.Mapping[str, Any]):
 
     @property
     def model(self) -> str:
-        """The model it is of."""
+        """The name of the model."""
         return self._native.model
 
     @property
     def version(self) -> int:
-        """Its number in the run."""
+        """The version's number in its run."""
         return self._native.version
 
     @property
     def run(self) -> tuple[int, str]:
-        """The run it belongs to: its epoch and id."""
+        """The run of the version: its epoch and id."""
         return self._native.run
 
     def tensors(self) -> dict[str, Any]:
-        """Torch tensors over the version, by name; tied ones under each of theirs."""
+        """Torch tensors over the version, by name; a tied tensor under each of its names."""
         if not _has_torch():
             raise UnsupportedError("torch is not installed here, so use numpy() in place of tensors()")
         return {name: self[name] for name in self}
 
     def numpy(self) -> dict[str, Any]:
-        """numpy arrays over the version; bf16 and fp8 want ml_dtypes installed."""
+        """numpy arrays over the version; bf16 and fp8 need ml_dtypes."""
         return arrays_of(self._native)
 
     def load_into(self, model: Any) -> None:
@@ -80,16 +80,16 @@ class Snapshot(abc.Mapping[str, Any]):
         return Snapshot(self._native.to_owned_copy())
 
     def digest(self) -> str:
-        """The identity of its bytes, as this process sees them: one pass."""
+        """The identity of the version's bytes, as this process sees them: one pass over them."""
         return self._native.digest()
 
     @property
     def published_digest(self) -> str | None:
-        """The digest the sender made, if it has."""
+        """The digest that the sender made, or None."""
         return self._native.published_digest
 
     def verify(self) -> bool:
-        """Compares it with the sender's checksums; False if it made none.
+        """Compares the bytes with the sender's checksums; False if the sender made none.
 
         Raises:
             CorruptError: naming what differs.
@@ -97,11 +97,11 @@ class Snapshot(abc.Mapping[str, Any]):
         return self._native.verify_checksums()
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> str:
-        """Writes a safetensors file, whole or not at all; its digest."""
+        """Writes a safetensors file, whole or not at all, and returns its digest."""
         return self._native.save_safetensors(os.fspath(path))
 
     def __getitem__(self, name: str) -> Any:
-        """A tensor over the version; where torch is not installed, a numpy array."""
+        """A tensor over the version, or a numpy array where torch is not installed."""
         if self._view is None:
             self._view = View(self._native)
         of = self._view.ties.get(name, name)

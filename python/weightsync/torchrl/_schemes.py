@@ -55,8 +55,8 @@ class SharedMemWeightSyncScheme(NativeScheme):
 class MultiProcessWeightSyncScheme(NativeScheme):
     """Weights through a queue to each worker.
 
-    A drop-in for TorchRL's; the arguments are its own. What passes through a queue says which
-    version is meant: the weights themselves are read where they lie.
+    A drop-in for TorchRL's; the arguments are its own. A queue carries the number of the
+    version, and workers read the weights where they lie.
 
     Args:
         strategy: "tensordict" or "state_dict".
@@ -68,10 +68,10 @@ class MultiProcessWeightSyncScheme(NativeScheme):
 
 
 class NoWeightSyncScheme(NativeScheme):
-    """No weights are sent.
+    """Sends no weights after the first.
 
-    A collector gives its workers a policy without values; these get the initial ones
-    once, so that the same program runs.
+    A collector gives its workers a policy without values. The workers get the initial
+    values once, so that the same program runs.
     """
 
     def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
@@ -98,7 +98,7 @@ class NoWeightSyncScheme(NativeScheme):
             self._group.leave(self._model_id or "policy", sender=True)
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
-        """Nothing."""
+        """Sends nothing."""
 
     def _init_on_receiver_impl(self, *, model_id: str, **kwargs: Any) -> None:
         self._model_id = model_id
@@ -111,7 +111,7 @@ class NoWeightSyncScheme(NativeScheme):
             super()._setup_connection_and_weights_on_receiver_impl(**kwargs)
 
     def receive(self, timeout: float | None = None) -> None:
-        """Nothing comes."""
+        """Returns None: nothing comes."""
         return None
 
 
@@ -120,14 +120,14 @@ class DistributedWeightSyncScheme(NativeScheme):
 
     A drop-in for TorchRL's, without a process group, a store or a world size: workers
     join and leave at any time. On the trainer's own host they read its shared memory;
-    on another host that of the host's relay (the command ``weightsync relay``, which is
-    installed from the sources: see ``docs/python.md``), or they fetch for themselves.
+    on another host they read the memory of the host's relay (the command
+    ``weightsync relay``, see ``docs/python.md``), or fetch for themselves.
 
-    The scheme reaches a worker of another host as it is, pickled, once ``init_on_sender``
-    has been called; or as the init info that :meth:`get_store_info` has.
+    The scheme reaches a worker of another host pickled, once ``init_on_sender`` has been
+    called; or the worker joins by the init info of :meth:`get_store_info`.
 
     There is no ``pull`` here: TorchRL's workers follow what is sent. Workers that ask are
-    :class:`weightsync.Receiver` of a :class:`weightsync.Sender` with
+    a :class:`weightsync.ModelReceiver` of a :class:`weightsync.Sender` with
     ``scheme=Distributed(pull=True)``.
 
     Args:
@@ -137,22 +137,8 @@ class DistributedWeightSyncScheme(NativeScheme):
         timeout: as TorchRL has it; waits here have timeouts of their own.
         strategy: "tensordict" or "state_dict".
         mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
-        listen: where the trainer listens, as "host:port"; loopback without it, which
-            workers of other hosts cannot reach. Off loopback a token is needed
-            (``WEIGHTSYNC_TOKEN_FILE``).
-        advertise: how workers reach it, if that is another address.
-        insecure_plaintext: that links leave this machine, although they are not
-            encrypted.
-        share: "all": workers read the trainer's memory on its host, and that of their
-            host's relay elsewhere; "relay": only the relay's; "none": each fetches a
-            copy of its own.
-        arity: how many hosts fetch from each, 1 to 64; one: a chain.
-        connections: connections by which a host fetches, 1 to 8.
-        deltas: whether what changed goes to hosts that have an older version, in place of
-            all: "auto" where that is quicker, "always" where it takes fewer bytes, "never".
-        every: every version in order, with at most so many (1 to 32) in a worker's queue;
-            None: the newest.
-        own_copy: each version is copied into the worker's own memory.
+        listen, advertise, insecure_plaintext, share, arity, connections, deltas, every,
+            own_copy: as of :class:`weightsync.Distributed`.
         run_dir: a directory of the trainer's own: a restarted trainer is found again.
 
     Raises:
@@ -202,7 +188,7 @@ class DistributedWeightSyncScheme(NativeScheme):
 
     def get_store_info(self) -> dict[str, Any]:
         """Where workers find the trainer, once it is set up: its host and port, and the
-        init info as text, with which a :class:`weightsync.Receiver` joins."""
+        init info as text, with which a :class:`weightsync.ModelReceiver` joins."""
         info = self._group.info if self._group is not None else None
         if info is None:
             raise LifecycleError("call init_on_sender first: it decides where workers connect")
@@ -224,11 +210,7 @@ class RPCWeightSyncScheme(NativeScheme):
         initial: "send": the first weights come with the first send, as TorchRL has it;
             "connect": with the rendez-vous. Without it, "connect" in a collector, whose
             workers begin to act before anything is sent, and otherwise "send".
-        listen: where the trainer listens, as "host:port"; loopback without it. Off
-            loopback a token is needed (``WEIGHTSYNC_TOKEN_FILE``), on every host.
-        advertise: how workers reach it, if that is another address.
-        insecure_plaintext: that links leave this machine, although they are not
-            encrypted.
+        listen, advertise, insecure_plaintext: as of :class:`weightsync.Rpc`.
         run_dir: a directory of the trainer's own: a restarted trainer is found again.
     """
 
