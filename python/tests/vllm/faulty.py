@@ -1,0 +1,51 @@
+"""The backend with a fault: its worker's model fails in the middle of a load when told to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from weightsync.vllm._transfer import WeightsyncEngine
+
+#: Of vLLM's factory.
+NAME = "weightsync-faulty"
+# Tensors that are loaded before the fault.
+_MIDWAY = 9
+
+
+class FaultyEngine(WeightsyncEngine):
+    """Loads as the backend does, and fails on the rank that the file says, as often as it says.
+
+    The file is in the folder of the model, and has a rank and a number of failures.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        model = self.model
+        told = told_in(Path(self.model_config.model))
+        load_weights = model.load_weights
+
+        def load(tensors: Any) -> Any:
+            rank, left = map(int, told.read_text().split()) if told.exists() else (-1, 0)
+            if rank != self.parallel_config.rank or not left:
+                return load_weights(tensors)
+            # Written whole: another rank may be reading.
+            new = told.with_suffix(".new")
+            new.write_text(f"{rank} {left - 1}")
+            os.replace(new, told)
+            return load_weights(_until_midway(tensors))
+
+        model.load_weights = load
+
+
+def told_in(folder: Path) -> Path:
+    """The file that says on which rank loads fail, and how many."""
+    return folder / "fail"
+
+
+def _until_midway(tensors: Any) -> Any:
+    for place, pair in enumerate(tensors):
+        if place == _MIDWAY:
+            raise RuntimeError("the load failed midway")
+        yield pair

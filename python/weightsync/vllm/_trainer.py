@@ -1,0 +1,202 @@
+"""The trainer's end: each version on every engine, and a line for each that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from weightsync.errors import LifecycleError, ModelError, SettingError
+from weightsync.sender import Sender
+from weightsync.vllm._engines import Pause, engine_of
+from weightsync.vllm._member import Member, Rules, Sent
+from weightsync.vllm._report import EngineReport, SyncReport
+
+
+class Trainer:
+    """Brings what a sender sends to vLLM engines: fetch, compare, pause, load, resume.
+
+    Engines are driven at the same time, and one that fails or is gone is one line of the report.
+    An engine generates with whole versions only: where a load fails, the weights before it come
+    back, and an engine that has neither stays paused until a sync has brought it a version.
+
+    All sends of the sender go through this.
+
+    Args:
+        sender: of the engines' model alone. It is connected by the first sync unless it is.
+        engines: an ``LLM``, an ``AsyncLLM`` (from inside its event loop), or a server's URL.
+        pause: how requests under way fare: ``"keep"`` freezes them, and they go on with the new
+            weights; ``"wait"`` lets them end first; ``"abort"`` ends them.
+        reset_prefix_cache: whether what the old weights computed is dropped after an update;
+            frozen requests then compute it again.
+        timeout: for each call to an engine, and for the fetch, in seconds.
+        first_worker: the sender's worker number for the first engine's first rank; the others
+            follow.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        engines: Iterable[Any] = (),
+        *,
+        pause: Pause = "keep",
+        reset_prefix_cache: bool = True,
+        timeout: float = 60.0,
+        first_worker: int = 0,
+    ) -> None:
+        if pause not in ("keep", "wait", "abort"):
+            raise SettingError(f'pause: expected "keep", "wait" or "abort", got {pause!r}')
+        if not timeout > 0:
+            raise SettingError(f"timeout: expected seconds, more than zero, got {timeout!r}")
+        if len(sender.models) != 1:
+            raise ModelError(
+                f"an engine runs one model, and the sender has {', '.join(sender.models)}: make a "
+                "sender for the engines' model alone"
+            )
+        self._sender = sender
+        self._rules = Rules(pause, reset_prefix_cache, timeout)
+        self._numbers = _Numbers(first_worker)
+        self._members: list[Member] = []
+        self._made = 0
+        # One sync at a time.
+        self._lock = threading.Lock()
+        for engine in engines:
+            self.add(engine)
+
+    @property
+    def engines(self) -> list[str]:
+        """The names of the engines, as the reports have them."""
+        return [member.name for member in self._members]
+
+    def add(self, engine: Any) -> str:
+        """Adds an engine, and returns its name. It gets the newest version at the next sync, or
+        at once by :meth:`refresh`.
+        """
+        made = engine_of(engine, self._made)
+        if made.name in self.engines:
+            raise SettingError(f"{made.name} is among the engines already")
+        self._made += 1
+        self._members = [*self._members, Member(made, self._numbers.take)]
+        return made.name
+
+    def remove(self, name: str) -> None:
+        """Takes an engine out of the reports. It keeps the weights it has."""
+        member = self._member(name)
+        self._members = [one for one in self._members if one is not member]
+        self._sender.forget(member.workers)
+
+    def sync(self, step: int | None = None, *, weights: Any = None) -> SyncReport:
+        """Sends the model's weights, and brings them to every engine that is awake.
+
+        Args:
+            step: the version's number, such as the training step; it must grow. None: one more
+                than the version before.
+            weights: what to send in place of the sender's model.
+
+        Raises:
+            WrongWeightsError: if the weights are not as the sender was set up. What an engine
+                refuses is a line of the report.
+        """
+        with self._lock:
+            began = time.monotonic()
+            sent = self._send(step, weights, began)
+            return self._all(lambda member: member.sync(sent, self._rules), sent.version)
+
+    async def sync_async(self, step: int | None = None, *, weights: Any = None) -> SyncReport:
+        """As :meth:`sync`, in a thread: for a trainer in the event loop of its ``AsyncLLM``."""
+        return await asyncio.to_thread(self.sync, step, weights=weights)
+
+    def refresh(self) -> SyncReport:
+        """Brings engines that do not have the newest version up to it, and sends nothing.
+
+        For engines that were added, have restarted, or have failed.
+        """
+        with self._lock:
+            sent = self._last()
+            return self._all(lambda member: member.refresh(sent, self._rules), sent.version)
+
+    def sleep(self, name: str | None = None, *, level: int = 1) -> None:
+        """Puts an engine, or all of them, to sleep; syncs pass it over until it wakes.
+
+        Raises:
+            EngineCallError: if an engine cannot sleep.
+        """
+        if level not in (0, 1, 2):
+            raise SettingError(f"level: expected 0, 1 or 2, got {level!r}")
+        with self._lock:
+            for member in self._chosen(name):
+                member.sleep(level, self._rules.timeout)
+
+    def wake(self, name: str | None = None) -> SyncReport:
+        """Wakes an engine, or all of them: each has the newest version before it generates."""
+        with self._lock:
+            sent = self._last()
+            chosen = [member for member in self._chosen(name) if member.asleep is not None]
+            return self._all(lambda member: member.wake(sent, self._rules), sent.version, chosen)
+
+    def _send(self, step: int | None, weights: Any, began: float) -> Sent:
+        if not self._sender.is_connected:
+            # Engines join later, one by one.
+            self._sender.connect(0, weights=weights, timeout=self._rules.timeout)
+            if step in (None, self._sender.version):
+                return self._last(began)
+        report = self._sender.send(
+            weights, wait="staged", version=step, timeout=self._rules.timeout
+        )
+        return Sent(self._sender, report.version, began, report)
+
+    def _last(self, began: float | None = None) -> Sent:
+        if not self._sender.is_connected:
+            raise LifecycleError("nothing was sent yet: call sync first")
+        began = time.monotonic() if began is None else began
+        return Sent(self._sender, self._sender.version, began, None)
+
+    def _all(
+        self,
+        update: Callable[[Member], EngineReport],
+        version: int,
+        members: list[Member] | None = None,
+    ) -> SyncReport:
+        """Updates engines, each in a thread of its own. Each of their calls has its end."""
+        members = self._members if members is None else members
+        lines: dict[str, EngineReport] = {}
+
+        def one(member: Member) -> None:
+            lines[member.name] = update(member)
+
+        threads = [
+            threading.Thread(target=one, args=(member,), name=f"weightsync {member.name}")
+            for member in members
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return SyncReport(version, [lines[member.name] for member in members])
+
+    def _member(self, name: str) -> Member:
+        for member in self._members:
+            if member.name == name:
+                return member
+        raise SettingError(f"there is no engine {name!r}; there is {', '.join(self.engines)}")
+
+    def _chosen(self, name: str | None) -> list[Member]:
+        return self._members if name is None else [self._member(name)]
+
+    def __repr__(self) -> str:
+        return f"<Trainer of {self._sender!r}: {', '.join(self.engines) or 'no engine yet'}>"
+
+
+class _Numbers:
+    """The sender's worker numbers, handed out to engines as they are met."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> int:
+        with self._lock:
+            first, self._next = self._next, self._next + count
+            return first
