@@ -1,0 +1,182 @@
+"""The flow of one trainer and its inference actors: initialize once, then sync."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from weightsync.errors import LifecycleError, PeerError, SettingError
+from weightsync.transfer.extractor import WeightExtractor, trainer_rank
+from weightsync.transfer.init_info import (
+    EmptyWeightSyncInitInfo,
+    WeightSyncInitInfo,
+    init_info_from_dict,
+    rank_offsets,
+)
+from weightsync.transfer.strategy import (
+    InferenceEngineClient,
+    WeightLoader,
+    WeightTransferReceiver,
+    WeightTransferSender,
+    WeightTransferStrategy,
+    strategy_from_config,
+)
+
+
+class TrainingActor:
+    """What each rank of the trainer has: an extractor, and a sender. All ranks make each call."""
+
+    def __init__(self, extractor: WeightExtractor, model: Any, generator_dtype: Any = None) -> None:
+        self._extractor, self._model, self._dtype = extractor, model, generator_dtype
+        self._client: InferenceEngineClient | None = None
+        self.sender: WeightTransferSender | None = None
+
+    async def initialize_weight_sync(
+        self,
+        strategy: WeightTransferStrategy | None,
+        cfg: Any,
+        inference_client: InferenceEngineClient,
+    ) -> None:
+        """Connects the sender and all receivers. Without a strategy, ``cfg`` names it."""
+        self.shutdown()
+        strategy = strategy_from_config(cfg) if strategy is None else strategy
+        self._client = inference_client
+        plan = await self._extractor.extract_weights(self._model, self._dtype)
+        if trainer_rank() != 0:
+            self.sender = await strategy.create_sender(EmptyWeightSyncInitInfo())
+            return
+        workers, _ = await inference_client.get_world_size()
+        info = await strategy.create_init_info(workers, getattr(plan, "metadata", None))
+        # Each may wait for the other.
+        sender, told = await asyncio.gather(
+            strategy.create_sender(info),
+            inference_client.init_weight_update_communicator(info),
+            return_exceptions=True,
+        )
+        for failed in (told, sender):
+            if isinstance(failed, BaseException):
+                if isinstance(sender, WeightTransferSender):
+                    sender.shutdown()
+                raise failed
+        assert isinstance(sender, WeightTransferSender)
+        self.sender = sender
+
+    async def sync_weights(self) -> int:
+        """One sync; the number of the version that all inference workers have loaded."""
+        if self.sender is None or self._client is None:
+            raise LifecycleError("sync_weights comes after initialize_weight_sync")
+        chunks = await self._extractor.extract_weights(self._model, self._dtype)
+        await self.sender.send_chunks(chunks, self._client)
+        return self.sender.version
+
+    def shutdown(self) -> None:
+        """Any number of times."""
+        if self.sender is not None:
+            self.sender.shutdown()
+            self.sender = None
+
+
+class InferenceActor:
+    """What each inference worker has: a receiver, and a loader."""
+
+    def __init__(self, strategy: WeightTransferStrategy, loader: WeightLoader) -> None:
+        self._strategy, self._loader = strategy, loader
+        self.receiver: WeightTransferReceiver | None = None
+
+    @property
+    def weight_version(self) -> int:
+        """The version that this worker has loaded from its present receiver; 0 before the first."""
+        return 0 if self.receiver is None else self.receiver.version
+
+    async def init_weight_update_communicator(
+        self, init_info: dict[str, Any], rank_offset: int, rank: int = 0
+    ) -> None:
+        """Creates the receiver."""
+        info = init_info_from_dict(init_info)
+        if self.receiver is not None:
+            if not info.override_existing_receiver:
+                return
+            self.shutdown()
+        self.receiver = await self._strategy.create_receiver(info, rank_offset, rank)
+
+    async def update_named_weights(self, request: dict[str, Any]) -> dict[str, int]:
+        """Does what a request says; the version that is loaded then."""
+        if self.receiver is None:
+            raise LifecycleError(
+                "update_named_weights comes after init_weight_update_communicator"
+            )
+        parsed = self.receiver.parse_request(request)
+        await self.receiver.receive_and_load_weights(parsed, self._loader)
+        return {"version": self.receiver.version}
+
+    def shutdown(self) -> None:
+        """Any number of times. The model keeps its weights."""
+        if self.receiver is not None:
+            self.receiver.shutdown()
+            self.receiver = None
+
+
+class ActorClient(InferenceEngineClient):
+    """A client of :class:`InferenceActor` objects, one for each inference worker.
+
+    Args:
+        actors: in the order of their ranks: deployment by deployment, and in each as
+            :func:`rank_in_deployment` counts.
+        deployment: how many workers a deployment has.
+        call: ``call(actor, method, *arguments)`` calls an actor elsewhere, and returns an
+            awaitable; without it actors are objects of this process. For Ray it is
+            ``lambda actor, method, *args: getattr(actor, method).remote(*args)``.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        *,
+        deployment: int = 1,
+        call: Callable[..., Awaitable[Any]] | None = None,
+    ) -> None:
+        if not actors or deployment < 1 or len(actors) % deployment:
+            raise SettingError(
+                f"expected whole deployments of {deployment} actors, got {len(actors)} actors"
+            )
+        self._actors, self._deployment, self._call = list(actors), deployment, call or _call
+
+    async def get_world_size(self) -> tuple[int, int]:
+        return len(self._actors), self._deployment
+
+    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
+        first = getattr(init_info, "rank_offset", 1)
+        count = len(self._actors) // self._deployment
+        offsets = rank_offsets(count, self._deployment, first=first)
+        data = init_info.to_dict()
+        await self._all(
+            "init_weight_update_communicator",
+            [
+                (data, offsets[at // self._deployment], at % self._deployment)
+                for at in range(len(self._actors))
+            ],
+        )
+
+    async def update_named_weights(self, request: dict[str, Any]) -> list[Any]:
+        return await self._all("update_named_weights", [(request,)] * len(self._actors))
+
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = [
+            self._call(actor, method, *own)
+            for actor, own in zip(self._actors, arguments, strict=True)
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        failed = {at: one for at, one in enumerate(answers) if isinstance(one, BaseException)}
+        if failed:
+            each = "; ".join(f"worker {at}: {type(error).__name__}: {error}" for at, error in failed.items())
+            raise PeerError(
+                f"{len(failed)} of {len(self._actors)} inference workers failed in {method}: {each}"
+            ) from next(iter(failed.values()))
+        return answers
+
+
+async def _call(actor: Any, method: str, *arguments: Any) -> Any:
+    answer = getattr(actor, method)(*arguments)
+    return await answer if inspect.isawaitable(answer) else answer

@@ -1,0 +1,82 @@
+"""Loaders: where a whole version goes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from weightsync.errors import WrongWeightsError
+from weightsync.transfer.strategy import WeightLoader
+
+
+class ModuleLoader(WeightLoader):
+    """A plain torch module. Everything is compared before the first tensor is written.
+
+    Args:
+        module: what is loaded into, in place; parameters keep their memory.
+        cast: whether tensors of another dtype are cast.
+        strict: whether all of the module's tensors must be there.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, cast: bool = False, strict: bool = True) -> None:
+        self._module, self._cast, self._strict = module, cast, strict
+
+    async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        own = {
+            name: one
+            for name, one in self._module.state_dict(keep_vars=True).items()
+            if isinstance(one, torch.Tensor)
+        }
+        wrong = [f"{name} is unknown" for name in named_tensors if name not in own]
+        for name, tensor in named_tensors.items():
+            if name not in own:
+                continue
+            target = own[name]
+            if target.shape != tensor.shape or not (self._cast or target.dtype == tensor.dtype):
+                wrong.append(
+                    f"{name}: expected {target.dtype} {list(target.shape)}, "
+                    f"got {tensor.dtype} {list(tensor.shape)}"
+                )
+        # A tied tensor comes under one of its names.
+        given = {id(own[name]) for name in named_tensors if name in own}
+        if self._strict:
+            wrong += [f"{name} is missing" for name, one in own.items() if id(one) not in given]
+        if wrong:
+            more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise WrongWeightsError(f"nothing was loaded: {'; '.join(wrong[:8])}{more}")
+        # Not around a coroutine: it would hold for whatever runs between.
+        with torch.no_grad():
+            for name, tensor in named_tensors.items():
+                own[name].copy_(tensor)
+
+
+class EngineLoader(WeightLoader):
+    """An engine's own way to load, such as a vLLM model's ``load_weights``.
+
+    Args:
+        load: takes ``(name, tensor)`` pairs; it may be a coroutine function.
+        restore: brings the weights before back, exactly; called if ``load`` raises. Without it
+            ``load`` must change nothing if it raises.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+        restore: Callable[[], Any] | None = None,
+    ) -> None:
+        self._load, self._restore = load, restore
+
+    async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        try:
+            await _done(self._load(iter(named_tensors.items())))
+        except BaseException:
+            if self._restore is not None:
+                await _done(self._restore())
+            raise
+
+
+async def _done(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,324 @@
+"""The roles of a transfer, and the registry of strategies."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from weightsync.errors import (
+    DeadlineError,
+    LifecycleError,
+    LoadError,
+    PeerError,
+    SettingError,
+    WeightsyncError,
+)
+from weightsync.transfer.chunk import WeightChunk
+from weightsync.transfer.extractor import setting, trainer_rank
+from weightsync.transfer.requests import RequestError, WeightUpdateRequest
+
+if TYPE_CHECKING:
+    from weightsync.transfer.init_info import WeightSyncInitInfo
+
+
+class WeightLoader(ABC):
+    """Puts a whole version into an engine's model."""
+
+    @abstractmethod
+    async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        """Loads all of them, or raises and leaves the model as it was.
+
+        The tensors may be views of a version in shared memory. They stay as they are while they
+        are held.
+        """
+
+
+class InferenceEngineClient(ABC):
+    """How rank 0 of the trainer reaches the inference actors: Ray, HTTP, or in this process."""
+
+    @abstractmethod
+    async def get_world_size(self) -> tuple[int, int]:
+        """The number of inference workers in all, and of each server."""
+
+    @abstractmethod
+    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> Any:
+        """Delivers the init info; every inference worker creates its receiver from it."""
+
+    @abstractmethod
+    async def update_named_weights(self, request: dict[str, Any]) -> Any:
+        """Delivers a request, and returns once every inference worker has done what it says.
+
+        Raises if one of them has not.
+        """
+
+
+class WeightTransferSender(ABC):
+    """Sends one sync's chunks after another. Every rank of the trainer has one; rank 0 sends.
+
+    Subclasses implement :meth:`create_request` and :meth:`_send_chunk`. ``version`` is the last
+    sync that every inference worker has loaded, ``syncs`` counts those that were begun. A sync
+    that failed keeps its number, so a number never means two versions.
+    """
+
+    timeout: float = 60.0
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.syncs = 0
+        self._chunk = 0
+        self._closed = False
+
+    async def send_chunks(
+        self, chunks: Iterable[WeightChunk], inference_client: InferenceEngineClient
+    ) -> None:
+        """One sync: each chunk, and then the word to load them all.
+
+        If it fails, the rest of the chunks is still made, because the trainer's other ranks take
+        part in that; then the error is raised. No receiver has loaded a part.
+        """
+        self._begin()
+        with drained(chunks) as each:
+            if trainer_rank() == 0:
+                for chunk in each:
+                    await self._send_chunk(chunk, self.create_request(chunk), inference_client)
+                    self._chunk += 1
+                    # Before the next one is made.
+                    del chunk
+                await self._finish(inference_client)
+        self.version = self.syncs
+
+    @abstractmethod
+    def create_request(self, chunk: WeightChunk) -> WeightUpdateRequest:
+        """What receivers are told of a chunk of the sync that goes on."""
+
+    async def _send_chunk(
+        self, chunk: WeightChunk, request: WeightUpdateRequest, client: InferenceEngineClient
+    ) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> WeightUpdateRequest:
+        """The request that ends the sync."""
+        raise NotImplementedError
+
+    async def _finish(self, client: InferenceEngineClient) -> None:
+        await self._call(client, self._end())
+
+    async def _call(self, client: InferenceEngineClient, request: WeightUpdateRequest) -> None:
+        await within(client.update_named_weights(request.to_dict()), self.timeout, self._what())
+
+    def _begin(self) -> None:
+        if self._closed:
+            raise LifecycleError("this sender is shut down: create one from a new init info")
+        self.syncs += 1
+        self._chunk = 0
+
+    def _what(self) -> str:
+        return f"chunk {self._chunk} of sync {self.syncs}"
+
+    def _numbers(self) -> dict[str, Any]:
+        """The fields that every request of this sync has."""
+        return {"version": max(self.syncs, 1), "chunk": self._chunk, "last": False}
+
+    def shutdown(self) -> None:
+        """Closes what the sender holds open. Any number of times."""
+        self._closed = True
+
+
+class WeightTransferReceiver(ABC):
+    """Receives chunks and keeps them until the sync ends; then it loads all of them at once.
+
+    So the model holds a whole version at any time, whichever chunk fails and whatever the loader
+    can undo, at the price of memory for one more version. ``version`` is the one that was loaded.
+    """
+
+    request_type: type[WeightUpdateRequest]
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._staged: dict[str, torch.Tensor] = {}
+        self._sync = 0
+        self._next = 0
+        self._closed = False
+
+    def parse_request(self, request_dict: dict[str, Any]) -> WeightUpdateRequest:
+        """Checks everything; see :class:`RequestError`."""
+        return self.request_type.from_dict(request_dict)
+
+    async def receive_and_load_weights(
+        self, request: WeightUpdateRequest, loader: WeightLoader
+    ) -> None:
+        """Receives one chunk, and loads the sync if it is the last.
+
+        Raises:
+            LoadError: if the loader raised; the model has the version before.
+        """
+        self._expect(request)
+        try:
+            if request.names:
+                tensors = await asyncio.to_thread(self._receive, request)
+                self._staged.update(zip(request.names, tensors, strict=True))
+            self._next = request.chunk + 1
+            if request.last:
+                await load(loader, self._staged, request.version)
+                self.version, self._sync, self._staged = request.version, 0, {}
+        except BaseException:
+            self._sync, self._staged = 0, {}
+            raise
+
+    def _receive(self, request: WeightUpdateRequest) -> list[torch.Tensor]:
+        """The tensors of a chunk, in memory of this process's own. Blocks, by a timeout."""
+        raise NotImplementedError
+
+    def _expect(self, request: WeightUpdateRequest) -> None:
+        if self._closed:
+            raise LifecycleError("this receiver is shut down: create one from a new init info")
+        if not isinstance(request, self.request_type):
+            raise RequestError(f"expected a {self.request_type.kind} request, got {request.kind!r}")
+        if request.version <= self.version:
+            raise RequestError(
+                f"version: expected more than {self.version}, which is loaded, got {request.version}"
+            )
+        if request.chunk == 0 and request.version != self._sync:
+            # A sync that was given up is dropped.
+            self._sync, self._next, self._staged = request.version, 0, {}
+        if (request.version, request.chunk) != (self._sync, self._next):
+            raise RequestError(
+                f"expected chunk {self._next} of sync {self._sync or 'any'}, "
+                f"got chunk {request.chunk} of sync {request.version}"
+            )
+        twice = sorted(set(request.names) & set(self._staged))
+        if twice:
+            raise RequestError(f"names: {twice[0]!r} has come with an earlier chunk of this sync")
+
+    def shutdown(self) -> None:
+        """Closes what the receiver holds open. Any number of times. The model keeps its weights."""
+        self._closed, self._staged = True, {}
+
+
+class WeightTransferStrategy(ABC):
+    """Describes a transfer: cheap, and plain settings only, so it can be sent to any actor.
+
+    ``create_init_info`` and ``create_sender`` are called on rank 0 of the trainer, on the same
+    object; ``create_sender`` on the other ranks too.
+    """
+
+    @abstractmethod
+    async def create_init_info(
+        self, inference_world_size: int, metadata: Mapping[str, list[Any]] | None = None
+    ) -> WeightSyncInitInfo:
+        """What receivers must know. Communicates nothing.
+
+        Args:
+            inference_world_size: the number of inference workers.
+            metadata: names, dtype names and shapes, as :attr:`ExtractionPlan.metadata` has them.
+        """
+
+    @abstractmethod
+    async def create_sender(self, sync_info: WeightSyncInitInfo) -> WeightTransferSender:
+        """The trainer's end. On rank 0 it may wait for receivers."""
+
+    @abstractmethod
+    async def create_receiver(
+        self, sync_info: WeightSyncInitInfo, rank_offset: int, rank: int = 0
+    ) -> WeightTransferReceiver:
+        """An inference worker's end.
+
+        Args:
+            rank_offset: as :func:`rank_offsets` computes it for the worker's deployment.
+            rank: the worker's rank in its deployment.
+        """
+
+    @abstractmethod
+    def get_request_type(self) -> type[WeightUpdateRequest]:
+        """The class of this strategy's requests."""
+
+
+class Draining(WeightTransferSender):
+    """The sender of the trainer's other ranks: it takes part in the extraction and sends nothing."""
+
+    def create_request(self, chunk: WeightChunk) -> WeightUpdateRequest:
+        raise LifecycleError("rank 0 of the trainer makes the requests")
+
+
+_registry: dict[str, str] = {}
+
+
+def register_strategy(name: str, target: str) -> None:
+    """Makes a strategy known by a word: ``register_strategy("mine", "package.module:Class")``.
+
+    The module is imported when the strategy is chosen.
+    """
+    module, _, attribute = target.partition(":")
+    if not name or not module or not attribute:
+        raise SettingError(f"expected a name and 'module:Class', got {name!r} and {target!r}")
+    if _registry.setdefault(name, target) != target:
+        raise SettingError(f"a strategy {name!r} is registered: {_registry[name]}")
+
+
+def strategies() -> list[str]:
+    """The words that are known."""
+    return sorted(_registry)
+
+
+def strategy_from_config(cfg: Any) -> WeightTransferStrategy:
+    """The strategy that a configuration names.
+
+    Args:
+        cfg: its word, or a dict or an object with the word as ``strategy`` and, as
+            ``strategy_settings``, a dict of settings for its constructor.
+    """
+    name = cfg if isinstance(cfg, str) else setting(cfg, "strategy", None)
+    if not isinstance(name, str) or name not in _registry:
+        raise SettingError(f"strategy: expected one of {', '.join(strategies())}, got {name!r}")
+    settings = {} if isinstance(cfg, str) else setting(cfg, "strategy_settings", None) or {}
+    module, _, attribute = _registry[name].partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)(**settings)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise SettingError(f"strategy {name!r} ({_registry[name]}) cannot be made: {error}") from error
+    if not isinstance(made, WeightTransferStrategy):
+        raise SettingError(f"{_registry[name]} is no WeightTransferStrategy")
+    return made
+
+
+@contextmanager
+def drained(chunks: Iterable[WeightChunk]) -> Iterator[Iterator[WeightChunk]]:
+    """An iterator of chunks that is used up at the end of the block, however it ends."""
+    each = iter(chunks)
+    try:
+        yield each
+    finally:
+        for _ in each:
+            pass
+
+
+async def load(loader: WeightLoader, tensors: dict[str, torch.Tensor], version: int) -> None:
+    """Loads a version; an error of the loader's is a :class:`LoadError`."""
+    try:
+        await loader.load_weights(tensors)
+    except Exception as error:
+        if isinstance(error, WeightsyncError):
+            raise
+        raise LoadError(f"version {version} was not loaded: {error}", "retry") from error
+
+
+async def within(call: Any, timeout: float, what: str) -> Any:
+    """Awaits a call of the inference client until the timeout."""
+    try:
+        return await asyncio.wait_for(call, timeout)
+    except TimeoutError as error:
+        if isinstance(error, WeightsyncError):
+            raise
+        raise DeadlineError(
+            f"the inference workers did not answer {what} within {timeout} s", "retry"
+        ) from error
+    except (EOFError, ConnectionError) as error:
+        if isinstance(error, WeightsyncError):
+            raise
+        raise PeerError(f"an inference worker was lost during {what}: {error!r}") from error
