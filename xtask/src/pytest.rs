@@ -24,6 +24,10 @@ const WITH_OLDEST: &[&str] = &[
     "not inductor",
 ];
 
+/// Two processes run the tests: most of them wait for processes that they start. A process takes
+/// tests that the other has not begun, and tests that share a fixture of their file stay together.
+const SIDE_BY_SIDE: &[&str] = &["--numprocesses=2", "--dist=loadscope"];
+
 /// Builds and installs the package, and tests it with the environment in `python`, and a part of it
 /// with the one in `oldest`.
 ///
@@ -43,7 +47,7 @@ pub fn run(
     let mut with_oldest = timed(pytest(places, &oldest), timeout);
     step::run_reported("the oldest torch", with_oldest.args(WITH_OLDEST))?;
     let mut tests = timed(pytest(places, &own), timeout);
-    step::run_reported("python tests", &mut tests).map(drop)
+    step::run_reported("python tests", tests.args(SIDE_BY_SIDE)).map(drop)
 }
 
 fn timed(mut tests: Command, timeout: Option<u32>) -> Command {

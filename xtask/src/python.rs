@@ -19,7 +19,7 @@ use crate::step;
 pub const TESTS: Environment = Environment {
     name: "tests",
     requirements: "python/requirements-test.txt",
-    imports: "torch, torchrl, ray, zstandard, sentence_transformers, maturin, mypy, pytest",
+    imports: "torch, torchrl, ray, zstandard, sentence_transformers, maturin, mypy, pytest, xdist",
     with_dependencies: true,
 };
 
