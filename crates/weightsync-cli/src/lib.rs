@@ -1,22 +1,68 @@
-//! The `weightsync` command.
+//! The `weightsync` command, as a library.
+//!
+//! Two programs run it: the binary `weightsync`, and the Python package's module. `demo` is the
+//! binary's alone, by the feature of that name.
 #![forbid(unsafe_code)]
 
-mod bench;
+pub mod bench;
+#[cfg(feature = "demo")]
 mod demo;
 mod diff;
 #[cfg(feature = "net")]
 mod net;
+mod output;
 mod plot;
+#[cfg(any(feature = "demo", feature = "net"))]
 mod signals;
 mod words;
 
-use std::process::ExitCode;
+use std::ffi::OsString;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+/// The program that runs the command.
+#[derive(Clone, Debug, Default)]
+pub struct Program {
+    /// How the command is started as a process of its own, for the workers of `bench`: a program
+    /// and its first arguments. If it is empty, the running executable is the command.
+    pub itself: Vec<OsString>,
+    /// Subcommands that the program runs without this library, which help lists as well: their
+    /// names, and what each does.
+    pub others: &'static [(&'static str, &'static str)],
+}
+
+/// Runs the command with the arguments after its name, and returns the exit code.
+///
+/// What it has to say goes to the process's standard output and standard error. A pipe that its
+/// reader has closed is no failure. `relay` and `demo` watch SIGINT, SIGTERM and SIGHUP, and end in
+/// order; the others leave signals as the process has them.
+pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    let words = std::iter::once("weightsync".into()).chain(arguments);
+    let parsed = program
+        .command()
+        .try_get_matches_from(words)
+        .and_then(|matches| Command::from_arg_matches(&matches));
+    match parsed {
+        Ok(command) => command.what.run(program),
+        // Help and the version are of this kind, too.
+        Err(said) => {
+            let _ = said.print();
+            said.exit_code() as u8
+        }
+    }
+}
+
+impl Program {
+    fn command(&self) -> clap::Command {
+        let others = self.others.iter();
+        Command::command()
+            .subcommands(others.map(|(name, about)| clap::Command::new(*name).about(*about)))
+    }
+}
 
 /// Moves a model's weights from the trainer to every worker that runs it.
 #[derive(Parser)]
-#[command(version, about)]
+#[command(name = "weightsync", version, about)]
 struct Command {
     #[command(subcommand)]
     what: What,
@@ -25,6 +71,7 @@ struct Command {
 #[derive(Subcommand)]
 enum What {
     /// Train a policy in worker processes that get every update through shared memory
+    #[cfg(feature = "demo")]
     Demo(demo::Args),
     /// Measure a scheme on this machine, compared with a plain memcpy of the same run
     Bench(bench::Args),
@@ -65,30 +112,33 @@ enum What {
     Scrub(net::Asked),
 }
 
-fn main() -> ExitCode {
-    let what = Command::parse().what;
-    let failure = match what {
-        What::Diff(_) => ExitCode::from(diff::TROUBLE),
-        #[cfg(feature = "net")]
-        What::Scrub(_) => ExitCode::from(net::TROUBLE),
-        _ => ExitCode::FAILURE,
-    };
-    let done = match what {
-        What::Demo(args) => demo::run(&args),
-        What::Bench(args) => bench::run(args),
-        What::Diff(args) => diff::run(&args),
-        #[cfg(feature = "net")]
-        What::Relay(args) => net::relay(&args),
-        #[cfg(feature = "net")]
-        What::Status(args) => net::status(&args),
-        #[cfg(feature = "net")]
-        What::Scrub(args) => net::scrub(&args),
-    };
-    match done {
-        Ok(code) => code,
-        Err(error) => {
+impl What {
+    fn run(self, program: &Program) -> u8 {
+        let failure = match self {
+            What::Diff(_) => diff::TROUBLE,
+            #[cfg(feature = "net")]
+            What::Scrub(_) => net::TROUBLE,
+            _ => FAILURE,
+        };
+        let done = match self {
+            #[cfg(feature = "demo")]
+            What::Demo(args) => demo::run(&args),
+            What::Bench(args) => bench::run(args, program),
+            What::Diff(args) => diff::run(&args),
+            #[cfg(feature = "net")]
+            What::Relay(args) => net::relay(&args),
+            #[cfg(feature = "net")]
+            What::Status(args) => net::status(&args),
+            #[cfg(feature = "net")]
+            What::Scrub(args) => net::scrub(&args),
+        };
+        done.unwrap_or_else(|error| {
             eprintln!("weightsync: {error}");
             failure
-        }
+        })
     }
 }
+
+/// The exit code if all went well, and if it did not.
+const SUCCESS: u8 = 0;
+const FAILURE: u8 = 1;

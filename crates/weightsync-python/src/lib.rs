@@ -10,6 +10,7 @@
 
 mod background;
 mod cascade;
+mod command;
 mod errors;
 mod loader;
 mod log;
@@ -35,6 +36,8 @@ mod _native {
     use crate::background::{Background, Permit};
     #[pymodule_export]
     use crate::cascade::Cascade;
+    #[pymodule_export]
+    use crate::command::command;
     #[pymodule_export]
     use crate::mapping::{DryRun, Fate, MappedTarget, Mapping};
     #[pymodule_export]
