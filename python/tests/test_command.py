@@ -63,7 +63,7 @@ def test_diff_says_what_changed_by_its_exit_status(command, tmp_path):
     differs = run(command, "diff", "--json", older, newer)
     assert (differs.returncode, differs.stderr) == (1, "")
     rows = [json.loads(line) for line in differs.stdout.splitlines()]
-    assert any(row.get("name") == "bias" for row in rows), rows
+    assert (rows[0]["tensor"], rows[0]["state"]) == ("bias", "changed")
     absent = run(command, "diff", older, tmp_path / "absent")
     assert (absent.returncode, absent.stdout) == (2, "")
     assert absent.stderr.startswith("weightsync: ")
