@@ -381,7 +381,7 @@ def test_what_is_no_command_is_refused():
     for arguments in ([], ["heal"], ["doctor", "--yaml"]):
         done = run(*arguments)
         assert done.returncode == 2, arguments
-        assert "usage: python -m weightsync" in done.stderr
+        assert "usage: weightsync" in done.stderr.lower()
     assert run("--version").stdout == f"weightsync {version()}\n"
 
 

@@ -1,33 +1,45 @@
-"""``python -m weightsync``."""
+"""The command ``weightsync``, which ``python -m weightsync`` is as well."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import logging
+import signal
 import sys
 
+from weightsync import _native
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command that the arguments name, and returns the exit status."""
+
+def main() -> int:
+    """Runs the command that the process's arguments name, and returns the exit status."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["doctor"]:
+        return _doctor(arguments[1:])
+    # Ctrl-C ends the command as it ends any other. Python's handler would only set a flag, which
+    # is not looked at while Rust runs.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # The command prints what it has to say. Warnings would come in one heap at its end.
+    logging.getLogger("weightsync").disabled = True
+    # A worker of `bench` finds this package where this process found it, whatever lies in the
+    # current directory.
+    isolated = "-I" if sys.flags.isolated else "-P"
+    itself = [sys.executable, isolated, "-m", "weightsync"]
+    return _native.command(arguments, itself)
+
+
+def _doctor(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m weightsync",
-        description="Moves a model's weights from the trainer to every worker that runs it.",
-    )
-    version = importlib.metadata.version("weightsync")
-    parser.add_argument("--version", action="version", version=f"weightsync {version}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what this machine can do, and what to change",
+        prog="weightsync doctor",
         description="Says what this machine can do and what to change. The exit status is 0 if "
         "the schemes for one machine work here, else 1.",
     )
-    doctor.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     chosen = parser.parse_args(arguments)
 
-    from weightsync import doctor as weightsync_doctor
+    from weightsync import doctor
 
-    return weightsync_doctor.main(to_json=chosen.json)
+    return doctor.main(to_json=chosen.json)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,17 @@ __all__ = [
     "WorkerReport",
     "WorkerStatus",
     "__version__",
+    "command",
 ]
 
 __version__: str
+
+def command(arguments: Sequence[str], itself: Sequence[str]) -> int:
+    """Runs the ``weightsync`` command with the arguments after its name, and returns its exit
+    status. ``itself`` starts the command as a process of its own: a program and its first
+    arguments. Python's handlers of signals do not run meanwhile.
+    """
+
 
 _Level = Literal["sent", "staged", "applied"]
 _State = Literal["following", "searching", "closed", "died", "failed"]

@@ -90,6 +90,8 @@ const TABLE: &[Row] = &[
             ("weightsync-store", Always),
             ("weightsync-serve", Always),
             ("weightsync-rl", Always),
+            // The command's subcommands are in the Python package too: decision 21.
+            ("weightsync-cli", Always),
             ("pyo3", Always),
         ],
     },
@@ -102,7 +104,6 @@ const TABLE: &[Row] = &[
             ("weightsync-serve", Optional),
         ],
     },
-    // The command and the Python module are both faces: neither is built on the other.
     Row {
         name: "weightsync-cli",
         may_use: &[
@@ -110,16 +111,21 @@ const TABLE: &[Row] = &[
             ("weightsync-core", Always),
             ("weightsync-mem", Always),
             ("weightsync-engine", Always),
-            ("weightsync-net", Always),
+            ("weightsync-net", Optional),
             ("weightsync-store", Always),
             ("weightsync-serve", Always),
-            ("weightsync-rl", Always),
+            ("weightsync-rl", Optional),
         ],
     },
 ];
 
 /// These may use anything, and no crate of the table may use them.
-const FREE: &[&str] = &["weightsync-conformance", "weightsync-fuzz", "xtask"];
+const FREE: &[&str] = &[
+    "weightsync-bench",
+    "weightsync-conformance",
+    "weightsync-fuzz",
+    "xtask",
+];
 
 /// What one crate may use of the workspace and of [`NAMED`].
 struct Row {

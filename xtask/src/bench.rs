@@ -1,8 +1,9 @@
 //! `cargo xtask bench GROUP`: one group of benchmarks, built for release.
 //!
-//! A group is one or more hidden subcommands of `weightsync bench`, or a Python program that uses
-//! the installed package, so that it measures through the same code as a user does. It prints tables, or with `--json` one object a line (`case`, `value`,
-//! `unit`, `baseline`, `ratio`, `target`, `met`); with `--plot` it also draws.
+//! A group is one or more subcommands of the crate `weightsync-bench`, which measures through the
+//! code of `weightsync bench`, or a Python program that uses the installed package. It prints
+//! tables, or with `--json` one object a line (`case`, `value`, `unit`, `baseline`, `ratio`,
+//! `target`, `met`); with `--plot` it also draws.
 
 use crate::data;
 use crate::error::Error;
@@ -13,11 +14,7 @@ use crate::step;
 use crate::tools;
 
 /// How every part of a group is run.
-const COMMAND: &str = "run --release --package weightsync-cli --bin weightsync -- bench";
-
-/// The same with the commands for many hosts.
-const NET_COMMAND: &str =
-    "run --release --package weightsync-cli --features net --bin weightsync -- bench";
+const COMMAND: &str = "run --release --package weightsync-bench --";
 
 /// Every group; a new one is a line here.
 const GROUPS: &[Group] = &[
@@ -154,7 +151,7 @@ fn over_network(places: &Places, own: &str, hosts: &str, flags: &[&str]) -> Resu
     let json = || flags.iter().filter(|flag| **flag == "--json");
     let environment = python::NET.provide(places);
     let mut command = places.cargo();
-    command.args(NET_COMMAND.split(' ')).arg(own).args(json());
+    command.args(COMMAND.split(' ')).arg(own).args(json());
     if let Ok(python) = &environment {
         command.arg("--python").arg(python);
     }

@@ -1,94 +1,11 @@
 //! The `weightsync` command.
 #![forbid(unsafe_code)]
 
-mod bench;
-mod demo;
-mod diff;
-#[cfg(feature = "net")]
-mod net;
-mod plot;
-mod signals;
-mod words;
-
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
-
-/// Moves a model's weights from the trainer to every worker that runs it.
-#[derive(Parser)]
-#[command(version, about)]
-struct Command {
-    #[command(subcommand)]
-    what: What,
-}
-
-#[derive(Subcommand)]
-enum What {
-    /// Train a policy in worker processes that get every update through shared memory
-    Demo(demo::Args),
-    /// Measure a scheme on this machine, compared with a plain memcpy of the same run
-    Bench(bench::Args),
-    /// Show what changed between two safetensors files, tensor by tensor
-    ///
-    /// How much of each tensor changed, and by how many units in the last place (ULPs): the places
-    /// between the two on the line of all numbers of the dtype. Numbers are told apart by their
-    /// bits, so from 0.0 to -0.0 it is 1 ULP. Of integers a step is their difference. A change to
-    /// or from NaN has no step and is counted apart, and so are the bytes of dtypes below eight
-    /// bits. A median of 2,048 and more is rounded down, by a thousandth at most.
-    ///
-    /// The exit code is 0 if all tensors are the same, 1 if any differs or is in one file only, and
-    /// 2 if the files cannot be compared. Metadata is reported, but does not count.
-    Diff(diff::Args),
-    /// Carry a sender's versions to the workers of this host, and on to the next host
-    #[cfg(feature = "net")]
-    Relay(net::RelayArgs),
-    /// Show a sender, every relay and every worker, with their versions
-    ///
-    /// Bytes are those that were fetched over the network. Workers of a relay, and of the
-    /// sender's own host, read the memory that is there, and fetch no bytes. A worker
-    /// without a relay fetches directly, and is listed below an agent of its own with the bytes
-    /// that it fetched. How far a worker is behind is shown in versions of each model; with --json
-    /// it is the difference between the version of a model and the worker's.
-    #[cfg(feature = "net")]
-    Status(net::Asked),
-    /// Compare what every host holds with what was published
-    ///
-    /// Every relay, and every worker without one, makes the digest of all bytes of the versions it
-    /// holds. The sender compares these digests with its own and names the versions that differ.
-    /// Nothing more is made from such a version or passed on. The next version goes to that host
-    /// whole; its workers run what they have until then. The same happens automatically at every
-    /// 64th version.
-    ///
-    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if no answer came, or some
-    /// could not be compared: it was replaced by a newer version meanwhile, or its host was gone.
-    #[cfg(feature = "net")]
-    Scrub(net::Asked),
-}
+use weightsync_cli::Program;
 
 fn main() -> ExitCode {
-    let what = Command::parse().what;
-    let failure = match what {
-        What::Diff(_) => ExitCode::from(diff::TROUBLE),
-        #[cfg(feature = "net")]
-        What::Scrub(_) => ExitCode::from(net::TROUBLE),
-        _ => ExitCode::FAILURE,
-    };
-    let done = match what {
-        What::Demo(args) => demo::run(&args),
-        What::Bench(args) => bench::run(args),
-        What::Diff(args) => diff::run(&args),
-        #[cfg(feature = "net")]
-        What::Relay(args) => net::relay(&args),
-        #[cfg(feature = "net")]
-        What::Status(args) => net::status(&args),
-        #[cfg(feature = "net")]
-        What::Scrub(args) => net::scrub(&args),
-    };
-    match done {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("weightsync: {error}");
-            failure
-        }
-    }
+    let arguments = std::env::args_os().skip(1);
+    ExitCode::from(weightsync_cli::run(&Program::default(), arguments))
 }

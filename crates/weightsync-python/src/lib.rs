@@ -10,6 +10,7 @@
 
 mod background;
 mod cascade;
+mod command;
 mod engine_update;
 mod errors;
 mod loader;
@@ -36,6 +37,8 @@ mod _native {
     use crate::background::{Background, Permit};
     #[pymodule_export]
     use crate::cascade::Cascade;
+    #[pymodule_export]
+    use crate::command::command;
     #[pymodule_export]
     use crate::engine_update::EngineUpdate;
     #[pymodule_export]

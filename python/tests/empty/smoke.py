@@ -69,6 +69,16 @@ class EmptyEnvironment(unittest.TestCase):
         self.assertEqual(seen, expected)
         self.assertNotEqual(*(digest for _, digest in seen))
 
+    def test_the_command_measures_with_workers_of_its_own(self):
+        case = ["--size=64KiB", "--tensors=4", "--readers=2", "--rounds=3", "--json"]
+        script = [Path(sys.prefix, "bin", "weightsync")]
+        for command in (script, [sys.executable, "-I", "-m", "weightsync"]):
+            done = subprocess.run(
+                [*command, "bench", "shared-mem", *case], capture_output=True, text=True, timeout=60
+            )
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.assertEqual(json.loads(done.stdout)["readers"], 2)
+
     def test_the_doctor_finds_the_local_schemes_working(self):
         command = [sys.executable, "-I", "-m", "weightsync", "doctor", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -82,6 +82,7 @@ const MEMBERS: &[&str] = &[
     "weightsync-net",
     "weightsync-rl",
     "weightsync-cli",
+    "weightsync-python",
     "weightsync-fuzz",
     "xtask",
 ];
@@ -120,8 +121,11 @@ fn the_design_s_own_graph_passes() {
         "weightsync-rl ->? candle-nn",
         "candle-nn -> candle-core",
         "weightsync-cli -> weightsync-engine",
-        "weightsync-cli -> weightsync-rl",
+        "weightsync-cli ->? weightsync-net",
+        "weightsync-cli ->? weightsync-rl",
         "weightsync-cli -> clap",
+        "weightsync-python -> weightsync-cli",
+        "weightsync-python -> pyo3",
     ];
     assert_eq!(verdict(MEMBERS, OUTSIDE, &edges), [""; 0]);
 }
@@ -152,6 +156,10 @@ fn edges_the_table_does_not_list_fail() {
         (
             "weightsync-cli -> xtask",
             "weightsync-cli → xtask: not in its row",
+        ),
+        (
+            "weightsync-cli -> weightsync-python",
+            "weightsync-cli → weightsync-python: not in its row",
         ),
         (
             "weightsync-cli -> weightsync-fuzz",
@@ -214,6 +222,10 @@ fn what_is_allowed_behind_a_feature_must_be_optional() {
             "weightsync-rl -> weightsync-net",
             "weightsync-rl → weightsync-net: allowed behind a feature only",
         ),
+        (
+            "weightsync-cli -> weightsync-rl",
+            "weightsync-cli → weightsync-rl: allowed behind a feature only",
+        ),
     ];
     for (edge, expected) in cases {
         assert_eq!(verdict(MEMBERS, OUTSIDE, &[edge]), [expected], "{edge}");
@@ -249,7 +261,7 @@ fn feature_does_not_hide_a_crate_required_elsewhere() {
 #[test]
 fn arrows_ignore_what_members_use_internally() {
     let edges = [
-        "weightsync-cli -> weightsync-net",
+        "weightsync-cli ->? weightsync-net",
         "weightsync-net -> tokio",
         "weightsync-engine ->? candle-core",
         "candle-core -> tokio",

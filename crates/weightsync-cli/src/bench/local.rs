@@ -1,19 +1,22 @@
 //! A scheme of this machine: one trainer, worker processes.
 
 use std::error::Error;
+use std::ffi::OsString;
+use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use serde::Serialize;
-use weightsync_engine::worker::{Spawn, Workers};
+use weightsync_engine::worker::Workers;
 use weightsync_engine::{
     AnyScheme, Dtype, Expect, InitInfo, Layout, Members, MultiProcess, Queue, SendSource, Sender,
     SenderSetup, Tensors, WaitStyle, WeightExtractor,
 };
 
 use super::numbers::{Size, Times, ratio};
-use super::reader::Task;
+use super::reader::{self, Task};
+use crate::output::print;
 
 /// What is measured.
 #[derive(clap::Args, Clone, Debug)]
@@ -52,6 +55,9 @@ pub struct Args {
     /// Print one line of JSON
     #[arg(long)]
     pub json: bool,
+    /// By what the worker processes are started, as [`reader::spawn`] takes it
+    #[arg(skip)]
+    pub program: Vec<OsString>,
 }
 
 impl Args {
@@ -69,15 +75,16 @@ impl Args {
             sleep: false,
             changed: None,
             json: false,
+            program: Vec::new(),
         }
     }
 }
 
 /// What is measured of the scheme with queues.
 #[derive(clap::Args, Clone, Debug)]
-pub struct QueueArgs {
+pub(super) struct QueueArgs {
     #[command(flatten)]
-    pub case: Args,
+    pub(super) case: Args,
     /// Deliver every version in order, with at most so many waiting (1 to 32)
     #[arg(long)]
     every: Option<u8>,
@@ -89,7 +96,7 @@ pub struct QueueArgs {
 /// What is measured of the scheme of many hosts.
 #[cfg(feature = "net")]
 #[derive(clap::Args)]
-pub struct DistributedArgs {
+pub(super) struct DistributedArgs {
     /// Settings, as in the scheme's text; by share=none each worker has a link of its
     /// own over loopback, else they share the trainer's memory
     #[arg(long, default_value = "")]
@@ -101,14 +108,14 @@ pub struct DistributedArgs {
 #[cfg(feature = "net")]
 impl DistributedArgs {
     /// What is sent: other bytes each time, unless something else is asked for.
-    pub fn case(&self) -> Args {
+    pub(super) fn case(&self) -> Args {
         let mut case = self.case.clone();
         case.changed.get_or_insert(100.0);
         case
     }
 
     /// The scheme that is asked for.
-    pub fn scheme(&self) -> Result<AnyScheme, weightsync_engine::Error> {
+    pub(super) fn scheme(&self) -> Result<AnyScheme, weightsync_engine::Error> {
         let text = match self.settings.is_empty() {
             true => "distributed".to_owned(),
             false => format!("distributed:{}", self.settings),
@@ -119,7 +126,7 @@ impl DistributedArgs {
 
 impl QueueArgs {
     /// The scheme that is asked for; its settings are checked as a user's are.
-    pub fn scheme(&self) -> Result<AnyScheme, weightsync_engine::Error> {
+    pub(super) fn scheme(&self) -> Result<AnyScheme, weightsync_engine::Error> {
         let queue = match self.every {
             Some(bound) => Queue::Every { bound },
             None => Queue::Newest,
@@ -134,16 +141,23 @@ impl QueueArgs {
 /// What came of it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figures {
+    /// The scheme, as its text.
     pub scheme: String,
+    /// Bytes of the model, or of all models together.
     pub bytes: u64,
+    /// Models of the set.
     pub models: u64,
+    /// Tensors of all models.
     pub tensors: u64,
+    /// Worker processes.
     pub readers: usize,
+    /// Measured rounds.
     pub rounds: u32,
     /// One memcpy of the same bytes, one thread, median.
     pub memcpy_us: f64,
     /// From the call until the version is live on every worker: median, p99.
     pub applied_us: f64,
+    /// Its 99th percentile.
     pub applied_p99_us: f64,
     /// From the moment it is live at the sender until every worker has said so.
     pub after_live_us: f64,
@@ -152,17 +166,17 @@ pub struct Figures {
     /// The first send, with `connect`: slots made and faulted in, workers joined.
     pub first_us: f64,
     /// Memory of all processes together (proportional set size and page tables),
-    /// after the rounds, and how much of it is the trainer's own source.
+    /// after the rounds.
     pub memory_bytes: u64,
+    /// What of that is the trainer's own source.
     pub source_bytes: u64,
 }
 
 /// Measures and prints.
-pub fn run(scheme: &AnyScheme, args: &Args) -> Result<(), Box<dyn Error>> {
+pub(super) fn run(scheme: &AnyScheme, args: &Args) -> Result<(), Box<dyn Error>> {
     let figures = measure(scheme, args)?;
     if args.json {
-        println!("{}", serde_json::to_string(&figures)?);
-        return Ok(());
+        return Ok(print(&(serde_json::to_string(&figures)? + "\n"))?);
     }
     let ms = |us: f64| {
         if us < 1000.0 {
@@ -175,11 +189,14 @@ pub fn run(scheme: &AnyScheme, args: &Args) -> Result<(), Box<dyn Error>> {
         1 => String::new(),
         models => format!(" of {models} models"),
     };
-    println!(
+    let mut text = String::new();
+    let _ = writeln!(
+        text,
         "{scheme}, {} in {} tensors{set}, {} worker processes, {} rounds\n",
         args.size, args.tensors, args.readers, figures.rounds
     );
-    println!(
+    let _ = writeln!(
+        text,
         "  {:<44}{:>12}",
         "one memcpy, same bytes, same rounds",
         ms(figures.memcpy_us)
@@ -189,34 +206,39 @@ pub fn run(scheme: &AnyScheme, args: &Args) -> Result<(), Box<dyn Error>> {
     } else {
         "send to live on all"
     };
-    println!(
+    let _ = writeln!(
+        text,
         "  {:<44}{:>12}   {:.2} × memcpy",
         format!("{what}, median"),
         ms(figures.applied_us),
         figures.ratio
     );
-    println!(
+    let _ = writeln!(
+        text,
         "  {:<44}{:>12}",
         format!("{what}, p99"),
         ms(figures.applied_p99_us)
     );
-    println!(
+    let _ = writeln!(
+        text,
         "  {:<44}{:>12}",
         "of that, after the version was live",
         ms(figures.after_live_us)
     );
-    println!(
+    let _ = writeln!(
+        text,
         "  {:<44}{:>12}",
         "first send (connect, cold slots)",
         ms(figures.first_us)
     );
-    println!(
+    let _ = writeln!(
+        text,
         "  {:<44}{:>12}   {:.2} × model",
         "memory of all processes",
         format!("{} MiB", figures.memory_bytes >> 20),
         figures.memory_bytes as f64 / figures.bytes as f64
     );
-    Ok(())
+    Ok(print(&text)?)
 }
 
 /// Measures one arrangement.
@@ -267,6 +289,7 @@ pub fn measure(scheme: &AnyScheme, args: &Args) -> Result<Figures, Box<dyn Error
 
 /// A connected sender with its workers and what it sends.
 pub struct Running {
+    /// What is sent.
     pub source: Source,
     changed: Option<f64>,
     sent: u64,
@@ -299,7 +322,6 @@ impl Running {
 
     /// The same, with something that has to be there before the workers, and can only
     /// come once the sender is.
-    #[cfg(feature = "net")]
     pub fn start_beside<T>(
         scheme: &AnyScheme,
         args: &Args,
@@ -361,8 +383,7 @@ impl Running {
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn start_workers(info: InitInfo, args: &Args) -> Result<Workers, Box<dyn Error>> {
-    let workers = Spawn::this_program()?
-        .args(["bench", "reader"])
+    let workers = reader::spawn(&args.program)?
         .count(args.readers)
         .init_value(&Task {
             info,
@@ -519,6 +540,7 @@ pub struct Baseline {
 const APART: usize = 2048;
 
 impl Baseline {
+    /// Buffers of so many bytes.
     pub fn new(bytes: usize) -> Self {
         Self {
             from: vec![1; bytes + APART],
@@ -526,6 +548,7 @@ impl Baseline {
         }
     }
 
+    /// One copy, by one thread, and how long it took.
     pub fn copy(&mut self) -> Duration {
         let bytes = self.to.len();
         let began = Instant::now();

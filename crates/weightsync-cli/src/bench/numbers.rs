@@ -59,16 +59,17 @@ impl std::fmt::Display for Size {
 pub struct Times(Vec<Duration>);
 
 impl Times {
+    /// Adds one.
     pub fn push(&mut self, time: Duration) {
         self.0.push(time);
     }
 
     /// Those of another time as well.
-    #[cfg(feature = "net")]
     pub fn extend(&mut self, others: &Self) {
         self.0.extend(&others.0);
     }
 
+    /// As many are shorter as are longer.
     pub fn median(&self) -> Duration {
         self.percentile(50)
     }
@@ -82,6 +83,7 @@ impl Times {
     }
 }
 
+/// How many times as long as the baseline it took.
 pub fn ratio(time: Duration, baseline: Duration) -> f64 {
     time.as_secs_f64() / baseline.as_secs_f64()
 }

@@ -1,15 +1,18 @@
 //! A worker process of a benchmark: takes every version as it comes.
 
 use std::error::Error;
+use std::ffi::OsString;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
+use weightsync_engine::worker::Spawn;
 use weightsync_engine::{InitInfo, Receiver, ReceiverSetup, SetSnapshot, WaitStyle, worker};
 
 /// What a worker of a benchmark is told.
 #[derive(Serialize, Deserialize)]
 pub struct Task {
+    /// What lets it join.
     pub info: InitInfo,
     /// Sleep in the kernel at once, instead of yielding first.
     pub sleeps: bool,
@@ -18,11 +21,20 @@ pub struct Task {
     pub receivers: u32,
 }
 
+/// Worker processes of the program, which is started by these words, or else is the running one.
+pub fn spawn(program: &[OsString]) -> Result<Spawn, worker::WorkerError> {
+    let spawn = match program {
+        [] => Spawn::this_program()?,
+        [program, first @ ..] => Spawn::program(program).args(first),
+    };
+    Ok(spawn.args(["bench", "reader"]))
+}
+
 /// Descriptors that one receiver takes at most.
 const FILES: u64 = 16;
 
 /// Runs until the sender closes.
-pub fn run() -> Result<(), Box<dyn Error>> {
+pub(super) fn run() -> Result<(), Box<dyn Error>> {
     let process =
         worker::current()?.ok_or("this subcommand is for worker processes of a benchmark")?;
     let task: Task = process.init_value()?;

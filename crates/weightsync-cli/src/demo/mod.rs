@@ -8,7 +8,6 @@ mod progress;
 use std::{
     error::Error,
     path::PathBuf,
-    process::ExitCode,
     time::{Duration, Instant},
 };
 
@@ -21,6 +20,7 @@ use weightsync_rl::{
 };
 
 use crate::signals::Signals;
+use crate::{FAILURE, SUCCESS};
 use curve::Curve;
 use folder::Place;
 use progress::{Progress, Status};
@@ -59,10 +59,10 @@ pub struct Args {
 ///
 /// The exit code is 0 if the goal was reached, 1 if it was not reached in time,
 /// and 128 plus its number after a signal.
-pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
+pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     if let Some(process) = worker::current()? {
         collector::serve(&process)?;
-        return Ok(ExitCode::SUCCESS);
+        return Ok(SUCCESS);
     }
     let signals = Signals::watch()?;
     let place = Place::check(args.out.as_deref())?;
@@ -77,18 +77,18 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
             progress.finish();
             training.summary(true, &mut progress);
             training.save(place, &mut progress)?;
-            return Ok(ExitCode::SUCCESS);
+            return Ok(SUCCESS);
         }
         if let Some(signal) = signals.caught() {
             training.collector.shutdown();
             progress.finish();
             progress.say("interrupted: the workers have ended, nothing was written");
-            return Ok(ExitCode::from(128 + signal));
+            return Ok(128 + signal);
         }
         if training.begun.elapsed() >= limit {
             progress.finish();
             training.summary(false, &mut progress);
-            return Ok(ExitCode::FAILURE);
+            return Ok(FAILURE);
         }
         if let Some(frames) = frames {
             training.learn(&frames, &mut progress)?;

@@ -9,15 +9,16 @@ mod ulps;
 
 use std::error::Error;
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use weightsync_engine::SafetensorsFile;
 
+use crate::output::print;
 use crate::words::shown;
+use crate::{FAILURE, SUCCESS};
 
 /// The exit code if the files could not be compared, as diff(1) has it; 1 says that they differ.
 pub const TROUBLE: u8 = 2;
@@ -41,7 +42,7 @@ pub struct Args {
 }
 
 /// Compares, and shows what came of it.
-pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
+pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     let (a, b) = (open(&args.a)?, open(&args.b)?);
     if let Some(svg) = &args.svg {
         not_an_input(svg, [&args.a, &args.b])?;
@@ -63,23 +64,15 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
             format!("A  {a}\nB  {b}\n\n{}", table::text(&compared))
         }
     };
-    let mut stdout = io::stdout().lock();
-    match stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-    {
-        // The reader closed the pipe early, as in `diff … | head`.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-        written => written?,
-    }
+    print(&text)?;
     if let Some(path) = &args.svg {
         let svg = picture::draw(&compared)?;
         fs::write(path, svg).map_err(|error| format!("writing {}: {error}", path.display()))?;
         eprintln!("wrote {}", path.display());
     }
     Ok(match compared.same() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
+        true => SUCCESS,
+        false => FAILURE,
     })
 }
 

@@ -1,10 +1,12 @@
 //! `weightsync relay`: one per host, next to the workers.
 
-use std::{error::Error, process::ExitCode, thread, time::Duration};
+use std::{error::Error, thread, time::Duration};
 
 use weightsync_net::Relay;
 
 use super::{Key, Way, address};
+use crate::SUCCESS;
+use crate::output::print;
 use crate::signals::Signals;
 
 /// How often a signal is looked for.
@@ -27,7 +29,7 @@ pub struct Args {
 }
 
 /// Runs a relay until a signal ends it.
-pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
+pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     let mut relay = match args.key.way()? {
         Way::Token(token) => Relay::with_token(address(args.join.as_deref())?, &token),
         Way::Info(info) => Relay::of(&info),
@@ -39,7 +41,8 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let signals = Signals::watch()?;
     let stop = relay.stopper();
     thread::scope(|scope| {
-        let running = scope.spawn(|| relay.run(|news| println!("{news}")));
+        // Workers need the relay also where nobody reads its news any more.
+        let running = scope.spawn(|| relay.run(|news| drop(print(&format!("{news}\n")))));
         while !running.is_finished() && signals.caught().is_none() {
             thread::sleep(LOOK);
         }
@@ -50,7 +53,7 @@ pub fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         }
     })?;
     Ok(match signals.caught() {
-        Some(signal) => ExitCode::from(128 + signal),
-        None => ExitCode::SUCCESS,
+        Some(signal) => 128 + signal,
+        None => SUCCESS,
     })
 }

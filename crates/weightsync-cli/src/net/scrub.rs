@@ -1,27 +1,29 @@
 //! `weightsync scrub`: checks that every host holds the versions that were published.
 
-use std::{error::Error, fmt::Write, process::ExitCode};
+use std::{error::Error, fmt::Write};
 
 use weightsync_net::scrub::{Check, Scrub, Verdict};
 
 use super::Asked;
+use crate::output::print;
 use crate::words::{counted, shown};
+use crate::{FAILURE, SUCCESS};
 
 /// The exit code where not everything could be compared.
 pub const TROUBLE: u8 = 2;
 
 /// Asks, and shows the answer.
-pub fn run(args: &Asked) -> Result<ExitCode, Box<dyn Error>> {
+pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
     let (address, secret) = args.way()?;
     let scrub = Scrub::ask(&address, &secret, args.patience())?;
-    match args.json {
-        true => println!("{}", serde_json::to_string_pretty(&scrub)?),
-        false => print!("{}", text(&scrub)),
-    }
+    print(&match args.json {
+        true => serde_json::to_string_pretty(&scrub)? + "\n",
+        false => text(&scrub),
+    })?;
     Ok(match (scrub.differing().next(), &scrub.others[..]) {
-        (Some(_), _) => ExitCode::FAILURE,
-        (None, []) => ExitCode::SUCCESS,
-        (None, _) => ExitCode::from(TROUBLE),
+        (Some(_), _) => FAILURE,
+        (None, []) => SUCCESS,
+        (None, _) => TROUBLE,
     })
 }
 

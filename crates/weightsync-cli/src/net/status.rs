@@ -1,22 +1,24 @@
 //! `weightsync status`: the sender, every relay and every worker, as a tree.
 
 use std::collections::BTreeMap;
-use std::{error::Error, fmt::Write, process::ExitCode};
+use std::{error::Error, fmt::Write};
 
 use weightsync_net::status::{LeftOut, Relay, Status, Worker};
 
 use super::Asked;
+use crate::SUCCESS;
+use crate::output::print;
 use crate::words::{bytes, counted, shown};
 
 /// Asks, and shows the answer.
-pub fn run(args: &Asked) -> Result<ExitCode, Box<dyn Error>> {
+pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
     let (address, secret) = args.way()?;
     let status = Status::ask(&address, &secret, args.patience())?;
-    match args.json {
-        true => println!("{}", serde_json::to_string_pretty(&status)?),
-        false => print!("{}", text(&status)),
-    }
-    Ok(ExitCode::SUCCESS)
+    print(&match args.json {
+        true => serde_json::to_string_pretty(&status)? + "\n",
+        false => text(&status),
+    })?;
+    Ok(SUCCESS)
 }
 
 /// The tree, for people to read.

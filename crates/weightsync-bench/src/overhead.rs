@@ -10,7 +10,6 @@ use weightsync_engine::transport::{
     Attendance, CopyOptions, Deadline, Endpoint, Image, Joining, Level, Opening, Outstanding,
     ReceiverTransport, Scheme, SenderTransport, Source, Staging, Targets,
 };
-use weightsync_engine::worker::Spawn;
 use weightsync_engine::{
     AnyScheme, Capabilities, Expect, ModelId, Outcome, Sender, SharedMem, Version, WaitStyle,
     WorkerId, WorkerReport, WorkerStatus,
@@ -18,7 +17,7 @@ use weightsync_engine::{
 
 use super::local::{self, Args};
 use super::numbers::Times;
-use super::reader::Task;
+use super::reader::{self, Task};
 
 /// Times of the same send, measured in turns.
 pub struct Pair {
@@ -70,9 +69,7 @@ pub fn crowd(args: &Args, receivers: u32, rounds: u32) -> Result<Times, Box<dyn 
         sleeps: false,
         receivers,
     };
-    let spawn = Spawn::this_program()?
-        .args(["bench", "reader"])
-        .count(processes);
+    let spawn = reader::spawn(&args.program)?.count(processes);
     let workers = spawn.init_value(&task)?.start()?;
     let mut sender = setup.connect(&source, Expect::Count(all), Duration::from_secs(120))?;
     let mut times = Times::default();
@@ -276,7 +273,7 @@ impl Outstanding for Applied {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::numbers::Size;
+    use crate::numbers::Size;
 
     #[test]
     fn every_simulated_worker_has_a_line() {

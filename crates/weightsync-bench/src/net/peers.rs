@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::ours::{self, Way};
 use super::{Row, TENSORS, WARM, median, row, stream};
-use crate::bench::numbers::{Size, Times};
-use crate::bench::peer::{Arrangement, Peer, Program};
+use crate::numbers::{Size, Times};
+use crate::peer::{Arrangement, Peer, Program};
 
 /// Their sends that are counted, and ours before and after them.
 const SENDS: usize = 9;

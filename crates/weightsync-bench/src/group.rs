@@ -9,7 +9,7 @@ use weightsync_engine::{AnyScheme, MultiProcess, Queue, SharedMem};
 use super::local::{self, Figures};
 use super::numbers::{Size, Times};
 use super::{overhead, set};
-use crate::plot::{self, Bar};
+use crate::bars::{self, Bar};
 
 /// How the group is run.
 #[derive(clap::Args)]
@@ -131,7 +131,7 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
     }
     if args.plot {
-        let svg = plot::bars(
+        let svg = bars::bars(
             "send to live on every worker, in memcpys of the same bytes",
             "×",
             &drawn,

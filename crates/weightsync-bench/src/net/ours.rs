@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use weightsync_engine::{AnyScheme, InitInfo};
 
 use super::{Row, TENSORS, WARM, row, stream};
-use crate::bench::local;
-use crate::bench::numbers::{Size, Times};
-use crate::bench::peer::Lines;
+use crate::local;
+use crate::numbers::{Size, Times};
+use crate::peer::Lines;
 
 /// Sends of one case that are counted.
 const SENDS: usize = 9;

@@ -1,0 +1,64 @@
+//! The project's own benchmarks: `cargo xtask bench GROUP`.
+//!
+//! What a user measures with `weightsync bench` is measured here too, by the same code of
+//! [`weightsync_cli::bench`], with the project's own cases, their targets, and the same job done by
+//! what people use today. A group prints a table, or with `--json` one object a line.
+#![forbid(unsafe_code)]
+
+mod bars;
+mod delta;
+mod group;
+mod iperf;
+mod net;
+mod overhead;
+mod peer;
+mod peers;
+mod set;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use weightsync_cli::Program;
+use weightsync_cli::bench::{local, numbers, reader};
+
+/// The project's own benchmarks.
+#[derive(Parser)]
+#[command(version, about)]
+struct Command {
+    #[command(subcommand)]
+    group: Group,
+}
+
+#[derive(Subcommand)]
+enum Group {
+    /// Shared memory, compared with memcpy (`cargo xtask bench mem`)
+    Mem(group::Args),
+    /// TorchRL's schemes compared with ours, in the same run (`cargo xtask bench mem`)
+    Peers(peers::Args),
+    /// Deltas of bf16 weights: compare, code, apply, fold (`cargo xtask bench delta`)
+    Delta(delta::Args),
+    /// Over loopback, compared with what others bring weights with (`cargo xtask bench net`)
+    Net(net::Args),
+}
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os().skip(1).peekable();
+    let first = arguments.peek().and_then(|first| first.to_str());
+    // The processes that a group starts are the command's: a worker, or a relay.
+    if matches!(first, Some("bench" | "relay")) {
+        return ExitCode::from(weightsync_cli::run(&Program::default(), arguments));
+    }
+    let done = match Command::parse().group {
+        Group::Mem(args) => group::run(&args),
+        Group::Peers(args) => peers::run(&args),
+        Group::Delta(args) => delta::run(&args),
+        Group::Net(args) => net::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("weightsync-bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! The `weightsync` command, as a library.
+//!
+//! Two programs run it: the binary `weightsync`, and the Python package's module. `demo` is the
+//! binary's alone, by the feature of that name.
+#![forbid(unsafe_code)]
+
+pub mod bench;
+#[cfg(feature = "demo")]
+mod demo;
+mod diff;
+#[cfg(feature = "net")]
+mod net;
+mod output;
+mod plot;
+#[cfg(any(feature = "demo", feature = "net"))]
+mod signals;
+mod words;
+
+use std::ffi::OsString;
+
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+/// The program that runs the command.
+#[derive(Clone, Debug, Default)]
+pub struct Program {
+    /// How the command is started as a process of its own, for the workers of `bench`: a program
+    /// and its first arguments. If it is empty, the running executable is the command.
+    pub itself: Vec<OsString>,
+    /// Subcommands that the program runs without this library, which help lists as well: their
+    /// names, and what each does.
+    pub others: &'static [(&'static str, &'static str)],
+}
+
+/// Runs the command with the arguments after its name, and returns the exit code.
+///
+/// What it has to say goes to the process's standard output and standard error. A pipe that its
+/// reader has closed is no failure. `relay` and `demo` watch SIGINT, SIGTERM and SIGHUP, and end in
+/// order; the others leave signals as the process has them.
+pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    let words = std::iter::once("weightsync".into()).chain(arguments);
+    let parsed = program
+        .command()
+        .try_get_matches_from(words)
+        .and_then(|matches| Command::from_arg_matches(&matches));
+    match parsed {
+        Ok(command) => command.what.run(program),
+        // Help and the version are of this kind, too.
+        Err(said) => {
+            let _ = said.print();
+            said.exit_code() as u8
+        }
+    }
+}
+
+impl Program {
+    fn command(&self) -> clap::Command {
+        let others = self.others.iter();
+        Command::command()
+            .subcommands(others.map(|(name, about)| clap::Command::new(*name).about(*about)))
+    }
+}
+
+/// Moves a model's weights from the trainer to every worker that runs it.
+#[derive(Parser)]
+#[command(name = "weightsync", version, about)]
+struct Command {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Train a policy in worker processes that get every update through shared memory
+    #[cfg(feature = "demo")]
+    Demo(demo::Args),
+    /// Measure a scheme on this machine, compared with a plain memcpy of the same run
+    Bench(bench::Args),
+    /// Show what changed between two safetensors files, tensor by tensor
+    ///
+    /// How much of each tensor changed, and by how many units in the last place (ULPs): the places
+    /// between the two on the line of all numbers of the dtype. Numbers are told apart by their
+    /// bits, so from 0.0 to -0.0 it is 1 ULP. Of integers a step is their difference. A change to
+    /// or from NaN has no step and is counted apart, and so are the bytes of dtypes below eight
+    /// bits. A median of 2,048 and more is rounded down, by a thousandth at most.
+    ///
+    /// The exit code is 0 if all tensors are the same, 1 if any differs or is in one file only, and
+    /// 2 if the files cannot be compared. Metadata is reported, but does not count.
+    Diff(diff::Args),
+    /// Carry a sender's versions to the workers of this host, and on to the next host
+    #[cfg(feature = "net")]
+    Relay(net::RelayArgs),
+    /// Show a sender, every relay and every worker, with their versions
+    ///
+    /// Bytes are those that were fetched over the network. Workers of a relay, and of the
+    /// sender's own host, read the memory that is there, and fetch no bytes. A worker
+    /// without a relay fetches directly, and is listed below an agent of its own with the bytes
+    /// that it fetched. How far a worker is behind is shown in versions of each model; with --json
+    /// it is the difference between the version of a model and the worker's.
+    #[cfg(feature = "net")]
+    Status(net::Asked),
+    /// Compare what every host holds with what was published
+    ///
+    /// Every relay, and every worker without one, makes the digest of all bytes of the versions it
+    /// holds. The sender compares these digests with its own and names the versions that differ.
+    /// Nothing more is made from such a version or passed on. The next version goes to that host
+    /// whole; its workers run what they have until then. The same happens automatically at every
+    /// 64th version.
+    ///
+    /// The exit code is 0 if all is the same, 1 if any is not, and 2 if no answer came, or some
+    /// could not be compared: it was replaced by a newer version meanwhile, or its host was gone.
+    #[cfg(feature = "net")]
+    Scrub(net::Asked),
+}
+
+impl What {
+    fn run(self, program: &Program) -> u8 {
+        let failure = match self {
+            What::Diff(_) => diff::TROUBLE,
+            #[cfg(feature = "net")]
+            What::Scrub(_) => net::TROUBLE,
+            _ => FAILURE,
+        };
+        let done = match self {
+            #[cfg(feature = "demo")]
+            What::Demo(args) => demo::run(&args),
+            What::Bench(args) => bench::run(args, program),
+            What::Diff(args) => diff::run(&args),
+            #[cfg(feature = "net")]
+            What::Relay(args) => net::relay(&args),
+            #[cfg(feature = "net")]
+            What::Status(args) => net::status(&args),
+            #[cfg(feature = "net")]
+            What::Scrub(args) => net::scrub(&args),
+        };
+        done.unwrap_or_else(|error| {
+            eprintln!("weightsync: {error}");
+            failure
+        })
+    }
+}
+
+/// The exit code if all went well, and if it did not.
+const SUCCESS: u8 = 0;
+const FAILURE: u8 = 1;

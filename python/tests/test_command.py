@@ -1,0 +1,168 @@
+"""The command `weightsync`, as `pip install` brings it and as `python -m weightsync`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import weightsync
+
+#: Where pip puts the commands of this environment's packages.
+SCRIPT = [str(Path(sys.executable).with_name("weightsync"))]
+MODULE = [sys.executable, "-P", "-m", "weightsync"]
+BOTH = pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
+
+LONG = 60.0
+
+
+def run(command, *arguments, **options):
+    options = {"stdout": subprocess.PIPE, **options}
+    return subprocess.run(
+        [*command, *map(str, arguments)], stderr=subprocess.PIPE, text=True, timeout=LONG, **options
+    )
+
+
+@BOTH
+def test_help_lists_every_subcommand_of_the_package(command):
+    done = run(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
+    names = ["bench", "diff", "relay", "status", "scrub", "doctor", "help"]
+    assert listed[: len(names)] == names
+    # What the doctor takes it says itself.
+    assert "--json" in run(command, "doctor", "--help").stdout
+
+
+def test_demo_is_refused_as_an_unknown_command():
+    done = run(SCRIPT, "demo")
+    assert done.returncode == 2
+    assert "unrecognized subcommand 'demo'" in done.stderr
+
+
+def safetensors(path, values):
+    """A file with one tensor of floats."""
+    data = np.asarray(values, dtype="<f4").tobytes()
+    spec = {"dtype": "F32", "shape": [len(values)], "data_offsets": [0, len(data)]}
+    header = json.dumps({"bias": spec}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return path
+
+
+@BOTH
+def test_diff_says_what_changed_by_its_exit_status(command, tmp_path):
+    older = safetensors(tmp_path / "ä.safetensors", [1.0, 2.0])
+    newer = safetensors(tmp_path / "b.safetensors", [1.0, 3.0])
+    same = run(command, "diff", older, older)
+    assert (same.returncode, same.stderr) == (0, "")
+    differs = run(command, "diff", "--json", older, newer)
+    assert (differs.returncode, differs.stderr) == (1, "")
+    rows = [json.loads(line) for line in differs.stdout.splitlines()]
+    assert (rows[0]["tensor"], rows[0]["state"]) == ("bias", "changed")
+    absent = run(command, "diff", older, tmp_path / "absent")
+    assert (absent.returncode, absent.stdout) == (2, "")
+    assert absent.stderr.startswith("weightsync: ")
+
+
+def test_diff_is_quiet_where_its_pipe_is_closed(tmp_path):
+    file = safetensors(tmp_path / "a.safetensors", [1.0])
+    done = run(SCRIPT, "diff", file, file, stdout=closed_pipe())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def closed_pipe():
+    """A pipe whose reader is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A sender to other hosts, and the file with its init info."""
+    weights = {"bias": np.zeros(1024, dtype=np.float32)}
+    with weightsync.Sender(weights, scheme="distributed:share=relay") as sender:
+        info = tmp_path / "info.json"
+        info.write_text(sender.init_info.to_json())
+        sender.connect(0, timeout=LONG)
+        yield sender, info
+
+
+@pytest.mark.parametrize(
+    ("command", "number"), [(SCRIPT, signal.SIGINT), (MODULE, signal.SIGINT), (SCRIPT, signal.SIGTERM)]
+)
+def test_relay_serves_until_a_signal_ends_it(command, number, trainer):
+    sender, info = trainer
+    pipe = subprocess.PIPE
+    relay = [*command, "relay", "--info", info]
+    with subprocess.Popen(relay, stdout=pipe, stderr=pipe, text=True) as running:
+        try:
+            assert "joined" in running.stdout.readline()
+            with weightsync.Receiver(sender.init_info, 3) as receiver:
+                receiver.connect(timeout=LONG)
+                workers, seen = until_seen(command, info)
+                assert (workers, seen["pid"]) == ([3], running.pid)
+                tree = run(command, "status", "--info", info)
+                assert (tree.returncode, tree.stderr) == (0, "")
+                assert "└─ worker 3 (pid " in tree.stdout
+            running.send_signal(number)
+            assert running.wait(timeout=LONG) == 128 + number
+            assert running.stderr.read() == ""
+        finally:
+            running.kill()
+
+
+def until_seen(command, info):
+    """The workers of the one relay that the status shows, once it has some, and the relay."""
+    deadline = time.monotonic() + LONG
+    while True:
+        done = run(command, "status", "--json", "--info", info)
+        assert done.returncode == 0, done.stderr
+        (seen,) = json.loads(done.stdout)["relays"]
+        if seen["workers"]:
+            return [worker["worker"] for worker in seen["workers"]], seen
+        assert time.monotonic() < deadline, done.stdout
+
+
+def test_status_is_quiet_where_its_pipe_is_closed(trainer):
+    _, info = trainer
+    done = run(SCRIPT, "status", "--info", info, stdout=closed_pipe())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@BOTH
+def test_ctrl_c_ends_a_wait_at_once(command, tmp_path):
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("the token of this test alone")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        status = [*command, "status", place, "--token-file", token, "--timeout", "600"]
+        with subprocess.Popen(status, stderr=subprocess.PIPE, text=True) as running:
+            try:
+                # It waits for an answer now.
+                link, _ = silent.accept()
+                with link:
+                    running.send_signal(signal.SIGINT)
+                    # As any command that leaves signals as they are.
+                    assert running.wait(timeout=LONG) == -signal.SIGINT
+                assert running.stderr.read() == ""
+            finally:
+                running.kill()
+
+
+@BOTH
+def test_bench_measures_with_workers_of_its_own(command, tmp_path):
+    # Found by no worker, although it lies where they start.
+    (tmp_path / "weightsync.py").write_text("raise SystemExit('the wrong one')")
+    case = ["--size=64KiB", "--tensors=4", "--readers=2", "--rounds=5", "--json"]
+    done = run(command, "bench", "multi-process", *case, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(done.stdout)
+    assert (figures["readers"], figures["rounds"]) == (2, 5)
+    assert figures["applied_us"] > 0
