@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from weightsync._native import InitInfo, SetSnapshot
@@ -116,7 +116,7 @@ def _by_name(native: SetSnapshot | None) -> dict[str, Snapshot] | None:
     return {one.model: Snapshot(one) for one, _ in native.members()}
 
 
-def _check(models: object, unknown: dict[str, object]) -> None:
+def _check(models: object, unknown: Iterable[str]) -> None:
     """Refuses what a model receiver is made with, and other arguments that do not exist."""
     for name in unknown:
         if name in ("model", "context", "mode", "mapping"):

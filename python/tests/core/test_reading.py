@@ -248,7 +248,7 @@ def _use_in_child(sender, receiver, pipe):
     for call in (
         lambda: sender.send(timeout=1.0),
         lambda: receiver.receive(0),
-        lambda: receiver.latest(),
+        lambda: receiver.pull(timeout=0),
     ):
         try:
             call()
@@ -315,7 +315,7 @@ def test_nothing_is_seen_before_it_is_sent():
     trainer, worker = Net(1.0), Net()
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.5)
     with pair(trainer, worker) as (sender, receiver):
-        snapshot = receiver.receive(0) or receiver.latest()
+        snapshot = sender.snapshot()
         for _ in range(5):
             optimizer.zero_grad()
             sum(parameter.sum() for parameter in trainer.parameters()).backward()
@@ -323,6 +323,7 @@ def test_nothing_is_seen_before_it_is_sent():
             trainer.mean.add_(1.0)
             assert receiver.receive(0) is None
             assert worker.value == 1.0
+            assert snapshot["mean"].tolist() == [1.0] * 5
         sender.send(wait="sent")
         # Also after the send, and before and after the worker takes it.
         trainer.fill(77.0)
