@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
 from weightsync.vllm._transfer import WeightsyncEngine
 
 #: Of vLLM's factory.
@@ -37,6 +39,12 @@ class FaultyEngine(WeightsyncEngine):
             return load_weights(_until_midway(tensors))
 
         model.load_weights = load
+
+
+def register() -> None:
+    """The entry point."""
+    if NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(NAME, FaultyEngine)
 
 
 def told_in(folder: Path) -> Path:

@@ -13,14 +13,24 @@ from weightsync.vllm import Trainer
 
 
 @pytest.fixture(scope="module")
-def llm(made):
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    # The workers are forked, and know it too.
-    WeightTransferEngineFactory.register_engine(faulty.NAME, faulty.FaultyEngine)
-    return made(
-        tiny.llama(), weight_transfer_config={"backend": faulty.NAME}, tensor_parallel_size=2
+def llm(made, tmp_path_factory):
+    # A package of its own brings the backend to all of vLLM's processes.
+    packages = tmp_path_factory.mktemp("packages")
+    info = packages / "faulty-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nfaulty = faulty:register\n"
     )
+    with pytest.MonkeyPatch.context() as patch:
+        # Spawned processes have this process's path.
+        patch.syspath_prepend(packages)
+        faulty.register()
+        yield made(
+            tiny.llama(),
+            weight_transfer_config={"backend": faulty.NAME},
+            tensor_parallel_size=2,
+        )
 
 
 @pytest.fixture(scope="module")

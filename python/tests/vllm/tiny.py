@@ -28,8 +28,6 @@ SURROUNDINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    # The servers' own processes need not import everything once more.
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }

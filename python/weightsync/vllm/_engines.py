@@ -19,7 +19,7 @@ Pause = Literal["keep", "wait", "abort"]
 
 # No answer of a server is longer.
 _LONGEST_ANSWER = 1 << 20
-_SAID = re.compile(r"weightsync\[(old|new|unknown)\]: (.*?)(?:', please check the stack trace|\Z)", re.S)
+_SAID = re.compile(r"weightsync\[(old|new|unknown|open)\]: (.*?)(?:', please check the stack trace|\Z)", re.S)
 
 
 class EngineDiedError(PeerError):
@@ -31,7 +31,8 @@ class EngineCallError(Exception):
 
     def __init__(self, text: str) -> None:
         said = _SAID.search(text)
-        #: What the engine's workers say that they hold now; None if they did not say.
+        #: What the engine's workers say that they hold now, or "open" where an update was left
+        #: unfinished; None if they did not say.
         self.weights = said[1] if said else None
         super().__init__(said[2] if said else text.strip() or "it did not say why")
 
@@ -107,6 +108,7 @@ class Engine:
             self.call("update_weights", timeout, update_info=told)
         else:
             self._extension({"do": "update", **told}, timeout)
+        self.ask(timeout, do="loaded")
 
     def finish(self, label: str | None, timeout: float) -> None:
         """Ends an update; the label is the version that requests carry from here on."""

@@ -125,17 +125,28 @@ class Member:
         if self._first is None:
             self._ranks = engine.ranks(timeout)
             self._first = self._take(self._ranks)
-        engine.ask(
+        try:
+            self._join(sent, timeout)
+        except EngineCallError as error:
+            if error.weights != "open":
+                raise
+            # A trainer has left it so, or a call came too late.
+            engine.finish(None, timeout)
+            self._join(sent, timeout)
+        # One that has just joined has what was sent, whatever the report says of its number.
+        lines = [] if sent.report is None or self._version is None else sent.report.workers
+        for line in lines:
+            if line.worker in self.workers and line.outcome == "late":
+                raise DeadlineError(f"worker {line.worker} did not fetch it in time")
+
+    def _join(self, sent: Sent, timeout: float) -> None:
+        self._engine.ask(
             timeout,
             do="join",
             sender=sent.sender.init_info.to_json(),
             first_worker=self._first,
             version=sent.version,
         )
-        for line in sent.report.workers if sent.report is not None else []:
-            if line.worker in self.workers and line.outcome in ("late", "refused"):
-                why = f": {line.reason}" if line.reason else ""
-                raise DeadlineError(f"worker {line.worker} did not fetch it in time{why}")
 
     def _drive(self, sent: Sent, rules: Rules, tags: list[str]) -> EngineReport:
         """Pause, start, update, finish, resume; what follows a failure is the core's to say."""
@@ -150,8 +161,8 @@ class Member:
             except (EngineCallError, WeightsyncError) as error:
                 if was_held and call in ("pause", "start"):
                     return self._line(sent, "held", reason=f"{call} failed: {error}")
-                if call in ("update", "restore"):
-                    self._clean(rules.timeout)
+                if call == "update":
+                    self._end(rules.timeout)
                 call = update.failed(str(error), self._known(call, error, update.weights))
         took = time.monotonic() - paused
         outcome = update.outcome or "held"
@@ -170,7 +181,7 @@ class Member:
             case "pause":
                 engine.pause(rules.pause, rules.reset_prefix_cache, timeout)
             case "start":
-                self._start(timeout)
+                engine.start(timeout)
             case "update":
                 engine.update(sent.version, timeout)
             case "finish":
@@ -179,29 +190,20 @@ class Member:
                     engine.reset_cache(timeout)
             case "restore":
                 engine.ask(timeout, do="restore")
-                self._clean(timeout)
             case "resume":
                 if tags:
                     engine.wake(tags, timeout)
                 engine.resume(timeout)
 
-    def _start(self, timeout: float) -> None:
-        try:
-            self._engine.start(timeout)
-        except EngineCallError:
-            # An update that a trainer has left, or that came too late, is over.
-            self._clean(timeout)
-            self._engine.start(timeout)
-
-    def _clean(self, timeout: float) -> None:
-        """Ends an update that vLLM may believe to be under way; it refuses if there is none."""
+    def _end(self, timeout: float) -> None:
+        """Ends an update that failed; if that fails too, the next sync does it."""
         with contextlib.suppress(EngineCallError, WeightsyncError):
             self._engine.finish(None, timeout)
 
     def _known(self, call: str, error: Exception, before: _Weights) -> _Weights:
         """What the engine is known to hold after a call that failed."""
         said = error.weights if isinstance(error, EngineCallError) else None
-        if said is not None:
+        if said in ("old", "new", "unknown"):
             return said
         # The workers' start and finish do nothing: only a load changes weights.
         known: dict[str, _Weights] = {"start": "old", "finish": "new", "resume": before}

@@ -18,8 +18,8 @@ from weightsync.vllm._worker import EngineWorker, Place
 class InitInfo(WeightTransferInitInfo):
     """What a trainer asks of a worker outside of an update."""
 
-    #: "join": be joined to the sender, and have a version that fits. "restore": bring the
-    #: weights of the last whole version back.
+    #: "join": be joined to the sender, and have a version that fits. "loaded": say whether the
+    #: last update failed. "restore": bring the last whole version back.
     do: str
     #: The sender's init info, as JSON text.
     sender: str = ""
@@ -31,8 +31,8 @@ class InitInfo(WeightTransferInitInfo):
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.do not in ("join", "restore"):
-            raise ValueError(f'do: expected "join" or "restore", got {self.do!r}')
+        if self.do not in ("join", "loaded", "restore"):
+            raise ValueError(f'do: expected "join", "loaded" or "restore", got {self.do!r}')
         _check(self, "sender", str)
         _check(self, "first_worker", int)
         _check(self, "version", int)
@@ -68,22 +68,25 @@ class WeightsyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker = EngineWorker(Place.of(given, rest[-1]))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        if init_info.do == "restore":
-            self._worker.restore()
-        else:
-            self._worker.join(
-                init_info.sender, init_info.first_worker, init_info.version, init_info.timeout
-            )
+        match init_info.do:
+            case "join":
+                self._worker.join(
+                    init_info.sender, init_info.first_worker, init_info.version, init_info.timeout
+                )
+            case "loaded":
+                self._worker.loaded()
+            case _:
+                self._worker.restore()
 
     def start_weight_update(self) -> None:
-        """Nothing: the load prepares what it needs."""
+        self._worker.start()
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: Any = None) -> None:
         # Up to 0.24 vLLM gives a function that loads; the model has the same one.
         self._worker.update(update_info.version, update_info.timeout)
 
     def finish_weight_update(self) -> None:
-        """Nothing: the load has finished what it began."""
+        self._worker.finish()
 
     def shutdown(self) -> None:
         self._worker.leave()

@@ -61,12 +61,20 @@ class EngineWorker:
         self._background: Background | None = None
         self._joined: tuple[str, int] | None = None
         self._model = ""
+        # Between vLLM's start and finish.
+        self._started = False
+        # Why the last update failed, if it did.
+        self._failed: UpdateError | None = None
 
     def join(self, sender: str, first_worker: int, version: int, timeout: float) -> None:
         """Joins the sender unless this worker has, and compares its model with vLLM's.
 
         What is fetched here is verified and held; the model does not change.
         """
+        if self._started:
+            # All ranks are: vLLM would refuse another start, and not on one rank alone.
+            self._ranks.fail(UpdateError("an update was begun and not finished", "open"))
+            return
         failed = None
         try:
             self._join(sender, first_worker + self._place.rank, version, timeout)
@@ -75,9 +83,22 @@ class EngineWorker:
         if failures := self._ranks.agree(failed):
             self._ranks.fail(UpdateError(failures, "old"))
 
+    def start(self) -> None:
+        """An update begins. The load prepares what it needs."""
+        self._started = True
+
+    def finish(self) -> None:
+        """It ends. The load has finished what it began."""
+        self._started = False
+
     def update(self, version: int, timeout: float) -> None:
-        """Loads a version: every rank of the engine has it afterwards, or none."""
+        """Loads a version: every rank of the engine has it afterwards, or none.
+
+        It never raises, as vLLM would take the update for ended on some ranks alone;
+        :meth:`loaded` says what became of it.
+        """
         target, failed = self._target, None
+        self._failed = None
         target.begin()
         try:
             self._load(version, timeout)
@@ -91,9 +112,14 @@ class EngineWorker:
             self.leave()
         whole = self._ranks.agree(None if target.whole else "its weights are half loaded")
         if whole:
-            self._ranks.fail(UpdateError(f"{failures}; {whole}", "unknown"))
+            self._failed = UpdateError(f"{failures}; {whole}", "unknown")
         else:
-            self._ranks.fail(UpdateError(failures, "old"))
+            self._failed = UpdateError(failures, "old")
+
+    def loaded(self) -> None:
+        """Says why the last update failed, if it did."""
+        if self._failed is not None:
+            self._ranks.fail(self._failed)
 
     def restore(self) -> None:
         """Brings the last whole version back where a load has left a mix."""

@@ -31,7 +31,9 @@ class WorkerExtension:
                 )
             case "update":
                 worker.update(told["version"], told["timeout"])
+            case "loaded":
+                worker.loaded()
             case "restore":
                 worker.restore()
             case other:
-                raise ValueError(f"do: expected join, update or restore, got {other!r}")
+                raise ValueError(f"do: expected join, update, loaded or restore, got {other!r}")
