@@ -71,7 +71,7 @@ impl Token {
     ///
     /// [`AccessError::TokenLength`].
     pub fn new(bytes: impl AsRef<[u8]>) -> Result<Self, AccessError> {
-        Self::from_bytes(bytes.as_ref(), Place::Given)
+        Self::from_bytes(bytes.as_ref(), TokenSource::Given)
     }
 
     /// The token of the environment: that in [`TOKEN_VARIABLE`], or in the file that
@@ -119,7 +119,7 @@ impl Token {
         const MOST: u64 = 2 * Token::MAX_BYTES as u64;
         let mut bytes = Vec::new();
         file.take(MOST).read_to_end(&mut bytes).map_err(failed)?;
-        Self::from_bytes(&bytes, Place::File(path.into()))
+        Self::from_bytes(&bytes, TokenSource::File(path.into()))
     }
 
     /// The secret that comes of this token: what an init info carries in its place.
@@ -140,16 +140,18 @@ impl Token {
         match (token, file) {
             (None, None) => Ok(None),
             (Some(_), Some(_)) => Err(AccessError::TwoTokens),
-            (Some(token), None) => Self::from_bytes(&token.into_vec(), Place::Variable).map(Some),
+            (Some(token), None) => {
+                Self::from_bytes(&token.into_vec(), TokenSource::Variable).map(Some)
+            }
             (None, Some(file)) => Self::from_file(PathBuf::from(file)).map(Some),
         }
     }
 
-    fn from_bytes(bytes: &[u8], place: Place) -> Result<Self, AccessError> {
+    fn from_bytes(bytes: &[u8], origin: TokenSource) -> Result<Self, AccessError> {
         let bytes = bytes.trim_ascii();
         if !(Self::MIN_BYTES..=Self::MAX_BYTES).contains(&bytes.len()) {
             return Err(AccessError::TokenLength {
-                place,
+                origin,
                 got: bytes.len(),
             });
         }
@@ -333,7 +335,7 @@ fn is_set(variable: Option<OsString>) -> Result<bool, AccessError> {
 
 /// Where a token came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum TokenSource {
     /// The caller.
     Given,
     /// [`TOKEN_VARIABLE`].
@@ -342,7 +344,7 @@ pub enum Place {
     File(PathBuf),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for TokenSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Given => f.write_str("the token"),
@@ -376,13 +378,13 @@ impl fmt::Display for Use {
 pub enum AccessError {
     /// A token that is too short to keep anybody out, or too long.
     #[error(
-        "{place} has {got} bytes, expected {} to {}; {MAKE_ONE}",
+        "{origin} has {got} bytes, expected {} to {}; {MAKE_ONE}",
         Token::MIN_BYTES,
         Token::MAX_BYTES
     )]
     TokenLength {
         /// Where it came from.
-        place: Place,
+        origin: TokenSource,
         /// Its length, in bytes, without the white space around it.
         got: usize,
     },

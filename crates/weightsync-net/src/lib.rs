@@ -19,11 +19,11 @@
 #![forbid(unsafe_code)]
 
 pub mod access;
+#[doc(hidden)] // for the schemes of this workspace
+pub mod address;
 mod bulk;
 mod error;
 mod link;
-#[doc(hidden)] // for the schemes of this workspace
-pub mod place;
 mod receiver;
 mod relay;
 mod root;
@@ -36,5 +36,5 @@ pub mod wire;
 
 pub use self::access::{Access, AccessError, Key, Token};
 pub use self::error::NetError;
-pub use self::relay::{Relay, RelayNews, RelayStop};
+pub use self::relay::{Relay, RelayEvent, RelayStop};
 pub use self::scheme::{Deltas, Distributed, Share};

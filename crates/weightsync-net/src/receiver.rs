@@ -157,14 +157,14 @@ impl NetReceiver {
     }
 
     /// Tells the sender something; what cannot be told now is told by another way.
-    fn tell(
+    fn notify(
         &self,
-        tell: impl FnOnce(&mut Attached) -> Result<()>,
+        notify: impl FnOnce(&mut Attached) -> Result<()>,
         later: impl FnOnce(&mut State),
     ) -> Result<()> {
         let mut state = self.shared.state();
         match &mut state.found {
-            Some(found) => tell(&mut found.attached),
+            Some(found) => notify(&mut found.attached),
             None => {
                 later(&mut state);
                 Ok(())
@@ -365,14 +365,14 @@ impl ReceiverTransport for NetReceiver {
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
-        self.tell(
+        self.notify(
             |attached| attached.applied(set),
             |state| state.applied = Some(set.clone()),
         )
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
-        self.tell(
+        self.notify(
             |attached| attached.refuse(set, reason),
             |state| state.refused = Some((set.cloned(), reason.into())),
         )

@@ -22,8 +22,8 @@ impl Came {
     /// How fast it came, in bytes a second; `None` of too few bytes.
     pub(crate) fn rate(self) -> Option<f64> {
         let seconds = self.busy.as_secs_f64();
-        let told = self.bytes >= MEASURABLE && seconds > 0.0;
-        told.then(|| self.bytes as f64 / seconds)
+        let measurable = self.bytes >= MEASURABLE && seconds > 0.0;
+        measurable.then(|| self.bytes as f64 / seconds)
     }
 }
 

@@ -112,7 +112,7 @@ pub(crate) enum LeaveOutcome<'a, T> {
 
 /// What becomes of the workers of an agent that is gone.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Parted<T> {
+pub(crate) struct AgentDeparture<T> {
     /// Those that have no membership any more.
     pub(crate) over: Vec<(T, Departure)>,
     /// Those that are reached by the agent at which they have been all the time.
@@ -214,7 +214,7 @@ impl<T, W> Membership<T, W> {
     }
 
     /// This life of a worker, if it is reached by this agent.
-    pub(crate) fn heard(
+    pub(crate) fn member_at(
         &mut self,
         agent: AgentId,
         worker: WorkerId,
@@ -277,7 +277,7 @@ impl<T, W> Membership<T, W> {
         process: Option<Process>,
         how: LinkLoss,
         now: Duration,
-    ) -> Parted<T> {
+    ) -> AgentDeparture<T> {
         let (mut over, mut back) = (Vec::new(), Vec::new());
         self.waiting.retain(|_, waiter| waiter.agent != agent);
         for (worker, member) in &mut self.membership {
@@ -306,9 +306,9 @@ impl<T, W> Membership<T, W> {
             self.until.insert((until.0, *worker));
         }
         let over = over.into_iter();
-        let over = over.filter_map(|(worker, going)| Some((self.take(worker)?, going)));
+        let over = over.filter_map(|(worker, departure)| Some((self.take(worker)?, departure)));
         let over = over.collect();
-        Parted { over, back }
+        AgentDeparture { over, back }
     }
 
     /// When somebody is given up next.

@@ -107,18 +107,18 @@ impl Scrubs {
     }
 
     /// An agent says what it has; without being asked, that is nothing.
-    pub(super) fn said(
+    pub(super) fn digest_received(
         &mut self,
         item: Item,
         agent: AgentId,
         digest: Option<Digest>,
     ) -> Option<Checked> {
-        let said = self.asked.get_mut(&(item, agent))?;
+        let known = self.asked.get_mut(&(item, agent))?;
         let verdict = match (self.expected.get(&item), digest) {
             (_, None) => Verdict::Replaced,
             (Some(expected), Some(got)) => compare(*expected, got),
             (None, got) => {
-                *said = got;
+                *known = got;
                 return None;
             }
         };
@@ -139,8 +139,8 @@ impl Scrubs {
             self.expected.insert(item, expected);
         }
         let all = self.asked.range((item, OWN)..=(item, AgentId::MAX));
-        let known = all.filter_map(|(&(_, agent), said)| {
-            let verdict = match (then.or(now), *said) {
+        let known = all.filter_map(|(&(_, agent), found)| {
+            let verdict = match (then.or(now), *found) {
                 (None, _) => Verdict::Replaced,
                 (Some(_), _) if agent == OWN => match (then, now) {
                     (Some(then), Some(now)) => compare(then, now),
@@ -218,14 +218,14 @@ impl<A> Round<A> {
     }
 
     /// Notes what it waited for.
-    pub(super) fn note(&mut self, checked: &Checked, tell: impl FnOnce() -> Check) {
+    pub(super) fn note(&mut self, checked: &Checked, note: impl FnOnce() -> Check) {
         if !self.waits.remove(&(checked.item, checked.agent)) {
             return;
         }
         match checked.verdict {
             Verdict::Same => self.same += 1,
             Verdict::Unknown => {}
-            _ => self.others.push(tell()),
+            _ => self.others.push(note()),
         }
     }
 }

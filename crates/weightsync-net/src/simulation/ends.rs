@@ -67,7 +67,7 @@ impl World {
             let Some(transfer) = self.transfers.get_mut(&number) else {
                 continue;
             };
-            match self.network.way(transfer.child.0, transfer.parent.node) {
+            match self.network.health(transfer.child.0, transfer.parent.node) {
                 (Health::Cut, _) => {
                     let event = match transfer.child_open {
                         true => Event::Broken { number },

@@ -27,7 +27,7 @@
 
 use std::collections::BTreeMap;
 
-use weightsync_mem::{Delivery, Seated};
+use weightsync_mem::{Delivery, WorkerInstance};
 
 use super::World;
 use super::bulk::{CHUNK, SUSPECT};
@@ -47,9 +47,9 @@ pub(super) struct Facts {
     disturbed: Vec<Time>,
     publications: Vec<Publication>,
     /// What each life of a worker was told.
-    pub(super) told: BTreeMap<Seated, Vec<u64>>,
+    pub(super) notified: BTreeMap<WorkerInstance, Vec<u64>>,
     /// And when.
-    pub(super) told_at: BTreeMap<Seated, Vec<Time>>,
+    pub(super) notified_at: BTreeMap<WorkerInstance, Vec<Time>>,
     /// Bytes that the sender may serve, by what has happened.
     allowed: u64,
     pub(super) served: u64,
@@ -64,7 +64,7 @@ struct Publication {
     /// So many times as long a worker may be told nothing.
     patience: u64,
     /// How long it may take to each worker that wants the newest.
-    needs: BTreeMap<Seated, Time>,
+    needs: BTreeMap<WorkerInstance, Time>,
 }
 
 /// What there was of it all.
@@ -76,7 +76,7 @@ pub(super) struct Counts {
     pub(super) broken: u64,
     pub(super) not_there: u64,
     pub(super) instead: u64,
-    pub(super) told: u64,
+    pub(super) notified: u64,
     pub(super) died: usize,
     pub(super) lost: usize,
     /// Workers that were not let in.
@@ -97,7 +97,7 @@ impl Counts {
         self.broken += other.broken;
         self.not_there += other.not_there;
         self.instead += other.instead;
-        self.told += other.told;
+        self.notified += other.notified;
         self.died += other.died;
         self.lost += other.lost;
         self.denied += other.denied;
@@ -118,7 +118,7 @@ impl World {
     pub(super) fn note_publication(&mut self, bytes: u64) {
         self.counts.publications += 1;
         let mut needs = BTreeMap::new();
-        let membership: Vec<_> = self.sender.membership.iter().map(|seat| seat.2).collect();
+        let membership: Vec<_> = self.sender.membership.iter().map(|admit| admit.2).collect();
         let agents: Vec<AgentId> = membership.into_iter().flatten().collect();
         for agent in agents {
             let need = self.time_for(agent);
@@ -152,19 +152,19 @@ impl World {
 
     /// How long a publication may take to an agent's workers.
     pub(super) fn time_for(&self, agent: AgentId) -> Time {
-        let way = self.sender.way(agent);
+        let path = self.sender.path(agent);
         let node = |agent: AgentId| self.sender.agents[&agent].node;
         let share =
             |agent: AgentId, node: Node| self.network.rate(node) / self.children(agent).max(1);
-        let rates = way.iter().map(|agent| share(*agent, node(*agent)));
+        let rates = path.iter().map(|agent| share(*agent, node(*agent)));
         let slowest = rates.chain([share(0, 0)]).min().unwrap_or(1);
         let set: u64 = self.sender.sizes.iter().sum();
-        let bytes = 3 * set + way.len() as u64 * CHUNK;
+        let bytes = 3 * set + path.len() as u64 * CHUNK;
         // Tried again now and then, and silent: so long it takes to find out, once the
         // version under way is not replaced any more.
         let mut before = 0;
         let mut silent = 0;
-        for one in way.into_iter().map(node) {
+        for one in path.into_iter().map(node) {
             silent += u64::from(!self.network.is_good(before, one));
             before = one;
         }
@@ -189,13 +189,13 @@ impl World {
     }
 
     /// A worker's mailbox is put on a set.
-    pub(super) fn told(&mut self, node: Node, who: Seated, sequence: u64) {
+    pub(super) fn notified(&mut self, node: Node, who: WorkerInstance, sequence: u64) {
         let by = (node, self.agent_of(node).life);
         let Some(worker) = self.hosts[node].worker(who) else {
             return;
         };
         let Worker {
-            told,
+            notified,
             told_by,
             delivery,
             ..
@@ -204,11 +204,11 @@ impl World {
         let before = std::mem::replace(told_by, by);
         if *delivery == Delivery::Newest && before == by {
             assert!(
-                sequence >= *told,
-                "{who:?} goes back from {told} to {sequence}"
+                sequence >= *notified,
+                "{who:?} goes back from {notified} to {sequence}"
             );
         }
-        let before = std::mem::replace(told, sequence.max(*told));
+        let before = std::mem::replace(notified, sequence.max(*notified));
         if sequence <= before {
             return;
         }
@@ -217,7 +217,7 @@ impl World {
         {
             let between = before + 1..sequence;
             let skipped: Vec<_> = remote_reader
-                .meant
+                .desired
                 .iter()
                 .filter(|one| between.contains(one))
                 .collect();
@@ -226,10 +226,10 @@ impl World {
                 "{who:?} was told {before}, then {sequence}, not {skipped:?}"
             );
         }
-        self.counts.told += 1;
-        self.facts.told.entry(who).or_default().push(sequence);
+        self.counts.notified += 1;
+        self.facts.notified.entry(who).or_default().push(sequence);
         let now = self.clock.now();
-        self.facts.told_at.entry(who).or_default().push(now);
+        self.facts.notified_at.entry(who).or_default().push(now);
         let pause = self.dice.span(MS, 50 * MS);
         self.clock.after(pause, Event::Taken { node, who });
     }
@@ -254,15 +254,15 @@ impl World {
     fn check_newest(&mut self) {
         for (node, host) in self.hosts.iter().enumerate().skip(1) {
             for worker in &host.workers {
-                let (who, told) = (worker.who, worker.told);
+                let (who, notified) = (worker.who, worker.notified);
                 assert!(worker.alive, "{who:?} of {node} is dead");
                 let delivery = worker.delivery;
                 let reached = self.sender.membership.reached(who.worker);
                 let (_, remote_reader) = reached.expect("the sender reaches it");
-                let newest = remote_reader.meant.last().copied();
-                assert_eq!(Some(told), newest, "{who:?} of {node} ({delivery:?})");
+                let newest = remote_reader.desired.last().copied();
+                assert_eq!(Some(notified), newest, "{who:?} of {node} ({delivery:?})");
                 if delivery == Delivery::Newest {
-                    assert_eq!(told, self.sender.sequence, "{who:?} of {node}");
+                    assert_eq!(notified, self.sender.sequence, "{who:?} of {node}");
                 }
             }
         }
@@ -282,12 +282,12 @@ impl World {
                     continue;
                 }
                 self.counts.stretches += 1;
-                let told = self.facts.told_at.get(who).into_iter().flatten();
-                let told: Vec<_> = told.collect();
-                let any = told.iter().any(|at| (from..=until).contains(*at));
+                let notified = self.facts.notified_at.get(who).into_iter().flatten();
+                let notified: Vec<_> = notified.collect();
+                let any = notified.iter().any(|at| (from..=until).contains(*at));
                 assert!(
                     any,
-                    "{who:?} was told nothing from {from} to {until}: {told:?}"
+                    "{who:?} was told nothing from {from} to {until}: {notified:?}"
                 );
             }
         }
@@ -311,11 +311,12 @@ impl World {
                     continue;
                 }
                 self.counts.pairs += 1;
-                let told = &self.facts.told[who];
-                let either = told.contains(&first.sequence) || told.contains(&second.sequence);
+                let notified = &self.facts.notified[who];
+                let either =
+                    notified.contains(&first.sequence) || notified.contains(&second.sequence);
                 assert!(
                     either,
-                    "{who:?} missed {} and the next: {told:?}",
+                    "{who:?} missed {} and the next: {notified:?}",
                     first.sequence
                 );
             }

@@ -1,4 +1,4 @@
-//! What lets a request in, and what shows who answers it.
+//! The bearer token that admits a request, and the proof that shows who answers it.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Bodies that are made as they are sent, and bodies that are read whole.
+//! Bodies that are produced while they are sent, and bodies that are read whole.
 
 use std::convert::Infallible;
 use std::pin::Pin;

@@ -1,5 +1,4 @@
-//! Requests to one peer: no proxies, no redirects, no cookies, and no names to be
-//! resolved.
+//! Requests to one peer: no proxies, no redirects, no cookies, and no names to resolve.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;

@@ -1,4 +1,4 @@
-//! Serving: who is let in, and how many at a time.
+//! The HTTP server: which connections it accepts, and how many at a time.
 
 use std::collections::BTreeMap;
 use std::io;

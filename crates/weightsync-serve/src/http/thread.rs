@@ -1,4 +1,4 @@
-//! The one thread of an end, in which its runtime lives.
+//! The one thread of an end, which runs its runtime.
 
 use std::io;
 use std::thread::JoinHandle;

@@ -1,9 +1,9 @@
 //! The RPC scheme: the sender calls its workers.
 //!
-//! Every worker serves a small HTTP endpoint and registers with the sender. A send
-//! is a call to each worker, all at the same time; the worker fetches what it does
-//! not have, checks it chunk by chunk, stages it, and answers in its own time that it
-//! has applied it, or why not. `openapi.json` describes both endpoints.
+//! Every worker serves a small HTTP endpoint and registers with the sender. A send is a call to
+//! each worker, to all at the same time. The worker fetches the blocks that it does not have,
+//! checks each, and stages the version. Later it answers that it has applied the version, or
+//! why not. `openapi.json` describes both endpoints.
 //!
 //! | step of the journey | here |
 //! |---|---|
@@ -11,14 +11,14 @@
 //! | transport | `sender::caller` calls, `receiver::fetch` fetches |
 //! | verify | `receiver::fetch`, chunk by chunk; then the digest, if there is one |
 //! | hand over | `receiver::inbox` |
-//! | say what became of it | `receiver`; `sender::workers` passes it on to the segment |
+//! | report the outcome | `receiver`; `sender::workers` passes it on to the segment |
 //!
-//! Both ends hold a connection to the other for as long as they live, by which each
-//! tells the other five times a second that it is there. Its end is the other's death,
-//! unless it said that it leaves; silence alone is not.
+//! Each end holds a connection to the other for its whole life, and sends a sign of life on it
+//! five times a second. If the connection ends, the other end has died, unless it announced
+//! that it leaves. Silence alone is not a death.
 
+mod address;
 mod error;
-mod place;
 mod receiver;
 mod sender;
 mod wire;
@@ -147,9 +147,9 @@ impl Rpc {
             match (key.as_str(), value.as_str()) {
                 ("initial", "connect") => scheme.initial = FirstWeights::AtConnect,
                 ("initial", "send") => scheme.initial = FirstWeights::AtFirstSend,
-                ("initial", _) => return Err(place::bad(key, "connect or send", value)),
+                ("initial", _) => return Err(address::bad(key, "connect or send", value)),
                 ("listen" | "advertise", at) => {
-                    place::host_and_port(key, at)?;
+                    address::host_and_port(key, at)?;
                     match key.as_str() {
                         "listen" => scheme.listen = at.into(),
                         _ => scheme.advertise = Some(at.into()),
@@ -158,12 +158,12 @@ impl Rpc {
                 ("insecure-plaintext", "" | "true") => scheme.insecure_plaintext = true,
                 ("insecure-plaintext", "false") => scheme.insecure_plaintext = false,
                 ("insecure-plaintext", _) => {
-                    return Err(place::bad(key, "no value, true or false", value));
+                    return Err(address::bad(key, "no value, true or false", value));
                 }
                 _ => {
                     let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
                                  advertise=HOST:PORT, insecure-plaintext";
-                    return Err(place::bad(key, known, key));
+                    return Err(address::bad(key, known, key));
                 }
             }
         }
@@ -231,22 +231,22 @@ impl Scheme for Rpc {
 
     fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         let access = self.allowed()?;
-        let listens = place::resolve(&self.listen)?;
+        let listens = address::resolve(&self.listen)?;
         access.may_listen(listens).map_err(RpcError::from)?;
         let fresh = Endpoint::fresh(models, run_dir)?;
         let secret = match access.token {
             Some(token) => token.secret(),
             None => *fresh.secret(),
         };
-        let listens = place::address(listens, &fresh, run_dir, models)?;
+        let listens = address::allocate(listens, &fresh, run_dir, models)?;
         let mut found = match &self.advertise {
-            None => place::reached(listens)?,
-            Some(name) => place::resolve(name)?,
+            None => address::reached(listens)?,
+            Some(name) => address::resolve(name)?,
         };
         if found.port() == 0 {
             found.set_port(listens.port());
         }
-        let at = Places { found, listens };
+        let at = Addresses { found, listens };
         Endpoint::new(at.to_string(), secret, fresh.restarts())
     }
 
@@ -261,7 +261,7 @@ impl Scheme for Rpc {
         joining: &Joining,
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
-        let access = self.allowed_to(Places::of(at)?.found)?;
+        let access = self.allowed_to(Addresses::of(at)?.found)?;
         let receiver = receiver::RpcReceiver::join(at, joining, &access, deadline)?;
         Ok(Box::new(receiver))
     }
@@ -270,14 +270,14 @@ impl Scheme for Rpc {
 /// What an endpoint's address says. There are no names in it: a worker does not wait
 /// for somebody to resolve them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Places {
+struct Addresses {
     /// Where workers find the sender.
     found: SocketAddr,
     /// Where it listens.
     listens: SocketAddr,
 }
 
-impl Places {
+impl Addresses {
     /// # Errors
     ///
     /// [`Error::BadInitInfo`] for an address that no [`place`](Scheme::allocate_endpoint) has made.
@@ -293,7 +293,7 @@ impl Places {
     }
 }
 
-impl fmt::Display for Places {
+impl fmt::Display for Addresses {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.found)?;
         match self.found == self.listens {

@@ -1,5 +1,5 @@
-//! What travels, as JSON: described for other languages in `openapi.json`, which a
-//! test holds against these types.
+//! The JSON messages. `openapi.json` describes them for other languages, and a test compares it
+//! with these types.
 
 use std::net::SocketAddr;
 

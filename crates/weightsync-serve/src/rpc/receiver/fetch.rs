@@ -1,5 +1,4 @@
-//! Fetching versions: checked chunk by chunk, and gone on with where a connection
-//! broke.
+//! Fetches versions, checks them chunk by chunk, and resumes where a connection broke.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -246,10 +245,10 @@ impl<'a> Filling<'a> {
             let part = self.part;
             let partial = self.partial();
             let (at, image) = (partial.at, partial.image.bytes_mut());
-            let Some(place) = image.get_mut(at..at + bytes.len()) else {
+            let Some(target) = image.get_mut(at..at + bytes.len()) else {
                 return Err(Failure::Foreign { model, version });
             };
-            place.copy_from_slice(&bytes);
+            target.copy_from_slice(&bytes);
             partial.at += bytes.len();
             partial.check(part)?;
         }

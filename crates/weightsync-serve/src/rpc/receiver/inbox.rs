@@ -1,4 +1,4 @@
-//! Where fetched versions wait for the thread that takes them.
+//! Fetched versions, until the thread that receives takes them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -225,15 +225,15 @@ impl Inbox {
 
     /// A whole set is there; what comes of it is told by the channel.
     pub(super) fn stage(&self, fetched: Fetched) -> mpsc::UnboundedReceiver<Notified> {
-        let (told, answer) = mpsc::unbounded_channel();
+        let (outcome, answer) = mpsc::unbounded_channel();
         let mut state = self.state();
         let sequence = fetched.sequence;
         if state.applied >= sequence {
             // Called again after a connection broke: it may not know what runs here.
             let runs = state.runs.clone();
             let again = runs.map(|runs| Applied { sequence, ..runs });
-            let told_again = again.map_or(Notified::PassedOver { sequence }, Notified::Applied);
-            let _ = told.send(told_again);
+            let repeated = again.map_or(Notified::PassedOver { sequence }, Notified::Applied);
+            let _ = outcome.send(repeated);
             return answer;
         }
         state.keep(&fetched);
@@ -243,7 +243,7 @@ impl Inbox {
             let passed_over = older < sequence && older > handed;
             passed_over.then_some(Notified::PassedOver { sequence: older })
         });
-        state.open.push((sequence, told));
+        state.open.push((sequence, outcome));
         drop(state);
         self.changed.notify_all();
         answer
@@ -314,12 +314,12 @@ impl State {
     }
 
     /// Gives calls their last word, as far as there is one.
-    fn answer(&mut self, told: impl Fn(u64) -> Option<Notified>) {
+    fn answer(&mut self, outcome: impl Fn(u64) -> Option<Notified>) {
         let open = std::mem::take(&mut self.open);
         for (sequence, call) in open {
-            match told(sequence) {
+            match outcome(sequence) {
                 // The caller may have disconnected.
-                Some(told) => drop(call.send(told)),
+                Some(outcome) => drop(call.send(outcome)),
                 None => self.open.push((sequence, call)),
             }
         }

@@ -1,4 +1,4 @@
-//! Joining a sender: until it is there, or the deadline comes.
+//! Joins a sender: tries until the sender is there, or until the deadline.
 
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -23,7 +23,7 @@ use crate::rpc::wire::{
     Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
     of_sender, url,
 };
-use crate::rpc::{PATIENCE, PROBE, Places, SILENCE, passed, place};
+use crate::rpc::{Addresses, PATIENCE, PROBE, SILENCE, address, passed};
 
 /// The time between two attempts at a sender that is not there; at first, and at most:
 /// each time it is twice as long.
@@ -71,9 +71,9 @@ impl Session {
         self.broken.load(Ordering::Relaxed)
     }
 
-    pub(super) fn place_of(&self, model: &ModelId) -> Option<usize> {
-        let place = self.models.iter().position(|spec| spec.id == *model)?;
-        Some(self.wanted[place])
+    pub(super) fn index_of(&self, model: &ModelId) -> Option<usize> {
+        let index = self.models.iter().position(|spec| spec.id == *model)?;
+        Some(self.wanted[index])
     }
 
     pub(super) fn words(&self, words: &Words) -> Ask {
@@ -148,12 +148,12 @@ pub(super) fn join(
     deadline: Deadline,
 ) -> Result<(HttpThread, Arc<Session>)> {
     let since = Instant::now();
-    let sender = Places::of(at)?.found;
+    let sender = Addresses::of(at)?.found;
     access
         .may_dial_with_secret(sender)
         .map_err(RpcError::from)?;
     // Where there is no way, nobody can be reached either.
-    let own = place::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
+    let own = address::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
     let own = SocketAddr::new(own, 0);
     access.may_listen(own).map_err(RpcError::from)?;
     let listener = TcpListener::bind(own);
@@ -177,7 +177,7 @@ pub(super) fn join(
         models: joining
             .wanted
             .iter()
-            .filter_map(|place| joining.models.get(*place).cloned())
+            .filter_map(|index| joining.models.get(*index).cloned())
             .collect(),
         url: url(own),
         seen: joining.seen,
@@ -380,9 +380,9 @@ async fn describe(
 ) -> std::result::Result<(Vec<ModelSpec>, Vec<usize>), NotIn> {
     let (mut models, mut wanted) = (Vec::new(), Vec::new());
     for id in ids {
-        let place = welcome.models.iter().position(|model| model == id);
-        let place = place.ok_or_else(|| NotIn::Denied(format!("it has no model {id}")))?;
-        let path = of_sender::MODEL.replace("{model}", &place.to_string());
+        let index = welcome.models.iter().position(|model| model == id);
+        let index = index.ok_or_else(|| NotIn::Denied(format!("it has no model {id}")))?;
+        let path = of_sender::MODEL.replace("{model}", &index.to_string());
         let reply = client.ask(Ask::get(path), PATIENCE).await?;
         if reply.status != StatusCode::OK {
             return Err(NotIn::Silent(format!("it answered {}", reply.status)));
@@ -392,7 +392,7 @@ async fn describe(
             return Err(NotIn::Denied(format!("it describes {} as {id}", spec.id)));
         }
         models.push(spec);
-        wanted.push(place);
+        wanted.push(index);
     }
     Ok((models, wanted))
 }

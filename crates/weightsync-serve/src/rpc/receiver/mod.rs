@@ -1,4 +1,4 @@
-//! A worker's end.
+//! The worker's end.
 
 mod fetch;
 mod inbox;
@@ -55,17 +55,17 @@ impl RpcReceiver {
     }
 
     /// Says something to the sender, and waits a moment until that has heard it.
-    fn say(&self, words: &Words) -> Result<()> {
+    fn send(&self, words: &Words) -> Result<()> {
         self.owner.check()?;
         let ask = self.session.words(words);
         let client = self.session.client.clone();
-        let said = async move {
+        let sent = async move {
             let reply = client.ask(ask, HEARD).await?;
             reply.bytes(super::wire::MAX_BODY, HEARD).await
         };
         // A sender that is gone needs no telling.
         let until = Instant::now().checked_add(HEARD);
-        if let Some(Err(fault)) = self.wait_for(said, until)? {
+        if let Some(Err(fault)) = self.wait_for(sent, until)? {
             tracing::debug!(%fault, "the sender did not get this worker's message");
         }
         Ok(())
@@ -184,14 +184,14 @@ impl ReceiverTransport for RpcReceiver {
     }
 
     fn joined(&mut self) -> Result<()> {
-        self.say(&Words::Joined {})
+        self.send(&Words::Joined {})
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
         self.owner.check()?;
         let members = set.members().iter();
         let versions = members.filter_map(|member| {
-            let model = self.session.place_of(member.snapshot.model())?;
+            let model = self.session.index_of(member.snapshot.model())?;
             let version = member.snapshot.version();
             Some(Runs { model, version })
         });
@@ -200,7 +200,7 @@ impl ReceiverTransport for RpcReceiver {
             versions: versions.collect(),
         };
         self.inbox.applied(&applied);
-        self.say(&Words::Applied(applied))
+        self.send(&Words::Applied(applied))
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
@@ -214,6 +214,6 @@ impl ReceiverTransport for RpcReceiver {
             }
             None => Words::Rejected { reason },
         };
-        self.say(&words)
+        self.send(&words)
     }
 }

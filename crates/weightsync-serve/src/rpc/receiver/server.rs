@@ -1,4 +1,4 @@
-//! What a worker answers: the sender's calls, and that it is here.
+//! The worker's HTTP routes: the sender's calls, and the check whether the worker is there.
 
 use std::sync::Arc;
 
@@ -109,7 +109,7 @@ async fn take(inbox: &Arc<Inbox>, session: &Session, call: Call, lines: &mpsc::S
         Ok(fetched) => inbox.stage(fetched),
         Err(failure) => {
             drop(fetching);
-            let told = match failure {
+            let outcome = match failure {
                 Failure::Replaced => Notified::PassedOver { sequence },
                 // It is the way that has failed: the answer ends, and the sender calls again.
                 Failure::Fault(fault) => {
@@ -121,13 +121,13 @@ async fn take(inbox: &Arc<Inbox>, session: &Session, call: Call, lines: &mpsc::S
                     reason: cut(&failure.to_string()),
                 },
             };
-            let _ = lines.send(line(&told)).await;
+            let _ = lines.send(line(&outcome)).await;
             return;
         }
     };
     drop(fetching);
     let _ = lines.send(line(&Notified::Staged { sequence })).await;
-    while let Some(told) = answer.recv().await {
-        let _ = lines.send(line(&told)).await;
+    while let Some(outcome) = answer.recv().await {
+        let _ = lines.send(line(&outcome)).await;
     }
 }

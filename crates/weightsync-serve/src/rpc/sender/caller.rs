@@ -1,5 +1,5 @@
-//! Calling a worker with what it should run: one at a time until it has it, and
-//! each worker separately.
+//! Calls a worker with the set that it should run, one set at a time until the worker has it.
+//! Each worker has its own task.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,15 +29,15 @@ const OPEN: usize = 3;
 
 /// Calls a worker with the newest there is for it, as long as it is here.
 pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>) {
-    let Some(mut news) = shared.news(id) else {
+    let Some(mut changes) = shared.changes(id) else {
         return;
     };
     let mut open: VecDeque<JoinHandle<()>> = VecDeque::new();
     while shared.is_here(id) {
-        news.mark_unchanged();
+        changes.mark_unchanged();
         let Some(weightsync_mem::Notified { sequence, members }) = shared.next_call(id) else {
             // There is none from a sender that ends.
-            if news.changed().await.is_err() {
+            if changes.changed().await.is_err() {
                 return;
             }
             continue;
@@ -50,13 +50,13 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
             models: members.iter().map(part).collect(),
         };
         drop(members);
-        let told = tokio::select! {
-            told = told(&shared, id, &client, &call) => told.map(Some),
+        let result = tokio::select! {
+            sent = notify(&shared, id, &client, &call) => sent.map(Some),
             // It is called again with what is newer.
-            () = overtaken(&shared, id, &mut news, sequence) => Ok(None),
+            () = overtaken(&shared, id, &mut changes, sequence) => Ok(None),
         };
-        shared.called(id, told.is_ok());
-        match told {
+        shared.called(id, result.is_ok());
+        match result {
             Ok(Some(lines)) => {
                 open.retain(|answer| !answer.is_finished());
                 if open.len() == OPEN
@@ -97,17 +97,17 @@ pub(super) fn part(snapshot: &Snapshot) -> Part {
 async fn overtaken(
     shared: &Shared,
     id: ConnectionId,
-    news: &mut watch::Receiver<()>,
+    changes: &mut watch::Receiver<()>,
     sequence: u64,
 ) {
     while !shared.is_overtaken(id, sequence) && shared.is_here(id) {
-        if news.changed().await.is_err() {
+        if changes.changed().await.is_err() {
             return;
         }
     }
 }
 
-async fn told(
+async fn notify(
     shared: &Shared,
     id: ConnectionId,
     client: &Arc<Client>,
@@ -121,8 +121,8 @@ async fn told(
     let mut lines = reply.lines();
     loop {
         match lines.next::<Notified>(LOOK).await {
-            Ok(Some(told)) => {
-                hear(shared, id, told);
+            Ok(Some(message)) => {
+                on_message(shared, id, message);
                 return Ok(lines);
             }
             Ok(None) => return Err("its answer ended".into()),
@@ -137,15 +137,15 @@ async fn told(
 async fn finish(shared: Arc<Shared>, id: ConnectionId, mut lines: Lines) {
     loop {
         match lines.next::<Notified>(LOOK).await {
-            Ok(Some(told)) => hear(&shared, id, told),
+            Ok(Some(message)) => on_message(&shared, id, message),
             Err(Fault::Silent { .. }) if shared.is_here(id) => {}
             Ok(None) | Err(_) => return,
         }
     }
 }
 
-fn hear(shared: &Shared, id: ConnectionId, told: Notified) {
-    let _ = match told {
+fn on_message(shared: &Shared, id: ConnectionId, message: Notified) {
+    let _ = match message {
         Notified::Staged { sequence } | Notified::Taken { sequence } => shared.staged(id, sequence),
         Notified::Applied(applied) => shared.applied(id, &applied),
         Notified::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),

@@ -1,4 +1,4 @@
-//! Workers that register, and the connections that tell whether they live.
+//! Registers workers, and watches the connections that show whether they live.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -53,7 +53,7 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
             Ok(holder) => holder,
             Err(taken) => return taken,
         };
-        match shared.seat(&about, holder) {
+        match shared.admit(&about, holder) {
             Ok(None) => {}
             Ok(Some(seated)) => break seated,
             Err(error) => return wrong(StatusCode::CONFLICT, error.to_string()),

@@ -1,5 +1,5 @@
-//! What a sender answers: versions, and questions for them; what workers say; and, in
-//! `lifeline`, their registrations.
+//! The sender's HTTP routes: versions, questions for versions, and the workers' reports.
+//! `lifeline` has the registrations.
 
 use std::ops::Range;
 use std::pin::Pin;
@@ -127,7 +127,7 @@ async fn set(
         }
     };
     tokio::pin!(over);
-    let Some(mut news) = shared.news(id) else {
+    let Some(mut changes) = shared.changes(id) else {
         return gone();
     };
     let mut answer = shared.ask(id, want);
@@ -162,7 +162,7 @@ async fn set(
             Answer::Later(_) => {}
         }
         tokio::select! {
-            changed = news.changed() => if changed.is_err() {
+            changed = changes.changed() => if changed.is_err() {
                 return gone();
             },
             () = &mut over => return StatusCode::NO_CONTENT.into_response(),

@@ -1,14 +1,14 @@
 //! The workers of a sender, and the connections by which each is reached.
 //!
-//! **Guarantee.** To the sender's segment every worker is a
-//! [remote reader](weightsync_mem::RemoteReader): the segment decides what the worker should
-//! run, and knows what became of it. This table adds what HTTP needs: which connection reaches
-//! a worker, what the worker was called with last, and what it is fetching.
+//! **Guarantee.** In the sender's segment every worker is a [remote
+//! reader](weightsync_mem::RemoteReader). The segment decides which set the worker should run,
+//! and records what became of it. This table adds what HTTP needs: the connection that reaches
+//! the worker, the last call, and the version that the worker fetches.
 //!
 //! * A worker has at most one remote reader. A process that registers again keeps its own.
-//! * A worker is called by its newest connection. When that one ends, an older connection that
-//!   is still open takes its place.
-//! * Numbers that a worker sends are cut down to what was published.
+//! * A worker is called by its newest connection. When that connection ends, an older open
+//!   connection replaces it.
+//! * Numbers that a worker sends are reduced to what was published.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -76,7 +76,7 @@ struct Worker {
     about: About,
     reader: RemoteReader,
     /// Wakes the tasks that call the worker and those that wait with its questions.
-    news: Arc<watch::Sender<()>>,
+    changes: Arc<watch::Sender<()>>,
     /// Its own rendez-vous is over.
     joined: bool,
     /// The newest sequence that it has fetched and checked.
@@ -93,8 +93,8 @@ impl Worker {
     /// The newest set it should have.
     fn newest(&self) -> Option<Notified> {
         // An error means that the sender ends.
-        let told = self.reader.told().ok()?.pop()?;
-        (!told.members.is_empty()).then_some(told)
+        let newest = self.reader.notifications().ok()?.pop()?;
+        (!newest.members.is_empty()).then_some(newest)
     }
 
     fn sequence(&self) -> u64 {
@@ -102,7 +102,7 @@ impl Worker {
     }
 
     /// No worker has what it was not called with.
-    fn at_most_told(&self, sequence: u64) -> u64 {
+    fn at_most_notified(&self, sequence: u64) -> u64 {
         sequence.min(self.sequence())
     }
 }
@@ -157,7 +157,7 @@ impl Table {
         self.connections.retain(|_, one| one.worker != worker);
         if let Some(gone) = self.workers.remove(&worker) {
             gone.reader.leave(departure);
-            gone.news.send_replace(());
+            gone.changes.send_replace(());
         }
     }
 }
@@ -220,7 +220,7 @@ impl Shared {
     /// # Errors
     ///
     /// As [`RemoteReaders::join`].
-    pub(super) fn seat(
+    pub(super) fn admit(
         &self,
         about: &About,
         holder: Option<ConnectionId>,
@@ -234,8 +234,8 @@ impl Shared {
             worker.joined |= !about.announces;
         } else {
             table.remove(about.worker, Departure::Died);
-            let news = Arc::new(watch::Sender::new(()));
-            let theirs = news.clone();
+            let changes = Arc::new(watch::Sender::new(()));
+            let theirs = changes.clone();
             let options = RemoteReaderOptions {
                 worker: about.worker,
                 pid: about.pid,
@@ -248,7 +248,7 @@ impl Shared {
             let worker = Worker {
                 reader: self.remote_readers.join(options, call)?,
                 about: about.clone(),
-                news,
+                changes,
                 joined: !about.announces,
                 staged: 0,
                 refused: 0,
@@ -286,7 +286,7 @@ impl Shared {
                     connection.called = 0;
                 }
                 if let Some(worker) = table.workers.get(&worker) {
-                    worker.news.send_replace(());
+                    worker.changes.send_replace(());
                 }
             }
         }
@@ -331,9 +331,9 @@ impl Shared {
     }
 
     /// What wakes a task that acts for a worker.
-    pub(super) fn news(&self, id: ConnectionId) -> Option<watch::Receiver<()>> {
+    pub(super) fn changes(&self, id: ConnectionId) -> Option<watch::Receiver<()>> {
         let mut table = self.table();
-        table.worker(id).map(|worker| worker.news.subscribe())
+        table.worker(id).map(|worker| worker.changes.subscribe())
     }
 
     /// Leaves out the workers that are still joining. They are called meanwhile, and one that
@@ -398,7 +398,7 @@ impl Shared {
     }
 
     /// A worker says something, by this connection. False if the connection has ended.
-    fn hear(&self, id: ConnectionId, what: impl FnOnce(&mut Worker)) -> bool {
+    fn update(&self, id: ConnectionId, what: impl FnOnce(&mut Worker)) -> bool {
         let mut table = self.table();
         let Some(worker) = table.worker(id) else {
             return false;
@@ -411,7 +411,7 @@ impl Shared {
 
     /// A worker's own rendez-vous is over.
     pub(super) fn joined(&self, id: ConnectionId) -> bool {
-        self.hear(id, |worker| {
+        self.update(id, |worker| {
             worker.joined = true;
             // Wakes the trainer, which may wait for that.
             worker.reader.progress(0, 0);
@@ -420,8 +420,8 @@ impl Shared {
 
     /// A worker has fetched and checked all of it.
     pub(super) fn staged(&self, id: ConnectionId, sequence: u64) -> bool {
-        self.hear(id, |worker| {
-            let sequence = worker.at_most_told(sequence);
+        self.update(id, |worker| {
+            let sequence = worker.at_most_notified(sequence);
             worker.staged = worker.staged.max(sequence);
             worker.reader.progress(sequence, 0);
         })
@@ -434,8 +434,8 @@ impl Shared {
                 && runs.version <= self.remote_readers.version(runs.model)
         });
         let versions: Vec<_> = versions.map(|runs| (runs.model, runs.version)).collect();
-        self.hear(id, |worker| {
-            let sequence = worker.at_most_told(applied.sequence);
+        self.update(id, |worker| {
+            let sequence = worker.at_most_notified(applied.sequence);
             worker.staged = worker.staged.max(sequence);
             worker.reader.progress(sequence, 0);
             worker.reader.applied(sequence, versions);
@@ -444,7 +444,7 @@ impl Shared {
 
     /// A worker cannot use the set of this sequence.
     pub(super) fn refused(&self, id: ConnectionId, sequence: u64, reason: String) -> bool {
-        self.hear(id, |worker| {
+        self.update(id, |worker| {
             if sequence >= worker.refused {
                 worker.refused = sequence;
                 worker.reader.refuse(Some(sequence), reason);
@@ -454,7 +454,7 @@ impl Shared {
 
     /// A worker can use nothing at all.
     pub(super) fn rejected(&self, id: ConnectionId, reason: String) -> bool {
-        self.hear(id, |worker| {
+        self.update(id, |worker| {
             worker.rejected = true;
             worker.reader.refuse(None, reason);
         })

@@ -1,4 +1,4 @@
-//! Where a sender is found: an address that is final before anybody listens there.
+//! Chooses a sender's address: it is final before anybody listens there.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -7,8 +7,8 @@ use std::path::Path;
 
 use weightsync_engine::transport::Endpoint;
 use weightsync_engine::{ModelId, Result};
-use weightsync_net::place::PortFile;
-pub(super) use weightsync_net::place::{bad, host_and_port, local_ip, reached, resolve};
+use weightsync_net::address::PortFile;
+pub(super) use weightsync_net::address::{bad, host_and_port, local_ip, reached, resolve};
 
 use super::error::RpcError;
 
@@ -32,7 +32,7 @@ const RANGE: &str = "/proc/sys/net/ipv4/ip_local_port_range";
 /// # Errors
 ///
 /// If there is no free port, or the run directory cannot be used.
-pub(super) fn address(
+pub(super) fn allocate(
     listen: SocketAddr,
     fresh: &Endpoint,
     run_dir: Option<&Path>,
@@ -46,7 +46,7 @@ pub(super) fn address(
         return Ok(at(free_port(listen.ip(), fresh)?));
     };
     let file = PortFile::new(dir, "rpc", models);
-    let port = match file.kept()? {
+    let port = match file.saved()? {
         Some(port) => port,
         // Another one may be quicker.
         None => file.keep(free_port(listen.ip(), fresh)?)?,
