@@ -1,12 +1,12 @@
-//! Who may connect, and where one may listen.
+//! Who may connect, and where an end may listen.
 //!
-//! A [`Token`] is text that a person shares between machines. Of it comes a *secret* of 16 bytes,
-//! which is what an init info carries, and of that the [`Key`] with which both ends of a link prove
-//! that they have it. So an init info lets a worker in without the token, and a relay that has the
-//! token needs no init info.
+//! A [`Token`] is text that a person shares between machines. The token gives a *secret* of 16
+//! bytes, which an init info carries. The secret gives the [`Key`] with which both ends of a
+//! link prove that they have it. So an init info admits a worker without the token, and a relay
+//! that has the token needs no init info.
 //!
-//! Links are not encrypted yet. An address that is not loopback is therefore used only by who has
-//! said that this is known: [`Access::insecure_plaintext`].
+//! Links are not encrypted yet. An address that is not loopback is therefore used only if the
+//! user has accepted that: [`Access::insecure_plaintext`].
 
 use std::ffi::OsString;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Where a sender is found: what schemes at ports have in common.
+//! Addresses of senders: the parts that all schemes with ports share.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};

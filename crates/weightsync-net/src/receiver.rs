@@ -1,5 +1,5 @@
-//! A worker's end: it attaches to what there is on its host, or fetches for itself;
-//! and when a relay goes, it looks again.
+//! A worker's end: it attaches to a segment on its host, or fetches for itself. When a relay is
+//! gone, it looks again.
 
 mod migrate;
 mod route;

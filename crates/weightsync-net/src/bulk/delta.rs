@@ -1,5 +1,5 @@
-//! What changed from one version to a later one: made here, or come from above, and
-//! passed on.
+//! The changes from one version to a later one: made here or received from above, and passed
+//! on.
 
 mod ring;
 

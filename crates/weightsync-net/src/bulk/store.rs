@@ -1,4 +1,4 @@
-//! What can be served: versions that are whole, and those that are still coming.
+//! The versions that can be served: whole ones, and those that are still arriving.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};

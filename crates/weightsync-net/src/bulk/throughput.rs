@@ -1,5 +1,5 @@
-//! How fast a link is: of all that comes by it side by side, as each alone has only a
-//! part of it.
+//! Measures the speed of a link over all its parallel transfers, as each alone has only a share
+//! of it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -1,10 +1,9 @@
-//! Links: connections that are framed, authenticated and bounded, and whose silence
-//! is noticed.
+//! Links: connections that are framed, authenticated and bounded, and that notice silence.
 //!
-//! **Guarantee.** What comes out of a link was sent by a process that has the key,
-//! whole and in order. Each end says something at least every 200 ms; one that has
-//! said nothing for 800 ms counts as silent, and the link ends. Nothing waits
-//! without bound in one: messages for a peer that does not read end it too.
+//! **Guarantee.** Every message of a link comes from a process that has the key, whole and in
+//! order. Each end sends something at least every 200 ms. An end that has sent nothing for 800
+//! ms counts as silent, and the link ends. No wait on a link is unbounded: a link also ends if
+//! its peer does not read.
 
 mod admission;
 pub(crate) mod blocking;

@@ -1,4 +1,4 @@
-//! What an agent does: it performs what its [plan](super::plan) decides.
+//! The engine of an agent: it performs the decisions of its [plan](super::plan).
 
 mod asks;
 mod fetched;

@@ -1,5 +1,4 @@
-//! An agent's way in: it finds the sender, says who it is, and is told what models
-//! there are.
+//! How an agent joins: it finds the sender, introduces itself, and learns the sender's models.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};

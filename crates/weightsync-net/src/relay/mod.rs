@@ -1,8 +1,8 @@
-//! The agent of a host: it fetches each version once, shares it with the workers of
-//! the host, and passes it on to the next.
+//! The agent of a host: it fetches each version once, shares it with the workers of the host,
+//! and passes it on to the next host.
 //!
-//! It is a process of its own (`weightsync relay`), or a few threads of a worker whose
-//! host has none.
+//! An agent is a process of its own (`weightsync relay`), or a few threads of a worker whose
+//! host has no relay.
 
 mod engine;
 mod join;

@@ -1,26 +1,26 @@
-//! A relay's decisions: which version to fetch next, which to give up, which
-//! worker is told what.
+//! A relay's decisions: which version to fetch next, which fetch to stop, and which worker gets
+//! which set.
 //!
-//! **Guarantee.** Plain values in, plain values out. [`Plan`] is told what has
-//! happened ([`Input`]) and answers with what is to be done ([`Effect`]), in order.
+//! **Guarantee.** The input and the output are plain values. [`Plan`] takes events ([`Input`])
+//! and returns what is to be done ([`Effect`]), in order.
 //!
-//! * A worker is told a set only when every version of it is whole here.
-//! * **The first set is finished.** A set that began to come while nothing of one of its
-//!   models was whole here is fetched to its end, also when newer ones are published and
-//!   when the worker it was for has left. So a relay whose transfers take longer than a
-//!   worker waits has a version in the time of one transfer. There is at most one such
+//! * A worker is notified of a set only when every version of the set is whole here.
+//! * **The first set is finished.** If a set began to arrive while one of its models had no
+//!   whole version here, the relay fetches it to the end. It does so also when newer sets are
+//!   published, and when the worker of the set has left. So a relay whose transfers take longer
+//!   than a worker waits has a version in the time of one transfer. There is at most one such
 //!   set for each model.
-//! * A worker that wants the newest is not told what was replaced meanwhile, but
-//!   never misses two in a row: then the transfer that is under way is finished
-//!   first, so that a slow link does not starve its workers.
-//! * Workers wait for one version of a model at a time, one that has begun to come first,
-//!   whichever worker it was for: two side by side would each take twice as long. Only those who
-//!   take every version do not wait for others.
-//! * Of what is to be told next everything is asked for at once, side by side: what
-//!   was asked for stays above until it has come, and a set is of no use while one of
-//!   its versions is missing. So is, of each model, the oldest that relays below want:
-//!   of those who want different ones it is what makes the first of them whole.
-//! * What is neither told, nor on its way, nor wanted by a relay below is released.
+//! * A worker that wants the newest set skips sets that were replaced meanwhile, but never two
+//!   in a row: then the transfer under way is finished first. So a slow link does not starve
+//!   its workers.
+//! * The relay fetches one version of a model at a time for its workers, first one that has
+//!   begun to arrive, whichever worker it was for. Two in parallel would each take twice as
+//!   long. Only workers that take every version do not wait for others.
+//! * All versions of the next set are requested at once, in parallel: the parent keeps a
+//!   requested version until it was sent, and a set is useless while one version is missing.
+//!   The relay also requests, for each model, the oldest version that relays below want, since
+//!   that makes the first of them whole.
+//! * A version is released once no worker has or awaits it and no relay below wants it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 

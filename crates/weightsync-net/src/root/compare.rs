@@ -1,4 +1,4 @@
-//! What was published is compared with what came before it, for those who have that.
+//! Compares each published version with the one before it, for agents that hold that one.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

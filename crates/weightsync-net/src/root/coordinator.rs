@@ -1,8 +1,8 @@
-//! What a sender knows of the agents of other hosts and of their workers, and what
-//! it tells them.
+//! The sender's coordinator: it knows the agents of other hosts and their workers, and sends
+//! each what its workers are to run.
 //!
-//! One task has all of it: it takes one event after the other and never waits for
-//! any agent.
+//! One task owns all of this state. It takes one event after the other and never waits for an
+//! agent.
 
 mod holdings;
 pub(super) mod scrubbing;

@@ -1,14 +1,14 @@
-//! Which workers of other hosts a sender knows, and by which agent each is reached.
+//! The workers of other hosts that a sender knows, and the agent that reaches each.
 //!
-//! **Guarantee.** Plain values in, plain values out; times are since any one moment.
-//! A worker has one membership at most, and keeps it for as long as it is the same life of
-//! it: by whichever agent it is reached, and for [`GRACE`] by none. What an agent
-//! says of a worker that is reached by another is not heard. The next life of a
-//! worker waits until it is known whether the one that has the membership is there still:
-//! until something is heard of the agent that reaches it, or that is gone.
+//! **Guarantee.** The input and the output are plain values; times count from any one moment. A
+//! worker has at most one membership. One life of a worker keeps its membership, whichever
+//! agent reaches it, and for [`GRACE`] when no agent does. A report from an agent that does not
+//! reach the worker is ignored. The next life of a worker waits until it is known whether the
+//! earlier life is still there: until the agent that reaches the earlier one sends something,
+//! or is gone.
 //!
-//! A worker that is its own agent, and whose connection was closed, has most likely
-//! died; it has [`BACK`] to show that it has not.
+//! A worker that is its own agent and whose connection was closed has most likely died. It has
+//! [`BACK`] to show that it has not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! The sender's end of the network: it listens, tells agents what their workers are
-//! to run, and serves the first of them.
+//! The sender's end of the network: it listens, tells agents what their workers are to run, and
+//! serves the first agents.
 
 mod compare;
 mod coordinator;

@@ -1,7 +1,8 @@
-//! Which bytes are compared with what was published, and what that comes to.
+//! Decides which bytes are compared with the published ones, and keeps the results.
 //!
-//! **Guarantee.** Plain values in, plain values out. Whatever is [asked for](Scrubs::ask) comes
-//! to one [`Checked`]: once both digests are there, or it is known that one will not be.
+//! **Guarantee.** The input and the output are plain values. Every [question](Scrubs::ask)
+//! leads to one [`Checked`]: once both digests are there, or once it is known that one of them
+//! will not come.
 
 use std::collections::{BTreeMap, BTreeSet};
 

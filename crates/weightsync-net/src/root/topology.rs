@@ -1,20 +1,19 @@
-//! Who fetches from whom.
+//! Decides which agent fetches from which.
 //!
-//! **Guarantee.** Plain values in, plain values out. Agents stand in an order; the
-//! first `arity` of them fetch from the sender, the others from agents before them:
-//! by arity 1 a chain. There is never a circle, and one whose parent is gone is given
-//! another at once. An agent that does not serve (a worker's own) fetches from the
-//! sender, next to the others, and has nobody below it.
+//! **Guarantee.** The input and the output are plain values. Agents stand in an order. The
+//! first `arity` of them fetch from the sender, the others from agents before them; with arity
+//! 1 they form a chain. There is never a circle. An agent whose parent is gone gets another
+//! parent at once. An agent that does not serve (a worker's own) fetches from the sender, next
+//! to the others, and has no children.
 //!
-//! What happens to one costs no more the more there are, unless it moves others: one
-//! that comes, goes or changes its speed so that somebody has another parent by it.
+//! The cost of an event does not grow with the number of agents, unless the event moves others:
+//! an agent that joins, leaves or changes its speed so that another agent gets a new parent.
 //!
-//! A slow link slows down everybody behind it, so agents whose link has been
-//! measured as much slower than that of others go to the end, where nobody is
-//! behind them. What comes through a slow one says nothing of the one behind it. So an
-//! agent that looks no faster than its parent, where that is not fast, is put first once:
-//! then the sender itself finds out how fast it is. It is put first again if it then looks
-//! much slower behind another.
+//! A slow link slows down everybody behind it. So an agent whose link is measured as much
+//! slower than the others goes to the end, where nobody is behind it. A measurement behind a
+//! slow agent says nothing about the agent itself. So an agent that looks no faster than its
+//! slow parent is put first once; then the sender measures it. It is put first again if it
+//! later looks much slower behind another parent.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;

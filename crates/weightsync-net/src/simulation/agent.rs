@@ -1,4 +1,4 @@
-//! An agent: what it knows, and what it hears, as the engine does it.
+//! A simulated agent: its state, and how it handles messages, as in the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 

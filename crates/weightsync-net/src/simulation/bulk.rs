@@ -1,5 +1,5 @@
-//! Transfers: chunk after chunk, each passed on as soon as it has come, over one
-//! connection each.
+//! Transfers: chunk after chunk over one connection each, and each chunk is passed on as soon
+//! as it has arrived.
 
 use super::agent::{Fetching, Parent, ROOT};
 use super::clock::{MS, SECOND, Time};

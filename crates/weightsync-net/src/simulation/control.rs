@@ -1,5 +1,5 @@
-//! Links between agents and the sender: what is said arrives in order, or not at
-//! all; a silent one is given up.
+//! Links between agents and the sender: messages arrive in order or not at all, and a silent
+//! link is given up.
 
 use super::clock::{MS, Time};
 use super::network::{Health, Node};

@@ -1,4 +1,4 @@
-//! What ends transfers: versions that are served no more, links, and agents that die.
+//! Everything that ends transfers: revoked versions, broken links, and agents that die.
 
 use weightsync_core::Version;
 

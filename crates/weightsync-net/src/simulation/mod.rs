@@ -1,18 +1,18 @@
 //! A sender, its agents and their workers, in virtual time.
 //!
-//! What is real: the decisions, [`Plan`](crate::relay::plan::Plan),
+//! These parts are real: the decisions ([`Plan`](crate::relay::plan::Plan),
 //! [`Topology`](crate::root::topology::Topology) and
-//! [`Membership`](crate::root::membership::Membership), and the messages of control links. What is
-//! played next to them: what the engine of an agent and the coordinator of a sender do around
-//! these decisions; the sender's mailboxes and queues; machines that have one agent each
-//! and up to three workers; links that have a rate and a latency, that are cut, fall
-//! silent, and come back; transfers in chunks that are passed on as they come.
+//! [`Membership`](crate::root::membership::Membership)) and the messages of control links.
+//! These parts are simulated: the code around the decisions in an agent's engine and in the
+//! sender's coordinator; the sender's mailboxes and queues; machines with one agent and up to
+//! three workers each; links with a rate and a latency that are cut, fall silent, and come
+//! back; and transfers in chunks that are passed on as they arrive.
 //!
-//! What is not simulated: TCP (a chunk takes its bytes by the slower end's rate, and
-//! what is given to a machine's link goes out, and comes in, in order; a slow receiver
-//! holds up nobody else), several connections of one fetch, the machine itself (memory, slots,
-//! threads, clocks that differ), handshakes and their limits, bytes that are wrong,
-//! questions of workers, a sender that dies, several agents on one machine.
+//! These parts are absent: TCP (a chunk takes its bytes at the slower end's rate; a machine's
+//! link sends and receives in order; a slow receiver holds up nobody else); several connections
+//! of one fetch; the machine itself (memory, slots, threads, clocks that differ); handshakes
+//! and their limits; wrong bytes; questions of workers; a sender that dies; and several agents
+//! on one machine.
 
 mod agent;
 mod bulk;

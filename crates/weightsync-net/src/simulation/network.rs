@@ -1,5 +1,4 @@
-//! What lies between processes: how fast each end is, and whether anything gets
-//! through.
+//! The network between processes: the speed of each end, and whether anything gets through.
 
 use std::collections::BTreeMap;
 

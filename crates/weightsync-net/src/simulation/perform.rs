@@ -1,4 +1,4 @@
-//! An agent performs what its plan decides, and says what came of it.
+//! A simulated agent performs the decisions of its plan, and reports the outcome.
 
 use super::agent::{Parent, ROOT};
 use super::clock::{MS, Time};

@@ -1,29 +1,28 @@
-//! What must be true on the way, and at the end.
+//! The rules that must hold during a simulation and at its end.
 //!
-//! * What a worker is told is whole where it is told, and its sequence numbers never
-//!   go back at one agent; one that takes every version is told all that its queue took,
-//!   in order.
-//! * **Two in a row.** A publication is *due* for a worker that wants the newest if
-//!   nothing happened (no fault, nobody that came or went, nobody that was given
-//!   another parent) from [`CALM`] before it until the next publication, and if that
-//!   came no earlier than the bytes of three whole sets take by the slowest link on
-//!   the worker's way from the sender, a chunk more for each agent on it, two seconds,
-//!   and what it takes to find out that a parent on it cannot be reached: three,
-//!   because each agent may first finish a version that was replaced.
-//!   Of two publications in a row that were due for it, a worker was told one.
-//! * **Nobody starves**, however fast sets are published: from each publication on a
-//!   worker that wants the newest is told a set, if nothing else happens from [`CALM`]
-//!   before it until then: in twice the time in which it would be due, and as long
-//!   again for each further child of the sender, which serves of what was replaced
-//!   only the oldest on, so that they take turns; and in three times that if others
-//!   take every version, as their old ones have their part of a slow link as well.
-//! * At the end every worker that lives is at the newest set that was meant for it.
-//! * What the sender itself served is no more than its publications, to as many as
-//!   were its children, which are the arity's number while nothing breaks; and two
-//!   whole sets for each time that an agent became its child, and what was not to be
-//!   had from a parent, old versions for those that take every one, and a chunk for
-//!   each fetch that broke off.
-//! * Agents with slow links, if they fetch anything, stand behind those with fast ones.
+//! * A worker is notified only of sets that are whole at its agent, and the sequence numbers
+//!   never go back at one agent. A worker that takes every version gets all that its queue
+//!   took, in order.
+//! * **Two in a row.** A publication is *due* for a worker that wants the newest under two
+//!   conditions. First, nothing else happened from [`CALM`] before it until the next
+//!   publication: no fault, no arrival, no departure, no new parent. Second, the next
+//!   publication came no earlier than the time for all of this on the slowest link of the
+//!   worker's path from the sender: the bytes of three whole sets, a chunk more for each agent
+//!   on the path, two seconds, and the time to find out that a parent on it cannot be reached.
+//!   Three sets, because each agent may first finish a version that was replaced. Of two due
+//!   publications in a row, the worker must get one.
+//! * **Nobody starves**, however fast sets are published. From each publication on, a worker
+//!   that wants the newest gets a set, if nothing else happens from [`CALM`] before it until
+//!   then. It gets the set in twice the time of the rule above, and as long again for each
+//!   further child of the sender: of replaced versions the sender serves only the oldest, so
+//!   its children take turns. If others take every version, the limit is three times that, as
+//!   their old versions take their share of a slow link.
+//! * At the end every living worker is at its newest set.
+//! * The sender itself serves no more than its publications, to as many agents as were its
+//!   children (the arity, while nothing breaks). In addition it may serve two whole sets for
+//!   each time that an agent became its child, versions that no parent had, old versions for
+//!   workers that take every one, and a chunk for each fetch that broke off.
+//! * Agents with slow links that fetch anything stand behind those with fast links.
 
 use std::collections::BTreeMap;
 

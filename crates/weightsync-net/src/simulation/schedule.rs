@@ -1,4 +1,4 @@
-//! Random schedules: who is there when, what breaks, what is published.
+//! Random schedules: which machines are there when, what breaks, and what is published.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! The sender: what it publishes, what it knows of agents and workers, what it tells
-//! them. As the coordinator does it, with the same decisions: [`Topology`] and [`Membership`].
+//! The simulated sender: its publications, its agents and workers, and its messages. It decides
+//! as the coordinator does, with the same [`Topology`] and [`Membership`].
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;

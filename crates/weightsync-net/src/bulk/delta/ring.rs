@@ -1,4 +1,4 @@
-//! The deltas that are kept.
+//! The deltas that a host keeps.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,4 +1,4 @@
-//! Making what a parent has told as changes.
+//! Makes a version from its base and the changes that a parent sent.
 
 use weightsync_core::Version;
 

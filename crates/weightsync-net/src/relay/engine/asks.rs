@@ -1,5 +1,5 @@
-//! Questions of workers that are not answered: a link that breaks takes with it what
-//! was said by it, so they are asked again by the next.
+//! Workers' questions that have no answer yet. A broken link loses the questions that it
+//! carried, so the agent asks them again on the next link.
 
 use weightsync_mem::WorkerInstance;
 

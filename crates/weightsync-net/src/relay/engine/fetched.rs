@@ -1,4 +1,4 @@
-//! What becomes of what an agent fetches.
+//! The outcomes of an agent's fetches.
 
 use super::*;
 

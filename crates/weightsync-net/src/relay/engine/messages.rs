@@ -1,4 +1,4 @@
-//! What the sender says to an agent.
+//! Handles the sender's messages to an agent.
 
 use tokio::time::Instant;
 use weightsync_mem::WorkerInstance;

@@ -1,4 +1,4 @@
-//! An agent's way back to its sender, after a link has ended.
+//! How an agent reconnects to its sender after a link has ended.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! An agent says what it has, to be compared with what was published.
+//! Reports an agent's digests, to be compared with the published ones.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Comparing what everybody holds with what was published.
+//! Compares the bytes that agents hold with the published ones.
 
 use tokio::sync::oneshot;
 use weightsync_core::digest::Digest;

@@ -1,4 +1,4 @@
-//! The workers of other hosts: they are seated, told, and heard.
+//! The workers of other hosts: admission, notifications and progress.
 
 use std::collections::{BTreeMap, BTreeSet};
 

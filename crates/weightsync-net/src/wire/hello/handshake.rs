@@ -1,4 +1,4 @@
-//! The two ends of a handshake: fed what comes, they say what to send.
+//! The two ends of a handshake: they take the bytes that arrive, and return the bytes to send.
 
 use super::*;
 use crate::access::{Key, Proof};
