@@ -1,4 +1,9 @@
-//! A trainer or worker that does what it is told, one command at a time.
+//! A trainer or worker process that runs one command at a time.
+//!
+//! The conformance crate has such a process too. This one stays apart, because its commands
+//! depend on shared memory: every word of a version is the same number, so that a torn version
+//! shows, and a command writes the trainer's memory between sends. The other runs the scenarios
+//! of every scheme, and its commands are private to that crate.
 
 use std::time::{Duration, Instant};
 

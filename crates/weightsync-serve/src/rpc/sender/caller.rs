@@ -23,11 +23,11 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// How often a wait for a worker's last line looks whether the worker is still there.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// How many answers of a worker may wait for their last line. One that is as it should
-/// be has two: what it is loading, and what is newest.
+/// The number of answers of a worker that may wait for their last line. A correct worker has
+/// two: for the set that it loads, and for the newest.
 const OPEN: usize = 3;
 
-/// Calls a worker with the newest there is for it, as long as it is here.
+/// Calls a worker with its newest set, for as long as the worker is here.
 pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>) {
     let Some(mut changes) = shared.changes(id) else {
         return;
@@ -52,7 +52,7 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
         drop(members);
         let result = tokio::select! {
             sent = notify(&shared, id, &client, &call) => sent.map(Some),
-            // It is called again with what is newer.
+            // The worker is called again with the newer set.
             () = overtaken(&shared, id, &mut changes, sequence) => Ok(None),
         };
         shared.called(id, result.is_ok());
@@ -62,7 +62,7 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
                 if open.len() == OPEN
                     && let Some(oldest) = open.pop_front()
                 {
-                    // Its connection ends with it.
+                    // The worker's connection ends with it.
                     oldest.abort();
                 }
                 open.push_back(tokio::spawn(finish(shared.clone(), id, lines)));
@@ -76,7 +76,7 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
     }
 }
 
-/// How a worker is told of a version.
+/// Describes a version for a call.
 pub(super) fn part(snapshot: &Snapshot) -> Part {
     let bytes = snapshot.bytes();
     // The copy pass made them, of blocks of the same size.
@@ -92,8 +92,8 @@ pub(super) fn part(snapshot: &Snapshot) -> Part {
     }
 }
 
-/// Waits until there is something newer for a worker that has not begun to fetch what it
-/// was called with: it may be stopped.
+/// Waits until a newer set exists for a worker that has not begun to fetch the set of its call:
+/// the worker may be stopped.
 async fn overtaken(
     shared: &Shared,
     id: ConnectionId,

@@ -68,7 +68,7 @@ impl RpcSender {
     }
 }
 
-/// Where no worker attaches: nobody is told of this name.
+/// A listener at which no worker attaches: nobody learns this name.
 fn nobody_comes(opening: &Opening<'_>) -> Result<Listener> {
     let models: Vec<_> = opening.models.iter().map(|spec| spec.id.clone()).collect();
     Ok(Listener::at(Endpoint::fresh(&models, None)?.address())?)

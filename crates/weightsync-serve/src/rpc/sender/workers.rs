@@ -36,13 +36,13 @@ pub(super) type ConnectionId = u64;
 pub(super) struct About {
     pub(super) worker: WorkerId,
     pub(super) pid: u32,
-    /// Where it is called: another process of that number, in another container say, has
-    /// another address.
+    /// The address at which the sender calls the worker. Another process of the same number, in
+    /// another container for example, has another address.
     pub(super) addr: SocketAddr,
     pub(super) device: String,
     /// The models it takes.
     pub(super) wanted: Models,
-    /// It says itself when its rendez-vous is over.
+    /// The worker announces when its rendez-vous is over.
     pub(super) announces: bool,
 }
 
@@ -53,7 +53,7 @@ impl About {
     }
 }
 
-/// What becomes of a question.
+/// The outcome of a question.
 #[derive(Debug)]
 pub(super) enum Answer {
     /// The sequence is 0 for a set other than the newest.
@@ -61,11 +61,11 @@ pub(super) enum Answer {
         sequence: u64,
         members: Vec<Snapshot>,
     },
-    /// There is no such version for this worker; there are these, newest first.
+    /// The worker has no such version; these exist, newest first.
     Unknown { known: Vec<Version> },
-    /// Not yet: the question waits under this number.
+    /// No answer yet: the question waits under this number.
     Later(u64),
-    /// The worker has asked for something else since.
+    /// The worker has asked for another set since.
     Replaced,
     /// The worker has gone, or cannot use anything, or does not take that model.
     Gone,
@@ -101,7 +101,7 @@ impl Worker {
         self.newest().map_or(0, |newest| newest.sequence)
     }
 
-    /// No worker has what it was not called with.
+    /// A worker cannot have a set with which it was not called.
     fn at_most_notified(&self, sequence: u64) -> u64 {
         sequence.min(self.sequence())
     }
@@ -112,11 +112,11 @@ struct Connection {
     worker: WorkerId,
     /// The sequence that the worker was called with last.
     called: u64,
-    /// What it was called with and has not fetched yet.
+    /// The versions of the last call that the worker has not fetched yet.
     calling: Vec<Snapshot>,
     /// It has begun to fetch that.
     has_begun: bool,
-    /// Nothing was heard of it for so long that a sender that ends does not wait for it. The
+    /// The worker was silent for so long that a sender that ends does not wait for it. The
     /// worker may be stopped: it is late, and not dead.
     silent: bool,
     /// How many signs of life it has given.
@@ -214,8 +214,9 @@ impl Shared {
         self.table().holder(about)
     }
 
-    /// Lets a worker in, unless its number is held by another connection than `holder`, which
-    /// is given up. The connection, and the sequence of what the worker is called with at once.
+    /// Admits a worker and gives up `holder`. Refuses the worker if another connection than
+    /// `holder` has its number. Returns the new connection and the sequence of the worker's
+    /// first call.
     ///
     /// # Errors
     ///
@@ -281,7 +282,7 @@ impl Shared {
         match table.current(worker) {
             None => table.remove(worker, departure),
             Some(other) => {
-                // The worker is called again by the one that is left.
+                // The remaining connection calls the worker again.
                 if let Some(connection) = table.connections.get_mut(&other) {
                     connection.called = 0;
                 }
@@ -303,7 +304,7 @@ impl Shared {
         table.worker(id).map(|worker| worker.about.clone())
     }
 
-    /// Notes whether anything was heard of a connection lately; true if that is news.
+    /// Notes whether a connection was silent lately; true if that has changed.
     pub(super) fn note_silence(&self, id: ConnectionId, silent: bool) -> bool {
         let mut table = self.table();
         let Some(connection) = table.connections.get_mut(&id) else {
@@ -323,21 +324,21 @@ impl Shared {
         table.connections.get(&id).is_some_and(|one| one.silent)
     }
 
-    /// How many signs of life a connection has given; `None` if it has ended, or is silent.
+    /// The number of signs of life on a connection; `None` if it has ended or is silent.
     pub(super) fn signs(&self, id: ConnectionId) -> Option<u64> {
         let table = self.table();
         let connection = table.connections.get(&id).filter(|one| !one.silent);
         connection.map(|one| one.signs)
     }
 
-    /// What wakes a task that acts for a worker.
+    /// Wakes a task that acts for a worker.
     pub(super) fn changes(&self, id: ConnectionId) -> Option<watch::Receiver<()>> {
         let mut table = self.table();
         table.worker(id).map(|worker| worker.changes.subscribe())
     }
 
-    /// Leaves out the workers that are still joining. They are called meanwhile, and one that
-    /// has loaded something counts.
+    /// Leaves out the workers that are still joining. They are called meanwhile, and a worker
+    /// that has loaded a version counts.
     pub(super) fn joined_only(&self, there: &Attendance) -> Attendance {
         let table = self.table();
         let mut there = there.clone();
@@ -350,9 +351,9 @@ impl Shared {
     }
 }
 
-/// What workers should have, and what they say.
+/// Calls to workers, and their reports.
 impl Shared {
-    /// What to call a worker with next, if there is anything new for it. It is held until
+    /// The next call to a worker, if there is a newer set for it. The set is held until
     /// [`called`](Self::called).
     pub(super) fn next_call(&self, id: ConnectionId) -> Option<Notified> {
         let mut table = self.table();
@@ -371,7 +372,7 @@ impl Shared {
         Some(newest)
     }
 
-    /// A call is over. After one that did not come through, the worker is called again.
+    /// A call is over. The worker is called again if the call did not come through.
     pub(super) fn called(&self, id: ConnectionId, came_through: bool) {
         let mut table = self.table();
         let staged = table.worker(id).map_or(0, |worker| worker.staged);
@@ -384,8 +385,8 @@ impl Shared {
         }
     }
 
-    /// Whether there is something newer for a worker that has not begun to fetch what it was
-    /// called with: it may be stopped.
+    /// Whether a newer set exists for a worker that has not begun to fetch the set of its call:
+    /// the worker may be stopped.
     pub(super) fn is_overtaken(&self, id: ConnectionId, sequence: u64) -> bool {
         let mut table = self.table();
         let newer = table.worker(id).map_or(0, |worker| worker.sequence()) > sequence;
@@ -397,7 +398,7 @@ impl Shared {
         table.connections.get(&id).is_some_and(|one| one.has_begun)
     }
 
-    /// A worker says something, by this connection. False if the connection has ended.
+    /// Handles a worker's message on this connection. False if the connection has ended.
     fn update(&self, id: ConnectionId, what: impl FnOnce(&mut Worker)) -> bool {
         let mut table = self.table();
         let Some(worker) = table.worker(id) else {
@@ -460,7 +461,7 @@ impl Shared {
         })
     }
 
-    /// Waits until every worker that is heard of has staged what it should have, or cannot.
+    /// Waits until every worker that is not silent has staged its set, or cannot.
     pub(super) fn wait_until_handed_over(&self, until: Deadline) {
         let mut table = self.table();
         loop {
@@ -486,7 +487,7 @@ impl Shared {
 
 /// Questions.
 impl Shared {
-    /// A worker asks for a set; its question before this one is not answered any more.
+    /// A worker asks for a set. Its earlier question gets no answer any more.
     pub(super) fn ask(&self, id: ConnectionId, want: Want) -> Answer {
         let mut table = self.table();
         let Some(worker) = table.worker(id).filter(|worker| !worker.rejected) else {
@@ -541,7 +542,7 @@ impl Shared {
 
 /// Versions.
 impl Shared {
-    /// A version that a worker was called with or that is kept.
+    /// Finds a version of a call, or one that the sender keeps.
     pub(super) fn find(&self, model: usize, version: Version) -> Option<Snapshot> {
         let is_it = |one: &&Snapshot| one.model() == model && one.version() == version;
         let table = self.table();
@@ -602,7 +603,7 @@ impl Shared {
         error
     }
 
-    /// A model as workers are told of it.
+    /// The description of a model that workers get.
     pub(super) fn described(&self, model: usize) -> Option<Bytes> {
         let spec = self.models.get(model)?;
         let described = self.described[model].get_or_init(|| {
