@@ -1,11 +1,11 @@
-//! Deltas: what changed between two versions of one image, and how it is written down.
+//! Deltas: the changes between two versions of one image, and their encoding.
 //!
-//! A *change* is a place and a step, the wrapping difference of two bit patterns, so that a delta is
-//! exact for every dtype and every pattern, and consecutive deltas add up. An image is cut into
-//! *spans* of [`SPAN`] bytes, each coded alone: it can be checked, passed on, skipped, or sent
-//! dense instead. Every span is read as elements of one width, that of the dtype which has most of
-//! its bytes (see [`Pattern::of_span`]). Tensors of another dtype in the span are coded just as
-//! exactly, but take more bytes.
+//! A *change* is a place and a step. The step is the wrapping difference of two bit patterns,
+//! so a delta is exact for every dtype and every pattern, and consecutive deltas add up. An
+//! image is cut into *spans* of [`SPAN`] bytes. Each span is coded alone: a span can be
+//! checked, passed on, skipped, or sent dense instead. Every span is read as elements of one
+//! width: the width of the dtype that has most of its bytes (see [`Pattern::of_span`]). Tensors
+//! of another dtype in the span are coded just as exactly, but take more bytes.
 //!
 //! | codec | for | a change takes |
 //! |---|---|---|
@@ -13,9 +13,9 @@
 //! | [`Codec::Gaps`] | in between, where much changed | 0.9 bytes at 10 % where that takes 1.8 |
 //! | [`Codec::Thin`] | slow links and stores: coded in the classes of the old value's exponent | 0.9 bytes |
 //!
-//! The formats are specified in `docs/deltas.md`. Every decoder takes any bytes: malformed bytes
-//! give a [`DeltaError`], never a panic and never more memory than a [`Scratch`]. A span that was
-//! applied only in part must not be used: rebuild it from scratch.
+//! `docs/deltas.md` specifies the formats. Every decoder accepts any bytes: malformed bytes
+//! give a [`DeltaError`], never a panic and never more memory than a [`Scratch`]. A span to
+//! which a delta was applied only in part must not be used: rebuild it from scratch.
 
 mod apply;
 mod bits;

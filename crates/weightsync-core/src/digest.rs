@@ -1,10 +1,11 @@
-//! The digest: one identity for the bytes of a version, wherever it is held.
+//! The digest: one identity for the bytes of a version, wherever they are held.
 //!
-//! It is defined over the *image* of a version: every tensor at its offset in the layout, zeros in
-//! between. Each 64-byte line of the image is hashed with its index, and the hashes are added (see
-//! [`weightsync_simd::digest_lines`] for the hash and why it was chosen); the image's length is hashed
-//! in as one more line. So tensors can be taken in any order and by any thread, and a delta updates
-//! the digest by what it changes. A digest tells versions apart; it is no proof against forgery.
+//! The digest is defined over the *image* of a version: every tensor at its offset in the
+//! layout, with zeros in between. Each 64-byte line of the image is hashed with its index, and
+//! the hashes are added. The image's length is hashed as one more line.
+//! [`weightsync_simd::digest_lines`] has the hash and the reasons for it. So any thread can
+//! take the tensors in any order, and a delta updates the digest by its changes. A digest tells
+//! versions apart; it does not protect against forgery.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! The one error type of this crate, and what a caller can do about an error.
+//! The one error type of this crate, and what a caller can do about each error.
 
 use std::fmt;
 

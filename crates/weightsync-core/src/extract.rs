@@ -1,4 +1,5 @@
-//! Extraction: a trainer's tensor, cast and made contiguous, in one pass straight to its final place.
+//! Extraction: a trainer's tensor is cast and made contiguous in one pass, straight into its
+//! final place.
 
 use weightsync_simd::{Float, cast_strided, gather, stream_copy_slice};
 

@@ -1,4 +1,4 @@
-//! Who is who: models, workers, writers.
+//! Identities: models, workers, writers.
 
 use std::borrow::Borrow;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Which tensors a model has, in which order, and where each lies in a version's bytes.
+//! The layout: a model's tensors, their order, and the place of each in a version's bytes.
 
 mod codec;
 mod mismatch;

@@ -1,18 +1,17 @@
-//! The pure part of weightsync: what a model's weights look like, which version is meant, and
-//! how versions are told apart.
+//! The pure part of weightsync: the layout of a model's weights, versions, and their identity.
 //!
-//! Everything here is a value, or a decision about values. There is no input and output, no clock,
-//! no thread and no unsafe code here. Input from outside becomes a checked type once, or a
+//! Everything here is a value, or a decision about values. This crate has no input and output,
+//! no clock, no thread and no unsafe code. Input from outside becomes a checked type once, or a
 //! typed [`Error`].
 //!
 //! | to | see |
 //! |---|---|
-//! | say which tensors a model has and where their bytes lie | [`layout`], [`dtype`] |
+//! | describe a model's tensors and the place of their bytes | [`layout`], [`dtype`] |
 //! | name models, workers, versions and runs | [`ids`], [`version`] |
-//! | go from dotted to nested names and back | [`names`] |
+//! | convert between dotted and nested names | [`names`] |
 //! | decide which tensors travel together | [`chunk`] |
 //! | read a trainer's tensors: cast, contiguous, in one pass | [`extract`] |
-//! | write down what changed between two versions, and put it into the older one | [`delta`] |
+//! | encode the changes between two versions, and apply them to the older one | [`delta`] |
 //! | identify a version's bytes | [`digest`] |
 //! | describe a version and who writes it | [`manifest`] |
 //! | mark a version in shared memory as whole | [`record`] |

@@ -1,4 +1,5 @@
-//! What a version is: its layout, run, number and digest, and who writes which bytes of it.
+//! The description of a version: its layout, run, number and digest, and who writes which of
+//! its bytes.
 
 mod parts;
 mod serde_impl;

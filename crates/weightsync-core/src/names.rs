@@ -1,4 +1,4 @@
-//! Dotted names and nested ones, both ways: `actor.0.weight` ⇄ `actor` → `0` → `weight`.
+//! Converts dotted names to nested ones and back: `actor.0.weight` ⇄ `actor` → `0` → `weight`.
 
 #[cfg(test)]
 mod tests;

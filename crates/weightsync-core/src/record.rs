@@ -1,9 +1,9 @@
-//! The commit record: what makes a slot's bytes a version.
+//! The commit record: it makes the bytes of a slot a version.
 //!
-//! A reader believes a slot only after its record decodes: the checksum holds,
-//! and the run, layout and lengths are those of the segment it attached to. In
-//! shared memory no bytes travel, so readers verify only the record there. The
-//! bytes have checksums of their own if the caller asked the sender for them.
+//! A reader trusts a slot only after its record decodes: the checksum is right, and the run,
+//! layout and lengths are those of the reader's segment. In shared memory no bytes travel, so
+//! readers verify only the record there. The bytes have checksums of their own if the caller
+//! asked the sender for them.
 
 use crate::{LayoutId, Run, Version};
 

@@ -1,4 +1,4 @@
-//! The one pass that brings a model's tensors into a slot.
+//! Copies a model's tensors into a slot, in one pass.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -261,7 +261,7 @@ impl Image<'_> {
                     check_length(source, tensor);
                     let from = span.image.start - tensor.range.offset as usize;
                     let part = &source[from..from + span.image.len()];
-                    let to = self.place(&span.image);
+                    let to = self.target(&span.image);
                     if let Some(crc) = crc {
                         // SAFETY: `place` checked the range; only this thread
                         // writes the span; the source cannot overlap a slot
@@ -278,7 +278,7 @@ impl Image<'_> {
                         // SAFETY: this thread has just written the span, and
                         // nobody writes it while it is summed.
                         let bytes = unsafe {
-                            std::slice::from_raw_parts(self.place(&span.image), span.image.len())
+                            std::slice::from_raw_parts(self.target(&span.image), span.image.len())
                         };
                         crc.update(bytes);
                     }
@@ -300,7 +300,7 @@ impl Image<'_> {
                 continue;
             }
             let len = range.len as usize;
-            let to = self.place(&(start..start + len));
+            let to = self.target(&(start..start + len));
             match &self.sources[index] {
                 Source::Bytes(source) => {
                     check_length(source, tensor);
@@ -322,7 +322,7 @@ impl Image<'_> {
         Ok(())
     }
 
-    fn place(&self, range: &Range<usize>) -> *mut u8 {
+    fn target(&self, range: &Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.bytes);
         // SAFETY: the range lies in the image (asserted), and the image in the
         // slot's mapping.

@@ -1,4 +1,4 @@
-//! What can go wrong in shared memory, and whose doing it is.
+//! The errors of shared memory, and whose fault each is.
 
 use std::time::Duration;
 

@@ -1,5 +1,4 @@
-//! Telling a forked child from the process that opened an end, without a system
-//! call per use.
+//! Tells a forked child from the process that opened an end, without a system call per use.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};

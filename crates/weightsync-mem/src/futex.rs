@@ -1,9 +1,9 @@
 //! Sleeping on a word of a mailbox.
 //!
-//! The word is 64 bits wide and a futex 32: its low half changes with everything
-//! that is to wake its sleeper (it holds the record and the low bits of the
-//! sequence, or of the count of entries, or of the number of a question). The
-//! kernel needs no more than to read it, so a reader's read-only mapping will do.
+//! The word has 64 bits and a futex 32. The low half changes with every event that must wake
+//! the sleeper: it holds the record and the low bits of the sequence, of the count of entries,
+//! or of the question's number. The kernel only reads the word, so a reader's read-only mapping
+//! is enough.
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::Instant;

@@ -1,9 +1,9 @@
-//! Slots for the next versions: lent where one is free, made where none is.
+//! Slots for the next versions: a free slot is lent, and a new one is made if none is free.
 //!
-//! To make a slot of a large model takes long ([`populate`](crate::populate)), so a
-//! thread does it while the sender goes on. Before the first send there is one
-//! slot of a large model; the others that the options ask for are made once that has
-//! gone out, and more when nothing else helps.
+//! Making a slot of a large model takes long ([`populate`](crate::populate)), so a thread makes
+//! it while the sender goes on. Before the first send, a large model has one slot. The thread
+//! makes the slots that the options ask for once the first version is out. It makes further
+//! slots only when nothing else helps.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicBool;

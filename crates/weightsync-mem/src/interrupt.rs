@@ -1,15 +1,14 @@
-//! Ending the waits of a thread from within: for a caller whose signals have to
-//! be looked at while it waits (a Python program's Ctrl-C).
+//! Lets a caller end the waits of its own thread, for callers whose signals must be handled
+//! during a wait (Ctrl-C in a Python program).
 //!
-//! [`with`] gives this thread a *check* for as long as one call takes. Every
-//! wait that the thread makes meanwhile sleeps at most [`SLICE`] at a time, and
-//! asks the check: that often, and at once when a signal arrived. Once it has
-//! said yes, that wait and every later one of the call end with
-//! [`Error::Interrupted`]. Other threads, also those that belong to the ends
-//! used, are not affected, and a thread without a check sleeps as long as ever.
+//! [`with`] gives this thread a *check* for the time of one call. Every wait that the thread
+//! makes in this call sleeps at most [`SLICE`] at a time. After each sleep, and at once when a
+//! signal arrives, it asks the check. Once the check has said yes, that wait and every later
+//! one of the call end with [`Error::Interrupted`]. Other threads are not affected, including
+//! those that belong to the ends in use. A thread without a check sleeps without slices.
 //!
-//! What a wait finds counts before the check: a call for which nothing has to be
-//! waited never asks. The yields before a sleep take microseconds and ask nothing.
+//! The result of a wait comes before the check: a call that does not have to wait never asks.
+//! The yields before a sleep take microseconds and ask nothing.
 //!
 //! # Where threads of a caller wait
 //!
@@ -24,9 +23,9 @@
 //! weightsync's `background/thread.rs` |
 //! | worker processes: their frames, room in their pipes, their end | weightsync's `worker/wait.rs` |
 //!
-//! A wait that always ends soon is not interruptible: a lock held for a few steps, the
-//! join of a thread that was told to end (dropping an end), and of threads that
-//! copy, and what a worker process waits for before it has its init bytes.
+//! These waits always end soon and are not interruptible: a lock held for a few steps; the join
+//! of a thread that was told to end (when an end is dropped); the join of threads that copy;
+//! and the waits of a worker process before it has its init bytes.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! Workers that were late: later publications do not wait for them until they move.
+//! Late workers: later publications do not wait for a late worker until it makes progress.
 
 use std::time::{Duration, Instant};
 

@@ -1,28 +1,30 @@
-//! Versioned shared memory: one writer, many readers, and a swap that cannot
-//! tear.
+//! Versioned shared memory: one writer, many readers, and a swap that cannot tear.
 //!
-//! A *segment* is the memory of one or more models: for each two or more *data
-//! slots*, with room for one version each; a header that only the sender writes,
-//! with *set records* that say which versions go together; and for each reader a
-//! *mailbox* that only the sender writes (which set that worker is to run) and a
-//! control page that only that reader writes (what it holds, and how far it is).
+//! A *segment* is the memory of one or more models. It has these parts:
+//!
+//! * two or more *data slots* for each model, each with room for one version;
+//! * a header that only the sender writes, with *set records* that say which versions go
+//!   together;
+//! * for each reader, a *mailbox* that only the sender writes: it names the set that this
+//!   worker is to run;
+//! * for each reader, a control page that only this reader writes: it says what the reader
+//!   holds and how far it is.
 //!
 //! | step | here |
 //! |---|---|
 //! | write the next versions into free slots | [`Writer::stage`], [`Staging`] |
 //! | make them live, for all workers or some, in one atomic step each | [`Staging::publish`], [`Targets`] |
-//! | hold what is live | [`Reader::next`], [`Taken`], [`Snapshot`], [`PrivateView`] |
-//! | learn what became of it | [`Writer::waiter`], [`Waiter::settle`] |
+//! | hold the live version | [`Reader::next`], [`Taken`], [`Snapshot`], [`PrivateView`] |
+//! | learn what each worker did with it | [`Writer::waiter`], [`Waiter::settle`] |
 //! | the state machine under all of it | [`protocol`] |
 //!
-//! **What it guarantees.** A [`Snapshot`] is one whole version for as long as it
-//! is held. A sender killed at any moment leaves the last whole version behind.
-//! A reader that dies gives back what it held. Nothing is left in any file
-//! system: the memory is anonymous, the socket's name lives as long as the
-//! socket.
+//! **Guarantees.** A [`Snapshot`] is one whole version for as long as it is held. A sender that
+//! is killed at any moment leaves the last whole version behind. A reader that dies gives back
+//! what it held. Nothing stays in any file system: the memory is anonymous, and the socket's
+//! name lives as long as the socket.
 //!
-//! Absent here: policy about when to send, formats of weights, async, serde.
-//! This is one of the two crates with `unsafe` code.
+//! Absent here: policy about when to send, formats of weights, async, serde. This is one of the
+//! two crates with `unsafe` code.
 
 // Loom explores the protocol and the sender's decisions; of these it leaves a part unused.
 #![cfg_attr(loom, allow(dead_code))]
@@ -112,7 +114,7 @@ pub use crate::{
     private::PrivateView,
     reader::{AttachOptions, Member, Reader, Resume, Taken},
     registry::{Attendance, Departure, GoneReader, ReaderStatus},
-    relay::{Event, Progress, Relay, Seated},
+    relay::{Event, Progress, Relay, WorkerInstance},
     remote_reader::{Notified, RemoteReader, RemoteReaderOptions, RemoteReaders},
     report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
     shared::Ending,

@@ -1,7 +1,7 @@
-//! What this process may still have of memory and of open files, and how it says so
-//! before the system does.
+//! Checks how much memory and how many open files this process may still have.
 //!
-//! A process that takes more memory than its group allows is killed without a word.
+//! The system kills a process that takes more memory than its group allows, without an error.
+//! These checks refuse such a request first, with the reason.
 
 use std::fs::read_to_string;
 use std::path::{Path, PathBuf};

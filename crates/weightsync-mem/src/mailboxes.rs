@@ -1,5 +1,5 @@
-//! Between the plan and the shared pages: what the readers' pages say goes into
-//! the plan, and what it decides into their mailboxes. All of it under the lock.
+//! Connects the plan and the shared pages: reads the readers' pages into the plan, and writes
+//! the plan's decisions into their mailboxes. All of it happens under the lock.
 
 use std::sync::atomic::Ordering;
 
@@ -116,7 +116,9 @@ impl Shared {
                 }
                 Step::Flip { key, live } => {
                     if let Some(reader) = state.readers.get_mut(key) {
-                        reader.claims.tell(live.record, state.plan.set(live.record));
+                        reader
+                            .claims
+                            .note_named(live.record, state.plan.set(live.record));
                         reader.mailbox().live.0.swap_in(*live);
                     }
                 }
@@ -124,7 +126,9 @@ impl Shared {
                     if let Some(reader) = state.readers.get_mut(key)
                         && let Delivery::Every { bound } = reader.delivery
                     {
-                        reader.claims.tell(live.record, state.plan.set(live.record));
+                        reader
+                            .claims
+                            .note_named(live.record, state.plan.set(live.record));
                         let head = reader.control().head.load();
                         // Refused only if the reader has moved its head back,
                         // which harms nobody else.
@@ -142,10 +146,12 @@ impl Shared {
                     question,
                 } => {
                     if let Some(reader) = state.readers.get_mut(key) {
-                        reader.claims.tell(live.record, state.plan.set(live.record));
-                        let place = &reader.mailbox().answer.0;
-                        place.live.swap_in(*live);
-                        place.question.store(*question, Ordering::Release);
+                        reader
+                            .claims
+                            .note_named(live.record, state.plan.set(live.record));
+                        let answer = &reader.mailbox().answer.0;
+                        answer.live.swap_in(*live);
+                        answer.question.store(*question, Ordering::Release);
                     }
                 }
             }

@@ -1,9 +1,8 @@
 //! Memory files and mappings of them.
 //!
-//! **Guarantee.** A mapping covers memory that can neither shrink nor grow
-//! underneath it (the seals are checked before anything is mapped), a reader's
-//! mapping cannot be written but for a private one, and no mapping reaches a
-//! forked child or a core file.
+//! **Guarantee.** The memory under a mapping can neither shrink nor grow: its seals are checked
+//! before it is mapped. A reader's mapping cannot be written, unless it is private. No mapping
+//! reaches a forked child or a core file.
 
 use std::ffi::c_void;
 use std::ops::Range;

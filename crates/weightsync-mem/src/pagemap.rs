@@ -1,4 +1,4 @@
-//! Which pages of a private mapping are copies by now, and no longer the file's.
+//! Finds the pages of a private mapping that are copies by now and no longer the file's.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

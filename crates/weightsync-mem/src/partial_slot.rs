@@ -1,4 +1,4 @@
-//! PartialSlot for one version that arrives in pieces.
+//! A slot for one version that arrives in pieces.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
@@ -10,7 +10,7 @@ use weightsync_core::{Layout, Version};
 
 use crate::error::Error;
 use crate::registry::Shared;
-use crate::set::{ModelSet, Placed};
+use crate::set::{ModelSet, SetEntry};
 use crate::slot::{Note, Slot};
 use crate::snapshot::Snapshot;
 
@@ -233,7 +233,7 @@ impl PartialSlot {
         model.page().write_commit(self.slot, &record);
         let mut set = ModelSet::EMPTY;
         let (slot, version) = (self.slot, self.version);
-        set.put(self.model, Placed { slot, version });
+        set.put(self.model, SetEntry { slot, version });
         let held = shared.hold(&state, self.model, &set)?;
         let held = held.ok_or(Error::SenderClosed)?;
         state.plan.keep(self.model, slot, version);

@@ -1,5 +1,5 @@
-//! One end's pins: the protocol's words, and how many snapshots stand behind
-//! each bit of them.
+//! One end's pins: the words of the protocol, and the number of snapshots behind each of their
+//! bits.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -59,11 +59,8 @@ impl Hold {
     /// Whether both hold the same versions, of the same models, in the same
     /// slots.
     pub(crate) fn is_of_the_set(&self, other: &Self) -> bool {
-        let placed = |pin: &Pin| (pin.model, pin.slot, pin.version);
-        self.pins
-            .iter()
-            .map(placed)
-            .eq(other.pins.iter().map(placed))
+        let entry = |pin: &Pin| (pin.model, pin.slot, pin.version);
+        self.pins.iter().map(entry).eq(other.pins.iter().map(entry))
     }
 }
 
@@ -150,9 +147,9 @@ impl PinBook {
                 // The sender hears of it with what becomes of the set.
                 order();
             } else {
-                self.tell_sender();
+                self.wake_sender();
             }
-            self.tell_room(mailbox);
+            self.notify_room(mailbox);
             if let Some(hold) = hold {
                 if let (true, Err(error)) = (told, &hold) {
                     self.refuse_damage(live.sequence, error);
@@ -185,7 +182,7 @@ impl PinBook {
         control.head.advance(position + 1);
         // The sender hears of it with what becomes of the set.
         order();
-        self.tell_room(mailbox);
+        self.notify_room(mailbox);
         hold.map(Some)
     }
 
@@ -213,10 +210,10 @@ impl PinBook {
     }
 
     /// Says that a set has come, and is whole: every record of it was checked.
-    pub(crate) fn say_taken(&self, sequence: u64) -> Result<(), Error> {
+    pub(crate) fn set_taken(&self, sequence: u64) -> Result<(), Error> {
         let taken = &self.control()?.taken;
         taken.store(sequence, Ordering::Release);
-        self.tell_sender();
+        self.wake_sender();
         Ok(())
     }
 
@@ -242,21 +239,21 @@ impl PinBook {
     /// something else meanwhile.
     pub(crate) fn pin(self: &Arc<Self>, set: &ModelSet) -> Vec<Pin> {
         let mut counts = self.counts();
-        let pins = set.iter().map(|(model, placed)| {
-            counts[model][usize::from(placed.slot)] += 1;
-            self.word(model).hold(placed.slot);
+        let pins = set.iter().map(|(model, entry)| {
+            counts[model][usize::from(entry.slot)] += 1;
+            self.word(model).hold(entry.slot);
             Pin {
                 book: self.clone(),
                 model,
-                slot: placed.slot,
-                version: placed.version,
+                slot: entry.slot,
+                version: entry.version,
             }
         });
         pins.collect()
     }
 
     /// Rings the sender's doorbell if it sleeps.
-    pub(crate) fn tell_sender(&self) {
+    pub(crate) fn wake_sender(&self) {
         order();
         if self.header().sender.0.sleeping() {
             self.doorbell.ring();
@@ -264,9 +261,9 @@ impl PinBook {
     }
 
     /// Tells the sender that a record was given back, if it wants to hear of it.
-    /// After a fence (there is one in [`tell_sender`](Self::tell_sender)): a sender
+    /// After a fence (there is one in [`wake_sender`](Self::wake_sender)): a sender
     /// that asks to be told looks again after asking.
-    pub(crate) fn tell_room(&self, mailbox: &Mailbox) {
+    pub(crate) fn notify_room(&self, mailbox: &Mailbox) {
         if mailbox.wants_room.0.sleeping()
             && let Ok(socket) = self.socket()
         {
@@ -323,7 +320,7 @@ impl Drop for Pin {
         if *count == 0 {
             self.book.word(self.model).unpin(self.slot);
             drop(counts);
-            self.book.tell_sender();
+            self.book.wake_sender();
         }
     }
 }

@@ -1,17 +1,16 @@
-//! The sender's decisions: who is to run what, which record says so, and what
-//! may be written again.
+//! The sender's decisions: which set each worker is to run, which record names it, and what may
+//! be written again.
 //!
-//! **Guarantee.** Plain values in, plain values out: no shared memory and no
-//! waiting here. [`Plan`] remembers what every worker should run and what
-//! every mailbox was last told; its methods answer with the [`Step`]s that make the
-//! shared pages say the same, to be taken in order and under the same lock.
+//! **Guarantee.** The input and the output are plain values; there is no shared memory and no
+//! waiting here. [`Plan`] remembers what every worker should run and what every mailbox names.
+//! Its methods return the [`Step`]s that bring the shared pages to that state. The caller takes
+//! the steps in order, under the same lock.
 //!
 //! * A slot or record that anything refers to is never given out.
 //! * Each step puts a mailbox on a whole set: all models of a publication or none.
-//! * A worker that is not named keeps what it has, and one that joins gets the
-//!   newest set meant for it.
-//! * A model gets no more slots than its options and what workers should run ask
-//!   for.
+//! * A worker that a publication does not name keeps its set. A worker that joins gets the
+//!   newest set that is for it.
+//! * A model gets no more slots than its options and the workers' sets ask for.
 
 mod desired;
 mod mailbox;
@@ -24,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use weightsync_core::{Version, WorkerId};
 
 use self::desired::Desired;
-use self::mailbox::{Mailbox, Teller};
+use self::mailbox::{Mailbox, Notifier};
 use self::records::Records;
 use crate::protocol::{Live, MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, SetRecord};
@@ -210,7 +209,7 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) {
-        let mut teller = self.teller(record_pins, steps);
+        let mut notifier = self.notifier(record_pins, steps);
         for worker in workers {
             let Some(was) = self.desired.release(*worker) else {
                 continue;
@@ -232,10 +231,10 @@ impl Plan {
                 mailbox.take_wanted(&set),
             );
             if pushed {
-                self.point(*worker, &set, &mut teller);
+                self.point(*worker, &set, &mut notifier);
             }
             if let Some(question) = question {
-                self.answer(*worker, question, &set, &mut teller);
+                self.answer(*worker, question, &set, &mut notifier);
             }
         }
     }
@@ -321,7 +320,7 @@ impl Plan {
         let mailbox = self
             .mailbox(key)
             .filter(|mailbox| mailbox.models.contains(model));
-        let waiting = mailbox.map(|mailbox| slots_in(mailbox.kept_waiting(), model));
+        let waiting = mailbox.map(|mailbox| slots_in(mailbox.waiting_sets(), model));
         let named = self.named_slots(key, model);
         named.union(waiting.unwrap_or_default())
     }
@@ -365,18 +364,18 @@ impl Plan {
     /// pins were looked for while the mailboxes were where they are now, so a record
     /// that a mailbox is taken off may be pinned by now, and stays in use to the end
     /// of the decision.
-    fn teller<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<Step>) -> Teller<'a> {
-        Teller::new(self.records.told().union(record_pins), steps)
+    fn notifier<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<Step>) -> Notifier<'a> {
+        Notifier::new(self.records.referenced().union(record_pins), steps)
     }
 
     /// Points one mailbox at a set, by a record that is newer than what it was told.
     /// Where no more may wait, it takes the place of the last that does: a reader
     /// of every version would else stay behind the newest for good.
-    fn point(&mut self, worker: WorkerId, set: &ModelSet, teller: &mut Teller<'_>) {
+    fn point(&mut self, worker: WorkerId, set: &ModelSet, notifier: &mut Notifier<'_>) {
         let Some(mailbox) = self.mailboxes.get_mut(&worker) else {
             return;
         };
-        mailbox.deliver(worker, &mut self.records, teller);
+        mailbox.deliver(worker, &mut self.records, notifier);
         let after = mailbox
             .waiting
             .back()
@@ -385,15 +384,21 @@ impl Plan {
             self.sequence += 1;
             self.sequence
         });
-        if mailbox.tell(worker, sequence, set, &mut self.records, teller) == Disposition::Full {
+        if mailbox.notify(worker, sequence, set, &mut self.records, notifier) == Disposition::Full {
             mailbox.waiting.pop_back();
-            mailbox.tell(worker, sequence, set, &mut self.records, teller);
+            mailbox.notify(worker, sequence, set, &mut self.records, notifier);
         }
         self.note(worker);
     }
 
     /// Answers a question, by a record that is newer than the answer before.
-    fn answer(&mut self, worker: WorkerId, question: u64, set: &ModelSet, teller: &mut Teller<'_>) {
+    fn answer(
+        &mut self,
+        worker: WorkerId,
+        question: u64,
+        set: &ModelSet,
+        notifier: &mut Notifier<'_>,
+    ) {
         let Some(mailbox) = self.mailboxes.get_mut(&worker) else {
             return;
         };
@@ -404,7 +409,13 @@ impl Plan {
                 self.sequence += 1;
                 self.sequence
             });
-        mailbox.answer(worker, (question, sequence), set, &mut self.records, teller);
+        mailbox.answer(
+            worker,
+            (question, sequence),
+            set,
+            &mut self.records,
+            notifier,
+        );
         self.note(worker);
     }
 
@@ -415,7 +426,7 @@ impl Plan {
         let told = mailboxes.fold(SlotSet::default(), |all, mailbox| {
             all.union(mailbox.records())
         });
-        assert_eq!(self.records.told(), told);
+        assert_eq!(self.records.referenced(), told);
         let waiting = self.mailboxes.iter().filter(|(_, mailbox)| mailbox.waits());
         let waiting: BTreeSet<_> = waiting.map(|(worker, _)| *worker).collect();
         assert_eq!(self.waiting, waiting);
@@ -423,8 +434,8 @@ impl Plan {
 }
 
 fn slots_in<'a>(sets: impl Iterator<Item = &'a ModelSet>, model: usize) -> SlotSet {
-    let places = sets.filter_map(|set| set.place(model));
-    places.fold(SlotSet::default(), |all, placed| all.with(placed.slot))
+    let entries = sets.filter_map(|set| set.entry(model));
+    entries.fold(SlotSet::default(), |all, entry| all.with(entry.slot))
 }
 
 #[cfg(all(test, not(loom)))]

@@ -1,9 +1,9 @@
-//! Faulting a mapping's pages in before they are used: by several threads, and as
-//! huge pages where the kernel has some.
+//! Faults the pages of a mapping in before they are used, with several threads, and as huge
+//! pages where the kernel has some.
 //!
-//! Page faults are nearly all of what a first send costs. 1 GiB in pages of 4 KiB
-//! takes 0.5 s to make and 0.1 s in each reader, in huge pages 0.07 s and nothing
-//! (Linux 6.18, two cores of a shared EPYC).
+//! Page faults are nearly all of the cost of a first send. With pages of 4 KiB, 1 GiB takes 0.5
+//! s to make and 0.1 s in each reader. With huge pages it takes 0.07 s and no time in the
+//! readers (Linux 6.18, two cores of a shared EPYC).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! A version to write in, without anybody else seeing it.
+//! A private view of a version: the caller may write in it, and nobody else sees that.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

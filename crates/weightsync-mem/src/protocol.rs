@@ -6,12 +6,11 @@
 //! publishing is visible to that reader. A reader sees all models of a set
 //! record or none.
 //!
-//! **Mechanism.** Two things are recycled: *set records*, which say for each
-//! model which data slot to use, and the *data slots* themselves. Each reader
-//! has a mailbox with one [`LiveWord`] and one [`Queue`] (written by the sender
-//! alone), one [`PinWord`] for records, one for the data slots of each model,
-//! and a [`Head`] (written by that reader alone). A mailbox uses its live word or
-//! its queue, never both; what the reader asks for comes by a second live word.
+//! **Mechanism.** Two things are recycled: *set records*, which say for each model which data
+//! slot to use, and the *data slots* themselves. For each reader, the sender alone writes a
+//! mailbox with one [`LiveWord`] and one [`Queue`]. The reader alone writes one [`PinWord`] for
+//! records, one for the data slots of each model, and a [`Head`]. A mailbox uses its live word
+//! or its queue, never both. The answer to a reader's question comes by a second live word.
 //!
 //! By live word (the newest, or what the worker asks for):
 //!
@@ -21,29 +20,27 @@
 //! * The sender swaps the live words of all mailboxes, issues the same fence once, and
 //!   only then reads the pins to find what it may write.
 //!
-//! The two fences are totally ordered. If the reader's comes first, the sender
-//! sees the pin and leaves the record alone; if the sender's comes first, the
-//! reader sees the new live word and withdraws. The live word carries a sequence
-//! number that only grows in a mailbox, so a record that was recycled between the
-//! two looks is not mistaken for the old one.
+//! The two fences are totally ordered. If the reader's fence comes first, the sender sees the
+//! pin and leaves the record alone. If the sender's fence comes first, the reader sees the new
+//! live word and withdraws. The live word carries a sequence number that only grows in a
+//! mailbox. So the reader does not mistake a record that was recycled between its two looks for
+//! the old one.
 //!
-//! By queue (a worker that wants every version): what lies between the reader's
-//! head and the sender's tail is held without any announcement. The reader gives
-//! an entry back by moving its head past it. A sender that takes all of them back
-//! [shuts](Queue::shut) the queue, issues the fence, and only then reads the pins;
-//! the reader issues it after its data pins and then asks whether the queue is
-//! still [open](Queue::is_open), as it does with a live word.
+//! By queue (a worker that wants every version): the entries between the reader's head and the
+//! sender's tail are held without any announcement. The reader gives an entry back by moving
+//! its head past it. A sender that takes all entries back [shuts](Queue::shut) the queue,
+//! issues the fence, and only then reads the pins. The reader issues the fence after its data
+//! pins and then asks whether the queue is still [open](Queue::is_open), as it does with a live
+//! word.
 //!
-//! Either way the *hand-over* to data pins follows. While the record is held so
-//! are its data slots. The reader [holds](PinWord::hold) them in its data pins
-//! and only then gives the record back, with a release store. The sender reads
-//! heads and record pins *before* data pins, with acquire loads: if it finds the
-//! record given back, it finds the data pins.
+//! In both cases the *hand-over* to data pins follows. A held record also holds its data slots.
+//! The reader [holds](PinWord::hold) them in its data pins and only then gives the record back,
+//! with a release store. The sender reads heads and record pins *before* data pins, with
+//! acquire loads: if it finds the record given back, it finds the data pins.
 //!
-//! A reader that stops anywhere in this leaves at worst pins behind, which its
-//! death removes (the sender stops scanning its words); a sender that stops
-//! anywhere leaves each mailbox on a whole set. `protocol/loom_tests.rs` checks
-//! both at every step.
+//! A reader that stops at any step leaves at worst pins behind. Its death removes them, because
+//! the sender stops scanning its words. A sender that stops at any step leaves each mailbox on
+//! a whole set. `protocol/loom_tests.rs` checks both at every step.
 
 use crate::sync::{AtomicU64, Ordering, fence, load_acquire};
 

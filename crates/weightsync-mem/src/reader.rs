@@ -307,8 +307,8 @@ impl Reader {
                 got: model.to_string(),
             });
         }
-        self.book.control()?.say_loaded(sequence, versions);
-        self.book.tell_sender();
+        self.book.control()?.set_loaded(sequence, versions);
+        self.book.wake_sender();
         Ok(())
     }
 
@@ -424,9 +424,9 @@ impl Drop for Reader {
                 false => Exit::InOrder,
             };
             control.left.store(parting.word(), Ordering::Release);
-            self.book.tell_sender();
+            self.book.wake_sender();
             if let Ok(mailbox) = self.book.mailbox() {
-                self.book.tell_room(mailbox);
+                self.book.notify_room(mailbox);
             }
         }
     }

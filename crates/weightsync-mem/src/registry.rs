@@ -1,5 +1,5 @@
-//! What the sender knows of its readers: who they are, what they hold, and what
-//! is to be told of them.
+//! The sender's knowledge of its readers: who they are, what they hold, and what the next
+//! report says of them.
 
 mod reader;
 mod state;
@@ -61,7 +61,7 @@ pub(crate) struct Shared {
     /// A slot is to be made, or the sender closes.
     pub(crate) asked: Condvar,
     /// Why a reader could not be let in, if none was since.
-    trouble: Mutex<Option<Error>>,
+    failure: Mutex<Option<Error>>,
     /// Slots that are being made are not needed any more.
     pub(crate) ends: AtomicBool,
     state: Mutex<State>,
@@ -129,7 +129,7 @@ pub struct GoneReader {
     /// Its process.
     pub pid: u32,
     /// How it went.
-    pub going: Departure,
+    pub departure: Departure,
     /// Why it could use nothing more, if it said so: then it failed, however it went.
     pub reason: Option<String>,
     /// The version of each model it had loaded.
@@ -187,7 +187,7 @@ impl Shared {
             watchers: Watchers::default(),
             slots: options.slots,
             asked: Condvar::new(),
-            trouble: Mutex::default(),
+            failure: Mutex::default(),
             ends: AtomicBool::new(false),
             state: Mutex::new(State::new(plan, slots, growth)),
             relayed,
@@ -333,7 +333,7 @@ impl Shared {
             versions
         };
         // What all are meant to run is nobody's fault.
-        let newest = state.plan.default_set().place(model);
+        let newest = state.plan.default_set().entry(model);
         let readers = state.readers.iter().map(|(key, reader)| {
             let queued = state.plan.mailbox_slots(*key, model);
             let queued = newest.map_or(queued, |newest| queued.without(newest.slot));
@@ -411,7 +411,7 @@ impl Shared {
         let gone = state.gone().into_iter().map(|gone| GoneReader {
             worker: gone.key.0,
             pid: gone.pid,
-            going: gone.going,
+            departure: gone.departure,
             reason: gone.reason,
             applied: gone.versions,
             joined: gone.key.1,
@@ -425,7 +425,7 @@ impl Shared {
     }
 
     pub(crate) fn take_rejected(&self) -> Vec<(WorkerId, String)> {
-        let rejected = self.state().tell_rejected(|_| true);
+        let rejected = self.state().report_rejected(|_| true);
         rejected
             .into_iter()
             .map(|one| (one.key.0, one.reason))
@@ -482,8 +482,8 @@ impl Shared {
         Ok(state)
     }
 
-    pub(crate) fn trouble(&self) -> MutexGuard<'_, Option<Error>> {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn failure(&self) -> MutexGuard<'_, Option<Error>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {

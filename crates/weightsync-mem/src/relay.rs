@@ -1,15 +1,15 @@
-//! A segment that carries another sender's versions: the one copy of a host,
-//! shared by all its workers.
+//! A segment that carries another sender's versions: the one copy of a host, which all its
+//! workers share.
 //!
-//! **Guarantee.** What its readers are told is what [`Relay::tell`] says and
-//! nothing else: no decision about who runs what is made here. Towards readers it
-//! is a segment like any other, with the same guarantees; they only learn whether
-//! it was the sender that ended or the relay ([`Ending`]).
+//! **Guarantee.** The readers get exactly the sets that [`Relay::notify`] names. This module
+//! makes no decision about who runs what. For its readers the segment is like any other, with
+//! the same guarantees. At its end they also learn whether the sender ended or the relay
+//! ([`Ending`]).
 //!
-//! Versions arrive in pieces, in any order and from several threads, in a
-//! [`PartialSlot`]; whole, they are [committed](PartialSlot::commit), and can be told.
+//! Versions arrive in pieces, in any order and from several threads, in a [`PartialSlot`]. A
+//! whole version is [committed](PartialSlot::commit); only then can a set name it.
 
-mod news;
+mod events;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -22,7 +22,7 @@ use crate::partial_slot::PartialSlot;
 use crate::plan::Key;
 use crate::registry::{Reader, ReaderStatus, Shared, State};
 use crate::service;
-use crate::set::{ModelSet, Placed};
+use crate::set::{ModelSet, SetEntry};
 use crate::shared::Ending;
 use crate::snapshot::Snapshot;
 use crate::socket::Listener;
@@ -30,8 +30,8 @@ use crate::wait::Deadline;
 use crate::wire::FromSender;
 use crate::writer::{self, SegmentOptions, Threads};
 
-pub use self::news::{Event, Progress, Seated};
-pub(crate) use self::news::{Relayed, Ticket};
+pub use self::events::{Event, Progress, WorkerInstance};
+pub(crate) use self::events::{Relayed, Ticket};
 
 /// A relay's end of a segment of its own.
 ///
@@ -111,11 +111,11 @@ impl Relay {
 
     /// Tells everything again from here on, as if it had changed: for a sender
     /// that knows nothing of it. Workers that left are not told of again.
-    pub fn tell_again(&self) {
+    pub fn report_again(&self) {
         if self.shared.header.map.usable().is_err() {
             return;
         }
-        self.relayed().tell_again();
+        self.relayed().report_again();
         self.shared.bells.ring();
     }
 
@@ -137,14 +137,14 @@ impl Relay {
         self.shared.header.map.usable()?;
         let ticket = self.relayed().take(ticket);
         let Ticket {
-            newcomer,
+            request,
             socket,
             control,
         } = ticket.ok_or_else(gave_up)?;
         if service::is_gone(&socket) {
             return Err(gave_up());
         }
-        let welcomed = self.shared.welcome(newcomer, socket, control);
+        let welcomed = self.shared.welcome(request, socket, control);
         // The service thread listens to it from now on.
         self.shared.owes.ring();
         welcomed.map_err(|(socket, reason)| {
@@ -171,7 +171,7 @@ impl Relay {
     }
 
     /// Says no more to a worker, and why.
-    pub fn turn_away(&self, who: Seated, reason: &str) {
+    pub fn turn_away(&self, who: WorkerInstance, reason: &str) {
         let Ok(mut state) = self.shared.state_here() else {
             return;
         };
@@ -186,7 +186,7 @@ impl Relay {
     /// # Panics
     ///
     /// If a snapshot is of another segment.
-    pub fn tell(&self, who: Seated, sequence: u64, set: &[Snapshot]) -> bool {
+    pub fn notify(&self, who: WorkerInstance, sequence: u64, set: &[Snapshot]) -> bool {
         let set = self.set_of(set);
         let Ok(mut state) = self.shared.state_here() else {
             return false;
@@ -196,7 +196,7 @@ impl Relay {
         };
         let records = self.shared.observe(&mut state);
         self.shared.decide(&mut state, |plan, steps| {
-            plan.tell_one(key, sequence, &set, records, steps)
+            plan.notify_one(key, sequence, &set, records, steps)
         })
     }
 
@@ -205,7 +205,13 @@ impl Relay {
     /// # Panics
     ///
     /// If a snapshot is of another segment.
-    pub fn answer(&self, who: Seated, question: u64, sequence: u64, set: &[Snapshot]) -> bool {
+    pub fn answer(
+        &self,
+        who: WorkerInstance,
+        question: u64,
+        sequence: u64,
+        set: &[Snapshot],
+    ) -> bool {
         let set = self.set_of(set);
         let Ok(mut state) = self.shared.state_here() else {
             return false;
@@ -222,7 +228,7 @@ impl Relay {
     /// Answers a worker's question with what there is instead.
     pub fn no_such_version(
         &self,
-        who: Seated,
+        who: WorkerInstance,
         question: u64,
         (model, asked): (usize, Version),
         known: Vec<Version>,
@@ -270,7 +276,7 @@ impl Relay {
         let Some(part) = parts.pop() else {
             return Ok(None);
         };
-        let (slot, file) = part.into_place();
+        let (slot, file) = part.into_slot();
         let room = PartialSlot::new(
             self.shared.clone(),
             (model, version),
@@ -327,13 +333,13 @@ impl Relay {
     fn set_of(&self, set: &[Snapshot]) -> ModelSet {
         let mut all = ModelSet::EMPTY;
         for snapshot in set {
-            let (book, slot) = snapshot.place();
+            let (book, slot) = snapshot.pinned_slot();
             assert!(
                 Arc::ptr_eq(book, &self.shared.own),
                 "a snapshot of another segment"
             );
             let version = snapshot.version();
-            all.put(snapshot.model(), Placed { slot, version });
+            all.put(snapshot.model(), SetEntry { slot, version });
         }
         all
     }
@@ -351,7 +357,7 @@ impl Drop for Relay {
 }
 
 /// The worker's newest reader, if that is this one and it has not left.
-fn find(state: &State, who: Seated) -> Option<Key> {
+fn find(state: &State, who: WorkerInstance) -> Option<Key> {
     let all = (who.worker, 0)..=(who.worker, u64::MAX);
     let (key, reader) = state.readers.range(all).next_back()?;
     (reader.instance == who.instance && !reader.has_left()).then_some(*key)

@@ -1,11 +1,10 @@
-//! Readers that are elsewhere, and somebody in the sender's own process acts for
-//! them.
+//! Readers outside this host, for which code in the sender's own process acts.
 //!
-//! **Guarantee.** To the sender a remote reader is a reader like any other: it has a mailbox,
-//! it is waited for, held, named in reports. What it is told is handed out here,
-//! pinned by the sender itself for as long as that is held; what has become of it
-//! there is said here. It costs the sender no descriptor, no mapping and no
-//! thread.
+//! **Guarantee.** The sender treats a remote reader like any other reader: it gives the reader
+//! a mailbox, waits for it, holds it and names it in reports. [`RemoteReader::notifications`]
+//! hands out the sets that the reader is to run. The sender itself pins each set for as long as
+//! the caller holds it. The caller reports here what became of each set. A remote reader costs
+//! the sender no descriptor, no mapping and no thread.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,9 +18,9 @@ use crate::protocol::order;
 use crate::registry::{
     Call, Departure, End, MAX_REMOTE_READERS, Reader, ReaderStatus, Shared, State,
 };
-use crate::service::Newcomer;
-use crate::set::{ModelSet, Models, Placed};
-use crate::shared::{Exit, Seat};
+use crate::service::JoinRequest;
+use crate::set::{ModelSet, Models, SetEntry};
+use crate::shared::{Exit, PrivatePages};
 use crate::snapshot::Snapshot;
 use crate::sync::load_acquire;
 use crate::wire::{Delivery, MAX_DEVICE, Want};
@@ -133,7 +132,7 @@ impl RemoteReaders {
             return Ok(None);
         };
         let mut set = ModelSet::EMPTY;
-        set.put(model, Placed { slot, version });
+        set.put(model, SetEntry { slot, version });
         self.shared.hold(&state, model, &set)
     }
 
@@ -175,7 +174,7 @@ impl RemoteReaders {
             mut device,
         } = options;
         device.truncate(device.floor_char_boundary(MAX_DEVICE));
-        let newcomer = Newcomer {
+        let request = JoinRequest {
             worker,
             models,
             delivery,
@@ -183,7 +182,7 @@ impl RemoteReaders {
             instance: 0,
         };
         let denied = |reason| Err(Error::Denied { reason });
-        if let Err(reason) = shared.admit(&newcomer, seen) {
+        if let Err(reason) = shared.admit(&request, seen) {
             return denied(reason);
         }
         let mut state = shared.open_state()?;
@@ -200,12 +199,12 @@ impl RemoteReaders {
         state.joined += 1;
         let key = (worker, state.joined);
         let end = End::RemoteReader {
-            seat: Seat::new(),
+            pages: PrivatePages::new(),
             pid,
             call: Call(Arc::new(move |(worker, _)| call(worker))),
         };
-        let reader = Reader::new(end, 0, models, delivery, newcomer.device);
-        state.seat(key, reader);
+        let reader = Reader::new(end, 0, models, delivery, request.device);
+        state.add(key, reader);
         let records = shared.observe(&mut state);
         shared.decide(&mut state, |plan, steps| {
             // It may have been told something before, by another who acted for it.
@@ -247,7 +246,7 @@ impl RemoteReader {
     ///
     /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child,
     /// and what is wrong with a record.
-    pub fn told(&self) -> Result<Vec<Notified>, Error> {
+    pub fn notifications(&self) -> Result<Vec<Notified>, Error> {
         let state = self.shared.open_state()?;
         let Some(reader) = self.reader(&state) else {
             return Ok(Vec::new());
@@ -291,15 +290,15 @@ impl RemoteReader {
     ///
     /// # Errors
     ///
-    /// As [`told`](Self::told).
+    /// As [`notifications`](Self::notifications).
     pub fn answered(&self) -> Result<Option<(u64, Notified)>, Error> {
         let state = self.shared.open_state()?;
         let Some(reader) = self.reader(&state) else {
             return Ok(None);
         };
-        let place = &reader.mailbox().answer.0;
-        let question = load_acquire(&place.question);
-        let Some(live) = place.live.load().filter(|_| question > reader.through()) else {
+        let entry = &reader.mailbox().answer.0;
+        let question = load_acquire(&entry.question);
+        let Some(live) = entry.live.load().filter(|_| question > reader.through()) else {
             return Ok(None);
         };
         let set = state.plan.record(live.record).set;
@@ -311,13 +310,13 @@ impl RemoteReader {
     /// # Errors
     ///
     /// [`Error::NoSuchVersion`], [`Error::Protocol`] if it may not ask for that,
-    /// and as [`told`](Self::told).
+    /// and as [`notifications`](Self::notifications).
     pub fn ask(&self, question: u64, want: Want) -> Result<(), Error> {
         let mut state = self.shared.open_state()?;
         if state.asks(self.key).is_none() {
             return Ok(());
         }
-        state.hear(self.key);
+        state.mark_changed(self.key);
         let records = self.shared.observe(&mut state);
         let answer = self.shared.decide(&mut state, |plan, steps| {
             plan.ask(self.key, question, want, records, steps)
@@ -363,9 +362,9 @@ impl RemoteReader {
         self.advance(reader, taken);
         order();
         self.deliver(&mut state);
-        state.hear(self.key);
+        state.mark_changed(self.key);
         drop(state);
-        self.tell_sender();
+        self.wake_sender();
     }
 
     /// It has loaded these versions, with the set of this sequence number, or (0)
@@ -381,10 +380,10 @@ impl RemoteReader {
         let mine = versions
             .into_iter()
             .filter(|(model, _)| self.models.contains(*model));
-        reader.control().say_loaded(sequence, mine);
-        state.hear(self.key);
+        reader.control().set_loaded(sequence, mine);
+        state.mark_changed(self.key);
         drop(state);
-        self.tell_sender();
+        self.wake_sender();
     }
 
     /// It cannot use a set, by its sequence number, or, without one, anything that
@@ -401,7 +400,7 @@ impl RemoteReader {
                     reader.refused = Some((sequence, reason));
                     self.advance(reader, sequence);
                 }
-                state.hear(self.key);
+                state.mark_changed(self.key);
             }
         }
         if state.plan.anything_waits() {
@@ -435,21 +434,21 @@ impl RemoteReader {
     }
 
     /// It has gone.
-    pub fn leave(self, going: Departure) {
-        self.go(going);
+    pub fn leave(self, departure: Departure) {
+        self.go(departure);
     }
 
-    fn go(&self, going: Departure) {
+    fn go(&self, departure: Departure) {
         if self.shared.header.map.usable().is_err() {
             return;
         }
         let mut state = self.shared.state();
         if let Some(reader) = self.reader(&state) {
-            if going == Departure::Left {
+            if departure == Departure::Left {
                 let left = &reader.control().left;
                 left.store(Exit::InOrder.word(), Ordering::Release);
             }
-            state.bury(self.key, going);
+            state.bury(self.key, departure);
             if state.plan.anything_waits() {
                 self.shared.deliver(&mut state);
             }
@@ -475,7 +474,7 @@ impl RemoteReader {
         })
     }
 
-    fn tell_sender(&self) {
+    fn wake_sender(&self) {
         order();
         if self.shared.header().sender.0.sleeping() {
             self.shared.bells.ring();

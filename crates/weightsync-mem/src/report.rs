@@ -1,4 +1,4 @@
-//! What became of a publication at each reader.
+//! The outcome of a publication at each reader.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -276,20 +276,20 @@ impl Waiter {
             after: None,
             publication,
             level,
-            ear: None,
+            listener: None,
             passed: Open::default(),
             awaited: Open::of(publication.dispositions.clone()),
             lines: Vec::with_capacity(publication.dispositions.len()),
-            told: Vec::new(),
+            reported: Vec::new(),
             named: Vec::new(),
         };
         let done = shared.wait_until(deadline, || {
             settling.look();
             Ok(settling.awaited.is_empty().then_some(()))
         });
-        done.inspect_err(|_| settling.untell())?;
+        done.inspect_err(|_| settling.unreport())?;
         settling.late();
-        settling.tell_the_rest();
+        settling.report_the_rest();
         let mut lines = std::mem::take(&mut settling.lines);
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
@@ -335,7 +335,7 @@ impl Waiter {
             after: None,
             publication,
             level: Level::Staged,
-            ear: None,
+            listener: None,
             passed: Open::default(),
             awaited: Open::of(
                 publication
@@ -346,12 +346,12 @@ impl Waiter {
                     .collect(),
             ),
             lines: Vec::new(),
-            told: Vec::new(),
+            reported: Vec::new(),
             named: Vec::new(),
         };
         settling.look();
-        settling.tell_missing(&shared.state());
-        settling.tell_absent();
+        settling.report_missing(&shared.state());
+        settling.report_absent();
         let mut lines = std::mem::take(&mut settling.lines);
         lines.sort_by_key(|line| line.worker);
         Ok(lines)
@@ -400,7 +400,7 @@ impl Waiter {
                 && let Some(mut full) = publication.full()
             {
                 full.insert(*key);
-                state.hear(*key);
+                state.mark_changed(*key);
             }
         }
         Ok(())
@@ -413,15 +413,15 @@ struct Settling<'a> {
     after: Option<Duration>,
     publication: &'a Publication,
     level: Level,
-    /// By what it [hears](State::hear) of remote readers, from its first look on.
-    ear: Option<u64>,
+    /// By what it [hears](State::mark_changed) of remote readers, from its first look on.
+    listener: Option<u64>,
     /// Those whose outcome is not known yet, and that are waited for.
     awaited: Open,
     /// Those that are not waited for, as they were late before and have not moved.
     passed: Open,
     lines: Vec<ReaderOutcome>,
     /// Of the lines those of readers that went, which are told once.
-    told: Vec<Key>,
+    reported: Vec<Key>,
     /// Those that have a line. Some were there when it was made, and may go any moment.
     named: Vec<Key>,
 }
@@ -469,10 +469,10 @@ impl Settling<'_> {
         if self.publication.full.is_some() && state.plan.anything_waits() {
             self.shared.deliver(&mut state);
         }
-        match self.ear {
-            None => self.ear = Some(state.listen()),
-            Some(ear) => {
-                for key in state.take_heard(ear) {
+        match self.listener {
+            None => self.listener = Some(state.listen()),
+            Some(listener) => {
+                for key in state.take_changed(listener) {
                     let awaited = self.awaited.remote_readers.remove_entry(&key);
                     let again = awaited.or_else(|| self.passed.remote_readers.remove_entry(&key));
                     self.awaited.processes.extend(again);
@@ -510,14 +510,14 @@ impl Settling<'_> {
             };
             if outcome == Outcome::Left
                 && let Some(reader) = state.readers.get_mut(&key)
-                && !std::mem::replace(&mut reader.told, true)
+                && !std::mem::replace(&mut reader.reported, true)
             {
-                self.told.push(key);
+                self.reported.push(key);
             }
             self.line(state, key, outcome);
-        } else if let Some(gone) = state.tell_gone(key) {
-            if !gone.told {
-                self.told.push(key);
+        } else if let Some(gone) = state.report_gone(key) {
+            if !gone.reported {
+                self.reported.push(key);
             }
             self.gone_line(&gone);
         }
@@ -525,10 +525,10 @@ impl Settling<'_> {
     }
 
     /// No report has the lines: the departed worker must be reported again.
-    fn untell(&mut self) {
+    fn unreport(&mut self) {
         let mut state = self.shared.state();
-        for key in self.told.drain(..) {
-            state.untell(key);
+        for key in self.reported.drain(..) {
+            state.unreport(key);
         }
     }
 
@@ -547,13 +547,13 @@ impl Settling<'_> {
 
     /// The lines of workers that were not among the readers of the publication:
     /// those that are not connected, that cannot use the models, that went.
-    fn tell_the_rest(&mut self) {
+    fn report_the_rest(&mut self) {
         let mut state = self.shared.state();
         // The first version has gone out, if it was that.
         self.shared.make_ahead(&mut state);
         let publication = self.publication;
-        for one in state.tell_rejected(|worker| publication.is_for(worker)) {
-            let told = publication
+        for one in state.report_rejected(|worker| publication.is_for(worker)) {
+            let reported = publication
                 .dispositions
                 .iter()
                 .any(|(key, _)| *key == one.key)
@@ -565,7 +565,7 @@ impl Settling<'_> {
                     .dispositions
                     .iter()
                     .any(|(key, _)| *key > one.key && key.0 == one.key.0);
-            if told || succeeded {
+            if reported || succeeded {
                 continue;
             }
             let reason = one.reason;
@@ -581,7 +581,7 @@ impl Settling<'_> {
             });
         }
         let mut again = Vec::new();
-        for gone in state.tell_untold(|worker| publication.is_for(worker)) {
+        for gone in state.report_unreported(|worker| publication.is_for(worker)) {
             if !self.named.contains(&gone.key) {
                 self.gone_line(&gone);
             } else if !gone.is_in_order() {
@@ -590,15 +590,15 @@ impl Settling<'_> {
             }
         }
         for key in again {
-            state.untell(key);
+            state.unreport(key);
         }
-        self.tell_missing(&state);
+        self.report_missing(&state);
         drop(state);
-        self.tell_absent();
+        self.report_absent();
     }
 
     /// The lines of workers that failed, died or were lost, and are not back.
-    fn tell_missing(&mut self, state: &State) {
+    fn report_missing(&mut self, state: &State) {
         let publication = self.publication;
         let mut missing = state.missing().peekable();
         if missing.peek().is_none() {
@@ -615,7 +615,7 @@ impl Settling<'_> {
     }
 
     /// The lines of workers that were named and are not connected.
-    fn tell_absent(&mut self) {
+    fn report_absent(&mut self) {
         let publication = self.publication;
         for worker in &publication.absent {
             if self.lines.iter().any(|line| line.worker == *worker) {
@@ -667,7 +667,7 @@ impl Settling<'_> {
         let did_its_part = self
             .publication
             .is_applied(gone.models, gone.applied, loaded);
-        let outcome = match (gone.going, &gone.reason) {
+        let outcome = match (gone.departure, &gone.reason) {
             // It did its part before it went.
             (Departure::Left, _) if did_its_part => Outcome::Applied,
             (_, Some(reason)) => Outcome::Failed {
@@ -693,8 +693,8 @@ impl Settling<'_> {
 
 impl Drop for Settling<'_> {
     fn drop(&mut self) {
-        if let Some(ear) = self.ear {
-            self.shared.state().stop_listening(ear);
+        if let Some(listener) = self.listener {
+            self.shared.state().stop_listening(listener);
         }
     }
 }

@@ -1,22 +1,20 @@
-//! What the sender reads in the page of one reader, and how much of that counts.
+//! Reads one reader's page for the sender, and decides how much of it counts.
 //!
-//! **Guarantee.** Every record and every data slot that the reader may be reading
-//! counts as held. Nothing else does, whatever the page says: the reader alone writes
-//! the page, and its process may be broken or mean harm. What it says it holds counts as
-//! far as its mailbox was told of it. A page that says what the page of a working reader
-//! cannot say is a [`Breach`]: that reader is turned away, and none of its record pins
-//! counts from then on.
+//! **Guarantee.** Every record and every data slot that the reader may be reading counts as
+//! held. Nothing else does, whatever the page says: the reader alone writes the page, and its
+//! process may be broken or hostile. A claim in the page counts only if the reader's mailbox
+//! has named that slot or record. A page that the page of a working reader can never equal is a
+//! [`Breach`]: the sender rejects that reader, and from then on none of its record pins counts.
 //!
 //! **Why no working reader is in breach.** A reader pins the record that its mailbox's live
-//! word or its answer names, pins the data slots of that set, and gives the record back
-//! before it looks for another: so it pins one record at most. Each of its data slots
-//! was named by its mailbox: either since the slots were last looked at, and then
-//! [`Claims::tell`] was called; or before, and then its mailbox or its pinned record named
-//! the slot at that look, or its data pin was there already. All three stay claimed.
+//! word or its answer names. It pins the data slots of that set, and gives the record back
+//! before it looks for another. So it pins one record at most. The mailbox named each of its
+//! data slots, in one of two ways. If it did so since the last look at the slots,
+//! [`Claims::note_named`] was called. If it did so before, then at that look the mailbox or the
+//! pinned record named the slot, or its data pin was already set. All of these stay claimed.
 //!
-//! As in [`protocol`](crate::protocol), the head and the record pins are read before the
-//! data pins. Loom runs this code together with real readers
-//! (`protocol/loom_tests.rs`).
+//! As in [`protocol`](crate::protocol), the head and the record pins are read before the data
+//! pins. Loom runs this code together with real readers (`protocol/loom_tests.rs`).
 
 use std::fmt;
 
@@ -40,7 +38,7 @@ pub(crate) struct Claims {
     /// What its record word said when it was last read, as far as it counts.
     records: SlotSet,
     /// The records that its mailbox has named and that it may have pinned since.
-    told: SlotSet,
+    named: SlotSet,
     /// By model, the slots that its mailbox has named and that it may have pinned since.
     slots: Vec<SlotSet>,
     breach: Option<Breach>,
@@ -79,18 +77,18 @@ impl Claims {
         Self {
             models,
             records: SlotSet::default(),
-            told: SlotSet::default(),
+            named: SlotSet::default(),
             slots: vec![SlotSet::default(); rows],
             breach: None,
         }
     }
 
     /// Its mailbox is about to name a record, which says this.
-    pub(crate) fn tell(&mut self, record: u8, set: &ModelSet) {
-        self.told = self.told.with(record);
+    pub(crate) fn note_named(&mut self, record: u8, set: &ModelSet) {
+        self.named = self.named.with(record);
         for model in set.models().and(self.models).iter() {
-            if let Some(placed) = set.place(model) {
-                self.slots[model] = self.slots[model].with(placed.slot);
+            if let Some(entry) = set.entry(model) {
+                self.slots[model] = self.slots[model].with(entry.slot);
             }
         }
     }
@@ -118,10 +116,10 @@ impl Claims {
             self.breach.get_or_insert(Breach::Records(held.len()));
         }
         self.records = match self.breach {
-            None => held.and(self.told),
+            None => held.and(self.named),
             Some(_) => SlotSet::default(),
         };
-        self.told = self.records.union(named);
+        self.named = self.records.union(named);
         self.records
     }
 

@@ -1,5 +1,5 @@
-//! The sender's service thread: it accepts readers and notices their deaths,
-//! so that a send never waits for either.
+//! The sender's service thread: it accepts readers and notices their deaths, so that a send
+//! never waits for either.
 
 #[cfg(test)]
 mod tests;
@@ -80,7 +80,7 @@ impl Service {
                 // Out of descriptors or memory: what is connected goes on being
                 // served; the pause keeps a lasting condition from spinning.
                 Err(error) => {
-                    *self.shared.trouble() = Some(error);
+                    *self.shared.failure() = Some(error);
                     let pause = Some(Instant::now() + Duration::from_millis(50));
                     if let Ok([true]) = poll([self.shared.stop.as_fd()], pause) {
                         return;
@@ -297,7 +297,7 @@ impl Shared {
             // It comes again, if it is a worker.
             Err(error) => {
                 if !error.is_peer_fault() {
-                    *self.trouble() = Some(error);
+                    *self.failure() = Some(error);
                 }
                 return None;
             }
@@ -317,21 +317,20 @@ impl Shared {
                     // Nothing is told to one without the init info.
                     return None;
                 }
-                let newcomer = Newcomer {
+                let request = JoinRequest {
                     worker,
                     models,
                     delivery,
                     device,
                     instance,
                 };
-                let admitted = self.admit(&newcomer, seen);
+                let admitted = self.admit(&request, seen);
                 // Seated later, perhaps much later: then this is asked again.
                 let admitted = admitted.and_then(|()| self.vacate(&mut self.state(), worker));
                 match admitted.and_then(|()| take_control(fds)) {
                     Ok(control) => {
                         let socket = Arc::new(socket);
-                        if let Err((socket, reason)) =
-                            self.let_join(newcomer, seen, socket, control)
+                        if let Err((socket, reason)) = self.let_join(request, seen, socket, control)
                         {
                             let denied = FromSender::Denied { reason };
                             let _ = socket.send(&denied.encode(), &[]);
@@ -387,18 +386,18 @@ impl Shared {
     /// these are has agreed.
     fn let_join(
         &self,
-        newcomer: Newcomer,
+        request: JoinRequest,
         seen: Epoch,
         socket: Arc<Socket>,
         control: Mapping,
     ) -> Result<(), (Arc<Socket>, String)> {
         let Some(relayed) = &self.relayed else {
-            return self.welcome(newcomer, socket, control);
+            return self.welcome(request, socket, control);
         };
         // It is told to wait before anybody can answer it.
         let _ = socket.send(&FromSender::Wait.encode(), &[]);
         let ticket = Ticket {
-            newcomer,
+            request,
             socket,
             control,
         };
@@ -408,7 +407,7 @@ impl Shared {
     }
 
     /// Decides whether a reader may join as far as that does not depend on others.
-    pub(crate) fn admit(&self, newcomer: &Newcomer, seen: Epoch) -> Result<(), String> {
+    pub(crate) fn admit(&self, request: &JoinRequest, seen: Epoch) -> Result<(), String> {
         if seen > self.run.epoch {
             return Err(format!(
                 "this run has {}, but the worker has seen {seen}: a newer trainer has taken over",
@@ -416,13 +415,13 @@ impl Shared {
             ));
         }
         let there_are = Models::first(self.models.len());
-        let wanted = newcomer.models;
+        let wanted = request.models;
         if wanted != Models::ALL && (wanted.is_empty() || wanted.and(there_are) != wanted) {
             return Err(format!(
                 "the worker asks for models {wanted:?}, but there are {there_are:?}"
             ));
         }
-        if let Delivery::Every { bound } = newcomer.delivery
+        if let Delivery::Every { bound } = request.delivery
             && bound > self.max_queue
         {
             return Err(match self.max_queue {
@@ -463,7 +462,7 @@ impl Shared {
     /// pins are looked at, and its mailbox says what it is to run.
     pub(crate) fn welcome(
         &self,
-        newcomer: Newcomer,
+        request: JoinRequest,
         socket: Arc<Socket>,
         control: Mapping,
     ) -> Result<(), (Arc<Socket>, String)> {
@@ -471,7 +470,7 @@ impl Shared {
             Ok(mailbox) => mailbox,
             Err(error) => {
                 let reason = error.to_string();
-                *self.trouble() = Some(error);
+                *self.failure() = Some(error);
                 return Err((socket, reason));
             }
         };
@@ -480,7 +479,7 @@ impl Shared {
             // Its hang-up tells the worker to look for the next sender.
             return Ok(());
         }
-        let vacant = self.vacate(&mut state, newcomer.worker);
+        let vacant = self.vacate(&mut state, request.worker);
         let vacant = vacant.and_then(|()| match state.counts().0 < MAX_READERS {
             true => Ok(()),
             false => Err(format!(
@@ -490,9 +489,9 @@ impl Shared {
         if let Err(reason) = vacant {
             return Err((socket, reason));
         }
-        let models = newcomer.models.and(Models::first(self.models.len()));
+        let models = request.models.and(Models::first(self.models.len()));
         state.joined += 1;
-        let key = (newcomer.worker, state.joined);
+        let key = (request.worker, state.joined);
         let end = End::Process {
             socket: socket.clone(),
             control,
@@ -500,33 +499,33 @@ impl Shared {
         };
         let reader = Reader::new(
             end,
-            newcomer.instance,
+            request.instance,
             models,
-            newcomer.delivery,
-            newcomer.device,
+            request.delivery,
+            request.device,
         );
         // Entered and sent under one lock: the reader may pin as soon as it has
         // its mailbox, and the scan for pins takes the same lock. The mailbox is where
         // it is meant to be before that, so that its first look finds it there.
-        state.seat(key, reader);
+        state.add(key, reader);
         let records = self.observe(&mut state);
         self.decide(&mut state, |plan, steps| {
-            plan.join((key, 0), models, newcomer.delivery, records, steps);
+            plan.join((key, 0), models, request.delivery, records, steps);
         });
         if let Err(error) = self.hand_out(&state, &socket, models, &mailbox) {
-            state.unseat(key);
+            state.remove(key);
             return match error.is_crowded_out() {
                 // Its hang-up has the worker try again.
                 true => Ok(()),
                 false => {
                     let reason = error.to_string();
-                    *self.trouble() = Some(error);
+                    *self.failure() = Some(error);
                     Err((socket, reason))
                 }
             };
         }
         drop(state);
-        *self.trouble() = None;
+        *self.failure() = None;
         self.bells.ring();
         Ok(())
     }
@@ -575,7 +574,7 @@ impl Shared {
 
 /// Who wants to join, and on what terms.
 #[derive(Debug)]
-pub(crate) struct Newcomer {
+pub(crate) struct JoinRequest {
     pub(crate) worker: WorkerId,
     pub(crate) models: Models,
     pub(crate) delivery: Delivery,

@@ -1,5 +1,5 @@
-//! Sets: for each model the data slot and the version that go together, and the
-//! record in which a set lies in shared memory.
+//! Sets: for each model, the data slot and the version in it; and the record that holds a set
+//! in shared memory.
 
 use std::fmt;
 
@@ -96,7 +96,7 @@ impl fmt::Debug for Models {
 
 /// Where one model's version lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Placed {
+pub(crate) struct SetEntry {
     pub(crate) slot: u8,
     pub(crate) version: Version,
 }
@@ -127,18 +127,18 @@ impl ModelSet {
         self.models.is_empty()
     }
 
-    pub(crate) fn place(&self, model: usize) -> Option<Placed> {
-        self.models.contains(model).then(|| Placed {
+    pub(crate) fn entry(&self, model: usize) -> Option<SetEntry> {
+        self.models.contains(model).then(|| SetEntry {
             slot: self.slots[model],
             version: self.versions[model],
         })
     }
 
     /// Puts a model's version in the set, in place of the one there.
-    pub(crate) fn put(&mut self, model: usize, placed: Placed) {
+    pub(crate) fn put(&mut self, model: usize, entry: SetEntry) {
         self.models = self.models.or(Models(1 << model));
-        self.slots[model] = placed.slot;
-        self.versions[model] = placed.version;
+        self.slots[model] = entry.slot;
+        self.versions[model] = entry.version;
     }
 
     /// Takes models out of the set.
@@ -159,8 +159,8 @@ impl ModelSet {
 
     /// Puts the models of `other` in place of its own.
     pub(crate) fn lay(&mut self, other: &Self) {
-        for (model, placed) in other.iter() {
-            self.put(model, placed);
+        for (model, entry) in other.iter() {
+            self.put(model, entry);
         }
     }
 
@@ -177,21 +177,21 @@ impl ModelSet {
     }
 
     /// The models of the set, lowest first.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, Placed)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, SetEntry)> {
         self.models.iter().map(|model| {
-            let placed = Placed {
+            let entry = SetEntry {
                 slot: self.slots[model],
                 version: self.versions[model],
             };
-            (model, placed)
+            (model, entry)
         })
     }
 }
 
 impl fmt::Debug for ModelSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let members = self.iter().map(|(model, placed)| {
-            let Placed { slot, version } = placed;
+        let members = self.iter().map(|(model, entry)| {
+            let SetEntry { slot, version } = entry;
             (model, format!("v{} in slot {slot}", version.0))
         });
         f.debug_map().entries(members).finish()
@@ -243,9 +243,9 @@ impl SetRecord {
         words[0] = self.sequence;
         words[1] = self.set.models.0;
         let versions = versions(words[1]);
-        for (at, (_, placed)) in self.set.iter().enumerate() {
-            words[SLOTS + at / 8] |= u64::from(placed.slot) << (at % 8 * 8);
-            words[versions + at] = placed.version.0;
+        for (at, (_, entry)) in self.set.iter().enumerate() {
+            words[SLOTS + at / 8] |= u64::from(entry.slot) << (at % 8 * 8);
+            words[versions + at] = entry.version.0;
         }
         words[2] = checksum(&words);
         (words, used(words[1]))
@@ -271,7 +271,7 @@ impl SetRecord {
             if version.is_none() {
                 return Err(SetFault::Version);
             }
-            set.put(model, Placed { slot, version });
+            set.put(model, SetEntry { slot, version });
         }
         let sequence = words[0];
         Ok(Self { sequence, set })
@@ -315,7 +315,7 @@ mod tests {
             for model in models.iter() {
                 let slot = (model * 7 % MAX_SLOTS) as u8;
                 let version = Version(1 + ((model as u64) << 40));
-                set.put(model, Placed { slot, version });
+                set.put(model, SetEntry { slot, version });
             }
             let sequence = 1 << 50;
             SetRecord { sequence, set }
@@ -382,14 +382,14 @@ mod tests {
             for &(model, version) in members {
                 let slot = version as u8 + 10;
                 let version = Version(version);
-                set.put(model, Placed { slot, version });
+                set.put(model, SetEntry { slot, version });
             }
             set
         };
         let all = set(&[(0, 1), (1, 1), (63, 4)]).with(&set(&[(1, 2), (5, 3)]));
         assert_eq!(all, set(&[(0, 1), (1, 2), (5, 3), (63, 4)]));
         assert_eq!(all.only(Models::of(&[1, 63, 7])), set(&[(1, 2), (63, 4)]));
-        assert_eq!(all.place(7), None);
+        assert_eq!(all.entry(7), None);
         let mut none = all;
         none.remove(Models::ALL);
         assert_eq!(none, ModelSet::EMPTY);

@@ -1,6 +1,5 @@
-//! What lies in the shared pages: the sender's header, one page per model and
-//! one mailbox per reader; and each reader's control page. All are tables of
-//! atomics; there is no pointer in them.
+//! The layout of the shared pages: the sender's header, one page per model, one mailbox and one
+//! control page per reader. All are tables of atomics without pointers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -97,8 +96,8 @@ impl Header {
     /// Writes a set record that no mailbox and no pin holds.
     pub(crate) fn write_set(&self, record: u8, set: &SetRecord) {
         let (words, used) = set.encode();
-        let place = &self.sets[usize::from(record)].0;
-        for (to, word) in place.iter().zip(&words[..used]) {
+        let cells = &self.sets[usize::from(record)].0;
+        for (to, word) in cells.iter().zip(&words[..used]) {
             to.store(*word, Ordering::Relaxed);
         }
     }
@@ -106,10 +105,10 @@ impl Header {
     /// Reads and checks the set record of a pinned `live` word, or of an entry
     /// at the reader's head.
     pub(crate) fn read_set(&self, live: Live) -> Result<SetRecord, Error> {
-        let place = &self.sets[usize::from(live.record)].0;
-        let used = SetRecord::words_used(place[1].load(Ordering::Relaxed));
+        let cells = &self.sets[usize::from(live.record)].0;
+        let used = SetRecord::words_used(cells[1].load(Ordering::Relaxed));
         let mut words = [0; SET_WORDS];
-        for (word, from) in words[..used].iter_mut().zip(place) {
+        for (word, from) in words[..used].iter_mut().zip(cells) {
             *word = from.load(Ordering::Relaxed);
         }
         SetRecord::decode(&words, live.sequence).map_err(|fault| Error::CorruptSet {
@@ -149,9 +148,9 @@ unsafe impl Table for ModelPage {}
 impl ModelPage {
     /// Writes the record of a slot that no reader holds.
     pub(crate) fn write_commit(&self, slot: u8, record: &CommitRecord) {
-        let place = &self.commits[usize::from(slot)].0;
-        place.digest_of.store(0, Ordering::Relaxed);
-        for (to, word) in place.words.iter().zip(record.encode()) {
+        let cells = &self.commits[usize::from(slot)].0;
+        cells.digest_of.store(0, Ordering::Relaxed);
+        for (to, word) in cells.words.iter().zip(record.encode()) {
             to.store(word, Ordering::Relaxed);
         }
     }
@@ -179,21 +178,21 @@ impl ModelPage {
 
     /// Adds the digest of the version in a slot the sender itself holds.
     pub(crate) fn write_digest(&self, slot: u8, version: Version, digest: Digest) {
-        let place = &self.commits[usize::from(slot)].0;
+        let cells = &self.commits[usize::from(slot)].0;
         let bytes = u128::from_le_bytes(digest.0);
-        place.digest[0].store(bytes as u64, Ordering::Relaxed);
-        place.digest[1].store((bytes >> 64) as u64, Ordering::Relaxed);
-        place.digest_of.store(version.0, Ordering::Release);
+        cells.digest[0].store(bytes as u64, Ordering::Relaxed);
+        cells.digest[1].store((bytes >> 64) as u64, Ordering::Relaxed);
+        cells.digest_of.store(version.0, Ordering::Release);
     }
 
     /// The digest of the version in a pinned slot, if the sender has made it.
     pub(crate) fn read_digest(&self, slot: u8, version: Version) -> Option<Digest> {
-        let place = &self.commits[usize::from(slot)].0;
-        if load_acquire(&place.digest_of) != version.0 {
+        let cells = &self.commits[usize::from(slot)].0;
+        if load_acquire(&cells.digest_of) != version.0 {
             return None;
         }
-        let low = u128::from(place.digest[0].load(Ordering::Relaxed));
-        let high = u128::from(place.digest[1].load(Ordering::Relaxed));
+        let low = u128::from(cells.digest[0].load(Ordering::Relaxed));
+        let high = u128::from(cells.digest[1].load(Ordering::Relaxed));
         Some(Digest((low | high << 64).to_le_bytes()))
     }
 }
@@ -206,7 +205,7 @@ pub(crate) struct Mailbox {
     /// For readers that want the newest.
     pub(crate) live: Line<LiveWord>,
     /// For what a reader asks for.
-    pub(crate) answer: Line<AnswerPlace>,
+    pub(crate) answer: Line<AnswerEntry>,
     /// For readers that want every version.
     pub(crate) queue: Line<Queue>,
     /// More waits than there is room for, in the queue or among the records, and
@@ -217,7 +216,7 @@ pub(crate) struct Mailbox {
 /// Where a reader finds what it asked for, in addition to what is meant for it.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct AnswerPlace {
+pub(crate) struct AnswerEntry {
     pub(crate) live: LiveWord,
     /// The number of the question that this answers; written after it.
     pub(crate) question: AtomicU64,
@@ -258,7 +257,7 @@ pub(crate) struct Control {
 impl Control {
     /// The worker has loaded these versions, with the set of this sequence number, or (0)
     /// with one that it asked for. Those of an older set than it has loaded are left out.
-    pub(crate) fn say_loaded(
+    pub(crate) fn set_loaded(
         &self,
         sequence: u64,
         versions: impl IntoIterator<Item = (usize, Version)>,
@@ -280,17 +279,17 @@ unsafe impl Table for Control {}
 /// same tables, in its private memory.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct Seat {
+pub(crate) struct PrivatePages {
     pub(crate) mailbox: Mailbox,
     pub(crate) control: Control,
 }
 
-impl Seat {
+impl PrivatePages {
     pub(crate) fn new() -> Box<Self> {
-        let seat = Box::<Self>::new_zeroed();
+        let pages = Box::<Self>::new_zeroed();
         // SAFETY: tables of atomics (`Table`), for which zero is a value: it is
         // what a fresh page of a memory file has.
-        unsafe { seat.assume_init() }
+        unsafe { pages.assume_init() }
     }
 }
 

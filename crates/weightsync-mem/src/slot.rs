@@ -1,5 +1,5 @@
-//! A slot as one end has it: its memory file, mapped to be shared, and mapped
-//! privately once somebody wants to write what nobody else is to see.
+//! A slot as one end has it. The slot's memory file is mapped shared, and mapped privately once
+//! a caller wants to write what nobody else is to see.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -122,7 +122,7 @@ impl Slot {
         private.views += 1;
         private.written = written.or(private.written.take());
         drop(private);
-        swept.tell();
+        swept.notify();
         Ok(map)
     }
 
@@ -139,7 +139,7 @@ impl Slot {
     /// again, or swept already.
     pub(crate) fn sweep(&self, snapshot: &Snapshot) {
         let swept = self.private().sweep(snapshot);
-        swept.tell();
+        swept.notify();
     }
 
     fn private(&self) -> MutexGuard<'_, Private> {
@@ -153,7 +153,7 @@ impl Slot {
 struct Swept(Option<(Written, Vec<usize>)>);
 
 impl Swept {
-    fn tell(self) {
+    fn notify(self) {
         if let Some((written, tensors)) = self.0 {
             // The panic hook reports it. The thread has other things to do, and
             // may be in a drop.

@@ -236,7 +236,7 @@ impl Snapshot {
     }
 
     /// Whose segment it is of, and the number of its slot.
-    pub(crate) fn place(&self) -> (&Arc<PinBook>, u8) {
+    pub(crate) fn pinned_slot(&self) -> (&Arc<PinBook>, u8) {
         (&self.pin.book, self.pin.slot)
     }
 

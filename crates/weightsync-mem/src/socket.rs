@@ -1,10 +1,9 @@
 //! Packets with descriptors, over a Unix socket in the abstract namespace.
 //!
-//! An abstract name lives as long as the socket bound to it, and the copies of it
-//! that a fork made: there is no file that a killed sender could leave behind, and
-//! a second sender on the same name is refused by the kernel. The namespace has no file modes, so both
-//! ends check the other's user id, and the sender asks for the secret that only
-//! the init info carries.
+//! An abstract name lives as long as the socket bound to it, including copies that a fork made.
+//! So a killed sender leaves no file behind, and the kernel refuses a second sender with the
+//! same name. The namespace has no file modes. Therefore both ends check the other's user id,
+//! and the sender asks for the secret that only the init info carries.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

@@ -1,4 +1,4 @@
-//! How an image is cut for checksums and for several copying threads.
+//! Cuts an image into spans, for checksums and for several copying threads.
 
 use std::ops::Range;
 

@@ -1,5 +1,4 @@
-//! Free slots of one or more models, lent to be written and then published as
-//! one set.
+//! Free slots of one or more models, lent to be written and then published as one set.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -62,7 +61,7 @@ impl Part {
     }
 
     /// The slot, still lent.
-    pub(crate) fn into_place(self) -> (u8, Arc<Slot>) {
+    pub(crate) fn into_slot(self) -> (u8, Arc<Slot>) {
         (self.slot, self.file)
     }
 }

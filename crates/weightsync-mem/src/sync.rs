@@ -1,5 +1,5 @@
-//! The atomics the protocol is written in: the real ones, or loom's when the
-//! protocol is being model-checked (`--cfg loom`).
+//! The atomics of the protocol: the real ones, or loom's when loom checks the protocol (`--cfg
+//! loom`).
 
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU64, Ordering, fence};

@@ -1,10 +1,9 @@
-//! The reader's watch: a thread that listens to the sender's socket, so that a
-//! reader can sleep on its mailbox itself and still learn of a death.
+//! The reader's watch: a thread that listens to the sender's socket, so that a reader can sleep
+//! on its mailbox and still learn that the sender died.
 //!
-//! The thread maps new slots as they are handed out, keeps the sender's answer
-//! to a question, notices the sender's end, and sweeps slots that were written
-//! privately. Everything else, and every
-//! decision, stays with the reader.
+//! The thread maps new slots as they are handed out, keeps the sender's answer to a question,
+//! notices the sender's end, and sweeps slots that were written privately. The reader does
+//! everything else and makes every decision.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
@@ -29,11 +28,11 @@ use crate::wire::FromSender;
 const SLOT_PAUSE: Duration = Duration::from_millis(10);
 
 /// A model and one of its slots.
-pub(crate) type Place = (Arc<Model>, Arc<Slot>);
+pub(crate) type PinnedSlot = (Arc<Model>, Arc<Slot>);
 
 /// What a reader finds of the slots it has pinned.
 pub(crate) enum Slots {
-    Mapped(Vec<Place>),
+    Mapped(Vec<PinnedSlot>),
     /// One has not come by the deadline, or before an interrupt.
     Later,
     /// This thread's check ended the wait for one.
@@ -101,7 +100,7 @@ impl End {
         *end = Some(OnEnd(Box::new(call)));
         drop(end);
         if seen.over.load(Ordering::SeqCst) {
-            seen.tell_end();
+            seen.notify_end();
         }
     }
 }
@@ -207,34 +206,34 @@ impl Watch {
     /// kernel had no room for one more descriptor on its way.
     pub(crate) fn slots(&self, pins: &[Pin], deadline: Deadline) -> Result<Slots, Error> {
         let mut known = self.seen.known();
-        let mut places = Vec::with_capacity(pins.len());
+        let mut pinned = Vec::with_capacity(pins.len());
         let mut waits = false;
         for &Pin { model, slot, .. } in pins {
             loop {
                 let mapped = known.models.get(model).and_then(Option::as_ref);
                 let mapped =
                     mapped.ok_or_else(|| unexpected("a model asked for", model.to_string()))?;
-                if let Some(place) = mapped.slots.get(usize::from(slot)) {
-                    places.push((mapped.model.clone(), place.clone()));
+                if let Some(slot) = mapped.slots.get(usize::from(slot)) {
+                    pinned.push((mapped.model.clone(), slot.clone()));
                     break;
                 }
                 if self.is_over() {
                     return Ok(Slots::Over);
                 }
                 if passed(deadline) || self.take_interrupt() {
-                    self.seen.book.tell_sender();
+                    self.seen.book.wake_sender();
                     return Ok(Slots::Later);
                 }
                 if !waits {
                     // Others may wait for what was given back on the way here.
-                    self.seen.book.tell_sender();
+                    self.seen.book.wake_sender();
                     waits = true;
                 }
                 if interrupt::is_due() {
                     // Asked without the lock; then it is looked at again.
                     drop(known);
                     if interrupt::ask().is_err() {
-                        self.seen.book.tell_sender();
+                        self.seen.book.wake_sender();
                         return Ok(Slots::Interrupted);
                     }
                     known = self.seen.known();
@@ -246,7 +245,7 @@ impl Watch {
                 known = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
-        Ok(Slots::Mapped(places))
+        Ok(Slots::Mapped(pinned))
     }
 
     /// Whether the sender has said that it does not have what this question asks
@@ -365,10 +364,10 @@ impl Seen {
         drop(self.known());
         self.changed.notify_all();
         self.rouse(|| true);
-        self.tell_end();
+        self.notify_end();
     }
 
-    fn tell_end(&self) {
+    fn notify_end(&self) {
         let end = self
             .end
             .lock()

@@ -1,7 +1,7 @@
-//! The few words the two ends say to each other over their Unix socket.
+//! The messages that the two ends exchange over their Unix socket.
 //!
-//! One message is one packet. Everything in it is bounded and checked here,
-//! once; file descriptors ride next to it.
+//! One message is one packet. Everything in a message is bounded and checked here, once. File
+//! descriptors travel with the packet.
 
 use std::ops::RangeInclusive;
 

@@ -239,7 +239,7 @@ impl Writer {
         shared.make_ahead(&mut shared.state());
         // The readers may well be there, and not be let in.
         if met.is_none()
-            && let Some(error) = shared.trouble().take()
+            && let Some(error) = shared.failure().take()
         {
             return Err(error);
         }
@@ -338,7 +338,7 @@ impl Writer {
                     .collect()
             }
         };
-        let version = |set: &ModelSet| set.place(model).map_or(Version::NONE, |at| at.version);
+        let version = |set: &ModelSet| set.entry(model).map_or(Version::NONE, |at| at.version);
         let mut versions: Vec<_> = sets.iter().map(version).collect();
         versions.sort();
         versions.dedup();
@@ -362,7 +362,7 @@ impl Writer {
             return Ok(None);
         };
         let mut set = ModelSet::EMPTY;
-        set.put(model, crate::set::Placed { slot, version });
+        set.put(model, crate::set::SetEntry { slot, version });
         self.shared.hold(&state, model, &set)
     }
 

@@ -1,12 +1,12 @@
-//! Who may connect, and where one may listen.
+//! Who may connect, and where an end may listen.
 //!
-//! A [`Token`] is text that a person shares between machines. Of it comes a *secret* of 16 bytes,
-//! which is what an init info carries, and of that the [`Key`] with which both ends of a link prove
-//! that they have it. So an init info lets a worker in without the token, and a relay that has the
-//! token needs no init info.
+//! A [`Token`] is text that a person shares between machines. The token gives a *secret* of 16
+//! bytes, which an init info carries. The secret gives the [`Key`] with which both ends of a
+//! link prove that they have it. So an init info admits a worker without the token, and a relay
+//! that has the token needs no init info.
 //!
-//! Links are not encrypted yet. An address that is not loopback is therefore used only by who has
-//! said that this is known: [`Access::insecure_plaintext`].
+//! Links are not encrypted yet. An address that is not loopback is therefore used only if the
+//! user has accepted that: [`Access::insecure_plaintext`].
 
 use std::ffi::OsString;
 use std::fmt;
@@ -71,7 +71,7 @@ impl Token {
     ///
     /// [`AccessError::TokenLength`].
     pub fn new(bytes: impl AsRef<[u8]>) -> Result<Self, AccessError> {
-        Self::from_bytes(bytes.as_ref(), Place::Given)
+        Self::from_bytes(bytes.as_ref(), TokenSource::Given)
     }
 
     /// The token of the environment: that in [`TOKEN_VARIABLE`], or in the file that
@@ -119,7 +119,7 @@ impl Token {
         const MOST: u64 = 2 * Token::MAX_BYTES as u64;
         let mut bytes = Vec::new();
         file.take(MOST).read_to_end(&mut bytes).map_err(failed)?;
-        Self::from_bytes(&bytes, Place::File(path.into()))
+        Self::from_bytes(&bytes, TokenSource::File(path.into()))
     }
 
     /// The secret that comes of this token: what an init info carries in its place.
@@ -140,16 +140,18 @@ impl Token {
         match (token, file) {
             (None, None) => Ok(None),
             (Some(_), Some(_)) => Err(AccessError::TwoTokens),
-            (Some(token), None) => Self::from_bytes(&token.into_vec(), Place::Variable).map(Some),
+            (Some(token), None) => {
+                Self::from_bytes(&token.into_vec(), TokenSource::Variable).map(Some)
+            }
             (None, Some(file)) => Self::from_file(PathBuf::from(file)).map(Some),
         }
     }
 
-    fn from_bytes(bytes: &[u8], place: Place) -> Result<Self, AccessError> {
+    fn from_bytes(bytes: &[u8], origin: TokenSource) -> Result<Self, AccessError> {
         let bytes = bytes.trim_ascii();
         if !(Self::MIN_BYTES..=Self::MAX_BYTES).contains(&bytes.len()) {
             return Err(AccessError::TokenLength {
-                place,
+                origin,
                 got: bytes.len(),
             });
         }
@@ -333,7 +335,7 @@ fn is_set(variable: Option<OsString>) -> Result<bool, AccessError> {
 
 /// Where a token came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum TokenSource {
     /// The caller.
     Given,
     /// [`TOKEN_VARIABLE`].
@@ -342,7 +344,7 @@ pub enum Place {
     File(PathBuf),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for TokenSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Given => f.write_str("the token"),
@@ -376,13 +378,13 @@ impl fmt::Display for Use {
 pub enum AccessError {
     /// A token that is too short to keep anybody out, or too long.
     #[error(
-        "{place} has {got} bytes, expected {} to {}; {MAKE_ONE}",
+        "{origin} has {got} bytes, expected {} to {}; {MAKE_ONE}",
         Token::MIN_BYTES,
         Token::MAX_BYTES
     )]
     TokenLength {
         /// Where it came from.
-        place: Place,
+        origin: TokenSource,
         /// Its length, in bytes, without the white space around it.
         got: usize,
     },

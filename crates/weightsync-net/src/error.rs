@@ -1,4 +1,4 @@
-//! Errors of this crate as the session above it knows them.
+//! Converts this crate's errors into those of the session above it.
 
 use weightsync_engine::{Error, Remedy};
 

@@ -1,5 +1,5 @@
-//! A worker's end: it attaches to what there is on its host, or fetches for itself;
-//! and when a relay goes, it looks again.
+//! A worker's end: it attaches to a segment on its host, or fetches for itself. When a relay is
+//! gone, it looks again.
 
 mod migrate;
 mod route;
@@ -157,14 +157,14 @@ impl NetReceiver {
     }
 
     /// Tells the sender something; what cannot be told now is told by another way.
-    fn tell(
+    fn notify(
         &self,
-        tell: impl FnOnce(&mut Attached) -> Result<()>,
+        notify: impl FnOnce(&mut Attached) -> Result<()>,
         later: impl FnOnce(&mut State),
     ) -> Result<()> {
         let mut state = self.shared.state();
         match &mut state.found {
-            Some(found) => tell(&mut found.attached),
+            Some(found) => notify(&mut found.attached),
             None => {
                 later(&mut state);
                 Ok(())
@@ -365,14 +365,14 @@ impl ReceiverTransport for NetReceiver {
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
-        self.tell(
+        self.notify(
             |attached| attached.applied(set),
             |state| state.applied = Some(set.clone()),
         )
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
-        self.tell(
+        self.notify(
             |attached| attached.refuse(set, reason),
             |state| state.refused = Some((set.cloned(), reason.into())),
         )

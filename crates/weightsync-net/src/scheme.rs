@@ -14,10 +14,10 @@ use weightsync_engine::{AnyScheme, Error, MemoryError, ModelId, Queue, Result};
 use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
+use crate::address::{PortFile, bad, host_and_port, reached, resolve};
 use crate::error::{NetError, transport};
-use crate::place::{PortFile, bad, host_and_port, reached, resolve};
 use crate::receiver::NetReceiver;
-use crate::relay::local::{self, Whose};
+use crate::relay::local::{self, Owner};
 use crate::root::NetSender;
 
 /// Many hosts: workers dial in. With a relay on each host, each version goes to a
@@ -383,7 +383,7 @@ impl Scheme for Distributed {
             (Some(dir), 0) => Some(PortFile::new(dir, WORD, models)),
             _ => None,
         };
-        if let Some(port) = file.as_ref().map(PortFile::kept).transpose()?.flatten() {
+        if let Some(port) = file.as_ref().map(PortFile::saved).transpose()?.flatten() {
             address.set_port(port);
         }
         // A setup that was placed before, without its run directory perhaps, listens
@@ -435,7 +435,7 @@ impl Scheme for Distributed {
                 self.bind(listens)?
             }
         };
-        let names = local::names(opening.at.secret(), address, Whose::Sender);
+        let names = local::names(opening.at.secret(), address, Owner::Sender);
         let (local, _) = local::first_free(&names)?;
         Ok(Box::new(NetSender::open(self, opening, (local, remote))?))
     }

@@ -1,14 +1,16 @@
-//! Whether what everybody holds is what was published: what `weightsync scrub` shows.
+//! Compares the bytes that every host holds with the published ones, for `weightsync scrub`.
 //!
-//! A version that comes as what changed is made from the one before it. The deltas' own
-//! checksums tell what is damaged on its way; what was damaged in memory, before or after,
-//! would go on from one version to the next. So the digest of every 64th version is made when
-//! it is published. An agent that comes to have it makes that of its own bytes, and the sender
-//! compares them. [`Scrub::ask`] has the same done at once with all that is held anywhere: of
-//! the other versions nothing was noted, and the sender's copy is what they are compared with.
+//! A version that arrives as a delta is made from the version before it. The deltas' own
+//! checksums detect damage on the way. Damage in memory, before or after, would continue from
+//! one version to the next. So the sender makes the digest of every 64th version when it
+//! publishes it. An agent that comes to hold that version makes the digest of its own bytes,
+//! and the sender compares the two. [`Scrub::ask`] does the same at once for all versions that
+//! are held anywhere. For the other versions no digest was noted, so they are compared with the
+//! sender's copy.
 //!
-//! Where the two differ, nothing more is made from what is there of the model, and nothing of
-//! it is passed on: the next version comes whole. The workers there run it until then.
+//! If the two digests differ, the host's versions of that model are neither passed on nor used
+//! as a base: the next version comes whole. The workers there run the damaged version until
+//! then.
 
 use std::time::Duration;
 

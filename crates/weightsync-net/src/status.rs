@@ -1,4 +1,4 @@
-//! How things are: what `weightsync status` shows.
+//! The status of a sender, its agents and workers, for `weightsync status`.
 
 use std::io::{self, Read};
 use std::net::{SocketAddr, ToSocketAddrs};

@@ -18,7 +18,7 @@ pub struct EngineUpdate(Mutex<engine_update::EngineUpdate>);
 impl EngineUpdate {
     /// `updates` is the number of update calls: one for each chunk.
     #[new]
-    #[pyo3(signature = (updates = Updates(NonZeroU32::MIN)))]
+    #[pyo3(signature = (updates = Updates(NonZeroU32::MIN)), text_signature = "(updates=1)")]
     fn new(updates: Updates) -> Self {
         Self(Mutex::new(engine_update::EngineUpdate::new(updates.0)))
     }

@@ -2,12 +2,12 @@
 //!
 //! | to | see |
 //! |---|---|
-//! | have the sender call its workers, which fetch what was published | [`Rpc`] |
+//! | have the sender call its workers, which fetch the published versions | [`Rpc`] |
 //! | write a worker in another language | `openapi.json`, as [`OPENAPI`] |
 //!
-//! Nothing here starts before it is used: a sender has one thread that serves and
-//! calls, from its `connect` to its end, and a worker one that serves the sender's
-//! calls. Both are joined when their end is dropped.
+//! Nothing here starts before it is used. A sender has one thread that serves and calls, from
+//! `connect` to its end. A worker has one thread that serves the sender's calls. Both threads
+//! are joined when their end is dropped.
 #![forbid(unsafe_code)]
 
 mod http;

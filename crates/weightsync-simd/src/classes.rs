@@ -1,7 +1,8 @@
-//! Elements by the class of their exponent: how many of each class come before a place, and back.
+//! Classes of elements by their exponent: counts how many elements of a class come before a
+//! place, and finds the place of a count.
 //!
-//! Small weights change far more often than large ones, so what changed is told in few bits if it is
-//! counted within each class. Both ends know the old values, and so the classes.
+//! Small weights change far more often than large ones. So changes take few bits if their
+//! places are counted within each class. Both ends know the old values, and so the classes.
 
 mod scalar;
 #[cfg(target_arch = "x86_64")]

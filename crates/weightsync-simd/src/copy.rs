@@ -1,10 +1,11 @@
 //! Copying with non-temporal stores.
 //!
-//! A plain store to a line that is not in the cache first reads that line from memory. A full-line
-//! non-temporal store does not, so a copy moves two bytes over the memory bus for each byte copied
-//! instead of three, and leaves the reader's working set in the cache alone. Where everything fits
-//! the cache the plain copy is the fast one, by three times at 16 KiB, and its reader finds the
-//! bytes there; so the size of the whole transfer decides, not of the part at hand.
+//! A plain store to a line that is not in the cache first reads that line from memory. A
+//! full-line non-temporal store does not. So a copy moves two bytes over the memory bus for
+//! each byte copied instead of three, and leaves the reader's working set in the cache. If
+//! everything fits the cache, the plain copy is faster, by three times at 16 KiB, and its
+//! reader finds the bytes in the cache. So the size of the whole transfer decides, not the size
+//! of one part.
 //!
 //! Measured on a Zen 5 server, over one `memcpy` of the same gibibyte (`examples/copy.rs` repeats
 //! it): lines in order 0.70 to 0.79, whatever the prefetch; `rep movsb` the same; two to sixteen

@@ -1,4 +1,4 @@
-//! CRC-64/NVME: of bytes at hand, and of bytes on their way.
+//! CRC-64/NVME of bytes in place, and of bytes while they are copied.
 
 use core::mem::MaybeUninit;
 

@@ -1,8 +1,8 @@
-//! What changed between two images of the same elements, and putting it into a third.
+//! Finds the changes between two images of the same elements, and applies them to a third.
 //!
-//! A *change* is a place and a step. The step is the difference of the two bit patterns, taken as
-//! unsigned integers of the element's width, wrapping: so it is exact for every pattern (negative
-//! zero, every NaN), needs no float, and steps of consecutive changes add up.
+//! A *change* is a place and a step. The step is the wrapping difference of the two bit
+//! patterns, taken as unsigned integers of the element's width. So a step is exact for every
+//! pattern (negative zero, every NaN), needs no float, and steps of consecutive changes add up.
 //!
 //! A *block* is at most [`BLOCK`] elements, so that a place within one fits 16 bits.
 

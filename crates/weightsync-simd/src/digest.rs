@@ -34,8 +34,8 @@
 //! - A sum has no order: lines can be taken by any thread at any time, and a changed line replaced by
 //!   subtracting its old hash and adding the new one.
 //!
-//! It identifies bytes; it does not authenticate them. Everything in it is public, so an attacker
-//! can make two images of the same digest.
+//! The digest identifies bytes; it does not authenticate them. Everything in it is public, so
+//! an attacker can make two images of the same digest.
 
 mod scalar;
 #[cfg(target_arch = "x86_64")]

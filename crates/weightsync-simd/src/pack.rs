@@ -1,7 +1,7 @@
-//! Small numbers in few bits: as they are, in unary, and steps as small numbers.
+//! Packs small numbers into few bits: as they are, in unary, and steps as small numbers.
 //!
-//! Bits fill bytes from the lowest up. All of it is of 16-bit numbers, which is what places within a
-//! block and most steps fit.
+//! Bits fill bytes from the lowest up. All numbers have 16 bits, which is enough for places
+//! within a block and for most steps.
 
 mod scalar;
 #[cfg(target_arch = "x86_64")]

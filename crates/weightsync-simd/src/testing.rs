@@ -1,4 +1,4 @@
-//! What the kernels' tests share: seeded noise, and a destination that notices stray writes.
+//! Shared by the kernels' tests: seeded noise, and a destination that notices stray writes.
 
 /// `len` bytes of splitmix64 noise from `seed`.
 pub(crate) fn noise(len: usize, seed: u64) -> Vec<u8> {

@@ -9,16 +9,16 @@ use weightsync_engine::{
 use super::command::Answer;
 use super::process::Stop;
 use super::scale::PATIENCE;
-use super::trainer::told;
+use super::trainer::sent_report;
 
 /// How far it is.
-pub(crate) enum Middle {
+pub(crate) enum CascadeNode {
     Joined(Box<CascadeSetup>),
     ByHand(Box<Cascade>),
     ByThread(CascadeInBackground),
 }
 
-impl Middle {
+impl CascadeNode {
     /// Joins; its own workers are fed by the same scheme.
     pub(crate) fn join(setup: ReceiverSetup, scheme: AnyScheme) -> Result<(Self, Answer), Stop> {
         let joined = Cascade::join(setup, PATIENCE)?;
@@ -42,7 +42,7 @@ impl Middle {
         };
         let begun = Instant::now();
         Ok(match cascade.forward(None)? {
-            Some(forwarded) => Answer::Sent(told(&forwarded.report, begun.elapsed())),
+            Some(forwarded) => Answer::Sent(sent_report(&forwarded.report, begun.elapsed())),
             None => Answer::Nothing,
         })
     }

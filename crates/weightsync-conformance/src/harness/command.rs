@@ -1,4 +1,4 @@
-//! What puppets are told, and what they answer: plain data over a pipe.
+//! What processes are told, and what they answer: plain data over a pipe.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use super::fault::Fault;
 use super::scale::PATIENCE;
 use super::shape::{Seen, Shape};
 
-/// What a process is told. Every order is heard, and then has one answer, but for
+/// What a process is told. Every command is received, and then has one answer, but for
 /// [`Deed::Load`] with [`Mishap::Pause`], which has two.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Order {
+pub(crate) enum Command {
     /// To the trainer in it.
     Trainer(Act),
     /// To the worker of that number in it.
@@ -21,7 +21,7 @@ pub(crate) enum Order {
     /// Goes on with a load that is paused, or ends a scribble.
     GoOn,
     /// Counts what this process has.
-    Stock,
+    ResourceCensus,
 }
 
 /// How a process sets itself up as a trainer.
@@ -91,7 +91,7 @@ pub(crate) enum Act {
     Await(usize, Option<Duration>),
     /// Makes the weights this number in place, without a send.
     Change(u64),
-    /// Counts all words up in place, without a send, until the next order.
+    /// Counts all words up in place, without a send, until the next command.
     Scribble,
     /// Sends so many versions at full speed; every one is its own number, all
     /// models at once.
@@ -367,15 +367,15 @@ pub(crate) enum Mishap {
     Always,
     /// The process dies with the first model loaded and the last half written.
     Death,
-    /// The first model waits, half written, for [`Order::GoOn`].
+    /// The first model waits, half written, for [`Command::GoOn`].
     Pause,
 }
 
 /// What a process answers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Answer {
-    /// An order has been read; what it leads to follows.
-    Heard,
+    /// A command has been read; what it leads to follows.
+    Received,
     Done,
     Info(InitInfo),
     Sent(Sent),
@@ -404,7 +404,7 @@ pub(crate) enum Answer {
         epoch: u64,
         whole: bool,
     },
-    Stock(Stock),
+    ResourceCensus(ResourceCensus),
     Fault(Fault),
     /// A mix of versions was seen, or another promise was broken.
     Broken(String),
@@ -549,7 +549,7 @@ pub(crate) struct Status {
 
 /// What a process has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Stock {
+pub(crate) struct ResourceCensus {
     pub(crate) descriptors: usize,
     pub(crate) threads: usize,
     pub(crate) shared_maps: usize,
@@ -583,6 +583,6 @@ expects! {
     count: Count => u64,
     digests: Digests => Vec<(String, Option<String>)>,
     damaged: Damaged => String,
-    resource_census: Stock => Stock,
+    resource_census: ResourceCensus => ResourceCensus,
     fault: Fault => Fault,
 }

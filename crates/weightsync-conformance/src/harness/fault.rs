@@ -1,4 +1,4 @@
-//! Errors as puppets tell them: what kind, and the words.
+//! Errors as processes tell them: what kind, and the words.
 
 use serde::{Deserialize, Serialize};
 use weightsync_engine::{Error, MemoryError, Remedy};

@@ -1,4 +1,4 @@
-//! A process that does what it is told, one order at a time.
+//! A process that does what it is told, one command at a time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,14 +7,14 @@ use rustix::process::{Signal, getpid, kill_process};
 use weightsync_engine::AnyScheme;
 use weightsync_engine::worker::WorkerProcess;
 
-use super::command::{Answer, Order};
+use super::command::{Answer, Command};
 use super::fault::Fault;
 use super::resource_census;
 use super::trainer::Trainer;
 use super::worker::Worker;
 use crate::Subjects;
 
-/// Why an order had no answer of its own: an error of the library, which is one,
+/// Why a command had no answer of its own: an error of the library, which is one,
 /// or a broken promise.
 #[derive(Debug)]
 pub(crate) enum Stop {
@@ -41,27 +41,27 @@ impl From<&str> for Stop {
 }
 
 /// The pipe of a process.
-pub(crate) struct Strings<'a> {
+pub(crate) struct CommandPipe<'a> {
     process: &'a WorkerProcess,
 }
 
-impl Strings<'_> {
+impl CommandPipe<'_> {
     /// An answer before the last.
-    pub(crate) fn say(&self, answer: &Answer) -> Result<(), String> {
+    pub(crate) fn send(&self, answer: &Answer) -> Result<(), String> {
         let frame = postcard::to_stdvec(answer).map_err(|error| error.to_string())?;
         self.process.send(&frame).map_err(|error| error.to_string())
     }
 
-    /// Waits for the next order, whatever it is.
-    pub(crate) fn pulled(&self) -> Result<(), String> {
+    /// Waits for the next command, whatever it is.
+    pub(crate) fn wait_for_next(&self) -> Result<(), String> {
         self.process
             .recv(None)
             .map(drop)
             .map_err(|error| error.to_string())
     }
 
-    /// Whether the next order is there, or the end.
-    pub(crate) fn is_pulled(&self) -> Result<bool, String> {
+    /// Whether the next command is there, or the end.
+    pub(crate) fn has_next(&self) -> Result<bool, String> {
         if self.process.is_closed() {
             return Ok(true);
         }
@@ -77,28 +77,28 @@ pub(crate) fn obey(
     subjects: &Subjects,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let scheme: String = process.init_value()?;
-    let strings = Strings { process };
+    let pipe = CommandPipe { process };
     let scheme: AnyScheme = scheme.parse()?;
     let mut trainer = Trainer::new(scheme.clone(), subjects.corrupt.clone());
     let mut workers: BTreeMap<u32, Worker> = BTreeMap::new();
     while let Some(frame) = process.recv(None)? {
-        strings.say(&Answer::Heard)?;
+        pipe.send(&Answer::Received)?;
         let answer = match postcard::from_bytes(&frame)? {
-            Order::Trainer(act) => trainer.act(act, &strings),
-            Order::Worker(number, deed) => {
+            Command::Trainer(act) => trainer.act(act, &pipe),
+            Command::Worker(number, deed) => {
                 let worker = workers
                     .entry(number)
                     .or_insert_with(|| Worker::new(number, scheme.clone()));
-                worker.act(deed, &strings)
+                worker.act(deed, &pipe)
             }
-            Order::GoOn => Ok(Answer::Done),
-            Order::Stock => Ok(Answer::Stock(resource_census::take())),
+            Command::GoOn => Ok(Answer::Done),
+            Command::ResourceCensus => Ok(Answer::ResourceCensus(resource_census::take())),
         };
         let answer = answer.unwrap_or_else(|stop| match stop {
             Stop::Fault(error) => Answer::Fault(Fault::from(&*error)),
             Stop::Broken(text) => Answer::Broken(text),
         });
-        strings.say(&answer)?;
+        pipe.send(&answer)?;
     }
     Ok(())
 }

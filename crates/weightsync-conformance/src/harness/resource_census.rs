@@ -7,15 +7,15 @@ use std::time::Instant;
 use rustix::io::Errno;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 
-use super::command::Stock;
+use super::command::ResourceCensus;
 use super::scale::PATIENCE;
 
 /// Marks every process that a scenario starts, and theirs.
 pub(crate) const TOKEN: &str = "WEIGHTSYNC_CONFORMANCE_TOKEN";
 
 /// What this process has.
-pub(crate) fn take() -> Stock {
-    Stock {
+pub(crate) fn take() -> ResourceCensus {
+    ResourceCensus {
         descriptors: count("/proc/self/fd"),
         threads: count("/proc/self/task"),
         shared_maps: shared_maps(),
@@ -24,7 +24,7 @@ pub(crate) fn take() -> Stock {
 
 /// Waits a moment for threads that were joined to leave the lists, then says
 /// what is there more than before, if anything.
-pub(crate) fn grown(before: Stock) -> Option<String> {
+pub(crate) fn grown(before: ResourceCensus) -> Option<String> {
     let deadline = Instant::now() + PATIENCE / 8;
     loop {
         let now = take();
@@ -49,7 +49,7 @@ pub(crate) fn grown(before: Stock) -> Option<String> {
 #[derive(Debug)]
 pub(crate) struct Census {
     token: String,
-    resource_census: Stock,
+    resource_census: ResourceCensus,
     shm: Vec<String>,
 }
 

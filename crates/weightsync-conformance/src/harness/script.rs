@@ -1,4 +1,4 @@
-//! A scenario as a script: puppets, what they are told, and what they answer.
+//! A scenario as a script: processes, what they are told, and what they answer.
 
 use std::any::Any;
 use std::collections::{BTreeSet, VecDeque};
@@ -12,7 +12,7 @@ use weightsync_engine::InitInfo;
 use weightsync_engine::worker::{Event, Spawn, Workers};
 
 use super::command::{
-    Act, Answer, Deed, Fate, How, Join, Lead, Order, Publish, Sent, Status, Want, What,
+    Act, Answer, Command, Deed, Fate, How, Join, Lead, Publish, Sent, Status, Want, What,
 };
 use super::resource_census::{Census, TOKEN, describe, state};
 use super::scale::{BRIEF, PATIENCE};
@@ -36,9 +36,9 @@ pub(crate) struct Script<'a> {
     beside: VecDeque<(String, Box<dyn Any>)>,
     info: Option<InitInfo>,
     /// What each process has said that nobody has asked for yet.
-    said: Vec<VecDeque<Answer>>,
-    /// How many orders each process was told, and how many it has heard.
-    told: Vec<[u64; 2]>,
+    answers: Vec<VecDeque<Answer>>,
+    /// How many commands each process was sent, and how many it has received.
+    commands: Vec<[u64; 2]>,
     /// Puppets whose death is no surprise.
     doomed: BTreeSet<usize>,
     dead: BTreeSet<usize>,
@@ -61,14 +61,14 @@ impl<'a> Script<'a> {
             .grace(PATIENCE);
         Self {
             subject,
-            workers: Group(group.start().expect("the puppets start")),
+            workers: Group(group.start().expect("the processes start")),
             census,
             dir,
             addresses: Vec::new(),
             beside: VecDeque::new(),
             info: None,
-            told: vec![[0; 2]; count],
-            said: (0..count).map(|_| VecDeque::new()).collect(),
+            commands: vec![[0; 2]; count],
+            answers: (0..count).map(|_| VecDeque::new()).collect(),
             doomed: BTreeSet::new(),
             dead: BTreeSet::new(),
             asleep: BTreeSet::new(),
@@ -142,9 +142,9 @@ impl<'a> Script<'a> {
     /// The same, each on terms of its own.
     pub(crate) fn gather_by(&mut self, joins: Vec<(u32, Join)>) {
         let expect: Vec<u32> = joins.iter().map(|(worker, _)| *worker).collect();
-        self.tell(
+        self.dispatch(
             TRAINER,
-            &Order::Trainer(Act::Connect {
+            &Command::Trainer(Act::Connect {
                 expect: expect.clone(),
                 deadline: PATIENCE,
             }),
@@ -169,17 +169,17 @@ impl<'a> Script<'a> {
     }
 
     /// Tells a process something without waiting for its answer.
-    pub(crate) fn tell(&mut self, process: usize, order: &Order) {
-        let frame = postcard::to_stdvec(order).expect("an order has a postcard form");
+    pub(crate) fn dispatch(&mut self, process: usize, command: &Command) {
+        let frame = postcard::to_stdvec(command).expect("a command has a postcard form");
         self.workers
             .send(process, &frame, Some(PATIENCE))
             .expect("it listens");
-        // An order in the middle of another is its part.
-        self.told[process][0] += u64::from(!matches!(order, Order::GoOn));
+        // A command in the middle of another is its part.
+        self.commands[process][0] += u64::from(!matches!(command, Command::GoOn));
     }
 
     pub(crate) fn tell_worker(&mut self, worker: u32, deed: Deed) {
-        self.tell(worker as usize + 1, &Order::Worker(worker, deed));
+        self.dispatch(worker as usize + 1, &Command::Worker(worker, deed));
     }
 
     /// The next answer of a process.
@@ -195,7 +195,7 @@ impl<'a> Script<'a> {
     /// The next answer of a process that may die instead.
     pub(crate) fn answer_or_death(&mut self, process: usize) -> Option<Answer> {
         loop {
-            match self.said[process].pop_front() {
+            match self.answers[process].pop_front() {
                 Some(Answer::Broken(text)) => panic!("process {process}: {text}"),
                 Some(answer) => return Some(answer),
                 None if self.dead.contains(&process) => return None,
@@ -208,14 +208,14 @@ impl<'a> Script<'a> {
     /// what has come, and waits for nothing.
     pub(crate) fn has_said(&mut self, process: usize) -> bool {
         while let Some((from, event)) = self.workers.recv_any(Some(Duration::ZERO)) {
-            self.heard(from, event);
+            self.on_event(from, event);
         }
-        !self.said[process].is_empty()
+        !self.answers[process].is_empty()
     }
 
     /// Tells the trainer something and waits for its answer.
     pub(crate) fn act(&mut self, act: Act) -> Answer {
-        self.tell(TRAINER, &Order::Trainer(act));
+        self.dispatch(TRAINER, &Command::Trainer(act));
         self.answer(TRAINER)
     }
 
@@ -434,8 +434,8 @@ impl<'a> Script<'a> {
     pub(crate) fn raise(&mut self, process: usize) {
         assert!(self.dead.remove(&process), "it is not dead");
         self.doomed.remove(&process);
-        self.said[process].clear();
-        self.told[process] = [0; 2];
+        self.answers[process].clear();
+        self.commands[process] = [0; 2];
         self.workers.restart(process, None).expect("it starts");
     }
 
@@ -453,14 +453,14 @@ impl<'a> Script<'a> {
     }
 
     /// Waits until a process has heard what it was told and waits in the kernel: it
-    /// has nothing more to do without a new order.
+    /// has nothing more to do without a new command.
     pub(crate) fn until_it_sleeps(&mut self, process: usize) {
         self.until_heard(process);
         self.until_state(process, 'S');
     }
 
     fn until_heard(&mut self, process: usize) {
-        while self.told[process][0] > self.told[process][1] {
+        while self.commands[process][0] > self.commands[process][1] {
             self.listen();
         }
     }
@@ -474,20 +474,20 @@ impl<'a> Script<'a> {
             dir,
             addresses,
             beside,
-            said,
+            answers,
             doomed,
             asleep,
             ..
         } = self;
-        assert!(asleep.is_empty(), "puppets that cannot end");
+        assert!(asleep.is_empty(), "processes that cannot end");
         for (process, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
             let excused = exit.is_success() || doomed.contains(&process);
             assert!(excused, "process {process} {exit}\n{}", exit.stderr_text());
         }
-        for (process, said) in said.into_iter().enumerate() {
+        for (process, answers) in answers.into_iter().enumerate() {
             assert!(
-                said.is_empty() || doomed.contains(&process),
-                "process {process} also said {said:?}"
+                answers.is_empty() || doomed.contains(&process),
+                "process {process} also answered {answers:?}"
             );
         }
         drop((workers, beside));
@@ -500,16 +500,16 @@ impl<'a> Script<'a> {
     /// Waits for one event.
     fn listen(&mut self) {
         match self.workers.recv_any(Some(PATIENCE)) {
-            Some((from, event)) => self.heard(from, event),
+            Some((from, event)) => self.on_event(from, event),
             None => panic!("nobody says anything: {:#?}", self.doings()),
         }
     }
 
-    fn heard(&mut self, from: usize, event: Event) {
+    fn on_event(&mut self, from: usize, event: Event) {
         match event {
             Event::Frame(frame) => match postcard::from_bytes(&frame).expect("an answer") {
-                Answer::Heard => self.told[from][1] += 1,
-                answer => self.said[from].push_back(answer),
+                Answer::Received => self.commands[from][1] += 1,
+                answer => self.answers[from].push_back(answer),
             },
             Event::Exited(exit) => {
                 let killed = exit.signal == Some(Signal::KILL.as_raw());
@@ -542,7 +542,7 @@ impl<'a> Script<'a> {
     }
 }
 
-/// The puppets. They are killed where a scenario fails: some of them may wait for
+/// The processes. They are killed where a scenario fails: some of them may wait for
 /// others, and nobody is left to tell them anything.
 struct Group(Workers);
 

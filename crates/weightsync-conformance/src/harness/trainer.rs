@@ -12,7 +12,7 @@ use weightsync_engine::{
 use super::command::{
     Act, Answer, Fate, How, Lead, Line, Publish, Sent, Stage, Status, Wait, What,
 };
-use super::process::{Stop, Strings, die};
+use super::process::{CommandPipe, Stop, die};
 use super::scale::PATIENCE;
 use super::script::address;
 use super::shape::{Model, Seen, Shape, part, print_of, words_of};
@@ -66,7 +66,7 @@ impl Trainer {
         }
     }
 
-    pub(crate) fn act(&mut self, act: Act, strings: &Strings<'_>) -> Done {
+    pub(crate) fn act(&mut self, act: Act, pipe: &CommandPipe<'_>) -> Done {
         match act {
             Act::Prepare(lead) => self.prepare(&lead),
             Act::Connect { expect, deadline } => self.connect(&expect, deadline),
@@ -83,13 +83,16 @@ impl Trainer {
             Act::Await(place, timeout) => {
                 let pending = self.pending.get(place).ok_or("no such send")?;
                 let begun = Instant::now();
-                Ok(Answer::Sent(told(&pending.wait(timeout)?, begun.elapsed())))
+                Ok(Answer::Sent(sent_report(
+                    &pending.wait(timeout)?,
+                    begun.elapsed(),
+                )))
             }
             Act::Change(word) => {
                 self.models.iter().for_each(|model| model.make(word));
                 Ok(Answer::Done)
             }
-            Act::Scribble => self.scribble(strings),
+            Act::Scribble => self.scribble(pipe),
             Act::Publish(publish) => self.publish(&publish),
             Act::Hold(workers, hold) => {
                 match hold {
@@ -222,7 +225,7 @@ impl Trainer {
         if let What::Dying(_, Stage::Live) | What::DyingSet(_, Stage::Live) = what {
             die();
         }
-        Ok(Answer::Sent(told(&report, took)))
+        Ok(Answer::Sent(sent_report(&report, took)))
     }
 
     fn send_by(
@@ -431,7 +434,7 @@ impl Trainer {
         Ok(Answer::Count(publish.count))
     }
 
-    fn scribble(&self, strings: &Strings<'_>) -> Done {
+    fn scribble(&self, pipe: &CommandPipe<'_>) -> Done {
         let mut times = 0;
         loop {
             for model in &self.models {
@@ -443,8 +446,8 @@ impl Trainer {
                 }
             }
             times += 1;
-            // Any order is the end, and has no answer of its own.
-            if strings.is_pulled()? {
+            // Any command is the end, and has no answer of its own.
+            if pipe.has_next()? {
                 return Ok(Answer::Count(times));
             }
         }
@@ -535,7 +538,7 @@ fn options(how: &How) -> SendOptions {
     }
 }
 
-pub(crate) fn told(report: &Report, took: Duration) -> Sent {
+pub(crate) fn sent_report(report: &Report, took: Duration) -> Sent {
     let lines = report.workers.iter().map(|line| {
         let (fate, reason) = fate(&line.outcome);
         Line {

@@ -8,11 +8,11 @@ use weightsync_engine::{
     SetSnapshot, TensorView, Tensors, Version, WaitStyle, WeightLoader,
 };
 
-use super::cascade::Middle;
+use super::cascade::CascadeNode;
 use super::command::{Answer, Deed, Join, Loaded, Mishap, Want};
 use super::fault::Fault;
 use super::follower::{Follower, Own};
-use super::process::{Stop, Strings, die};
+use super::process::{CommandPipe, Stop, die};
 use super::resource_census::state;
 use super::scale::PATIENCE;
 use super::shape::{Seen, Shape, TENSORS, words_of};
@@ -32,7 +32,7 @@ pub(crate) struct Worker {
     /// What the last thread has loaded.
     followed: Own,
     /// Has it, where it is passed on.
-    middle: Option<Middle>,
+    node: Option<CascadeNode>,
     held: Vec<SetSnapshot>,
     /// How many it holds at most.
     hoard: usize,
@@ -48,16 +48,16 @@ impl Worker {
             receiver: None,
             follower: None,
             followed: Own::new(),
-            middle: None,
+            node: None,
             held: Vec::new(),
             hoard: 1,
             own: Vec::new(),
         }
     }
 
-    pub(crate) fn act(&mut self, deed: Deed, strings: &Strings<'_>) -> Done {
+    pub(crate) fn act(&mut self, deed: Deed, pipe: &CommandPipe<'_>) -> Done {
         match deed {
-            Deed::Join(join) => self.join(&join, strings),
+            Deed::Join(join) => self.join(&join, pipe),
             Deed::Receive(timeout) => {
                 let set = self.receiver()?.receive_set(timeout)?;
                 self.hold(set)
@@ -70,10 +70,10 @@ impl Worker {
                 let set = self.receiver()?.latest_set()?;
                 self.hold(set)
             }
-            Deed::Load { timeout, mishap } => self.load(mishap, strings, |receiver, models| {
+            Deed::Load { timeout, mishap } => self.load(mishap, pipe, |receiver, models| {
                 receiver.receive_set_into(models, timeout)
             }),
-            Deed::PullInto { want, mishap } => self.load(mishap, strings, |receiver, models| {
+            Deed::PullInto { want, mishap } => self.load(mishap, pipe, |receiver, models| {
                 let first = receiver.model().as_str().to_owned();
                 receiver.pull_set_into(models, &first, pull_of(want), Some(PATIENCE))
             }),
@@ -147,24 +147,24 @@ impl Worker {
                 Ok(Answer::Done)
             }
             Deed::Head(join) => {
-                let (middle, info) = Middle::join(self.setup(&join)?, self.scheme.clone())?;
-                self.middle = Some(middle);
+                let (node, info) = CascadeNode::join(self.setup(&join)?, self.scheme.clone())?;
+                self.node = Some(node);
                 Ok(info)
             }
-            Deed::Feed(workers) => self.turn(|middle| middle.feed(&workers)),
-            Deed::PassOn => self.middle.as_mut().ok_or("no cascade")?.pass_on(),
-            Deed::PassOnByThread | Deed::PassOnByHand => self.turn(Middle::turn),
+            Deed::Feed(workers) => self.turn(|node| node.feed(&workers)),
+            Deed::PassOn => self.node.as_mut().ok_or("no cascade")?.pass_on(),
+            Deed::PassOnByThread | Deed::PassOnByHand => self.turn(CascadeNode::turn),
             Deed::Fail(reason) => {
                 let receiver = self.receiver.take().ok_or("no receiver")?;
                 receiver.fail(&reason);
                 Ok(Answer::Done)
             }
-            Deed::Forget(workers) => self.middle.as_mut().ok_or("no cascade")?.forget(&workers),
+            Deed::Forget(workers) => self.node.as_mut().ok_or("no cascade")?.forget(&workers),
             Deed::Leave => {
                 self.receiver = None;
                 self.follower = None;
                 self.followed.clear();
-                self.middle = None;
+                self.node = None;
                 Ok(Answer::Done)
             }
         }
@@ -174,9 +174,9 @@ impl Worker {
         self.follower.as_ref().ok_or_else(|| "no thread".into())
     }
 
-    fn turn(&mut self, turn: impl FnOnce(Middle) -> Result<Middle, Stop>) -> Done {
-        let middle = self.middle.take().ok_or("no cascade")?;
-        self.middle = Some(turn(middle)?);
+    fn turn(&mut self, turn: impl FnOnce(CascadeNode) -> Result<CascadeNode, Stop>) -> Done {
+        let node = self.node.take().ok_or("no cascade")?;
+        self.node = Some(turn(node)?);
         Ok(Answer::Done)
     }
 
@@ -213,7 +213,7 @@ impl Worker {
         Ok(setup)
     }
 
-    fn join(&mut self, join: &Join, strings: &Strings<'_>) -> Done {
+    fn join(&mut self, join: &Join, pipe: &CommandPipe<'_>) -> Done {
         let setup = self.setup(join)?;
         if join.own.is_empty() {
             self.receiver = Some(setup.connect(join.deadline)?);
@@ -230,7 +230,7 @@ impl Worker {
         let mut places: Vec<_> = self
             .own
             .iter_mut()
-            .map(|(id, tensors)| (&*id, Place::new(tensors, strings)))
+            .map(|(id, tensors)| (&*id, Place::new(tensors, pipe)))
             .collect();
         let models = places
             .iter_mut()
@@ -272,14 +272,14 @@ impl Worker {
     fn load(
         &mut self,
         mishap: Option<Mishap>,
-        strings: &Strings<'_>,
+        pipe: &CommandPipe<'_>,
         into: impl FnOnce(&mut Receiver, &mut SetLoader<'_>) -> Result<Option<Loads>>,
     ) -> Done {
         let receiver = self.receiver.as_mut().ok_or("no receiver")?;
         let mut places: Vec<_> = self
             .own
             .iter_mut()
-            .map(|(id, tensors)| (&*id, Place::new(tensors, strings)))
+            .map(|(id, tensors)| (&*id, Place::new(tensors, pipe)))
             .collect();
         match mishap {
             Some(Mishap::Pause) => places.first_mut(),
@@ -387,16 +387,16 @@ fn pull_of(want: Want) -> Pull {
 /// A worker's own model, to which something may happen while it is loaded.
 struct Place<'a> {
     tensors: &'a mut Tensors,
-    strings: &'a Strings<'a>,
+    pipe: &'a CommandPipe<'a>,
     mishap: Option<Mishap>,
     loads: u64,
 }
 
 impl<'a> Place<'a> {
-    fn new(tensors: &'a mut Tensors, strings: &'a Strings<'a>) -> Self {
+    fn new(tensors: &'a mut Tensors, pipe: &'a CommandPipe<'a>) -> Self {
         Self {
             tensors,
-            strings,
+            pipe,
             mishap: None,
             loads: 0,
         }
@@ -453,11 +453,11 @@ impl WeightLoader for Place<'_> {
             }
             Some(Mishap::Pause) => {
                 self.half(views)?;
-                let told = self
-                    .strings
-                    .say(&Answer::Loading)
-                    .and_then(|()| self.strings.pulled());
-                told.map_err(|error| failed(&error))?;
+                let sent = self
+                    .pipe
+                    .send(&Answer::Loading)
+                    .and_then(|()| self.pipe.wait_for_next());
+                sent.map_err(|error| failed(&error))?;
                 self.tensors.load(views)
             }
         }

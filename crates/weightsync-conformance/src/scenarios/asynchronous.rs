@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::Subject;
-use crate::harness::command::{Act, Answer, Deed, Fate, How, Lead, Mishap, Order, What};
+use crate::harness::command::{Act, Answer, Command, Deed, Fate, How, Lead, Mishap, What};
 use crate::harness::fault::Kind;
 use crate::harness::scale::BRIEF;
 use crate::harness::script::{Script, TRAINER};
@@ -78,9 +78,9 @@ pub(crate) fn pending_sends_queue_up_to_their_bound(subject: &Subject) {
         .fault();
     assert_eq!(fault.kind, Kind::SendPending, "{}", fault.text);
 
-    script.tell(
+    script.dispatch(
         TRAINER,
-        &Order::Trainer(Act::SendAsync(What::Word(4), How::default())),
+        &Command::Trainer(Act::SendAsync(What::Word(4), How::default())),
     );
     script.until_it_sleeps(TRAINER);
     assert!(!script.has_said(TRAINER), "two are on their way");
@@ -165,7 +165,7 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
         .act(Act::SendAsync(What::Word(3), How::default()))
         .began();
     // Only now is the second version loaded.
-    script.tell(1, &Order::GoOn);
+    script.dispatch(1, &Command::GoOn);
     assert_eq!(script.answer_of(0).loaded().runs, [2]);
     script.until_status(|workers| workers[0].versions == [2]);
     let third = script.act(Act::Await(0, Some(BRIEF))).sent();

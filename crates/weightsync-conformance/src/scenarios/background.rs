@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use crate::Subject;
 use crate::harness::command::{
-    Act, Answer, Deed, Doing, Fate, How, Join, Lead, Order, SafePoints, Stock, Wait, What,
+    Act, Answer, Command, Deed, Doing, Fate, How, Join, Lead, ResourceCensus, SafePoints, Wait,
+    What,
 };
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE, rounds};
 use crate::harness::script::{Script, TRAINER};
@@ -90,9 +91,9 @@ pub(crate) fn a_declared_safe_point_is_the_only_moment_of_change(subject: &Subje
             version: word,
             staged: true,
         };
-        script.tell(
+        script.dispatch(
             TRAINER,
-            &Order::Trainer(Act::Send(What::Word(word), How::default())),
+            &Command::Trainer(Act::Send(What::Word(word), How::default())),
         );
         assert_eq!(script.deed(0, staged), Answer::Done);
         assert_eq!(following(&mut script, 0), (word - 1, word - 1));
@@ -120,7 +121,7 @@ pub(crate) fn a_declared_safe_point_is_the_only_moment_of_change(subject: &Subje
 pub(crate) fn waiting_thread_ends_at_once_and_leaves_nothing(subject: &Subject) {
     let (mut script, info) = Script::open(subject, Lead::words(64), 1);
     let count = rounds(500, 10);
-    let mut before: Option<[Stock; 2]> = None;
+    let mut before: Option<[ResourceCensus; 2]> = None;
     let begun = Instant::now();
     for round in 0..count {
         follow(&mut script, 0, SafePoints::Implied);
@@ -239,9 +240,9 @@ pub(crate) fn a_cascade_of_two_levels_passes_on_and_acknowledges(subject: &Subje
         let lowest = script.answer_of(1).sent();
         assert_eq!(lowest.version(), word);
         script.assert_applied(&lowest, &[2, 3]);
-        let middle = script.answer_of(0).sent();
-        assert_eq!(middle.version(), word);
-        script.assert_applied(&middle, &[1]);
+        let passed = script.answer_of(0).sent();
+        assert_eq!(passed.version(), word);
+        script.assert_applied(&passed, &[1]);
         let sent = script.answer(TRAINER).sent();
         script.assert_applied(&sent, &[0]);
     }
@@ -329,7 +330,7 @@ fn family(subject: &Subject) -> Script<'_> {
         expect: vec![0],
         deadline: PATIENCE,
     };
-    script.tell(TRAINER, &Order::Trainer(connect));
+    script.dispatch(TRAINER, &Command::Trainer(connect));
     let upper = script.head(0, &info);
     script.tell_worker(0, Deed::Feed(vec![1]));
     let lower = script.head(1, &upper);
@@ -352,7 +353,7 @@ fn family(subject: &Subject) -> Script<'_> {
 /// Begins a send, and has those in the middle pass it on.
 fn send_down(script: &mut Script<'_>, word: u64) {
     let send = Act::Send(What::Word(word), How::default());
-    script.tell(TRAINER, &Order::Trainer(send));
+    script.dispatch(TRAINER, &Command::Trainer(send));
     for worker in 0..2 {
         script.tell_worker(worker, Deed::PassOn);
     }

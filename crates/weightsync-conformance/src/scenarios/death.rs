@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::Subject;
 use crate::harness::command::{
-    Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Sent, Stage, Wait, What,
+    Act, Answer, Command, Deed, Fate, How, Join, Lead, Mishap, Sent, Stage, Wait, What,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed};
@@ -27,7 +27,10 @@ pub(crate) fn a_worker_killed_while_it_joins_is_replaced(subject: &Subject) {
         let late = round % 2 == 1;
         let expect = if late { vec![0] } else { vec![0, 1] };
         let deadline = PATIENCE;
-        script.tell(TRAINER, &Order::Trainer(Act::Connect { expect, deadline }));
+        script.dispatch(
+            TRAINER,
+            &Command::Trainer(Act::Connect { expect, deadline }),
+        );
         let begun = Instant::now();
         assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
         let one_join = begun.elapsed();
@@ -87,7 +90,7 @@ pub(crate) fn trainer_killed_in_connect_leaves_workers_usable(subject: &Subject)
             expect: vec![0, 1],
             deadline: PATIENCE,
         };
-        script.tell(TRAINER, &Order::Trainer(connect));
+        script.dispatch(TRAINER, &Command::Trainer(connect));
         script.kill_at(TRAINER, moment(&mut dice, rendezvous));
         for worker in 0..2 {
             let begun = Instant::now();
@@ -163,9 +166,9 @@ pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {
         script.tell_worker(worker, Deed::Receive(None));
     }
     let pid = script.pid(2);
-    script.tell(
+    script.dispatch(
         TRAINER,
-        &Order::Trainer(Act::Send(What::Word(2), How::default())),
+        &Command::Trainer(Act::Send(What::Word(2), How::default())),
     );
     for worker in [0, 2] {
         assert_eq!(script.answer_of(worker).seen().word(), 2);
@@ -278,9 +281,9 @@ pub(crate) fn a_worker_killed_while_it_holds_everything_frees_it(subject: &Subje
     script.deed(1, Deed::Hoard(0));
     script.deliver_word(2, &[0, 1]);
     script.tell_worker(1, Deed::Receive(None));
-    script.tell(
+    script.dispatch(
         TRAINER,
-        &Order::Trainer(Act::Send(What::Word(3), How::default())),
+        &Command::Trainer(Act::Send(What::Word(3), How::default())),
     );
     script.until_it_sleeps(TRAINER);
     let begun = Instant::now();
@@ -470,9 +473,9 @@ pub(crate) fn a_sender_killed_at_any_stage_leaves_whole_versions(subject: &Subje
         let (mut script, _) = Script::open(subject, Lead::words(1 << 12), 2);
         script.deliver_word(2, &[0, 1]);
         script.doom(TRAINER);
-        script.tell(
+        script.dispatch(
             TRAINER,
-            &Order::Trainer(Act::Send(What::Dying(7, stage), How::wait(Wait::Sent))),
+            &Command::Trainer(Act::Send(What::Dying(7, stage), How::wait(Wait::Sent))),
         );
         script.until_dead(TRAINER);
         for worker in 0..2 {
@@ -517,7 +520,7 @@ pub(crate) fn killed_sender_is_noticed_by_all_at_once(subject: &Subject) {
     for worker in 0..2 {
         let fault = script.answer_of(worker).fault();
         assert!(
-            matches!(fault.kind, Kind::SenderDied(told) if told.is_none_or(|told| told == pid)),
+            matches!(fault.kind, Kind::SenderDied(died) if died.is_none_or(|died| died == pid)),
             "{fault:?}"
         );
     }

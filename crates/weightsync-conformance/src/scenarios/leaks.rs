@@ -2,17 +2,19 @@
 //! scenario.
 
 use crate::Subject;
-use crate::harness::command::{Act, Answer, Deed, How, Join, Lead, Order, Stock, Wait, What};
+use crate::harness::command::{
+    Act, Answer, Command, Deed, How, Join, Lead, ResourceCensus, Wait, What,
+};
 use crate::harness::scale::{BRIEF, rounds};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 
 /// What a process has when it had twice the time to get more.
-pub(crate) fn bounded(script: &mut Script<'_>, process: usize, before: Stock) {
+pub(crate) fn bounded(script: &mut Script<'_>, process: usize, before: ResourceCensus) {
     let mut now = before;
     // Threads that were joined take a moment to leave the list.
     for _ in 0..2_000 {
-        script.tell(process, &Order::Stock);
+        script.dispatch(process, &Command::ResourceCensus);
         now = script.answer(process).resource_census();
         let more = now.descriptors > before.descriptors
             || now.threads > before.threads
@@ -24,8 +26,8 @@ pub(crate) fn bounded(script: &mut Script<'_>, process: usize, before: Stock) {
     panic!("process {process} had {before:?} and has {now:?}");
 }
 
-pub(crate) fn resource_census(script: &mut Script<'_>, process: usize) -> Stock {
-    script.tell(process, &Order::Stock);
+pub(crate) fn resource_census(script: &mut Script<'_>, process: usize) -> ResourceCensus {
+    script.dispatch(process, &Command::ResourceCensus);
     script.answer(process).resource_census()
 }
 
@@ -123,7 +125,7 @@ pub(crate) fn failed_connections_leave_nothing(subject: &Subject) {
         assert!(matches!(script.join(1, wrong), Answer::Fault(_)));
         // A sender that nobody joins, in the worker's process.
         let act = |script: &mut Script<'_>, act| {
-            script.tell(2, &Order::Trainer(act));
+            script.dispatch(2, &Command::Trainer(act));
             script.answer(2)
         };
         act(&mut script, Act::Prepare(Lead::words(64)));

@@ -8,8 +8,8 @@ use weightsync_engine::{
 };
 
 use crate::Subject;
-use crate::harness::command::Stock;
-use crate::harness::command::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Wait, What};
+use crate::harness::command::ResourceCensus;
+use crate::harness::command::{Act, Answer, Command, Deed, Fate, How, Join, Lead, Wait, What};
 use crate::harness::fault::Kind;
 use crate::harness::resource_census;
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
@@ -38,7 +38,7 @@ pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
     let descriptors = before.descriptors + named;
     assert_eq!(
         now,
-        Stock {
+        ResourceCensus {
             descriptors,
             ..before
         }
@@ -98,7 +98,7 @@ pub(crate) fn connect_is_a_rendezvous_in_either_order(subject: &Subject) {
         expect: vec![0, 1],
         deadline: PATIENCE,
     };
-    script.tell(TRAINER, &Order::Trainer(connect.clone()));
+    script.dispatch(TRAINER, &Command::Trainer(connect.clone()));
     script.until_it_sleeps(TRAINER);
     assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
     script.until_it_sleeps(TRAINER);
@@ -158,7 +158,7 @@ pub(crate) fn missing_workers_are_named(subject: &Subject) {
         expect: expect.to_vec(),
         deadline: PATIENCE,
     };
-    script.tell(TRAINER, &Order::Trainer(again(&[0])));
+    script.dispatch(TRAINER, &Command::Trainer(again(&[0])));
     assert_eq!(script.answer(TRAINER), Answer::Done);
     assert_eq!(script.take(0).one(), (1, 1));
     script.deliver_word(2, &[0]);
@@ -173,7 +173,7 @@ pub(crate) fn a_worker_that_joins_and_leaves_at_once_counts(subject: &Subject) {
         expect: vec![0, 1],
         deadline: PATIENCE,
     };
-    script.tell(TRAINER, &Order::Trainer(connect));
+    script.dispatch(TRAINER, &Command::Trainer(connect));
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
     assert_eq!(script.deed(1, Deed::Leave), Answer::Done);
     assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
@@ -191,7 +191,7 @@ pub(crate) fn a_worker_that_joined_and_died_is_named(subject: &Subject) {
         expect: vec![0, 1],
         deadline: Duration::from_secs(3),
     };
-    script.tell(TRAINER, &Order::Trainer(connect));
+    script.dispatch(TRAINER, &Command::Trainer(connect));
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
     script.kill(2);
     let fault = script.answer(TRAINER).fault();
@@ -201,10 +201,10 @@ pub(crate) fn a_worker_that_joined_and_died_is_named(subject: &Subject) {
     };
     assert_eq!(fault.kind, missing, "{}", fault.text);
     // The sender may have heard that it died before it heard that it had loaded v1.
-    let told = ["worker 1 (pid ", " died; it"];
+    let phrases = ["worker 1 (pid ", " died; it"];
     let lost = " cannot be reached";
-    let is_named =
-        fault.text.contains(told[0]) && (fault.text.contains(told[1]) || fault.text.contains(lost));
+    let is_named = fault.text.contains(phrases[0])
+        && (fault.text.contains(phrases[1]) || fault.text.contains(lost));
     assert!(is_named, "{}", fault.text);
     script.close();
 }
@@ -257,7 +257,7 @@ pub(crate) fn a_worker_of_another_model_is_refused_by_name(subject: &Subject) {
         expect: vec![0],
         deadline: PATIENCE,
     };
-    script.tell(TRAINER, &Order::Trainer(connect));
+    script.dispatch(TRAINER, &Command::Trainer(connect));
     let insists = Join {
         insists: Some(Shape::Words(65)),
         ..Join::new(&info)
@@ -351,9 +351,9 @@ pub(crate) fn a_worker_that_leaves_is_no_failure(subject: &Subject) {
     if subject.can.push {
         // It leaves while it is waited for.
         script.tell_worker(0, Deed::Receive(None));
-        script.tell(
+        script.dispatch(
             TRAINER,
-            &Order::Trainer(Act::Send(What::Word(3), How::default())),
+            &Command::Trainer(Act::Send(What::Word(3), How::default())),
         );
         assert_eq!(script.answer_of(0).seen().word(), 3);
         script.until_it_sleeps(TRAINER);

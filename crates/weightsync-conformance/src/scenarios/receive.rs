@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use crate::Subject;
-use crate::harness::command::{Act, Answer, Deed, Fate, How, Join, Lead, Order, Wait, Want, What};
+use crate::harness::command::{
+    Act, Answer, Command, Deed, Fate, How, Join, Lead, Wait, Want, What,
+};
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
 use crate::harness::script::{Script, TRAINER};
@@ -160,7 +162,7 @@ pub(crate) fn full_queue_is_a_report_line_and_delays_no_other(subject: &Subject)
         workers: Some(vec![0]),
         ..How::wait(Wait::Staged)
     };
-    script.tell(TRAINER, &Order::Trainer(Act::Send(What::Word(99), waits)));
+    script.dispatch(TRAINER, &Command::Trainer(Act::Send(What::Word(99), waits)));
     script.until_it_sleeps(TRAINER);
     assert!(!script.has_said(TRAINER), "the queue is full");
     for more in 0..word - 2 {
@@ -330,9 +332,9 @@ pub(crate) fn an_answer_takes_nothing_from_what_is_sent(subject: &Subject) {
     assert_eq!(script.deed(0, pull(Want::Exactly(3))).seen().one(), (3, 3));
     let runs = script.deed(0, Deed::Receive(Some(PATIENCE))).seen();
     assert_eq!(runs.one(), (5, 5));
-    script.tell(
+    script.dispatch(
         TRAINER,
-        &Order::Trainer(Act::Send(What::Word(6), How::default())),
+        &Command::Trainer(Act::Send(What::Word(6), How::default())),
     );
     let newest = script.deed(0, pull(Want::AtLeast(6))).seen();
     assert_eq!(newest.one(), (6, 6));
@@ -425,32 +427,32 @@ pub(crate) fn several_workers_live_in_one_process(subject: &Subject) {
         expect: vec![3, 1_000_000, 8],
         deadline: PATIENCE,
     };
-    script.tell(TRAINER, &Order::Trainer(connect));
+    script.dispatch(TRAINER, &Command::Trainer(connect));
     let workers = [3, 8, 1_000_000];
-    let tell = |script: &mut Script<'_>, worker, deed| {
-        script.tell(1, &Order::Worker(worker, deed));
+    let dispatch = |script: &mut Script<'_>, worker, deed| {
+        script.dispatch(1, &Command::Worker(worker, deed));
         script.answer(1)
     };
     for worker in workers {
         assert_eq!(
-            tell(&mut script, worker, Deed::Join(Box::new(Join::new(&info)))),
+            dispatch(&mut script, worker, Deed::Join(Box::new(Join::new(&info)))),
             Answer::Done
         );
     }
     assert_eq!(script.answer(TRAINER), Answer::Done);
     let take = script.take_deed();
     for worker in workers {
-        assert_eq!(tell(&mut script, worker, take.clone()).seen().word(), 1);
+        assert_eq!(dispatch(&mut script, worker, take.clone()).seen().word(), 1);
     }
     script.send(What::Word(2), How::wait(Wait::Sent));
     for worker in workers {
-        assert_eq!(tell(&mut script, worker, take.clone()).seen().word(), 2);
+        assert_eq!(dispatch(&mut script, worker, take.clone()).seen().word(), 2);
     }
-    assert_eq!(tell(&mut script, 8, Deed::Leave), Answer::Done);
+    assert_eq!(dispatch(&mut script, 8, Deed::Leave), Answer::Done);
     script.until_status(|workers| workers.len() == 2);
     script.send(What::Word(3), How::wait(Wait::Sent));
     for worker in [3, 1_000_000] {
-        assert_eq!(tell(&mut script, worker, take.clone()).seen().word(), 3);
+        assert_eq!(dispatch(&mut script, worker, take.clone()).seen().word(), 3);
     }
     script.close();
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::Subject;
-use crate::harness::command::{Act, Answer, Deed, How, Join, Lead, Order, Wait, Want, What};
+use crate::harness::command::{Act, Answer, Command, Deed, How, Join, Lead, Wait, Want, What};
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, Dice, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
@@ -52,9 +52,9 @@ pub(crate) fn workers_find_the_next_sender_by_themselves(subject: &Subject) {
         }
         for worker in 0..2 {
             let fault = script.answer_of(worker).fault();
-            let told = matches!(fault.kind, Kind::SenderDied(_));
+            let is_told = matches!(fault.kind, Kind::SenderDied(_));
             assert!(
-                told == killed && (killed || fault.kind == Kind::SenderClosed),
+                is_told == killed && (killed || fault.kind == Kind::SenderClosed),
                 "{}",
                 fault.text
             );
@@ -102,7 +102,7 @@ pub(crate) fn a_trainer_killed_while_it_connects_is_replaced(subject: &Subject) 
         for worker in 0..2 {
             script.tell_worker(worker, Deed::Join(Box::new(Join::new(&info))));
         }
-        script.tell(TRAINER, &Order::Trainer(connect(&[0, 1])));
+        script.dispatch(TRAINER, &Command::Trainer(connect(&[0, 1])));
         script.kill_at(TRAINER, moment(&mut dice, Duration::from_millis(3)));
         script.raise(TRAINER);
         assert_eq!(script.prepare(lead.clone()), info);
@@ -142,11 +142,11 @@ pub(crate) fn a_worker_that_asks_finds_the_next_sender(subject: &Subject) {
             false => assert_eq!(script.act(Act::Close), Answer::Done),
         }
         let fault = script.deed(0, pull(None)).fault();
-        let told = match killed {
+        let is_told = match killed {
             true => matches!(fault.kind, Kind::SenderDied(_)),
             false => fault.kind == Kind::SenderClosed,
         };
-        assert!(told, "{}", fault.text);
+        assert!(is_told, "{}", fault.text);
         assert_eq!(script.deed(0, pull(Some(BRIEF))), Answer::Nothing);
         script.tell_worker(0, pull(None));
         if killed {
@@ -196,7 +196,7 @@ pub(crate) fn a_living_sender_keeps_its_place(subject: &Subject) {
     script.gather(&info, &[0]);
     script.take(0);
     let second = |script: &mut Script<'_>, act| {
-        script.tell(2, &Order::Trainer(act));
+        script.dispatch(2, &Command::Trainer(act));
         script.answer(2)
     };
     assert_eq!(second(&mut script, Act::Prepare(lead.clone())).info(), info);
@@ -314,7 +314,7 @@ pub(crate) fn both_ends_can_start_again_in_either_order(subject: &Subject) {
             script.until_it_sleeps(1);
         }
         assert_eq!(script.prepare(lead), info);
-        script.tell(TRAINER, &Order::Trainer(connect(&[0])));
+        script.dispatch(TRAINER, &Command::Trainer(connect(&[0])));
         if !worker_first {
             script.tell_worker(0, join);
         }

@@ -2,7 +2,7 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Act, Answer, Deed, Fate, How, Join, Lead, Mishap, Order, Wait, What,
+    Act, Answer, Command, Deed, Fate, How, Join, Lead, Mishap, Wait, What,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, rounds};
@@ -54,7 +54,7 @@ pub(crate) fn what_is_not_sent_is_not_seen(subject: &Subject) {
     script.deliver_word(1000, &[0, 1]);
     // The trainer changes its tensors in place all the while; its workers look
     // at what they hold, and at the newest there is.
-    script.tell(TRAINER, &Order::Trainer(Act::Scribble));
+    script.dispatch(TRAINER, &Command::Trainer(Act::Scribble));
     for worker in 0..2 {
         let held = script.deed(worker, Deed::Reread(100)).held();
         assert_eq!(held.last().map(|seen| seen.word()), Some(1000));
@@ -62,7 +62,7 @@ pub(crate) fn what_is_not_sent_is_not_seen(subject: &Subject) {
             assert_eq!(script.newest(worker).one(), (2, 1000));
         }
     }
-    script.tell(TRAINER, &Order::GoOn);
+    script.dispatch(TRAINER, &Command::GoOn);
     assert!(script.answer(TRAINER).count() > 0);
     script.deliver_word(3, &[0, 1]);
     script.close();
@@ -131,7 +131,7 @@ pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
         // What it is loading is in its queue's way.
         true => 2,
         false => {
-            script.tell(1, &Order::GoOn);
+            script.dispatch(1, &Command::GoOn);
             assert_eq!(script.answer_of(0).loaded().word(), Some(2));
             script.tell_worker(
                 0,
@@ -147,7 +147,7 @@ pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
         }
     };
     assert_eq!(script.status()[0].versions, [latest - 1]);
-    script.tell(1, &Order::GoOn);
+    script.dispatch(1, &Command::GoOn);
     assert_eq!(script.answer_of(0).loaded().word(), Some(latest));
     script.tell_worker(
         0,
@@ -181,7 +181,7 @@ pub(crate) fn labels_are_true_while_a_load_is_under_way(subject: &Subject) {
     assert_eq!(sent.line(0).versions, [1]);
     assert_eq!(script.answer_of(0), Answer::Loading);
     assert_eq!(script.status()[0].versions, [1]);
-    script.tell(1, &Order::GoOn);
+    script.dispatch(1, &Command::GoOn);
     let loaded = script.answer_of(0).loaded();
     assert_eq!((loaded.word(), loaded.runs), (Some(2), vec![2]));
     // The sender learns of it a moment later, if they are apart.
@@ -391,9 +391,9 @@ pub(crate) fn worker_that_keeps_pins_delays_until_the_deadline(subject: &Subject
     );
 
     // A send that can wait goes through as soon as one is let go.
-    script.tell(
+    script.dispatch(
         TRAINER,
-        &Order::Trainer(Act::Send(What::Word(99), How::wait(Wait::Sent))),
+        &Command::Trainer(Act::Send(What::Word(99), How::wait(Wait::Sent))),
     );
     script.until_it_sleeps(TRAINER);
     assert!(!script.has_said(TRAINER), "nothing was let go yet");

@@ -2,7 +2,7 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Act, Answer, Deed, Fate, How, Join, Lead, Loaded, Mishap, Order, Publish, Sent, Stage, Wait,
+    Act, Answer, Command, Deed, Fate, How, Join, Lead, Loaded, Mishap, Publish, Sent, Stage, Wait,
     Want, What,
 };
 use crate::harness::fault::Kind;
@@ -84,9 +84,9 @@ pub(crate) fn sender_killed_at_any_stage_leaves_one_whole_set(subject: &Subject)
         let words = vec![("actor".into(), 7), ("critic".into(), 7)];
         let how = How::wait(Wait::Sent);
         script.doom(TRAINER);
-        script.tell(
+        script.dispatch(
             TRAINER,
-            &Order::Trainer(Act::Send(What::DyingSet(words, stage), how)),
+            &Command::Trainer(Act::Send(What::DyingSet(words, stage), how)),
         );
         script.until_dead(TRAINER);
         for worker in 0..2 {
@@ -168,7 +168,7 @@ pub(crate) fn a_sender_killed_at_random_moments_leaves_one_set(subject: &Subject
                 },
             );
         }
-        script.tell(TRAINER, &Order::Trainer(Act::Publish(publish)));
+        script.dispatch(TRAINER, &Command::Trainer(Act::Publish(publish)));
         script.until_dead(TRAINER);
         for worker in 0..2 {
             let fault = script.answer_of(worker).fault();

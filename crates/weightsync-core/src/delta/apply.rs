@@ -1,4 +1,4 @@
-//! Putting a delta into an older version of its span.
+//! Applies a delta to an older version of its span.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Bits in a row: the lowest of a byte first.
+//! Streams of bits: the lowest bit of a byte comes first.
 
 /// Most bits that are written or read at once.
 pub(super) const MOST: u32 = 56;

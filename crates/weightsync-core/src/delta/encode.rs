@@ -1,4 +1,4 @@
-//! Comparing two versions of a span, and writing down what changed.
+//! Compares two versions of a span, and encodes the changes.
 
 use weightsync_simd::{Word, compare, compare_dense, ones};
 

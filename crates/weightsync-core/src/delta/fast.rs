@@ -1,4 +1,5 @@
-//! The fast codec: block by block, either gaps between places or one bit for each element.
+//! The fast codec. Each block holds either the gaps between changed places or one bit per
+//! element.
 
 use std::iter;
 

@@ -1,4 +1,4 @@
-//! Several consecutive deltas as one.
+//! Folds several consecutive deltas into one.
 
 use weightsync_simd::{Word, compare};
 

@@ -1,4 +1,5 @@
-//! How the bytes of a span are read: as elements of which width, and where their exponents lie.
+//! How the bytes of a span are read: the width of its elements, and the position of their
+//! exponents.
 
 use weightsync_simd::Exponents;
 

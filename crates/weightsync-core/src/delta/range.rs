@@ -1,4 +1,5 @@
-//! An adaptive binary range coder: each bit costs what it was expected to, and teaches its model.
+//! An adaptive binary range coder: a bit costs as much as its model expected, and then updates
+//! the model.
 //!
 //! The arithmetic is that of G. N. N. Martin, "Range encoding: an algorithm for removing redundancy
 //! from a digitised message" (1979), for bits, with carries held back as in LZMA.

@@ -1,8 +1,9 @@
 //! The thin codec: changes coded in the classes of the old value's exponent.
 //!
-//! Within a class a change is the number of elements of that class which did not change before it,
-//! and its step. Both are split: the lowest bits as they are, and how many times the rest goes in,
-//! one bit each by a model of its own ([`super::range`]), which learns how many there are.
+//! Within a class, a change is coded as its step and as the number of unchanged elements of the
+//! class before it. Both numbers are split: the lowest bits are stored as they are. The rest is
+//! stored in unary, each bit by a model of its own ([`super::range`]) that learns its
+//! frequency.
 
 use weightsync_simd::{CLASSES, Exponents, Word, classes, compare, rank, select};
 

@@ -1,5 +1,6 @@
-//! The binary form of a layout. It is canonical: a layout has one encoding, and every input that
-//! decodes is the encoding of what it decodes to. Hence its hash can serve as the layout's id.
+//! The binary form of a layout. The form is canonical: a layout has one encoding, and every
+//! input that decodes is the encoding of its result. So the hash of the encoding can serve as
+//! the layout's id.
 //!
 //! ```text
 //! layout  = "WSLY" format:u8 count:varint tensor*

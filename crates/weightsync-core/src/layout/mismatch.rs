@@ -1,4 +1,4 @@
-//! How two layouts differ, in words a person can act on.
+//! The difference between two layouts, in sentences that a person can act on.
 
 use std::fmt;
 

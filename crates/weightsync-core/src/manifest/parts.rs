@@ -1,4 +1,5 @@
-//! Whether the parts of a manifest make up a version: everything written, nothing twice.
+//! Checks whether the parts of a manifest make up a version: everything is written, nothing
+//! twice.
 
 use std::collections::HashSet;
 

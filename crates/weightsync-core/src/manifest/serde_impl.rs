@@ -1,4 +1,5 @@
-//! Manifests in serde formats. The wire form is apart from [`Manifest`], and parsing is checking.
+//! Manifests in serde formats. The wire form is separate from [`Manifest`], and parsing checks
+//! it.
 
 use serde::de::{self, Deserialize, Deserializer};
 use serde::ser::{Serialize, Serializer};

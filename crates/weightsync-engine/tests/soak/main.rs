@@ -12,7 +12,7 @@ mod fuse;
 mod isolation;
 mod leaks;
 mod pattern;
-mod puppet;
+mod process;
 mod reader;
 mod scale;
 mod script;
@@ -33,7 +33,7 @@ pub enum Role {
     /// Takes versions and checks every byte until it dies.
     Reader(reader::Plan),
     /// Does what a test tells it, step by step.
-    Puppet,
+    Process,
 }
 
 fn main() -> ExitCode {
@@ -58,7 +58,7 @@ fn play(worker: WorkerProcess) -> Result<(), Box<dyn std::error::Error>> {
     match worker.init_value()? {
         Role::Trainer(plan) => trainer::train(worker, plan),
         Role::Reader(plan) => reader::read(&worker, plan),
-        Role::Puppet => puppet::obey(worker),
+        Role::Process => process::obey(worker),
     }
 }
 

@@ -70,7 +70,7 @@ pub fn read(worker: &WorkerProcess, plan: Plan) -> Result<(), Box<dyn std::error
                 // What it held is whole, whatever the trainer was doing.
                 tally.again += checker.check_held(false)?;
                 if !plan.outlives {
-                    return tally.tell(worker);
+                    return tally.send(worker);
                 }
                 alone.get_or_insert_with(Instant::now);
             }
@@ -208,18 +208,18 @@ impl Tally {
         self.checks += 1;
         // Soon, because what is not told when the process is killed is lost.
         if self.checks >= 200 || self.told.elapsed() > Duration::from_millis(10) {
-            self.tell(worker)?;
+            self.send(worker)?;
         }
         Ok(())
     }
 
-    fn tell(&mut self, worker: &WorkerProcess) -> Result<(), Box<dyn std::error::Error>> {
+    fn send(&mut self, worker: &WorkerProcess) -> Result<(), Box<dyn std::error::Error>> {
         let told = Told::Checked {
             reader: self.reader,
             checks: std::mem::take(&mut self.checks),
             again: std::mem::take(&mut self.again),
         };
         self.told = Instant::now();
-        told.tell(worker)
+        told.send(worker)
     }
 }

@@ -1,4 +1,4 @@
-//! A test as a script: puppets, what they are told, and what they answer.
+//! A test as a script: processes, what they are told, and what they answer.
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -14,10 +14,10 @@ use weightsync_engine::{InitInfo, Tensors};
 
 use crate::Role;
 use crate::leaks::{self, Census, TOKEN};
-use crate::puppet::{Answer, Lead, Order};
+use crate::process::{Answer, Command, Lead};
 use crate::scale::PATIENCE;
 
-/// The puppet that leads, in every script.
+/// The process that leads, in every script.
 pub const TRAINER: usize = 0;
 
 /// The processes of one script. Dropping it ends them.
@@ -33,24 +33,24 @@ pub struct Script {
 impl Script {
     /// Starts a trainer of `words` words and `slots` slots, and `workers`
     /// workers that have joined it as 0, 1, … and hold its first version. The
-    /// worker numbered n is puppet n + 1.
+    /// worker numbered n is process n + 1.
     pub fn open(name: &str, words: u64, slots: u8, workers: u32) -> Self {
         let script = Self::start(name, words, slots, 1 + workers as usize);
-        script.tell(TRAINER, &script.lead(workers));
+        script.send(TRAINER, &script.lead(workers));
         (0..workers).for_each(|worker| script.join(worker));
         // The trainer is done once the last of them is there.
         for _ in 0..=workers {
             assert_eq!(script.any().1, Answer::Done);
         }
-        for puppet in 1..=workers as usize {
+        for process in 1..=workers as usize {
             let first = Answer::Version { number: 1, word: 1 };
-            assert_eq!(script.ask(puppet, &Order::Receive(None)), first);
+            assert_eq!(script.ask(process, &Command::Receive(None)), first);
         }
         script
     }
 
-    /// Starts so many puppets, and tells them nothing yet.
-    pub fn start(name: &str, words: u64, slots: u8, puppets: usize) -> Self {
+    /// Starts so many processes, and tells them nothing yet.
+    pub fn start(name: &str, words: u64, slots: u8, processes: usize) -> Self {
         let token = format!("{name}-{}", std::process::id());
         let census = Census::take(&token);
         let dir = tempfile::tempdir().expect("a temporary directory");
@@ -62,13 +62,13 @@ impl Script {
         };
         let group = Spawn::this_program()
             .expect("this program has a path")
-            .count(puppets)
-            .init_value(&Role::Puppet)
+            .count(processes)
+            .init_value(&Role::Process)
             .expect("a role has a postcard form")
             .env(TOKEN, token)
             .grace(PATIENCE);
         Self {
-            workers: group.start().expect("the puppets start"),
+            workers: group.start().expect("the processes start"),
             census,
             dir,
             lead,
@@ -77,15 +77,15 @@ impl Script {
         }
     }
 
-    /// The order that makes a puppet the trainer of this script.
-    pub fn lead(&self, workers: u32) -> Order {
-        Order::Lead {
+    /// The command that makes a process the trainer of this script.
+    pub fn lead(&self, workers: u32) -> Command {
+        Command::Lead {
             setup: self.lead.clone(),
             workers,
         }
     }
 
-    /// How a puppet leads workers of its own.
+    /// How a process leads workers of its own.
     pub fn sub(&self) -> Lead {
         Lead {
             run_dir: self.dir.path().join("sub"),
@@ -93,28 +93,28 @@ impl Script {
         }
     }
 
-    /// Tells a puppet something without waiting for its answer.
-    pub fn tell(&self, puppet: usize, order: &Order) {
-        let frame = postcard::to_stdvec(order).expect("an order has a postcard form");
+    /// Tells a process something without waiting for its answer.
+    pub fn send(&self, process: usize, command: &Command) {
+        let frame = postcard::to_stdvec(command).expect("a command has a postcard form");
         self.workers
-            .send(puppet, &frame, Some(PATIENCE))
+            .send(process, &frame, Some(PATIENCE))
             .expect("it listens");
     }
 
-    /// The answer of one puppet; no other may have anything to say before.
-    pub fn answer(&self, puppet: usize) -> Answer {
+    /// The answer of one process; no other may have anything to say before.
+    pub fn answer(&self, process: usize) -> Answer {
         let (from, answer) = self.any();
-        assert_eq!(from, puppet, "it said {answer:?}");
+        assert_eq!(from, process, "it said {answer:?}");
         answer
     }
 
-    /// The answers of all these puppets, in their order.
-    pub fn answers<const N: usize>(&self, puppets: [usize; N]) -> [Answer; N] {
+    /// The answers of all these processes, in their order.
+    pub fn answers<const N: usize>(&self, processes: [usize; N]) -> [Answer; N] {
         let mut answers = [const { None }; N];
-        for _ in puppets {
+        for _ in processes {
             let (from, answer) = self.any();
-            let place = puppets.iter().position(|puppet| *puppet == from);
-            answers[place.expect("a puppet that was asked")] = Some(answer);
+            let place = processes.iter().position(|process| *process == from);
+            answers[place.expect("a process that was asked")] = Some(answer);
         }
         answers.map(|answer| answer.expect("each answers once"))
     }
@@ -125,24 +125,24 @@ impl Script {
             Some((from, Event::Frame(frame))) => {
                 (from, postcard::from_bytes(&frame).expect("an answer"))
             }
-            Some((from, Event::Exited(exit))) => panic!("puppet {from}: {exit}"),
+            Some((from, Event::Exited(exit))) => panic!("process {from}: {exit}"),
             other => panic!("{other:?}; {:#?}", self.doings()),
         }
     }
 
-    /// Tells a puppet something and waits for its answer.
-    pub fn ask(&self, puppet: usize, order: &Order) -> Answer {
-        self.tell(puppet, order);
-        self.answer(puppet)
+    /// Tells a process something and waits for its answer.
+    pub fn ask(&self, process: usize, command: &Command) -> Answer {
+        self.send(process, command);
+        self.answer(process)
     }
 
-    pub fn pid(&self, puppet: usize) -> u32 {
-        self.workers.pid(puppet).expect("it runs")
+    pub fn pid(&self, process: usize) -> u32 {
+        self.workers.pid(process).expect("it runs")
     }
 
-    /// Copies of every descriptor a puppet has.
-    pub fn copies(&self, puppet: usize) -> Vec<OwnedFd> {
-        let pid = self.pid(puppet);
+    /// Copies of every descriptor a process has.
+    pub fn copies(&self, process: usize) -> Vec<OwnedFd> {
+        let pid = self.pid(process);
         let process = Pid::from_raw(pid as i32).expect("it runs");
         let process = pidfd_open(process, PidfdFlags::empty()).expect("it runs");
         let numbers = fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs");
@@ -157,14 +157,14 @@ impl Script {
         copies.collect()
     }
 
-    /// Kills a puppet, and waits until it is dead; meanwhile these others answer.
-    pub fn kill<const N: usize>(&mut self, puppet: usize, others: [usize; N]) -> [Answer; N] {
-        self.workers.kill(puppet).expect("it is there");
-        self.dead.push(puppet);
+    /// Kills a process, and waits until it is dead; meanwhile these others answer.
+    pub fn kill<const N: usize>(&mut self, process: usize, others: [usize; N]) -> [Answer; N] {
+        self.workers.kill(process).expect("it is there");
+        self.dead.push(process);
         let (mut answers, mut dead) = ([const { None }; N], false);
         while !dead || answers.contains(&None) {
             match self.workers.recv_any(Some(PATIENCE)) {
-                Some((from, Event::Exited(exit))) if from == puppet => {
+                Some((from, Event::Exited(exit))) if from == process => {
                     assert_eq!(exit.signal, Some(Signal::KILL.as_raw()), "{exit}");
                     dead = true;
                 }
@@ -180,38 +180,38 @@ impl Script {
     }
 
     /// A fresh process in the place of a dead one.
-    pub fn raise(&mut self, puppet: usize) {
-        self.workers.restart(puppet, None).expect("it starts");
-        self.dead.retain(|dead| *dead != puppet);
+    pub fn raise(&mut self, process: usize) {
+        self.workers.restart(process, None).expect("it starts");
+        self.dead.retain(|dead| *dead != process);
     }
 
-    /// Stops a puppet where it is.
-    pub fn stop(&mut self, puppet: usize) {
-        self.signal(puppet, Signal::STOP);
-        self.asleep.push(puppet);
-        self.until_state(puppet, 'T');
+    /// Stops a process where it is.
+    pub fn stop(&mut self, process: usize) {
+        self.signal(process, Signal::STOP);
+        self.asleep.push(process);
+        self.until_state(process, 'T');
     }
 
     /// Lets it go on.
-    pub fn wake(&mut self, puppet: usize) {
-        self.signal(puppet, Signal::CONT);
-        self.asleep.retain(|asleep| *asleep != puppet);
+    pub fn wake(&mut self, process: usize) {
+        self.signal(process, Signal::CONT);
+        self.asleep.retain(|asleep| *asleep != process);
     }
 
-    /// Waits until a puppet waits in the kernel: it has nothing more to do by
+    /// Waits until a process waits in the kernel: it has nothing more to do by
     /// itself.
-    pub fn until_it_sleeps(&self, puppet: usize) {
-        self.until_state(puppet, 'S');
+    pub fn until_it_sleeps(&self, process: usize) {
+        self.until_state(process, 'S');
     }
 
     /// Tells worker number `worker` to join the trainer.
     fn join(&self, worker: u32) {
-        let order = Order::Join {
+        let command = Command::Join {
             info: self.info(),
             worker,
             sleeps: worker % 2 == 1,
         };
-        self.tell(worker as usize + 1, &order);
+        self.send(worker as usize + 1, &command);
     }
 
     /// Ends everything in order; nothing may be left.
@@ -224,11 +224,11 @@ impl Script {
             asleep,
             dead,
         } = self;
-        assert_eq!(asleep, [0; 0], "puppets that cannot end");
-        for (puppet, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
+        assert_eq!(asleep, [0; 0], "processes that cannot end");
+        for (process, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
             assert!(
-                exit.is_success() || dead.contains(&puppet),
-                "puppet {puppet} {exit}\n{}",
+                exit.is_success() || dead.contains(&process),
+                "process {process} {exit}\n{}",
                 exit.stderr_text()
             );
         }
@@ -242,9 +242,9 @@ impl Script {
         drop(dir);
     }
 
-    /// What every puppet is doing.
+    /// What every process is doing.
     fn doings(&self) -> Vec<String> {
-        let pids = (0..self.workers.len()).filter_map(|puppet| self.workers.pid(puppet));
+        let pids = (0..self.workers.len()).filter_map(|process| self.workers.pid(process));
         pids.map(leaks::describe).collect()
     }
 
@@ -253,13 +253,13 @@ impl Script {
         info_of(&self.lead)
     }
 
-    fn signal(&self, puppet: usize, signal: Signal) {
-        let pid = Pid::from_raw(self.pid(puppet) as i32).expect("a process id");
+    fn signal(&self, process: usize, signal: Signal) {
+        let pid = Pid::from_raw(self.pid(process) as i32).expect("a process id");
         kill_process(pid, signal).expect("it is our child");
     }
 
-    fn until_state(&self, puppet: usize, wanted: char) {
-        let stat = PathBuf::from(format!("/proc/{}/stat", self.pid(puppet)));
+    fn until_state(&self, process: usize, wanted: char) {
+        let stat = PathBuf::from(format!("/proc/{}/stat", self.pid(process)));
         let deadline = Instant::now() + PATIENCE;
         loop {
             let line = std::fs::read_to_string(&stat).expect("it runs");
@@ -273,14 +273,14 @@ impl Script {
             assert!(
                 Instant::now() < deadline,
                 "{}",
-                leaks::describe(self.pid(puppet))
+                leaks::describe(self.pid(process))
             );
             std::thread::yield_now();
         }
     }
 }
 
-/// What the workers of a puppet that leads need to join.
+/// What the workers of a process that leads need to join.
 pub fn info_of(lead: &Lead) -> InitInfo {
     let setup = lead.setup(&Tensors::new());
     setup.expect("the run directory is there").init_info()

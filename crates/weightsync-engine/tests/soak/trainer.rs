@@ -62,7 +62,7 @@ pub enum Told {
 }
 
 impl Told {
-    pub fn tell(self, worker: &WorkerProcess) -> Result<(), Failure> {
+    pub fn send(self, worker: &WorkerProcess) -> Result<(), Failure> {
         match worker.send(&postcard::to_stdvec(&self)?) {
             // The test ends and does not listen any more.
             Err(WorkerError::Closed) => Ok(()),
@@ -127,7 +127,7 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
             Told::Published {
                 versions: std::mem::take(&mut versions),
             }
-            .tell(&worker)?;
+            .send(&worker)?;
             told = Instant::now();
         }
     }
@@ -253,7 +253,7 @@ fn watch(trainer: &WorkerProcess, workers: &Workers, mut roles: Roles) -> Result
                     return Ok(()); // shut down meanwhile
                 }
                 Told::Restarted
-                    .tell(trainer)
+                    .send(trainer)
                     .map_err(|error| text(&error))?;
             }
             Some(_) => {}

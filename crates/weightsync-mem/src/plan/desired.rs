@@ -1,4 +1,4 @@
-//! What each worker should run, connected or not.
+//! The set that each worker should run, whether the worker is connected or not.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -118,15 +118,15 @@ impl Desired {
 
     /// Every slot of a model that is meant for somebody, or kept.
     pub(super) fn slots(&self, model: usize) -> SlotSet {
-        let slots = self.sets().filter_map(|set| set.place(model));
-        slots.fold(SlotSet::default(), |all, placed| all.with(placed.slot))
+        let slots = self.sets().filter_map(|set| set.entry(model));
+        slots.fold(SlotSet::default(), |all, entry| all.with(entry.slot))
     }
 
     /// The slot of exactly this version.
     pub(super) fn find(&self, model: usize, version: Version) -> Option<u8> {
-        let mut places = self.sets().filter_map(|set| set.place(model));
-        let found = places.find(|placed| placed.version == version);
-        found.map(|placed| placed.slot)
+        let mut entries = self.sets().filter_map(|set| set.entry(model));
+        let found = entries.find(|entry| entry.version == version);
+        found.map(|entry| entry.slot)
     }
 
     fn apply(&mut self, update: &ModelSet, targets: &Targets) {
@@ -155,16 +155,16 @@ impl Desired {
     /// versions: a model that is sent often takes none from one that is not.
     fn forget(&mut self) {
         let mut newest = [(Version::NONE, 0); MAX_MODELS];
-        for (model, placed) in self.default.iter() {
-            newest[model] = (placed.version, 0);
+        for (model, entry) in self.default.iter() {
+            newest[model] = (entry.version, 0);
         }
         let limit = self.history_limit;
         self.history.retain(|set| {
             let mut has_one = false;
-            for (model, placed) in set.iter() {
+            for (model, entry) in set.iter() {
                 let (last, kept) = &mut newest[model];
-                if placed.version != *last {
-                    *last = placed.version;
+                if entry.version != *last {
+                    *last = entry.version;
                     *kept += 1;
                     has_one |= *kept <= limit;
                 }

@@ -1,4 +1,5 @@
-//! One reader's mailbox: what it was told, and what waits until it can be.
+//! One reader's mailbox: the sets that the reader was notified of, and those that wait for
+//! room.
 
 use std::collections::VecDeque;
 
@@ -55,7 +56,7 @@ pub(super) struct Waiting {
 }
 
 /// Where the steps of one decision go.
-pub(super) struct Teller<'a> {
+pub(super) struct Notifier<'a> {
     /// Of the publication that is told, if it is one.
     pub(super) sequence: u64,
     /// Records that mailboxes or pins held before the first step, or that were
@@ -66,7 +67,7 @@ pub(super) struct Teller<'a> {
     pub(super) steps: &'a mut Vec<Step>,
 }
 
-impl<'a> Teller<'a> {
+impl<'a> Notifier<'a> {
     pub(super) fn new(in_use: SlotSet, steps: &'a mut Vec<Step>) -> Self {
         Self {
             sequence: 0,
@@ -105,7 +106,7 @@ impl Mailbox {
         worker: WorkerId,
         desired: &Desired,
         records: &mut Records,
-        teller: &mut Teller<'_>,
+        notifier: &mut Notifier<'_>,
     ) -> Disposition {
         if self.shut {
             return Disposition::Shut;
@@ -113,19 +114,19 @@ impl Mailbox {
         if desired.held(worker).is_some() {
             return Disposition::Held;
         }
-        let sequence = teller.sequence;
+        let sequence = notifier.sequence;
         let own = desired
             .own(worker)
             .map(|own| desired.default_set().with(own));
         let set = own.as_ref().unwrap_or(desired.default_set());
         let disposition = match (self.delivery, &own) {
             (Delivery::Asked, _) => Disposition::Asks,
-            (_, None) => self.tell_default(worker, set, records, teller),
-            (_, Some(set)) => self.tell(worker, sequence, set, records, teller),
+            (_, None) => self.notify_default(worker, set, records, notifier),
+            (_, Some(set)) => self.notify(worker, sequence, set, records, notifier),
         };
         // After it, so that a reader that is answered finds that it is the newest.
         if let Some(question) = self.take_wanted(set) {
-            self.answer(worker, (question, sequence), set, records, teller);
+            self.answer(worker, (question, sequence), set, records, notifier);
         }
         disposition
     }
@@ -145,10 +146,10 @@ impl Mailbox {
         (question, sequence): (u64, u64),
         set: &ModelSet,
         records: &mut Records,
-        teller: &mut Teller<'_>,
+        notifier: &mut Notifier<'_>,
     ) {
-        let span = teller.span(sequence);
-        let Some(record) = records.provide(span, set, &mut teller.in_use, teller.steps) else {
+        let span = notifier.span(sequence);
+        let Some(record) = records.provide(span, set, &mut notifier.in_use, notifier.steps) else {
             let set = set.only(self.models);
             self.asks.owed = Some((question, Waiting { sequence, set }));
             return;
@@ -158,7 +159,7 @@ impl Mailbox {
         let before = self.asks.answer.replace((question, record));
         records.release(before.map(|(_, record)| record));
         self.asks.told = sequence;
-        teller.steps.push(Step::Answer {
+        notifier.steps.push(Step::Answer {
             key: (worker, self.joined),
             live: Live { sequence, record },
             question,
@@ -167,41 +168,41 @@ impl Mailbox {
 
     /// Tells the mailbox what goes to all. Nearly always every mailbox goes to the
     /// same record, which is then not looked for again.
-    fn tell_default(
+    fn notify_default(
         &mut self,
         worker: WorkerId,
         set: &ModelSet,
         records: &mut Records,
-        teller: &mut Teller<'_>,
+        notifier: &mut Notifier<'_>,
     ) -> Disposition {
-        let sequence = teller.sequence;
-        if let Some(record) = teller.default
+        let sequence = notifier.sequence;
+        if let Some(record) = notifier.default
             && self.has_room()
         {
-            self.put(worker, Live { sequence, record }, records, teller);
+            self.put(worker, Live { sequence, record }, records, notifier);
             return Disposition::Notified;
         }
-        let disposition = self.tell(worker, sequence, set, records, teller);
+        let disposition = self.notify(worker, sequence, set, records, notifier);
         if disposition == Disposition::Notified {
-            teller.default = self.newest_record();
+            notifier.default = self.newest_record();
         }
         disposition
     }
 
     /// Tells the mailbox a set, now or once there is room.
-    pub(super) fn tell(
+    pub(super) fn notify(
         &mut self,
         worker: WorkerId,
         sequence: u64,
         set: &ModelSet,
         records: &mut Records,
-        teller: &mut Teller<'_>,
+        notifier: &mut Notifier<'_>,
     ) -> Disposition {
-        let span = teller.span(sequence);
+        let span = notifier.span(sequence);
         if self.has_room()
-            && let Some(record) = records.provide(span, set, &mut teller.in_use, teller.steps)
+            && let Some(record) = records.provide(span, set, &mut notifier.in_use, notifier.steps)
         {
-            self.put(worker, Live { sequence, record }, records, teller);
+            self.put(worker, Live { sequence, record }, records, notifier);
             return Disposition::Notified;
         }
         match self.delivery {
@@ -221,22 +222,22 @@ impl Mailbox {
         &mut self,
         worker: WorkerId,
         records: &mut Records,
-        teller: &mut Teller<'_>,
+        notifier: &mut Notifier<'_>,
     ) {
-        while self.has_place()
+        while self.has_queue_space()
             && let Some(Waiting { sequence, set }) = self.waiting.front()
-            && let span = teller.span(*sequence)
-            && let Some(record) = records.provide(span, set, &mut teller.in_use, teller.steps)
+            && let span = notifier.span(*sequence)
+            && let Some(record) = records.provide(span, set, &mut notifier.in_use, notifier.steps)
         {
             let live = Live {
                 sequence: *sequence,
                 record,
             };
             self.waiting.pop_front();
-            self.put(worker, live, records, teller);
+            self.put(worker, live, records, notifier);
         }
         if let Some((question, Waiting { sequence, set })) = self.asks.owed.take() {
-            self.answer(worker, (question, sequence), &set, records, teller);
+            self.answer(worker, (question, sequence), &set, records, notifier);
         }
     }
 
@@ -246,7 +247,7 @@ impl Mailbox {
     }
 
     /// What it is to be told or answered once there is room.
-    pub(super) fn kept_waiting(&self) -> impl Iterator<Item = &ModelSet> {
+    pub(super) fn waiting_sets(&self) -> impl Iterator<Item = &ModelSet> {
         let owed = self.asks.owed.iter().map(|(_, owed)| owed);
         self.waiting.iter().chain(owed).map(|waiting| &waiting.set)
     }
@@ -265,16 +266,16 @@ impl Mailbox {
     /// Whether it can be told something at once, and in order.
     fn has_room(&self) -> bool {
         match self.delivery {
-            Delivery::Every { .. } => self.waiting.is_empty() && self.has_place(),
+            Delivery::Every { .. } => self.waiting.is_empty() && self.has_queue_space(),
             Delivery::Newest | Delivery::Asked => true,
         }
     }
 
     pub(super) fn lacks_record(&self) -> bool {
-        self.asks.owed.is_some() || !self.waiting.is_empty() && self.has_place()
+        self.asks.owed.is_some() || !self.waiting.is_empty() && self.has_queue_space()
     }
 
-    fn has_place(&self) -> bool {
+    fn has_queue_space(&self) -> bool {
         match self.delivery {
             Delivery::Every { bound } => self.queue.len() < bound.into(),
             Delivery::Newest | Delivery::Asked => true,
@@ -286,7 +287,7 @@ impl Mailbox {
         worker: WorkerId,
         live: Live,
         records: &mut Records,
-        teller: &mut Teller<'_>,
+        notifier: &mut Notifier<'_>,
     ) {
         let key = (worker, self.joined);
         self.told = live.sequence;
@@ -294,14 +295,14 @@ impl Mailbox {
         match self.delivery {
             Delivery::Every { .. } => {
                 self.queue.push_back(live.record);
-                teller.steps.push(Step::Push { key, live });
+                notifier.steps.push(Step::Push { key, live });
             }
             Delivery::Newest | Delivery::Asked => {
                 // A newer set stands for one that still waits.
                 self.waiting
                     .retain(|waiting| waiting.sequence > live.sequence);
                 records.release(self.live.replace(live.record));
-                teller.steps.push(Step::Flip { key, live });
+                notifier.steps.push(Step::Flip { key, live });
             }
         }
     }
@@ -315,8 +316,8 @@ impl Mailbox {
 /// Whether a set, as far as the reader is given it, is what it wants.
 pub(super) fn satisfies(set: &ModelSet, mine: Models, want: Want) -> bool {
     let version = |model| {
-        set.place(model)
-            .map_or(Version::NONE, |placed| placed.version)
+        set.entry(model)
+            .map_or(Version::NONE, |entry| entry.version)
     };
     match want {
         Want::Newest => !set.models().and(mine).is_empty(),

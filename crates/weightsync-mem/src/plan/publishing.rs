@@ -1,4 +1,4 @@
-//! Room for the next versions, publications, and what waits for room.
+//! Publications: room for the next versions, and sets that wait for room.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use super::mailbox::Mailbox;
 use super::mailbox::Waiting;
 use super::{Crowded, Key, Lend, Model, Plan, Published, Step, Targets};
 use crate::protocol::{MAX_SLOTS, SlotSet};
-use crate::set::{ModelSet, Placed};
+use crate::set::{ModelSet, SetEntry};
 use crate::wire::Delivery;
 
 impl Plan {
@@ -17,9 +17,9 @@ impl Plan {
     /// hold, and what pinned records do ([`slots_of`](Self::slots_of)).
     pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
         let needed = self.desired.slots(model).union(self.told(model));
-        let waiting = self.waiting_mailboxes().flat_map(Mailbox::kept_waiting);
-        let waiting = waiting.filter_map(|set| set.place(model));
-        let held = waiting.fold(needed, |all, placed| all.with(placed.slot));
+        let waiting = self.waiting_mailboxes().flat_map(Mailbox::waiting_sets);
+        let waiting = waiting.filter_map(|set| set.entry(model));
+        let held = waiting.fold(needed, |all, entry| all.with(entry.slot));
         let Model { slots, lent, .. } = &mut self.models[model];
         if let Some(slot) = held.union(*lent).union(pinned).first_free(*slots) {
             *lent = lent.with(slot);
@@ -91,27 +91,27 @@ impl Plan {
         let mut update = ModelSet::EMPTY;
         for &(model, slot) in written {
             let version = self.next_version(model);
-            update.put(model, Placed { slot, version });
+            update.put(model, SetEntry { slot, version });
         }
         let full = |&(model, _): &(usize, u8)| usize::from(self.models[model].slots) == MAX_SLOTS;
         let may_crowd = written.iter().any(full);
         self.desired.publish(&update, targets, may_crowd)?;
-        for (model, placed) in update.iter() {
+        for (model, entry) in update.iter() {
             let of = &mut self.models[model];
-            of.lent = of.lent.without(placed.slot);
-            of.versions[usize::from(placed.slot)] = placed.version;
-            of.version = placed.version;
+            of.lent = of.lent.without(entry.slot);
+            of.versions[usize::from(entry.slot)] = entry.version;
+            of.version = entry.version;
             of.numbered = None;
         }
         self.sequence += 1;
-        let mut teller = self.teller(record_pins, steps);
-        teller.sequence = self.sequence;
+        let mut notifier = self.notifier(record_pins, steps);
+        notifier.sequence = self.sequence;
         let mut dispositions = Vec::with_capacity(self.mailboxes.len());
         let mut absent = Vec::new();
         let (desired, records, waiting) = (&self.desired, &mut self.records, &mut self.waiting);
         let mut concern = |worker, mailbox: &mut Mailbox| {
             if !mailbox.models.and(update.models()).is_empty() {
-                let disposition = mailbox.publish(worker, desired, records, &mut teller);
+                let disposition = mailbox.publish(worker, desired, records, &mut notifier);
                 dispositions.push(((worker, mailbox.joined), disposition));
                 note(waiting, worker, mailbox);
             }
@@ -138,7 +138,7 @@ impl Plan {
             sequence: self.sequence,
             versions: update
                 .iter()
-                .map(|(model, placed)| (model, placed.version))
+                .map(|(model, entry)| (model, entry.version))
                 .collect(),
             dispositions,
             absent,
@@ -150,10 +150,10 @@ impl Plan {
         if !self.anything_waits() {
             return;
         }
-        let mut teller = self.teller(record_pins, steps);
+        let mut notifier = self.notifier(record_pins, steps);
         for worker in std::mem::take(&mut self.waiting) {
             if let Some(mailbox) = self.mailboxes.get_mut(&worker) {
-                mailbox.deliver(worker, &mut self.records, &mut teller);
+                mailbox.deliver(worker, &mut self.records, &mut notifier);
                 note(&mut self.waiting, worker, mailbox);
             }
         }

@@ -1,4 +1,4 @@
-//! Readers: who joins and goes, what is told to one alone, and what each asks.
+//! Readers: they join, leave, get sets of their own, and ask for versions.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -28,7 +28,7 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) {
-        let mut teller = self.teller(record_pins, steps);
+        let mut notifier = self.notifier(record_pins, steps);
         let mailbox = Mailbox {
             joined,
             models,
@@ -46,13 +46,13 @@ impl Plan {
         self.note(worker);
         let set = self.desired.for_worker(worker);
         if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
-            self.point(worker, &set, &mut teller);
+            self.point(worker, &set, &mut notifier);
         }
     }
 
     /// Puts a mailbox on a set that was decided elsewhere, under the sequence number
     /// that it has there. False if there is no such mailbox, or it is shut.
-    pub(crate) fn tell_one(
+    pub(crate) fn notify_one(
         &mut self,
         key: Key,
         sequence: u64,
@@ -60,17 +60,17 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) -> bool {
-        let mut teller = self.teller(record_pins, steps);
+        let mut notifier = self.notifier(record_pins, steps);
         let Some(mailbox) = open_mailbox(&mut self.mailboxes, key) else {
             return false;
         };
-        mailbox.tell(key.0, sequence, set, &mut self.records, &mut teller);
+        mailbox.notify(key.0, sequence, set, &mut self.records, &mut notifier);
         self.note(key.0);
         true
     }
 
     /// Answers a question with a set that was decided elsewhere, as
-    /// [`tell_one`](Self::tell_one).
+    /// [`notify_one`](Self::notify_one).
     pub(crate) fn answer_one(
         &mut self,
         key: Key,
@@ -79,12 +79,12 @@ impl Plan {
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
     ) -> bool {
-        let mut teller = self.teller(record_pins, steps);
+        let mut notifier = self.notifier(record_pins, steps);
         let Some(mailbox) = open_mailbox(&mut self.mailboxes, key) else {
             return false;
         };
         let question = (question, sequence);
-        mailbox.answer(key.0, question, set, &mut self.records, &mut teller);
+        mailbox.answer(key.0, question, set, &mut self.records, &mut notifier);
         self.note(key.0);
         true
     }
@@ -159,14 +159,14 @@ impl Plan {
         };
         match (set, want) {
             (Some(set), _) => {
-                let mut teller = self.teller(record_pins, steps);
-                self.answer(key.0, question, &set, &mut teller);
+                let mut notifier = self.notifier(record_pins, steps);
+                self.answer(key.0, question, &set, &mut notifier);
                 Answer::Notified
             }
             (None, Want::Exactly { model, .. }) => {
                 let mut known: Vec<_> = sets()
-                    .filter_map(|set| set.place(model))
-                    .map(|placed| placed.version)
+                    .filter_map(|set| set.entry(model))
+                    .map(|entry| entry.version)
                     .collect();
                 known.sort_unstable_by(|a, b| b.cmp(a));
                 known.dedup();

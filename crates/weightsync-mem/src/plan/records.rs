@@ -1,4 +1,4 @@
-//! Which set records are written with what.
+//! Which set record holds which set, and which records are free.
 
 use crate::protocol::{MAX_RECORDS, SlotSet};
 use crate::set::{ModelSet, SetRecord};
@@ -15,7 +15,7 @@ pub(super) struct Records {
     sequences: [u64; MAX_RECORDS],
     sets: [ModelSet; MAX_RECORDS],
     /// How often mailboxes refer to it.
-    told: [u32; MAX_RECORDS],
+    referenced: [u32; MAX_RECORDS],
 }
 
 impl Records {
@@ -24,7 +24,7 @@ impl Records {
             count: MAX_RECORDS as u8,
             sequences: [0; MAX_RECORDS],
             sets: [ModelSet::EMPTY; MAX_RECORDS],
-            told: [0; MAX_RECORDS],
+            referenced: [0; MAX_RECORDS],
         }
     }
 
@@ -36,25 +36,29 @@ impl Records {
 
     /// Whether one is free to be written, given those that readers pin.
     pub(super) fn has_free(&self, pins: SlotSet) -> bool {
-        self.told().union(pins).first_free(self.count).is_some()
+        self.referenced()
+            .union(pins)
+            .first_free(self.count)
+            .is_some()
     }
 
     /// A mailbox refers to this record from now on.
     pub(super) fn refer(&mut self, record: u8) {
-        self.told[usize::from(record)] += 1;
+        self.referenced[usize::from(record)] += 1;
     }
 
     /// A mailbox refers to these no more.
     pub(super) fn release(&mut self, records: impl IntoIterator<Item = u8>) {
         for record in records {
-            self.told[usize::from(record)] -= 1;
+            self.referenced[usize::from(record)] -= 1;
         }
     }
 
     /// Those that mailboxes refer to.
-    pub(super) fn told(&self) -> SlotSet {
-        let told = (0..MAX_RECORDS as u8).filter(|record| self.told[usize::from(*record)] > 0);
-        told.fold(SlotSet::default(), SlotSet::with)
+    pub(super) fn referenced(&self) -> SlotSet {
+        let referenced =
+            (0..MAX_RECORDS as u8).filter(|record| self.referenced[usize::from(*record)] > 0);
+        referenced.fold(SlotSet::default(), SlotSet::with)
     }
 
     pub(super) fn set(&self, record: u8) -> &ModelSet {
@@ -96,10 +100,10 @@ impl Records {
         Some(record)
     }
 
-    /// The sequence number of a record that says `set` and is newer than `told`.
-    pub(super) fn newer(&self, told: u64, set: &ModelSet) -> Option<u64> {
+    /// The sequence number of a record that says `set` and is newer than `referenced`.
+    pub(super) fn newer(&self, referenced: u64, set: &ModelSet) -> Option<u64> {
         let records = self.sequences.iter().zip(&self.sets);
-        let found = records.filter(|(sequence, other)| **sequence > told && *other == set);
+        let found = records.filter(|(sequence, other)| **sequence > referenced && *other == set);
         found.map(|(sequence, _)| *sequence).max()
     }
 }

@@ -66,7 +66,7 @@ fn shown(plan: &Plan, key: Key, steps: &[Step]) -> Option<[u64; 2]> {
 }
 
 fn versions(set: &ModelSet) -> [u64; 2] {
-    [0, 1].map(|model| set.place(model).map_or(0, |placed| placed.version.0))
+    [0, 1].map(|model| set.entry(model).map_or(0, |entry| entry.version.0))
 }
 
 #[test]

@@ -83,7 +83,7 @@ impl World {
 
 /// How a mailbox is told.
 #[derive(Clone, Copy)]
-enum Way {
+enum Channel {
     /// By the live word.
     Live,
     /// By the queue, of which this many entries may wait.
@@ -110,12 +110,12 @@ struct Known {
 }
 
 impl Sender {
-    fn new(world: &World, way: Way) -> Self {
+    fn new(world: &World, channel: Channel) -> Self {
         let (slots, records) = (world.slots.len(), world.records.len() as u8);
         let mut plan = Plan::new([slots], 0).with_records(records);
-        let delivery = match way {
-            Way::Live => Delivery::Newest,
-            Way::Queue(bound) => Delivery::Every { bound },
+        let delivery = match channel {
+            Channel::Live => Delivery::Newest,
+            Channel::Queue(bound) => Delivery::Every { bound },
         };
         let models = Models::first(1);
         let mut join = |at| {
@@ -230,7 +230,7 @@ impl Sender {
         for step in decided {
             match *step {
                 Step::Write { record } => {
-                    let placed = self.plan.set(record).place(0).unwrap();
+                    let placed = self.plan.set(record).entry(0).unwrap();
                     let values = [u64::from(placed.slot), placed.version.0];
                     for (half, value) in values.into_iter().enumerate() {
                         steps.next()?;
@@ -355,10 +355,15 @@ impl World {
 }
 
 /// A sender, to be run.
-fn sending(world: &Arc<World>, way: Way, last: u64, steps: u32) -> impl FnOnce() -> Sender + use<> {
+fn sending(
+    world: &Arc<World>,
+    channel: Channel,
+    last: u64,
+    steps: u32,
+) -> impl FnOnce() -> Sender + use<> {
     let world = world.clone();
     move || {
-        let mut sender = Sender::new(&world, way);
+        let mut sender = Sender::new(&world, channel);
         sender.send(&world, last, steps);
         sender
     }
@@ -427,7 +432,7 @@ fn explore_turned(preemptions: usize, arrangement: impl Fn(bool) + Copy + Send +
 fn reader_next_to_a_sender_sees_whole_versions() {
     explore_turned(4, |turned| {
         let world = World::new(2, 2, 1);
-        let sending = sending(&world, Way::Live, 3, WHOLE);
+        let sending = sending(&world, Channel::Live, 3, WHOLE);
         let receiving = {
             let world = world.clone();
             move || [world.receive(0, WHOLE), world.receive(0, WHOLE)]
@@ -448,7 +453,7 @@ fn two_readers_next_to_a_sender_see_whole_versions() {
         let others: Vec<_> = (0..2)
             .map(|reader| thread::spawn(receiving(&world, reader, WHOLE)))
             .collect();
-        Sender::new(&world, Way::Live).send(&world, 3, WHOLE);
+        Sender::new(&world, Channel::Live).send(&world, 3, WHOLE);
         for other in others {
             other.join().unwrap();
         }
@@ -461,7 +466,7 @@ fn reader_stopped_at_any_step_blocks_only_its_pins() {
         for turned in [false, true] {
             explore(4, move || {
                 let world = World::new(2, 2, 1);
-                let sending = sending(&world, Way::Live, 2, WHOLE);
+                let sending = sending(&world, Channel::Live, 2, WHOLE);
                 let (mut sender, _) = beside(turned, sending, receiving(&world, 0, steps));
                 may_write_when_dead(&world, &mut sender);
             });
@@ -494,7 +499,7 @@ fn sender_stopped_at_any_step_leaves_a_whole_version() {
         for turned in [false, true] {
             explore(4, move || {
                 let world = World::new(2, 2, 1);
-                let sending = sending(&world, Way::Live, 3, steps);
+                let sending = sending(&world, Channel::Live, 3, steps);
                 let (_, during) = beside(turned, sending, receiving(&world, 0, WHOLE));
                 let after = world.receive(0, WHOLE);
                 assert!(after >= during, "{after:?} after {during:?}");
@@ -514,7 +519,7 @@ fn sender_stopped_between_mailboxes_leaves_whole_ones() {
         let world = World::new(2, 2, 2);
         // Six steps are one version: four writes and two mailboxes. It stops before
         // the second version's second mailbox.
-        let sending = sending(&world, Way::Live, 3, 12);
+        let sending = sending(&world, Channel::Live, 3, 12);
         let (_, during) = beside(turned, sending, receiving(&world, 1, WHOLE));
         let seen = [0, 1].map(|reader| world.receive(reader, WHOLE));
         assert!(seen[1] >= during);
@@ -527,7 +532,7 @@ fn sender_stopped_between_mailboxes_leaves_whole_ones() {
 fn held_slot_is_not_written_by_any_number_of_sends() {
     explore_turned(4, |turned| {
         let world = World::new(3, 2, 1);
-        let mut sender = Sender::new(&world, Way::Live);
+        let mut sender = Sender::new(&world, Channel::Live);
         sender.send(&world, 1, WHOLE);
         let live = world.mailboxes[0].live.load().unwrap();
         assert!(
@@ -566,7 +571,7 @@ fn mailbox_taken_off_its_record_gives_it_back() {
     explore_turned(3, |turned| {
         // The other mailbox is told the versions that come after.
         let world = World::new(2, 2, 2);
-        let mut sender = Sender::new(&world, Way::Live);
+        let mut sender = Sender::new(&world, Channel::Live);
         sender.send(&world, 1, WHOLE);
         let clearing = {
             let world = world.clone();

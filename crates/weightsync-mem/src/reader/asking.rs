@@ -99,9 +99,9 @@ impl Reader {
             });
         }
         let book = self.book.clone();
-        let (place, question) = (&book.mailbox()?.answer.0, self.question);
+        let (answer, question) = (&book.mailbox()?.answer.0, self.question);
         let found = self.wait_for(question, deadline, || {
-            let placed = load_acquire(&place.question) == question;
+            let placed = load_acquire(&answer.question) == question;
             (placed || self.watch.has_answer(question)).then_some(())
         })?;
         if found.is_none() {
@@ -162,8 +162,8 @@ impl Reader {
         self.asks = false;
         let through = &self.book.control()?.through;
         through.store(self.question, Ordering::Release);
-        self.book.tell_sender();
-        self.book.tell_room(self.book.mailbox()?);
+        self.book.wake_sender();
+        self.book.notify_room(self.book.mailbox()?);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! The way in: a hello, and what the sender hands over in answer.
+//! How a reader joins: it sends a hello, and the sender hands over the segment.
 
 use super::*;
 

@@ -1,11 +1,12 @@
-//! From what a mailbox says to snapshots: pinned, its slots awaited, checked.
+//! Turns the entry in a mailbox into snapshots: pins the slots, waits for them, and checks
+//! them.
 
 use super::{Member, Reader, Taken};
 use crate::error::Error;
 use crate::pins::Hold;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
-use crate::watch::{Place, Slots};
+use crate::watch::{PinnedSlot, Slots};
 use crate::wire::Delivery;
 
 impl Reader {
@@ -27,7 +28,7 @@ impl Reader {
                     self.unmapped = Some(hold);
                     return self.take_unmapped(deadline);
                 }
-                self.book.say_taken(self.sequence)?;
+                self.book.set_taken(self.sequence)?;
                 match sequence <= self.sequence {
                     true => self.next(deadline),
                     false => Ok(None),
@@ -72,12 +73,12 @@ impl Reader {
                 self.book.refuse_damage(sequence, error);
             }
         };
-        let places = match self
+        let pinned = match self
             .watch
             .slots(&hold.pins, deadline)
             .inspect_err(damaged)?
         {
-            Slots::Mapped(places) => places,
+            Slots::Mapped(pinned) => pinned,
             Slots::Over => return Err(self.why_over()),
             later @ (Slots::Later | Slots::Interrupted) => {
                 if let Delivery::Every { .. } = self.delivery {
@@ -89,12 +90,12 @@ impl Reader {
                 };
             }
         };
-        let taken = self.checked(hold, places).inspect_err(damaged);
+        let taken = self.checked(hold, pinned).inspect_err(damaged);
         // One that turns out to be damaged is passed over.
         self.sequence = self.sequence.max(sequence);
         let taken = taken?;
         if sequence > 0 {
-            self.book.say_taken(sequence)?;
+            self.book.set_taken(sequence)?;
         }
         for member in &taken.members {
             self.versions[member.model] = member.snapshot.version();
@@ -102,9 +103,9 @@ impl Reader {
         Ok(Some(taken))
     }
 
-    fn checked(&self, hold: Hold, places: Vec<Place>) -> Result<Taken, Error> {
-        let mut members = Vec::with_capacity(places.len());
-        for (pin, (pages, slot)) in hold.pins.into_iter().zip(places) {
+    fn checked(&self, hold: Hold, pinned: Vec<PinnedSlot>) -> Result<Taken, Error> {
+        let mut members = Vec::with_capacity(pinned.len());
+        for (pin, (pages, slot)) in hold.pins.into_iter().zip(pinned) {
             let (model, version) = (pin.model, pin.version);
             members.push(Member {
                 model,

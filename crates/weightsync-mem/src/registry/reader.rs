@@ -1,4 +1,4 @@
-//! A reader as the sender has it: its pages, and how it is spoken to.
+//! A reader as the sender has it: its pages, and the way to reach it.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -13,7 +13,7 @@ use crate::map::Mapping;
 use crate::plan::{Key, Plan, Removed};
 use crate::scan::{Breach, Claims, Words};
 use crate::set::Models;
-use crate::shared::{Control, Exit, Mailbox, Seat};
+use crate::shared::{Control, Exit, Mailbox, PrivatePages};
 use crate::socket::Socket;
 use crate::sync::load_acquire;
 use crate::wire::Delivery;
@@ -32,7 +32,7 @@ pub(crate) struct Reader {
     pub(crate) unusable: Option<String>,
     /// Its going, or that it cannot use the models at all, has been told: there
     /// is no second line about it.
-    pub(crate) told: bool,
+    pub(crate) reported: bool,
     /// It broke the protocol and is not listened to any more.
     pub(crate) deaf: bool,
     /// It has closed its end, and the plan knows it no more; what its page says
@@ -70,7 +70,7 @@ pub(crate) enum End {
     },
     /// It is elsewhere, and somebody in this process acts for it.
     RemoteReader {
-        seat: Box<Seat>,
+        pages: Box<PrivatePages>,
         pid: u32,
         call: Call,
     },
@@ -91,7 +91,7 @@ impl End {
     fn control(&self) -> &Control {
         match self {
             Self::Process { control, .. } => control.table(),
-            Self::RemoteReader { seat, .. } => &seat.control,
+            Self::RemoteReader { pages, .. } => &pages.control,
         }
     }
 }
@@ -118,7 +118,7 @@ impl Reader {
             device,
             refused: None,
             unusable: None,
-            told: false,
+            reported: false,
             deaf: false,
             retired: false,
             owed: VecDeque::new(),
@@ -163,7 +163,7 @@ impl Reader {
     pub(crate) fn mailbox(&self) -> &Mailbox {
         match &self.end {
             End::Process { mailbox, .. } => mailbox.table(),
-            End::RemoteReader { seat, .. } => &seat.mailbox,
+            End::RemoteReader { pages, .. } => &pages.mailbox,
         }
     }
 

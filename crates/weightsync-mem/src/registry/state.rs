@@ -1,5 +1,5 @@
-//! What changes, under one lock: the plan, who is there, who has gone and who can
-//! use nothing.
+//! All that changes, under one lock: the plan, the readers that are present, those that left,
+//! and those that can use nothing.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -28,15 +28,15 @@ pub(crate) struct State {
     /// How many of them are processes of this host.
     processes: usize,
     /// For each that waits for remote readers, those of which something has become known.
-    heard: BTreeMap<u64, BTreeSet<Key>>,
+    changed: BTreeMap<u64, BTreeSet<Key>>,
     /// The last number of one that waits.
-    ears: u64,
+    last_listener: u64,
     /// How many readers have joined so far.
     pub(crate) joined: u64,
     /// The readers that went last; with those that nobody has been told of yet.
     gone: VecDeque<Gone>,
     /// How many of them nobody has been told of.
-    untold: usize,
+    unreported: usize,
     /// Those that had loaded something and failed, died or were lost, by number, until a
     /// reader of that number is back, or it is forgotten: each is a line of every
     /// publication for it.
@@ -55,19 +55,19 @@ pub(crate) struct State {
 pub(crate) struct Gone {
     pub(crate) key: Key,
     pub(crate) pid: u32,
-    pub(crate) going: Departure,
+    pub(crate) departure: Departure,
     /// Why it could use nothing more, if it said so: then it failed, however it went.
     pub(crate) reason: Option<String>,
     pub(crate) applied: u64,
     pub(crate) models: Models,
     pub(crate) versions: Vec<Version>,
-    pub(crate) told: bool,
+    pub(crate) reported: bool,
 }
 
 impl Gone {
     /// Whether it closed its end and had no reason to give.
     pub(crate) fn is_in_order(&self) -> bool {
-        self.going == Departure::Left && self.reason.is_none()
+        self.departure == Departure::Left && self.reason.is_none()
     }
 }
 
@@ -96,21 +96,21 @@ impl Gone {
     fn new(key: Key, reader: &Reader, unless_left: Departure, models: usize) -> Self {
         let applied = reader.applied();
         let reason = reader.unusable.clone();
-        let going = match reader.has_left() {
+        let departure = match reader.has_left() {
             true => Departure::Left,
             false => unless_left,
         };
         // One that gives up joining says that it leaves, too.
-        let never_joined = going == Departure::Left && applied == 0 && reason.is_none();
+        let never_joined = departure == Departure::Left && applied == 0 && reason.is_none();
         Self {
             key,
             pid: reader.pid(),
-            going,
+            departure,
             reason,
             applied,
             models: reader.models,
             versions: reader.versions(models),
-            told: reader.told || never_joined,
+            reported: reader.reported || never_joined,
         }
     }
 }
@@ -123,11 +123,11 @@ impl State {
             readers: BTreeMap::new(),
             followed: BTreeSet::new(),
             processes: 0,
-            heard: BTreeMap::new(),
-            ears: 0,
+            changed: BTreeMap::new(),
+            last_listener: 0,
             joined: 0,
             gone: VecDeque::new(),
-            untold: 0,
+            unreported: 0,
             missing: BTreeMap::new(),
             rejected: Vec::new(),
             slots,
@@ -137,7 +137,7 @@ impl State {
     }
 
     /// A reader is there from now on.
-    pub(crate) fn seat(&mut self, key: Key, reader: Reader) {
+    pub(crate) fn add(&mut self, key: Key, reader: Reader) {
         let process = reader.socket().is_some();
         self.processes += usize::from(process);
         if process || reader.delivery != Delivery::Newest {
@@ -147,7 +147,7 @@ impl State {
     }
 
     /// A reader is there no more, and its pins count no more.
-    pub(crate) fn unseat(&mut self, key: Key) -> Option<Reader> {
+    pub(crate) fn remove(&mut self, key: Key) -> Option<Reader> {
         let reader = self.readers.remove(&key)?;
         self.processes -= usize::from(reader.socket().is_some());
         self.followed.remove(&key);
@@ -188,27 +188,27 @@ impl State {
         readers.filter(|(_, reader)| reader.socket().is_some())
     }
 
-    /// From here on it is [noted](Self::hear) of which remote readers something becomes known.
+    /// From here on it is [noted](Self::mark_changed) of which remote readers something becomes known.
     pub(crate) fn listen(&mut self) -> u64 {
-        self.ears += 1;
-        self.heard.insert(self.ears, BTreeSet::new());
-        self.ears
+        self.last_listener += 1;
+        self.changed.insert(self.last_listener, BTreeSet::new());
+        self.last_listener
     }
 
     /// Of which something has become known since.
-    pub(crate) fn take_heard(&mut self, ear: u64) -> BTreeSet<Key> {
-        let heard = self.heard.get_mut(&ear);
-        heard.map(std::mem::take).unwrap_or_default()
+    pub(crate) fn take_changed(&mut self, listener: u64) -> BTreeSet<Key> {
+        let changed = self.changed.get_mut(&listener);
+        changed.map(std::mem::take).unwrap_or_default()
     }
 
-    pub(crate) fn stop_listening(&mut self, ear: u64) {
-        self.heard.remove(&ear);
+    pub(crate) fn stop_listening(&mut self, listener: u64) {
+        self.changed.remove(&listener);
     }
 
     /// Something has become known of a remote reader.
-    pub(crate) fn hear(&mut self, key: Key) {
-        for heard in self.heard.values_mut() {
-            heard.insert(key);
+    pub(crate) fn mark_changed(&mut self, key: Key) {
+        for changed in self.changed.values_mut() {
+            changed.insert(key);
         }
     }
 
@@ -244,7 +244,7 @@ impl State {
     /// it pins goes on counting; pins that were looked for before are to be
     /// looked for again.
     pub(crate) fn reject(&mut self, key: Key, reason: String) {
-        self.hear(key);
+        self.mark_changed(key);
         let Some(reader) = self.readers.get_mut(&key) else {
             return;
         };
@@ -255,7 +255,7 @@ impl State {
             reader.owed.clear();
         }
         let reason = reader.unusable.get_or_insert(reason).clone();
-        if std::mem::replace(&mut reader.told, true) {
+        if std::mem::replace(&mut reader.reported, true) {
             return;
         }
         let one = Rejected {
@@ -271,23 +271,23 @@ impl State {
     }
 
     /// The rejections that nobody has been told of, of those `wanted`.
-    pub(crate) fn tell_rejected(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Rejected> {
+    pub(crate) fn report_rejected(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Rejected> {
         if self.rejected.is_empty() {
             return Vec::new();
         }
         let all = std::mem::take(&mut self.rejected);
-        let (told, kept) = all.into_iter().partition(|one| wanted(one.key.0));
+        let (reported, kept) = all.into_iter().partition(|one| wanted(one.key.0));
         self.rejected = kept;
-        told
+        reported
     }
 
     /// Removes a reader, and with it its pins. Called only once its process is
     /// known to be dead, or once it has closed its end with every snapshot gone.
     pub(crate) fn bury(&mut self, key: Key, unless_left: Departure) {
-        let Some(reader) = self.unseat(key) else {
+        let Some(reader) = self.remove(key) else {
             return;
         };
-        self.hear(key);
+        self.mark_changed(key);
         let gone = Gone::new(key, &reader, unless_left, self.models);
         if !reader.retired {
             self.miss(&gone);
@@ -295,9 +295,9 @@ impl State {
         if self.gone.len() >= MAX_GONE
             && let Some(forgotten) = self.gone.pop_front()
         {
-            self.untold -= usize::from(!forgotten.told);
+            self.unreported -= usize::from(!forgotten.reported);
         }
-        self.untold += usize::from(!gone.told);
+        self.unreported += usize::from(!gone.reported);
         self.gone.push_back(gone);
     }
 
@@ -378,39 +378,39 @@ impl State {
 
     /// What is known of a reader that was there, and whether that was told before;
     /// nobody need be told again.
-    pub(crate) fn tell_gone(&mut self, key: Key) -> Option<Gone> {
+    pub(crate) fn report_gone(&mut self, key: Key) -> Option<Gone> {
         let one = self.gone.iter_mut().rev().find(|one| one.key == key)?;
         let before = one.clone();
-        if !std::mem::replace(&mut one.told, true) {
-            self.untold -= 1;
+        if !std::mem::replace(&mut one.reported, true) {
+            self.unreported -= 1;
         }
         Some(before)
     }
 
     /// Takes back that somebody was told that a reader has gone.
-    pub(crate) fn untell(&mut self, key: Key) {
+    pub(crate) fn unreport(&mut self, key: Key) {
         if let Some(reader) = self.readers.get_mut(&key) {
-            reader.told = false;
+            reader.reported = false;
         } else if let Some(one) = self.gone.iter_mut().rev().find(|one| one.key == key)
-            && std::mem::replace(&mut one.told, false)
+            && std::mem::replace(&mut one.reported, false)
         {
-            self.untold += 1;
+            self.unreported += 1;
         }
     }
 
     /// Those that went and that nobody has been told of, of those `wanted`.
-    pub(crate) fn tell_untold(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Gone> {
-        if self.untold == 0 {
+    pub(crate) fn report_unreported(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Gone> {
+        if self.unreported == 0 {
             return Vec::new();
         }
-        let mut told = Vec::new();
+        let mut reported = Vec::new();
         for one in &mut self.gone {
-            if !one.told && wanted(one.key.0) {
-                one.told = true;
-                self.untold -= 1;
-                told.push(one.clone());
+            if !one.reported && wanted(one.key.0) {
+                one.reported = true;
+                self.unreported -= 1;
+                reported.push(one.clone());
             }
         }
-        told
+        reported
     }
 }

@@ -246,7 +246,7 @@ fn what_a_relays_workers_say_is_kept_within_bounds() {
     };
     let page = Mapping::of_peer(control.fd.as_fd(), CONTROL_BYTES).unwrap();
     let end = Socket::connect(&address).unwrap().unwrap();
-    shared.welcome(newcomer(), Arc::new(end), page).unwrap();
+    shared.welcome(request(), Arc::new(end), page).unwrap();
     for question in 1..=1000 {
         let state = shared.state();
         let (key, reader) = state.readers.iter().next().unwrap();
@@ -257,7 +257,7 @@ fn what_a_relays_workers_say_is_kept_within_bounds() {
     let asks = |event: &&crate::Event| {
         let (question, want) = (1000, Want::Newest);
         let instance = 0;
-        let who = crate::Seated { instance, ..who };
+        let who = crate::WorkerInstance { instance, ..who };
         **event
             == crate::Event::Asks {
                 who,
@@ -279,7 +279,7 @@ fn a_forked_child_waits_for_no_lock_of_its_parent() {
     let remote_reader = remote_reader(&writer);
     let listener = Listener::at(&format!("{address}/relay")).unwrap();
     let relay = crate::Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
-    let who = crate::Seated {
+    let who = crate::WorkerInstance {
         worker: WorkerId(3),
         instance: 0,
     };
@@ -292,17 +292,17 @@ fn a_forked_child_waits_for_no_lock_of_its_parent() {
         unsafe { libc::alarm(20) };
         let forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked { .. }));
         remote_reader.start_over();
-        relay.tell_again();
+        relay.report_again();
         relay.deny(1, "");
         relay.forget_bases(0);
         relay.turn_away(who, "");
-        let fine = forked(remote_reader.told().map(drop))
+        let fine = forked(remote_reader.notifications().map(drop))
             && forked(remote_reader.answered().map(drop))
             && forked(remote_reader.ask(1, Want::Newest))
             && forked(relay.wait(None).map(drop))
             && forked(relay.admit(1))
             && !relay.waits(1)
-            && !relay.tell(who, 1, &[])
+            && !relay.notify(who, 1, &[])
             && !relay.answer(who, 1, 1, &[]);
         // SAFETY: it ends the child, and runs nothing of the parent's.
         unsafe { libc::_exit(i32::from(!fine)) };
@@ -331,7 +331,7 @@ fn a_number_is_free_when_it_is_seated_or_not_at_all() {
     shared.vacate(&mut shared.state(), WorkerId(3)).unwrap();
 
     let remote_reader = remote_reader(&writer);
-    let late = newcomer();
+    let late = request();
     let control = take_control(fds).unwrap();
     let denied = shared.welcome(late, Arc::new(socket), control);
     let (_, reason) = denied.unwrap_err();
@@ -340,13 +340,13 @@ fn a_number_is_free_when_it_is_seated_or_not_at_all() {
 
     // Its mailbox is told as before.
     send(&mut writer);
-    let told = remote_reader.told().unwrap();
+    let told = remote_reader.notifications().unwrap();
     assert_eq!(told[0].members[0].version(), Version(1));
     drop(hello);
 }
 
-fn newcomer() -> Newcomer {
-    Newcomer {
+fn request() -> JoinRequest {
+    JoinRequest {
         worker: WorkerId(3),
         models: Models::ALL,
         delivery: Delivery::Newest,
@@ -394,7 +394,7 @@ fn a_reader_that_has_left_does_not_come_back() {
     assert_eq!(mailbox(), None, "what it names may be written again");
     assert_eq!(writer.readers().len(), 1);
     let publication = send(&mut writer);
-    let told = remote_reader.told().unwrap();
+    let told = remote_reader.notifications().unwrap();
     assert_eq!(told[0].members[0].version(), Version(2));
     let waiter = writer.waiter();
     let lines = waiter.settle(&publication, Level::Staged, Some(Instant::now()));

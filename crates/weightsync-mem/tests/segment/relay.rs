@@ -3,7 +3,9 @@
 use std::thread::JoinHandle;
 
 use weightsync_core::Version;
-use weightsync_mem::{Error, Event, Listener, Reader, Relay, Seated, SegmentOptions, Taken};
+use weightsync_mem::{
+    Error, Event, Listener, Reader, Relay, SegmentOptions, Taken, WorkerInstance,
+};
 
 use super::{RUN, SECRET, address, attach, model, within};
 
@@ -15,7 +17,7 @@ fn departed_worker_is_reported_once() {
     let held = taken(&relay, worker);
     let is_gone = |event: &Event| matches!(event, Event::Gone { .. });
     while !relay.wait(within(20)).unwrap().iter().any(is_gone) {}
-    relay.tell_again();
+    relay.report_again();
     assert_eq!(relay.last_events(), []);
     drop(held);
 }
@@ -75,7 +77,7 @@ fn joining(address: &str) -> JoinHandle<Result<Reader, Error>> {
 }
 
 /// A worker that was let in, and its ticket.
-fn admitted(relay: &Relay, address: &str) -> (u64, (Seated, Reader)) {
+fn admitted(relay: &Relay, address: &str) -> (u64, (WorkerInstance, Reader)) {
     let joining = joining(address);
     let (ticket, who) = match relay.wait(within(20)).unwrap()[..] {
         [Event::Joins { ticket, who, .. }] => (ticket, who),
@@ -86,11 +88,11 @@ fn admitted(relay: &Relay, address: &str) -> (u64, (Seated, Reader)) {
 }
 
 /// What a worker was told, which it keeps when it leaves.
-fn taken(relay: &Relay, (who, mut worker): (Seated, Reader)) -> Taken {
+fn taken(relay: &Relay, (who, mut worker): (WorkerInstance, Reader)) -> Taken {
     let room = relay.room(0, Version(1), 1 << 30).unwrap().unwrap();
     room.take(0).unwrap().keep();
     let version = room.commit().unwrap();
-    assert!(relay.tell(who, 1, &[version]));
+    assert!(relay.notify(who, 1, &[version]));
     worker.next(within(20)).unwrap().unwrap()
 }
 

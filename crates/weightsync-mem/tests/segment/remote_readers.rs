@@ -26,7 +26,7 @@ pub fn join(writer: &Writer, worker: u32, delivery: Delivery) -> RemoteReader {
 
 /// It has taken and loaded what it was told last.
 pub fn load(remote_reader: &RemoteReader) {
-    let told = remote_reader.told().unwrap();
+    let told = remote_reader.notifications().unwrap();
     let last = told.last().unwrap();
     let versions = last.members.iter().map(|one| (one.model(), one.version()));
     remote_reader.progress(last.sequence, 0);
@@ -86,7 +86,7 @@ fn any_word_of_a_guest_wakes_its_wait() {
     let waits = thread::spawn(move || waiter.settle(&publication, Level::Applied, within(20)));
     let [loads, refuses, unusable, leaves] = <[RemoteReader; 4]>::try_from(remote_readers).unwrap();
     load(&loads);
-    let sequence = refuses.told().unwrap()[0].sequence;
+    let sequence = refuses.notifications().unwrap()[0].sequence;
     refuses.refuse(Some(sequence), "not this".into());
     unusable.refuse(None, "nothing".into());
     leaves.leave(weightsync_mem::Departure::Lost);

@@ -1,5 +1,5 @@
-//! What changed from one version to a later one: made here, or come from above, and
-//! passed on.
+//! The changes from one version to a later one: made here or received from above, and passed
+//! on.
 
 mod ring;
 
@@ -76,7 +76,7 @@ pub(crate) struct Delta {
     /// No more of it is made.
     stopped: AtomicBool,
     /// The thread that makes it has released the two versions.
-    let_go: AtomicBool,
+    released: AtomicBool,
 }
 
 /// What there is of a span.
@@ -200,7 +200,7 @@ impl Delta {
             folding: Mutex::default(),
             spoiled: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
-            let_go: AtomicBool::new(false),
+            released: AtomicBool::new(false),
         }
     }
 
@@ -386,8 +386,8 @@ impl Delta {
     }
 
     /// The two versions are not kept for it any more.
-    pub(crate) fn let_go(&self) {
-        self.let_go.store(true, Ordering::Release);
+    pub(crate) fn release(&self) {
+        self.released.store(true, Ordering::Release);
     }
 
     /// No more of it is made.
@@ -405,12 +405,12 @@ impl Delta {
         &self,
         (old, new): (&Snapshot, &Snapshot),
         rate: Rate,
-        told: impl Fn() + Sync,
+        changed: impl Fn() + Sync,
         is_stopped: impl Fn() -> bool + Sync,
     ) {
         let count = self.spans.len();
         // Also by a panic: a child that waits for a span gets it whole.
-        let _ended = Ended(self, &told);
+        let _ended = Ended(self, &changed);
         let versions = Versions { old, new };
         let mut scratch = Scratch::new();
         let is_stopped = || self.is_stopped() || is_stopped();
@@ -438,7 +438,7 @@ impl Delta {
                     return;
                 }
                 self.make_span(index, &versions, codec, scratch);
-                told();
+                changed();
             }
         };
         std::thread::scope(|scope| {

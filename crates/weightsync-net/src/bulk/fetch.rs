@@ -1,5 +1,4 @@
-//! The child's end of bulk links: fetching one version over one or more
-//! connections.
+//! The child's end of bulk links: fetches one version over one or more connections.
 
 mod make;
 

@@ -1,7 +1,7 @@
-//! Moving versions: what is served to relays below, and what is fetched from above.
+//! Moves versions: fetches them from above and serves them to relays below.
 //!
-//! Plain threads that read and write sockets, a few per host: each chunk goes from a
-//! slot to the socket and from the socket into a slot, and nowhere else.
+//! A few plain threads per host read and write the sockets. Each chunk goes from a slot to the
+//! socket and from the socket into a slot, and nowhere else.
 
 mod delta;
 mod fetch;

@@ -73,7 +73,7 @@ pub(crate) struct Serving {
     pub(crate) models: usize,
     pub(crate) store: Arc<Store>,
     pub(crate) threads: Arc<Threads>,
-    pub(crate) tell: Arc<dyn Fn(Served) + Send + Sync>,
+    pub(crate) notify: Arc<dyn Fn(Served) + Send + Sync>,
     at_once: Arc<Semaphore>,
     children: Arc<Semaphore>,
     /// How fast the link to each child is, in bytes a second, as far as it has shown.
@@ -86,14 +86,14 @@ impl Serving {
         (run, models): (Run, usize),
         store: Arc<Store>,
         threads: Arc<Threads>,
-        tell: impl Fn(Served) + Send + Sync + 'static,
+        notify: impl Fn(Served) + Send + Sync + 'static,
     ) -> Self {
         Self {
             run,
             models,
             store,
             threads,
-            tell: Arc::new(tell),
+            notify: Arc::new(notify),
             at_once: Arc::new(Semaphore::new(AT_ONCE)),
             children: Arc::new(Semaphore::new(CHILDREN)),
             rates: Arc::default(),
@@ -130,9 +130,9 @@ impl Serving {
         let Some(fetch) = read_fetch(&mut socket, self.quiet).await? else {
             return Ok(None);
         };
-        let mut going = Going::new(self.clone(), fetch);
+        let mut transfer = Transfer::new(self.clone(), fetch);
         loop {
-            let Some(permit) = self.turn(&mut socket, &mut going).await? else {
+            let Some(permit) = self.turn(&mut socket, &mut transfer).await? else {
                 return Ok(Some(socket));
             };
             let mut plain = socket.into_std()?;
@@ -143,10 +143,10 @@ impl Serving {
             };
             let (done, served) = oneshot::channel();
             self.threads.spawn("weightsync-serve", move || {
-                let result = going.go_on(&mut plain);
+                let result = transfer.go_on(&mut plain);
                 drop((watched, permit));
                 // The child that waited for it may have gone.
-                let _ = done.send((going, result.map(|over| (plain, over))));
+                let _ = done.send((transfer, result.map(|over| (plain, over))));
             })?;
             let Ok((same, result)) = served.await else {
                 return Ok(None);
@@ -157,7 +157,7 @@ impl Serving {
             if over {
                 return Ok(Some(socket));
             }
-            going = same;
+            transfer = same;
         }
     }
 
@@ -166,7 +166,7 @@ impl Serving {
     async fn turn(
         &self,
         socket: &mut tokio::net::TcpStream,
-        going: &mut Going,
+        transfer: &mut Transfer,
     ) -> io::Result<Option<OwnedSemaphorePermit>> {
         // One and the same wait: another would be the last in line again.
         let permit = self.at_once.clone().acquire_owned();
@@ -175,9 +175,9 @@ impl Serving {
             if let Ok(permit) = tokio::time::timeout(IDLE, &mut permit).await {
                 return Ok(permit.ok());
             }
-            if going.is_revoked() {
+            if transfer.is_revoked() {
                 // Not for as long as the child takes to hear it.
-                going.held = None;
+                transfer.held = None;
                 let reason = REPLACED.into();
                 let gone = words(&ToChild::Gone { reason })?;
                 in_time(STUCK, socket.write_all(&gone)).await?;
@@ -185,8 +185,8 @@ impl Serving {
             }
             let idle = words(&ToChild::Idle)?;
             tokio::select! {
-                said = in_time(STUCK, socket.write_all(&idle)) => said?,
-                () = going.revoked() => return Err(io::Error::other(REPLACED)),
+                last_sent = in_time(STUCK, socket.write_all(&idle)) => last_sent?,
+                () = transfer.revoked() => return Err(io::Error::other(REPLACED)),
             }
         }
     }
@@ -290,13 +290,13 @@ fn span_of(left: &[usize], chunks: usize) -> &[usize] {
 }
 
 /// A fetch that is served, in one turn or several.
-struct Going {
+struct Transfer {
     serving: Serving,
     fetch: ToParent,
     /// When its first turn began.
     since: Option<Instant>,
     /// When the child heard something last.
-    said: Instant,
+    last_sent: Instant,
     held: Option<Arc<Held>>,
     /// How many of the chunks that were asked for have gone out.
     done: usize,
@@ -310,13 +310,13 @@ enum End {
     Turn,
 }
 
-impl Going {
+impl Transfer {
     fn new(serving: Serving, fetch: ToParent) -> Self {
         Self {
             serving,
             fetch,
             since: None,
-            said: Instant::now(),
+            last_sent: Instant::now(),
             held: None,
             done: 0,
         }
@@ -335,16 +335,16 @@ impl Going {
         let item = self.item();
         let &ToParent::Fetch { run, agent, .. } = &self.fetch;
         if run != self.serving.run {
-            say_gone(socket, "it belongs to another run")?;
+            send_gone(socket, "it belongs to another run")?;
             return Ok(true);
         }
         if item.model >= self.serving.models {
-            say_gone(socket, "there is no such model")?;
+            send_gone(socket, "there is no such model")?;
             return Ok(true);
         }
         if self.since.is_none() {
             self.since = Some(Instant::now());
-            (self.serving.tell)(Served::Wanted { item });
+            (self.serving.notify)(Served::Wanted { item });
         }
         let (mut bytes, begun) = (0, Instant::now());
         let end = self.serve(socket, &mut bytes);
@@ -354,10 +354,10 @@ impl Going {
             if let Some(held) = self.held.take().filter(|_| end.is_err()) {
                 self.serving.store.broke_off(item, held);
             }
-            (self.serving.tell)(Served::Unwanted { item });
+            (self.serving.notify)(Served::Unwanted { item });
         }
         if bytes > 0 {
-            (self.serving.tell)(Served::Sent { bytes });
+            (self.serving.notify)(Served::Sent { bytes });
         }
         if let Err(error) = &end {
             tracing::debug!("agent {agent} did not get all of {item:?}: {error}");
@@ -379,7 +379,7 @@ impl Going {
         let Some(_going) = held.goes_by(socket)? else {
             self.held = None;
             drop(held);
-            say_gone(socket, REPLACED)?;
+            send_gone(socket, REPLACED)?;
             return Ok(End::Over);
         };
         let (item, serving) = (self.item(), self.serving.clone());
@@ -387,7 +387,7 @@ impl Going {
         // They ascend, and none is asked for twice: what follows is bounded by this.
         let behind = ranges.last().and_then(|range| range.end());
         if behind.is_some_and(|behind| behind as usize > held.chunks()) {
-            say_gone(socket, "it has fewer chunks")?;
+            send_gone(socket, "it has fewer chunks")?;
             return Ok(End::Over);
         }
         let indices = ranges.iter().flat_map(|range| {
@@ -433,11 +433,11 @@ impl Going {
                         continue;
                     }
                     LookDelta::NotYet => {
-                        self.say_idle(socket)?;
+                        self.send_idle(socket)?;
                         continue;
                     }
                     LookDelta::Gone => {
-                        say_gone(socket, REPLACED)?;
+                        send_gone(socket, REPLACED)?;
                         return Ok(End::Over);
                     }
                     LookDelta::Dense => {}
@@ -459,14 +459,14 @@ impl Going {
                     self.went(1);
                     left = &left[1..];
                 }
-                Look::NotYet => self.say_idle(socket)?,
+                Look::NotYet => self.send_idle(socket)?,
                 Look::Gone => {
-                    say_gone(socket, REPLACED)?;
+                    send_gone(socket, REPLACED)?;
                     return Ok(End::Over);
                 }
             }
         }
-        say(socket, &ToChild::End)?;
+        send(socket, &ToChild::End)?;
         Ok(End::Over)
     }
 
@@ -485,14 +485,14 @@ impl Going {
             }
             let over = store.is_sender() || since.elapsed() > PATIENCE;
             if over || store.is_refused(item, since) {
-                say_gone(socket, "it is no longer kept")?;
+                send_gone(socket, "it is no longer kept")?;
                 return Ok(Err(End::Over));
             }
             if begun.elapsed() >= TURN && serving.others_wait() {
                 return Ok(Err(End::Turn));
             }
             store.wait_for(item, IDLE);
-            self.say_idle(socket)?;
+            self.send_idle(socket)?;
         }
     }
 
@@ -504,7 +504,7 @@ impl Going {
 
     /// So many chunks have gone out.
     fn went(&mut self, chunks: usize) {
-        self.said = Instant::now();
+        self.last_sent = Instant::now();
         self.done += chunks;
     }
 
@@ -521,27 +521,27 @@ impl Going {
     }
 
     /// Says that this end is there, if it has said nothing for a while.
-    fn say_idle(&mut self, socket: &mut TcpStream) -> io::Result<()> {
-        if self.said.elapsed() < IDLE {
+    fn send_idle(&mut self, socket: &mut TcpStream) -> io::Result<()> {
+        if self.last_sent.elapsed() < IDLE {
             return Ok(());
         }
-        self.said = Instant::now();
-        say(socket, &ToChild::Idle)
+        self.last_sent = Instant::now();
+        send(socket, &ToChild::Idle)
     }
 }
 
-impl Drop for Going {
+impl Drop for Transfer {
     /// Its child has gone while it waited for its turn.
     fn drop(&mut self) {
         if self.since.is_none() {
             return;
         }
-        let (tell, item) = (self.serving.tell.clone(), self.item());
+        let (notify, item) = (self.serving.notify.clone(), self.item());
         // The notified thread may have to be waited for, which no task may do.
-        let told = self.serving.threads.spawn("weightsync-serve", move || {
-            tell(Served::Unwanted { item });
+        let spawned = self.serving.threads.spawn("weightsync-serve", move || {
+            notify(Served::Unwanted { item });
         });
-        if let Err(error) = told {
+        if let Err(error) = spawned {
             tracing::warn!("{item:?} still counts as wanted: {error}");
         }
     }
@@ -582,12 +582,12 @@ async fn in_time<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) 
     done.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
 }
 
-fn say_gone(socket: &mut TcpStream, reason: &str) -> io::Result<()> {
+fn send_gone(socket: &mut TcpStream, reason: &str) -> io::Result<()> {
     let reason = reason.into();
-    say(socket, &ToChild::Gone { reason })
+    send(socket, &ToChild::Gone { reason })
 }
 
-fn say(socket: &mut TcpStream, message: &ToChild) -> io::Result<()> {
+fn send(socket: &mut TcpStream, message: &ToChild) -> io::Result<()> {
     socket.write_all(&words(message)?)
 }
 

@@ -1,4 +1,4 @@
-//! Ending threads that wait in sockets.
+//! Ends threads that wait in sockets.
 
 use std::collections::HashMap;
 use std::net::{Shutdown, TcpStream};

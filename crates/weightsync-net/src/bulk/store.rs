@@ -1,4 +1,4 @@
-//! What can be served: versions that are whole, and those that are still coming.
+//! The versions that can be served: whole ones, and those that are still arriving.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -32,19 +32,19 @@ pub(crate) struct Held {
     /// It is not to be served any more.
     revoked: AtomicBool,
     /// The connections by which it goes out now, by number.
-    going: Mutex<(u64, HashMap<u64, TcpStream>)>,
+    outgoing: Mutex<(u64, HashMap<u64, TcpStream>)>,
 }
 
 /// That a version goes out by a connection.
 #[derive(Debug)]
-pub(super) struct GoingOut<'a> {
+pub(super) struct OutgoingGuard<'a> {
     held: &'a Held,
     number: u64,
 }
 
-impl Drop for GoingOut<'_> {
+impl Drop for OutgoingGuard<'_> {
     fn drop(&mut self) {
-        self.held.going().1.remove(&self.number);
+        self.held.outgoing().1.remove(&self.number);
     }
 }
 
@@ -89,22 +89,22 @@ impl Held {
             source,
             sums: (0..chunks).map(|_| OnceLock::new()).collect(),
             revoked: AtomicBool::new(false),
-            going: Mutex::default(),
+            outgoing: Mutex::default(),
         }
     }
 
     /// From here on until that is dropped it goes out by this connection; `None` if it
     /// is not to be served any more.
-    pub(super) fn goes_by(&self, socket: &TcpStream) -> io::Result<Option<GoingOut<'_>>> {
+    pub(super) fn goes_by(&self, socket: &TcpStream) -> io::Result<Option<OutgoingGuard<'_>>> {
         let socket = socket.try_clone()?;
-        let mut going = self.going();
+        let mut outgoing = self.outgoing();
         if self.is_revoked() {
             return Ok(None);
         }
-        let (last, sockets) = &mut *going;
+        let (last, sockets) = &mut *outgoing;
         *last += 1;
         sockets.insert(*last, socket);
-        Ok(Some(GoingOut {
+        Ok(Some(OutgoingGuard {
             held: self,
             number: *last,
         }))
@@ -113,15 +113,15 @@ impl Held {
     /// It is not served any more, not even to the end of a chunk: who does not read
     /// would else hold it for as long.
     fn cut_off(&self) {
-        let going = self.going();
+        let outgoing = self.outgoing();
         self.revoked.store(true, Ordering::Release);
-        for socket in going.1.values() {
+        for socket in outgoing.1.values() {
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
 
-    fn going(&self) -> MutexGuard<'_, (u64, HashMap<u64, TcpStream>)> {
-        self.going.lock().unwrap_or_else(PoisonError::into_inner)
+    fn outgoing(&self) -> MutexGuard<'_, (u64, HashMap<u64, TcpStream>)> {
+        self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many chunks there are.
@@ -192,16 +192,17 @@ impl Held {
 /// another is about to follow `newest`.
 ///
 /// Of old ones it keeps the oldest: a slow relay below finishes what it has begun, and
-/// no more slots than one wait for it. Those that are `kept` anyway, because they are
+/// no more slots than one wait for it. Those that are `state` anyway, because they are
 /// still meant for somebody, cost no slot: they are never given up.
 pub(crate) fn replaced(
     served: impl IntoIterator<Item = Item>,
     model: usize,
     newest: Version,
-    kept: impl Fn(Item) -> bool,
+    is_retained: impl Fn(Item) -> bool,
 ) -> Vec<Item> {
     let served = served.into_iter();
-    let old = served.filter(|item| item.model == model && item.version < newest && !kept(*item));
+    let old =
+        served.filter(|item| item.model == model && item.version < newest && !is_retained(*item));
     let old: BTreeSet<Item> = old.collect();
     old.into_iter().skip(1).collect()
 }
@@ -209,7 +210,7 @@ pub(crate) fn replaced(
 /// What one process can serve to relays below it.
 pub(crate) struct Store {
     /// Those of a relay, kept until they are removed.
-    held: Mutex<Kept>,
+    held: Mutex<StoreState>,
     changed: Condvar,
     /// Finds whole versions of a sender.
     find: Option<Find>,
@@ -221,7 +222,7 @@ pub(crate) struct Store {
 pub(crate) type Find = Box<dyn Fn(Item) -> Option<Snapshot> + Send + Sync>;
 
 #[derive(Debug, Default)]
-struct Kept {
+struct StoreState {
     held: BTreeMap<Item, Arc<Held>>,
     /// Those that somebody is being served, to find their checksums again.
     served: HashMap<Item, Weak<Held>>,
@@ -235,7 +236,7 @@ struct Kept {
 impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Store")
-            .field("held", &self.kept().held.keys())
+            .field("held", &self.state().held.keys())
             .finish_non_exhaustive()
     }
 }
@@ -267,17 +268,17 @@ impl Store {
 
     /// Whether nothing is served any more.
     pub(crate) fn is_closed(&self) -> bool {
-        self.kept().closed
+        self.state().closed
     }
 
     /// What there is of a version.
     pub(crate) fn get(&self, item: Item) -> Option<Arc<Held>> {
-        let mut kept = self.kept();
-        if kept.closed {
+        let mut state = self.state();
+        if state.closed {
             return None;
         }
-        let known = kept.held.get(&item).cloned();
-        let known = known.or_else(|| kept.served.get(&item)?.upgrade());
+        let known = state.held.get(&item).cloned();
+        let known = known.or_else(|| state.served.get(&item)?.upgrade());
         let usable = known.filter(|held| !held.is_revoked());
         if usable.is_some() {
             return usable;
@@ -286,8 +287,8 @@ impl Store {
             return None;
         }
         let held = Arc::new(Held::whole(self.find.as_ref()?(item)?));
-        kept.served.retain(|_, held| held.strong_count() > 0);
-        kept.served.insert(item, Arc::downgrade(&held));
+        state.served.retain(|_, held| held.strong_count() > 0);
+        state.served.insert(item, Arc::downgrade(&held));
         Some(held)
     }
 
@@ -298,13 +299,13 @@ impl Store {
 
     /// From here on this is what there is of a version.
     pub(crate) fn put(&self, item: Item, held: Arc<Held>) {
-        self.kept().held.insert(item, held);
+        self.state().held.insert(item, held);
         self.changed.notify_all();
     }
 
     /// Serves a version no more; who is served it now is told so.
     pub(crate) fn remove(&self, item: Item) {
-        if let Some(held) = self.kept().held.remove(&item) {
+        if let Some(held) = self.state().held.remove(&item) {
             held.revoked.store(true, Ordering::Release);
         }
         self.changed.notify_all();
@@ -317,9 +318,9 @@ impl Store {
         let Some(find) = &self.find else {
             return;
         };
-        let mut kept = self.kept();
-        let waits = kept.broken_off.get(&model).map(|(item, ..)| *item);
-        let all = kept.served.iter();
+        let mut state = self.state();
+        let waits = state.broken_off.get(&model).map(|(item, ..)| *item);
+        let all = state.served.iter();
         let all: BTreeMap<Item, Arc<Held>> = all
             .filter_map(|(item, held)| Some((*item, held.upgrade()?)))
             .collect();
@@ -334,7 +335,7 @@ impl Store {
         let over = |(item, _, since): &mut (Item, Arc<Held>, Instant)| {
             is_late(*since) || replaced.contains(item) || is_left(item) && is_served
         };
-        if let Entry::Occupied(mut waits) = kept.broken_off.entry(model)
+        if let Entry::Occupied(mut waits) = state.broken_off.entry(model)
             && over(waits.get_mut())
         {
             waits.remove();
@@ -342,7 +343,7 @@ impl Store {
         for item in &replaced {
             all[item].cut_off();
         }
-        drop(kept);
+        drop(state);
         if !replaced.is_empty() {
             self.changed.notify_all();
         }
@@ -352,29 +353,29 @@ impl Store {
     /// is served an old one, it is kept for a moment, for that one to come again. Of two
     /// such versions the older is kept.
     pub(super) fn broke_off(&self, item: Item, held: Arc<Held>) {
-        let mut kept = self.kept();
-        if !self.is_sender() || kept.closed || held.is_revoked() {
+        let mut state = self.state();
+        if !self.is_sender() || state.closed || held.is_revoked() {
             return;
         }
-        let waits = kept.broken_off.get(&item.model);
+        let waits = state.broken_off.get(&item.model);
         let is_older = |(of, _, since): &(Item, Arc<Held>, Instant)| {
             of.version < item.version && since.elapsed() < COMES_AGAIN
         };
         if !waits.is_some_and(is_older) {
             let now = Instant::now();
-            kept.broken_off.insert(item.model, (item, held, now));
+            state.broken_off.insert(item.model, (item, held, now));
         }
     }
 
     /// What there is of a version is not what was published: nobody gets it from here any more.
     pub(crate) fn spoil(&self, item: Item) {
         self.deltas.spoil(item);
-        let mut kept = self.kept();
-        kept.broken_off.remove(&item.model);
-        if let Some(held) = kept.served.remove(&item).and_then(|held| held.upgrade()) {
+        let mut state = self.state();
+        state.broken_off.remove(&item.model);
+        if let Some(held) = state.served.remove(&item).and_then(|held| held.upgrade()) {
             held.cut_off();
         }
-        drop(kept);
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -384,20 +385,21 @@ impl Store {
     }
 
     fn refuse_at(&self, item: Item, now: Instant) {
-        let mut kept = self.kept();
+        let mut state = self.state();
         // Who waits for its turn hears of it only then, and waits no longer than that.
-        kept.refused
+        state
+            .refused
             .retain(|(of, at)| *of != item && now.duration_since(*at) < PATIENCE);
-        kept.refused.push((item, now));
-        drop(kept);
+        state.refused.push((item, now));
+        drop(state);
         self.changed.notify_all();
     }
 
     /// Whether it was refused since.
     pub(crate) fn is_refused(&self, item: Item, since: Instant) -> bool {
-        let kept = self.kept();
-        kept.closed
-            || kept
+        let state = self.state();
+        state.closed
+            || state
                 .refused
                 .iter()
                 .any(|(refused, at)| *refused == item && *at >= since)
@@ -406,27 +408,27 @@ impl Store {
     /// Something of some version has come.
     pub(crate) fn notify(&self) {
         // Under the lock: who has just looked waits by now.
-        drop(self.kept());
+        drop(self.state());
         self.changed.notify_all();
     }
 
     /// Waits until something is so that [is told](Self::notify) of here, or this is
     /// closed; no longer than that.
     pub(crate) fn wait_until(&self, is_so: impl Fn() -> bool, patience: Duration) {
-        let waits = |kept: &mut Kept| !kept.closed && !is_so();
+        let waits = |state: &mut StoreState| !state.closed && !is_so();
         let waited = self
             .changed
-            .wait_timeout_while(self.kept(), patience, waits);
+            .wait_timeout_while(self.state(), patience, waits);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Waits a moment for a version to be known here.
     pub(crate) fn wait_for(&self, item: Item, pause: Duration) {
-        let kept = self.kept();
-        if kept.closed || kept.held.contains_key(&item) {
+        let state = self.state();
+        if state.closed || state.held.contains_key(&item) {
             return;
         }
-        let waited = self.changed.wait_timeout(kept, pause);
+        let waited = self.changed.wait_timeout(state, pause);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -435,35 +437,35 @@ impl Store {
         if let look @ (Look::Ready(..) | Look::Gone) = held.look(index) {
             return look;
         }
-        let kept = self.kept();
-        if kept.closed {
+        let state = self.state();
+        if state.closed {
             return Look::Gone;
         }
         if let look @ (Look::Ready(..) | Look::Gone) = held.look(index) {
             return look;
         }
-        let waited = self.changed.wait_timeout(kept, pause);
+        let waited = self.changed.wait_timeout(state, pause);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
         held.look(index)
     }
 
     /// Serves nothing any more; every wait here ends.
     pub(crate) fn close(&self) {
-        let mut kept = self.kept();
-        kept.closed = true;
-        for held in kept.held.values() {
+        let mut state = self.state();
+        state.closed = true;
+        for held in state.held.values() {
             held.revoked.store(true, Ordering::Release);
         }
-        for held in kept.served.values().filter_map(Weak::upgrade) {
+        for held in state.served.values().filter_map(Weak::upgrade) {
             held.revoked.store(true, Ordering::Release);
         }
-        kept.held.clear();
-        kept.broken_off.clear();
-        drop(kept);
+        state.held.clear();
+        state.broken_off.clear();
+        drop(state);
         self.changed.notify_all();
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
+    fn state(&self) -> MutexGuard<'_, StoreState> {
         // Single insertions and removals: it holds after a panic.
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -523,7 +525,7 @@ mod tests {
         assert!(store.is_refused(first, since + PATIENCE / 2));
         store.refuse_at(second, since + 2 * PATIENCE);
         assert!(!store.is_refused(first, since));
-        assert_eq!(store.kept().refused.len(), 1);
+        assert_eq!(store.state().refused.len(), 1);
     }
 
     #[test]
@@ -544,12 +546,12 @@ mod tests {
             (&[5, 7, 8], &[7], &[8]),
             (&[5, 7, 8], &[5], &[8]),
         ];
-        for (served, kept, expected) in cases {
+        for (served, state, expected) in cases {
             let mut all = items(1, served);
             all.extend(items(0, served));
-            let kept = items(1, kept);
-            let found = replaced(all, 1, Version(9), |item| kept.contains(&item));
-            assert_eq!(found, items(1, expected), "{served:?}, {kept:?} kept");
+            let state = items(1, state);
+            let found = replaced(all, 1, Version(9), |item| state.contains(&item));
+            assert_eq!(found, items(1, expected), "{served:?}, {state:?} kept");
         }
     }
 }

@@ -88,7 +88,7 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
     let held = Arc::new(Held::coming(room.clone()));
     let connections = Connections::new(Key::new(&SECRET), RUN, 1, connections);
     let parent = Parent { agent: 2, address };
-    let (tell, ends) = mpsc::channel();
+    let (note, ends) = mpsc::channel();
     let fetch = Fetch::start(
         (item, parent),
         (&Arc::new(connections), 0),
@@ -96,7 +96,7 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
         &Arc::new(Store::of_relay()),
         &Arc::new(Threads::default()),
         move |end, came| {
-            let _ = tell.send((end, came));
+            let _ = note.send((end, came));
         },
     );
     Child {
@@ -191,12 +191,12 @@ fn arrival_is_announced_once_before_it_completes() {
 #[test]
 fn relay_does_not_search_for_an_unknown_model() {
     let runtime = runtime();
-    let (tell, served) = mpsc::channel();
-    let tell = move |served| {
-        let _ = tell.send(served);
+    let (note, served) = mpsc::channel();
+    let note = move |served| {
+        let _ = note.send(served);
     };
     let store = Arc::new(Store::of_relay());
-    let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), tell);
+    let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), note);
     let address = runtime.block_on(async {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

@@ -1,5 +1,5 @@
-//! How fast a link is: of all that comes by it side by side, as each alone has only a
-//! part of it.
+//! Measures the speed of a link over all its parallel transfers, as each alone has only a share
+//! of it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,8 +22,8 @@ impl Came {
     /// How fast it came, in bytes a second; `None` of too few bytes.
     pub(crate) fn rate(self) -> Option<f64> {
         let seconds = self.busy.as_secs_f64();
-        let told = self.bytes >= MEASURABLE && seconds > 0.0;
-        told.then(|| self.bytes as f64 / seconds)
+        let measurable = self.bytes >= MEASURABLE && seconds > 0.0;
+        measurable.then(|| self.bytes as f64 / seconds)
     }
 }
 

@@ -1,8 +1,9 @@
-//! Who may knock: how many strangers at once, and how many of those that fail are told.
+//! Limits strangers: how many may connect at once, and how many of those that fail get an
+//! answer.
 //!
-//! An address is not a person: what one of its processes does wrong keeps out no other.
+//! Many processes may share an address. So a fault of one of them does not keep the others out.
 //!
-//! Plain values in, plain values out; the caller brings the time.
+//! The input and the output are plain values; the caller brings the time.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::IpAddr;

@@ -1,4 +1,4 @@
-//! Accepting connections: strangers are few, quick, and seldom told that they have
+//! Accepts connections. Strangers are few, get little time, and seldom learn that they have
 //! failed.
 
 use std::net::SocketAddr;

@@ -1,6 +1,6 @@
-//! One line a minute for each cause: who means no good does not fill the log.
+//! Limits log lines to one a minute for each cause, so that an attacker cannot fill the log.
 //!
-//! Plain values in, plain values out; the caller brings the time.
+//! The input and the output are plain values; the caller brings the time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};

@@ -1,10 +1,9 @@
-//! Links: connections that are framed, authenticated and bounded, and whose silence
-//! is noticed.
+//! Links: connections that are framed, authenticated and bounded, and that notice silence.
 //!
-//! **Guarantee.** What comes out of a link was sent by a process that has the key,
-//! whole and in order. Each end says something at least every 200 ms; one that has
-//! said nothing for 800 ms counts as silent, and the link ends. Nothing waits
-//! without bound in one: messages for a peer that does not read end it too.
+//! **Guarantee.** Every message of a link comes from a process that has the key, whole and in
+//! order. Each end sends something at least every 200 ms. An end that has sent nothing for 800
+//! ms counts as silent, and the link ends. No wait on a link is unbounded: a link also ends if
+//! its peer does not read.
 
 mod admission;
 pub(crate) mod blocking;
@@ -150,15 +149,15 @@ impl<Out: Word> Link<Out> {
     ) -> Self {
         let (reader, writer) = socket.into_split();
         let (sender, receiver) = mpsc::channel(QUEUE);
-        let (heard, make) = (events.clone(), event.clone());
+        let (sink, make) = (events.clone(), event.clone());
         let sign = Arc::new(AtomicBool::new(false));
         let signs = sign.clone();
         let read = tokio::spawn(async move {
-            if let Some(end) = read_all(reader, &heard, &make, &signs).await {
-                let _ = heard.send(make(Err(end))).await;
+            if let Some(end) = read_all(reader, &sink, &make, &signs).await {
+                let _ = sink.send(make(Err(end))).await;
             }
         });
-        let heard = events.clone();
+        let sink = events.clone();
         let full = Arc::new(Notify::new());
         let overrun = full.clone();
         let write = tokio::spawn(async move {
@@ -167,7 +166,7 @@ impl<Out: Word> Link<Out> {
                 () = overrun.notified() => Err(LinkEnd::Behind),
             };
             if let Err(end) = written {
-                let _ = heard.send(event(Err(end))).await;
+                let _ = sink.send(event(Err(end))).await;
             }
         });
         Self {
@@ -181,9 +180,9 @@ impl<Out: Word> Link<Out> {
 
     /// Sends a message. False: it could not be sent. A peer that does not keep up loses
     /// its link by that: the end is an event like any other.
-    pub(crate) fn say(&self, message: &Out) -> bool {
+    pub(crate) fn send(&self, message: &Out) -> bool {
         match frames(std::slice::from_ref(message)) {
-            Ok(frames) => self.say_frames(frames),
+            Ok(frames) => self.send_frames(frames),
             Err(error) => {
                 tracing::error!("an invalid message was not sent: {error}");
                 false
@@ -192,7 +191,7 @@ impl<Out: Word> Link<Out> {
     }
 
     /// Sends what was encoded before.
-    pub(crate) fn say_frames(&self, frames: Arc<[u8]>) -> bool {
+    pub(crate) fn send_frames(&self, frames: Arc<[u8]>) -> bool {
         let sent = self.sender.try_send(Outgoing::Frames(frames));
         if let Err(TrySendError::Full(_)) = sent {
             self.full.notify_one();

@@ -17,7 +17,7 @@ fn peer_that_does_not_read_loses_its_link() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
         let (one, other) = pair().await;
-        let (events, mut heard) = mpsc::channel(8);
+        let (events, mut inbox) = mpsc::channel(8);
         let link = Link::<FromRoot>::start(one, &events, |what: Result<ToRoot, _>| what);
         let (_reader, mut writer) = other.into_split();
         // It says that it is there, and reads nothing.
@@ -36,11 +36,11 @@ fn peer_that_does_not_read_loses_its_link() {
         let part = frames(&[part]).unwrap();
         let begun = std::time::Instant::now();
         // What the system takes, and the queue; then no more.
-        while link.say_frames(part.clone()) {
+        while link.send_frames(part.clone()) {
             tokio::task::yield_now().await;
         }
         let end = tokio::select! {
-            end = timeout(SOON, heard.recv()) => end.unwrap().unwrap().unwrap_err(),
+            end = timeout(SOON, inbox.recv()) => end.unwrap().unwrap().unwrap_err(),
             () = pings => unreachable!("it goes on for ever"),
         };
         assert!(
@@ -48,7 +48,7 @@ fn peer_that_does_not_read_loses_its_link() {
             "{end} {:?}",
             begun.elapsed()
         );
-        assert!(!link.say(&FromRoot::Ping));
+        assert!(!link.send(&FromRoot::Ping));
     });
 }
 
@@ -58,12 +58,12 @@ fn a_client_that_hangs_up_is_not_one_that_is_refused() {
     let key = Key::new(&[1; 16]);
     let cases: [(&[u8], bool); 3] = [(b"", true), (b"wsLI", true), (&[b'G'; HELLO_BYTES], false)];
     runtime("weightsync-test").unwrap().block_on(async {
-        for (said, hangs_up) in cases {
+        for (bytes, hangs_up) in cases {
             let (mut client, mut server) = pair().await;
-            client.write_all(said).await.unwrap();
+            client.write_all(bytes).await.unwrap();
             drop(client);
             let error = greet(&mut server, &key, false, || true).await.unwrap_err();
-            assert_eq!(error.is_hang_up(), hangs_up, "{said:?}: {error}");
+            assert_eq!(error.is_hang_up(), hangs_up, "{bytes:?}: {error}");
         }
     });
 }

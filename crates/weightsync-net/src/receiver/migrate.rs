@@ -1,4 +1,4 @@
-//! A worker that is its own agent goes to its host's relay once there is one.
+//! Moves a worker that is its own agent to its host's relay once there is one.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};

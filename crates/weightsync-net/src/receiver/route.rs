@@ -12,8 +12,8 @@ use weightsync_mem::{AttachOptions, Origin, Reader};
 use crate::access::Access;
 use crate::error::{NetError, transport};
 use crate::link::log_limiter::{self, LogLimiter};
-use crate::relay::local::{self, Whose};
-use crate::relay::{Agent, AgentOptions, Patience, Place, Reach, StartError, left};
+use crate::relay::local::{self, Owner};
+use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, Reach, StartError, left};
 use crate::scheme::{Distributed, Share};
 
 /// How long one attempt to reach the sender may take.
@@ -220,7 +220,7 @@ impl Route {
     }
 
     fn relays(&self) -> Vec<String> {
-        local::names(self.at.secret(), self.at.address(), Whose::Host)
+        local::names(self.at.secret(), self.at.address(), Owner::Host)
     }
 
     /// Whether the sender may have a successor at the same place.
@@ -240,18 +240,18 @@ impl Route {
         let mut nearer = self.names();
         loop {
             let mut silent = Vec::new();
-            for (whose, name) in &nearer {
+            for (owner, name) in &nearer {
                 if !weightsync_mem::is_served(name).unwrap_or(false) {
                     continue;
                 }
                 match self.attach(name, handoff, Instant::now() + left(until, ANSWER)) {
                     Ok(attached) => return Ok(found(attached, None)),
                     // It does not answer, or is about to go.
-                    Err(Error::NoSender { .. }) => silent.push((*whose, name.clone())),
+                    Err(Error::NoSender { .. }) => silent.push((*owner, name.clone())),
                     Err(error) => return Err(error),
                 }
             }
-            let is_trainer = silent.iter().any(|(whose, _)| *whose == Whose::Sender);
+            let is_trainer = silent.iter().any(|(owner, _)| *owner == Owner::Sender);
             let is_over = until.is_some_and(|at| Instant::now() >= at) || !goes_on();
             if is_over && is_trainer {
                 return Ok(Look::Nothing(Reach::Unknown));
@@ -286,21 +286,21 @@ impl Route {
     }
 
     /// The names at which this worker looks for others, in order.
-    fn names(&self) -> Vec<(Whose, String)> {
-        let names = |whose| {
-            let names = local::names(self.at.secret(), self.at.address(), whose);
+    fn names(&self) -> Vec<(Owner, String)> {
+        let names = |owner| {
+            let names = local::names(self.at.secret(), self.at.address(), owner);
             names
                 .into_iter()
-                .map(|name| (whose, name))
+                .map(|name| (owner, name))
                 .collect::<Vec<_>>()
         };
         match self.scheme.share {
             Share::All => {
-                let mut all = names(Whose::Sender);
-                all.extend(names(Whose::Host));
+                let mut all = names(Owner::Sender);
+                all.extend(names(Owner::Host));
                 all
             }
-            Share::Relay => names(Whose::Host),
+            Share::Relay => names(Owner::Host),
             Share::Nothing => Vec::new(),
         }
     }
@@ -338,7 +338,7 @@ impl Route {
             secret: *self.at.secret(),
             seen: self.joining.seen,
             connections: self.scheme.connections,
-            place: Place::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
+            address: AgentAddress::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
             // What stops a worker must not stop others.
             serves: false,
             access,

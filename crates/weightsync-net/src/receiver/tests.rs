@@ -14,8 +14,8 @@ use weightsync_engine::{
 };
 
 use super::*;
-use crate::relay::local::{self, Whose};
-use crate::relay::tests::{Heard, LONG, drones, long_welcome, relay, trainer};
+use crate::relay::local::{self, Owner};
+use crate::relay::tests::{LONG, Seen, drones, long_welcome, relay, trainer};
 use crate::scheme::Share;
 use crate::status::Status;
 
@@ -320,8 +320,8 @@ fn background_receiver_joining_a_successor_ends() {
     let dir = tempfile::tempdir().unwrap();
     let (info, background) = searching(dir.path());
     let at = info.endpoint();
-    let (_runtime, _, heard) = drones(at.address(), at.secret(), long_welcome());
-    assert_eq!(heard.recv_timeout(LONG).unwrap(), Heard::Came);
+    let (_runtime, _, seen) = drones(at.address(), at.secret(), long_welcome());
+    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Came);
     let begun = Instant::now();
     drop(background);
     assert!(begun.elapsed() < LONG / 4, "{:?}", begun.elapsed());
@@ -334,7 +334,7 @@ fn failed_attempt_does_not_end_the_route_search() {
     sender.shutdown();
     let at = info.endpoint();
     // Its messages are invalid.
-    let (_runtime, _, heard) = drones(at.address(), at.secret(), Vec::new());
+    let (_runtime, _, seen) = drones(at.address(), at.secret(), Vec::new());
     let shared = receiver.shared.clone();
     let closed = Arc::new(AtomicBool::new(false));
     let (own, ends) = (shared.clone(), closed.clone());
@@ -343,8 +343,8 @@ fn failed_attempt_does_not_end_the_route_search() {
             .find_again(&Handoff::default(), &ends, Waits::default())
     });
     for _ in 0..3 {
-        for expected in [Heard::Came, Heard::Left] {
-            assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
+        for expected in [Seen::Came, Seen::Left] {
+            assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     }
     closed.store(true, Ordering::SeqCst);
@@ -375,8 +375,8 @@ fn a_sender_that_answers_nobody_is_dead_after_a_while() {
 fn worker_waits_for_a_local_trainer_without_dialling() {
     let (_other, info) = trainer();
     let secret = [6; 16];
-    let (_runtime, root, heard) = drones("127.0.0.1:0", &secret, long_welcome());
-    let names = local::names(&secret, &root, Whose::Sender);
+    let (_runtime, root, seen) = drones("127.0.0.1:0", &secret, long_welcome());
+    let names = local::names(&secret, &root, Owner::Sender);
     let at = Endpoint::new(root, secret, false).unwrap();
     let route = Route::new(&Distributed::new(), &at, &joining(&info)).unwrap();
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
@@ -385,7 +385,7 @@ fn worker_waits_for_a_local_trainer_without_dialling() {
         let found = route.find(&Handoff::default(), deadline);
         assert!(matches!(found, Err(Error::NoSender { .. })), "{found:?}");
     }
-    assert!(heard.try_recv().is_err(), "it dials");
+    assert!(seen.try_recv().is_err(), "it dials");
 }
 
 /// Whatever is at another of its names: a process that a dead one has forked, say.
@@ -395,7 +395,7 @@ fn worker_finds_its_trainer_by_each_name() {
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
     let at = info.endpoint();
-    let names = local::names(at.secret(), at.address(), Whose::Sender);
+    let names = local::names(at.secret(), at.address(), Owner::Sender);
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
     let _sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
     let route = Route::new(&Distributed::new(), at, &joining(&info)).unwrap();

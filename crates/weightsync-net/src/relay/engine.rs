@@ -1,8 +1,8 @@
-//! What an agent does: it performs what its [plan](super::plan) decides.
+//! The engine of an agent: it performs the decisions of its [plan](super::plan).
 
 mod asks;
 mod fetched;
-mod hear;
+mod messages;
 mod perform;
 mod reconnect;
 mod scrub;
@@ -19,8 +19,8 @@ use weightsync_core::digest::Digest;
 use weightsync_core::{Run, WorkerId};
 use weightsync_mem::protocol::MAX_SLOTS;
 use weightsync_mem::{
-    self as mem, Delivery, Ending, Listener, PartialSlot, Relay, Seated, SegmentOptions, Snapshot,
-    WaitStyle,
+    self as mem, Delivery, Ending, Listener, PartialSlot, Relay, SegmentOptions, Snapshot,
+    WaitStyle, WorkerInstance,
 };
 
 use self::asks::Question;
@@ -108,7 +108,7 @@ pub(crate) struct Engine {
     workers: BTreeMap<WorkerId, Worker>,
     joining: BTreeMap<u64, Joining>,
     /// Workers that are told of to a sender that may know them, by ticket.
-    rejoining: BTreeMap<u64, Seated>,
+    rejoining: BTreeMap<u64, WorkerInstance>,
     tickets: u64,
     store: Arc<Store>,
     threads: Arc<Threads>,
@@ -120,7 +120,7 @@ pub(crate) struct Engine {
 }
 
 struct Worker {
-    who: Seated,
+    who: WorkerInstance,
     joining: Joining,
     /// What it asks, until it is answered.
     asks: Option<Question>,
@@ -139,7 +139,7 @@ struct Fetching {
 /// What a worker said when it joined.
 #[derive(Clone)]
 struct Joining {
-    who: Seated,
+    who: WorkerInstance,
     pid: u32,
     models: u64,
     delivery: Delivery,
@@ -246,7 +246,7 @@ impl Engine {
     }
 
     /// Performs, until the sender ends or the agent is to leave.
-    pub(super) async fn run(mut self, mut heard: mpsc::Receiver<Event>) -> Ending {
+    pub(super) async fn run(mut self, mut inbox: mpsc::Receiver<Event>) -> Ending {
         let ending = loop {
             if let Some(closes) = self.closes
                 && (!self.plan.is_pending() || Instant::now() >= closes)
@@ -259,7 +259,7 @@ impl Engine {
             let due = [room, complain, measures, self.closes];
             let due = due.into_iter().flatten().min();
             let event = tokio::select! {
-                event = heard.recv() => match event {
+                event = inbox.recv() => match event {
                     Some(event) => event,
                     None => break Ending::Moved,
                 },
@@ -279,10 +279,10 @@ impl Engine {
                         continue;
                     }
                     match what {
-                        Ok(message) => self.hear(message),
+                        Ok(message) => self.on_message(message),
                         Err(end) => {
                             self.link = None;
-                            if let Some(ending) = self.reconnect(&end, &mut heard).await {
+                            if let Some(ending) = self.reconnect(&end, &mut inbox).await {
                                 break ending;
                             }
                         }
@@ -294,10 +294,10 @@ impl Engine {
                 Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
             }
         };
-        self.end(ending, heard).await
+        self.end(ending, inbox).await
     }
 
-    async fn end(mut self, ending: Ending, mut heard: mpsc::Receiver<Event>) -> Ending {
+    async fn end(mut self, ending: Ending, mut inbox: mpsc::Receiver<Event>) -> Ending {
         self.relay.close(ending);
         self.store.close();
         self.fetching.clear();
@@ -315,7 +315,7 @@ impl Engine {
         loop {
             tokio::select! {
                 biased;
-                Some(event) = heard.recv() => {
+                Some(event) = inbox.recv() => {
                     if let Event::Near(events) = event {
                         self.near(events);
                     }
@@ -323,7 +323,7 @@ impl Engine {
                 _ = &mut joined => break,
             }
         }
-        while let Ok(event) = heard.try_recv() {
+        while let Ok(event) = inbox.try_recv() {
             if let Event::Near(events) = event {
                 self.near(events);
             }
@@ -331,7 +331,7 @@ impl Engine {
         let last = self.relay.last_events();
         self.near(last);
         if let Some((_, link)) = self.link.take() {
-            link.say(&ToRoot::Goodbye);
+            link.send(&ToRoot::Goodbye);
             link.finish().await;
         }
         ending
@@ -340,7 +340,7 @@ impl Engine {
     fn timers(&mut self) {
         let now = Instant::now();
         if let Some((_, parent, reason)) = self.complain.take_if(|(at, ..)| now >= *at) {
-            self.say(&ToRoot::ParentLost { parent, reason });
+            self.send(&ToRoot::ParentLost { parent, reason });
         }
         if now >= self.measures {
             self.measures = now + MEASURE;
@@ -348,7 +348,7 @@ impl Engine {
             let came = fetching
                 .map(|(item, one)| (*item, one.parent.agent, one.fetch.take_came(MEASURABLE)));
             for (item, parent, came) in came.collect::<Vec<_>>() {
-                self.say_received(item, parent, came);
+                self.send_received(item, parent, came);
             }
         }
         if self.plan.waits_for_room() && now >= self.room {
@@ -386,7 +386,7 @@ impl Engine {
                     self.is_answered(one.who, one.through);
                     progress.push(one);
                 }
-                mem::Event::Unusable { who, reason } => self.say(&ToRoot::Unusable {
+                mem::Event::Unusable { who, reason } => self.send(&ToRoot::Unusable {
                     worker: who.worker,
                     instance: who.instance,
                     reason,
@@ -399,11 +399,11 @@ impl Engine {
                 mem::Event::Withdraws { who } => inputs.extend(self.withdraws(who)),
                 mem::Event::Gone { who, died } => {
                     // How far it came is told before that.
-                    self.say_progress(std::mem::take(&mut progress));
+                    self.send_progress(std::mem::take(&mut progress));
                     if self.worker(who).is_some() {
                         self.workers.remove(&who.worker);
                     }
-                    self.say(&ToRoot::Gone {
+                    self.send(&ToRoot::Gone {
                         worker: who.worker,
                         instance: who.instance,
                         died,
@@ -412,14 +412,14 @@ impl Engine {
                 }
             }
         }
-        self.say_progress(progress);
+        self.send_progress(progress);
         // What workers gave back may be room for what comes next.
         inputs.push(Input::MayHaveRoom);
         self.step(inputs);
     }
 
     /// A worker that is in, in this life of it.
-    fn worker(&mut self, who: Seated) -> Option<&mut Worker> {
+    fn worker(&mut self, who: WorkerInstance) -> Option<&mut Worker> {
         let worker = self.workers.get_mut(&who.worker);
         worker.filter(|one| one.who == who)
     }
@@ -429,7 +429,7 @@ impl Engine {
         for gave_up in self.take_those_who_gave_up() {
             // It may be who asks now, once more, or another with its number.
             if gave_up != joining.who {
-                self.say(&ToRoot::Gone {
+                self.send(&ToRoot::Gone {
                     worker: gave_up.worker,
                     instance: gave_up.instance,
                     died: false,
@@ -438,13 +438,13 @@ impl Engine {
         }
         self.tickets += 1;
         let ticket = self.tickets;
-        self.say(&join_message(ticket, &joining));
+        self.send(&join_message(ticket, &joining));
         self.joining.insert(ticket, joining);
     }
 
     /// Workers that do not wait to be let in any more: they died, or found another
     /// way.
-    fn take_those_who_gave_up(&mut self) -> Vec<Seated> {
+    fn take_those_who_gave_up(&mut self) -> Vec<WorkerInstance> {
         let relay = &self.relay;
         let gave_up = self
             .joining
@@ -452,7 +452,7 @@ impl Engine {
         gave_up.map(|(_, one)| one.who).collect()
     }
 
-    fn say_progress(&mut self, progress: Vec<mem::Progress>) {
+    fn send_progress(&mut self, progress: Vec<mem::Progress>) {
         if progress.is_empty() {
             return;
         }
@@ -470,7 +470,7 @@ impl Engine {
             refused: one.refused,
         });
         for message in ToRoot::progress(all.collect()) {
-            self.say(&message);
+            self.send(&message);
         }
     }
 
@@ -482,9 +482,9 @@ impl Engine {
         }
     }
 
-    fn say(&mut self, message: &ToRoot) {
+    fn send(&mut self, message: &ToRoot) {
         if let Some((_, link)) = &self.link
-            && !link.say(message)
+            && !link.send(message)
         {
             tracing::warn!("the sender does not keep up");
         }

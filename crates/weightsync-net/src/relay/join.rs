@@ -1,5 +1,4 @@
-//! An agent's way in: it finds the sender, says who it is, and is told what models
-//! there are.
+//! How an agent joins: it finds the sender, introduces itself, and learns the sender's models.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -146,7 +145,7 @@ pub(crate) async fn greet(
     let forward = events.clone();
     let link = Link::<ToRoot>::start::<FromRoot, _>(socket, &own, move |what| (number, what));
     drop(own);
-    link.say(&ToRoot::Agent {
+    link.send(&ToRoot::Agent {
         name: host_name(),
         host: host_id(),
         pid: std::process::id(),
@@ -155,7 +154,7 @@ pub(crate) async fn greet(
         holds: before.holds.clone(),
         run: before.run,
     });
-    let welcome = hear_welcome(&mut words, NEXT).await?;
+    let welcome = read_welcome(&mut words, NEXT).await?;
     // What comes from here on goes to the engine.
     tokio::spawn(async move {
         while let Some((number, what)) = words.recv().await {
@@ -167,7 +166,7 @@ pub(crate) async fn greet(
     Ok((link, welcome))
 }
 
-async fn hear_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, StartError> {
+async fn read_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, StartError> {
     let broken = |what: &str| StartError::Broken(what.into());
     let FromRoot::Welcome {
         run,
@@ -224,12 +223,12 @@ async fn hear_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
 }
 
 async fn next(words: &mut Words, patience: Duration) -> Result<FromRoot, StartError> {
-    let heard = tokio::time::timeout(patience, words.recv()).await;
-    let heard = heard.map_err(|_| {
+    let received = tokio::time::timeout(patience, words.recv()).await;
+    let received = received.map_err(|_| {
         let reason = format!("it did not list its models within {patience:?}");
         StartError::Unreachable(Reach::Unknown, reason)
     })?;
-    match heard {
+    match received {
         Some((_, Ok(FromRoot::Refused { reason, remedy }))) => Err(match remedy {
             RefusalRemedy::Fenced { seen, got } => StartError::Fenced { seen, got },
             RefusalRemedy::Gone => StartError::Unreachable(Reach::Unknown, reason),
@@ -312,8 +311,8 @@ mod tests {
     async fn a_sender_that_says_nothing_is_not_waited_for() {
         let (_kept, mut words) = mpsc::channel(1);
         let patience = Duration::from_millis(20);
-        let heard = tokio::time::timeout(2 * NEXT, hear_welcome(&mut words, patience)).await;
-        assert!(matches!(heard, Ok(Err(StartError::Unreachable(..)))));
+        let received = tokio::time::timeout(2 * NEXT, read_welcome(&mut words, patience)).await;
+        assert!(matches!(received, Ok(Err(StartError::Unreachable(..)))));
     }
 
     #[tokio::test]

@@ -1,8 +1,8 @@
-//! The agent of a host: it fetches each version once, shares it with the workers of
-//! the host, and passes it on to the next.
+//! The agent of a host: it fetches each version once, shares it with the workers of the host,
+//! and passes it on to the next host.
 //!
-//! It is a process of its own (`weightsync relay`), or a few threads of a worker whose
-//! host has none.
+//! An agent is a process of its own (`weightsync relay`), or a few threads of a worker whose
+//! host has no relay.
 
 mod engine;
 mod join;
@@ -22,7 +22,7 @@ use self::engine::{Engine, Event};
 use self::join::{Joined, join};
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;
-pub use self::service::{Relay, RelayNews, RelayStop};
+pub use self::service::{Relay, RelayEvent, RelayStop};
 use crate::access::{Access, AccessError, Key};
 use crate::wire::hello::HelloError;
 use crate::wire::message::ToRoot;
@@ -47,7 +47,7 @@ pub(crate) struct AgentOptions {
     /// Connections of one fetch.
     pub(crate) connections: usize,
     /// Where its workers find it.
-    pub(crate) place: Place,
+    pub(crate) address: AgentAddress,
     /// Whether it passes versions on to other hosts.
     pub(crate) serves: bool,
     /// Which addresses it may use.
@@ -59,7 +59,7 @@ pub(crate) struct AgentOptions {
 
 /// Where the workers of an agent find it.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum AgentAddress {
     /// All of this host, at the first of its names that is free.
     Host,
     /// Only who knows the name.
@@ -144,7 +144,7 @@ impl Agent {
         patience: Patience,
         mut goes_on: impl FnMut() -> bool,
     ) -> Result<Self, StartError> {
-        let (events, heard) = mpsc::channel(EVENTS);
+        let (events, inbox) = mpsc::channel(EVENTS);
         let (started, start) = std::sync::mpsc::sync_channel(1);
         let (give_up, given_up) = oneshot::channel();
         let runtime = runtime("weightsync-link").map_err(|source| StartError::Os {
@@ -154,7 +154,7 @@ impl Agent {
         let own = events.clone();
         let work = move || {
             let ending =
-                runtime.block_on(run(options, (patience, given_up), (own, heard), started));
+                runtime.block_on(run(options, (patience, given_up), (own, inbox), started));
             // Tasks end with it; nothing of them waits.
             runtime.shutdown_timeout(END);
             ending
@@ -270,7 +270,7 @@ type Events = (mpsc::Sender<Event>, mpsc::Receiver<Event>);
 async fn run(
     options: AgentOptions,
     (patience, given_up): (Patience, oneshot::Receiver<()>),
-    (events, heard): Events,
+    (events, inbox): Events,
     started: std::sync::mpsc::SyncSender<Result<Started, StartError>>,
 ) -> Ending {
     let key = Key::new(&options.secret);
@@ -285,7 +285,7 @@ async fn run(
     let joined = match joined {
         // Before it makes room for all of that.
         Ok(joined) if options.nearer.iter().any(is_served) => {
-            joined.link.say(&ToRoot::Goodbye);
+            joined.link.send(&ToRoot::Goodbye);
             joined.link.finish().await;
             Err(StartError::Nearer)
         }
@@ -306,7 +306,7 @@ async fn run(
     match made {
         Ok((engine, begun)) => {
             let _ = started.send(Ok(begun));
-            engine.run(heard).await
+            engine.run(inbox).await
         }
         Err(error) => {
             let _ = started.send(Err(error));
@@ -317,9 +317,9 @@ async fn run(
 
 /// A name for the workers of this host.
 fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String), StartError> {
-    let names = match &options.place {
-        Place::Own(name) => vec![name.clone()],
-        Place::Host => local::names(&options.secret, &joined.address, local::Whose::Host),
+    let names = match &options.address {
+        AgentAddress::Own(name) => vec![name.clone()],
+        AgentAddress::Host => local::names(&options.secret, &joined.address, local::Owner::Host),
     };
     let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
     if names.iter().any(is_served) {
@@ -343,7 +343,7 @@ pub(crate) mod local {
 
     /// Whose they are.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub(crate) enum Whose {
+    pub(crate) enum Owner {
         /// The trainer's.
         Sender,
         /// A relay's.
@@ -353,12 +353,12 @@ pub(crate) mod local {
     /// The names, in the order in which they are looked at: abstract socket names,
     /// which belong to the network namespace. Only who has the secret can make them;
     /// everybody on the host can read those in use, and none of the others from them.
-    pub(crate) fn names(secret: &[u8; 16], address: &str, whose: Whose) -> Vec<String> {
+    pub(crate) fn names(secret: &[u8; 16], address: &str, owner: Owner) -> Vec<String> {
         let mut hasher = blake3::Hasher::new_derive_key("weightsync-net 2026-11 local names");
         hasher.update(secret);
-        hasher.update(match whose {
-            Whose::Sender => b"sender",
-            Whose::Host => b"host\0\0",
+        hasher.update(match owner {
+            Owner::Sender => b"sender",
+            Owner::Host => b"host\0\0",
         });
         hasher.update(address.as_bytes());
         let names = 0..NAMES;

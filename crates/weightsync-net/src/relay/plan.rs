@@ -1,31 +1,31 @@
-//! A relay's decisions: which version to fetch next, which to give up, which
-//! worker is told what.
+//! A relay's decisions: which version to fetch next, which fetch to stop, and which worker gets
+//! which set.
 //!
-//! **Guarantee.** Plain values in, plain values out. [`Plan`] is told what has
-//! happened ([`Input`]) and answers with what is to be done ([`Effect`]), in order.
+//! **Guarantee.** The input and the output are plain values. [`Plan`] takes events ([`Input`])
+//! and returns what is to be done ([`Effect`]), in order.
 //!
-//! * A worker is told a set only when every version of it is whole here.
-//! * **The first set is finished.** A set that began to come while nothing of one of its
-//!   models was whole here is fetched to its end, also when newer ones are published and
-//!   when the worker it was for has left. So a relay whose transfers take longer than a
-//!   worker waits has a version in the time of one transfer. There is at most one such
+//! * A worker is notified of a set only when every version of the set is whole here.
+//! * **The first set is finished.** If a set began to arrive while one of its models had no
+//!   whole version here, the relay fetches it to the end. It does so also when newer sets are
+//!   published, and when the worker of the set has left. So a relay whose transfers take longer
+//!   than a worker waits has a version in the time of one transfer. There is at most one such
 //!   set for each model.
-//! * A worker that wants the newest is not told what was replaced meanwhile, but
-//!   never misses two in a row: then the transfer that is under way is finished
-//!   first, so that a slow link does not starve its workers.
-//! * Workers wait for one version of a model at a time, one that has begun to come first,
-//!   whichever worker it was for: two side by side would each take twice as long. Only those who
-//!   take every version do not wait for others.
-//! * Of what is to be told next everything is asked for at once, side by side: what
-//!   was asked for stays above until it has come, and a set is of no use while one of
-//!   its versions is missing. So is, of each model, the oldest that relays below want:
-//!   of those who want different ones it is what makes the first of them whole.
-//! * What is neither told, nor on its way, nor wanted by a relay below is released.
+//! * A worker that wants the newest set skips sets that were replaced meanwhile, but never two
+//!   in a row: then the transfer under way is finished first. So a slow link does not starve
+//!   its workers.
+//! * The relay fetches one version of a model at a time for its workers, first one that has
+//!   begun to arrive, whichever worker it was for. Two in parallel would each take twice as
+//!   long. Only workers that take every version do not wait for others.
+//! * All versions of the next set are requested at once, in parallel: the parent keeps a
+//!   requested version until it was sent, and a set is useless while one version is missing.
+//!   The relay also requests, for each model, the oldest version that relays below want, since
+//!   that makes the first of them whole.
+//! * A version is released once no worker has or awaits it and no relay below wants it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use weightsync_core::Version;
-use weightsync_mem::{Delivery, Seated};
+use weightsync_mem::{Delivery, WorkerInstance};
 
 /// Most fetches at once: a set of the most models there may be.
 const SIDE_BY_SIDE: usize = 64;
@@ -43,24 +43,27 @@ pub struct Item {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
     /// A worker was let in.
-    Joined { who: Seated, delivery: Delivery },
+    Joined {
+        who: WorkerInstance,
+        delivery: Delivery,
+    },
     /// A worker is gone.
-    Left { who: Seated },
+    Left { who: WorkerInstance },
     /// The sender says what a worker is to run.
-    Told {
-        who: Seated,
+    Notified {
+        who: WorkerInstance,
         sequence: u64,
         set: Vec<Item>,
     },
     /// The sender answers a worker's question.
     Answered {
-        who: Seated,
+        who: WorkerInstance,
         question: u64,
         sequence: u64,
         set: Vec<Item>,
     },
     /// A worker does not wait for the answers up to this question any more.
-    Withdrawn { who: Seated, question: u64 },
+    Withdrawn { who: WorkerInstance, question: u64 },
     /// There is somebody to fetch from (again).
     Parent,
     /// The parent is gone, or has gone silent.
@@ -89,14 +92,14 @@ pub enum Input {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Put a worker's mailbox on a set; every version of it is whole.
-    Tell {
-        who: Seated,
+    Notify {
+        who: WorkerInstance,
         sequence: u64,
         set: Vec<Item>,
     },
     /// Answer a worker's question.
     Answer {
-        who: Seated,
+        who: WorkerInstance,
         question: u64,
         sequence: u64,
         set: Vec<Item>,
@@ -115,7 +118,7 @@ pub enum Effect {
 /// What a relay has, and what it is to do.
 #[derive(Debug, Default)]
 pub struct Plan {
-    workers: BTreeMap<Seated, Worker>,
+    workers: BTreeMap<WorkerInstance, Worker>,
     items: BTreeMap<Item, State>,
     /// What relays below want, and how many of them.
     wanted: BTreeMap<Item, u32>,
@@ -144,13 +147,13 @@ enum State {
 struct Worker {
     delivery: Delivery,
     /// What it is to be told once it is whole, oldest first.
-    pending: VecDeque<Tell>,
-    answer: Option<(u64, Tell)>,
+    pending: VecDeque<Notification>,
+    answer: Option<(u64, Notification)>,
     /// The last question that it has taken back.
     withdrawn: u64,
     /// What its mailbox is on, and the sequence number of that.
-    told: Vec<Item>,
-    told_at: u64,
+    notified: Vec<Item>,
+    notified_at: u64,
     /// What its last answer was.
     answered: Vec<Item>,
     /// A set was passed over since it was told one.
@@ -160,7 +163,7 @@ struct Worker {
 }
 
 #[derive(Clone, Debug)]
-struct Tell {
+struct Notification {
     sequence: u64,
     set: Vec<Item>,
 }
@@ -191,17 +194,17 @@ impl Plan {
             Input::Left { who } => {
                 self.workers.remove(&who);
             }
-            Input::Told { who, sequence, set } => {
+            Input::Notified { who, sequence, set } => {
                 let (items, firsts) = (&self.items, &self.firsts);
                 let Some(worker) = self.workers.get_mut(&who) else {
                     return;
                 };
-                let tell = Tell { sequence, set };
-                if worker.may_begin_with(&tell) && is_whole(items, &tell.set) {
-                    effects.push(worker.put_on(who, tell));
+                let next = Notification { sequence, set };
+                if worker.may_begin_with(&next) && is_whole(items, &next.set) {
+                    effects.push(worker.put_on(who, next));
                     return;
                 }
-                worker.tell(tell, |front| {
+                worker.enqueue(next, |front| {
                     let is_first = firsts.contains(&front.set);
                     (is_first, is_first || is_begun(items, &front.set))
                 });
@@ -216,7 +219,7 @@ impl Plan {
                 if let Some(worker) = self.workers.get_mut(&who)
                     && question > worker.withdrawn
                 {
-                    worker.answer = Some((question, Tell { sequence, set }));
+                    worker.answer = Some((question, Notification { sequence, set }));
                 }
             }
             Input::Withdrawn { who, question } => {
@@ -335,7 +338,7 @@ impl Plan {
     /// Tells workers what is whole by now.
     fn deliver(&mut self, effects: &mut Vec<Effect>) {
         let items = &self.items;
-        let whole = |tell: &Tell| is_whole(items, &tell.set);
+        let whole = |next: &Notification| is_whole(items, &next.set);
         for (who, worker) in &mut self.workers {
             // The newest that is whole stands for those before it, unless every
             // one is to come.
@@ -343,18 +346,18 @@ impl Plan {
             if newest && let Some(at) = worker.pending.iter().rposition(whole) {
                 worker.pending.drain(..at);
             }
-            while let Some(tell) = worker.pending.pop_front_if(|tell| whole(tell)) {
+            while let Some(next) = worker.pending.pop_front_if(|next| whole(next)) {
                 worker.missed = false;
-                effects.push(worker.put_on(*who, tell));
+                effects.push(worker.put_on(*who, next));
             }
-            let answer = worker.answer.take_if(|(_, tell)| whole(tell));
-            if let Some((question, tell)) = answer {
-                worker.answered.clone_from(&tell.set);
+            let answer = worker.answer.take_if(|(_, next)| whole(next));
+            if let Some((question, next)) = answer {
+                worker.answered.clone_from(&next.set);
                 effects.push(Effect::Answer {
                     who: *who,
                     question,
-                    sequence: tell.sequence,
-                    set: tell.set,
+                    sequence: next.sequence,
+                    set: next.set,
                 });
             }
         }
@@ -447,13 +450,13 @@ impl Plan {
     fn sets(&self) -> Vec<&[Item]> {
         let (mut sets, mut others) = (Vec::new(), Vec::new());
         for worker in self.workers.values() {
-            others.extend(worker.answer.iter().map(|(_, tell)| tell));
+            others.extend(worker.answer.iter().map(|(_, next)| next));
             match worker.delivery {
                 Delivery::Every { .. } => sets.extend(worker.pending.front()),
                 Delivery::Newest | Delivery::Asked => others.extend(worker.pending.front()),
             }
         }
-        others.sort_by_key(|tell| (!is_begun(&self.items, &tell.set), tell.sequence));
+        others.sort_by_key(|next| (!is_begun(&self.items, &next.set), next.sequence));
         let missing = |set: &[Item]| -> Vec<Item> {
             let missing = set.iter().filter(|item| !self.is_whole(item));
             missing.copied().collect()
@@ -461,18 +464,18 @@ impl Plan {
         let firsts = self.firsts.iter().flat_map(|set| missing(set));
         let mut coming: BTreeMap<usize, Version> =
             firsts.map(|item| (item.model, item.version)).collect();
-        for tell in others {
-            let missing = missing(&tell.set);
+        for next in others {
+            let missing = missing(&next.set);
             let comes = |item: &Item| coming.get(&item.model).copied();
             let comes_other = |item| comes(item).is_some_and(|comes| comes != item.version);
             if !missing.iter().any(comes_other) {
                 coming.extend(missing.iter().map(|item| (item.model, item.version)));
-                sets.push(tell);
+                sets.push(next);
             }
         }
-        sets.sort_by_key(|tell| tell.sequence);
+        sets.sort_by_key(|next| next.sequence);
         let firsts = self.firsts.iter().map(Vec::as_slice);
-        let sets = sets.into_iter().map(|tell| &tell.set[..]);
+        let sets = sets.into_iter().map(|next| &next.set[..]);
         firsts.chain(sets).collect()
     }
 
@@ -480,10 +483,10 @@ impl Plan {
     fn needed(&self) -> BTreeSet<Item> {
         let workers = self.workers.values();
         let items = workers.flat_map(|worker| {
-            let answer = worker.answer.iter().map(|(_, tell)| tell);
+            let answer = worker.answer.iter().map(|(_, next)| next);
             let tells = answer.chain(&worker.pending);
-            let coming = tells.flat_map(|tell| &tell.set);
-            coming.chain(&worker.told).chain(&worker.answered)
+            let coming = tells.flat_map(|next| &next.set);
+            coming.chain(&worker.notified).chain(&worker.answered)
         });
         let firsts = self.firsts.iter().flatten();
         items
@@ -506,7 +509,7 @@ impl Plan {
         }
         self.drop_firsts(|item| item.model == model);
         for worker in self.workers.values_mut() {
-            worker.told.retain(|item| item.model != model);
+            worker.notified.retain(|item| item.model != model);
             worker.answered.retain(|item| item.model != model);
         }
     }
@@ -524,8 +527,8 @@ impl Plan {
     fn give_up(&mut self, item: Item, effects: &mut Vec<Effect>) {
         self.firsts.retain(|set| !set.contains(&item));
         for worker in self.workers.values_mut() {
-            worker.pending.retain(|tell| !tell.set.contains(&item));
-            worker.answer.take_if(|(_, tell)| tell.set.contains(&item));
+            worker.pending.retain(|next| !next.set.contains(&item));
+            worker.answer.take_if(|(_, next)| next.set.contains(&item));
         }
         if let Some(count) = self.wanted.remove(&item) {
             *self.refused.entry(item).or_default() += count;
@@ -541,8 +544,8 @@ impl Worker {
             pending: VecDeque::new(),
             answer: None,
             withdrawn: 0,
-            told: Vec::new(),
-            told_at: 0,
+            notified: Vec::new(),
+            notified_at: 0,
             answered: Vec::new(),
             missed: false,
             newest: 0,
@@ -551,19 +554,19 @@ impl Worker {
 
     /// Whether this is older than what came for it, and newer than what it was told: it
     /// may begin with that if it is here, and goes on to the newer one.
-    fn may_begin_with(&self, tell: &Tell) -> bool {
+    fn may_begin_with(&self, next: &Notification) -> bool {
         let newest = !matches!(self.delivery, Delivery::Every { .. });
-        newest && self.told_at < tell.sequence && tell.sequence < self.newest
+        newest && self.notified_at < next.sequence && next.sequence < self.newest
     }
 
     /// It is to be told this. `comes` says of a set whether it is finished in any case,
     /// and whether it has begun to come.
-    fn tell(&mut self, tell: Tell, comes: impl Fn(&Tell) -> (bool, bool)) {
+    fn enqueue(&mut self, next: Notification, comes: impl Fn(&Notification) -> (bool, bool)) {
         // It may be said again after a link broke.
-        if tell.sequence <= self.newest {
+        if next.sequence <= self.newest {
             return;
         }
-        self.newest = tell.sequence;
+        self.newest = next.sequence;
         if !matches!(self.delivery, Delivery::Every { .. })
             && let Some(front) = self.pending.front()
         {
@@ -576,16 +579,20 @@ impl Worker {
                 self.missed = true;
             }
         }
-        self.pending.push_back(tell);
+        self.pending.push_back(next);
     }
 
     /// Its mailbox is put on a set.
-    fn put_on(&mut self, who: Seated, Tell { sequence, set }: Tell) -> Effect {
+    fn put_on(
+        &mut self,
+        who: WorkerInstance,
+        Notification { sequence, set }: Notification,
+    ) -> Effect {
         // An older one that is still on its way comes too late.
-        self.pending.retain(|tell| tell.sequence > sequence);
-        self.told.clone_from(&set);
-        self.told_at = sequence;
-        Effect::Tell { who, sequence, set }
+        self.pending.retain(|next| next.sequence > sequence);
+        self.notified.clone_from(&set);
+        self.notified_at = sequence;
+        Effect::Notify { who, sequence, set }
     }
 }
 

@@ -11,7 +11,7 @@ use weightsync_core::{Epoch, Run};
 use weightsync_engine::{InitInfo, Result};
 use weightsync_mem::Ending;
 
-use super::{Agent, AgentOptions, Place, StartError, Stopper};
+use super::{Agent, AgentAddress, AgentOptions, StartError, Stopper};
 use crate::access::{Access, Token};
 use crate::error::{NetError, transport};
 use crate::wire::hello::HelloError;
@@ -67,7 +67,7 @@ struct StopState {
 /// What a relay has to say.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum RelayNews {
+pub enum RelayEvent {
     /// The sender was not joined, and why; each kind of reason is said once until it is.
     Looking {
         /// Where it is looked for.
@@ -88,7 +88,7 @@ pub enum RelayNews {
     Died,
 }
 
-impl fmt::Display for RelayNews {
+impl fmt::Display for RelayEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Looking { address, reason } => {
@@ -161,9 +161,9 @@ impl Relay {
     /// again would not help: a wrong token or another program at an address where its
     /// sender was never found, another relay on this host, an address that is
     /// not to be used as links are.
-    pub fn run(&self, mut tell: impl FnMut(RelayNews)) -> Result<()> {
+    pub fn run(&self, mut notify: impl FnMut(RelayEvent)) -> Result<()> {
         let mut seen = Epoch::default();
-        let (mut failures, mut told) = (0, Vec::new());
+        let (mut failures, mut reported) = (0, Vec::new());
         let access = self.access()?;
         let goes_on = || !self.stop.state().stopped;
         while goes_on() {
@@ -173,20 +173,20 @@ impl Relay {
                 secret: self.secret,
                 seen,
                 connections: self.connections,
-                place: Place::Host,
+                address: AgentAddress::Host,
                 serves: true,
                 access: access.clone(),
                 nearer: Vec::new(),
             };
             let (kind, reason) = match Agent::start(options, ATTEMPT.into(), goes_on) {
                 Ok(agent) => {
-                    (failures, told) = (0, Vec::new());
+                    (failures, reported) = (0, Vec::new());
                     seen = agent.run.epoch;
                     let (run, serves) = (agent.run, agent.serves);
-                    tell(RelayNews::Joined { run, serves });
+                    notify(RelayEvent::Joined { run, serves });
                     match self.serve(agent) {
-                        Ending::Closed => tell(RelayNews::Closed),
-                        Ending::Died => tell(RelayNews::Died),
+                        Ending::Closed => notify(RelayEvent::Closed),
+                        Ending::Died => notify(RelayEvent::Died),
                         Ending::Moved => {}
                     }
                     continue;
@@ -194,10 +194,10 @@ impl Relay {
                 Err(_) if !goes_on() => break,
                 Err(error) => self.passing(error, seen)?,
             };
-            if !told.contains(&kind) {
-                told.push(kind);
+            if !reported.contains(&kind) {
+                reported.push(kind);
                 let address = self.address.clone();
-                tell(RelayNews::Looking { address, reason });
+                notify(RelayEvent::Looking { address, reason });
             }
             self.stop
                 .wait((super::backoff(failures) * 2).min(LONGEST_PAUSE));

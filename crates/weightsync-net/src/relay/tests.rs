@@ -8,7 +8,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use weightsync_core::{Dtype, Layout};
 use weightsync_engine::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
 
-use super::local::{Whose, names};
+use super::local::{Owner, names};
 use super::*;
 use crate::error::NetError;
 use crate::link::listen::accept_all;
@@ -38,12 +38,12 @@ pub(crate) fn relay(info: &InitInfo) -> (RelayStop, thread::JoinHandle<()>) {
     let stop = relay.stopper();
     let (joined, has_joined) = std::sync::mpsc::channel();
     let running = thread::spawn(move || {
-        let tell = move |news| {
-            if matches!(news, RelayNews::Joined { .. }) {
+        let notify = move |event| {
+            if matches!(event, RelayEvent::Joined { .. }) {
                 let _ = joined.send(());
             }
         };
-        relay.run(tell).unwrap();
+        relay.run(notify).unwrap();
     });
     has_joined.recv_timeout(LONG).unwrap();
     (stop, running)
@@ -64,8 +64,8 @@ fn net_error(error: &Error) -> (&NetError, Remedy) {
 fn no_name_tells_another() {
     let secret = [5; 16];
     let mut all = BTreeSet::new();
-    for whose in [Whose::Sender, Whose::Host] {
-        for name in names(&secret, "10.0.0.1:7070", whose) {
+    for owner in [Owner::Sender, Owner::Host] {
+        for name in names(&secret, "10.0.0.1:7070", owner) {
             let digest = name.strip_prefix("weightsync/net/").unwrap();
             let is_hex = digest.bytes().all(|byte| byte.is_ascii_hexdigit());
             assert!(is_hex && digest.len() == 32, "{name}");
@@ -81,7 +81,7 @@ fn names_that_others_keep_hold_up_no_relay() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let mut kept = Vec::new();
-    for name in &names(at.secret(), at.address(), Whose::Host)[..7] {
+    for name in &names(at.secret(), at.address(), Owner::Host)[..7] {
         let kind = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let socket = rustix::net::socket(kind.0, kind.1, None).unwrap();
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
@@ -127,7 +127,7 @@ fn status_request_gets_the_reason_for_no_answer() {
         secret: *at.secret(),
         seen: Epoch::default(),
         connections: 1,
-        place: Place::Own(format!("weightsync/test/asked/{}", std::process::id())),
+        address: AgentAddress::Own(format!("weightsync/test/asked/{}", std::process::id())),
         serves: true,
         access: Access::default(),
         nearer: Vec::new(),
@@ -143,10 +143,10 @@ fn status_request_gets_the_reason_for_no_answer() {
 
 /// A sender that tells each relay that joins of a parent; what it was told after that.
 async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
-    let (told, mut said) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
+    let (events, mut messages) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
     let take = move |socket, _, _| {
-        let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &told, |what| what);
-        link.say(&FromRoot::Welcome {
+        let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &events, |what| what);
+        link.send(&FromRoot::Welcome {
             run: Run {
                 epoch: Epoch(1),
                 id: [7; 16],
@@ -161,9 +161,9 @@ async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
         let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap();
         let (layout, note) = (layout.encode(), Vec::new());
         for message in model_messages(0, &layout, &note).unwrap() {
-            link.say(&message);
+            link.send(&message);
         }
-        link.say(&FromRoot::Parent {
+        link.send(&FromRoot::Parent {
             agent: 9,
             address: Some("192.0.2.1:9".into()),
         });
@@ -174,7 +174,7 @@ async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
         });
     };
     tokio::spawn(accept_all(listener, key, || false, take));
-    while let Some(what) = said.recv().await {
+    while let Some(what) = messages.recv().await {
         match what.unwrap() {
             ToRoot::Agent { .. } | ToRoot::Ping => {}
             message => return message,
@@ -193,18 +193,18 @@ fn an_agent_fetches_only_where_it_may() {
         secret: [5; 16],
         seen: Epoch::default(),
         connections: 1,
-        place: Place::Own(format!("weightsync/test/led/{}", std::process::id())),
+        address: AgentAddress::Own(format!("weightsync/test/led/{}", std::process::id())),
         serves: false,
         access: Access::default(),
         nearer: Vec::new(),
     };
-    let said = runtime.spawn(misleads(listener, Key::new(&options.secret)));
+    let messages = runtime.spawn(misleads(listener, Key::new(&options.secret)));
     let _agent = Agent::start(options, LONG.into(), || true).unwrap();
-    let said = runtime.block_on(async { tokio::time::timeout(LONG, said).await });
-    let said = said.expect("it says something").unwrap();
+    let messages = runtime.block_on(async { tokio::time::timeout(LONG, messages).await });
+    let messages = messages.expect("it says something").unwrap();
     assert!(
-        matches!(said, ToRoot::ParentLost { parent: 9, .. }),
-        "{said:?}"
+        matches!(messages, ToRoot::ParentLost { parent: 9, .. }),
+        "{messages:?}"
     );
 }
 
@@ -216,15 +216,15 @@ fn nothing_is_fetched_that_can_be_read_on_this_host() {
     let options = AgentOptions {
         root: at.address().into(),
         secret: *at.secret(),
-        place: Place::Own(own.clone()),
-        nearer: names(at.secret(), at.address(), Whose::Sender),
+        address: AgentAddress::Own(own.clone()),
+        nearer: names(at.secret(), at.address(), Owner::Sender),
         ..joining("")
     };
     let ended = Agent::start(options.clone(), LONG.into(), || true).unwrap_err();
     assert!(matches!(ended, StartError::Nearer), "{ended:?}");
     assert!(!weightsync_mem::is_served(&own).unwrap());
     // The sender goes on; where nobody is at a name, there is no other way.
-    let nearer = names(at.secret(), at.address(), Whose::Host);
+    let nearer = names(at.secret(), at.address(), Owner::Host);
     let agent = Agent::start(AgentOptions { nearer, ..options }, LONG.into(), || true);
     assert!(agent.is_ok(), "{agent:?}");
 }
@@ -256,7 +256,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
 
 /// What a sender that is none hears of who comes.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Heard {
+pub(crate) enum Seen {
     Came,
     Left,
 }
@@ -269,36 +269,36 @@ pub(crate) fn drones(
 ) -> (
     tokio::runtime::Runtime,
     String,
-    std::sync::mpsc::Receiver<Heard>,
+    std::sync::mpsc::Receiver<Seen>,
 ) {
     let runtime = runtime("test").unwrap();
     let listener = runtime.block_on(tokio::net::TcpListener::bind(at)).unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let (hears, heard) = std::sync::mpsc::channel();
+    let (sees, seen) = std::sync::mpsc::channel();
     let take = move |socket, _, _| {
-        let (told, mut said) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
-        let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &told, |what| what);
+        let (events, mut messages) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
+        let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &events, |what| what);
         for word in &first {
-            link.say(word);
+            link.send(word);
         }
-        let hears = hears.clone();
-        let _ = hears.send(Heard::Came);
+        let sees = sees.clone();
+        let _ = sees.send(Seen::Came);
         tokio::spawn(async move {
             loop {
                 tokio::select! {
-                    what = said.recv() => if !matches!(what, Some(Ok(_))) {
-                        let _ = hears.send(Heard::Left);
+                    what = messages.recv() => if !matches!(what, Some(Ok(_))) {
+                        let _ = sees.send(Seen::Left);
                         return;
                     },
                     () = tokio::time::sleep(Duration::from_millis(20)) => {
-                        link.say(&FromRoot::Part { bytes: vec![0] });
+                        link.send(&FromRoot::Part { bytes: vec![0] });
                     }
                 }
             }
         });
     };
     runtime.spawn(accept_all(listener, Key::new(secret), || false, take));
-    (runtime, address, heard)
+    (runtime, address, seen)
 }
 
 /// The beginning of a welcome to which there is no end.
@@ -330,7 +330,7 @@ fn joining(root: &str) -> AgentOptions {
         secret: [5; 16],
         seen: Epoch::default(),
         connections: 1,
-        place: Place::Own(format!("weightsync/test/joins/{}", std::process::id())),
+        address: AgentAddress::Own(format!("weightsync/test/joins/{}", std::process::id())),
         serves: false,
         access: Access::default(),
         nearer: Vec::new(),
@@ -339,10 +339,10 @@ fn joining(root: &str) -> AgentOptions {
 
 #[test]
 fn join_ends_at_its_deadline_and_when_cancelled() {
-    let (_runtime, root, heard) = drones("127.0.0.1:0", &[5; 16], long_welcome());
+    let (_runtime, root, seen) = drones("127.0.0.1:0", &[5; 16], long_welcome());
     let came_and_left = || {
-        for expected in [Heard::Came, Heard::Left] {
-            assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
+        for expected in [Seen::Came, Seen::Left] {
+            assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     };
     let begun = Instant::now();
@@ -360,11 +360,11 @@ fn join_ends_at_its_deadline_and_when_cancelled() {
 #[test]
 fn a_relay_that_joins_stops_at_once() {
     let token = crate::Token::new("sixteen bytes or more").unwrap();
-    let (_runtime, root, heard) = drones("127.0.0.1:0", &token.secret(), long_welcome());
+    let (_runtime, root, seen) = drones("127.0.0.1:0", &token.secret(), long_welcome());
     let relay = Relay::with_token(root, &token);
     let stop = relay.stopper();
-    let running = thread::spawn(move || relay.run(|news| panic!("{news}")));
-    assert_eq!(heard.recv_timeout(LONG).unwrap(), Heard::Came);
+    let running = thread::spawn(move || relay.run(|event| panic!("{event}")));
+    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Came);
     let begun = Instant::now();
     stop.stop();
     running.join().unwrap().unwrap();
@@ -377,21 +377,21 @@ fn joined_relay_outlasts_an_impostor_at_the_address() {
     let at = info.endpoint();
     let relay = Relay::of(&info);
     let stop = relay.stopper();
-    let (tells, told) = std::sync::mpsc::channel();
+    let (sends, events) = std::sync::mpsc::channel();
     let running = thread::spawn(move || {
-        relay.run(|news| {
-            let _ = tells.send(news);
+        relay.run(|event| {
+            let _ = sends.send(event);
         })
     });
-    let next = || told.recv_timeout(LONG).expect("it goes on");
-    assert!(matches!(next(), RelayNews::Joined { .. }));
+    let next = || events.recv_timeout(LONG).expect("it goes on");
+    assert!(matches!(next(), RelayEvent::Joined { .. }));
     sender.shutdown();
     let (_runtime, ..) = drones(at.address(), &[9; 16], Vec::new());
     loop {
         match next() {
-            RelayNews::Looking { reason, .. } if reason.contains("refused the token") => break,
-            RelayNews::Looking { .. } | RelayNews::Closed => {}
-            news => panic!("{news}"),
+            RelayEvent::Looking { reason, .. } if reason.contains("refused the token") => break,
+            RelayEvent::Looking { .. } | RelayEvent::Closed => {}
+            event => panic!("{event}"),
         }
     }
     stop.stop();
@@ -402,22 +402,22 @@ fn joined_relay_outlasts_an_impostor_at_the_address() {
 #[test]
 fn relay_searches_for_its_sender_after_any_failure() {
     let token = crate::Token::new("sixteen bytes or more").unwrap();
-    let (_runtime, root, heard) = drones("127.0.0.1:0", &token.secret(), Vec::new());
+    let (_runtime, root, seen) = drones("127.0.0.1:0", &token.secret(), Vec::new());
     let relay = Relay::with_token(root, &token);
     let stop = relay.stopper();
     let running = thread::spawn(move || {
-        let mut told = Vec::new();
-        let ran = relay.run(|news| told.push(news.to_string()));
-        (told, ran)
+        let mut events = Vec::new();
+        let ran = relay.run(|event| events.push(event.to_string()));
+        (events, ran)
     });
     for _ in 0..3 {
-        for expected in [Heard::Came, Heard::Left] {
-            assert_eq!(heard.recv_timeout(LONG).unwrap(), expected);
+        for expected in [Seen::Came, Seen::Left] {
+            assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     }
     stop.stop();
-    let (told, ran) = running.join().unwrap();
+    let (events, ran) = running.join().unwrap();
     ran.unwrap();
-    assert_eq!(told.len(), 1, "once: {told:#?}");
-    assert!(told[0].contains("invalid message"), "{told:#?}");
+    assert_eq!(events.len(), 1, "once: {events:#?}");
+    assert!(events[0].contains("invalid message"), "{events:#?}");
 }

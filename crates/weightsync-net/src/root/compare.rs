@@ -1,4 +1,4 @@
-//! What was published is compared with what came before it, for those who have that.
+//! Compares each published version with the one before it, for agents that hold that one.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -122,17 +122,17 @@ impl Comparing {
             (_, None) => Rate::Unknown,
         };
         let (store, threads, own) = (self.store.clone(), self.threads.clone(), delta.clone());
-        let kept = Kept {
+        let pair = ComparedPair {
             base,
             new,
-            _let_go: LetGo(own.clone(), store.clone()),
+            _release: ReleaseGuard(own.clone(), store.clone()),
         };
         let work = move || {
-            let told = || store.notify();
-            let versions = (&kept.base, &kept.new);
-            own.make(versions, rate, told, || threads.is_stopped());
+            let changed = || store.notify();
+            let versions = (&pair.base, &pair.new);
+            own.make(versions, rate, changed, || threads.is_stopped());
             store.deltas().trim(item.model);
-            drop(kept);
+            drop(pair);
         };
         if let Err(error) = self.threads.spawn("weightsync-delta", work) {
             tracing::warn!("{item:?} is sent whole, because no thread can be started: {error}");
@@ -143,17 +143,17 @@ impl Comparing {
 }
 
 /// Two versions that are compared, and last that they are released: in every case.
-struct Kept {
+struct ComparedPair {
     base: Snapshot,
     new: Snapshot,
-    _let_go: LetGo,
+    _release: ReleaseGuard,
 }
 
-struct LetGo(Arc<Delta>, Arc<Store>);
+struct ReleaseGuard(Arc<Delta>, Arc<Store>);
 
-impl Drop for LetGo {
+impl Drop for ReleaseGuard {
     fn drop(&mut self) {
-        self.0.let_go();
+        self.0.release();
         self.1.notify();
     }
 }

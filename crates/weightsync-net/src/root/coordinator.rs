@@ -1,8 +1,8 @@
-//! What a sender knows of the agents of other hosts and of their workers, and what
-//! it tells them.
+//! The sender's coordinator: it knows the agents of other hosts and their workers, and sends
+//! each what its workers are to run.
 //!
-//! One task has all of it: it takes one event after the other and never waits for
-//! any agent.
+//! One task owns all of this state. It takes one event after the other and never waits for an
+//! agent.
 
 mod holdings;
 pub(super) mod scrubbing;
@@ -26,10 +26,10 @@ use weightsync_mem::{Models, RemoteReaderOptions, RemoteReaders, Snapshot};
 
 use self::holdings::Holdings;
 use self::workers::{Asks, Worker};
-use super::membership::{LinkLoss, Membership, Parted, Process, Waiter};
+use super::membership::{AgentDeparture, LinkLoss, Membership, Process, Waiter};
 use super::recent::Recent;
 use super::scrub::{Round, Scrubs};
-use super::topology::{AgentId, Assigned, Place, Topology};
+use super::topology::{AgentId, Assigned, Endpoint, Topology};
 use crate::bulk::{Store, Threads};
 use crate::link::log_limiter::{self, LogLimiter};
 use crate::link::{Link, LinkEnd};
@@ -47,7 +47,7 @@ pub(crate) enum Event {
     /// An agent has connected.
     Connected { socket: TcpStream, from: SocketAddr },
     /// An agent has said something, or its link has ended.
-    Heard {
+    Message {
         agent: AgentId,
         what: Result<ToRoot, LinkEnd>,
     },
@@ -70,12 +70,12 @@ pub(crate) enum Event {
 
 /// Which workers there may be something new for.
 #[derive(Debug, Default)]
-pub(crate) struct News {
+pub(crate) struct Changes {
     workers: Mutex<BTreeSet<WorkerId>>,
     bell: Notify,
 }
 
-impl News {
+impl Changes {
     /// There may be something new for this worker.
     pub(crate) fn ring(&self, worker: WorkerId) {
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -110,7 +110,7 @@ pub(crate) struct Settings {
 pub(crate) struct Coordinator {
     settings: Settings,
     remote_readers: RemoteReaders,
-    news: Arc<News>,
+    changes: Arc<Changes>,
     events: mpsc::Sender<Event>,
     topology: Topology,
     /// How many agents there are, for who lets them in.
@@ -151,7 +151,7 @@ impl Coordinator {
     pub(crate) fn new(
         settings: Settings,
         remote_readers: RemoteReaders,
-        news: Arc<News>,
+        changes: Arc<Changes>,
         events: mpsc::Sender<Event>,
         count: Arc<AtomicUsize>,
     ) -> Self {
@@ -159,7 +159,7 @@ impl Coordinator {
             topology: Topology::new(settings.arity),
             settings,
             remote_readers,
-            news,
+            changes,
             events,
             count,
             agents: BTreeMap::new(),
@@ -179,7 +179,7 @@ impl Coordinator {
     /// what it was told of, but not for long.
     pub(crate) async fn run(mut self, mut events: mpsc::Receiver<Event>) {
         let mut stops: Option<Instant> = None;
-        let news = self.news.clone();
+        let changes = self.changes.clone();
         loop {
             if stops.is_some() && self.agents.is_empty() {
                 return;
@@ -193,9 +193,9 @@ impl Coordinator {
                     Some(Event::Stop) => {
                         stops = Some(Instant::now() + LINGER);
                         // What was published before is told before.
-                        self.tell(news.take());
+                        self.notify(changes.take());
                         for agent in self.agents.values() {
-                            agent.link.say(&FromRoot::Goodbye);
+                            agent.link.send(&FromRoot::Goodbye);
                         }
                     }
                     // It has said goodbye to everybody: a client that comes now learns it from
@@ -204,14 +204,14 @@ impl Coordinator {
                     Some(event) => self.handle(event),
                     None => return,
                 },
-                () = news.bell.notified() => self.tell(news.take()),
+                () = changes.bell.notified() => self.notify(changes.take()),
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     let now = Instant::now();
                     if stops.is_some_and(|at| now >= at) {
                         return;
                     }
-                    for (worker, going) in self.membership.late(self.now()) {
-                        worker.remote_reader.leave(going);
+                    for (worker, departure) in self.membership.late(self.now()) {
+                        worker.remote_reader.leave(departure);
                     }
                     let assigned = self.topology.again(self.now());
                     self.assign(&assigned);
@@ -225,8 +225,8 @@ impl Coordinator {
             Event::Connected { socket, from } => {
                 self.last_agent += 1;
                 let agent = self.last_agent;
-                let heard = move |what| Event::Heard { agent, what };
-                let link = Link::start(socket, &self.events, heard);
+                let on_event = move |what| Event::Message { agent, what };
+                let link = Link::start(socket, &self.events, on_event);
                 let known = Agent {
                     link,
                     from,
@@ -237,8 +237,8 @@ impl Coordinator {
                 self.agents.insert(agent, known);
                 self.count.store(self.agents.len(), Ordering::Relaxed);
             }
-            Event::Heard { agent, what } => match what {
-                Ok(message) => self.hear(agent, message),
+            Event::Message { agent, what } => match what {
+                Ok(message) => self.on_message(agent, message),
                 Err(end) => self.ended(agent, &end),
             },
             Event::Status(answer) => {
@@ -252,7 +252,7 @@ impl Coordinator {
         }
     }
 
-    fn hear(&mut self, agent: AgentId, message: ToRoot) {
+    fn on_message(&mut self, agent: AgentId, message: ToRoot) {
         let Some(known) = self.agents.get_mut(&agent) else {
             return;
         };
@@ -280,7 +280,7 @@ impl Coordinator {
                     self.turn_away(agent, &refused);
                     return;
                 }
-                let place = bulk.map(|port| Place {
+                let endpoint = bulk.map(|port| Endpoint {
                     address: SocketAddr::new(known.from.ip(), port),
                     host,
                 });
@@ -303,9 +303,9 @@ impl Coordinator {
                     max_slots: self.settings.max_slots,
                     pid: std::process::id(),
                 };
-                known.link.say(&welcome);
-                known.link.say_frames(self.settings.descriptions.clone());
-                let assigned = self.topology.join(agent, place);
+                known.link.send(&welcome);
+                known.link.send_frames(self.settings.descriptions.clone());
+                let assigned = self.topology.join(agent, endpoint);
                 self.assign(&assigned);
             }
             ToRoot::Join {
@@ -348,8 +348,8 @@ impl Coordinator {
                 instance,
                 reason,
             } => {
-                if let Some(seat) = self.membership.heard(agent, worker, instance) {
-                    seat.remote_reader.refuse(None, reason);
+                if let Some(admit) = self.membership.member_at(agent, worker, instance) {
+                    admit.remote_reader.refuse(None, reason);
                 }
             }
             ToRoot::Ask {
@@ -359,8 +359,8 @@ impl Coordinator {
                 want,
             } => self.ask(agent, (worker, instance), question, want),
             ToRoot::Withdraw { worker, instance } => {
-                if let Some(seat) = self.membership.heard(agent, worker, instance) {
-                    seat.remote_reader.withdraw();
+                if let Some(admit) = self.membership.member_at(agent, worker, instance) {
+                    admit.remote_reader.withdraw();
                 }
             }
             ToRoot::Holds { have, dropped } => {
@@ -416,21 +416,21 @@ impl Coordinator {
                 agent: one.parent,
                 address: one.address.map(|address| address.to_string()),
             };
-            self.say(one.agent, &parent);
+            self.send(one.agent, &parent);
         }
     }
 
     /// Says something to an agent. That of one that does not keep up is not said, and
     /// its link ends by that.
-    fn say(&self, agent: AgentId, message: &FromRoot) {
+    fn send(&self, agent: AgentId, message: &FromRoot) {
         if let Some(known) = self.agents.get(&agent) {
-            known.link.say(message);
+            known.link.send(message);
         }
     }
 
     /// Has an agent go that may not stay, once it has been told why.
     fn turn_away(&mut self, agent: AgentId, why: &FromRoot) {
-        self.say(agent, why);
+        self.send(agent, why);
         if let Some(gone) = self.part(agent, LinkLoss::Silent, "it was refused") {
             while self.ending.try_join_next().is_some() {}
             self.ending.spawn(gone.link.finish());
@@ -494,9 +494,9 @@ impl Coordinator {
         self.forget_fresh(agent);
         let how = if gone.leaves { LinkLoss::Left } else { how };
         let process = gone.known.as_ref().map(|known| known.process);
-        let Parted { over, back } = self.membership.part(agent, process, how, self.now());
-        for (worker, going) in over {
-            worker.remote_reader.leave(going);
+        let AgentDeparture { over, back } = self.membership.part(agent, process, how, self.now());
+        for (worker, departure) in over {
+            worker.remote_reader.leave(departure);
         }
         if let Some(known) = &gone.known {
             tracing::info!(
@@ -510,7 +510,7 @@ impl Coordinator {
         for worker in back {
             self.is_back(worker);
         }
-        self.seat_again();
+        self.retry_waiting();
         Some(gone)
     }
 }

@@ -1,14 +1,14 @@
-//! Which workers of other hosts a sender knows, and by which agent each is reached.
+//! The workers of other hosts that a sender knows, and the agent that reaches each.
 //!
-//! **Guarantee.** Plain values in, plain values out; times are since any one moment.
-//! A worker has one membership at most, and keeps it for as long as it is the same life of
-//! it: by whichever agent it is reached, and for [`GRACE`] by none. What an agent
-//! says of a worker that is reached by another is not heard. The next life of a
-//! worker waits until it is known whether the one that has the membership is there still:
-//! until something is heard of the agent that reaches it, or that is gone.
+//! **Guarantee.** The input and the output are plain values; times count from any one moment. A
+//! worker has at most one membership. One life of a worker keeps its membership, whichever
+//! agent reaches it, and for [`GRACE`] when no agent does. A report from an agent that does not
+//! reach the worker is ignored. The next life of a worker waits until it is known whether the
+//! earlier life is still there: until the agent that reaches the earlier one sends something,
+//! or is gone.
 //!
-//! A worker that is its own agent, and whose connection was closed, has most likely
-//! died; it has [`BACK`] to show that it has not.
+//! A worker that is its own agent and whose connection was closed has most likely died. It has
+//! [`BACK`] to show that it has not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -112,7 +112,7 @@ pub(crate) enum LeaveOutcome<'a, T> {
 
 /// What becomes of the workers of an agent that is gone.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Parted<T> {
+pub(crate) struct AgentDeparture<T> {
     /// Those that have no membership any more.
     pub(crate) over: Vec<(T, Departure)>,
     /// Those that are reached by the agent at which they have been all the time.
@@ -214,7 +214,7 @@ impl<T, W> Membership<T, W> {
     }
 
     /// This life of a worker, if it is reached by this agent.
-    pub(crate) fn heard(
+    pub(crate) fn member_at(
         &mut self,
         agent: AgentId,
         worker: WorkerId,
@@ -277,7 +277,7 @@ impl<T, W> Membership<T, W> {
         process: Option<Process>,
         how: LinkLoss,
         now: Duration,
-    ) -> Parted<T> {
+    ) -> AgentDeparture<T> {
         let (mut over, mut back) = (Vec::new(), Vec::new());
         self.waiting.retain(|_, waiter| waiter.agent != agent);
         for (worker, member) in &mut self.membership {
@@ -306,9 +306,9 @@ impl<T, W> Membership<T, W> {
             self.until.insert((until.0, *worker));
         }
         let over = over.into_iter();
-        let over = over.filter_map(|(worker, going)| Some((self.take(worker)?, going)));
+        let over = over.filter_map(|(worker, departure)| Some((self.take(worker)?, departure)));
         let over = over.collect();
-        Parted { over, back }
+        AgentDeparture { over, back }
     }
 
     /// When somebody is given up next.

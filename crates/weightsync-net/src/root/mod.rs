@@ -1,5 +1,5 @@
-//! The sender's end of the network: it listens, tells agents what their workers are
-//! to run, and serves the first of them.
+//! The sender's end of the network: it listens, tells agents what their workers are to run, and
+//! serves the first agents.
 
 mod compare;
 mod coordinator;
@@ -22,7 +22,7 @@ use weightsync_engine::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus
 use weightsync_mem::{Listener, Origin, RemoteReaders};
 
 use self::compare::{Compared, Comparing};
-use self::coordinator::{Coordinator, Event, News, Settings};
+use self::coordinator::{Changes, Coordinator, Event, Settings};
 use crate::access::Key;
 use crate::bulk::{Find, Served, Serving, Store, Threads};
 use crate::link;
@@ -191,7 +191,7 @@ impl Server {
             store: store.clone(),
             threads: children.clone(),
         };
-        let (events, heard) = mpsc::channel(EVENTS);
+        let (events, on_event) = mpsc::channel(EVENTS);
         let comparing = Comparing {
             events: events.clone(),
             remote_readers: remote_readers.clone(),
@@ -202,7 +202,7 @@ impl Server {
         };
         let count = settings.served.clone();
         // What children want is not asked for anywhere: a sender has it or not.
-        let tell = move |served| {
+        let notify = move |served| {
             if let Served::Sent { bytes } = served {
                 count.fetch_add(bytes, Ordering::Relaxed);
             }
@@ -216,12 +216,12 @@ impl Server {
                 (run, opening.models.len()),
                 store.clone(),
                 children.clone(),
-                tell,
+                notify,
             ),
             remote_readers,
             agents: agents.clone(),
         };
-        let news = Arc::new(News::default());
+        let changes = Arc::new(Changes::default());
         let runtime =
             runtime("weightsync-link").map_err(os("starting the sender's network threads"))?;
         listener
@@ -236,8 +236,8 @@ impl Server {
                 let (remote_readers, agents) =
                     (listening.remote_readers.clone(), listening.agents.clone());
                 let accepting = tokio::spawn(listening.accept(listener));
-                Coordinator::new(settings, remote_readers, news, own, agents)
-                    .run(heard)
+                Coordinator::new(settings, remote_readers, changes, own, agents)
+                    .run(on_event)
                     .await;
                 accepting.abort();
             });

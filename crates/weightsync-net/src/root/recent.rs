@@ -1,9 +1,9 @@
-//! What a worker may begin with: sets that were sent to all workers, some of which its
-//! agent may have when the worker comes.
+//! The sets with which a new worker may begin: sets for all workers, of which its agent may
+//! hold some when the worker joins.
 //!
-//! **Guarantee.** Plain values in, plain values out. A worker is offered a set that was
-//! meant for every worker, that is older than what is meant for it now, and of which its
-//! agent has every version; and only if what is meant for it now is what is meant for all.
+//! **Guarantee.** The input and the output are plain values. A worker is offered an older set
+//! only under three conditions: the set was for every worker; the agent holds each of its
+//! versions; and the worker's current set is the one for all workers.
 
 use std::collections::{BTreeMap, VecDeque};
 

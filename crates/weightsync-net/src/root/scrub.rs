@@ -1,7 +1,8 @@
-//! Which bytes are compared with what was published, and what that comes to.
+//! Decides which bytes are compared with the published ones, and keeps the results.
 //!
-//! **Guarantee.** Plain values in, plain values out. Whatever is [asked for](Scrubs::ask) comes
-//! to one [`Checked`]: once both digests are there, or it is known that one will not be.
+//! **Guarantee.** The input and the output are plain values. Every [question](Scrubs::ask)
+//! leads to one [`Checked`]: once both digests are there, or once it is known that one of them
+//! will not come.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -107,18 +108,18 @@ impl Scrubs {
     }
 
     /// An agent says what it has; without being asked, that is nothing.
-    pub(super) fn said(
+    pub(super) fn digest_received(
         &mut self,
         item: Item,
         agent: AgentId,
         digest: Option<Digest>,
     ) -> Option<Checked> {
-        let said = self.asked.get_mut(&(item, agent))?;
+        let known = self.asked.get_mut(&(item, agent))?;
         let verdict = match (self.expected.get(&item), digest) {
             (_, None) => Verdict::Replaced,
             (Some(expected), Some(got)) => compare(*expected, got),
             (None, got) => {
-                *said = got;
+                *known = got;
                 return None;
             }
         };
@@ -139,8 +140,8 @@ impl Scrubs {
             self.expected.insert(item, expected);
         }
         let all = self.asked.range((item, OWN)..=(item, AgentId::MAX));
-        let known = all.filter_map(|(&(_, agent), said)| {
-            let verdict = match (then.or(now), *said) {
+        let known = all.filter_map(|(&(_, agent), found)| {
+            let verdict = match (then.or(now), *found) {
                 (None, _) => Verdict::Replaced,
                 (Some(_), _) if agent == OWN => match (then, now) {
                     (Some(then), Some(now)) => compare(then, now),
@@ -218,14 +219,14 @@ impl<A> Round<A> {
     }
 
     /// Notes what it waited for.
-    pub(super) fn note(&mut self, checked: &Checked, tell: impl FnOnce() -> Check) {
+    pub(super) fn note(&mut self, checked: &Checked, note: impl FnOnce() -> Check) {
         if !self.waits.remove(&(checked.item, checked.agent)) {
             return;
         }
         match checked.verdict {
             Verdict::Same => self.same += 1,
             Verdict::Unknown => {}
-            _ => self.others.push(tell()),
+            _ => self.others.push(note()),
         }
     }
 }

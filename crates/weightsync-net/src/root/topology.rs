@@ -1,20 +1,19 @@
-//! Who fetches from whom.
+//! Decides which agent fetches from which.
 //!
-//! **Guarantee.** Plain values in, plain values out. Agents stand in an order; the
-//! first `arity` of them fetch from the sender, the others from agents before them:
-//! by arity 1 a chain. There is never a circle, and one whose parent is gone is given
-//! another at once. An agent that does not serve (a worker's own) fetches from the
-//! sender, next to the others, and has nobody below it.
+//! **Guarantee.** The input and the output are plain values. Agents stand in an order. The
+//! first `arity` of them fetch from the sender, the others from agents before them; with arity
+//! 1 they form a chain. There is never a circle. An agent whose parent is gone gets another
+//! parent at once. An agent that does not serve (a worker's own) fetches from the sender, next
+//! to the others, and has no children.
 //!
-//! What happens to one costs no more the more there are, unless it moves others: one
-//! that comes, goes or changes its speed so that somebody has another parent by it.
+//! The cost of an event does not grow with the number of agents, unless the event moves others:
+//! an agent that joins, leaves or changes its speed so that another agent gets a new parent.
 //!
-//! A slow link slows down everybody behind it, so agents whose link has been
-//! measured as much slower than that of others go to the end, where nobody is
-//! behind them. What comes through a slow one says nothing of the one behind it. So an
-//! agent that looks no faster than its parent, where that is not fast, is put first once:
-//! then the sender itself finds out how fast it is. It is put first again if it then looks
-//! much slower behind another.
+//! A slow link slows down everybody behind it. So an agent whose link is measured as much
+//! slower than the others goes to the end, where nobody is behind it. A measurement behind a
+//! slow agent says nothing about the agent itself. So an agent that looks no faster than its
+//! slow parent is put first once; then the sender measures it. It is put first again if it
+//! later looks much slower behind another parent.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -65,14 +64,14 @@ type Rank = (u64, AgentId);
 
 /// Where an agent serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct Endpoint {
     /// As the sender sees it.
     pub(crate) address: SocketAddr,
     /// The same for every process of one host.
     pub(crate) host: [u8; 16],
 }
 
-impl Place {
+impl Endpoint {
     /// Whether that is where another host finds it: an address of the loopback is of
     /// whichever host asks there.
     fn is_found_by(&self, host: [u8; 16]) -> bool {
@@ -83,7 +82,7 @@ impl Place {
 #[derive(Debug)]
 struct Agent {
     /// Where it serves, if it does.
-    place: Option<Place>,
+    endpoint: Option<Endpoint>,
     /// Bytes a second by which it could take what was there for it, and from whom it
     /// did so last.
     speed: Option<(f64, AgentId)>,
@@ -154,16 +153,16 @@ impl Topology {
     }
 
     /// An agent has come; it goes to the end.
-    pub(crate) fn join(&mut self, agent: AgentId, place: Option<Place>) -> Vec<Assigned> {
+    pub(crate) fn join(&mut self, agent: AgentId, endpoint: Option<Endpoint>) -> Vec<Assigned> {
         let fresh = Agent {
-            place,
+            endpoint,
             speed: None,
             parent: None,
             by_sender: false,
             failed: BTreeMap::new(),
         };
         self.agents.insert(agent, fresh);
-        if place.is_none() {
+        if endpoint.is_none() {
             return self.beside(agent);
         }
         self.order.push(agent);
@@ -176,8 +175,8 @@ impl Topology {
     /// others, where it takes nobody's place.
     fn beside(&mut self, agent: AgentId) -> Vec<Assigned> {
         let one = self.agents.get_mut(&agent);
-        let untold = one.filter(|one| one.parent != Some(0));
-        let told = untold.map(|one| {
+        let unannounced = one.filter(|one| one.parent != Some(0));
+        let told = unannounced.map(|one| {
             one.parent = Some(0);
             Assigned {
                 agent,
@@ -195,7 +194,7 @@ impl Topology {
         if let Some((speed, _)) = gone.as_ref().and_then(|gone| gone.speed) {
             self.beside.remove(&(speed.to_bits(), agent));
         }
-        let Some(gone) = gone.filter(|gone| gone.place.is_some()) else {
+        let Some(gone) = gone.filter(|gone| gone.endpoint.is_some()) else {
             return Vec::new();
         };
         self.rank(agent, gone.speed, None);
@@ -234,7 +233,7 @@ impl Topology {
         {
             // Asked for again, even if it is the same.
             one.parent = None;
-            if one.place.is_none() {
+            if one.endpoint.is_none() {
                 return self.beside(agent);
             }
             if parent != 0 {
@@ -314,7 +313,7 @@ impl Topology {
         }
         let now = Some((speed, parent));
         let before = std::mem::replace(&mut one.speed, now);
-        if one.place.is_none() {
+        if one.endpoint.is_none() {
             if let Some((before, _)) = before {
                 self.beside.remove(&(before.to_bits(), agent));
             }
@@ -368,7 +367,7 @@ impl Topology {
     pub(crate) fn parents(&self) -> impl Iterator<Item = (AgentId, Option<AgentId>)> {
         let order = self.order.iter();
         let serve = order.filter_map(|agent| self.agents.get_key_value(agent));
-        let beside = self.agents.iter().filter(|(_, one)| one.place.is_none());
+        let beside = self.agents.iter().filter(|(_, one)| one.endpoint.is_none());
         serve.chain(beside).map(|(agent, one)| (*agent, one.parent))
     }
 
@@ -381,7 +380,7 @@ impl Topology {
     /// Whether others may fetch from an agent.
     pub(crate) fn serves(&self, agent: AgentId) -> bool {
         let one = self.agents.get(&agent);
-        one.is_some_and(|one| one.place.is_some())
+        one.is_some_and(|one| one.endpoint.is_some())
     }
 
     /// How fast the link to an agent was measured to be, in bytes a second.
@@ -476,14 +475,14 @@ impl Topology {
     fn assign(&mut self) -> Vec<Assigned> {
         let mut assigned = Vec::new();
         // Who serves, in order, with how many it has below it and where it is.
-        let mut serving: Vec<(AgentId, usize, Option<Place>)> = vec![(0, 0, None)];
+        let mut serving: Vec<(AgentId, usize, Option<Endpoint>)> = vec![(0, 0, None)];
         // How many of the first have no room.
         let mut full = 0;
         for agent in &self.order {
             let Some(one) = self.agents.get_mut(agent) else {
                 continue;
             };
-            let Some(own) = one.place else { continue };
+            let Some(own) = one.endpoint else { continue };
             while serving
                 .get(full)
                 .is_some_and(|(_, below, _)| *below >= self.arity)
@@ -491,26 +490,26 @@ impl Topology {
                 full += 1;
             }
             // The first with room: by arity 1 the one before.
-            let fits = |(parent, below, place): &&mut (AgentId, usize, Option<Place>)| {
+            let fits = |(parent, below, endpoint): &&mut (AgentId, usize, Option<Endpoint>)| {
                 *below < self.arity
                     && !one.avoids(*parent)
-                    && place.is_none_or(|place| place.is_found_by(own.host))
+                    && endpoint.is_none_or(|endpoint| endpoint.is_found_by(own.host))
             };
-            let (parent, place) = match serving[full..].iter_mut().find(fits) {
-                Some((parent, below, place)) => {
+            let (parent, endpoint) = match serving[full..].iter_mut().find(fits) {
+                Some((parent, below, endpoint)) => {
                     *below += 1;
-                    (*parent, *place)
+                    (*parent, *endpoint)
                 }
                 // Nobody else is left.
                 None => (0, None),
             };
-            serving.push((*agent, 0, one.place));
+            serving.push((*agent, 0, one.endpoint));
             if one.parent != Some(parent) {
                 one.parent = Some(parent);
                 assigned.push(Assigned {
                     agent: *agent,
                     parent,
-                    address: place.map(|place| place.address),
+                    address: endpoint.map(|endpoint| endpoint.address),
                 });
             }
         }

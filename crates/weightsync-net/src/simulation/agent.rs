@@ -1,9 +1,9 @@
-//! An agent: what it knows, and what it hears, as the engine does it.
+//! A simulated agent: its state, and how it handles messages, as in the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use weightsync_core::WorkerId;
-use weightsync_mem::{Delivery, Seated};
+use weightsync_mem::{Delivery, WorkerInstance};
 
 use super::clock::MS;
 use super::network::Node;
@@ -35,9 +35,9 @@ pub(super) struct Agent {
     /// What the sender is told once it is time, and how many of those there were.
     pub(super) complain: Option<AgentId>,
     pub(super) complaints: u64,
-    workers: BTreeMap<WorkerId, (Seated, Delivery)>,
+    workers: BTreeMap<WorkerId, (WorkerInstance, Delivery)>,
     /// Workers that the sender was asked about, by ticket.
-    joining: BTreeMap<u64, (Seated, Delivery)>,
+    joining: BTreeMap<u64, (WorkerInstance, Delivery)>,
     tickets: u64,
 }
 
@@ -117,7 +117,7 @@ impl World {
         let holds = agent.whole.iter().copied().collect();
         // One that is its only worker's process is that process.
         let pid = if own { 1000 + life as u32 } else { 1 };
-        self.say(
+        self.send(
             node,
             ToRoot::Agent {
                 name: String::new(),
@@ -132,7 +132,7 @@ impl World {
     }
 
     /// A worker attaches.
-    pub(super) fn ask_in(&mut self, node: Node, who: Seated, delivery: Delivery) {
+    pub(super) fn ask_in(&mut self, node: Node, who: WorkerInstance, delivery: Delivery) {
         let Some(agent) = self.hosts[node].agent.as_mut() else {
             return;
         };
@@ -141,17 +141,17 @@ impl World {
         agent.joining.insert(ticket, (who, delivery));
         // Before the welcome it is told of with the others.
         if agent.link.is_some() {
-            self.say_join(node, ticket, who, delivery);
+            self.send_join(node, ticket, who, delivery);
         }
     }
 
-    fn say_join(&mut self, node: Node, ticket: u64, who: Seated, delivery: Delivery) {
+    fn send_join(&mut self, node: Node, ticket: u64, who: WorkerInstance, delivery: Delivery) {
         let agent = self.agent_of(node);
         let pid = match agent.own {
             true => 1000 + agent.life as u32,
             false => 2000 + who.instance as u32,
         };
-        self.say(
+        self.send(
             node,
             ToRoot::Join {
                 ticket,
@@ -167,7 +167,7 @@ impl World {
     }
 
     /// The sender has said something.
-    pub(super) fn heard(&mut self, node: Node, message: FromRoot) {
+    pub(super) fn on_root_message(&mut self, node: Node, message: FromRoot) {
         let agent = self.agent_of(node);
         match message {
             FromRoot::Welcome { .. } => self.come_back(node),
@@ -195,17 +195,17 @@ impl World {
                 workers,
             } => {
                 let known = workers.iter().filter_map(|one| agent.workers.get(one));
-                let told = known.map(|(who, _)| Input::Told {
+                let inputs = known.map(|(who, _)| Input::Notified {
                     who: *who,
                     sequence,
                     set: set.clone(),
                 });
-                let told = told.collect();
-                self.step(node, told);
+                let inputs = inputs.collect();
+                self.step(node, inputs);
             }
             FromRoot::Parent { agent, address } => {
                 let address = address.map(|one| one.parse().expect("an address"));
-                self.follow(node, sender::place(agent, address));
+                self.follow(node, sender::parent(agent, address));
             }
             _ => {}
         }
@@ -223,10 +223,10 @@ impl World {
         }
         let joining = self.agent_of(node).joining.clone();
         for (ticket, (who, delivery)) in joining {
-            self.say_join(node, ticket, who, delivery);
+            self.send_join(node, ticket, who, delivery);
         }
         for (who, _) in self.workers_of(node) {
-            self.say_progress(node, who);
+            self.send_progress(node, who);
         }
         let agent = self.agent_of(node);
         if agent.complain.is_some() {
@@ -235,7 +235,7 @@ impl World {
         }
     }
 
-    pub(super) fn say_progress(&mut self, node: Node, who: Seated) {
+    pub(super) fn send_progress(&mut self, node: Node, who: WorkerInstance) {
         let taken = self.hosts[node].taken(who);
         let progress = WorkerProgress {
             worker: who.worker,
@@ -247,11 +247,11 @@ impl World {
             refused: None,
         };
         let workers = vec![progress];
-        self.say(node, ToRoot::Progress { workers });
+        self.send(node, ToRoot::Progress { workers });
     }
 
     /// A worker is gone.
-    pub(super) fn worker_left(&mut self, node: Node, who: Seated, died: bool) {
+    pub(super) fn worker_left(&mut self, node: Node, who: WorkerInstance, died: bool) {
         let Some(agent) = self.hosts[node].agent.as_mut() else {
             return;
         };
@@ -260,7 +260,7 @@ impl World {
         if known.is_some_and(|(one, _)| *one == who) {
             agent.workers.remove(&who.worker);
         }
-        self.say(
+        self.send(
             node,
             ToRoot::Gone {
                 worker: who.worker,

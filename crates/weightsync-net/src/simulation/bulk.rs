@@ -1,9 +1,9 @@
-//! Transfers: chunk after chunk, each passed on as soon as it has come, over one
-//! connection each.
+//! Transfers: chunk after chunk over one connection each, and each chunk is passed on as soon
+//! as it has arrived.
 
 use super::agent::{Fetching, Parent, ROOT};
 use super::clock::{MS, SECOND, Time};
-use super::network::{Health, Network, Node, Way};
+use super::network::{Arrival, Health, Network, Node};
 use super::perform::FetchEnd;
 use super::{Event, World};
 use crate::bulk::Came;
@@ -43,7 +43,7 @@ pub(super) struct Transfer {
     pub(super) found: bool,
     pub(super) revoked: bool,
     /// A chunk is on its way.
-    pub(super) sending: Option<Way>,
+    pub(super) sending: Option<Arrival>,
     /// What has come is held up: a chunk, or the word that there is none.
     pub(super) held: bool,
     pub(super) gone: bool,
@@ -61,8 +61,8 @@ impl Transfer {
         if std::mem::take(&mut self.coming) {
             network.gauge(self.child, self.parent.agent).end();
         }
-        if let Some(way) = self.sending {
-            network.take_back(self.child.0, way);
+        if let Some(arrival) = self.sending {
+            network.take_back(self.child.0, arrival);
         }
     }
 }
@@ -83,7 +83,7 @@ impl World {
             instead: sender,
         };
         let before = agent.fetching.insert(item, fetching);
-        assert!(before.is_none(), "{item:?} is on its way to {child:?}");
+        assert!(before.is_none(), "{item:?} is on its arrival to {child:?}");
         let instead = sender && agent.parent != Some(ROOT);
         let next = agent.coming[&item];
         let before = self.network.gauge(child, parent.agent).came();
@@ -117,7 +117,7 @@ impl World {
             self.clock.after(pause, Event::Broken { number });
         }
         let latency = self.network.latency;
-        match self.network.way(child.0, parent.node) {
+        match self.network.health(child.0, parent.node) {
             (Health::Good, _) => self.clock.after(2 * latency, Event::Asked { number }),
             (Health::Cut, _) => self.clock.after(latency, Event::Broken { number }),
             (Health::Silent, _) => self.clock.after(SUSPECT, Event::Broken { number }),
@@ -136,13 +136,13 @@ impl World {
             return;
         };
         let (parent, item) = (transfer.parent, transfer.item);
-        let way = self.network.way(transfer.child.0, parent.node).0;
-        if way == Health::Silent {
+        let arrival = self.network.health(transfer.child.0, parent.node).0;
+        if arrival == Health::Silent {
             self.clock.after(SUSPECT, Event::Broken { number });
             return;
         }
         let listens = parent.node == 0 || self.agent(parent.node, parent.life).is_some();
-        if !listens || way == Health::Cut {
+        if !listens || arrival == Health::Cut {
             self.clock.after(latency, Event::Broken { number });
             return;
         }
@@ -198,11 +198,12 @@ impl World {
         };
         transfer.found = true;
         if next < there {
-            let way = self.network.send(parent.node, to, bytes, now);
-            transfer.sending = Some(way);
-            let begins = way.whole - way.busy;
+            let arrival = self.network.send(parent.node, to, bytes, now);
+            transfer.sending = Some(arrival);
+            let begins = arrival.whole - arrival.busy;
             self.clock.after(begins - now, Event::Begins { number });
-            self.clock.after(way.whole - now, Event::Chunk { number });
+            self.clock
+                .after(arrival.whole - now, Event::Chunk { number });
             if parent.node == 0 {
                 let beyond = transfer.instead || transfer.late;
                 self.note_served((item, to), bytes, beyond);
@@ -377,7 +378,8 @@ impl World {
     /// It has been silent since then.
     pub(super) fn doubt(&mut self, number: u64, since: Time) {
         if let Some(transfer) = self.transfers.get(&number)
-            && self.network.way(transfer.child.0, transfer.parent.node) == (Health::Silent, since)
+            && self.network.health(transfer.child.0, transfer.parent.node)
+                == (Health::Silent, since)
         {
             self.broken(number);
         }

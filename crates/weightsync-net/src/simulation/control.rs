@@ -1,5 +1,5 @@
-//! Links between agents and the sender: what is said arrives in order, or not at
-//! all; a silent one is given up.
+//! Links between agents and the sender: messages arrive in order or not at all, and a silent
+//! link is given up.
 
 use super::clock::{MS, Time};
 use super::network::{Health, Node};
@@ -21,11 +21,11 @@ pub(super) struct Control {
     pub(super) agent_open: bool,
     pub(super) root_open: bool,
     /// What was said while nothing got through.
-    held: Vec<Word>,
+    held: Vec<Envelope>,
 }
 
 #[derive(Debug)]
-pub(super) enum Word {
+pub(super) enum Envelope {
     ToRoot(ToRoot),
     ToAgent(FromRoot),
 }
@@ -42,7 +42,7 @@ impl World {
         }
         let pause = crate::relay::backoff(agent.dials).as_micros() as Time;
         agent.dials += 1;
-        match self.network.way(node, 0).0 {
+        match self.network.health(node, 0).0 {
             Health::Good => {
                 let link = self.connected(node);
                 let control = Control {
@@ -66,45 +66,47 @@ impl World {
     }
 
     /// An agent says something to the sender.
-    pub(super) fn say(&mut self, node: Node, message: ToRoot) {
+    pub(super) fn send(&mut self, node: Node, message: ToRoot) {
         let latency = self.network.latency;
         let link = self.hosts[node].agent.as_ref().and_then(|one| one.link);
         if let Some(link) = link {
-            let word = Word::ToRoot(message);
-            self.clock.after(latency, Event::Said { link, word });
+            let envelope = Envelope::ToRoot(message);
+            self.clock
+                .after(latency, Event::Delivered { link, envelope });
         }
     }
 
     /// The sender says something to an agent.
-    pub(super) fn say_to(&mut self, link: AgentId, message: FromRoot) {
+    pub(super) fn send_to(&mut self, link: AgentId, message: FromRoot) {
         let latency = self.network.latency;
         if self.controls.get(&link).is_some_and(|one| one.root_open) {
-            let word = Word::ToAgent(message);
-            self.clock.after(latency, Event::Said { link, word });
+            let envelope = Envelope::ToAgent(message);
+            self.clock
+                .after(latency, Event::Delivered { link, envelope });
         }
     }
 
     /// What was said arrives, if anything does.
-    pub(super) fn said(&mut self, link: AgentId, word: Word) {
+    pub(super) fn delivered(&mut self, link: AgentId, envelope: Envelope) {
         let Some(control) = self.controls.get_mut(&link) else {
             return;
         };
         let good = self.network.is_good(control.node, 0);
         if !good || !control.held.is_empty() {
-            control.held.push(word);
+            control.held.push(envelope);
             return;
         }
-        self.arrives(link, word);
+        self.arrives(link, envelope);
     }
 
-    fn arrives(&mut self, link: AgentId, word: Word) {
+    fn arrives(&mut self, link: AgentId, envelope: Envelope) {
         let Some(control) = self.controls.get(&link) else {
             return;
         };
         let node = control.node;
-        match word {
-            Word::ToRoot(message) if control.root_open => self.hear(link, message),
-            Word::ToAgent(message) if control.agent_open => self.heard(node, message),
+        match envelope {
+            Envelope::ToRoot(message) if control.root_open => self.on_agent_message(link, message),
+            Envelope::ToAgent(message) if control.agent_open => self.on_root_message(node, message),
             _ => {}
         }
     }
@@ -117,8 +119,8 @@ impl World {
         if !self.network.is_good(control.node, 0) {
             return;
         }
-        for word in std::mem::take(&mut control.held) {
-            self.arrives(link, word);
+        for envelope in std::mem::take(&mut control.held) {
+            self.arrives(link, envelope);
         }
     }
 
@@ -201,7 +203,7 @@ impl World {
         let Some(control) = self.controls.get(&link) else {
             return;
         };
-        if self.network.way(control.node, 0) == (Health::Silent, since) {
+        if self.network.health(control.node, 0) == (Health::Silent, since) {
             self.link_ended(link, at_root, LinkLoss::Silent);
         }
     }
@@ -211,7 +213,7 @@ impl World {
         let links = self.controls.iter().filter(|(_, one)| of(one.node));
         let links: Vec<(AgentId, Node)> = links.map(|(link, one)| (*link, one.node)).collect();
         for (link, node) in links {
-            let (health, since) = self.network.way(node, 0);
+            let (health, since) = self.network.health(node, 0);
             let latency = self.network.latency;
             match health {
                 Health::Cut => {

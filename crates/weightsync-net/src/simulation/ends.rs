@@ -1,4 +1,4 @@
-//! What ends transfers: versions that are served no more, links, and agents that die.
+//! Everything that ends transfers: revoked versions, broken links, and agents that die.
 
 use weightsync_core::Version;
 
@@ -67,7 +67,7 @@ impl World {
             let Some(transfer) = self.transfers.get_mut(&number) else {
                 continue;
             };
-            match self.network.way(transfer.child.0, transfer.parent.node) {
+            match self.network.health(transfer.child.0, transfer.parent.node) {
                 (Health::Cut, _) => {
                     let event = match transfer.child_open {
                         true => Event::Broken { number },

@@ -1,18 +1,18 @@
 //! A sender, its agents and their workers, in virtual time.
 //!
-//! What is real: the decisions, [`Plan`](crate::relay::plan::Plan),
+//! These parts are real: the decisions ([`Plan`](crate::relay::plan::Plan),
 //! [`Topology`](crate::root::topology::Topology) and
-//! [`Membership`](crate::root::membership::Membership), and the messages of control links. What is
-//! played next to them: what the engine of an agent and the coordinator of a sender do around
-//! these decisions; the sender's mailboxes and queues; machines that have one agent each
-//! and up to three workers; links that have a rate and a latency, that are cut, fall
-//! silent, and come back; transfers in chunks that are passed on as they come.
+//! [`Membership`](crate::root::membership::Membership)) and the messages of control links.
+//! These parts are simulated: the code around the decisions in an agent's engine and in the
+//! sender's coordinator; the sender's mailboxes and queues; machines with one agent and up to
+//! three workers each; links with a rate and a latency that are cut, fall silent, and come
+//! back; and transfers in chunks that are passed on as they arrive.
 //!
-//! What is not simulated: TCP (a chunk takes its bytes by the slower end's rate, and
-//! what is given to a machine's link goes out, and comes in, in order; a slow receiver
-//! holds up nobody else), several connections of one fetch, the machine itself (memory, slots,
-//! threads, clocks that differ), handshakes and their limits, bytes that are wrong,
-//! questions of workers, a sender that dies, several agents on one machine.
+//! These parts are absent: TCP (a chunk takes its bytes at the slower end's rate; a machine's
+//! link sends and receives in order; a slow receiver holds up nobody else); several connections
+//! of one fetch; the machine itself (memory, slots, threads, clocks that differ); handshakes
+//! and their limits; wrong bytes; questions of workers; a sender that dies; and several agents
+//! on one machine.
 
 mod agent;
 mod bulk;
@@ -27,12 +27,12 @@ mod sender;
 
 use std::collections::BTreeMap;
 
-use weightsync_mem::{Delivery, Seated};
+use weightsync_mem::{Delivery, WorkerInstance};
 
 use self::agent::Agent;
 use self::bulk::Transfer;
 use self::clock::{Clock, Dice, Time};
-use self::control::{Control, Word};
+use self::control::{Control, Envelope};
 use self::network::{Health, Network, Node};
 use self::rules::{Counts, Facts};
 use self::schedule::{Op, Options};
@@ -46,7 +46,7 @@ enum Event {
     /// An agent tries to reach the sender.
     Dial { node: Node, life: u64 },
     /// Something that was said arrives.
-    Said { link: AgentId, word: Word },
+    Delivered { link: AgentId, envelope: Envelope },
     /// What was held up arrives.
     Flush { link: AgentId },
     /// An end hears that a link has ended.
@@ -86,11 +86,11 @@ enum Event {
     /// A worker attaches to its machine's agent.
     Attach {
         node: Node,
-        who: Seated,
+        who: WorkerInstance,
         delivery: Delivery,
     },
     /// A worker has taken what it was told.
-    Taken { node: Node, who: Seated },
+    Taken { node: Node, who: WorkerInstance },
     /// Of the schedule.
     Op(Op),
 }
@@ -108,22 +108,22 @@ struct Host {
 }
 
 struct Worker {
-    who: Seated,
+    who: WorkerInstance,
     delivery: Delivery,
     alive: bool,
-    told: u64,
+    notified: u64,
     /// Which life of which machine's agent told it last.
     told_by: (Node, u64),
     taken: u64,
 }
 
 impl Host {
-    fn worker(&mut self, who: Seated) -> Option<&mut Worker> {
+    fn worker(&mut self, who: WorkerInstance) -> Option<&mut Worker> {
         let mut all = self.workers.iter_mut();
         all.find(|worker| worker.who == who && worker.alive)
     }
 
-    fn taken(&mut self, who: Seated) -> u64 {
+    fn taken(&mut self, who: WorkerInstance) -> u64 {
         self.worker(who).map_or(0, |worker| worker.taken)
     }
 }
@@ -147,7 +147,7 @@ impl World {
     fn handle(&mut self, event: Event) {
         match event {
             Event::Dial { node, life } => self.dial(node, life),
-            Event::Said { link, word } => self.said(link, word),
+            Event::Delivered { link, envelope } => self.delivered(link, envelope),
             Event::Flush { link } => self.flush(link),
             Event::LinkEnded { link, at_root } => self.link_ended(link, at_root, LinkLoss::HungUp),
             Event::Sign { link } => self.sign(link),
@@ -186,18 +186,18 @@ impl World {
         }
     }
 
-    fn workers_of(&self, node: Node) -> Vec<(Seated, Delivery)> {
+    fn workers_of(&self, node: Node) -> Vec<(WorkerInstance, Delivery)> {
         let alive = self.hosts[node].workers.iter().filter(|one| one.alive);
         alive.map(|one| (one.who, one.delivery)).collect()
     }
 
-    fn taken(&mut self, node: Node, who: Seated) {
+    fn taken(&mut self, node: Node, who: WorkerInstance) {
         let Some(worker) = self.hosts[node].worker(who) else {
             return;
         };
-        worker.taken = worker.told;
+        worker.taken = worker.notified;
         if self.hosts[node].agent.is_some() {
-            self.say_progress(node, who);
+            self.send_progress(node, who);
             self.step(node, vec![crate::relay::plan::Input::MayHaveRoom]);
         }
     }
@@ -210,7 +210,7 @@ impl World {
         let worker = &mut host.workers[index];
         worker.alive = true;
         worker.who.instance = instance;
-        worker.told = 0;
+        worker.notified = 0;
         worker.taken = 0;
         let (who, delivery) = (worker.who, worker.delivery);
         match host.agent {
@@ -238,7 +238,7 @@ impl World {
             return;
         };
         if in_order {
-            self.say(node, crate::wire::message::ToRoot::Goodbye);
+            self.send(node, crate::wire::message::ToRoot::Goodbye);
         }
         self.disturb();
         self.transfers_end(node, life);

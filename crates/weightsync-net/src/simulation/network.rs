@@ -1,5 +1,4 @@
-//! What lies between processes: how fast each end is, and whether anything gets
-//! through.
+//! The network between processes: the speed of each end, and whether anything gets through.
 
 use std::collections::BTreeMap;
 
@@ -71,7 +70,7 @@ impl Network {
     }
 
     /// How it stands between two, and since when.
-    pub(super) fn way(&self, one: Node, other: Node) -> (Health, Time) {
+    pub(super) fn health(&self, one: Node, other: Node) -> (Health, Time) {
         let between = self.between.get(&pair(one, other)).copied();
         let all = [
             self.ends[one].health,
@@ -85,7 +84,7 @@ impl Network {
     }
 
     pub(super) fn is_good(&self, one: Node, other: Node) -> bool {
-        self.way(one, other).0 == Health::Good
+        self.health(one, other).0 == Health::Good
     }
 
     /// From now on it stands like this with a machine's link.
@@ -110,7 +109,7 @@ impl Network {
 
     /// So much goes from one to the other, behind what is on its way out there, and
     /// in at the other.
-    pub(super) fn send(&mut self, from: Node, to: Node, bytes: u64, now: Time) -> Way {
+    pub(super) fn send(&mut self, from: Node, to: Node, bytes: u64, now: Time) -> Arrival {
         let slower = self.rate(from).min(self.rate(to));
         // A slow one takes its share only.
         let out = taken(bytes, self.rate(from));
@@ -126,7 +125,7 @@ impl Network {
         let whole = first + taken(bytes, slower);
         // Behind what goes elsewhere it comes slowly; behind what comes here too, late.
         let waits = if last == to { 0 } else { begun - now };
-        Way {
+        Arrival {
             comes,
             whole,
             busy: whole - first + waits,
@@ -134,9 +133,9 @@ impl Network {
     }
 
     /// What is on its way to one does not come any more, and nothing waits for it.
-    pub(super) fn take_back(&mut self, to: Node, way: Way) {
+    pub(super) fn take_back(&mut self, to: Node, arrival: Arrival) {
         let coming = &mut self.ends[to].coming;
-        if let Some(at) = coming.iter().position(|comes| *comes == way.comes) {
+        if let Some(at) = coming.iter().position(|comes| *comes == arrival.comes) {
             coming.swap_remove(at);
         }
     }
@@ -144,7 +143,7 @@ impl Network {
 
 /// When what was given to a link comes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Way {
+pub(super) struct Arrival {
     /// When the other's link is free again.
     comes: Time,
     /// All of it.

@@ -1,4 +1,4 @@
-//! An agent performs what its plan decides, and says what came of it.
+//! A simulated agent performs the decisions of its plan, and reports the outcome.
 
 use super::agent::{Parent, ROOT};
 use super::clock::{MS, Time};
@@ -34,11 +34,11 @@ impl World {
 
     fn perform(&mut self, node: Node, effect: Effect) -> Option<Input> {
         match effect {
-            Effect::Tell { who, sequence, set } => {
+            Effect::Notify { who, sequence, set } => {
                 let agent = self.agent_of(node);
                 let whole = set.iter().all(|item| agent.whole.contains(item));
                 assert!(whole, "{who:?} is told {set:?}, which is not whole");
-                self.told(node, who, sequence);
+                self.notified(node, who, sequence);
             }
             // Nobody asks here.
             Effect::Answer { .. } => {}
@@ -51,7 +51,7 @@ impl World {
                 let agent = self.agent_of(node);
                 agent.coming.remove(&item);
                 if agent.whole.remove(&item) {
-                    self.say_holds(node, Vec::new(), vec![item]);
+                    self.send_holds(node, Vec::new(), vec![item]);
                 }
                 self.revoke(node, item);
             }
@@ -93,7 +93,7 @@ impl World {
             FetchEnd::Whole { came } => {
                 agent.failures = 0;
                 agent.whole.insert(item);
-                self.say(
+                self.send(
                     node,
                     ToRoot::Received {
                         model: item.model as u8,
@@ -103,7 +103,7 @@ impl World {
                         micros: came.busy.as_micros() as Time,
                     },
                 );
-                self.say_holds(node, vec![item], Vec::new());
+                self.send_holds(node, vec![item], Vec::new());
                 self.step(node, vec![Input::Whole { item }]);
             }
             FetchEnd::NotThere => {
@@ -131,8 +131,8 @@ impl World {
         }
     }
 
-    fn say_holds(&mut self, node: Node, have: Vec<Item>, dropped: Vec<Item>) {
-        self.say(node, ToRoot::Holds { have, dropped });
+    fn send_holds(&mut self, node: Node, have: Vec<Item>, dropped: Vec<Item>) {
+        self.send(node, ToRoot::Holds { have, dropped });
     }
 
     /// Nothing comes from the parent any more; how many fetches that ends.
@@ -159,7 +159,7 @@ impl World {
         }
         if let Some(parent) = agent.complain.take() {
             let reason = String::new();
-            self.say(node, ToRoot::ParentLost { parent, reason });
+            self.send(node, ToRoot::ParentLost { parent, reason });
         }
     }
 }

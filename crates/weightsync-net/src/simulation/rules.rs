@@ -1,33 +1,32 @@
-//! What must be true on the way, and at the end.
+//! The rules that must hold during a simulation and at its end.
 //!
-//! * What a worker is told is whole where it is told, and its sequence numbers never
-//!   go back at one agent; one that takes every version is told all that its queue took,
-//!   in order.
-//! * **Two in a row.** A publication is *due* for a worker that wants the newest if
-//!   nothing happened (no fault, nobody that came or went, nobody that was given
-//!   another parent) from [`CALM`] before it until the next publication, and if that
-//!   came no earlier than the bytes of three whole sets take by the slowest link on
-//!   the worker's way from the sender, a chunk more for each agent on it, two seconds,
-//!   and what it takes to find out that a parent on it cannot be reached: three,
-//!   because each agent may first finish a version that was replaced.
-//!   Of two publications in a row that were due for it, a worker was told one.
-//! * **Nobody starves**, however fast sets are published: from each publication on a
-//!   worker that wants the newest is told a set, if nothing else happens from [`CALM`]
-//!   before it until then: in twice the time in which it would be due, and as long
-//!   again for each further child of the sender, which serves of what was replaced
-//!   only the oldest on, so that they take turns; and in three times that if others
-//!   take every version, as their old ones have their part of a slow link as well.
-//! * At the end every worker that lives is at the newest set that was meant for it.
-//! * What the sender itself served is no more than its publications, to as many as
-//!   were its children, which are the arity's number while nothing breaks; and two
-//!   whole sets for each time that an agent became its child, and what was not to be
-//!   had from a parent, old versions for those that take every one, and a chunk for
-//!   each fetch that broke off.
-//! * Agents with slow links, if they fetch anything, stand behind those with fast ones.
+//! * A worker is notified only of sets that are whole at its agent, and the sequence numbers
+//!   never go back at one agent. A worker that takes every version gets all that its queue
+//!   took, in order.
+//! * **Two in a row.** A publication is *due* for a worker that wants the newest under two
+//!   conditions. First, nothing else happened from [`CALM`] before it until the next
+//!   publication: no fault, no arrival, no departure, no new parent. Second, the next
+//!   publication came no earlier than the time for all of this on the slowest link of the
+//!   worker's path from the sender: the bytes of three whole sets, a chunk more for each agent
+//!   on the path, two seconds, and the time to find out that a parent on it cannot be reached.
+//!   Three sets, because each agent may first finish a version that was replaced. Of two due
+//!   publications in a row, the worker must get one.
+//! * **Nobody starves**, however fast sets are published. From each publication on, a worker
+//!   that wants the newest gets a set, if nothing else happens from [`CALM`] before it until
+//!   then. It gets the set in twice the time of the rule above, and as long again for each
+//!   further child of the sender: of replaced versions the sender serves only the oldest, so
+//!   its children take turns. If others take every version, the limit is three times that, as
+//!   their old versions take their share of a slow link.
+//! * At the end every living worker is at its newest set.
+//! * The sender itself serves no more than its publications, to as many agents as were its
+//!   children (the arity, while nothing breaks). In addition it may serve two whole sets for
+//!   each time that an agent became its child, versions that no parent had, old versions for
+//!   workers that take every one, and a chunk for each fetch that broke off.
+//! * Agents with slow links that fetch anything stand behind those with fast links.
 
 use std::collections::BTreeMap;
 
-use weightsync_mem::{Delivery, Seated};
+use weightsync_mem::{Delivery, WorkerInstance};
 
 use super::World;
 use super::bulk::{CHUNK, SUSPECT};
@@ -47,9 +46,9 @@ pub(super) struct Facts {
     disturbed: Vec<Time>,
     publications: Vec<Publication>,
     /// What each life of a worker was told.
-    pub(super) told: BTreeMap<Seated, Vec<u64>>,
+    pub(super) notified: BTreeMap<WorkerInstance, Vec<u64>>,
     /// And when.
-    pub(super) told_at: BTreeMap<Seated, Vec<Time>>,
+    pub(super) notified_at: BTreeMap<WorkerInstance, Vec<Time>>,
     /// Bytes that the sender may serve, by what has happened.
     allowed: u64,
     pub(super) served: u64,
@@ -64,7 +63,7 @@ struct Publication {
     /// So many times as long a worker may be told nothing.
     patience: u64,
     /// How long it may take to each worker that wants the newest.
-    needs: BTreeMap<Seated, Time>,
+    needs: BTreeMap<WorkerInstance, Time>,
 }
 
 /// What there was of it all.
@@ -76,7 +75,7 @@ pub(super) struct Counts {
     pub(super) broken: u64,
     pub(super) not_there: u64,
     pub(super) instead: u64,
-    pub(super) told: u64,
+    pub(super) notified: u64,
     pub(super) died: usize,
     pub(super) lost: usize,
     /// Workers that were not let in.
@@ -97,7 +96,7 @@ impl Counts {
         self.broken += other.broken;
         self.not_there += other.not_there;
         self.instead += other.instead;
-        self.told += other.told;
+        self.notified += other.notified;
         self.died += other.died;
         self.lost += other.lost;
         self.denied += other.denied;
@@ -118,7 +117,7 @@ impl World {
     pub(super) fn note_publication(&mut self, bytes: u64) {
         self.counts.publications += 1;
         let mut needs = BTreeMap::new();
-        let membership: Vec<_> = self.sender.membership.iter().map(|seat| seat.2).collect();
+        let membership: Vec<_> = self.sender.membership.iter().map(|admit| admit.2).collect();
         let agents: Vec<AgentId> = membership.into_iter().flatten().collect();
         for agent in agents {
             let need = self.time_for(agent);
@@ -152,19 +151,19 @@ impl World {
 
     /// How long a publication may take to an agent's workers.
     pub(super) fn time_for(&self, agent: AgentId) -> Time {
-        let way = self.sender.way(agent);
+        let path = self.sender.path(agent);
         let node = |agent: AgentId| self.sender.agents[&agent].node;
         let share =
             |agent: AgentId, node: Node| self.network.rate(node) / self.children(agent).max(1);
-        let rates = way.iter().map(|agent| share(*agent, node(*agent)));
+        let rates = path.iter().map(|agent| share(*agent, node(*agent)));
         let slowest = rates.chain([share(0, 0)]).min().unwrap_or(1);
         let set: u64 = self.sender.sizes.iter().sum();
-        let bytes = 3 * set + way.len() as u64 * CHUNK;
+        let bytes = 3 * set + path.len() as u64 * CHUNK;
         // Tried again now and then, and silent: so long it takes to find out, once the
         // version under way is not replaced any more.
         let mut before = 0;
         let mut silent = 0;
-        for one in way.into_iter().map(node) {
+        for one in path.into_iter().map(node) {
             silent += u64::from(!self.network.is_good(before, one));
             before = one;
         }
@@ -189,13 +188,13 @@ impl World {
     }
 
     /// A worker's mailbox is put on a set.
-    pub(super) fn told(&mut self, node: Node, who: Seated, sequence: u64) {
+    pub(super) fn notified(&mut self, node: Node, who: WorkerInstance, sequence: u64) {
         let by = (node, self.agent_of(node).life);
         let Some(worker) = self.hosts[node].worker(who) else {
             return;
         };
         let Worker {
-            told,
+            notified,
             told_by,
             delivery,
             ..
@@ -204,11 +203,11 @@ impl World {
         let before = std::mem::replace(told_by, by);
         if *delivery == Delivery::Newest && before == by {
             assert!(
-                sequence >= *told,
-                "{who:?} goes back from {told} to {sequence}"
+                sequence >= *notified,
+                "{who:?} goes back from {notified} to {sequence}"
             );
         }
-        let before = std::mem::replace(told, sequence.max(*told));
+        let before = std::mem::replace(notified, sequence.max(*notified));
         if sequence <= before {
             return;
         }
@@ -217,7 +216,7 @@ impl World {
         {
             let between = before + 1..sequence;
             let skipped: Vec<_> = remote_reader
-                .meant
+                .desired
                 .iter()
                 .filter(|one| between.contains(one))
                 .collect();
@@ -226,10 +225,10 @@ impl World {
                 "{who:?} was told {before}, then {sequence}, not {skipped:?}"
             );
         }
-        self.counts.told += 1;
-        self.facts.told.entry(who).or_default().push(sequence);
+        self.counts.notified += 1;
+        self.facts.notified.entry(who).or_default().push(sequence);
         let now = self.clock.now();
-        self.facts.told_at.entry(who).or_default().push(now);
+        self.facts.notified_at.entry(who).or_default().push(now);
         let pause = self.dice.span(MS, 50 * MS);
         self.clock.after(pause, Event::Taken { node, who });
     }
@@ -254,15 +253,15 @@ impl World {
     fn check_newest(&mut self) {
         for (node, host) in self.hosts.iter().enumerate().skip(1) {
             for worker in &host.workers {
-                let (who, told) = (worker.who, worker.told);
+                let (who, notified) = (worker.who, worker.notified);
                 assert!(worker.alive, "{who:?} of {node} is dead");
                 let delivery = worker.delivery;
                 let reached = self.sender.membership.reached(who.worker);
                 let (_, remote_reader) = reached.expect("the sender reaches it");
-                let newest = remote_reader.meant.last().copied();
-                assert_eq!(Some(told), newest, "{who:?} of {node} ({delivery:?})");
+                let newest = remote_reader.desired.last().copied();
+                assert_eq!(Some(notified), newest, "{who:?} of {node} ({delivery:?})");
                 if delivery == Delivery::Newest {
-                    assert_eq!(told, self.sender.sequence, "{who:?} of {node}");
+                    assert_eq!(notified, self.sender.sequence, "{who:?} of {node}");
                 }
             }
         }
@@ -282,12 +281,12 @@ impl World {
                     continue;
                 }
                 self.counts.stretches += 1;
-                let told = self.facts.told_at.get(who).into_iter().flatten();
-                let told: Vec<_> = told.collect();
-                let any = told.iter().any(|at| (from..=until).contains(*at));
+                let notified = self.facts.notified_at.get(who).into_iter().flatten();
+                let notified: Vec<_> = notified.collect();
+                let any = notified.iter().any(|at| (from..=until).contains(*at));
                 assert!(
                     any,
-                    "{who:?} was told nothing from {from} to {until}: {told:?}"
+                    "{who:?} was told nothing from {from} to {until}: {notified:?}"
                 );
             }
         }
@@ -311,11 +310,12 @@ impl World {
                     continue;
                 }
                 self.counts.pairs += 1;
-                let told = &self.facts.told[who];
-                let either = told.contains(&first.sequence) || told.contains(&second.sequence);
+                let notified = &self.facts.notified[who];
+                let either =
+                    notified.contains(&first.sequence) || notified.contains(&second.sequence);
                 assert!(
                     either,
-                    "{who:?} missed {} and the next: {told:?}",
+                    "{who:?} missed {} and the next: {notified:?}",
                     first.sequence
                 );
             }

@@ -1,9 +1,9 @@
-//! Random schedules: who is there when, what breaks, what is published.
+//! Random schedules: which machines are there when, what breaks, and what is published.
 
 use std::collections::BTreeMap;
 
 use weightsync_core::WorkerId;
-use weightsync_mem::{Delivery, Seated};
+use weightsync_mem::{Delivery, WorkerInstance};
 
 use super::bulk::CHUNK;
 use super::clock::{Clock, Dice, MS, SECOND, Time};
@@ -232,7 +232,7 @@ impl World {
         let own = self.dice.percent(25);
         let workers = if own { 1 } else { self.dice.below(4) };
         let workers = (0..workers as usize).map(|index| Worker {
-            who: Seated {
+            who: WorkerInstance {
                 worker: WorkerId((node * 10 + index) as u32),
                 instance: 0,
             },
@@ -243,7 +243,7 @@ impl World {
                 _ => Delivery::Newest,
             },
             alive: false,
-            told: 0,
+            notified: 0,
             told_by: (0, 0),
             taken: 0,
         });
@@ -360,7 +360,7 @@ impl World {
                 if self.hosts[node].workers.len() == index {
                     self.hosts[node].workers.push(plain_worker(node, index));
                 }
-                if self.hosts[node].workers[index].told == 0 {
+                if self.hosts[node].workers[index].notified == 0 {
                     self.end_worker(node, index, false);
                     self.start_worker(node, index);
                     self.clock.after(patience, Event::Op(op));
@@ -451,13 +451,13 @@ impl World {
 /// One that wants the newest.
 fn plain_worker(node: Node, index: usize) -> Worker {
     Worker {
-        who: Seated {
+        who: WorkerInstance {
             worker: WorkerId((node * 10 + index) as u32),
             instance: 0,
         },
         delivery: Delivery::Newest,
         alive: false,
-        told: 0,
+        notified: 0,
         told_by: (0, 0),
         taken: 0,
     }

@@ -1,5 +1,5 @@
-//! The sender: what it publishes, what it knows of agents and workers, what it tells
-//! them. As the coordinator does it, with the same decisions: [`Topology`] and [`Membership`].
+//! The simulated sender: its publications, its agents and workers, and its messages. It decides
+//! as the coordinator does, with the same [`Topology`] and [`Membership`].
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
@@ -14,10 +14,10 @@ use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
 use crate::root::membership::{
-    JoinOutcome, LeaveOutcome, LinkLoss, Membership, Parted, Process, Waiter,
+    AgentDeparture, JoinOutcome, LeaveOutcome, LinkLoss, Membership, Process, Waiter,
 };
 use crate::root::recent::Recent;
-use crate::root::topology::{AgentId, Assigned, Place, Topology};
+use crate::root::topology::{AgentId, Assigned, Endpoint, Topology};
 use crate::wire::message::{Delivery, FromRoot, ToRoot};
 
 pub(super) const RUN: Run = Run {
@@ -67,13 +67,13 @@ pub(super) struct RemoteReader {
     handed: usize,
     /// What waits for room in the queue.
     waiting: VecDeque<Notified>,
-    told: u64,
+    notified: u64,
     /// The sequence number of the last older set that it may begin with, and whether it
     /// has taken nothing yet.
     begins: u64,
     is_fresh: bool,
     /// All that was put in its queue since it has this seat.
-    pub(super) meant: Vec<u64>,
+    pub(super) desired: Vec<u64>,
 }
 
 impl Sender {
@@ -117,17 +117,17 @@ impl Sender {
     }
 
     /// The agents above one, from the first below the sender down to itself.
-    pub(super) fn way(&self, agent: AgentId) -> Vec<AgentId> {
+    pub(super) fn path(&self, agent: AgentId) -> Vec<AgentId> {
         let parents: BTreeMap<_, _> = self.topology.parents().collect();
-        let mut way = vec![agent];
+        let mut path = vec![agent];
         let mut at = agent;
         while let Some(Some(parent)) = parents.get(&at).filter(|parent| **parent != Some(0)) {
-            way.push(*parent);
+            path.push(*parent);
             at = *parent;
-            assert!(way.len() <= parents.len(), "a circle at {agent}");
+            assert!(path.len() <= parents.len(), "a circle at {agent}");
         }
-        way.reverse();
-        way
+        path.reverse();
+        path
     }
 }
 
@@ -138,41 +138,41 @@ impl RemoteReader {
             queue: VecDeque::new(),
             handed: 0,
             waiting: VecDeque::new(),
-            told: 0,
+            notified: 0,
             begins: 0,
             is_fresh: delivery == Delivery::Newest,
-            meant: Vec::new(),
+            desired: Vec::new(),
         }
     }
 
     /// It is reached by another way.
     fn start_over(&mut self) {
-        self.told = 0;
+        self.notified = 0;
         self.begins = 0;
         self.handed = 0;
     }
 
-    fn publish(&mut self, told: Notified) {
-        let sequence = told.0;
+    fn publish(&mut self, notified: Notified) {
+        let sequence = notified.0;
         let Delivery::Every { bound } = self.delivery else {
-            self.queue = VecDeque::from([told]);
-            self.meant = vec![sequence];
+            self.queue = VecDeque::from([notified]);
+            self.desired = vec![sequence];
             return;
         };
         let bound = usize::from(bound);
         if self.waiting.is_empty() && self.queue.len() < bound {
-            self.queue.push_back(told);
+            self.queue.push_back(notified);
         } else if self.waiting.len() < bound {
-            self.waiting.push_back(told);
+            self.waiting.push_back(notified);
         } else {
             // It does not get this one, and the report says so.
             return;
         }
-        self.meant.push(sequence);
+        self.desired.push(sequence);
     }
 
     /// What is new for it; or, of the newest, what there is.
-    fn news(&mut self) -> Vec<Notified> {
+    fn new_sets(&mut self) -> Vec<Notified> {
         let from = match self.delivery {
             Delivery::Every { .. } => self.handed,
             _ => 0,
@@ -191,9 +191,9 @@ impl RemoteReader {
             self.handed -= 1;
         }
         while self.queue.len() < bound.into()
-            && let Some(told) = self.waiting.pop_front()
+            && let Some(notified) = self.waiting.pop_front()
         {
-            self.queue.push_back(told);
+            self.queue.push_back(notified);
         }
     }
 }
@@ -212,16 +212,16 @@ impl World {
         }
         self.sender.sequence += 1;
         self.note_publication(bytes);
-        let told = (self.sender.sequence, self.sender.set());
+        let notified = (self.sender.sequence, self.sender.set());
         let workers: BTreeSet<WorkerId> =
-            self.sender.membership.iter().map(|seat| seat.0).collect();
+            self.sender.membership.iter().map(|admit| admit.0).collect();
         for (_, remote_reader) in self.sender.membership.iter_mut() {
-            remote_reader.publish(told.clone());
+            remote_reader.publish(notified.clone());
         }
-        self.tell(workers);
+        self.notify(workers);
     }
 
-    pub(super) fn hear(&mut self, agent: AgentId, message: ToRoot) {
+    pub(super) fn on_agent_message(&mut self, agent: AgentId, message: ToRoot) {
         let Some(known) = self.sender.agents.get_mut(&agent) else {
             return;
         };
@@ -235,11 +235,11 @@ impl World {
             } => {
                 known.holds = holds.into_iter().collect();
                 known.process = Some(Process { host, pid });
-                let bulk = bulk.map(|port| Place {
+                let bulk = bulk.map(|port| Endpoint {
                     address: address(known.node, port),
                     host,
                 });
-                self.say_to(agent, welcome(agent));
+                self.send_to(agent, welcome(agent));
                 let assigned = self.sender.topology.join(agent, bulk);
                 self.assign(&assigned);
             }
@@ -265,10 +265,10 @@ impl World {
                     let of = self
                         .sender
                         .membership
-                        .heard(agent, one.worker, one.instance);
+                        .member_at(agent, one.worker, one.instance);
                     if let Some(remote_reader) = of {
                         remote_reader.progress(one.taken);
-                        self.tell(BTreeSet::from([one.worker]));
+                        self.notify(BTreeSet::from([one.worker]));
                     }
                 }
             }
@@ -286,15 +286,15 @@ impl World {
                     self.is_back(worker);
                 }
                 self.late_when_due(now);
-                self.seat_again();
+                self.retry_waiting();
             }
             ToRoot::Holds { have, dropped } => {
                 known.holds.retain(|item| !dropped.contains(item));
                 known.holds.extend(&have);
                 if !have.is_empty() {
                     let membership = self.sender.membership.iter();
-                    let here = membership.filter(|seat| seat.2 == Some(agent));
-                    let here: Vec<WorkerId> = here.map(|seat| seat.0).collect();
+                    let here = membership.filter(|admit| admit.2 == Some(agent));
+                    let here: Vec<WorkerId> = here.map(|admit| admit.0).collect();
                     self.begin_with_what_is_there(here);
                 }
             }
@@ -320,36 +320,36 @@ impl World {
     }
 
     /// A worker comes.
-    fn join(&mut self, comer: Waiter<Asks>) {
-        let agent = comer.agent;
+    fn join(&mut self, joiner: Waiter<Asks>) {
+        let agent = joiner.agent;
         match self
             .sender
             .membership
-            .comes(agent, comer.worker, comer.instance)
+            .comes(agent, joiner.worker, joiner.instance)
         {
             JoinOutcome::Back(remote_reader) => {
                 remote_reader.start_over();
-                self.joined(agent, comer.asks.ticket, comer.worker);
+                self.joined(agent, joiner.asks.ticket, joiner.worker);
                 self.is_there(agent);
             }
-            JoinOutcome::New(_) => self.seat(comer),
+            JoinOutcome::New(_) => self.admit(joiner),
             JoinOutcome::Waits(by) => {
                 self.expect_sign(by);
-                if let Some(earlier) = self.sender.membership.wait(comer) {
+                if let Some(earlier) = self.sender.membership.wait(joiner) {
                     self.deny(earlier);
                 }
             }
-            JoinOutcome::Two => self.deny(comer),
+            JoinOutcome::Two => self.deny(joiner),
         }
     }
 
-    fn seat(&mut self, comer: Waiter<Asks>) {
+    fn admit(&mut self, joiner: Waiter<Asks>) {
         let Waiter {
             agent,
             worker,
             instance,
             asks,
-        } = comer;
+        } = joiner;
         let mut remote_reader = RemoteReader::new(asks.delivery);
         if self.sender.sequence > 0 {
             remote_reader.publish((self.sender.sequence, self.sender.set()));
@@ -365,17 +365,17 @@ impl World {
     }
 
     fn joined(&mut self, agent: AgentId, ticket: u64, worker: WorkerId) {
-        self.say_to(agent, FromRoot::Joined { ticket });
-        self.tell(BTreeSet::from([worker]));
+        self.send_to(agent, FromRoot::Joined { ticket });
+        self.notify(BTreeSet::from([worker]));
     }
 
-    fn deny(&mut self, comer: Waiter<Asks>) {
+    fn deny(&mut self, joiner: Waiter<Asks>) {
         self.counts.denied += 1;
         let denied = FromRoot::Denied {
-            ticket: comer.asks.ticket,
+            ticket: joiner.asks.ticket,
             reason: "already connected".into(),
         };
-        self.say_to(comer.agent, denied);
+        self.send_to(joiner.agent, denied);
     }
 
     /// An agent is there.
@@ -386,7 +386,7 @@ impl World {
     }
 
     /// Worker numbers that were waited for may be free.
-    fn seat_again(&mut self) {
+    fn retry_waiting(&mut self) {
         for waiter in self.sender.membership.may_come() {
             self.join(waiter);
         }
@@ -397,13 +397,13 @@ impl World {
         if let Some((_, remote_reader)) = self.sender.membership.reached(worker) {
             remote_reader.start_over();
         }
-        self.tell(BTreeSet::from([worker]));
+        self.notify(BTreeSet::from([worker]));
         if let Some(waiter) = self.sender.membership.comes_again(worker) {
             self.join(waiter);
         }
     }
 
-    fn tell(&mut self, workers: BTreeSet<WorkerId>) {
+    fn notify(&mut self, workers: BTreeSet<WorkerId>) {
         let (sequence, set) = (self.sender.sequence, self.sender.set());
         self.sender.recent.note(sequence, set);
         let mut tells: BTreeMap<(AgentId, u64), (Vec<Item>, Vec<WorkerId>)> = BTreeMap::new();
@@ -411,21 +411,21 @@ impl World {
             let Some((agent, remote_reader)) = self.sender.membership.reached(worker) else {
                 continue;
             };
-            for (sequence, set) in remote_reader.news() {
-                if sequence > remote_reader.told {
-                    remote_reader.told = sequence;
+            for (sequence, set) in remote_reader.new_sets() {
+                if sequence > remote_reader.notified {
+                    remote_reader.notified = sequence;
                     let (_, to) = tells.entry((agent, sequence)).or_insert((set, Vec::new()));
                     to.push(worker);
                 }
             }
         }
         for ((agent, sequence), (set, workers)) in tells {
-            let tell = FromRoot::Tell {
+            let notify = FromRoot::Tell {
                 sequence,
                 set,
                 workers,
             };
-            self.say_to(agent, tell);
+            self.send_to(agent, notify);
         }
         self.begin_with_what_is_there(workers);
     }
@@ -444,20 +444,20 @@ impl World {
                 continue;
             };
             let holds = &self.sender.agents[&agent].holds;
-            let meant = (remote_reader.told, &set[..]);
+            let desired = (remote_reader.notified, &set[..]);
             let older = self
                 .sender
                 .recent
-                .before(meant, |item| holds.contains(item));
+                .before(desired, |item| holds.contains(item));
             if let Some((sequence, set)) = older.filter(|(at, _)| *at > remote_reader.begins) {
                 remote_reader.begins = sequence;
                 let workers = vec![worker];
-                let tell = FromRoot::Tell {
+                let notify = FromRoot::Tell {
                     sequence,
                     set,
                     workers,
                 };
-                self.say_to(agent, tell);
+                self.send_to(agent, notify);
             }
         }
     }
@@ -469,7 +469,7 @@ impl World {
                 agent: one.parent,
                 address: one.address.map(|address| address.to_string()),
             };
-            self.say_to(one.agent, parent);
+            self.send_to(one.agent, parent);
         }
     }
 
@@ -480,7 +480,8 @@ impl World {
         };
         let how = if gone.leaves { LinkLoss::Left } else { how };
         let now = Duration::from_micros(self.clock.now());
-        let Parted { over, back } = self.sender.membership.part(agent, gone.process, how, now);
+        let AgentDeparture { over, back } =
+            self.sender.membership.part(agent, gone.process, how, now);
         let died = over.iter().filter(|(_, going)| *going == Departure::Died);
         self.counts.died += died.count();
         self.late_when_due(now);
@@ -489,7 +490,7 @@ impl World {
         for worker in back {
             self.is_back(worker);
         }
-        self.seat_again();
+        self.retry_waiting();
     }
 
     /// Workers that nobody has reached in time are given up.
@@ -565,7 +566,7 @@ fn welcome(agent: AgentId) -> FromRoot {
 }
 
 /// Whom an agent is told to fetch from.
-pub(super) fn place(agent: AgentId, address: Option<SocketAddr>) -> Parent {
+pub(super) fn parent(agent: AgentId, address: Option<SocketAddr>) -> Parent {
     match address {
         None => ROOT,
         Some(SocketAddr::V4(address)) => Parent {

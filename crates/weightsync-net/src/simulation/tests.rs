@@ -138,11 +138,11 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
         };
         for sizes in [&[3 * CHUNK][..], &[CHUNK, CHUNK + 1000, CHUNK]] {
             let world = calm(1, &rates, sizes, (0..106).map(at));
-            for (who, told) in &world.facts.told {
-                let late = told.iter().filter(|sequence| **sequence > 6).count();
+            for (who, notified) in &world.facts.notified {
+                let late = notified.iter().filter(|sequence| **sequence > 6).count();
                 match who.worker.0 as usize / 10 == slow + 1 {
-                    true => assert!(late >= 3, "{who:?} of {sizes:?} was told {told:?}"),
-                    false => assert_eq!(late, 100, "{who:?} of {sizes:?} was told {told:?}"),
+                    true => assert!(late >= 3, "{who:?} of {sizes:?} was told {notified:?}"),
+                    false => assert_eq!(late, 100, "{who:?} of {sizes:?} was told {notified:?}"),
                 }
             }
         }
@@ -164,11 +164,11 @@ fn slow_first_host_delays_the_others_once() {
     let world = run(world);
     for node in [2, 3] {
         let who = world.hosts[node].workers[0].who;
-        let told = world.facts.told[&who]
+        let notified = world.facts.notified[&who]
             .iter()
-            .zip(&world.facts.told_at[&who]);
+            .zip(&world.facts.notified_at[&who]);
         // Its first version took it nine seconds, as it did the slow one.
-        let late = told.filter(|(sequence, at)| **at > (3 * **sequence - 1) * SECOND);
+        let late = notified.filter(|(sequence, at)| **at > (3 * **sequence - 1) * SECOND);
         let late: Vec<_> = late.collect();
         assert!(late.len() <= 3, "{who:?}: {late:?}");
     }
@@ -210,7 +210,7 @@ fn slow_host_has_a_version_in_one_transfer_time() {
         let world = run(world);
         for (index, at) in workers.iter().enumerate() {
             let begun = world.hosts[2].workers[index].who;
-            let first = world.facts.told_at[&begun][0];
+            let first = world.facts.notified_at[&begun][0];
             let due = (4 + at).max(4 + takes / SECOND) + 2;
             assert!(
                 first <= due * SECOND,

@@ -4,10 +4,10 @@
 //! u32 payload bytes | u8 kind | 3 zeros | u64 CRC-64/NVME of those 8 bytes and the payload | payload
 //! ```
 //!
-//! Numbers are little-endian. A frame of kind [`Kind::Chunk`] has a [`ChunkHead`] for its payload,
-//! and the chunk's bytes behind it: they belong to no frame, so that they can be received straight
-//! into their place, and have a checksum of their own. One of kind [`Kind::Delta`] has a
-//! [`DeltaHead`] and the bytes of a delta in the same way.
+//! Numbers are little-endian. A frame of kind [`Kind::Chunk`] has a [`ChunkHead`] as its
+//! payload, and the chunk's bytes follow it. These bytes belong to no frame: so they can be
+//! received straight into their final place, and they have a checksum of their own. A frame of
+//! kind [`Kind::Delta`] has a [`DeltaHead`], and the bytes of a delta follow in the same way.
 //!
 //! The checksums guard against accidents. An attacker on the path can change a frame.
 

@@ -1,4 +1,4 @@
-//! The handshake: which protocol both ends speak, and that both have the same key.
+//! The handshake: both ends agree on a protocol, and prove that they have the same key.
 //!
 //! ```text
 //! client                                   server
@@ -8,12 +8,13 @@
 //!                    ◀───────────────────  ServerProof (33)
 //! ```
 //!
-//! [`Client`] and [`Server`] are fed what comes, in pieces of any size, and say what to send. They
-//! take no byte beyond the handshake, allocate next to nothing, and have neither a clock nor random
-//! numbers: the caller ends a handshake that takes too long, and brings the nonces.
+//! [`Client`] and [`Server`] take the bytes that arrive, in pieces of any size, and return the
+//! bytes to send. They take no byte beyond the handshake, allocate next to nothing, and have
+//! neither a clock nor random numbers. The caller ends a handshake that takes too long, and
+//! brings the nonces.
 //!
-//! A server proves nothing to a client that has not proved itself first, and a proof is worth
-//! nothing in another handshake: it covers both nonces.
+//! A server proves nothing to a client that has not proved itself first. A proof is worthless
+//! in another handshake, because it covers both nonces.
 
 mod handshake;
 

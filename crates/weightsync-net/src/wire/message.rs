@@ -1,17 +1,17 @@
-//! What is said on a link, once it is one.
+//! The messages of an open link.
 //!
-//! | who | to whom | |
+//! | from | to | |
 //! |---|---|---|
 //! | an agent: the one process of a host that talks to the sender | the sender | [`ToRoot`] |
 //! | the sender | an agent | [`FromRoot`] |
-//! | a child | its parent, which has the version it wants | [`ToParent`] |
+//! | a child | its parent, which has the version that the child wants | [`ToParent`] |
 //! | a parent | its child | [`ToChild`], and chunks |
-//! | a sender | who asks how things are, or has them compared | [`Status`] |
+//! | a sender | a program that asks for the status or a scrub | [`Status`] |
 //!
-//! On the wire a message is a byte with the format's number, then postcard of types that belong to
-//! this module alone. What is decoded is checked: every number is one that can be, and every list
-//! and text is within the bound stated at its field. The same checks hold what is encoded, but for
-//! words meant for people, which are cut.
+//! On the wire a message is a byte with the format's number, then postcard of types that belong
+//! to this module alone. Every decoded message is checked: each number is in its range, and
+//! each list and text is within the bound stated at its field. The encoder makes the same
+//! checks, but cuts texts for people instead of refusing them.
 
 mod bulk;
 mod convert;

@@ -2,9 +2,9 @@
 //!
 //! | step | see |
 //! |---|---|
-//! | who is there, which protocol, and is it one of ours | [`hello`] |
-//! | where one message ends, and whether it arrived as it was sent | [`frame`] |
-//! | what is said | [`message`] |
+//! | agree on a protocol, and prove that both ends have the key | [`hello`] |
+//! | find the end of a message, and check that it arrived unchanged | [`frame`] |
+//! | encode and decode messages | [`message`] |
 
 pub mod frame;
 pub mod hello;

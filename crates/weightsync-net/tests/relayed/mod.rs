@@ -14,7 +14,7 @@ use weightsync_engine::transport::{
     SenderTransport, interrupt, register,
 };
 use weightsync_engine::{AnyScheme, InitInfo, ModelId, Result};
-use weightsync_net::{Relay, RelayNews};
+use weightsync_net::{Relay, RelayEvent};
 
 const WORD: &str = "relayed";
 
@@ -41,8 +41,8 @@ pub(crate) fn start(info: &InitInfo) -> Box<dyn Any> {
     if !info.scheme().starts_with(WORD) {
         return Box::new(());
     }
-    let place = place(info.endpoint());
-    fs::write(&place, "").expect("a temporary file");
+    let state = state_file(info.endpoint());
+    fs::write(&state, "").expect("a temporary file");
     let program = env::current_exe().expect("this program has a path");
     let relay = Command::new(program)
         .env(
@@ -53,7 +53,7 @@ pub(crate) fn start(info: &InitInfo) -> Box<dyn Any> {
         .stdout(Stdio::inherit())
         .spawn();
     Box::new(Running {
-        place,
+        state_file: state,
         relay: relay.expect("this program starts"),
     })
 }
@@ -67,10 +67,10 @@ pub(crate) fn run() -> Option<ExitCode> {
         let _ = io::copy(&mut io::stdin(), &mut io::sink());
         std::process::exit(0);
     });
-    let place = place(info.endpoint());
+    let state = state_file(info.endpoint());
     let ran = Relay::of(&info).run(|news| match news {
-        RelayNews::Joined { .. } => tell(&place, "here"),
-        _ => tell(&place, ""),
+        RelayEvent::Joined { .. } => record(&state, "here"),
+        _ => record(&state, ""),
     });
     if let Err(error) = ran {
         let _ = writeln!(io::stderr(), "the relay: {error}");
@@ -79,19 +79,19 @@ pub(crate) fn run() -> Option<ExitCode> {
 }
 
 /// Says whether the relay is there, unless it is not wanted any more.
-fn tell(place: &Path, what: &str) {
-    if place.exists() {
-        let _ = fs::write(place, what);
+fn record(state_file: &Path, what: &str) {
+    if state_file.exists() {
+        let _ = fs::write(state_file, what);
     }
 }
 
 /// Where it is said whether the relay is there: empty while it is not.
-fn place(at: &Endpoint) -> PathBuf {
+fn state_file(at: &Endpoint) -> PathBuf {
     env::temp_dir().join(format!("weightsync-relay-of-{}", at.address()))
 }
 
 struct Running {
-    place: PathBuf,
+    state_file: PathBuf,
     relay: Child,
 }
 
@@ -99,7 +99,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.relay.kill();
         let _ = self.relay.wait();
-        let _ = fs::remove_file(&self.place);
+        let _ = fs::remove_file(&self.state_file);
     }
 }
 
@@ -146,11 +146,11 @@ impl Scheme for Relayed {
         joining: &Joining,
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
-        let place = place(at);
+        let state = state_file(at);
         let until = Instant::now() + PATIENCE;
         let until = deadline.map_or(until, |at| at.min(until));
         // Without a file nobody has started a relay.
-        while fs::read(&place).is_ok_and(|said| said.is_empty()) && Instant::now() < until {
+        while fs::read(&state).is_ok_and(|said| said.is_empty()) && Instant::now() < until {
             interrupt::sleep(Duration::from_millis(1))?;
         }
         self.scheme().join(at, joining, deadline)

@@ -1,4 +1,4 @@
-//! What lets a request in, and what shows who answers it.
+//! The bearer token that admits a request, and the proof that shows who answers it.
 
 use std::fmt;
 
@@ -13,8 +13,8 @@ const TO_WORKER: &str = "weightsync-serve 2026-11 bearer of requests to a worker
 /// What a sender shows to a worker.
 const OF_SENDER: &str = "weightsync-serve 2026-11 proof of a sender";
 
-/// The value of `Authorization: Bearer`, of an endpoint's secret. The two directions
-/// have different ones: a program that a worker asks cannot call workers by that.
+/// The value of `Authorization: Bearer`, made of an endpoint's secret. The two directions have
+/// different values: a program that gets a worker's bearer cannot call workers with it.
 #[derive(Clone)]
 pub(crate) struct Bearer {
     token: [u8; 32],
@@ -46,7 +46,7 @@ impl Bearer {
         self.header.clone()
     }
 
-    /// Whether a request has it; in a time that does not tell how much of it is right.
+    /// Whether a request has the bearer. The time does not reveal how much of it is right.
     pub(crate) fn is_in(&self, headers: &HeaderMap) -> bool {
         let mut values = headers.get_all(AUTHORIZATION).iter();
         let (Some(value), None) = (values.next(), values.next()) else {
@@ -68,8 +68,8 @@ impl fmt::Debug for Bearer {
     }
 }
 
-/// With what a sender proves to a worker that it has an endpoint's secret. The bearer
-/// does not: any program that listens at the sender's address gets it.
+/// The key with which a sender proves to a worker that it has an endpoint's secret. The bearer
+/// is no proof: any program that listens at the sender's address gets it.
 #[derive(Clone)]
 pub(crate) struct ProofKey([u8; 32]);
 
@@ -78,8 +78,8 @@ impl ProofKey {
         Self(blake3::derive_key(OF_SENDER, secret))
     }
 
-    /// The proof that belongs to a worker's nonce and to the name that its connection was
-    /// given. `==` of proofs takes the same time wherever they differ.
+    /// The proof for a worker's nonce and its connection's name. `==` of proofs takes the same
+    /// time wherever they differ.
     pub(crate) fn proof(&self, nonce: &[u8; 32], id: &str) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         hasher.update(nonce).update(id.as_bytes()).finalize()

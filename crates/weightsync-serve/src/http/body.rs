@@ -1,4 +1,4 @@
-//! Bodies that are made as they are sent, and bodies that are read whole.
+//! Bodies that are produced while they are sent, and bodies that are read whole.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -19,10 +19,10 @@ use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-/// How long a body may take to come.
+/// How long a body may take to arrive.
 const SLOW: Duration = Duration::from_secs(10);
 
-/// A body of lines, whose other end knows when nobody reads it any more.
+/// A body of lines. The sending end learns when nobody reads the body any more.
 pub(crate) struct LinesBody(mpsc::Receiver<Bytes>);
 
 impl LinesBody {
@@ -50,7 +50,7 @@ impl http_body::Body for LinesBody {
     }
 }
 
-/// An answer that is no success, and why.
+/// A failure status and its reason.
 pub(crate) fn problem(status: StatusCode, body: impl Serialize) -> Response {
     (status, Json(body)).into_response()
 }

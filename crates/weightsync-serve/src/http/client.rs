@@ -1,5 +1,4 @@
-//! Requests to one peer: no proxies, no redirects, no cookies, and no names to be
-//! resolved.
+//! Requests to one peer: no proxies, no redirects, no cookies, and no names to resolve.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -22,20 +21,20 @@ use super::Bearer;
 /// How long a connection may take to be made.
 const CONNECT: Duration = Duration::from_secs(2);
 
-/// How long one that nobody uses is kept, and how many. Shorter than a server keeps
-/// it: one that is just being closed costs a request a second attempt.
+/// How long an idle connection is kept, and how many. A server keeps it longer: a connection
+/// that is just being closed costs a request a second attempt.
 const KEEP: Duration = Duration::from_secs(20);
 const KEPT: usize = 2;
 
-/// How long what was sent may stay unacknowledged before the system gives a connection
-/// up. A full queue on the way may take seconds, so this is long; an end that is silent
-/// is asked for by [`Client::is_reachable`].
+/// How long sent bytes may stay unacknowledged before the system gives a connection up. A full
+/// queue on the way may take seconds, so this is long. [`Client::is_reachable`] asks whether a
+/// silent end is there.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
 
 /// The longest line that is read, in bytes.
 const MAX_LINE: usize = 64 << 10;
 
-/// Why a request has come to nothing.
+/// Why a request has failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Fault {
     #[error("connecting to {addr} failed: {source}")]
@@ -82,11 +81,11 @@ pub(crate) struct Client {
 /// Whether a peer can be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// Its system takes connections for it, so its process is there.
+    /// Its system accepts connections, so its process is there.
     Here,
     /// Its system is there, and nobody listens.
     Refused,
-    /// Nothing is heard of its system.
+    /// Its system does not answer.
     Away,
 }
 
@@ -138,9 +137,8 @@ impl Client {
         self.addr
     }
 
-    /// Asks, and waits so long for the head of the answer. What is asked has to be
-    /// the same when it is asked twice: a kept connection may be closed by the peer
-    /// just then.
+    /// Sends a request, and waits for the head of the answer. The request must be idempotent:
+    /// the peer may close a kept connection just then, and the request is sent again.
     pub(crate) async fn ask(
         self: &Arc<Self>,
         ask: Ask,
@@ -170,7 +168,7 @@ impl Client {
         self.reach(patience).await == Reach::Here
     }
 
-    /// What a connection to the peer comes to in that time.
+    /// Tries to connect to the peer within that time.
     pub(crate) async fn reach(&self, patience: Duration) -> Reach {
         match timeout(patience, TcpStream::connect(self.addr)).await {
             Ok(Ok(_)) => Reach::Here,
@@ -232,7 +230,7 @@ impl Client {
             addr: self.addr,
             source,
         })?;
-        // It ends with the request's handle, and the caller that waits for an answer is told.
+        // The task ends with the request's handle, and the waiting caller gets an error.
         tokio::spawn(async move {
             let _ = connection.await;
         });
@@ -258,8 +256,8 @@ impl Client {
     }
 }
 
-/// As both ends want their connections: small things go at once, and a peer that is
-/// off is noticed.
+/// Options for the connections of both ends: small messages go at once, and a peer that is off
+/// is noticed.
 pub(super) fn tune(stream: &TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     #[cfg(target_os = "linux")]

@@ -1,4 +1,4 @@
-//! HTTP as both ends use it: one thread, bounded connections, one shared secret.
+//! HTTP for both ends: one thread, bounded connections, one shared secret.
 
 mod bearer;
 mod body;

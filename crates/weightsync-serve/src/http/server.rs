@@ -1,4 +1,4 @@
-//! Serving: who is let in, and how many at a time.
+//! The HTTP server: which connections it accepts, and how many at a time.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,7 +26,7 @@ use weightsync_engine::transport::raise_files;
 use super::client::tune;
 use super::{Bearer, Stopping};
 
-/// What a server bears.
+/// The limits of a server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// Connections at a time that have not yet sent a request with the right bearer.
@@ -60,7 +60,7 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// How long nothing is accepted once the system has no descriptors left.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// What is complained about, once each.
+/// Causes of log messages, each logged once.
 #[derive(Clone, Copy)]
 enum Cause {
     Bearer,
@@ -86,7 +86,7 @@ struct Door {
     complaints: AtomicU32,
 }
 
-/// A connection that has not yet said who it is.
+/// A connection that has not authenticated yet.
 #[derive(Debug, Default)]
 struct Stranger {
     is_known: AtomicBool,
@@ -167,17 +167,17 @@ impl Server {
     }
 }
 
-/// How many connections there may be: as many as workers make, up to half of the
-/// descriptors that this process may have. The calls to them take the other half.
+/// How many connections there may be: up to half of the descriptors that this process may have.
+/// Calls to workers take the other half.
 fn room_for_connections() -> usize {
     let most = getrlimit(Resource::Nofile).current;
     most.map_or(usize::MAX, |most| (most / 2) as usize)
 }
 
 impl Door {
-    /// A stranger comes in. If they are too many, the oldest of its address goes, or else
-    /// of the address that has the most: one that shows the bearer is quick, and is not
-    /// the oldest for long.
+    /// A stranger connects. If there are too many, the oldest stranger of its address is
+    /// closed, or else the oldest of the address that has the most. A client with the right
+    /// bearer is quick, so it is not the oldest for long.
     fn enter(&self, number: u64, limits: &Limits, peer: SocketAddr) -> Arc<Stranger> {
         let stranger = Arc::new(Stranger::default());
         let mut strangers = self.strangers();
@@ -201,8 +201,8 @@ impl Door {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says what is wrong, once for each cause: a client that wants to fill a log by sending
-    /// nonsense cannot.
+    /// Logs a problem, once for each cause, so that a client cannot fill the log by sending
+    /// nonsense.
     fn complain(&self, cause: Cause, about: &dyn std::fmt::Display) {
         let bit = 1 << cause as u32;
         if self.complaints.fetch_or(bit, Ordering::Relaxed) & bit != 0 {
@@ -222,7 +222,7 @@ impl Door {
     }
 }
 
-/// At the cost of which address another comes in from there, if of any.
+/// Decides at which address's cost another stranger comes in, if at any.
 fn crowded(
     strangers: &BTreeMap<u64, (IpAddr, Arc<Stranger>)>,
     limits: &Limits,
@@ -282,9 +282,9 @@ async fn connection(
     let (mut waits, mut stops) = (true, false);
     loop {
         tokio::select! {
-            // Who has sent its request by then is heard first.
+            // A client that has sent its request by then gets its answer.
             biased;
-            // What is wrong with a connection is its own affair.
+            // A faulty connection affects nobody else.
             _ = &mut served => break,
             () = &mut late, if waits => {
                 waits = false;
@@ -309,7 +309,7 @@ async fn connection(
     door.strangers().remove(&number);
 }
 
-/// All that a request without the right bearer gets.
+/// The answer to a request without the right bearer.
 fn turned_away() -> Response<Body> {
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::UNAUTHORIZED;

@@ -1,4 +1,4 @@
-//! The one thread of an end, in which its runtime lives.
+//! The one thread of an end, which runs its runtime.
 
 use std::io;
 use std::thread::JoinHandle;
@@ -9,8 +9,8 @@ use weightsync_engine::Origin;
 
 /// A thread with a runtime of its own: it serves and calls, and nothing else.
 ///
-/// **Guarantee.** Dropping it tells what runs there that it is to stop, and joins the
-/// thread. In a forked child, which has no such thread, it does nothing.
+/// **Guarantee.** Dropping it tells its tasks to stop, and joins the thread. In a forked child,
+/// which has no such thread, it does nothing.
 #[derive(Debug)]
 pub(crate) struct HttpThread {
     owner: Origin,
@@ -26,7 +26,7 @@ pub(crate) struct Stopping(watch::Receiver<bool>);
 impl Stopping {
     /// Waits until it is time.
     pub(crate) async fn wait(&mut self) {
-        // The one that says so does before it goes.
+        // The owner sends the signal before it is dropped.
         let _ = self.0.wait_for(|stop| *stop).await;
     }
 }

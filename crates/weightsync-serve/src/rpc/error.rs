@@ -1,4 +1,4 @@
-//! What can go wrong here and nowhere else.
+//! The errors of this scheme that no other scheme has.
 
 use std::net::SocketAddr;
 
@@ -36,8 +36,8 @@ pub(super) enum RpcError {
 }
 
 impl From<RpcError> for Error {
-    fn from(trouble: RpcError) -> Self {
-        let remedy = match trouble {
+    fn from(error: RpcError) -> Self {
+        let remedy = match error {
             // The sender may come back to its address.
             RpcError::NoPort { .. } | RpcError::Thread(_) | RpcError::WrongSender { .. } => {
                 Remedy::Retry
@@ -45,7 +45,7 @@ impl From<RpcError> for Error {
             _ => Remedy::GiveUp,
         };
         Self::Transport {
-            source: trouble.into(),
+            source: error.into(),
             remedy,
         }
     }

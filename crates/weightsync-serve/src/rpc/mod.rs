@@ -1,9 +1,9 @@
 //! The RPC scheme: the sender calls its workers.
 //!
-//! Every worker serves a small HTTP endpoint and registers with the sender. A send
-//! is a call to each worker, all at the same time; the worker fetches what it does
-//! not have, checks it chunk by chunk, stages it, and answers in its own time that it
-//! has applied it, or why not. `openapi.json` describes both endpoints.
+//! Every worker serves a small HTTP endpoint and registers with the sender. A send is a call to
+//! each worker, to all at the same time. The worker fetches the blocks that it does not have,
+//! checks each, and stages the version. Later it answers that it has applied the version, or
+//! why not. `openapi.json` describes both endpoints.
 //!
 //! | step of the journey | here |
 //! |---|---|
@@ -11,14 +11,14 @@
 //! | transport | `sender::caller` calls, `receiver::fetch` fetches |
 //! | verify | `receiver::fetch`, chunk by chunk; then the digest, if there is one |
 //! | hand over | `receiver::inbox` |
-//! | say what became of it | `receiver`; `sender::workers` passes it on to the segment |
+//! | report the outcome | `receiver`; `sender::workers` passes it on to the segment |
 //!
-//! Both ends hold a connection to the other for as long as they live, by which each
-//! tells the other five times a second that it is there. Its end is the other's death,
-//! unless it said that it leaves; silence alone is not.
+//! Each end holds a connection to the other for its whole life, and sends a sign of life on it
+//! five times a second. If the connection ends, the other end has died, unless it announced
+//! that it leaves. Silence alone is not a death.
 
+mod address;
 mod error;
-mod place;
 mod receiver;
 mod sender;
 mod wire;
@@ -38,21 +38,21 @@ use weightsync_net::Access;
 
 use self::error::RpcError;
 
-/// How often an end says that it is there.
+/// How often each end sends a sign of life.
 const BEAT: Duration = Duration::from_millis(200);
 
-/// How long nothing may be heard of an end that others are to wait for.
+/// How long an end may be silent before others stop waiting for it.
 const SILENCE: Duration = Duration::from_millis(800);
 
-/// How long the system of a silent end may take to answer, and how often it is asked. One
-/// that does not is out of reach, or off; one that does has an end that is stopped.
+/// How long the system of a silent end may take to answer, and how often it is asked. If the
+/// system does not answer, the end is out of reach or off. If it does, the end is stopped.
 const PROBE: Duration = Duration::from_millis(250);
 
 /// The same where a version is on its way there, which may fill every queue.
 const PROBE_BEHIND: Duration = Duration::from_millis(1500);
 const PROBE_AGAIN: Duration = Duration::from_secs(10);
 
-/// How long a single answer may take that has nothing to wait for.
+/// How long a single answer may take that waits for nothing.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The sender calls its workers over HTTP, and they fetch what it published.
@@ -80,7 +80,7 @@ pub struct Rpc {
     access: Option<Access>,
 }
 
-/// Where a sender listens unless it is told.
+/// Where a sender listens by default.
 const ANYWHERE: &str = "127.0.0.1:0";
 
 impl Default for Rpc {
@@ -108,33 +108,33 @@ impl Rpc {
     /// Where the sender listens, as `HOST:PORT`. With port 0 it chooses one, and keeps
     /// it where there is a run directory.
     ///
-    /// Off loopback this takes a token ([`Access`]), on every machine, and the permission
-    /// to send [plain text](Self::insecure_plaintext). At every address (`0.0.0.0`) workers
-    /// find it at the one that this machine has towards others.
+    /// An address that is not loopback requires a token ([`Access`]) on every machine, and
+    /// permission to send [plain text](Self::insecure_plaintext). If the sender listens on
+    /// every address (`0.0.0.0`), workers get the address that this machine has towards others.
     #[must_use]
     pub fn listen(mut self, at: &str) -> Self {
         self.listen = at.into();
         self
     }
 
-    /// Where workers find the sender, as `HOST:PORT`, if that is another address than
-    /// it listens at. Port 0 stands for the port it listens at.
+    /// Where workers find the sender, as `HOST:PORT`, if this differs from where it listens.
+    /// Port 0 stands for the port on which it listens.
     #[must_use]
     pub fn advertise(mut self, at: &str) -> Self {
         self.advertise = Some(at.into());
         self
     }
 
-    /// Links may leave this machine, although they are not encrypted. Workers take it
-    /// from the init info.
+    /// Allows unencrypted connections to other machines. Workers take the setting from the init
+    /// info.
     #[must_use]
     pub fn insecure_plaintext(mut self) -> Self {
         self.insecure_plaintext = true;
         self
     }
 
-    /// Who may connect, and where one may listen: what the environment says, unless
-    /// this is called.
+    /// Sets who may connect and where the sender may listen. The default comes from the
+    /// environment.
     #[must_use]
     pub fn access(mut self, access: Access) -> Self {
         self.access = Some(access);
@@ -147,9 +147,9 @@ impl Rpc {
             match (key.as_str(), value.as_str()) {
                 ("initial", "connect") => scheme.initial = FirstWeights::AtConnect,
                 ("initial", "send") => scheme.initial = FirstWeights::AtFirstSend,
-                ("initial", _) => return Err(place::bad(key, "connect or send", value)),
+                ("initial", _) => return Err(address::bad(key, "connect or send", value)),
                 ("listen" | "advertise", at) => {
-                    place::host_and_port(key, at)?;
+                    address::host_and_port(key, at)?;
                     match key.as_str() {
                         "listen" => scheme.listen = at.into(),
                         _ => scheme.advertise = Some(at.into()),
@@ -158,12 +158,12 @@ impl Rpc {
                 ("insecure-plaintext", "" | "true") => scheme.insecure_plaintext = true,
                 ("insecure-plaintext", "false") => scheme.insecure_plaintext = false,
                 ("insecure-plaintext", _) => {
-                    return Err(place::bad(key, "no value, true or false", value));
+                    return Err(address::bad(key, "no value, true or false", value));
                 }
                 _ => {
                     let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
                                  advertise=HOST:PORT, insecure-plaintext";
-                    return Err(place::bad(key, known, key));
+                    return Err(address::bad(key, known, key));
                 }
             }
         }
@@ -180,8 +180,8 @@ impl Rpc {
         Ok(access)
     }
 
-    /// The same for a worker: where its sender is on this machine it wants no token, and
-    /// one of the environment may be for something else.
+    /// The same for a worker. A worker needs no token for a sender on its own machine: a token
+    /// in the environment may be for something else.
     fn allowed_to(&self, sender: SocketAddr) -> Result<Access> {
         match self.access {
             None if sender.ip().to_canonical().is_loopback() => {
@@ -218,8 +218,8 @@ impl Scheme for Rpc {
 
     fn capabilities(&self) -> Capabilities {
         let mut can = Capabilities::ALL;
-        // What a worker has not begun to fetch is replaced by what is newer, and is
-        // gone with its sender.
+        // A newer version replaces one that a worker has not begun to fetch. Both are gone with
+        // their sender.
         can.every_version = false;
         can.outlives = false;
         can
@@ -231,22 +231,22 @@ impl Scheme for Rpc {
 
     fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         let access = self.allowed()?;
-        let listens = place::resolve(&self.listen)?;
+        let listens = address::resolve(&self.listen)?;
         access.may_listen(listens).map_err(RpcError::from)?;
         let fresh = Endpoint::fresh(models, run_dir)?;
         let secret = match access.token {
             Some(token) => token.secret(),
             None => *fresh.secret(),
         };
-        let listens = place::address(listens, &fresh, run_dir, models)?;
+        let listens = address::allocate(listens, &fresh, run_dir, models)?;
         let mut found = match &self.advertise {
-            None => place::reached(listens)?,
-            Some(name) => place::resolve(name)?,
+            None => address::reached(listens)?,
+            Some(name) => address::resolve(name)?,
         };
         if found.port() == 0 {
             found.set_port(listens.port());
         }
-        let at = Places { found, listens };
+        let at = Addresses { found, listens };
         Endpoint::new(at.to_string(), secret, fresh.restarts())
     }
 
@@ -261,23 +261,23 @@ impl Scheme for Rpc {
         joining: &Joining,
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
-        let access = self.allowed_to(Places::of(at)?.found)?;
+        let access = self.allowed_to(Addresses::of(at)?.found)?;
         let receiver = receiver::RpcReceiver::join(at, joining, &access, deadline)?;
         Ok(Box::new(receiver))
     }
 }
 
-/// What an endpoint's address says. There are no names in it: a worker does not wait
-/// for somebody to resolve them.
+/// The addresses in an endpoint. They contain no names, so a worker does not wait for name
+/// resolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Places {
+struct Addresses {
     /// Where workers find the sender.
     found: SocketAddr,
     /// Where it listens.
     listens: SocketAddr,
 }
 
-impl Places {
+impl Addresses {
     /// # Errors
     ///
     /// [`Error::BadInitInfo`] for an address that no [`place`](Scheme::allocate_endpoint) has made.
@@ -293,7 +293,7 @@ impl Places {
     }
 }
 
-impl fmt::Display for Places {
+impl fmt::Display for Addresses {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.found)?;
         match self.found == self.listens {
@@ -308,8 +308,8 @@ fn passed(deadline: Deadline) -> bool {
     deadline.is_some_and(|deadline| std::time::Instant::now() >= deadline)
 }
 
-/// Waits on a condition until something may have changed, at most until the deadline;
-/// the check whether the wait is to end runs without the lock.
+/// Waits on a condition until something may have changed, at most until the deadline. The
+/// caller's check, which may end the wait, runs without the lock.
 fn wait_on<'a, T>(
     condition: &std::sync::Condvar,
     lock: &'a std::sync::Mutex<T>,

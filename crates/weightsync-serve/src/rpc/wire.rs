@@ -1,12 +1,12 @@
-//! What travels, as JSON: described for other languages in `openapi.json`, which a
-//! test holds against these types.
+//! The JSON messages. `openapi.json` describes them for other languages, and a test compares it
+//! with these types.
 
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 use weightsync_engine::{Digest, Epoch, Layout, ModelId, Run, Version};
 
-/// What both ends speak. A worker that speaks another is refused.
+/// The protocol of both ends. A worker with another protocol is refused.
 pub(crate) const PROTOCOL: u32 = 1;
 
 /// How many bytes have a checksum of their own.
@@ -48,19 +48,19 @@ pub(crate) struct Register {
     pub(crate) device: String,
     /// The models it takes.
     pub(crate) models: Vec<ModelId>,
-    /// Where it is called, as `http://ADDRESS:PORT`.
+    /// Where the sender calls the worker, as `http://ADDRESS:PORT`.
     pub(crate) url: String,
-    /// The highest epoch it has seen: an older sender refuses it.
+    /// The highest epoch that the worker has seen: an older sender refuses the worker.
     pub(crate) seen: Epoch,
-    /// For a worker that was let in before and whose connection broke: the run it goes
-    /// on with. Another sender refuses it.
+    /// For a worker that was admitted before and whose connection broke: the run that it
+    /// continues. Another sender refuses it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) run: Option<Run>,
-    /// New and random for each registration. Who sends one is given a proof.
+    /// New and random for each registration. The sender proves itself with it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) nonce: Option<Digits>,
-    /// It says [`Words::Joined`] once its own rendez-vous is over; a sender that waits for
-    /// workers counts it then, and without this at once.
+    /// The worker sends [`Words::Joined`] once its own rendez-vous is over. A sender that waits
+    /// for workers counts it then; without this, it counts it at once.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) announces: bool,
 }
@@ -80,7 +80,7 @@ pub(crate) enum FromSender {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Welcome {
     pub(crate) protocol: u32,
-    /// By which this connection is named from here on.
+    /// The name of this connection from here on.
     pub(crate) id: String,
     pub(crate) run: Run,
     pub(crate) pid: u32,
@@ -88,7 +88,7 @@ pub(crate) struct Welcome {
     pub(crate) models: Vec<ModelId>,
     /// The call that will come at once has this number; 0: none will.
     pub(crate) sequence: u64,
-    /// What only who has the secret can make of the worker's nonce and of `id`.
+    /// Proof that the sender has the secret, made of the worker's nonce and of `id`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) proof: Option<Digits>,
 }
@@ -105,7 +105,7 @@ pub(crate) enum FromWorker {
     Left {},
 }
 
-/// One version that a worker is to have.
+/// One version of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Part {
     /// The model's place among the sender's.
@@ -120,7 +120,7 @@ pub(crate) struct Part {
     pub(crate) digest: Option<Digest>,
 }
 
-/// What a worker is called with.
+/// A call to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Call {
     /// Of the worker's connection.
@@ -136,19 +136,19 @@ pub(crate) struct Call {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Notified {
-    /// It has all of it, and has checked it.
+    /// The worker has the whole set, and has checked it.
     Staged { sequence: u64 },
-    /// Its program has been handed it, and has not said yet what comes of it.
+    /// The worker's program has the set, and has not reported the outcome yet.
     Taken { sequence: u64 },
-    /// The last line: it runs it.
+    /// The last line: the worker runs the set.
     Applied(Applied),
-    /// The last line: it cannot use it.
+    /// The last line: the worker cannot use the set.
     Refused { sequence: u64, reason: String },
-    /// The last line: a newer one has taken its place.
+    /// The last line: a newer set has replaced this one.
     PassedOver { sequence: u64 },
 }
 
-/// What a worker runs from here on.
+/// The versions that a worker runs from here on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Applied {
     /// Of the call, or of the answer; 0 for one in addition to the newest.
@@ -162,18 +162,18 @@ pub(crate) struct Runs {
     pub(crate) version: Version,
 }
 
-/// What a worker reports unasked.
+/// A worker's unasked report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Words {
-    /// It has read what it needs of the models, and they fit its own.
+    /// The worker has read the models' descriptions, and they fit its own.
     Joined {},
     Applied(Applied),
     Refused {
         sequence: u64,
         reason: String,
     },
-    /// It can use nothing at all.
+    /// The worker can use nothing at all.
     Rejected {
         reason: String,
     },
@@ -187,7 +187,7 @@ pub(crate) struct Question {
     pub(crate) model: Option<usize>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) version: Option<u64>,
-    /// How long to wait for it at most; for ever without it.
+    /// How long to wait for an answer at most; without it, without limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) wait_ms: Option<u64>,
 }
@@ -212,13 +212,13 @@ pub(crate) struct Asked {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Problem {
     pub(crate) error: String,
-    /// For a version that is not kept: those that are, newest first.
+    /// For a version that is not kept: the versions that are, newest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) known: Vec<Version>,
     /// For a worker that has seen a later sender: this one's epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) epoch: Option<Epoch>,
-    /// For a worker whose number another has that lives: that one's process.
+    /// For a worker whose number another live worker has: that worker's process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) taken_by: Option<u32>,
 }
@@ -247,8 +247,7 @@ impl TryFrom<String> for Crc {
     }
 }
 
-/// 32 bytes, in JSON as 64 hexadecimal digits. `==` takes the same time wherever they
-/// differ.
+/// 32 bytes, in JSON as 64 hexadecimal digits. `==` takes the same time wherever they differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) struct Digits(pub(crate) blake3::Hash);

@@ -1,12 +1,12 @@
 //! The RPC scheme alone: what the suite does not ask of every scheme.
 
+mod addresses;
 mod first;
 mod foreign;
 mod greedy;
 mod hostile;
 mod impostor;
 mod links;
-mod places;
 mod proxy;
 
 use std::time::Duration;

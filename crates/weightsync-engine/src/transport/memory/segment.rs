@@ -331,7 +331,7 @@ fn attendance(there: &weightsync_mem::Attendance) -> Attendance {
             versions: gone.applied.clone(),
             ..WorkerStatus::new(gone.worker, gone.pid, 0)
         },
-        how: match (&gone.reason, gone.going) {
+        how: match (&gone.reason, gone.departure) {
             (Some(reason), _) => Outcome::Failed {
                 reason: reason.clone(),
             },

@@ -8,7 +8,7 @@ fn a_queue_brings_every_version_in_order() {
         for turned in [false, true] {
             explore(4, move || {
                 let world = World::new(3, 3, 1);
-                let sending = sending(&world, Way::Queue(bound), 3, WHOLE);
+                let sending = sending(&world, Channel::Queue(bound), 3, WHOLE);
                 let receiving = {
                     let world = world.clone();
                     move || {
@@ -31,7 +31,7 @@ fn a_queue_goes_round_without_writing_what_waits() {
         let sender = {
             let world = world.clone();
             thread::spawn(move || {
-                let mut sender = Sender::new(&world, Way::Queue(1));
+                let mut sender = Sender::new(&world, Channel::Queue(1));
                 for _ in 0..QUEUE + 2 {
                     let next = sender.version + 1;
                     sender.send(&world, next, WHOLE);
@@ -56,7 +56,7 @@ fn reader_stopped_in_its_queue_blocks_only_its_pins() {
         for turned in [false, true] {
             explore(4, move || {
                 let world = World::new(2, 2, 1);
-                let sending = sending(&world, Way::Queue(1), 3, WHOLE);
+                let sending = sending(&world, Channel::Queue(1), 3, WHOLE);
                 let receiving = {
                     let world = world.clone();
                     move || world.receive_next(0, 0, steps)
@@ -72,7 +72,7 @@ fn reader_stopped_in_its_queue_blocks_only_its_pins() {
 fn closed_queue_frees_slots_without_a_data_pin() {
     explore_turned(3, |turned| {
         let world = World::new(2, 2, 1);
-        let mut sender = Sender::new(&world, Way::Queue(1));
+        let mut sender = Sender::new(&world, Channel::Queue(1));
         sender.send(&world, 1, WHOLE);
         let shutting = {
             let world = world.clone();
@@ -98,7 +98,7 @@ fn a_sender_stopped_at_any_step_leaves_a_whole_queue() {
         for turned in [false, true] {
             explore(4, move || {
                 let world = World::new(3, 3, 1);
-                let sending = sending(&world, Way::Queue(2), 3, steps);
+                let sending = sending(&world, Channel::Queue(2), 3, steps);
                 let receiving = {
                     let world = world.clone();
                     move || world.receive_next(0, 0, WHOLE)

@@ -147,14 +147,14 @@ fn an_answer_is_found_whole_and_its_place_comes_free() {
         world.slots[0].write(0, 1);
         world.slots[0].write(1, 1);
         world.records[0].write(0, 0);
-        let place = Arc::new((LiveWord::new(), AtomicU64::new(0), AtomicU64::new(0)));
+        let answer = Arc::new((LiveWord::new(), AtomicU64::new(0), AtomicU64::new(0)));
         let sleep = Arc::new(SleepWord::new());
         let bell = Arc::new(Notify::new());
         let answering = {
-            let (world, place) = (world.clone(), place.clone());
+            let (world, answer) = (world.clone(), answer.clone());
             let (sleep, bell) = (sleep.clone(), bell.clone());
             move || {
-                let (live, question, through) = &*place;
+                let (live, question, through) = &*answer;
                 live.swap_in(Live {
                     sequence: 1,
                     record: 0,
@@ -177,7 +177,7 @@ fn an_answer_is_found_whole_and_its_place_comes_free() {
             }
         };
         let asking = move || {
-            let (live, question, through) = &*place;
+            let (live, question, through) = &*answer;
             sleep_until(&sleep, &bell, || question.load(Ordering::Acquire) == 1);
             let answer = live.load().expect("it is there before its number is");
             let mailbox = &world.mailboxes[0];

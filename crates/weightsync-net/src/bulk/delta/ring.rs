@@ -1,4 +1,4 @@
-//! The deltas that are kept.
+//! The deltas that a host keeps.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -91,7 +91,7 @@ impl Ring {
             .get(&model)
             .into_iter()
             .filter_map(|of| of.steps().next_back());
-        newest.any(|delta| !delta.let_go.load(Ordering::Acquire))
+        newest.any(|delta| !delta.released.load(Ordering::Acquire))
     }
 
     /// Keeps a delta of a model; the oldest go once all together take more bytes than

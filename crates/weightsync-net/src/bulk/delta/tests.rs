@@ -337,7 +337,7 @@ fn delta_base_is_kept_until_its_maker_releases_it() {
     let first = step(1, 5);
     ring.put(0, first.clone(), 1 << 20);
     assert!(ring.is_making(0) && !ring.is_making(1));
-    first.let_go();
+    first.release();
     assert!(!ring.is_making(0));
     ring.put(0, step(2, 5), 1 << 20);
     assert!(ring.is_making(0));

@@ -1,4 +1,4 @@
-//! Making what a parent has told as changes.
+//! Makes a version from its base and the changes that a parent sent.
 
 use weightsync_core::Version;
 
@@ -10,7 +10,7 @@ use crate::bulk::delta::IN_PLACE;
 pub(crate) struct Base {
     pub(crate) snapshot: Snapshot,
     /// Where what comes is kept: for the next version, and to be passed on.
-    pub(crate) kept: Arc<Delta>,
+    pub(crate) recorded: Arc<Delta>,
     /// Whether there are relays below; for oneself only few bytes are worth being kept.
     pub(crate) passes_on: bool,
     /// What leads to it from the still older version that the free slot holds, if that is
@@ -61,7 +61,7 @@ impl Shared {
         let index = head.index as usize;
         let coded = Coded::new(bytes, head.crc);
         if base.passes_on || are_few([&coded], piece.len()) {
-            base.kept.note(index, Span::Coded(coded.clone()));
+            base.recorded.note(index, Span::Coded(coded.clone()));
             // Relays below need not wait until it is put in here.
             self.store.notify();
         }
@@ -77,7 +77,7 @@ impl Shared {
             // What came is as it was made: it may be of use to others.
             DeltaError::Base { .. } => self.unfit.store(true, Ordering::Release),
             // It is useless, whichever end made it.
-            _ => base.kept.spoil(),
+            _ => base.recorded.spoil(),
         }
         Err(invalid(Unfit {
             index,
@@ -96,7 +96,7 @@ impl Shared {
         let old = &base.snapshot.bytes()[range];
         let mut bytes = Vec::new();
         match encode(pattern, Codec::Fast, old, piece, &mut bytes, scratch) {
-            Ok(_) => base.kept.note_foldable(index, bytes, layout),
+            Ok(_) => base.recorded.note_foldable(index, bytes, layout),
             Err(error) => unreachable!("both are versions of one layout: {error}"),
         }
     }

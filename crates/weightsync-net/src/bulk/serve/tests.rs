@@ -81,7 +81,7 @@ fn coming(bytes: u64) -> (Relay, Arc<Held>) {
 }
 
 /// The next message to it; `None` once it is disconnected.
-fn hear(socket: &mut TcpStream) -> Option<ToChild> {
+fn receive(socket: &mut TcpStream) -> Option<ToChild> {
     let mut header = [0; HEADER_BYTES];
     if socket.read(&mut header[..1]).expect("in time") == 0 {
         return None;
@@ -94,10 +94,10 @@ fn hear(socket: &mut TcpStream) -> Option<ToChild> {
 }
 
 /// Hears until it is another word than that the other end is there; how often that came.
-fn hear_out(socket: &mut TcpStream) -> (Option<ToChild>, usize) {
+fn receive_all(socket: &mut TcpStream) -> (Option<ToChild>, usize) {
     let mut idle = 0;
     loop {
-        match hear(socket) {
+        match receive(socket) {
             Some(ToChild::Idle) => idle += 1,
             word => return (word, idle),
         }
@@ -111,7 +111,7 @@ fn waiting_children_take_turns() {
     let wanted = Arc::new(AtomicIsize::new(0));
     let mut serving = serving();
     let count = wanted.clone();
-    serving.tell = Arc::new(move |served| {
+    serving.notify = Arc::new(move |served| {
         let by = match served {
             Served::Wanted { .. } => 1,
             Served::Unwanted { .. } => -1,
@@ -133,7 +133,7 @@ fn waiting_children_take_turns() {
             }
             let (other, begun) = (Run { id: [8; 16], ..RUN }, Instant::now());
             let mut quick = child(&serving, other, 1);
-            let (word, _) = hear_out(&mut quick);
+            let (word, _) = receive_all(&mut quick);
             assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
             assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
             drop(waiting);
@@ -162,7 +162,7 @@ fn idle_child_is_disconnected() {
         serving.quiet = Duration::from_millis(50);
         let other = Run { id: [8; 16], ..RUN };
         let mut child = child(&serving, other, 1);
-        let heard = tokio::task::spawn_blocking(move || (hear(&mut child), hear(&mut child)));
+        let heard = tokio::task::spawn_blocking(move || (receive(&mut child), receive(&mut child)));
         let heard = heard.await.unwrap();
         assert!(
             matches!(heard, (Some(ToChild::Gone { .. }), None)),
@@ -199,7 +199,7 @@ fn that_nothing_has_come_is_said_now_and_then() {
         let serving = serving();
         serving.store.put(ITEM, held);
         let mut child = child(&serving, RUN, 1);
-        let heard = tokio::task::spawn_blocking(move || hear_out(&mut child));
+        let heard = tokio::task::spawn_blocking(move || receive_all(&mut child));
         let begun = Instant::now();
         while begun.elapsed() < 3 * IDLE {
             serving.store.notify();
@@ -227,7 +227,7 @@ fn who_asks_for_more_chunks_than_there_are_gets_none() {
             let fetch = fetch(RUN, 1, range);
             child.write_all(&fetch.frame().unwrap()).unwrap();
             // Nothing of it has come: who asked for what there is would wait.
-            let heard = tokio::task::spawn_blocking(move || hear(&mut child)).await;
+            let heard = tokio::task::spawn_blocking(move || receive(&mut child)).await;
             match heard.unwrap() {
                 Some(ToChild::Gone { reason }) => assert!(reason.contains("chunks"), "{reason}"),
                 word => panic!("{range:?}: {word:?}"),
@@ -259,7 +259,7 @@ fn waiting_child_releases_a_withdrawn_version() {
             assert!(begun.elapsed() < SOON, "it waits, and holds it");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        let heard = tokio::task::spawn_blocking(move || hear_out(&mut child));
+        let heard = tokio::task::spawn_blocking(move || receive_all(&mut child));
         let (word, _) = heard.await.unwrap();
         assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
         serving.store.close();

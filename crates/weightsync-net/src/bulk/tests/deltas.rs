@@ -95,7 +95,7 @@ struct Came {
     end: FetchEnd,
     room: Arc<PartialSlot>,
     base: Snapshot,
-    kept: Arc<Delta>,
+    recorded: Arc<Delta>,
     _relay: Relay,
 }
 
@@ -127,7 +127,7 @@ fn fetch(room: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchE
     let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
     let held = Arc::new(Held::coming(room.clone()));
     let connections = Connections::new(Key::new(&SECRET), RUN, 1, 1);
-    let (tell, ends) = mpsc::channel();
+    let (note, ends) = mpsc::channel();
     let version = room.version();
     let item = Item { version, ..NEXT };
     let _fetch = Fetch::start(
@@ -137,7 +137,7 @@ fn fetch(room: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchE
         &Arc::new(Store::of_relay()),
         &Arc::new(Threads::default()),
         move |end, _| {
-            let _ = tell.send(end);
+            let _ = note.send(end);
         },
     );
     ends.recv_timeout(LONG).unwrap()
@@ -148,10 +148,10 @@ fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Came {
     let snapshot = whole(&relay, ITEM.version, &image(1));
     let room = relay.room(0, NEXT.version, CHUNK as usize);
     let room = room.unwrap().unwrap();
-    let kept = Arc::new(Delta::new(ITEM.version, NEXT.version, room.layout()));
+    let recorded = Arc::new(Delta::new(ITEM.version, NEXT.version, room.layout()));
     let base = Base {
         snapshot: snapshot.clone(),
-        kept: kept.clone(),
+        recorded: recorded.clone(),
         passes_on: true,
         earlier: None,
     };
@@ -160,7 +160,7 @@ fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Came {
         end,
         room,
         base: snapshot,
-        kept,
+        recorded,
         _relay: relay,
     }
 }
@@ -183,7 +183,7 @@ fn a_version_is_made_of_deltas_and_chunks() {
         let whole = came.room.commit().unwrap();
         assert!(whole.bytes() == image(3), "{name}");
         assert!(came.base.bytes() == image(1), "{name}");
-        assert!(!came.kept.is_spoiled());
+        assert!(!came.recorded.is_spoiled());
     }
 }
 
@@ -225,7 +225,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
             came.end
         );
         assert!(came.base.bytes() == image(1), "{name}");
-        assert_eq!(came.kept.is_spoiled(), spoiled, "{name}");
+        assert_eq!(came.recorded.is_spoiled(), spoiled, "{name}");
         // What is there is right.
         let there = (0..CHUNKS as usize).filter_map(|index| Some((index, came.room.read(index)?)));
         let there: Vec<_> = there.collect();
@@ -256,7 +256,7 @@ fn delta_of_another_base_is_refused_and_kept() {
     let error = error.to_string();
     let words = "the delta of span 0 from v1 to v3 cannot be applied here: ";
     assert!(error.starts_with(words), "{error}");
-    assert!(!came.kept.is_spoiled());
+    assert!(!came.recorded.is_spoiled());
     assert_eq!(came.room.kept(), 0);
 }
 
@@ -294,7 +294,7 @@ fn small_change_is_applied_in_the_older_buffer() {
     }
     let base = || Base {
         snapshot: snapshot.clone(),
-        kept: Arc::new(Delta::new(Version(2), NEXT.version, room.layout())),
+        recorded: Arc::new(Delta::new(Version(2), NEXT.version, room.layout())),
         passes_on: false,
         earlier: Some(earlier.clone()),
     };
@@ -332,11 +332,11 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
         let base = newest.version();
         let room = relay.room(0, Version(version), CHUNK as usize);
         let room = room.unwrap().unwrap();
-        let kept = Arc::new(Delta::new(base, Version(version), room.layout()));
-        ring.put(0, kept.clone(), BYTES as u64);
+        let recorded = Arc::new(Delta::new(base, Version(version), room.layout()));
+        ring.put(0, recorded.clone(), BYTES as u64);
         let of = Base {
             snapshot: newest,
-            kept,
+            recorded,
             passes_on: true,
             earlier: None,
         };

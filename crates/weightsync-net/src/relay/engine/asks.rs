@@ -1,7 +1,7 @@
-//! Questions of workers that are not answered: a link that breaks takes with it what
-//! was said by it, so they are asked again by the next.
+//! Workers' questions that have no answer yet. A broken link loses the questions that it
+//! carried, so the agent asks them again on the next link.
 
-use weightsync_mem::Seated;
+use weightsync_mem::WorkerInstance;
 
 use super::Engine;
 use crate::relay::plan::Input;
@@ -16,7 +16,7 @@ pub(super) struct Question {
 
 impl Engine {
     /// A worker asks; what it has asked before it needs no more.
-    pub(super) fn asks(&mut self, who: Seated, number: u64, want: Want) {
+    pub(super) fn asks(&mut self, who: WorkerInstance, number: u64, want: Want) {
         let asked = Some(Question { number, want });
         if let Some(open) = self.open_question(who) {
             *open = asked;
@@ -25,9 +25,9 @@ impl Engine {
     }
 
     /// A worker does not wait for its answer any more, and nothing is fetched for it.
-    pub(super) fn withdraws(&mut self, who: Seated) -> Option<Input> {
+    pub(super) fn withdraws(&mut self, who: WorkerInstance) -> Option<Input> {
         let open = self.open_question(who).and_then(Option::take);
-        self.say(&ToRoot::Withdraw {
+        self.send(&ToRoot::Withdraw {
             worker: who.worker,
             instance: who.instance,
         });
@@ -36,27 +36,27 @@ impl Engine {
     }
 
     /// Whether a worker waits for the answer to this question.
-    pub(super) fn waits_for(&mut self, who: Seated, number: u64) -> bool {
+    pub(super) fn waits_for(&mut self, who: WorkerInstance, number: u64) -> bool {
         let open = self.open_question(who);
         open.is_some_and(|open| open.is_some_and(|open| open.number == number))
     }
 
     /// A worker has been answered, up to this question.
-    pub(super) fn is_answered(&mut self, who: Seated, through: u64) {
+    pub(super) fn is_answered(&mut self, who: WorkerInstance, through: u64) {
         if let Some(open) = self.open_question(who) {
             open.take_if(|open| open.number <= through);
         }
     }
 
     /// The sender knows a worker again, and nothing of what it asked.
-    pub(super) fn ask_again(&mut self, who: Seated) {
+    pub(super) fn ask_again(&mut self, who: WorkerInstance) {
         if let Some(open) = self.open_question(who).and_then(|open| *open) {
             self.ask(who, open);
         }
     }
 
-    fn ask(&mut self, who: Seated, Question { number, want }: Question) {
-        self.say(&ToRoot::Ask {
+    fn ask(&mut self, who: WorkerInstance, Question { number, want }: Question) {
+        self.send(&ToRoot::Ask {
             worker: who.worker,
             instance: who.instance,
             question: number,
@@ -64,7 +64,7 @@ impl Engine {
         });
     }
 
-    fn open_question(&mut self, who: Seated) -> Option<&mut Option<Question>> {
+    fn open_question(&mut self, who: WorkerInstance) -> Option<&mut Option<Question>> {
         let worker = self.workers.get_mut(&who.worker);
         let worker = worker.filter(|one| one.who == who)?;
         Some(&mut worker.asks)

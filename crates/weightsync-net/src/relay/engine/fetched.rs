@@ -1,4 +1,4 @@
-//! What becomes of what an agent fetches.
+//! The outcomes of an agent's fetches.
 
 use super::*;
 
@@ -12,7 +12,7 @@ impl Engine {
             end,
             came,
         } = fetched;
-        self.say_received(item, by, came);
+        self.send_received(item, by, came);
         let current = self.fetching.get(&item).map(|one| one.number);
         if current != Some(number) {
             return;
@@ -34,7 +34,7 @@ impl Engine {
                         self.failures = 0;
                         self.store.deltas().trim(item.model);
                         self.whole.insert(item, snapshot);
-                        self.say(&ToRoot::Holds {
+                        self.send(&ToRoot::Holds {
                             have: vec![item],
                             dropped: Vec::new(),
                         });
@@ -46,7 +46,7 @@ impl Engine {
             FetchEnd::NotThere => {
                 let sender = parent.agent == 0;
                 if !sender {
-                    self.say(&ToRoot::Missing {
+                    self.send(&ToRoot::Missing {
                         model: item.model as u8,
                         version: item.version,
                     });
@@ -81,14 +81,14 @@ impl Engine {
     }
 
     /// Says how much has come from a parent.
-    pub(super) fn say_received(&mut self, item: Item, parent: u64, came: Came) {
+    pub(super) fn send_received(&mut self, item: Item, parent: u64, came: Came) {
         if let Some(rate) = came.rate() {
             // Its own link is what it knows; those below are taken to be like it.
             self.store.deltas().note_rate(rate as u64);
         }
         let Came { bytes, busy } = came;
         if bytes > 0 {
-            self.say(&ToRoot::Received {
+            self.send(&ToRoot::Received {
                 model: item.model as u8,
                 version: item.version,
                 parent,

@@ -35,9 +35,9 @@ impl Engine {
 
     fn perform(&mut self, effect: Effect) -> Option<Input> {
         match effect {
-            Effect::Tell { who, sequence, set } => {
+            Effect::Notify { who, sequence, set } => {
                 if let Some(set) = self.snapshots(&set) {
-                    self.relay.tell(who, sequence, &set);
+                    self.relay.notify(who, sequence, &set);
                 }
             }
             Effect::Answer {
@@ -59,7 +59,7 @@ impl Engine {
                 self.store.remove(item);
                 self.coming.remove(&item);
                 if self.whole.remove(&item).is_some() {
-                    self.say(&ToRoot::Holds {
+                    self.send(&ToRoot::Holds {
                         have: Vec::new(),
                         dropped: vec![item],
                     });
@@ -113,7 +113,7 @@ impl Engine {
         }
         self.fetches += 1;
         let number = self.fetches;
-        let tell = tell_later(&self.events);
+        let notify = notifier(&self.events);
         // Those under way have their connections already.
         let others = self.fetching.keys().filter(|one| **one != item).count();
         let fetch = Fetch::start(
@@ -130,7 +130,7 @@ impl Engine {
                     end,
                     came,
                 };
-                tell(Event::Fetched(fetched));
+                notify(Event::Fetched(fetched));
             },
         );
         if self.fetching.is_empty() {
@@ -159,7 +159,7 @@ impl Engine {
         let ring = self.store.deltas();
         let earlier = room.base().and_then(|base| ring.step(*of, base));
         let known = ring.step(item, of.version);
-        let kept = known.unwrap_or_else(|| {
+        let recorded = known.unwrap_or_else(|| {
             let layout = snapshot.layout();
             let fresh = Arc::new(Delta::new(of.version, item.version, layout));
             let bound = match self.serves {
@@ -169,13 +169,13 @@ impl Engine {
             ring.put(item.model, fresh.clone(), bound);
             fresh
         });
-        if kept.is_spoiled() {
+        if recorded.is_spoiled() {
             // What came did not fit: the version comes whole.
             return None;
         }
         Some(Base {
             snapshot: snapshot.clone(),
-            kept,
+            recorded,
             passes_on: self.serves.is_some(),
             earlier,
         })
@@ -196,7 +196,7 @@ impl Engine {
 }
 
 /// Tells the engine something from whichever thread, also its own: nobody waits.
-fn tell_later(events: &mpsc::Sender<Event>) -> impl Fn(Event) + Send + Sync + 'static {
+fn notifier(events: &mpsc::Sender<Event>) -> impl Fn(Event) + Send + Sync + 'static {
     let (events, runtime) = (events.clone(), Handle::current());
     move |event| {
         let events = events.clone();
@@ -216,13 +216,13 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread();
         let runtime = { runtime }.build().unwrap();
         runtime.block_on(async {
-            let (events, mut heard) = mpsc::channel(1);
-            let tell = tell_later(&events);
+            let (events, mut inbox) = mpsc::channel(1);
+            let notify = notifier(&events);
             // More than there is room for.
-            tell(Event::Stop);
-            tell(Event::Stop);
-            assert!(matches!(heard.recv().await, Some(Event::Stop)));
-            assert!(matches!(heard.recv().await, Some(Event::Stop)));
+            notify(Event::Stop);
+            notify(Event::Stop);
+            assert!(matches!(inbox.recv().await, Some(Event::Stop)));
+            assert!(matches!(inbox.recv().await, Some(Event::Stop)));
         });
     }
 }

@@ -1,4 +1,4 @@
-//! An agent's way back to its sender, after a link has ended.
+//! How an agent reconnects to its sender after a link has ended.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ impl Engine {
     pub(super) async fn reconnect(
         &mut self,
         end: &LinkEnd,
-        heard: &mut mpsc::Receiver<Event>,
+        inbox: &mut mpsc::Receiver<Event>,
     ) -> Option<Ending> {
         if self.closes.is_some() {
             return Some(Ending::Closed);
@@ -33,10 +33,10 @@ impl Engine {
             let mut meanwhile = Vec::new();
             let again = tokio::select! {
                 again = self.try_again() => again,
-                () = stop(heard, &mut meanwhile) => return Some(Ending::Moved),
+                () = stop(inbox, &mut meanwhile) => return Some(Ending::Moved),
             };
             for event in meanwhile {
-                self.hear_meanwhile(event);
+                self.defer(event);
             }
             match again {
                 Ok(()) => return None,
@@ -55,9 +55,9 @@ impl Engine {
             failures += 1;
             loop {
                 tokio::select! {
-                    event = heard.recv() => match event {
+                    event = inbox.recv() => match event {
                         Some(Event::Stop) | None => return Some(Ending::Moved),
-                        Some(event) => self.hear_meanwhile(event),
+                        Some(event) => self.defer(event),
                     },
                     () = tokio::time::sleep_until(until) => break,
                 }
@@ -66,7 +66,7 @@ impl Engine {
     }
 
     /// What happens while there is no link.
-    fn hear_meanwhile(&mut self, event: Event) {
+    fn defer(&mut self, event: Event) {
         match event {
             Event::Near(events) => self.near(events),
             Event::Fetched(fetched) => self.fetched(fetched),
@@ -135,24 +135,24 @@ impl Engine {
             self.tickets += 1;
             let ticket = self.tickets;
             self.rejoining.insert(ticket, joining.who);
-            self.say(&join_message(ticket, &joining));
+            self.send(&join_message(ticket, &joining));
         }
         // By this link nobody has been told of them, and some may be there by a way of
         // their own.
         self.take_those_who_gave_up();
         for (ticket, joining) in self.joining.clone() {
-            self.say(&join_message(ticket, &joining));
+            self.send(&join_message(ticket, &joining));
         }
         // And how far they are.
-        self.relay.tell_again();
+        self.relay.report_again();
     }
 }
 
 /// Waits until the agent is to leave; what else is heard until then is kept, as far as
 /// there is room for it.
-async fn stop(heard: &mut mpsc::Receiver<Event>, meanwhile: &mut Vec<Event>) {
+async fn stop(inbox: &mut mpsc::Receiver<Event>, meanwhile: &mut Vec<Event>) {
     while meanwhile.len() < EVENTS {
-        match heard.recv().await {
+        match inbox.recv().await {
             Some(Event::Stop) | None => return,
             Some(event) => meanwhile.push(event),
         }

@@ -1,4 +1,4 @@
-//! An agent says what it has, to be compared with what was published.
+//! Reports an agent's digests, to be compared with the published ones.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ impl Engine {
     /// A digest was made; nothing if that was given up.
     pub(super) fn scrubbed(&mut self, item: Item, digest: Option<Digest>) {
         self.scrubs.pop_front();
-        self.say(&ToRoot::Scrubbed {
+        self.send(&ToRoot::Scrubbed {
             model: item.model as u8,
             version: item.version,
             digest,
@@ -48,7 +48,7 @@ impl Engine {
                 }
             }
             self.scrubs.pop_front();
-            self.say(&ToRoot::Scrubbed {
+            self.send(&ToRoot::Scrubbed {
                 model: item.model as u8,
                 version: item.version,
                 digest: None,

@@ -6,7 +6,7 @@ use weightsync_mem::ModelSpec;
 
 use super::*;
 use crate::access::Access;
-use crate::relay::{Place, runtime};
+use crate::relay::{AgentAddress, runtime};
 
 /// Longer than anything here takes.
 const SOON: Duration = Duration::from_secs(10);
@@ -22,7 +22,7 @@ const ITEM: Item = Item {
 struct Around {
     engine: Engine,
     events: mpsc::Sender<Event>,
-    heard: mpsc::Receiver<Event>,
+    inbox: mpsc::Receiver<Event>,
     /// Where its sender is, and its parent.
     listener: TcpListener,
     address: SocketAddr,
@@ -34,7 +34,7 @@ async fn engine(name: &str) -> Around {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (socket, other) = tokio::join!(TcpStream::connect(address), listener.accept());
-    let (events, heard) = mpsc::channel(1 << 16);
+    let (events, inbox) = mpsc::channel(1 << 16);
     let root = |what| Event::Root { number: 0, what };
     // It says that it is there.
     let (said, words) = mpsc::channel(64);
@@ -45,7 +45,7 @@ async fn engine(name: &str) -> Around {
         secret: SECRET,
         seen: Epoch::default(),
         connections: 1,
-        place: Place::Own(name.clone()),
+        address: AgentAddress::Own(name.clone()),
         serves: false,
         access: Access::default(),
         nearer: Vec::new(),
@@ -74,7 +74,7 @@ async fn engine(name: &str) -> Around {
     Around {
         engine,
         events,
-        heard,
+        inbox,
         listener,
         address,
         _sender: (sender, words),
@@ -87,7 +87,7 @@ fn engine_checks_for_room_under_constant_messages() {
         let Around {
             mut engine,
             events,
-            heard,
+            inbox,
             listener,
             _sender,
             ..
@@ -97,7 +97,7 @@ fn engine_checks_for_room_under_constant_messages() {
         engine.plan.step([Input::NoRoom { item }]);
         assert!(engine.plan.waits_for_room());
         engine.room = Instant::now() + ROOM;
-        let runs = tokio::spawn(engine.run(heard));
+        let runs = tokio::spawn(engine.run(inbox));
         // Until it has ended.
         let talks = std::thread::spawn({
             let (events, mut other) = (events.clone(), item);
@@ -121,7 +121,7 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
         let Around {
             mut engine,
             events,
-            heard,
+            inbox,
             address,
             _sender,
             ..
@@ -133,7 +133,7 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
         engine.step([Input::NotThere { item, sender }]);
         assert!(engine.fetching[&item].instead);
         engine.complain = Some((Instant::now() + SOON, 2, "it broke off".into()));
-        engine.hear(FromRoot::Parent {
+        engine.on_message(FromRoot::Parent {
             agent: 3,
             address: Some(address.to_string()),
         });
@@ -148,6 +148,6 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
         let complains = engine.complain.as_ref().map(|(_, of, _)| *of);
         assert_eq!(complains, Some(0));
         assert!(events.send(Event::Stop).await.is_ok());
-        engine.run(heard).await;
+        engine.run(inbox).await;
     });
 }

@@ -1,4 +1,4 @@
-//! What this process says, as it is said on the wire.
+//! Converts this process's types into those of the wire.
 
 use super::Joining;
 use crate::wire::message::ToRoot;

@@ -329,7 +329,7 @@ fn next_version_is_requested_at_once_and_kept_above() {
 
 #[test]
 fn fetches_are_bounded_by_the_largest_set() {
-    let who = |worker| Seated {
+    let who = |worker| WorkerInstance {
         worker: weightsync_core::WorkerId(worker),
         instance: 0,
     };
@@ -345,7 +345,7 @@ fn fetches_are_bounded_by_the_largest_set() {
         who: who(worker),
         delivery: Delivery::Every { bound: 4 },
     });
-    let tells = (1..=2).map(|worker| Input::Told {
+    let tells = (1..=2).map(|worker| Input::Notified {
         who: who(worker),
         sequence: worker.into(),
         set: set(worker.into()),

@@ -1,4 +1,4 @@
-//! Which versions an agent says that it has.
+//! The versions that each agent reports to hold.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Comparing what everybody holds with what was published.
+//! Compares the bytes that agents hold with the published ones.
 
 use tokio::sync::oneshot;
 use weightsync_core::digest::Digest;
@@ -68,7 +68,7 @@ impl Coordinator {
 
     /// An agent says what it has.
     pub(super) fn scrubbed(&mut self, agent: AgentId, item: Item, digest: Option<Digest>) {
-        let checked = self.scrubs.said(item, agent, digest);
+        let checked = self.scrubs.digest_received(item, agent, digest);
         self.checked(checked.as_slice());
     }
 
@@ -85,7 +85,7 @@ impl Coordinator {
                 model: item.model as u8,
                 version: item.version,
             };
-            self.say(agent, &scrub);
+            self.send(agent, &scrub);
         }
         if !asks.own.is_empty() {
             self.find(asks.own, None);
@@ -146,7 +146,7 @@ impl Coordinator {
         }
         for round in rounds {
             match round.waits.is_empty() {
-                true => self.tell_round(round),
+                true => self.answer_round(round),
                 // Who has gone needs no answer.
                 false if round.answer.is_closed() => {}
                 false => self.rounds.push(round),
@@ -154,7 +154,7 @@ impl Coordinator {
         }
     }
 
-    fn tell_round(&self, round: Round<oneshot::Sender<String>>) {
+    fn answer_round(&self, round: Round<oneshot::Sender<String>>) {
         let scrub = scrub::Scrub {
             run: self.remote_readers.run().to_string(),
             models: self.settings.models.clone(),
@@ -188,7 +188,7 @@ impl Coordinator {
             model: item.model as u8,
             version: item.version,
         };
-        self.say(agent, &spoiled);
+        self.send(agent, &spoiled);
         // It may have come so from here.
         let asks = self.scrubs.ask([(item, OWN)]);
         self.perform(asks);

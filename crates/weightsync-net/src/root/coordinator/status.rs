@@ -1,4 +1,4 @@
-//! How things are, for who asks.
+//! The status of the sender, its agents and workers, for programs that ask.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;

@@ -64,39 +64,39 @@ async fn wait_for<T: Send + 'static>(
 /// An agent's end of its link, which does what a test says.
 struct Fake {
     link: Link<ToRoot>,
-    heard: mpsc::Receiver<Result<FromRoot, LinkEnd>>,
+    on_event: mpsc::Receiver<Result<FromRoot, LinkEnd>>,
 }
 
 impl Fake {
     async fn dial(info: &InitInfo) -> Self {
         let socket = dial(info).await;
-        let (events, heard) = mpsc::channel(64);
+        let (events, on_event) = mpsc::channel(64);
         let link = Link::start(socket, &events, |what| what);
-        Self { link, heard }
+        Self { link, on_event }
     }
 
     /// Its first words.
-    fn say_agent(&self, seen: Epoch) {
-        self.link.say(&agent(seen));
+    fn send_agent(&self, seen: Epoch) {
+        self.link.send(&agent(seen));
     }
 
     /// It asks for a seat for worker 7.
-    fn say_join(&self, instance: u64) {
-        self.link.say(&join(instance));
+    fn send_join(&self, instance: u64) {
+        self.link.send(&join(instance));
     }
 
     /// What the sender says next; or how it has ended the link.
-    async fn hear(&mut self) -> Result<FromRoot, LinkEnd> {
-        let heard = timeout(SOON, self.heard.recv()).await;
-        heard.expect("in time").expect("an end, at last")
+    async fn on_message(&mut self) -> Result<FromRoot, LinkEnd> {
+        let on_event = timeout(SOON, self.on_event.recv()).await;
+        on_event.expect("in time").expect("an end, at last")
     }
 
     /// Hears what the sender says until this comes.
-    async fn hear_until(&mut self, what: impl Fn(&FromRoot) -> bool) -> FromRoot {
+    async fn receive_until(&mut self, what: impl Fn(&FromRoot) -> bool) -> FromRoot {
         loop {
-            let heard = self.hear().await.expect("the link is there");
-            if what(&heard) {
-                return heard;
+            let on_event = self.on_message().await.expect("the link is there");
+            if what(&on_event) {
+                return on_event;
             }
         }
     }
@@ -147,13 +147,13 @@ fn fenced_agent_is_notified_and_disconnected() {
     let (_sender, info) = sender();
     run(async {
         let mut fake = Fake::dial(&info).await;
-        fake.say_agent(Epoch(u64::MAX));
-        let FromRoot::Refused { remedy, .. } = fake.hear().await.unwrap() else {
+        fake.send_agent(Epoch(u64::MAX));
+        let FromRoot::Refused { remedy, .. } = fake.on_message().await.unwrap() else {
             panic!("it was not refused")
         };
         assert!(matches!(remedy, RefusalRemedy::Fenced { .. }), "{remedy:?}");
         // It would go on saying that it is there.
-        let end = fake.hear().await.unwrap_err();
+        let end = fake.on_message().await.unwrap_err();
         assert!(matches!(end, LinkEnd::HungUp), "{end}");
     });
 }
@@ -163,20 +163,20 @@ fn agent_that_claims_impossible_versions_is_dropped() {
     let (_sender, info) = sender();
     run(async {
         let mut fake = Fake::dial(&info).await;
-        fake.say_agent(Epoch(0));
+        fake.send_agent(Epoch(0));
         let welcome = |word: &FromRoot| matches!(word, FromRoot::Parent { .. });
-        fake.hear_until(welcome).await;
+        fake.receive_until(welcome).await;
         for page in 0..2 {
             let have = (1..=50).map(|number| Item {
                 model: 0,
                 version: Version(page * 50 + number),
             });
-            fake.link.say(&ToRoot::Holds {
+            fake.link.send(&ToRoot::Holds {
                 have: have.collect(),
                 dropped: Vec::new(),
             });
         }
-        while fake.hear().await.is_ok() {}
+        while fake.on_message().await.is_ok() {}
     });
 }
 
@@ -190,16 +190,16 @@ fn restarted_worker_joins_once_its_host_is_silent() {
             silent.write_all(&words.frame().unwrap()).await.unwrap();
         }
         let mut fake = Fake::dial(&info).await;
-        fake.say_agent(Epoch(0));
+        fake.send_agent(Epoch(0));
         wait_for(&info, |status| {
             let seated = status.relays.iter().any(|relay| !relay.workers.is_empty());
             seated.then_some(())
         })
         .await;
-        fake.say_join(101);
+        fake.send_join(101);
         let decided =
             |word: &FromRoot| matches!(word, FromRoot::Joined { .. } | FromRoot::Denied { .. });
-        let decided = fake.hear_until(decided).await;
+        let decided = fake.receive_until(decided).await;
         assert_eq!(decided, FromRoot::Joined { ticket: 101 });
     });
 }
@@ -213,25 +213,25 @@ fn restarted_worker_waits_for_the_agent_that_finds_it() {
         let mut agents = Vec::new();
         for _ in 0..3 {
             let fake = Fake::dial(&info).await;
-            fake.say_agent(Epoch(0));
+            fake.send_agent(Epoch(0));
             agents.push(fake);
         }
         let [first, by, next] = &mut agents[..] else {
             unreachable!()
         };
         let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
-        first.say_join(100);
-        first.hear_until(joined).await;
-        by.say_join(100);
-        by.hear_until(joined).await;
-        next.say_join(101);
-        by.link.say(&ToRoot::Gone {
+        first.send_join(100);
+        first.receive_until(joined).await;
+        by.send_join(100);
+        by.receive_until(joined).await;
+        next.send_join(101);
+        by.link.send(&ToRoot::Gone {
             worker: WorkerId(7),
             instance: 100,
             died: false,
         });
         let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
-        next.hear_until(denied).await;
+        next.receive_until(denied).await;
     });
 }
 
@@ -247,10 +247,10 @@ fn worker_moving_to_a_dead_agent_keeps_its_own() {
         let mut agents = Vec::new();
         for _ in 0..2 {
             let mut fake = Fake::dial(&info).await;
-            fake.say_agent(Epoch(0));
-            fake.say_join(100);
+            fake.send_agent(Epoch(0));
+            fake.send_join(100);
             let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
-            fake.hear_until(joined).await;
+            fake.receive_until(joined).await;
             agents.push(fake);
         }
         drop(agents.pop());
@@ -264,9 +264,9 @@ fn worker_moving_to_a_dead_agent_keeps_its_own() {
         let sent = sender.send_async(&weights, &SendOptions::new());
         let _sent = sent.unwrap();
         let is_new = |item: &Item| item.version == Version(2);
-        let told =
+        let notified =
             |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if set.iter().any(is_new));
-        agents[0].hear_until(told).await;
+        agents[0].receive_until(notified).await;
     });
 }
 
@@ -275,27 +275,27 @@ fn worker_with_a_number_in_use_is_refused() {
     let (_sender, info) = sender();
     run(async {
         let mut first = Fake::dial(&info).await;
-        first.say_agent(Epoch(0));
-        first.say_join(100);
+        first.send_agent(Epoch(0));
+        first.send_join(100);
         let joined = |word: &FromRoot| matches!(word, FromRoot::Joined { .. });
-        first.hear_until(joined).await;
+        first.receive_until(joined).await;
         let mut second = Fake::dial(&info).await;
-        second.say_agent(Epoch(0));
-        second.say_join(101);
+        second.send_agent(Epoch(0));
+        second.send_join(101);
         let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
-        let FromRoot::Denied { ticket, reason } = second.hear_until(denied).await else {
+        let FromRoot::Denied { ticket, reason } = second.receive_until(denied).await else {
             unreachable!()
         };
         assert_eq!(ticket, 101);
         assert!(reason.contains("already connected"), "{reason}");
         // That the first is there has cost it nothing.
-        first.link.say(&ToRoot::Gone {
+        first.link.send(&ToRoot::Gone {
             worker: WorkerId(7),
             instance: 100,
             died: false,
         });
-        second.say_join(102);
-        let joined = second.hear_until(joined).await;
+        second.send_join(102);
+        let joined = second.receive_until(joined).await;
         assert_eq!(joined, FromRoot::Joined { ticket: 102 });
     });
 }
@@ -311,14 +311,14 @@ fn a_worker_that_comes_begins_with_what_its_agent_has() {
         model: 0,
         version: Version(version),
     };
-    let told = |version| move |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if *set == [item(version)]);
+    let notified = |version| move |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if *set == [item(version)]);
     run(async {
         let mut fake = Fake::dial(&info).await;
-        fake.say_agent(Epoch(0));
-        fake.say_join(100);
-        fake.hear_until(told(1)).await;
+        fake.send_agent(Epoch(0));
+        fake.send_join(100);
+        fake.receive_until(notified(1)).await;
         // It has died before that came.
-        fake.link.say(&ToRoot::Gone {
+        fake.link.send(&ToRoot::Gone {
             worker: WorkerId(7),
             instance: 100,
             died: true,
@@ -332,16 +332,16 @@ fn a_worker_that_comes_begins_with_what_its_agent_has() {
                 dropped: Vec::new(),
             };
             if has_it {
-                fake.link.say(&holds);
+                fake.link.send(&holds);
             }
-            fake.say_join(instance);
-            let FromRoot::Tell { sequence, .. } = fake.hear_until(told(2)).await else {
+            fake.send_join(instance);
+            let FromRoot::Tell { sequence, .. } = fake.receive_until(notified(2)).await else {
                 unreachable!()
             };
             if !has_it {
-                fake.link.say(&holds);
+                fake.link.send(&holds);
             }
-            let older = fake.hear_until(told(1)).await;
+            let older = fake.receive_until(notified(1)).await;
             let FromRoot::Tell {
                 sequence: older,
                 workers,
@@ -352,12 +352,12 @@ fn a_worker_that_comes_begins_with_what_its_agent_has() {
             };
             assert!(older < sequence);
             assert_eq!(workers, [WorkerId(7)]);
-            fake.link.say(&ToRoot::Gone {
+            fake.link.send(&ToRoot::Gone {
                 worker: WorkerId(7),
                 instance,
                 died: false,
             });
-            fake.link.say(&ToRoot::Holds {
+            fake.link.send(&ToRoot::Holds {
                 have: Vec::new(),
                 dropped: vec![item(1)],
             });
@@ -376,23 +376,23 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
             if let ToRoot::Agent { bulk, .. } = &mut words {
                 *bulk = Some(port);
             }
-            fake.link.say(&words);
+            fake.link.send(&words);
             agents.push(fake);
         }
         let [first, second] = &mut agents[..] else {
             unreachable!()
         };
-        let FromRoot::Welcome { agent: parent, .. } = first.hear().await.unwrap() else {
+        let FromRoot::Welcome { agent: parent, .. } = first.on_message().await.unwrap() else {
             panic!("it is not welcome")
         };
-        let told = |by| move |word: &FromRoot| matches!(word, FromRoot::Parent { agent, .. } if *agent == by);
-        second.hear_until(told(parent)).await;
-        first.link.say(&received(0, 1));
-        second.link.say(&received(parent, 1000));
+        let notified = |by| move |word: &FromRoot| matches!(word, FromRoot::Parent { agent, .. } if *agent == by);
+        second.receive_until(notified(parent)).await;
+        first.link.send(&received(0, 1));
+        second.link.send(&received(parent, 1000));
         // The first has turned out to be slow: it is behind the second now.
-        second.hear_until(told(0)).await;
+        second.receive_until(notified(0)).await;
         // What came by it before says nothing of what comes now.
-        second.link.say(&received(parent, 1));
+        second.link.send(&received(parent, 1));
         let speeds = wait_for(&info, |status| {
             let relays = status.relays.iter();
             let all: u64 = relays.clone().map(|relay| relay.received).sum();
@@ -408,9 +408,9 @@ fn what_an_agent_says_has_come_may_be_any_number() {
     let (_sender, info) = sender();
     run(async {
         let fake = Fake::dial(&info).await;
-        fake.say_agent(Epoch(0));
+        fake.send_agent(Epoch(0));
         for micros in [1, 0, u64::MAX] {
-            fake.link.say(&ToRoot::Received {
+            fake.link.send(&ToRoot::Received {
                 model: 0,
                 version: Version(1),
                 parent: 0,
@@ -419,7 +419,7 @@ fn what_an_agent_says_has_come_may_be_any_number() {
             });
         }
         // More than the first of them has been heard by then.
-        fake.link.say(&join(100));
+        fake.link.send(&join(100));
         let received = wait_for(&info, |status| {
             let mut relays = status.relays.iter();
             Some(relays.find(|one| !one.workers.is_empty())?.received)
@@ -431,7 +431,7 @@ fn what_an_agent_says_has_come_may_be_any_number() {
 #[test]
 fn who_asks_while_many_do_waits_for_its_turn() {
     run(async {
-        let (events, mut heard) = mpsc::channel(1);
+        let (events, mut on_event) = mpsc::channel(1);
         let asking = Arc::new(Semaphore::new(1));
         let others = asking.clone().acquire_owned().await.unwrap();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -442,7 +442,7 @@ fn who_asks_while_many_do_waits_for_its_turn() {
         let early = timeout(Duration::from_millis(50), asks.read_u8()).await;
         assert!(early.is_err(), "it is not disconnected: {early:?}");
         drop(others);
-        let Some(Event::Status(answer)) = heard.recv().await else {
+        let Some(Event::Status(answer)) = on_event.recv().await else {
             panic!("nobody asks");
         };
         answer.send("{}".into()).unwrap();
@@ -455,16 +455,16 @@ fn a_sender_that_has_said_goodbye_lets_nobody_in() {
     let (sender, info) = sender();
     run(async {
         let mut first = Fake::dial(&info).await;
-        first.say_agent(Epoch(0));
+        first.send_agent(Epoch(0));
         let welcome = |word: &FromRoot| matches!(word, FromRoot::Parent { .. });
-        first.hear_until(welcome).await;
+        first.receive_until(welcome).await;
         let ends = tokio::task::spawn_blocking(move || drop(sender));
         let goodbye = |word: &FromRoot| matches!(word, FromRoot::Goodbye);
-        first.hear_until(goodbye).await;
+        first.receive_until(goodbye).await;
         // It still serves what it has announced.
         let mut late = Fake::dial(&info).await;
-        late.say_agent(Epoch(0));
-        let end = late.hear().await.unwrap_err();
+        late.send_agent(Epoch(0));
+        let end = late.on_message().await.unwrap_err();
         assert!(matches!(end, LinkEnd::HungUp | LinkEnd::Failed(_)), "{end}");
         // So it does not wait for that one.
         drop(first);
@@ -509,8 +509,8 @@ fn stalled_children_hold_no_slot_of_the_trainer() {
     let mut sender = setup.connect(&weights, Expect::Count(0), SOON).unwrap();
     run(async {
         let mut fake = Fake::dial(&info).await;
-        fake.say_agent(Epoch(0));
-        let FromRoot::Welcome { run, .. } = fake.hear().await.unwrap() else {
+        fake.send_agent(Epoch(0));
+        let FromRoot::Welcome { run, .. } = fake.on_message().await.unwrap() else {
             panic!("it is not welcome")
         };
         let mut children = Vec::new();

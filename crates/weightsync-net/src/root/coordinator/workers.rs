@@ -1,4 +1,4 @@
-//! The workers of other hosts: they are seated, told, and heard.
+//! The workers of other hosts: admission, notifications and progress.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,10 +18,10 @@ pub(super) struct Worker {
     pub(super) remote_reader: RemoteReader,
     pub(super) device: String,
     /// The last sequence and the last question's answer it was told.
-    told: u64,
+    notified: u64,
     answered: u64,
     /// What it was told last, and the sequence number of the last older set it may begin with.
-    meant: Vec<Item>,
+    desired: Vec<Item>,
     begins: u64,
     /// It wants the newest, and has taken nothing yet.
     is_fresh: bool,
@@ -39,12 +39,12 @@ pub(super) struct Asks {
 impl Coordinator {
     /// A worker comes: it has the seat that it had, if it only comes by another way, or
     /// one of its own, or waits until it is known whether there can be one.
-    pub(super) fn join(&mut self, comer: Waiter<Asks>) {
-        let agent = comer.agent;
-        match self.membership.comes(agent, comer.worker, comer.instance) {
+    pub(super) fn join(&mut self, joiner: Waiter<Asks>) {
+        let agent = joiner.agent;
+        match self.membership.comes(agent, joiner.worker, joiner.instance) {
             JoinOutcome::Back(worker) => {
                 worker.start_over();
-                self.joined(agent, comer.asks.ticket, comer.worker);
+                self.joined(agent, joiner.asks.ticket, joiner.worker);
                 self.is_there(agent);
             }
             JoinOutcome::New(old) => {
@@ -52,51 +52,51 @@ impl Coordinator {
                 if let Some(old) = old {
                     old.remote_reader.leave(Departure::Died);
                 }
-                self.seat(comer);
+                self.admit(joiner);
             }
             JoinOutcome::Waits(by) => {
                 if let Some(other) = self.agents.get(&by) {
                     other.link.expect_sign();
                 }
-                if let Some(earlier) = self.membership.wait(comer) {
+                if let Some(earlier) = self.membership.wait(joiner) {
                     let denied = FromRoot::Denied {
                         ticket: earlier.asks.ticket,
                         reason: format!("another process asks to be worker {}", earlier.worker.0),
                     };
-                    self.say(earlier.agent, &denied);
+                    self.send(earlier.agent, &denied);
                 }
             }
-            JoinOutcome::Two => self.seat(comer),
+            JoinOutcome::Two => self.admit(joiner),
         }
     }
 
     /// Lets a worker in, unless the memory has another of its number, or must not have it.
-    fn seat(&mut self, comer: Waiter<Asks>) {
+    fn admit(&mut self, joiner: Waiter<Asks>) {
         let Waiter {
             agent,
             worker,
             instance,
             asks: Asks { ticket, options },
-        } = comer;
+        } = joiner;
         let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
         let process = Process {
             host: known.map_or([0; 16], |known| known.process.host),
             pid: options.pid,
         };
-        let news = self.news.clone();
+        let changes = self.changes.clone();
         let device = options.device.clone();
         let is_fresh = options.delivery == Delivery::Newest;
         match self
             .remote_readers
-            .join(options, move |worker| news.ring(worker))
+            .join(options, move |worker| changes.ring(worker))
         {
             Ok(remote_reader) => {
                 let of = Worker {
                     remote_reader,
                     device,
-                    told: 0,
+                    notified: 0,
                     answered: 0,
-                    meant: Vec::new(),
+                    desired: Vec::new(),
                     begins: 0,
                     is_fresh,
                     versions: BTreeMap::new(),
@@ -109,25 +109,25 @@ impl Coordinator {
                     Memory::Denied { reason } => reason,
                     error => error.to_string(),
                 };
-                self.say(agent, &FromRoot::Denied { ticket, reason });
+                self.send(agent, &FromRoot::Denied { ticket, reason });
             }
         }
     }
 
     fn joined(&mut self, agent: AgentId, ticket: u64, worker: WorkerId) {
-        self.say(agent, &FromRoot::Joined { ticket });
-        self.tell(BTreeSet::from([worker]));
+        self.send(agent, &FromRoot::Joined { ticket });
+        self.notify(BTreeSet::from([worker]));
     }
 
     /// An agent is there: who waits for a seat of its workers waits in vain.
     pub(super) fn is_there(&mut self, agent: AgentId) {
         for waiter in self.membership.in_vain(agent) {
-            self.seat(waiter);
+            self.admit(waiter);
         }
     }
 
     /// Worker numbers that were waited for may be free.
-    pub(super) fn seat_again(&mut self) {
+    pub(super) fn retry_waiting(&mut self) {
         for waiter in self.membership.may_come() {
             self.join(waiter);
         }
@@ -145,7 +145,7 @@ impl Coordinator {
             LeaveOutcome::Back(_) => self.is_back(worker),
             LeaveOutcome::Elsewhere => {}
         }
-        self.seat_again();
+        self.retry_waiting();
     }
 
     /// A worker is reached by the agent at which it has been all the time.
@@ -153,16 +153,16 @@ impl Coordinator {
         if let Some((_, one)) = self.membership.reached(worker) {
             one.start_over();
         }
-        self.tell(BTreeSet::from([worker]));
+        self.notify(BTreeSet::from([worker]));
         if let Some(waiter) = self.membership.comes_again(worker) {
             self.join(waiter);
         }
     }
 
     pub(super) fn progress(&mut self, agent: AgentId, progress: WorkerProgress) {
-        let Some(seat) = self
+        let Some(member) = self
             .membership
-            .heard(agent, progress.worker, progress.instance)
+            .member_at(agent, progress.worker, progress.instance)
         else {
             return;
         };
@@ -174,29 +174,29 @@ impl Coordinator {
             refused,
             ..
         } = progress;
-        seat.remote_reader.progress(taken, through);
+        member.remote_reader.progress(taken, through);
         if taken > 0 || !versions.is_empty() {
-            seat.is_fresh = false;
+            member.is_fresh = false;
             self.fresh.remove(&(agent, progress.worker));
         }
         if !versions.is_empty() {
             let versions = versions.into_iter().map(|item| (item.model, item.version));
             let versions: Vec<_> = versions.collect();
-            seat.versions.extend(versions.iter().copied());
-            seat.remote_reader.applied(loaded, versions);
+            member.versions.extend(versions.iter().copied());
+            member.remote_reader.applied(loaded, versions);
         }
         if let Some((sequence, reason)) = refused {
-            seat.remote_reader.refuse(Some(sequence), reason);
+            member.remote_reader.refuse(Some(sequence), reason);
         }
     }
 
     pub(super) fn ask(&mut self, agent: AgentId, who: (WorkerId, u64), question: u64, want: Want) {
         let (worker, instance) = who;
-        let Some(seat) = self.membership.heard(agent, worker, instance) else {
+        let Some(member) = self.membership.member_at(agent, worker, instance) else {
             return;
         };
-        match seat.remote_reader.ask(question, want.into()) {
-            Ok(()) => self.tell(BTreeSet::from([worker])),
+        match member.remote_reader.ask(question, want.into()) {
+            Ok(()) => self.notify(BTreeSet::from([worker])),
             Err(Memory::NoSuchVersion {
                 model,
                 asked,
@@ -209,69 +209,69 @@ impl Coordinator {
                     asked,
                     known,
                 };
-                self.say(agent, &answer);
+                self.send(agent, &answer);
             }
             Err(Memory::SenderClosed) => {}
             Err(error) => {
                 let reason = error.to_string();
-                seat.remote_reader.refuse(None, reason.clone());
+                member.remote_reader.refuse(None, reason.clone());
                 let away = FromRoot::TurnAway {
                     worker,
                     instance,
                     reason,
                 };
-                self.say(agent, &away);
+                self.send(agent, &away);
             }
         }
     }
 
     /// Tells workers what is new for them; those of one agent that are told the
     /// same by one message.
-    pub(super) fn tell(&mut self, workers: BTreeSet<WorkerId>) {
+    pub(super) fn notify(&mut self, workers: BTreeSet<WorkerId>) {
         // By sequence number first: of one worker the older comes before the newer.
-        let mut tells: BTreeMap<(AgentId, u64, Vec<Item>), Vec<WorkerId>> = BTreeMap::new();
+        let mut batches: BTreeMap<(AgentId, u64, Vec<Item>), Vec<WorkerId>> = BTreeMap::new();
         let (mut answers, mut fresh) = (Vec::new(), Vec::new());
         let (sequence, all) = self.remote_readers.sent_to_all();
         let all = all.into_iter();
         let all = all.map(|(model, version)| Item { model, version });
         self.recent.note(sequence, all.collect());
         for worker in workers {
-            let Some((agent, seat)) = self.membership.reached(worker) else {
+            let Some((agent, member)) = self.membership.reached(worker) else {
                 continue;
             };
             // An error is the sender's own end.
-            for told in seat.remote_reader.told().unwrap_or_default() {
-                if told.sequence > seat.told {
-                    seat.told = told.sequence;
-                    seat.meant = items(&told);
-                    fresh.extend(seat.is_fresh.then_some((agent, worker)));
-                    let key = (agent, told.sequence, seat.meant.clone());
-                    tells.entry(key).or_default().push(worker);
+            for notified in member.remote_reader.notifications().unwrap_or_default() {
+                if notified.sequence > member.notified {
+                    member.notified = notified.sequence;
+                    member.desired = items(&notified);
+                    fresh.extend(member.is_fresh.then_some((agent, worker)));
+                    let key = (agent, notified.sequence, member.desired.clone());
+                    batches.entry(key).or_default().push(worker);
                 }
             }
-            if let Ok(Some((question, told))) = seat.remote_reader.answered()
-                && question > seat.answered
+            if let Ok(Some((question, notified))) = member.remote_reader.answered()
+                && question > member.answered
             {
-                seat.answered = question;
+                member.answered = question;
                 let answer = FromRoot::Answer {
                     worker,
                     question,
-                    sequence: told.sequence,
-                    set: items(&told),
+                    sequence: notified.sequence,
+                    set: items(&notified),
                 };
                 answers.push((agent, answer));
             }
         }
-        for ((agent, sequence, set), workers) in tells {
-            let tell = FromRoot::Tell {
+        for ((agent, sequence, set), workers) in batches {
+            let notify = FromRoot::Tell {
                 sequence,
                 set,
                 workers,
             };
-            self.say(agent, &tell);
+            self.send(agent, &notify);
         }
         for (agent, answer) in answers {
-            self.say(agent, &answer);
+            self.send(agent, &answer);
         }
         for (agent, worker) in fresh {
             self.fresh.insert((agent, worker));
@@ -303,8 +303,8 @@ impl Coordinator {
     /// not wait for the newest, which is on its way.
     fn begin_with_what_is_there(&mut self, (agent, worker): (AgentId, WorkerId)) {
         let reached = self.membership.reached(worker);
-        let seat = reached.filter(|(by, seat)| *by == agent && seat.is_fresh);
-        let Some((_, seat)) = seat else {
+        let found = reached.filter(|(by, member)| *by == agent && member.is_fresh);
+        let Some((_, member)) = found else {
             // It has moved, or is another.
             self.fresh.remove(&(agent, worker));
             return;
@@ -314,16 +314,16 @@ impl Coordinator {
             return;
         };
         let has = |item: &Item| known.holds.has(item);
-        let older = self.recent.before((seat.told, &seat.meant), has);
-        if let Some((sequence, set)) = older.filter(|(at, _)| *at > seat.begins) {
-            seat.begins = sequence;
+        let older = self.recent.before((member.notified, &member.desired), has);
+        if let Some((sequence, set)) = older.filter(|(at, _)| *at > member.begins) {
+            member.begins = sequence;
             let workers = vec![worker];
-            let tell = FromRoot::Tell {
+            let notify = FromRoot::Tell {
                 sequence,
                 set,
                 workers,
             };
-            self.say(agent, &tell);
+            self.send(agent, &notify);
         }
     }
 }
@@ -331,15 +331,15 @@ impl Coordinator {
 impl Worker {
     /// It comes by another route, and is told everything again.
     fn start_over(&mut self) {
-        self.told = 0;
+        self.notified = 0;
         self.answered = 0;
         self.begins = 0;
         self.remote_reader.start_over();
     }
 }
 
-fn items(told: &Notified) -> Vec<Item> {
-    let members = told.members.iter();
+fn items(notified: &Notified) -> Vec<Item> {
+    let members = notified.members.iter();
     members
         .map(|snapshot| Item {
             model: snapshot.model(),

@@ -22,9 +22,9 @@ const NOW: Duration = Duration::from_secs(10);
 #[test]
 fn a_worker_is_heard_by_the_agent_that_reaches_it() {
     let mut membership = seated();
-    assert_eq!(membership.heard(1, WORKER, 100), Some(&mut "first"));
-    assert_eq!(membership.heard(1, WORKER, 99), None);
-    assert_eq!(membership.heard(2, WORKER, 100), None);
+    assert_eq!(membership.member_at(1, WORKER, 100), Some(&mut "first"));
+    assert_eq!(membership.member_at(1, WORKER, 99), None);
+    assert_eq!(membership.member_at(2, WORKER, 100), None);
     // Another takes it over, before the first one's end is noticed.
     assert!(matches!(
         membership.comes(2, WORKER, 100),
@@ -75,16 +75,16 @@ fn worker_moving_to_a_dead_agent_stays() {
                 membership.comes(2, WORKER, 100),
                 JoinOutcome::Back(_)
             ));
-            let parted = membership.part(2, Some(process(60)), how, NOW);
+            let departed = membership.part(2, Some(process(60)), how, NOW);
             let (over, back) = (Vec::new(), vec![WORKER]);
-            assert_eq!(parted, Parted { over, back }, "{how:?}");
-            assert_eq!(membership.heard(1, WORKER, 100), Some(&mut "first"));
+            assert_eq!(departed, AgentDeparture { over, back }, "{how:?}");
+            assert_eq!(membership.member_at(1, WORKER, 100), Some(&mut "first"));
             assert_eq!(membership.due(), None);
             membership
         };
         // Nowhere else.
-        let parted = on_its_way().part(1, None, LinkLoss::HungUp, NOW);
-        assert_eq!(parted.back, []);
+        let departed = on_its_way().part(1, None, LinkLoss::HungUp, NOW);
+        assert_eq!(departed.back, []);
         assert_eq!(
             on_its_way().gone(1, WORKER, 100, true, NOW),
             LeaveOutcome::Over("first")
@@ -138,12 +138,12 @@ fn how_an_agent_goes_says_what_becomes_of_its_workers() {
             Departure::Lost,
         ),
     ];
-    for (process, how, after, going) in cases {
+    for (process, how, after, departure) in cases {
         let mut membership = seated();
         let over = membership.part(1, process, how, NOW).over;
         assert_eq!(membership.reached(WORKER), None);
         if after.is_zero() {
-            assert_eq!(over, [("first", going)], "{process:?} {how:?}");
+            assert_eq!(over, [("first", departure)], "{process:?} {how:?}");
             assert_eq!(membership.due(), None);
             continue;
         }
@@ -151,7 +151,7 @@ fn how_an_agent_goes_says_what_becomes_of_its_workers() {
         assert_eq!(membership.due(), Some(NOW + after));
         assert_eq!(membership.late(NOW + after - Duration::from_millis(1)), []);
         let late = membership.late(NOW + after);
-        assert_eq!(late, [("first", going)], "{process:?} {how:?}");
+        assert_eq!(late, [("first", departure)], "{process:?} {how:?}");
         assert_eq!(membership.due(), None);
     }
 }
@@ -214,7 +214,7 @@ fn contested() -> Membership<&'static str, u64> {
     assert_eq!(membership.wait(next_life(2, 101)), None);
     assert_eq!(membership.may_come(), []);
     assert_eq!(membership.in_vain(2), []);
-    assert_eq!(membership.heard(1, WORKER, 100), Some(&mut "first"));
+    assert_eq!(membership.member_at(1, WORKER, 100), Some(&mut "first"));
     membership
 }
 
@@ -231,7 +231,7 @@ fn restarted_worker_waits_for_news_of_its_predecessor() {
         let left = over.is_empty().then_some("first");
         match membership.comes(2, WORKER, 101) {
             JoinOutcome::New(old) => assert_eq!(old, left, "{how:?}"),
-            comer => panic!("{how:?}: {comer:?}"),
+            joiner => panic!("{how:?}: {joiner:?}"),
         }
     }
     // The one before it was over already, and that is said now.

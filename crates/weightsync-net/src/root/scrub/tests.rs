@@ -33,14 +33,21 @@ fn scrub_reaches_one_verdict_in_either_order() {
     // Asked by another meanwhile: it is under way.
     assert_eq!(scrubs.ask([(item(1), 3)]), Asks::default());
 
-    assert_eq!(scrubs.said(item(1), 3, digest(7)), None);
+    assert_eq!(scrubs.digest_received(item(1), 3, digest(7)), None);
     let found = scrubs.found(item(1), digest(7), None);
     assert_eq!(
         is(found),
         [(1, OWN, Verdict::Unknown), (1, 3, Verdict::Same)]
     );
-    assert_eq!(scrubs.said(item(1), 3, digest(8)), None, "not asked");
-    assert_eq!(is(scrubs.said(item(1), 4, digest(8))), [(1, 4, DIFFERS)]);
+    assert_eq!(
+        scrubs.digest_received(item(1), 3, digest(8)),
+        None,
+        "not asked"
+    );
+    assert_eq!(
+        is(scrubs.digest_received(item(1), 4, digest(8))),
+        [(1, 4, DIFFERS)]
+    );
     // What is over is found again the next time.
     assert_eq!(scrubs.ask([(item(1), 4)]).own, [item(1)]);
 }
@@ -56,7 +63,7 @@ fn what_one_end_has_no_more_cannot_be_compared() {
     );
     assert_eq!(scrubs.found(item(2), digest(7), None), []);
     assert_eq!(
-        is(scrubs.said(item(2), 3, None)),
+        is(scrubs.digest_received(item(2), 3, None)),
         [(2, 3, Verdict::Replaced)]
     );
     assert_eq!(is(scrubs.gone(5)), [(2, 5, Verdict::Gone)]);
@@ -68,11 +75,14 @@ fn what_one_end_has_no_more_cannot_be_compared() {
 fn scrub_compares_the_sender_with_its_publication() {
     let mut scrubs = Scrubs::default();
     scrubs.ask([(item(1), OWN), (item(1), 3), (item(1), 4)]);
-    assert_eq!(scrubs.said(item(1), 3, digest(7)), None);
+    assert_eq!(scrubs.digest_received(item(1), 3, digest(7)), None);
     let found = scrubs.found(item(1), digest(8), digest(7));
     // Others are right although the sender is not.
     assert_eq!(is(found), [(1, OWN, DIFFERS), (1, 3, Verdict::Same)]);
-    assert_eq!(is(scrubs.said(item(1), 4, digest(8))), [(1, 4, DIFFERS)]);
+    assert_eq!(
+        is(scrubs.digest_received(item(1), 4, digest(8))),
+        [(1, 4, DIFFERS)]
+    );
 }
 
 #[test]
@@ -81,13 +91,16 @@ fn scrub_result_is_kept_until_the_next() {
     assert_eq!(scrubs.keep(item(64)), (true, Vec::new()));
     assert!(!scrubs.keep(item(64)).0, "it is being found");
     assert_eq!(scrubs.ask([(item(64), 3)]).own, [], "so it is");
-    assert_eq!(scrubs.said(item(64), 3, digest(7)), None);
+    assert_eq!(scrubs.digest_received(item(64), 3, digest(7)), None);
     let found = scrubs.found(item(64), digest(7), None);
     assert_eq!(is(found), [(64, 3, Verdict::Same)]);
     // The sender has replaced it since.
     let asks = scrubs.ask([(item(64), 4), (item(64), OWN)]);
     assert_eq!((asks.agents.len(), asks.own), (1, vec![item(64)]));
-    assert_eq!(is(scrubs.said(item(64), 4, digest(8))), [(64, 4, DIFFERS)]);
+    assert_eq!(
+        is(scrubs.digest_received(item(64), 4, digest(8))),
+        [(64, 4, DIFFERS)]
+    );
     let found = scrubs.found(item(64), None, None);
     assert_eq!(is(found), [(64, OWN, Verdict::Replaced)]);
     assert!(scrubs.keep(item(128)).0);
@@ -112,9 +125,13 @@ fn scrub_stops_waiting_after_two_silent_rounds() {
         scrubs.found(item(version), digest(7), None);
     }
     assert_eq!(scrubs.asked.len(), 2);
-    assert_eq!(scrubs.said(item(64), 3, digest(8)), None, "too late");
     assert_eq!(
-        is(scrubs.said(item(192), 3, digest(8))),
+        scrubs.digest_received(item(64), 3, digest(8)),
+        None,
+        "too late"
+    );
+    assert_eq!(
+        is(scrubs.digest_received(item(192), 3, digest(8))),
         [(192, 3, DIFFERS)]
     );
 }

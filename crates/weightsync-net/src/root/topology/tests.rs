@@ -1,7 +1,7 @@
 use super::*;
 
-fn address(agent: AgentId) -> Option<Place> {
-    Some(Place {
+fn address(agent: AgentId) -> Option<Endpoint> {
+    Some(Endpoint {
         address: SocketAddr::from(([10, 0, 0, agent as u8], 7)),
         host: [agent as u8; 16],
     })
@@ -250,7 +250,7 @@ fn slow_link_belongs_to_the_host_that_fetches() {
 #[test]
 fn loopback_address_serves_only_its_own_host() {
     let mut chain = Topology::new(1);
-    let near = |port| Place {
+    let near = |port| Endpoint {
         address: SocketAddr::from(([127, 0, 0, 1], port)),
         host: [1; 16],
     };
@@ -320,7 +320,7 @@ fn unreachable_parent_is_not_assigned_again_at_once() {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (2, 1));
-    assert_eq!(again.address, address(1).map(|place| place.address));
+    assert_eq!(again.address, address(1).map(|endpoint| endpoint.address));
     // One that has gone meanwhile is told nothing.
     assert_eq!(chain.lost(9, 0, SECOND), []);
 }

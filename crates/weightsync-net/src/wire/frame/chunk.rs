@@ -1,4 +1,4 @@
-//! Which part of an image a chunk is.
+//! The head of a chunk: which part of an image it is.
 
 use weightsync_core::Version;
 

@@ -1,4 +1,4 @@
-//! Frames out of a stream.
+//! Decodes frames from a stream.
 
 use super::*;
 

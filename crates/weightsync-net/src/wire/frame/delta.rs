@@ -1,4 +1,4 @@
-//! Which changes to an image a delta is.
+//! The head of a delta: which changes to an image it carries.
 
 use weightsync_core::Version;
 

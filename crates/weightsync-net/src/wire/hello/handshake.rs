@@ -1,4 +1,4 @@
-//! The two ends of a handshake: fed what comes, they say what to send.
+//! The two ends of a handshake: they take the bytes that arrive, and return the bytes to send.
 
 use super::*;
 use crate::access::{Key, Proof};
@@ -254,13 +254,13 @@ impl Server {
 }
 
 fn judge(is_proved: bool, answer: Proof, agreed: Agreed) -> Step {
-    let mut said = [0; SERVER_PROOF_BYTES];
+    let mut reply = [0; SERVER_PROOF_BYTES];
     if !is_proved {
-        said[0] = 1;
-        return Step::new(said, Next::Close(HelloError::WrongToken));
+        reply[0] = 1;
+        return Step::new(reply, Next::Close(HelloError::WrongToken));
     }
-    said[1..].copy_from_slice(answer.bytes());
-    Step::new(said, Next::Done(agreed))
+    reply[1..].copy_from_slice(answer.bytes());
+    Step::new(reply, Next::Done(agreed))
 }
 
 fn client_proof(key: &Key, client: &[u8; HELLO_BYTES], server: &[u8; HELLO_BYTES]) -> Proof {

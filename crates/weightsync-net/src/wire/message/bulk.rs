@@ -1,4 +1,4 @@
-//! What a child and its parent say to each other on a bulk link.
+//! Messages between a child and its parent on a bulk link.
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Run, Version};

@@ -1,5 +1,4 @@
-//! The same things as they are said, as they travel, and as the memory of either end
-//! has them.
+//! Converts between the types of messages, of the wire, and of either end's memory.
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Run, Version};

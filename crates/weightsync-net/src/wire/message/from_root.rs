@@ -1,4 +1,4 @@
-//! What a sender says to an agent.
+//! Messages from a sender to an agent.
 
 mod wire;
 

@@ -1,4 +1,4 @@
-//! What an agent says to its sender.
+//! Messages from an agent to its sender.
 
 mod wire;
 

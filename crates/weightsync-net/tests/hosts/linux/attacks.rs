@@ -124,10 +124,10 @@ fn wrong_tokens(root: &str, dice: &mut Dice) -> Outcome {
 }
 
 fn replays(root: &str, dice: &mut Dice) -> Outcome {
-    let (_, said) = shake(dial(root)?, client(&token(), LinkRole::Status, dice))?;
+    let (_, message) = shake(dial(root)?, client(&token(), LinkRole::Status, dice))?;
     for _ in 0..10 {
         let mut socket = dial(root)?;
-        let _ = socket.write_all(&said);
+        let _ = socket.write_all(&message);
         let mut answer = [0; HELLO_BYTES + 1];
         socket.read_exact(&mut answer)?;
         if answer[HELLO_BYTES] != 1 {
@@ -256,18 +256,18 @@ fn shake(
     mut socket: TcpStream,
     (mut client, hello): (Client, [u8; HELLO_BYTES]),
 ) -> io::Result<(TcpStream, Vec<u8>)> {
-    let mut said = hello.to_vec();
+    let mut message = hello.to_vec();
     socket.write_all(&hello)?;
     let mut wanted = HELLO_BYTES;
     loop {
         let mut bytes = vec![0; wanted];
         socket.read_exact(&mut bytes)?;
         let step = client.feed(&mut &bytes[..]);
-        said.extend(&step.send);
+        message.extend(&step.send);
         socket.write_all(&step.send)?;
         match step.next {
             Next::Read(more) => wanted = more,
-            Next::Done(_) => return Ok((socket, said)),
+            Next::Done(_) => return Ok((socket, message)),
             Next::Close(error) => return Err(io::Error::other(error)),
         }
     }

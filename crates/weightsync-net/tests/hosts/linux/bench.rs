@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::stage::{GIGABIT, Stage, Who};
-use super::words::{Content, Sent};
+use super::messages::{Content, Sent};
+use super::stage::{Actor, GIGABIT, Stage};
 
 const MIB: usize = 1 << 20;
 
@@ -290,7 +290,7 @@ fn many(what: &str, hosts: usize, count: u32, gather: fn(&mut Stage)) -> Vec<Row
     const BYTES: usize = 16 << 10;
     const SENDS: usize = 15;
     let mut stage = Stage::new(hosts, BYTES);
-    let memory = stage.memory(Who::Trainer);
+    let memory = stage.memory(Actor::Trainer);
     gather(&mut stage);
     let mut sends = |count: usize| {
         let sent = (0..count).map(|_| stage.send());
@@ -307,7 +307,7 @@ fn many(what: &str, hosts: usize, count: u32, gather: fn(&mut Stage)) -> Vec<Row
     let sent = sends(SENDS);
     assert!(sent.iter().all(|sent| sent.workers.len() == count as usize));
     let took = median(sent.iter().map(|sent| sent.took).collect());
-    let grown = stage.memory(Who::Trainer).saturating_sub(memory) / u64::from(count);
+    let grown = stage.memory(Actor::Trainer).saturating_sub(memory) / u64::from(count);
     vec![
         Row::beside(
             &format!("16 KiB to {count} {what} workers: report, over 1 s"),

@@ -2,8 +2,8 @@
 
 use weightsync_net::status::Status;
 
-use super::stage::{GIGABIT, Stage, Who, chain};
-use super::words::Content;
+use super::messages::Content;
+use super::stage::{Actor, GIGABIT, Stage, chain};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("versions_go_down_a_chain_of_relays_once", relays),
@@ -152,7 +152,7 @@ fn alone() {
     let pids: Vec<u32> = status.relays.iter().map(|one| one.pid).collect();
     for worker in 1..=4 {
         assert!(
-            pids.contains(&stage.pid(Who::Worker(worker))),
+            pids.contains(&stage.pid(Actor::Worker(worker))),
             "{status:#?}"
         );
     }

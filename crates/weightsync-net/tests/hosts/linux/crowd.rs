@@ -16,9 +16,9 @@ use weightsync_net::wire::hello::Role;
 use weightsync_net::wire::message::{Delivery, FromRoot, Item, Message, ToRoot, WorkerProgress};
 
 use super::attacks;
+use super::messages::{Crowd, Notice, Simulated, emit};
 use super::roles::token;
 use super::scale::PATIENCE;
-use super::words::{Crowd, Said, Simulated, say};
 
 type Outcome = Result<(), Box<dyn Error>>;
 
@@ -37,10 +37,10 @@ pub(crate) fn work(crowd: &Crowd) -> Outcome {
         let setup = setup;
         workers.push(setup.connect(PATIENCE)?);
         if (number + 1) % SOME == 0 {
-            say(&Said::Together(number + 1));
+            emit(&Notice::Together(number + 1));
         }
     }
-    say(&Said::Together(crowd.count));
+    emit(&Notice::Together(crowd.count));
     let mut live = BTreeMap::new();
     loop {
         for (number, worker) in workers.iter_mut().enumerate() {
@@ -90,7 +90,7 @@ fn allow_files() -> io::Result<()> {
 /// A simulated agent.
 struct Agent {
     socket: TcpStream,
-    heard: Vec<u8>,
+    inbox: Vec<u8>,
     beat: Instant,
 }
 
@@ -120,7 +120,7 @@ impl Agent {
         socket.set_read_timeout(Some(BEAT / 2))?;
         Ok(Self {
             socket,
-            heard: Vec::new(),
+            inbox: Vec::new(),
             beat: Instant::now(),
         })
     }
@@ -128,7 +128,7 @@ impl Agent {
     /// Has its workers join, and says of each set that they run it.
     fn follow(mut self, workers: std::ops::Range<u32>, together: &AtomicU32) -> Outcome {
         for worker in workers {
-            self.say(&ToRoot::Join {
+            self.send(&ToRoot::Join {
                 ticket: worker.into(),
                 worker: WorkerId(worker),
                 instance: 1,
@@ -140,11 +140,11 @@ impl Agent {
             })?;
         }
         loop {
-            match self.hear()? {
+            match self.receive()? {
                 Some(FromRoot::Joined { .. }) => {
                     let count = together.fetch_add(1, Ordering::Relaxed) + 1;
                     if count.is_multiple_of(100) {
-                        say(&Said::Together(count));
+                        emit(&Notice::Together(count));
                     }
                 }
                 Some(FromRoot::Denied { reason, .. } | FromRoot::Refused { reason, .. }) => {
@@ -157,40 +157,40 @@ impl Agent {
                 }) => {
                     let run = |worker| loaded(worker, sequence, &set);
                     for progress in ToRoot::progress(workers.into_iter().map(run).collect()) {
-                        self.say(&progress)?;
+                        self.send(&progress)?;
                     }
                 }
                 Some(FromRoot::Goodbye) => return Ok(()),
                 Some(_) | None => {}
             }
             if self.beat.elapsed() >= BEAT {
-                self.say(&ToRoot::Ping)?;
+                self.send(&ToRoot::Ping)?;
             }
         }
     }
 
-    fn say(&mut self, message: &ToRoot) -> Outcome {
+    fn send(&mut self, message: &ToRoot) -> Outcome {
         self.socket.write_all(&message.frame()?)?;
         self.beat = Instant::now();
         Ok(())
     }
 
     /// The next message, if one has come.
-    fn hear(&mut self) -> Result<Option<FromRoot>, Box<dyn Error>> {
+    fn receive(&mut self) -> Result<Option<FromRoot>, Box<dyn Error>> {
         loop {
-            if let Some((head, rest)) = self.heard.split_first_chunk::<HEADER_BYTES>() {
+            if let Some((head, rest)) = self.inbox.split_first_chunk::<HEADER_BYTES>() {
                 let header = Header::decode(head, &[Kind::Control])?;
                 if let Some(payload) = rest.get(..header.len) {
                     header.check(payload)?;
                     let message = FromRoot::decode(payload)?;
-                    self.heard.drain(..HEADER_BYTES + header.len);
+                    self.inbox.drain(..HEADER_BYTES + header.len);
                     return Ok(Some(message));
                 }
             }
             let mut bytes = [0; 1 << 16];
             match self.socket.read(&mut bytes) {
                 Ok(0) => return Err("the sender has hung up".into()),
-                Ok(came) => self.heard.extend_from_slice(&bytes[..came]),
+                Ok(came) => self.inbox.extend_from_slice(&bytes[..came]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) => return Err(error.into()),
             }

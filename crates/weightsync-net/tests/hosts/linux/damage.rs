@@ -1,7 +1,7 @@
 //! What a host holds is not what was published.
 
-use super::stage::{Stage, Who};
-use super::words::Content;
+use super::messages::Content;
+use super::stage::{Actor, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] =
     &[("relay_without_a_delta_base_fetches_the_whole", unfit)];
@@ -23,10 +23,10 @@ fn unfit() {
     for _ in 0..4 {
         stage.send_everywhere();
     }
-    assert_eq!(stage.errors(Who::Relay(1)).next(), None);
-    stage.damage(Who::Relay(1));
+    assert_eq!(stage.errors(Actor::Relay(1)).next(), None);
+    stage.damage(Actor::Relay(1));
     let sent = stage.send_everywhere();
-    let told = stage.errors(Who::Relay(1)).next().map(str::to_owned);
+    let told = stage.errors(Actor::Relay(1)).next().map(str::to_owned);
     let told = told.unwrap_or_else(|| stage.fail("nothing was said of it"));
     assert!(told.contains("cannot be applied here"), "{told}");
     // It came whole, and what follows it comes as what changed again.
@@ -46,5 +46,5 @@ fn unfit() {
         bytes.is_some_and(|bytes| bytes < MIB as u64 / 8),
         "{status:#?}"
     );
-    assert_eq!(stage.errors(Who::Relay(1)).count(), 1);
+    assert_eq!(stage.errors(Actor::Relay(1)).count(), 1);
 }

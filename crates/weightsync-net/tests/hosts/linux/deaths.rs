@@ -2,7 +2,7 @@
 //! who is started again catches up automatically.
 
 use super::scale::SECOND;
-use super::stage::{Stage, Who, chain};
+use super::stage::{Actor, Stage, chain};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("a_worker_is_killed_while_a_send_waits_for_it", worker),
@@ -28,13 +28,13 @@ fn worker() {
     stage.start_workers(1, &[10, 11]);
     stage.start_workers(2, &[20]);
     // It is there, and does nothing: its relay answers for it.
-    stage.pause(Who::Worker(11));
+    stage.pause(Actor::Worker(11));
     let word = stage.begin_send();
     stage.until("the others have it", |stage| {
         stage.has_newest(10) && stage.has_newest(20)
     });
     assert!(!stage.is_over(word), "nobody has said that 11 has it");
-    let killed = stage.kill(Who::Worker(11));
+    let killed = stage.kill(Actor::Worker(11));
     let (at, sent) = stage.report_at(word);
     stage.note(&format!("named {:?} after its death", at - killed));
     assert!(at - killed < SECOND, "{sent:?}");
@@ -50,8 +50,8 @@ fn fetching_worker() {
     stage.start_workers(2, &[20]);
     stage.rate(0..3, SLOW);
     let word = stage.begin_send();
-    stage.until_came(Who::Worker(20), 4 * MIB as u64);
-    let killed = stage.kill(Who::Worker(20));
+    stage.until_came(Actor::Worker(20), 4 * MIB as u64);
+    let killed = stage.kill(Actor::Worker(20));
     let (_, sent) = stage.report_at(word);
     assert_eq!(sent.outcome(20), "Died", "{sent:?}");
     assert_eq!(sent.failed(), [20], "{sent:?}");
@@ -80,8 +80,8 @@ fn relay(host: usize) {
     let mut stage = fleet(bytes);
     stage.rate(0..4, SLOW);
     let word = stage.begin_send();
-    stage.until_came(Who::Relay(host), bytes as u64 / 4);
-    stage.kill(Who::Relay(host));
+    stage.until_came(Actor::Relay(host), bytes as u64 / 4);
+    stage.kill(Actor::Relay(host));
     // Its workers find another way, or are named; nobody else is in the report.
     let sent = stage.report(word);
     stage.note(&format!("took {:?}, not at {:?}", sent.took, sent.failed()));
@@ -109,13 +109,13 @@ fn relay(host: usize) {
 /// A relay that was killed is started again, and serves workers that come.
 fn came_back(stage: &mut Stage, host: usize) {
     stage.start_relay(host);
-    let pid = stage.pid(Who::Relay(host));
+    let pid = stage.pid(Actor::Relay(host));
     stage.until_status("the relay is one of them", |status| {
         status.relays.iter().any(|relay| relay.pid == pid)
     });
     let workers = [10 * host as u32, 10 * host as u32 + 1];
     for worker in workers {
-        stage.kill(Who::Worker(worker));
+        stage.kill(Actor::Worker(worker));
     }
     stage.start_workers(host, &workers);
     let status = stage.until_status("its workers are at the relay", |status| {
@@ -129,7 +129,7 @@ fn came_back(stage: &mut Stage, host: usize) {
 fn idle_relays() {
     let mut stage = fleet(MIB);
     for host in [2, 1, 3] {
-        let killed = stage.kill(Who::Relay(host));
+        let killed = stage.kill(Actor::Relay(host));
         let sent = stage.send();
         stage.note(&format!(
             "after {:?}: {:?}, not at {:?}",
@@ -161,18 +161,18 @@ fn busy_trainer() {
     let mut stage = fleet(bytes);
     stage.rate(0..4, SLOW);
     stage.begin_send();
-    stage.until_came(Who::Relay(1), bytes as u64 / 4);
+    stage.until_came(Actor::Relay(1), bytes as u64 / 4);
     succeed(&mut stage);
 }
 
 /// The trainer is killed, everybody hears of it, and finds its successor.
 fn succeed(stage: &mut Stage) {
-    let workers: Vec<Who> = stage.workers().map(Who::Worker).collect();
-    let before: Vec<usize> = workers.iter().map(|who| stage.told_gone(*who)).collect();
-    let killed = stage.kill(Who::Trainer);
+    let workers: Vec<Actor> = stage.workers().map(Actor::Worker).collect();
+    let before: Vec<usize> = workers.iter().map(|who| stage.noticed_gone(*who)).collect();
+    let killed = stage.kill(Actor::Trainer);
     stage.until("everybody knows that the trainer is gone", |stage| {
         let mut now = workers.iter().zip(&before);
-        now.all(|(who, before)| stage.told_gone(*who) > *before)
+        now.all(|(who, before)| stage.noticed_gone(*who) > *before)
     });
     stage.note(&format!("known everywhere after {:?}", killed.elapsed()));
     stage.start_trainer();

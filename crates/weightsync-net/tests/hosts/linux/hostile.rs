@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::attacks::ATTACKS;
 use super::scale::{PATIENCE, seed};
-use super::stage::{Stage, Who};
+use super::stage::{Actor, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] =
     &[("a_trainer_under_attack_goes_on_serving", under_attack)];
@@ -64,16 +64,16 @@ fn under_attack() {
     stage.note(&format!("another worker joined in {:?}", took.elapsed()));
     stage.send_everywhere();
     let mut causes: BTreeMap<String, usize> = BTreeMap::new();
-    for line in stage.warnings(Who::Trainer) {
+    for line in stage.warnings(Actor::Trainer) {
         *causes.entry(cause(line)).or_default() += 1;
     }
     stage.note(&format!("{causes:#?}"));
     for (cause, lines) in &causes {
         assert_eq!(*lines, 1, "{cause}: {causes:#?}");
     }
-    for said in ["token", "took more than", "had not proved themselves"] {
-        let said = |cause: &&String| cause.contains(said);
-        assert!(causes.keys().any(|cause| said(&cause)), "{causes:#?}");
+    for message in ["token", "took more than", "had not proved themselves"] {
+        let message = |cause: &&String| cause.contains(message);
+        assert!(causes.keys().any(|cause| message(&cause)), "{causes:#?}");
     }
 }
 
@@ -86,7 +86,7 @@ fn cause(line: &str) -> String {
 
 /// What the trainer has in memory, in KiB.
 fn memory(stage: &Stage) -> u64 {
-    let path = format!("/proc/{}/status", stage.pid(Who::Trainer));
+    let path = format!("/proc/{}/status", stage.pid(Actor::Trainer));
     let text = std::fs::read_to_string(path).expect("a trainer that runs");
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
     let kib = line.and_then(|line| line.split_whitespace().next());

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use weightsync_conformance::hosts::{Hosts, HostsError};
 
 use super::scale::SECOND;
-use super::stage::{GIGABIT, Stage, Who};
+use super::stage::{Actor, GIGABIT, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("a_link_is_cut_and_restored", || broken(Hosts::cut, false)),
@@ -49,7 +49,7 @@ fn broken(fault: fn(&Hosts, usize) -> Result<(), HostsError>, busy: bool) {
     for (host, gone) in [(2, vec![20, 21]), (4, vec![40])] {
         let word = busy.then(|| {
             let word = stage.begin_send();
-            let who = Who::Worker(10 * host as u32);
+            let who = Actor::Worker(10 * host as u32);
             stage.until_came(who, bytes as u64 / 8);
             word
         });
@@ -97,8 +97,8 @@ fn elsewhere() {
     let silenced = stage.hosts.silence(1);
     silenced.unwrap_or_else(|error| panic!("{error}"));
     let since = Instant::now();
-    stage.kill(Who::Relay(1));
-    stage.kill(Who::Worker(10));
+    stage.kill(Actor::Relay(1));
+    stage.kill(Actor::Worker(10));
     // It fails where it is refused.
     stage.start_workers(2, &[10]);
     stage.note(&format!("it is back after {:?}", since.elapsed()));
@@ -122,7 +122,7 @@ fn lost() {
             assert_eq!(of_both, ("Lost", "Applied"), "{sent:?}");
         }
         if is_killed {
-            stage.kill(Who::Worker(10));
+            stage.kill(Actor::Worker(10));
             assert_eq!(stage.send().failed(), [10]);
         }
         let restored = stage.hosts.restore(1);

@@ -6,7 +6,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use super::words::{Said, say};
+use super::messages::{Notice, emit};
 
 /// Says what is logged at `INFO` and above.
 pub(crate) struct Lines;
@@ -34,7 +34,7 @@ impl Subscriber for Lines {
     fn event(&self, event: &Event<'_>) {
         let mut text = Text(event.metadata().level().to_string());
         event.record(&mut text);
-        say(&Said::Log(text.0));
+        emit(&Notice::Log(text.0));
     }
 
     fn enter(&self, _: &Id) {}

@@ -9,18 +9,18 @@ mod deaths;
 mod hostile;
 mod links;
 mod logs;
+mod messages;
 mod roles;
 mod scale;
 mod schedules;
 mod slow;
 mod stage;
-mod words;
 
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
 
-use words::{ROLE, Role};
+use messages::{ROLE, Role};
 
 pub(crate) fn main() -> ExitCode {
     let Ok(role) = std::env::var(ROLE) else {
@@ -37,7 +37,7 @@ pub(crate) fn main() -> ExitCode {
     match roles::play(role) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            words::say(&words::Said::Failed(error.to_string()));
+            messages::emit(&messages::Notice::Failed(error.to_string()));
             ExitCode::from(3)
         }
     }

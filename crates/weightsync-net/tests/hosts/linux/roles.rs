@@ -13,11 +13,11 @@ use weightsync_engine::{
 };
 use weightsync_net::scrub::Scrub;
 use weightsync_net::status::Status;
-use weightsync_net::{Deltas, Distributed, Relay, RelayNews, Token};
+use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Token};
 
 use super::logs::Lines;
+use super::messages::{Content, Join, Lead, Notice, Order, Role, Seen, Sent, TOKEN, emit};
 use super::scale::PATIENCE;
-use super::words::{Content, Join, Lead, Order, Role, Said, Seen, Sent, TOKEN, say};
 use super::{attacks, crowd};
 
 type Outcome = Result<(), Box<dyn Error>>;
@@ -44,7 +44,7 @@ pub(crate) fn play(role: Role) -> Outcome {
         }
         Role::Attacker(root, attack, seed) => {
             attacks::attack(&root, attack, seed).map_err(|error| format!("{attack:?}: {error}"))?;
-            say(&Said::Attacked);
+            emit(&Notice::Attacked);
             // It ends when its test says so.
             std::io::stdin().read_to_end(&mut Vec::new())?;
             Ok(())
@@ -93,26 +93,26 @@ fn train(lead: &Lead) -> Outcome {
         .deadline(PATIENCE);
     let info = setup.init_info();
     let address = info.endpoint().address().to_owned();
-    say(&Said::Info(info));
+    emit(&Notice::Info(info));
     let sender = setup.connect(&versions.tensors, Expect::Count(0), PATIENCE)?;
-    say(&Said::Ready {
+    emit(&Notice::Ready {
         epoch: sender.run().epoch.0,
     });
     let (sends, to_send) = mpsc::channel();
     let sending = thread::spawn(move || {
         if let Err(error) = send_all(sender, versions, &to_send) {
-            say(&Said::Failed(error));
+            emit(&Notice::Failed(error));
         }
     });
     for line in std::io::stdin().lines() {
         match serde_json::from_str(&line?)? {
             Order::Status => {
                 let status = Status::ask(&address, &token().secret(), PATIENCE)?;
-                say(&Said::Status(Box::new(status)));
+                emit(&Notice::Status(Box::new(status)));
             }
             Order::Scrub => {
                 let scrub = Scrub::ask(&address, &token().secret(), PATIENCE)?;
-                say(&Said::Scrubbed(Box::new(scrub)));
+                emit(&Notice::Scrubbed(Box::new(scrub)));
             }
             order => sends.send(order)?,
         }
@@ -139,12 +139,12 @@ fn send_all(
             Order::Status | Order::Scrub => continue,
         };
         versions.fill(word).map_err(text)?;
-        say(&Said::Sending { word });
+        emit(&Notice::Sending { word });
         let before = cpu();
         let report = sender
             .send_with(&versions.tensors, &options)
             .map_err(text)?;
-        say(&Said::Sent(Sent::of(word, &report, cpu() - before)));
+        emit(&Notice::Sent(Sent::of(word, &report, cpu() - before)));
     }
     Ok(())
 }
@@ -158,10 +158,10 @@ fn cpu() -> Duration {
 fn relay(root: &str) -> Outcome {
     let relay = Relay::with_token(root, &token()).insecure_plaintext();
     relay.run(|news| match news {
-        RelayNews::Joined { .. } => say(&Said::Joined),
-        RelayNews::Closed => say(&Said::SenderGone { died: false }),
-        RelayNews::Died => say(&Said::SenderGone { died: true }),
-        news => say(&Said::Log(news.to_string())),
+        RelayEvent::Joined { .. } => emit(&Notice::Joined),
+        RelayEvent::Closed => emit(&Notice::SenderGone { died: false }),
+        RelayEvent::Died => emit(&Notice::SenderGone { died: true }),
+        news => emit(&Notice::Log(news.to_string())),
     })?;
     Ok(())
 }
@@ -188,16 +188,16 @@ fn work(join: Join) -> Outcome {
             next = snapshot.version().next();
         }
         match received {
-            Ok(Some(snapshot)) => say(&Said::Seen(Seen {
+            Ok(Some(snapshot)) => emit(&Notice::Seen(Seen {
                 epoch: snapshot.run().epoch.0,
                 version: snapshot.version().0,
                 word: word_of(&snapshot)?,
             })),
             Ok(None) => {}
             Err(weightsync_engine::Error::SenderDied { .. }) => {
-                say(&Said::SenderGone { died: true })
+                emit(&Notice::SenderGone { died: true })
             }
-            Err(error) if error.is_sender_closed() => say(&Said::SenderGone { died: false }),
+            Err(error) if error.is_sender_closed() => emit(&Notice::SenderGone { died: false }),
             // Its successor is not there yet.
             Err(weightsync_engine::Error::NoSender { .. }) => {}
             Err(error) => return Err(error.into()),

@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use super::messages::Content;
 use super::scale::{Dice, rounds, schedule_seed};
-use super::stage::{Stage, TRAINERS, Who};
-use super::words::Content;
+use super::stage::{Actor, Stage, TRAINERS};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[(
     "every_event_order_ends_with_the_newest_everywhere",
@@ -50,7 +50,7 @@ struct Schedule {
     /// Hosts that are cut off.
     apart: BTreeSet<usize>,
     /// What was killed and not started again, with its host.
-    dead: Vec<(Who, usize)>,
+    dead: Vec<(Actor, usize)>,
     workers: u32,
 }
 
@@ -138,13 +138,13 @@ impl Schedule {
         self.start(who, host);
     }
 
-    fn start(&mut self, who: Who, host: usize) {
+    fn start(&mut self, who: Actor, host: usize) {
         self.stage.note(&format!("{who} begins again"));
         match who {
-            Who::Trainer => self.stage.start_trainer(),
-            Who::Relay(host) => self.stage.begin_relay(host),
-            Who::Worker(worker) => self.stage.begin_worker(worker, host),
-            Who::Crowd(_) | Who::Attacker(_) => unreachable!("there are none here"),
+            Actor::Trainer => self.stage.start_trainer(),
+            Actor::Relay(host) => self.stage.begin_relay(host),
+            Actor::Worker(worker) => self.stage.begin_worker(worker, host),
+            Actor::Crowd(_) | Actor::Attacker(_) => unreachable!("there are none here"),
         }
     }
 
@@ -209,6 +209,6 @@ impl Schedule {
     }
 
     fn has_trainer(&self) -> bool {
-        !self.dead.iter().any(|(who, _)| *who == Who::Trainer)
+        !self.dead.iter().any(|(who, _)| *who == Actor::Trainer)
     }
 }

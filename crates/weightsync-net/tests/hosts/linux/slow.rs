@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::stage::{GIGABIT, Stage, TRAINERS, Who};
-use super::words::Content;
+use super::messages::Content;
+use super::stage::{Actor, GIGABIT, Stage, TRAINERS};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("a_slow_host_keeps_what_came_when_its_worker_dies", first),
@@ -20,17 +20,17 @@ fn first() {
     stage.start_relay(1);
     // A version takes seven seconds.
     stage.rate([1], 20_000_000);
-    let before = stage.came_to(Who::Relay(1));
+    let before = stage.came_to(Actor::Relay(1));
     stage.begin_worker(10, 1);
     for _ in 0..3 {
-        stage.until_came(Who::Relay(1), bytes / 4);
+        stage.until_came(Actor::Relay(1), bytes / 4);
         stage.publish();
     }
-    stage.kill(Who::Worker(10));
+    stage.kill(Actor::Worker(10));
     stage.publish();
     stage.begin_worker(11, 1);
     stage.until("it has some version", |stage| stage.seen(11).is_some());
-    let came = stage.came_to(Who::Relay(1)) - before;
+    let came = stage.came_to(Actor::Relay(1)) - before;
     stage.note(&format!("{came} bytes came for a version of {bytes}"));
     assert!(came < bytes + bytes / 4, "{came} bytes of {bytes}");
     stage.until_all_newest();
@@ -55,9 +55,9 @@ fn behind() {
     }
     stage.send_everywhere();
     let changes = |stage: &mut Stage| {
-        let before = stage.came_to(Who::Relay(2));
+        let before = stage.came_to(Actor::Relay(2));
         stage.send_everywhere();
-        stage.came_to(Who::Relay(2)) - before
+        stage.came_to(Actor::Relay(2)) - before
     };
     let one = (0..3).map(|_| changes(&mut stage)).min().unwrap_or(bytes);
     stage.note(&format!("a version comes in {one} bytes"));
@@ -70,11 +70,11 @@ fn behind() {
         stage.until("the first has it", |stage| stage.has_newest(10));
         stage.listen(published + Duration::from_millis(300));
     }
-    let before = stage.came_to(Who::Relay(2));
+    let before = stage.came_to(Actor::Relay(2));
     let restored = stage.hosts.restore(2);
     restored.unwrap_or_else(|error| panic!("{error}"));
     stage.until_all_newest();
-    let came = stage.came_to(Who::Relay(2)) - before;
+    let came = stage.came_to(Actor::Relay(2)) - before;
     stage.note(&format!("{came} bytes came for five versions"));
     assert!(came < bytes / 2, "{came} bytes of {bytes}");
 }

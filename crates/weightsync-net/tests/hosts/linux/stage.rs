@@ -18,8 +18,10 @@ use weightsync_net::scrub::Scrub;
 use weightsync_net::status::{self, Status};
 
 use super::attacks::Attack;
+use super::messages::{
+    Content, Crowd, Join, Lead, Notice, Order, ROLE, Role, Seen, Sent, Simulated,
+};
 use super::scale::PATIENCE;
-use super::words::{Content, Crowd, Join, Lead, Order, ROLE, Role, Said, Seen, Sent, Simulated};
 
 /// How often what is not said but looked at is looked at.
 const GLANCE: Duration = Duration::from_millis(20);
@@ -34,7 +36,7 @@ pub(crate) const GIGABIT: u64 = 1_000_000_000;
 
 /// A process of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Who {
+pub(crate) enum Actor {
     Trainer,
     /// That of this host.
     Relay(usize),
@@ -45,7 +47,7 @@ pub(crate) enum Who {
     Attacker(usize),
 }
 
-impl fmt::Display for Who {
+impl fmt::Display for Actor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Trainer => f.write_str("trainer"),
@@ -68,7 +70,7 @@ struct Process {
     /// How often a trainer has become ready, and a relay has joined.
     up: usize,
     /// How often it was told that its sender is gone.
-    told_gone: usize,
+    noticed_gone: usize,
 }
 
 /// Hosts, what runs on them, and what was said.
@@ -82,10 +84,10 @@ pub(crate) struct Stage {
     /// How many hosts fetch from each.
     arity: usize,
     content: Content,
-    processes: BTreeMap<Who, Process>,
+    processes: BTreeMap<Actor, Process>,
     lives: u64,
-    heard: Receiver<(Who, u64, Option<Said>)>,
-    say: Sender<(Who, u64, Option<Said>)>,
+    inbox: Receiver<(Actor, u64, Option<Notice>)>,
+    report: Sender<(Actor, u64, Option<Notice>)>,
     info: Option<InitInfo>,
     /// The word of the newest version, and of every one by epoch and version.
     word: u64,
@@ -97,7 +99,7 @@ pub(crate) struct Stage {
     status: Option<Status>,
     scrubbed: Option<Scrub>,
     begun: Instant,
-    logs: Vec<(Who, String)>,
+    logs: Vec<(Actor, String)>,
     transcript: Vec<String>,
 }
 
@@ -124,7 +126,7 @@ impl Stage {
 
     fn with(hosts: usize, bytes: usize, pull: bool, arity: usize, content: Content) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
-        let (say, heard) = mpsc::channel();
+        let (report, inbox) = mpsc::channel();
         let mut stage = Self {
             hosts,
             run_dir: tempfile::tempdir().expect("a temporary directory"),
@@ -134,8 +136,8 @@ impl Stage {
             content,
             processes: BTreeMap::new(),
             lives: 0,
-            heard,
-            say,
+            inbox,
+            report,
             info: None,
             word: 0,
             words: BTreeMap::new(),
@@ -165,28 +167,28 @@ impl Stage {
             word: self.word,
             content: self.content,
         };
-        self.start(Who::Trainer, TRAINERS, &Role::Trainer(lead));
-        self.until("the trainer is ready", |stage| stage.is_up(Who::Trainer));
+        self.start(Actor::Trainer, TRAINERS, &Role::Trainer(lead));
+        self.until("the trainer is ready", |stage| stage.is_up(Actor::Trainer));
     }
 
     /// Starts a relay on a host; it has joined on return.
     pub(crate) fn start_relay(&mut self, host: usize) {
         self.begin_relay(host);
         self.until("the relay has joined", |stage| {
-            stage.is_up(Who::Relay(host))
+            stage.is_up(Actor::Relay(host))
         });
     }
 
     pub(crate) fn begin_relay(&mut self, host: usize) {
         let role = Role::Relay(self.root());
-        self.start(Who::Relay(host), host, &role);
+        self.start(Actor::Relay(host), host, &role);
     }
 
     /// Starts a worker on a host, and does not wait for it.
     pub(crate) fn begin_worker(&mut self, worker: u32, host: usize) {
         let info = self.info.clone().expect("a trainer has said how to join");
         let role = Role::Worker(Join { worker, info });
-        self.start(Who::Worker(worker), host, &role);
+        self.start(Actor::Worker(worker), host, &role);
     }
 
     /// Starts workers on a host; they have the newest version on return.
@@ -218,7 +220,7 @@ impl Stage {
     }
 
     fn gather(&mut self, (crowd, host): (usize, usize), role: &Role, count: u32) {
-        let who = Who::Crowd(crowd);
+        let who = Actor::Crowd(crowd);
         self.start(who, host, role);
         let mut before = 0;
         while before < count as usize {
@@ -233,33 +235,33 @@ impl Stage {
     /// Starts an attack from a host.
     pub(crate) fn begin_attack(&mut self, host: usize, attack: Attack, seed: u64) {
         let role = Role::Attacker(self.root(), attack, seed);
-        self.start(Who::Attacker(host), host, &role);
+        self.start(Actor::Attacker(host), host, &role);
     }
 
     /// How many attacks are still going on.
     pub(crate) fn attacks_left(&self) -> usize {
         let mut attacks = self.processes.iter();
         let going_on =
-            |(who, one): &(&Who, &Process)| matches!(who, Who::Attacker(_)) && one.up == 0;
+            |(who, one): &(&Actor, &Process)| matches!(who, Actor::Attacker(_)) && one.up == 0;
         attacks.by_ref().filter(going_on).count()
     }
 
     /// What a process of the crate under test has warned of.
-    pub(crate) fn warnings(&self, who: Who) -> impl Iterator<Item = &str> {
+    pub(crate) fn warnings(&self, who: Actor) -> impl Iterator<Item = &str> {
         self.logged(who, "WARN ")
     }
 
     /// What went wrong at a process of the crate under test.
-    pub(crate) fn errors(&self, who: Who) -> impl Iterator<Item = &str> {
+    pub(crate) fn errors(&self, who: Actor) -> impl Iterator<Item = &str> {
         self.logged(who, "ERROR ")
     }
 
-    fn logged(&self, who: Who, level: &'static str) -> impl Iterator<Item = &str> {
+    fn logged(&self, who: Actor, level: &'static str) -> impl Iterator<Item = &str> {
         let logs = self.logs.iter().filter(move |(of, _)| *of == who);
         logs.filter_map(move |(_, line)| line.strip_prefix(level))
     }
 
-    fn start(&mut self, who: Who, host: usize, role: &Role) {
+    fn start(&mut self, who: Actor, host: usize, role: &Role) {
         self.lives += 1;
         let life = self.lives;
         let program = std::env::current_exe().expect("this program");
@@ -268,17 +270,17 @@ impl Stage {
         let mut child = spawn(&mut command, &role);
         let input = child.stdin.take().expect("it was asked for");
         let output = child.stdout.take().expect("it was asked for");
-        let say = self.say.clone();
+        let report = self.report.clone();
         thread::spawn(move || {
             for line in BufReader::new(output).lines() {
                 let Ok(line) = line else { break };
-                let said = serde_json::from_str(&line)
-                    .unwrap_or_else(|error| Said::Failed(format!("said `{line}`: {error}")));
-                if say.send((who, life, Some(said))).is_err() {
+                let message = serde_json::from_str(&line)
+                    .unwrap_or_else(|error| Notice::Failed(format!("said `{line}`: {error}")));
+                if report.send((who, life, Some(message))).is_err() {
                     return;
                 }
             }
-            let _ = say.send((who, life, None));
+            let _ = report.send((who, life, None));
         });
         self.record(&format!("{who} starts on host {host} as {}", child.id()));
         let process = Process {
@@ -288,14 +290,14 @@ impl Stage {
             life,
             seen: None,
             up: 0,
-            told_gone: 0,
+            noticed_gone: 0,
         };
         let before = self.processes.insert(who, process);
         assert!(before.is_none(), "{who} runs already");
     }
 
     /// Kills a process by SIGKILL. When that was done.
-    pub(crate) fn kill(&mut self, who: Who) -> Instant {
+    pub(crate) fn kill(&mut self, who: Actor) -> Instant {
         let mut process = self.processes.remove(&who).expect("it runs");
         let at = Instant::now();
         process.child.kill().expect("it can be killed");
@@ -305,7 +307,7 @@ impl Stage {
     }
 
     /// Stops a process without killing it.
-    pub(crate) fn pause(&mut self, who: Who) {
+    pub(crate) fn pause(&mut self, who: Actor) {
         let child = &self.processes[&who].child;
         let pid = Pid::from_child(child);
         kill_process(pid, Signal::STOP).expect("it can be stopped");
@@ -406,7 +408,7 @@ impl Stage {
                 self.fail(&format!("never came true: {what}; {status:#?}"));
             }
             // Something is heard of, or a moment passes.
-            self.hear(GLANCE);
+            self.receive(GLANCE);
         }
     }
 
@@ -424,7 +426,7 @@ impl Stage {
             if begun.elapsed() > PATIENCE {
                 self.fail(&format!("never came true: {what}"));
             }
-            self.hear(GLANCE);
+            self.receive(GLANCE);
         }
         begun.elapsed()
     }
@@ -436,18 +438,18 @@ impl Stage {
             if left.is_zero() {
                 return;
             }
-            self.hear(left);
+            self.receive(left);
         }
     }
 
     pub(crate) fn workers(&self) -> impl Iterator<Item = u32> {
         self.processes.keys().filter_map(|who| match who {
-            Who::Worker(worker) => Some(*worker),
+            Actor::Worker(worker) => Some(*worker),
             _ => None,
         })
     }
 
-    pub(crate) fn processes(&self) -> Vec<(Who, usize)> {
+    pub(crate) fn processes(&self) -> Vec<(Actor, usize)> {
         let processes = self.processes.iter();
         processes.map(|(who, one)| (*who, one.host)).collect()
     }
@@ -457,15 +459,15 @@ impl Stage {
     }
 
     pub(crate) fn seen(&self, worker: u32) -> Option<Seen> {
-        self.processes.get(&Who::Worker(worker))?.seen
+        self.processes.get(&Actor::Worker(worker))?.seen
     }
 
     /// How often a process was told that its sender is gone.
-    pub(crate) fn told_gone(&self, who: Who) -> usize {
-        self.processes.get(&who).map_or(0, |one| one.told_gone)
+    pub(crate) fn noticed_gone(&self, who: Actor) -> usize {
+        self.processes.get(&who).map_or(0, |one| one.noticed_gone)
     }
 
-    pub(crate) fn pid(&self, who: Who) -> u32 {
+    pub(crate) fn pid(&self, who: Actor) -> u32 {
         self.processes[&who].child.id()
     }
 
@@ -478,7 +480,7 @@ impl Stage {
     }
 
     /// Waits until so many bytes more have come to a process's host.
-    pub(crate) fn until_came(&mut self, who: Who, bytes: u64) {
+    pub(crate) fn until_came(&mut self, who: Actor, bytes: u64) {
         let before = self.came_to(who);
         let took = self.until("bytes come", |stage| stage.came_to(who) >= before + bytes);
         self.note(&format!("{bytes} bytes came to {who} in {took:?}"));
@@ -502,29 +504,29 @@ impl Stage {
         panic!("{why}");
     }
 
-    fn is_up(&self, who: Who) -> bool {
+    fn is_up(&self, who: Actor) -> bool {
         self.processes.get(&who).is_some_and(|one| one.up > 0)
     }
 
     fn order(&mut self, order: Order) {
         let line = serde_json::to_string(&order).expect("plain data");
-        let trainer = self.processes.get_mut(&Who::Trainer).expect("a trainer");
+        let trainer = self.processes.get_mut(&Actor::Trainer).expect("a trainer");
         writeln!(trainer.input, "{line}").expect("the trainer listens");
     }
 
-    fn hear(&mut self, most: Duration) {
-        match self.heard.recv_timeout(most) {
-            Ok((who, life, said)) => self.take_in(who, life, said),
+    fn receive(&mut self, most: Duration) {
+        match self.inbox.recv_timeout(most) {
+            Ok((who, life, message)) => self.take_in(who, life, message),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => unreachable!("it is kept here"),
         }
     }
 
-    fn take_in(&mut self, who: Who, life: u64, said: Option<Said>) {
-        match &said {
-            Some(Said::Status(_)) => {}
-            Some(Said::Info(_)) => self.record(&format!("{who}: Info")),
-            Some(said) => self.record(&format!("{who}: {said:?}")),
+    fn take_in(&mut self, who: Actor, life: u64, message: Option<Notice>) {
+        match &message {
+            Some(Notice::Status(_)) => {}
+            Some(Notice::Info(_)) => self.record(&format!("{who}: Info")),
+            Some(message) => self.record(&format!("{who}: {message:?}")),
             None => self.record(&format!("{who} (life {life}) is at its end")),
         }
         let process = self.processes.get_mut(&who).filter(|one| one.life == life);
@@ -532,29 +534,29 @@ impl Stage {
             // Last words of one that was killed.
             return;
         };
-        match said {
+        match message {
             None => self.fail(&format!("{who} ended unasked")),
-            Some(Said::Failed(why)) => self.fail(&format!("{who}: {why}")),
-            Some(Said::Info(info)) => self.info = Some(info),
-            Some(Said::Ready { epoch }) => {
+            Some(Notice::Failed(why)) => self.fail(&format!("{who}: {why}")),
+            Some(Notice::Info(info)) => self.info = Some(info),
+            Some(Notice::Ready { epoch }) => {
                 process.up += 1;
                 self.epoch = epoch;
                 self.words.insert((epoch, 1), self.word);
             }
-            Some(Said::Joined | Said::Attacked) => process.up += 1,
-            Some(Said::Together(count)) => process.up = count as usize,
-            Some(Said::Sending { word }) => self.sending = word,
-            Some(Said::Sent(sent)) => {
+            Some(Notice::Joined | Notice::Attacked) => process.up += 1,
+            Some(Notice::Together(count)) => process.up = count as usize,
+            Some(Notice::Sending { word }) => self.sending = word,
+            Some(Notice::Sent(sent)) => {
                 self.words.insert((self.epoch, sent.version), sent.word);
                 self.reports.insert(sent.word, (Instant::now(), sent));
             }
-            Some(Said::Status(status)) => {
+            Some(Notice::Status(status)) => {
                 self.statuses += 1;
                 self.status = Some(*status);
             }
-            Some(Said::Scrubbed(scrub)) => self.scrubbed = Some(*scrub),
-            Some(Said::SenderGone { .. }) => process.told_gone += 1,
-            Some(Said::Seen(seen)) => {
+            Some(Notice::Scrubbed(scrub)) => self.scrubbed = Some(*scrub),
+            Some(Notice::SenderGone { .. }) => process.noticed_gone += 1,
+            Some(Notice::Seen(seen)) => {
                 let before = process.seen.replace(seen);
                 if before.is_some_and(|before| before.word > seen.word) {
                     self.fail(&format!("{who} went back from {before:?} to {seen:?}"));
@@ -568,7 +570,7 @@ impl Stage {
                     self.fail(&format!("{who} has a version with a wrong label: {seen:?}"));
                 }
             }
-            Some(Said::Log(line)) => self.logs.push((who, line)),
+            Some(Notice::Log(line)) => self.logs.push((who, line)),
         }
     }
 

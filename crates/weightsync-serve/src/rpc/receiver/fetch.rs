@@ -1,5 +1,4 @@
-//! Fetching versions: checked chunk by chunk, and gone on with where a connection
-//! broke.
+//! Fetches versions, checks them chunk by chunk, and resumes where a connection broke.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,16 +16,16 @@ use crate::http::{Ask, Fault};
 use crate::rpc::wire::{Asked, CHUNK, MAX_BODY, Part, Problem, Question, WantWord, max_set};
 use crate::rpc::{PATIENCE, PROBE, SILENCE};
 
-/// How often a version is asked for again without anything having come.
+/// How often a version is requested again without any progress.
 const TRIES: usize = 5;
 
 /// The time between two attempts.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Why a set cannot be fetched.
+/// Why a fetch failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
-    /// The sender has a newer one by now, or is another.
+    /// The sender has a newer version by now, or is another sender.
     #[error("the sender no longer has it")]
     Replaced,
     #[error(
@@ -75,11 +74,11 @@ pub(super) enum NoAnswer {
         known: Vec<Version>,
     },
     Gone,
-    /// There is one, which this worker cannot have.
+    /// The answer exists, but this worker cannot have it.
     Failed(Failure),
 }
 
-/// Fetches what a worker does not have of these versions, all of them or none.
+/// Fetches the versions that a worker does not have, all of them or none.
 pub(super) async fn set(
     session: &Session,
     inbox: &Inbox,
@@ -88,7 +87,7 @@ pub(super) async fn set(
 ) -> Result<Fetched, Failure> {
     let mut members = Vec::with_capacity(parts.len());
     for (spec, model) in session.models.iter().zip(&session.wanted) {
-        // One that was never sent is not in it.
+        // A model that was never sent is not in the set.
         let Some(part) = parts.iter().find(|part| part.model == *model) else {
             continue;
         };
@@ -150,7 +149,7 @@ async fn version(
     }
 }
 
-/// As much of a version as has come.
+/// The part of a version that has arrived.
 #[derive(Debug)]
 pub(super) struct Partial {
     run: Run,
@@ -162,8 +161,8 @@ pub(super) struct Partial {
     checked: usize,
 }
 
-/// A version that is being fetched. What has come of it is kept where this is dropped
-/// before it is whole: if the same one is fetched again, it goes on from there.
+/// A version that is being fetched. If it is dropped before it is whole, its bytes are kept: a
+/// later fetch of the same version continues from there.
 struct Filling<'a> {
     inbox: &'a Inbox,
     part: &'a Part,
@@ -217,7 +216,7 @@ impl<'a> Filling<'a> {
         partial.image
     }
 
-    /// Asks for what is missing, and takes what comes. It is whole after this, or there is
+    /// Requests the missing bytes and stores them. Afterwards the version is whole, or there is
     /// an error.
     async fn more(&mut self, session: &Session) -> Result<(), Failure> {
         let (model, version) = (self.part.model, self.part.version);
@@ -234,7 +233,7 @@ impl<'a> Filling<'a> {
         let mut reply = session.client.ask(ask, PATIENCE).await?;
         match (reply.status, from) {
             (StatusCode::OK, 0) | (StatusCode::PARTIAL_CONTENT, 1..) => {}
-            // What is on the way may not pass on which part was asked for.
+            // A proxy may drop the requested range.
             (StatusCode::OK, 1..) => {
                 let partial = self.partial();
                 (partial.at, partial.checked) = (0, 0);
@@ -246,10 +245,10 @@ impl<'a> Filling<'a> {
             let part = self.part;
             let partial = self.partial();
             let (at, image) = (partial.at, partial.image.bytes_mut());
-            let Some(place) = image.get_mut(at..at + bytes.len()) else {
+            let Some(target) = image.get_mut(at..at + bytes.len()) else {
                 return Err(Failure::Foreign { model, version });
             };
-            place.copy_from_slice(&bytes);
+            target.copy_from_slice(&bytes);
             partial.at += bytes.len();
             partial.check(part)?;
         }
@@ -276,8 +275,8 @@ impl Drop for Filling<'_> {
 }
 
 impl Partial {
-    /// Compares the chunks that are whole by now with their checksums. What is damaged
-    /// is to come again.
+    /// Compares the chunks that are whole by now with their checksums. Damaged chunks are
+    /// requested again.
     fn check(&mut self, part: &Part) -> Result<(), Failure> {
         let all = self.image.bytes();
         while self.checked < self.at {
@@ -329,11 +328,11 @@ pub(super) async fn ask(
             Ok(Some(asked)) => {
                 let _fetching = inbox.fetching();
                 match set(&session, &inbox, asked.sequence, &asked.models).await {
-                    // Who answered while the sender was not heard may be another.
+                    // The server that answered while the sender was silent may be another.
                     Ok(_) if session.is_broken() => {}
                     Ok(fetched) => return Ok(Some(fetched)),
-                    // It was replaced while it was fetched, or the way has failed: asked
-                    // for again.
+                    // The set was replaced during the fetch, or the connection has failed: ask
+                    // again.
                     Err(failure @ (Failure::Replaced | Failure::Fault(_))) => {
                         tracing::debug!(%failure, "an answer was not fetched");
                     }
@@ -372,7 +371,7 @@ fn has_ended(inbox: &Inbox) -> bool {
     end.is_ok_and(|end| end.is_some())
 }
 
-/// One question; an error without words may be asked again.
+/// Asks one question. An error without a text may be retried.
 async fn asked(
     session: &Session,
     question: &Question,
@@ -399,7 +398,7 @@ async fn asked(
             let known = problem.map_err(|_| None)?.known;
             Err(Some(NoAnswer::Unknown { known }))
         }
-        // What is on the way has answered.
+        // A proxy has answered.
         status if status.is_server_error() => Err(None),
         _ => Err(Some(NoAnswer::Gone)),
     }

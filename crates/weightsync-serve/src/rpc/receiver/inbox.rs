@@ -1,4 +1,4 @@
-//! Where fetched versions wait for the thread that takes them.
+//! Fetched versions, until the thread that receives takes them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,14 +12,14 @@ use super::joining::Session;
 use crate::rpc::wire::{Applied, Notified};
 use crate::rpc::{passed, wait_on};
 
-/// How it has ended for this worker.
+/// How the sender has ended for this worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum End {
     /// The sender has shut down.
     Closed,
     /// The sender is gone.
     Died { pid: u32 },
-    /// The sender is there and does not let this worker in again: another has its number.
+    /// The sender is there and refuses this worker: another worker has its number.
     Denied { reason: String },
 }
 
@@ -41,18 +41,18 @@ pub(super) struct Fetched {
     pub(super) members: Vec<(usize, Snapshot)>,
 }
 
-/// What the thread that serves and the worker's own share.
+/// The state that the serving thread and the worker's own thread share.
 #[derive(Debug)]
 pub(super) struct Inbox {
     state: Mutex<State>,
     changed: Condvar,
-    /// Of the sender that was joined.
+    /// The session with the joined sender.
     session: watch::Sender<Option<Arc<Session>>>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// The newest there is, handed over or not.
+    /// The newest set, handed over or not.
     newest: Option<Fetched>,
     /// The sequence of the newest that was handed over.
     handed: u64,
@@ -60,18 +60,18 @@ struct State {
     had: BTreeMap<usize, Version>,
     /// The sequence of the newest that the worker has run.
     applied: u64,
-    /// What it runs.
+    /// The versions that the worker runs.
     runs: Option<Applied>,
-    /// How many calls are being fetched for.
+    /// The number of calls for which versions are being fetched.
     fetching: usize,
-    /// Calls that wait for their last word. There are two or three: what is being
-    /// loaded, what waits to be, and what is new.
+    /// Calls that wait for their last line. There are two or three: for the set that is
+    /// loading, for the set that waits, and for a new one.
     open: Vec<(u64, mpsc::UnboundedSender<Notified>)>,
     end: Option<End>,
     interrupted: bool,
     /// Memory of versions that nobody holds any more, by model.
     spare: BTreeMap<usize, Image>,
-    /// What has come of versions whose fetch broke off, by model.
+    /// The bytes of versions whose fetch broke off, by model.
     partial: BTreeMap<usize, Partial>,
 }
 
@@ -87,7 +87,7 @@ impl Default for Inbox {
 
 /// For the worker.
 impl Inbox {
-    /// What has not been handed over yet. Whatever was sent comes before the end.
+    /// The next set that was not handed over yet. All sets that were sent come before the end.
     pub(super) fn next(&self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
         let mut state = self.state();
         loop {
@@ -116,8 +116,8 @@ impl Inbox {
         })
     }
 
-    /// Hands over what was asked for. What came in an answer is not handed over again
-    /// while it is the newest.
+    /// Hands over the answer to a question. A set that came as an answer is not handed over
+    /// again while it is the newest.
     pub(super) fn take_answer(&self, fetched: Fetched) -> SetSnapshot {
         let mut state = self.state();
         state.keep(&fetched);
@@ -194,8 +194,8 @@ impl Inbox {
         joined.clone()
     }
 
-    /// Says that something is fetched, until this is dropped: the sender's end is told
-    /// after it.
+    /// Marks that a fetch is under way, until the result is dropped. The sender's end is
+    /// reported after it.
     pub(super) fn fetching(self: &Arc<Self>) -> Fetching {
         self.state().fetching += 1;
         Fetching(self.clone())
@@ -214,7 +214,7 @@ impl Inbox {
         self.state().spare.remove(&model)
     }
 
-    /// What has come of a version whose fetch broke off.
+    /// The bytes of a version whose fetch broke off.
     pub(super) fn partial(&self, model: usize) -> Option<Partial> {
         self.state().partial.remove(&model)
     }
@@ -223,27 +223,27 @@ impl Inbox {
         self.state().partial.insert(model, partial);
     }
 
-    /// A whole set is there; what comes of it is told by the channel.
+    /// Stages a whole set. The channel delivers its outcome.
     pub(super) fn stage(&self, fetched: Fetched) -> mpsc::UnboundedReceiver<Notified> {
-        let (told, answer) = mpsc::unbounded_channel();
+        let (outcome, answer) = mpsc::unbounded_channel();
         let mut state = self.state();
         let sequence = fetched.sequence;
         if state.applied >= sequence {
-            // Called again after a connection broke: it may not know what runs here.
+            // The sender called again after a connection broke: it may not know what runs here.
             let runs = state.runs.clone();
             let again = runs.map(|runs| Applied { sequence, ..runs });
-            let told_again = again.map_or(Notified::PassedOver { sequence }, Notified::Applied);
-            let _ = told.send(told_again);
+            let repeated = again.map_or(Notified::PassedOver { sequence }, Notified::Applied);
+            let _ = outcome.send(repeated);
             return answer;
         }
         state.keep(&fetched);
-        // Who was not handed over by now never will be.
+        // A set that was not handed over by now never will be.
         let handed = state.handed;
         state.answer(|older| {
             let passed_over = older < sequence && older > handed;
             passed_over.then_some(Notified::PassedOver { sequence: older })
         });
-        state.open.push((sequence, told));
+        state.open.push((sequence, outcome));
         drop(state);
         self.changed.notify_all();
         answer
@@ -275,7 +275,7 @@ impl State {
         self.newest.as_ref().map_or(0, |newest| newest.sequence)
     }
 
-    /// Keeps it as the newest, if it is. The memory of what it replaces is used again.
+    /// Keeps a set as the newest, if it is. The memory of the set before it is reused.
     fn keep(&mut self, fetched: &Fetched) {
         if fetched.sequence <= self.newest_sequence() {
             return;
@@ -313,13 +313,13 @@ impl State {
         SetSnapshot::new(fetched.sequence, members.collect())
     }
 
-    /// Gives calls their last word, as far as there is one.
-    fn answer(&mut self, told: impl Fn(u64) -> Option<Notified>) {
+    /// Sends calls their last line, where one is known.
+    fn answer(&mut self, outcome: impl Fn(u64) -> Option<Notified>) {
         let open = std::mem::take(&mut self.open);
         for (sequence, call) in open {
-            match told(sequence) {
+            match outcome(sequence) {
                 // The caller may have disconnected.
-                Some(told) => drop(call.send(told)),
+                Some(outcome) => drop(call.send(outcome)),
                 None => self.open.push((sequence, call)),
             }
         }

@@ -1,4 +1,4 @@
-//! Joining a sender: until it is there, or the deadline comes.
+//! Joins a sender: tries until the sender is there, or until the deadline.
 
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -23,26 +23,26 @@ use crate::rpc::wire::{
     Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
     of_sender, url,
 };
-use crate::rpc::{PATIENCE, PROBE, Places, SILENCE, passed, place};
+use crate::rpc::{Addresses, PATIENCE, PROBE, SILENCE, address, passed};
 
-/// The time between two attempts at a sender that is not there; at first, and at most:
-/// each time it is twice as long.
+/// The pause between two attempts at an absent sender, at first and at most. Each pause is
+/// twice as long as the one before it.
 const PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
-/// The same for one that is there and has turned this worker away.
+/// The longest pause for a sender that is there and has rejected this worker.
 const LONGEST_TURNED_AWAY: Duration = Duration::from_secs(1);
 
-/// How long an attempt may take once the deadline has come: a caller that only looks whether
-/// a sender is there finds it.
+/// How long an attempt may take once the deadline has come. So a caller that only checks
+/// whether a sender is there finds it.
 const ATTEMPT: Duration = Duration::from_millis(500);
 
 /// A sender that was joined.
 #[derive(Debug)]
 pub(super) struct Session {
-    /// Of this worker's connection; another one after a connection broke.
+    /// The name of this worker's connection. It changes after a connection broke.
     id: Mutex<String>,
-    /// Whether the connection is broken: what answers then may be another sender.
+    /// Whether the connection is broken. If so, another sender may answer at this address.
     broken: AtomicBool,
     proof: ProofKey,
     pub(super) run: Run,
@@ -71,9 +71,9 @@ impl Session {
         self.broken.load(Ordering::Relaxed)
     }
 
-    pub(super) fn place_of(&self, model: &ModelId) -> Option<usize> {
-        let place = self.models.iter().position(|spec| spec.id == *model)?;
-        Some(self.wanted[place])
+    pub(super) fn index_of(&self, model: &ModelId) -> Option<usize> {
+        let index = self.models.iter().position(|spec| spec.id == *model)?;
+        Some(self.wanted[index])
     }
 
     pub(super) fn words(&self, words: &Words) -> Ask {
@@ -103,24 +103,25 @@ const OUT_OF_REACH: Duration = Duration::from_secs(10);
 
 /// Why an attempt has failed.
 enum NotIn {
-    /// Nobody is there: its system says so.
+    /// Nobody listens there, as the machine's system reports.
     Absent(String),
-    /// It does not know this worker's secret. Only a sender that may be followed by
-    /// another at its address is asked again.
+    /// The sender does not know this worker's secret. The worker asks again only if another
+    /// sender may follow at that address.
     Stranger,
-    /// It has not proved that it has the secret: it is no sender. What it gave instead.
+    /// The server has not proved that it has the secret, so it is no sender. The text says what
+    /// it sent instead.
     Wrong(&'static str),
-    /// It cannot be reached, hangs up, or does not answer as a sender does: whether it is
-    /// there is not known.
+    /// The server cannot be reached, disconnects, or does not answer as a sender does. It is
+    /// unknown whether a sender is there.
     Silent(String),
-    /// It has no right to be let in, or there is something else that waiting does not
-    /// mend; but another sender may take the place of this one.
+    /// The sender refuses the worker for a reason that waiting does not change. Another sender
+    /// may still replace this one.
     Denied(String),
-    /// Another worker has this one's number, and lives.
+    /// Another live worker has this worker's number.
     Taken(String),
-    /// It has shut down while this worker was joining it.
+    /// The sender has shut down while this worker was joining.
     Closed,
-    /// It was replaced by one that this worker has seen.
+    /// A sender that this worker has seen has replaced this one.
     Fenced(Epoch),
 }
 
@@ -138,8 +139,7 @@ impl From<Fault> for NotIn {
 
 /// Joins the sender of an endpoint, and starts the thread that serves its calls.
 ///
-/// The first set that it is meant to have is there when this returns, if it came in
-/// time.
+/// If the first set arrives in time, it is there when this function returns.
 pub(super) fn join(
     inbox: &Arc<Inbox>,
     at: &Endpoint,
@@ -148,12 +148,12 @@ pub(super) fn join(
     deadline: Deadline,
 ) -> Result<(HttpThread, Arc<Session>)> {
     let since = Instant::now();
-    let sender = Places::of(at)?.found;
+    let sender = Addresses::of(at)?.found;
     access
         .may_dial_with_secret(sender)
         .map_err(RpcError::from)?;
     // Where there is no way, nobody can be reached either.
-    let own = place::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
+    let own = address::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
     let own = SocketAddr::new(own, 0);
     access.may_listen(own).map_err(RpcError::from)?;
     let listener = TcpListener::bind(own);
@@ -177,7 +177,7 @@ pub(super) fn join(
         models: joining
             .wanted
             .iter()
-            .filter_map(|place| joining.models.get(*place).cloned())
+            .filter_map(|index| joining.models.get(*index).cloned())
             .collect(),
         url: url(own),
         seen: joining.seen,
@@ -329,7 +329,7 @@ fn nonce() -> std::io::Result<[u8; 32]> {
     Ok(nonce)
 }
 
-/// Registers, and reads what the sender has to say of its models.
+/// Registers, and reads the descriptions of the sender's models.
 async fn enter(
     client: Arc<Client>,
     proof: ProofKey,
@@ -354,7 +354,7 @@ async fn enter(
     });
     inbox.welcome(session.clone());
     register.run = Some(session.run);
-    // It goes on where it was: there is nothing to say once more.
+    // The worker continues where it was, so it reports nothing again.
     register.announces = false;
     tokio::spawn(follow(inbox, session.clone(), register, lines));
     Ok(session)
@@ -372,7 +372,7 @@ async fn end_of(lines: &mut Lines) -> NotIn {
     }
 }
 
-/// Reads what the sender has to say of these models, and their places there.
+/// Reads the descriptions of these models, and their indices at the sender.
 async fn describe(
     client: &Arc<Client>,
     welcome: &Welcome,
@@ -380,9 +380,9 @@ async fn describe(
 ) -> std::result::Result<(Vec<ModelSpec>, Vec<usize>), NotIn> {
     let (mut models, mut wanted) = (Vec::new(), Vec::new());
     for id in ids {
-        let place = welcome.models.iter().position(|model| model == id);
-        let place = place.ok_or_else(|| NotIn::Denied(format!("it has no model {id}")))?;
-        let path = of_sender::MODEL.replace("{model}", &place.to_string());
+        let index = welcome.models.iter().position(|model| model == id);
+        let index = index.ok_or_else(|| NotIn::Denied(format!("it has no model {id}")))?;
+        let path = of_sender::MODEL.replace("{model}", &index.to_string());
         let reply = client.ask(Ask::get(path), PATIENCE).await?;
         if reply.status != StatusCode::OK {
             return Err(NotIn::Silent(format!("it answered {}", reply.status)));
@@ -392,15 +392,15 @@ async fn describe(
             return Err(NotIn::Denied(format!("it describes {} as {id}", spec.id)));
         }
         models.push(spec);
-        wanted.push(place);
+        wanted.push(index);
     }
     Ok((models, wanted))
 }
 
-/// Hears the sender to its end. A connection that broke is made again where the
-/// sender is still there: it is the network that was not.
+/// Follows a sender to its end. If the connection breaks while the sender is still there, the
+/// network failed, and the worker connects again.
 async fn follow(inbox: Arc<Inbox>, session: Arc<Session>, register: Register, mut lines: Lines) {
-    // Since when nothing was heard of it, and whether it was out of reach meanwhile.
+    // When the silence began, and whether the sender was out of reach meanwhile.
     let (mut heard, mut lost) = (Instant::now(), false);
     let end = loop {
         match lines.next::<FromSender>(SILENCE).await {
@@ -409,9 +409,9 @@ async fn follow(inbox: Arc<Inbox>, session: Arc<Session>, register: Register, mu
                 (heard, lost) = (Instant::now(), false);
                 continue;
             }
-            // A stopped sender goes on later. One that was out of reach may have
-            // given this worker up; and a child that it has forked may keep its sockets
-            // after its death, when nothing else tells.
+            // A stopped sender continues later. A sender that was out of reach may have given
+            // this worker up. And a child that it has forked may keep its sockets open after
+            // its death; then nothing else shows the death.
             Err(Fault::Silent { .. }) => {
                 let reachable = session.client.is_reachable(PROBE).await;
                 let is_back = std::mem::replace(&mut lost, !reachable) && reachable;
@@ -430,8 +430,8 @@ async fn follow(inbox: Arc<Inbox>, session: Arc<Session>, register: Register, mu
     inbox.ended(end);
 }
 
-/// Registers again with the same sender, if that is there. That it hangs up, or that what
-/// is on the way answers for it, does not say that it is not.
+/// Registers again with the same sender, if it is there. A disconnect or an answer of a proxy
+/// does not show that the sender is gone.
 async fn again(session: &Session, register: &Register) -> std::result::Result<Lines, End> {
     let since = Instant::now();
     let died = End::Died { pid: session.pid };

@@ -1,4 +1,4 @@
-//! A worker's end.
+//! The worker's end.
 
 mod fetch;
 mod inbox;
@@ -20,15 +20,15 @@ use self::joining::Session;
 use super::wire::{Applied, Runs, Words, cut};
 use crate::http::HttpThread;
 
-/// How long a worker waits until its words have come to the sender. What they say is
-/// said again by the answer to the sender's call.
+/// How long a worker waits until its report has reached the sender. The answer to the sender's
+/// call repeats the report.
 const HEARD: Duration = Duration::from_secs(1);
 
-/// How long an answer may be late that says itself when its time is over.
+/// How late an answer may be that ends its own wait.
 const LATE: Duration = Duration::from_millis(100);
 
-/// A worker's end. Its thread serves the sender's calls, and there is no other: what
-/// was fetched waits at the [inbox](Inbox) until somebody takes it.
+/// A worker's end. Its one thread serves the sender's calls. Fetched versions wait in the
+/// [inbox](Inbox) until the program takes them.
 #[derive(Debug)]
 pub(super) struct RpcReceiver {
     inbox: Arc<Inbox>,
@@ -54,25 +54,25 @@ impl RpcReceiver {
         })
     }
 
-    /// Says something to the sender, and waits a moment until that has heard it.
-    fn say(&self, words: &Words) -> Result<()> {
+    /// Sends a report to the sender, and waits a moment until the sender has it.
+    fn send(&self, words: &Words) -> Result<()> {
         self.owner.check()?;
         let ask = self.session.words(words);
         let client = self.session.client.clone();
-        let said = async move {
+        let sent = async move {
             let reply = client.ask(ask, HEARD).await?;
             reply.bytes(super::wire::MAX_BODY, HEARD).await
         };
-        // A sender that is gone needs no telling.
+        // A sender that is gone needs no report.
         let until = Instant::now().checked_add(HEARD);
-        if let Some(Err(fault)) = self.wait_for(said, until)? {
+        if let Some(Err(fault)) = self.wait_for(sent, until)? {
             tracing::debug!(%fault, "the sender did not get this worker's message");
         }
         Ok(())
     }
 
-    /// What comes of something that the thread does; `None` at the deadline, and then
-    /// it does it no more.
+    /// Runs a future on the thread and returns its result; at the deadline, returns `None` and
+    /// aborts it.
     fn wait_for<T: Send + 'static>(
         &self,
         what: impl Future<Output = T> + Send + 'static,
@@ -96,7 +96,7 @@ impl Drop for Aborted {
     }
 }
 
-/// What comes by a channel; `None` at the deadline, or if nothing ever will.
+/// The next value of a channel; `None` at the deadline, or if none can come.
 fn wait_for<T>(wait: &std::sync::mpsc::Receiver<T>, deadline: Deadline) -> Result<Option<T>> {
     use std::sync::mpsc::RecvTimeoutError;
     loop {
@@ -164,7 +164,7 @@ impl ReceiverTransport for RpcReceiver {
                 known,
             }),
             Err(fetch::NoAnswer::Failed(failure)) => Err(failure.into()),
-            // Its end is known by the other connection, in a moment.
+            // The other connection shows the sender's end in a moment.
             Err(fetch::NoAnswer::Gone) => {
                 let by = Instant::now().checked_add(HEARD);
                 Err(self.inbox.end_by(by)?.unwrap_or(Error::SenderDied {
@@ -184,14 +184,14 @@ impl ReceiverTransport for RpcReceiver {
     }
 
     fn joined(&mut self) -> Result<()> {
-        self.say(&Words::Joined {})
+        self.send(&Words::Joined {})
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
         self.owner.check()?;
         let members = set.members().iter();
         let versions = members.filter_map(|member| {
-            let model = self.session.place_of(member.snapshot.model())?;
+            let model = self.session.index_of(member.snapshot.model())?;
             let version = member.snapshot.version();
             Some(Runs { model, version })
         });
@@ -200,7 +200,7 @@ impl ReceiverTransport for RpcReceiver {
             versions: versions.collect(),
         };
         self.inbox.applied(&applied);
-        self.say(&Words::Applied(applied))
+        self.send(&Words::Applied(applied))
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
@@ -214,6 +214,6 @@ impl ReceiverTransport for RpcReceiver {
             }
             None => Words::Rejected { reason },
         };
-        self.say(&words)
+        self.send(&words)
     }
 }

@@ -1,4 +1,4 @@
-//! What a worker answers: the sender's calls, and that it is here.
+//! The worker's HTTP routes: the sender's calls, and the check whether the worker is there.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ pub(super) fn router(inbox: Arc<Inbox>, worker: u32, stopping: Stopping) -> Rout
         })
 }
 
-/// Tells the sender that this worker is here, as long as it is.
+/// Sends signs of life to the sender for as long as this worker lives.
 async fn lifeline(State(mut app): State<App>) -> Response {
     let (lines, response) = LinesBody::answer(4);
     let here = FromWorker::Here {
@@ -93,14 +93,14 @@ async fn weights(State(app): State<App>, request: Request) -> Response {
     tokio::spawn(async move {
         tokio::select! {
             () = take(&app.inbox, &session, call, &lines) => {}
-            // The sender has hung up: nobody is told anything.
+            // The sender has disconnected, so nobody gets an answer.
             () = lines.closed() => {}
         }
     });
     response
 }
 
-/// Fetches what a call is about, stages it, and says what comes of it.
+/// Fetches the set of a call, stages it, and answers with the outcome.
 async fn take(inbox: &Arc<Inbox>, session: &Session, call: Call, lines: &mpsc::Sender<Bytes>) {
     let sequence = call.sequence;
     let fetching = inbox.fetching();
@@ -109,9 +109,9 @@ async fn take(inbox: &Arc<Inbox>, session: &Session, call: Call, lines: &mpsc::S
         Ok(fetched) => inbox.stage(fetched),
         Err(failure) => {
             drop(fetching);
-            let told = match failure {
+            let outcome = match failure {
                 Failure::Replaced => Notified::PassedOver { sequence },
-                // It is the way that has failed: the answer ends, and the sender calls again.
+                // The connection has failed: the answer ends, and the sender calls again.
                 Failure::Fault(fault) => {
                     tracing::debug!(%fault, sequence, "a version was not fetched");
                     return;
@@ -121,13 +121,13 @@ async fn take(inbox: &Arc<Inbox>, session: &Session, call: Call, lines: &mpsc::S
                     reason: cut(&failure.to_string()),
                 },
             };
-            let _ = lines.send(line(&told)).await;
+            let _ = lines.send(line(&outcome)).await;
             return;
         }
     };
     drop(fetching);
     let _ = lines.send(line(&Notified::Staged { sequence })).await;
-    while let Some(told) = answer.recv().await {
-        let _ = lines.send(line(&told)).await;
+    while let Some(outcome) = answer.recv().await {
+        let _ = lines.send(line(&outcome)).await;
     }
 }

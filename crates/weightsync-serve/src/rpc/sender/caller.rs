@@ -1,5 +1,5 @@
-//! Calling a worker with what it should run: one at a time until it has it, and
-//! each worker separately.
+//! Calls a worker with the set that it should run, one set at a time until the worker has it.
+//! Each worker has its own task.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,21 +23,21 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// How often a wait for a worker's last line looks whether the worker is still there.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// How many answers of a worker may wait for their last line. One that is as it should
-/// be has two: what it is loading, and what is newest.
+/// The number of answers of a worker that may wait for their last line. A correct worker has
+/// two: for the set that it loads, and for the newest.
 const OPEN: usize = 3;
 
-/// Calls a worker with the newest there is for it, as long as it is here.
+/// Calls a worker with its newest set, for as long as the worker is here.
 pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>) {
-    let Some(mut news) = shared.news(id) else {
+    let Some(mut changes) = shared.changes(id) else {
         return;
     };
     let mut open: VecDeque<JoinHandle<()>> = VecDeque::new();
     while shared.is_here(id) {
-        news.mark_unchanged();
+        changes.mark_unchanged();
         let Some(weightsync_mem::Notified { sequence, members }) = shared.next_call(id) else {
             // There is none from a sender that ends.
-            if news.changed().await.is_err() {
+            if changes.changed().await.is_err() {
                 return;
             }
             continue;
@@ -50,19 +50,19 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
             models: members.iter().map(part).collect(),
         };
         drop(members);
-        let told = tokio::select! {
-            told = told(&shared, id, &client, &call) => told.map(Some),
-            // It is called again with what is newer.
-            () = overtaken(&shared, id, &mut news, sequence) => Ok(None),
+        let result = tokio::select! {
+            sent = notify(&shared, id, &client, &call) => sent.map(Some),
+            // The worker is called again with the newer set.
+            () = overtaken(&shared, id, &mut changes, sequence) => Ok(None),
         };
-        shared.called(id, told.is_ok());
-        match told {
+        shared.called(id, result.is_ok());
+        match result {
             Ok(Some(lines)) => {
                 open.retain(|answer| !answer.is_finished());
                 if open.len() == OPEN
                     && let Some(oldest) = open.pop_front()
                 {
-                    // Its connection ends with it.
+                    // The worker's connection ends with it.
                     oldest.abort();
                 }
                 open.push_back(tokio::spawn(finish(shared.clone(), id, lines)));
@@ -76,7 +76,7 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
     }
 }
 
-/// How a worker is told of a version.
+/// Describes a version for a call.
 pub(super) fn part(snapshot: &Snapshot) -> Part {
     let bytes = snapshot.bytes();
     // The copy pass made them, of blocks of the same size.
@@ -92,22 +92,22 @@ pub(super) fn part(snapshot: &Snapshot) -> Part {
     }
 }
 
-/// Waits until there is something newer for a worker that has not begun to fetch what it
-/// was called with: it may be stopped.
+/// Waits until a newer set exists for a worker that has not begun to fetch the set of its call:
+/// the worker may be stopped.
 async fn overtaken(
     shared: &Shared,
     id: ConnectionId,
-    news: &mut watch::Receiver<()>,
+    changes: &mut watch::Receiver<()>,
     sequence: u64,
 ) {
     while !shared.is_overtaken(id, sequence) && shared.is_here(id) {
-        if news.changed().await.is_err() {
+        if changes.changed().await.is_err() {
             return;
         }
     }
 }
 
-async fn told(
+async fn notify(
     shared: &Shared,
     id: ConnectionId,
     client: &Arc<Client>,
@@ -121,8 +121,8 @@ async fn told(
     let mut lines = reply.lines();
     loop {
         match lines.next::<Notified>(LOOK).await {
-            Ok(Some(told)) => {
-                hear(shared, id, told);
+            Ok(Some(message)) => {
+                on_message(shared, id, message);
                 return Ok(lines);
             }
             Ok(None) => return Err("its answer ended".into()),
@@ -137,15 +137,15 @@ async fn told(
 async fn finish(shared: Arc<Shared>, id: ConnectionId, mut lines: Lines) {
     loop {
         match lines.next::<Notified>(LOOK).await {
-            Ok(Some(told)) => hear(&shared, id, told),
+            Ok(Some(message)) => on_message(&shared, id, message),
             Err(Fault::Silent { .. }) if shared.is_here(id) => {}
             Ok(None) | Err(_) => return,
         }
     }
 }
 
-fn hear(shared: &Shared, id: ConnectionId, told: Notified) {
-    let _ = match told {
+fn on_message(shared: &Shared, id: ConnectionId, message: Notified) {
+    let _ = match message {
         Notified::Staged { sequence } | Notified::Taken { sequence } => shared.staged(id, sequence),
         Notified::Applied(applied) => shared.applied(id, &applied),
         Notified::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),

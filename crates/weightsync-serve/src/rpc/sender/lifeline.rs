@@ -1,4 +1,4 @@
-//! Workers that register, and the connections that tell whether they live.
+//! Registers workers, and watches the connections that show whether they live.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ use crate::rpc::{BEAT, PROBE, PROBE_AGAIN, PROBE_BEHIND, SILENCE};
 /// How long a worker that registers may take to answer itself.
 const CALLED_BACK: Duration = Duration::from_secs(2);
 
-/// How long after a worker has hung up its last words may come by the other
+/// How long the last messages of a worker that has disconnected may take on the other
 /// connection.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
@@ -53,7 +53,7 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
             Ok(holder) => holder,
             Err(taken) => return taken,
         };
-        match shared.seat(&about, holder) {
+        match shared.admit(&about, holder) {
             Ok(None) => {}
             Ok(Some(seated)) => break seated,
             Err(error) => return wrong(StatusCode::CONFLICT, error.to_string()),
@@ -82,8 +82,8 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
     response
 }
 
-/// Whether a worker may have its number: not if another has it of which something is
-/// heard. That one, if it is silent.
+/// Checks whether a worker may have its number. It may not if another worker has it and is not
+/// silent. Returns the connection of a silent one.
 async fn may_come(shared: &Shared, about: &About) -> Result<Option<ConnectionId>, Response> {
     let Some(holder) = shared.holder(about) else {
         return Ok(None);
@@ -91,8 +91,8 @@ async fn may_come(shared: &Shared, about: &About) -> Result<Option<ConnectionId>
     let Some(before) = shared.signs(holder) else {
         return Ok(Some(holder));
     };
-    // It tells of itself five times a second; one that died has its connection closed, or
-    // falls silent.
+    // The other worker sends a sign of life five times a second. A dead one has its connection
+    // closed, or falls silent.
     let heard = loop {
         sleep(BEAT / 4).await;
         match shared.signs(holder) {
@@ -115,7 +115,7 @@ async fn may_come(shared: &Shared, about: &About) -> Result<Option<ConnectionId>
     Err(problem(StatusCode::CONFLICT, body))
 }
 
-/// What a registration says, if this sender can have such a worker.
+/// Checks a registration, if this sender can have such a worker.
 fn check(shared: &Shared, register: &Register) -> Result<About, Box<Response>> {
     let refuse = |status, words: String| Err(Box::new(wrong(status, words)));
     if register.protocol != PROTOCOL {
@@ -195,7 +195,7 @@ async fn call_back(client: &Arc<Client>, register: &Register) -> Result<Lines, S
     }
 }
 
-/// Hears a worker to its end.
+/// Reads a worker's lifeline to its end.
 async fn follow(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>, mut lines: Lines) {
     let mut probed: Option<Instant> = None;
     let departure = loop {
@@ -238,7 +238,7 @@ fn note_silence(shared: &Shared, id: ConnectionId, silent: bool) {
     }
 }
 
-/// Tells a worker that the sender is here, as long as it is.
+/// Sends signs of life to a worker for as long as the sender lives.
 async fn beat(
     shared: Arc<Shared>,
     id: ConnectionId,
@@ -256,7 +256,7 @@ async fn beat(
                     return;
                 }
                 count += 1;
-                // One that does not read has enough of them to read.
+                // A worker that does not read has enough lines to read.
                 let _ = lines.try_send(line(&FromSender::Beat(count)));
             }
             () = lines.closed() => {

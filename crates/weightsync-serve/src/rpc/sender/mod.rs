@@ -1,4 +1,4 @@
-//! The trainer's end: versions lie in a segment, workers fetch them from there.
+//! The trainer's end: versions lie in a segment, and workers fetch them from there.
 
 mod caller;
 mod lifeline;
@@ -17,7 +17,7 @@ use weightsync_net::Access;
 
 use self::workers::Shared;
 use super::error::RpcError;
-use super::{Places, place};
+use super::{Addresses, address};
 use crate::http::{Bearer, HttpThread, Limits, Server};
 
 /// How long a sender that ends waits for its workers to take what was published.
@@ -35,9 +35,9 @@ pub(super) struct RpcSender {
 
 impl RpcSender {
     pub(super) fn open(opening: &Opening<'_>, access: &Access) -> Result<Self> {
-        let at = Places::of(opening.at)?;
+        let at = Addresses::of(opening.at)?;
         access.may_listen(at.listens).map_err(RpcError::from)?;
-        let listener = place::listen(at.listens)?;
+        let listener = address::listen(at.listens)?;
         let secret = opening.at.secret();
         let server = Server::new(listener, Bearer::to_sender(secret), Limits::default());
         let server = server.map_err(|source| RpcError::Listen {
@@ -68,7 +68,7 @@ impl RpcSender {
     }
 }
 
-/// Where no worker attaches: nobody is told of this name.
+/// A listener at which no worker attaches: nobody learns this name.
 fn nobody_comes(opening: &Opening<'_>) -> Result<Listener> {
     let models: Vec<_> = opening.models.iter().map(|spec| spec.id.clone()).collect();
     Ok(Listener::at(Endpoint::fresh(&models, None)?.address())?)

@@ -1,5 +1,5 @@
-//! What a sender answers: versions, and questions for them; what workers say; and, in
-//! `lifeline`, their registrations.
+//! The sender's HTTP routes: versions, questions for versions, and the workers' reports.
+//! `lifeline` has the registrations.
 
 use std::ops::Range;
 use std::pin::Pin;
@@ -57,7 +57,7 @@ pub(super) fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
     )
 }
 
-/// A connection that is not there, or never was of this sender.
+/// The answer for an unknown connection, or one of another sender.
 fn gone() -> Response {
     let words = "this sender no longer has this worker: register again";
     wrong(StatusCode::GONE, words)
@@ -84,7 +84,7 @@ async fn words(State(app): State<App>, Path(name): Path<String>, request: Reques
     }
 }
 
-/// A question that waits. Dropped, it waits no more.
+/// A question that waits. Dropping it withdraws the question.
 struct Waiting<'a> {
     shared: &'a Shared,
     id: ConnectionId,
@@ -127,7 +127,7 @@ async fn set(
         }
     };
     tokio::pin!(over);
-    let Some(mut news) = shared.news(id) else {
+    let Some(mut changes) = shared.changes(id) else {
         return gone();
     };
     let mut answer = shared.ask(id, want);
@@ -162,7 +162,7 @@ async fn set(
             Answer::Later(_) => {}
         }
         tokio::select! {
-            changed = news.changed() => if changed.is_err() {
+            changed = changes.changed() => if changed.is_err() {
                 return gone();
             },
             () = &mut over => return StatusCode::NO_CONTENT.into_response(),
@@ -195,8 +195,7 @@ async fn image(
     headers: HeaderMap,
 ) -> Response {
     let shared = &app.shared;
-    // A successor of the sender that was meant may have its address, and a version of
-    // this number.
+    // A successor of the sender may have its address, and a version of this number.
     let Some(id) = shared.named(&of.id) else {
         return gone();
     };
@@ -258,7 +257,7 @@ fn part_of(range: &HeaderValue, all: usize) -> Option<Range<usize>> {
     (part.start < part.end).then_some(part)
 }
 
-/// Part of a version, which is kept as long as it is sent, and not copied.
+/// Part of a version. The version is kept while it is sent, and not copied.
 struct ImageBody {
     version: Arc<Serving>,
     left: Range<usize>,

@@ -1,14 +1,14 @@
 //! The workers of a sender, and the connections by which each is reached.
 //!
-//! **Guarantee.** To the sender's segment every worker is a
-//! [remote reader](weightsync_mem::RemoteReader): the segment decides what the worker should
-//! run, and knows what became of it. This table adds what HTTP needs: which connection reaches
-//! a worker, what the worker was called with last, and what it is fetching.
+//! **Guarantee.** In the sender's segment every worker is a [remote
+//! reader](weightsync_mem::RemoteReader). The segment decides which set the worker should run,
+//! and records what became of it. This table adds what HTTP needs: the connection that reaches
+//! the worker, the last call, and the version that the worker fetches.
 //!
 //! * A worker has at most one remote reader. A process that registers again keeps its own.
-//! * A worker is called by its newest connection. When that one ends, an older connection that
-//!   is still open takes its place.
-//! * Numbers that a worker sends are cut down to what was published.
+//! * A worker is called by its newest connection. When that connection ends, an older open
+//!   connection replaces it.
+//! * Numbers that a worker sends are reduced to what was published.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -36,13 +36,13 @@ pub(super) type ConnectionId = u64;
 pub(super) struct About {
     pub(super) worker: WorkerId,
     pub(super) pid: u32,
-    /// Where it is called: another process of that number, in another container say, has
-    /// another address.
+    /// The address at which the sender calls the worker. Another process of the same number, in
+    /// another container for example, has another address.
     pub(super) addr: SocketAddr,
     pub(super) device: String,
     /// The models it takes.
     pub(super) wanted: Models,
-    /// It says itself when its rendez-vous is over.
+    /// The worker announces when its rendez-vous is over.
     pub(super) announces: bool,
 }
 
@@ -53,7 +53,7 @@ impl About {
     }
 }
 
-/// What becomes of a question.
+/// The outcome of a question.
 #[derive(Debug)]
 pub(super) enum Answer {
     /// The sequence is 0 for a set other than the newest.
@@ -61,11 +61,11 @@ pub(super) enum Answer {
         sequence: u64,
         members: Vec<Snapshot>,
     },
-    /// There is no such version for this worker; there are these, newest first.
+    /// The worker has no such version; these exist, newest first.
     Unknown { known: Vec<Version> },
-    /// Not yet: the question waits under this number.
+    /// No answer yet: the question waits under this number.
     Later(u64),
-    /// The worker has asked for something else since.
+    /// The worker has asked for another set since.
     Replaced,
     /// The worker has gone, or cannot use anything, or does not take that model.
     Gone,
@@ -76,7 +76,7 @@ struct Worker {
     about: About,
     reader: RemoteReader,
     /// Wakes the tasks that call the worker and those that wait with its questions.
-    news: Arc<watch::Sender<()>>,
+    changes: Arc<watch::Sender<()>>,
     /// Its own rendez-vous is over.
     joined: bool,
     /// The newest sequence that it has fetched and checked.
@@ -93,16 +93,16 @@ impl Worker {
     /// The newest set it should have.
     fn newest(&self) -> Option<Notified> {
         // An error means that the sender ends.
-        let told = self.reader.told().ok()?.pop()?;
-        (!told.members.is_empty()).then_some(told)
+        let newest = self.reader.notifications().ok()?.pop()?;
+        (!newest.members.is_empty()).then_some(newest)
     }
 
     fn sequence(&self) -> u64 {
         self.newest().map_or(0, |newest| newest.sequence)
     }
 
-    /// No worker has what it was not called with.
-    fn at_most_told(&self, sequence: u64) -> u64 {
+    /// A worker cannot have a set with which it was not called.
+    fn at_most_notified(&self, sequence: u64) -> u64 {
         sequence.min(self.sequence())
     }
 }
@@ -112,11 +112,11 @@ struct Connection {
     worker: WorkerId,
     /// The sequence that the worker was called with last.
     called: u64,
-    /// What it was called with and has not fetched yet.
+    /// The versions of the last call that the worker has not fetched yet.
     calling: Vec<Snapshot>,
     /// It has begun to fetch that.
     has_begun: bool,
-    /// Nothing was heard of it for so long that a sender that ends does not wait for it. The
+    /// The worker was silent for so long that a sender that ends does not wait for it. The
     /// worker may be stopped: it is late, and not dead.
     silent: bool,
     /// How many signs of life it has given.
@@ -157,7 +157,7 @@ impl Table {
         self.connections.retain(|_, one| one.worker != worker);
         if let Some(gone) = self.workers.remove(&worker) {
             gone.reader.leave(departure);
-            gone.news.send_replace(());
+            gone.changes.send_replace(());
         }
     }
 }
@@ -214,13 +214,14 @@ impl Shared {
         self.table().holder(about)
     }
 
-    /// Lets a worker in, unless its number is held by another connection than `holder`, which
-    /// is given up. The connection, and the sequence of what the worker is called with at once.
+    /// Admits a worker and gives up `holder`. Refuses the worker if another connection than
+    /// `holder` has its number. Returns the new connection and the sequence of the worker's
+    /// first call.
     ///
     /// # Errors
     ///
     /// As [`RemoteReaders::join`].
-    pub(super) fn seat(
+    pub(super) fn admit(
         &self,
         about: &About,
         holder: Option<ConnectionId>,
@@ -234,8 +235,8 @@ impl Shared {
             worker.joined |= !about.announces;
         } else {
             table.remove(about.worker, Departure::Died);
-            let news = Arc::new(watch::Sender::new(()));
-            let theirs = news.clone();
+            let changes = Arc::new(watch::Sender::new(()));
+            let theirs = changes.clone();
             let options = RemoteReaderOptions {
                 worker: about.worker,
                 pid: about.pid,
@@ -248,7 +249,7 @@ impl Shared {
             let worker = Worker {
                 reader: self.remote_readers.join(options, call)?,
                 about: about.clone(),
-                news,
+                changes,
                 joined: !about.announces,
                 staged: 0,
                 refused: 0,
@@ -281,12 +282,12 @@ impl Shared {
         match table.current(worker) {
             None => table.remove(worker, departure),
             Some(other) => {
-                // The worker is called again by the one that is left.
+                // The remaining connection calls the worker again.
                 if let Some(connection) = table.connections.get_mut(&other) {
                     connection.called = 0;
                 }
                 if let Some(worker) = table.workers.get(&worker) {
-                    worker.news.send_replace(());
+                    worker.changes.send_replace(());
                 }
             }
         }
@@ -303,7 +304,7 @@ impl Shared {
         table.worker(id).map(|worker| worker.about.clone())
     }
 
-    /// Notes whether anything was heard of a connection lately; true if that is news.
+    /// Notes whether a connection was silent lately; true if that has changed.
     pub(super) fn note_silence(&self, id: ConnectionId, silent: bool) -> bool {
         let mut table = self.table();
         let Some(connection) = table.connections.get_mut(&id) else {
@@ -323,21 +324,21 @@ impl Shared {
         table.connections.get(&id).is_some_and(|one| one.silent)
     }
 
-    /// How many signs of life a connection has given; `None` if it has ended, or is silent.
+    /// The number of signs of life on a connection; `None` if it has ended or is silent.
     pub(super) fn signs(&self, id: ConnectionId) -> Option<u64> {
         let table = self.table();
         let connection = table.connections.get(&id).filter(|one| !one.silent);
         connection.map(|one| one.signs)
     }
 
-    /// What wakes a task that acts for a worker.
-    pub(super) fn news(&self, id: ConnectionId) -> Option<watch::Receiver<()>> {
+    /// Wakes a task that acts for a worker.
+    pub(super) fn changes(&self, id: ConnectionId) -> Option<watch::Receiver<()>> {
         let mut table = self.table();
-        table.worker(id).map(|worker| worker.news.subscribe())
+        table.worker(id).map(|worker| worker.changes.subscribe())
     }
 
-    /// Leaves out the workers that are still joining. They are called meanwhile, and one that
-    /// has loaded something counts.
+    /// Leaves out the workers that are still joining. They are called meanwhile, and a worker
+    /// that has loaded a version counts.
     pub(super) fn joined_only(&self, there: &Attendance) -> Attendance {
         let table = self.table();
         let mut there = there.clone();
@@ -350,9 +351,9 @@ impl Shared {
     }
 }
 
-/// What workers should have, and what they say.
+/// Calls to workers, and their reports.
 impl Shared {
-    /// What to call a worker with next, if there is anything new for it. It is held until
+    /// The next call to a worker, if there is a newer set for it. The set is held until
     /// [`called`](Self::called).
     pub(super) fn next_call(&self, id: ConnectionId) -> Option<Notified> {
         let mut table = self.table();
@@ -371,7 +372,7 @@ impl Shared {
         Some(newest)
     }
 
-    /// A call is over. After one that did not come through, the worker is called again.
+    /// A call is over. The worker is called again if the call did not come through.
     pub(super) fn called(&self, id: ConnectionId, came_through: bool) {
         let mut table = self.table();
         let staged = table.worker(id).map_or(0, |worker| worker.staged);
@@ -384,8 +385,8 @@ impl Shared {
         }
     }
 
-    /// Whether there is something newer for a worker that has not begun to fetch what it was
-    /// called with: it may be stopped.
+    /// Whether a newer set exists for a worker that has not begun to fetch the set of its call:
+    /// the worker may be stopped.
     pub(super) fn is_overtaken(&self, id: ConnectionId, sequence: u64) -> bool {
         let mut table = self.table();
         let newer = table.worker(id).map_or(0, |worker| worker.sequence()) > sequence;
@@ -397,8 +398,8 @@ impl Shared {
         table.connections.get(&id).is_some_and(|one| one.has_begun)
     }
 
-    /// A worker says something, by this connection. False if the connection has ended.
-    fn hear(&self, id: ConnectionId, what: impl FnOnce(&mut Worker)) -> bool {
+    /// Handles a worker's message on this connection. False if the connection has ended.
+    fn update(&self, id: ConnectionId, what: impl FnOnce(&mut Worker)) -> bool {
         let mut table = self.table();
         let Some(worker) = table.worker(id) else {
             return false;
@@ -411,7 +412,7 @@ impl Shared {
 
     /// A worker's own rendez-vous is over.
     pub(super) fn joined(&self, id: ConnectionId) -> bool {
-        self.hear(id, |worker| {
+        self.update(id, |worker| {
             worker.joined = true;
             // Wakes the trainer, which may wait for that.
             worker.reader.progress(0, 0);
@@ -420,8 +421,8 @@ impl Shared {
 
     /// A worker has fetched and checked all of it.
     pub(super) fn staged(&self, id: ConnectionId, sequence: u64) -> bool {
-        self.hear(id, |worker| {
-            let sequence = worker.at_most_told(sequence);
+        self.update(id, |worker| {
+            let sequence = worker.at_most_notified(sequence);
             worker.staged = worker.staged.max(sequence);
             worker.reader.progress(sequence, 0);
         })
@@ -434,8 +435,8 @@ impl Shared {
                 && runs.version <= self.remote_readers.version(runs.model)
         });
         let versions: Vec<_> = versions.map(|runs| (runs.model, runs.version)).collect();
-        self.hear(id, |worker| {
-            let sequence = worker.at_most_told(applied.sequence);
+        self.update(id, |worker| {
+            let sequence = worker.at_most_notified(applied.sequence);
             worker.staged = worker.staged.max(sequence);
             worker.reader.progress(sequence, 0);
             worker.reader.applied(sequence, versions);
@@ -444,7 +445,7 @@ impl Shared {
 
     /// A worker cannot use the set of this sequence.
     pub(super) fn refused(&self, id: ConnectionId, sequence: u64, reason: String) -> bool {
-        self.hear(id, |worker| {
+        self.update(id, |worker| {
             if sequence >= worker.refused {
                 worker.refused = sequence;
                 worker.reader.refuse(Some(sequence), reason);
@@ -454,13 +455,13 @@ impl Shared {
 
     /// A worker can use nothing at all.
     pub(super) fn rejected(&self, id: ConnectionId, reason: String) -> bool {
-        self.hear(id, |worker| {
+        self.update(id, |worker| {
             worker.rejected = true;
             worker.reader.refuse(None, reason);
         })
     }
 
-    /// Waits until every worker that is heard of has staged what it should have, or cannot.
+    /// Waits until every worker that is not silent has staged its set, or cannot.
     pub(super) fn wait_until_handed_over(&self, until: Deadline) {
         let mut table = self.table();
         loop {
@@ -486,7 +487,7 @@ impl Shared {
 
 /// Questions.
 impl Shared {
-    /// A worker asks for a set; its question before this one is not answered any more.
+    /// A worker asks for a set. Its earlier question gets no answer any more.
     pub(super) fn ask(&self, id: ConnectionId, want: Want) -> Answer {
         let mut table = self.table();
         let Some(worker) = table.worker(id).filter(|worker| !worker.rejected) else {
@@ -541,7 +542,7 @@ impl Shared {
 
 /// Versions.
 impl Shared {
-    /// A version that a worker was called with or that is kept.
+    /// Finds a version of a call, or one that the sender keeps.
     pub(super) fn find(&self, model: usize, version: Version) -> Option<Snapshot> {
         let is_it = |one: &&Snapshot| one.model() == model && one.version() == version;
         let table = self.table();
@@ -602,7 +603,7 @@ impl Shared {
         error
     }
 
-    /// A model as workers are told of it.
+    /// The description of a model that workers get.
     pub(super) fn described(&self, model: usize) -> Option<Bytes> {
         let spec = self.models.get(model)?;
         let described = self.described[model].get_or_init(|| {

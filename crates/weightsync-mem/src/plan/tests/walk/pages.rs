@@ -73,7 +73,7 @@ impl World {
 
     fn tell(&mut self, key: Key, live: Live) {
         let set = *self.plan.set(live.record);
-        self.reader(key).claims.tell(live.record, &set);
+        self.reader(key).claims.note_named(live.record, &set);
     }
 
     /// What each mailbox shows is what it must show.

@@ -38,7 +38,7 @@ fn input(text: &str) -> Input {
             },
         },
         ["left", worker] => Input::Left { who: who(worker) },
-        ["tell", worker, sequence, members] => Input::Told {
+        ["tell", worker, sequence, members] => Input::Notified {
             who: who(worker),
             sequence: number(sequence),
             set: set(members),
@@ -80,9 +80,9 @@ fn input(text: &str) -> Input {
     }
 }
 
-fn who(text: &str) -> Seated {
+fn who(text: &str) -> WorkerInstance {
     let worker = text.trim_end_matches('\'');
-    Seated {
+    WorkerInstance {
         worker: WorkerId(worker.parse().expect("a worker's number")),
         instance: (text.len() - worker.len()) as u64,
     }
@@ -105,7 +105,7 @@ fn item(text: &str) -> Item {
 
 fn effect(effect: &Effect) -> String {
     match effect {
-        Effect::Tell { who, sequence, set } => {
+        Effect::Notify { who, sequence, set } => {
             format!("tell {} #{sequence} {}", name(*who), members(set))
         }
         Effect::Answer {
@@ -129,7 +129,7 @@ fn effect(effect: &Effect) -> String {
     }
 }
 
-fn name(who: Seated) -> String {
+fn name(who: WorkerInstance) -> String {
     format!("{}{}", who.worker.0, "'".repeat(who.instance as usize))
 }
 

@@ -31,7 +31,7 @@ proptest! {
 
 /// What a worker was meant to be told, and was.
 struct Known {
-    who: Seated,
+    who: WorkerInstance,
     delivery: Delivery,
     /// What it is to be told since it was told anything, oldest first; given-up ones are
     /// no longer in it. Of one that wants the newest only the last that came.
@@ -79,7 +79,7 @@ impl World {
             Op::Join { worker, delivery } => {
                 self.leave(worker, &mut inputs);
                 self.instances += 1;
-                let who = Seated {
+                let who = WorkerInstance {
                     worker: WorkerId(worker),
                     instance: self.instances,
                 };
@@ -186,7 +186,7 @@ impl World {
             return;
         };
         let sequence = self.sets.len() as u64;
-        inputs.push(Input::Told {
+        inputs.push(Input::Notified {
             who: known.who,
             sequence,
             set: set.clone(),
@@ -288,7 +288,7 @@ impl World {
 
     fn perform(&mut self, effect: Effect) {
         match effect {
-            Effect::Tell { who, sequence, set } => {
+            Effect::Notify { who, sequence, set } => {
                 assert!(set.iter().all(|item| self.whole.contains(item)));
                 let known = self.workers.get_mut(&who.worker.0).expect("who is told");
                 assert_eq!(known.who, who);
@@ -466,7 +466,7 @@ impl World {
 }
 
 impl Known {
-    fn new(who: Seated, delivery: Delivery) -> Self {
+    fn new(who: WorkerInstance, delivery: Delivery) -> Self {
         Self {
             who,
             delivery,

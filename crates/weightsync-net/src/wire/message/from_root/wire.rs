@@ -1,4 +1,4 @@
-//! [`FromRoot`] as it travels.
+//! [`FromRoot`] on the wire.
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Version, WorkerId};

@@ -1,4 +1,4 @@
-//! [`ToRoot`] as it travels.
+//! [`ToRoot`] on the wire.
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Version, WorkerId};

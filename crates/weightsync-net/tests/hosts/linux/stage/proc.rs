@@ -3,11 +3,11 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use super::{Stage, Who};
+use super::{Actor, Stage};
 
 impl Stage {
     /// What a process's memory takes, in bytes, but for what it shares.
-    pub(crate) fn memory(&self, who: Who) -> u64 {
+    pub(crate) fn memory(&self, who: Actor) -> u64 {
         let path = format!("/proc/{}/smaps_rollup", self.pid(who));
         let text = std::fs::read_to_string(path).expect("a process that runs");
         let line = text.lines().find_map(|line| line.strip_prefix("Pss_Anon:"));
@@ -17,7 +17,7 @@ impl Stage {
     }
 
     /// Has every version that a process shares damaged, but for its first bytes.
-    pub(crate) fn damage(&self, who: Who) {
+    pub(crate) fn damage(&self, who: Actor) {
         const SOUND: u64 = 4 << 10;
         let pid = self.pid(who);
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"));
@@ -45,7 +45,7 @@ impl Stage {
     }
 
     /// What has come to a host over its link, in bytes, as a process there sees it.
-    pub(crate) fn came_to(&self, who: Who) -> u64 {
+    pub(crate) fn came_to(&self, who: Actor) -> u64 {
         let path = format!("/proc/{}/net/dev", self.pid(who));
         let text = std::fs::read_to_string(path).expect("a process that runs");
         let line = text

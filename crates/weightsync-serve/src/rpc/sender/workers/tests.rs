@@ -55,8 +55,8 @@ fn about(pid: u32, addr: &str) -> About {
     }
 }
 
-fn seat(shared: &Shared, about: &About) -> ConnectionId {
-    let seated = shared.seat(about, shared.holder(about)).unwrap();
+fn admit(shared: &Shared, about: &About) -> ConnectionId {
+    let seated = shared.admit(about, shared.holder(about)).unwrap();
     seated.expect("nobody else comes").0
 }
 
@@ -64,15 +64,15 @@ fn seat(shared: &Shared, about: &About) -> ConnectionId {
 fn number_holder_is_told_by_process_and_address() {
     let (_writer, shared) = sender();
     let first = about(1, "10.0.0.1:5000");
-    let id = seat(&shared, &first);
+    let id = admit(&shared, &first);
     assert_eq!(shared.holder(&first), None, "it registers again");
     for other in [about(2, "10.0.0.1:5000"), about(1, "10.0.0.2:5000")] {
         assert_eq!(shared.holder(&other), Some(id));
-        assert!(shared.seat(&other, None).unwrap().is_none());
+        assert!(shared.admit(&other, None).unwrap().is_none());
         assert!(shared.is_here(id));
     }
     // The caller has found out that the holder is silent.
-    let id = seat(&shared, &about(2, "10.0.0.1:5000"));
+    let id = admit(&shared, &about(2, "10.0.0.1:5000"));
     assert!(shared.is_here(id) && !shared.is_here(id - 1));
 }
 
@@ -83,7 +83,7 @@ fn one_that_announces_itself_counts_once_it_has() {
         announces: true,
         ..about(1, "10.0.0.1:5000")
     };
-    let id = seat(&shared, &announces);
+    let id = admit(&shared, &announces);
     assert_eq!(writer.readers().len(), 1, "it is called meanwhile");
     let there = Attendance {
         workers: vec![WorkerStatus::new(WorkerId(0), 1, 1)],
@@ -103,13 +103,13 @@ fn worker_goes_on_by_the_connection_that_is_left() {
     let (mut writer, shared) = sender();
     publish(&mut writer);
     let worker = about(1, "10.0.0.1:5000");
-    let (old, new) = (seat(&shared, &worker), seat(&shared, &worker));
+    let (old, new) = (admit(&shared, &worker), admit(&shared, &worker));
     assert!(shared.next_call(old).is_none());
-    let told = shared.next_call(new).unwrap().sequence;
+    let called = shared.next_call(new).unwrap().sequence;
     assert!(shared.next_call(new).is_none(), "it was called");
     shared.end(new, Departure::Lost);
     assert_eq!(writer.readers().len(), 1);
-    assert_eq!(shared.next_call(old).unwrap().sequence, told);
+    assert_eq!(shared.next_call(old).unwrap().sequence, called);
     shared.end(old, Departure::Left);
     assert!(writer.readers().is_empty());
     assert!(shared.about(old).is_none());
@@ -119,7 +119,7 @@ fn worker_goes_on_by_the_connection_that_is_left() {
 fn call_is_overtaken_until_its_fetch_has_begun() {
     let (mut writer, shared) = sender();
     publish(&mut writer);
-    let id = seat(&shared, &about(1, "10.0.0.1:5000"));
+    let id = admit(&shared, &about(1, "10.0.0.1:5000"));
     let first = shared.next_call(id).unwrap();
     assert!(!shared.is_overtaken(id, first.sequence));
     publish(&mut writer);
@@ -139,7 +139,7 @@ fn call_is_overtaken_until_its_fetch_has_begun() {
 fn claims_are_cut_down_to_what_was_sent() {
     let (mut writer, shared) = sender();
     publish(&mut writer);
-    let id = seat(&shared, &about(1, "10.0.0.1:5000"));
+    let id = admit(&shared, &about(1, "10.0.0.1:5000"));
     let applied = |sequence, model, version| Applied {
         sequence,
         versions: vec![Runs {
@@ -147,23 +147,23 @@ fn claims_are_cut_down_to_what_was_sent() {
             version: Version(version),
         }],
     };
-    let told = shared.next_call(id).unwrap().sequence;
+    let called = shared.next_call(id).unwrap().sequence;
     assert!(shared.staged(id, u64::MAX));
     assert!(shared.applied(id, &applied(u64::MAX, 0, 2)));
-    assert!(shared.applied(id, &applied(told, 7, 1)));
+    assert!(shared.applied(id, &applied(called, 7, 1)));
     assert_eq!(writer.readers()[0].applied, [Version::NONE]);
-    assert!(shared.applied(id, &applied(told, 0, 1)));
+    assert!(shared.applied(id, &applied(called, 0, 1)));
     assert_eq!(writer.readers()[0].applied, [Version(1)]);
     publish(&mut writer);
     let newest = shared.next_call(id).expect("a claim hides nothing");
-    assert!(newest.sequence > told);
+    assert!(newest.sequence > called);
     assert!(!shared.staged(id + 1, 1), "there is no such connection");
 }
 
 #[test]
 fn new_question_replaces_the_one_before() {
     let (mut writer, shared) = sender();
-    let id = seat(&shared, &about(1, "10.0.0.1:5000"));
+    let id = admit(&shared, &about(1, "10.0.0.1:5000"));
     let ask = |want| match shared.ask(id, want) {
         Answer::Later(question) => question,
         other => panic!("{other:?}"),

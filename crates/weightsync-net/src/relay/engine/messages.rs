@@ -1,7 +1,7 @@
-//! What the sender says to an agent.
+//! Handles the sender's messages to an agent.
 
 use tokio::time::Instant;
-use weightsync_mem::Seated;
+use weightsync_mem::WorkerInstance;
 
 use super::{Engine, LINGER, Worker};
 use crate::bulk::Parent;
@@ -9,7 +9,7 @@ use crate::relay::plan::{Input, Item};
 use crate::wire::message::{FromRoot, ToRoot};
 
 impl Engine {
-    pub(super) fn hear(&mut self, message: FromRoot) {
+    pub(super) fn on_message(&mut self, message: FromRoot) {
         match message {
             FromRoot::Joined { ticket } => self.admit(ticket),
             FromRoot::Denied { ticket, reason } => {
@@ -25,13 +25,13 @@ impl Engine {
                 workers,
             } => {
                 let known = workers.iter().filter_map(|worker| self.workers.get(worker));
-                let told = known.map(|worker| Input::Told {
+                let inputs = known.map(|worker| Input::Notified {
                     who: worker.who,
                     sequence,
                     set: set.clone(),
                 });
-                let told: Vec<_> = told.collect();
-                self.step(told);
+                let inputs: Vec<_> = inputs.collect();
+                self.step(inputs);
             }
             FromRoot::Answer {
                 worker,
@@ -69,7 +69,9 @@ impl Engine {
                 worker,
                 instance,
                 reason,
-            } => self.relay.turn_away(Seated { worker, instance }, &reason),
+            } => self
+                .relay
+                .turn_away(WorkerInstance { worker, instance }, &reason),
             FromRoot::Parent { agent, address } => {
                 let address = match address {
                     None => Some(self.root),
@@ -85,7 +87,7 @@ impl Engine {
                 };
                 match parent {
                     Ok(parent) => self.follow(parent),
-                    Err(reason) => self.say(&ToRoot::ParentLost {
+                    Err(reason) => self.send(&ToRoot::ParentLost {
                         parent: agent,
                         reason,
                     }),
@@ -119,7 +121,7 @@ impl Engine {
         };
         let who = joining.who;
         if self.relay.admit(joining.ticket).is_err() {
-            self.say(&ToRoot::Gone {
+            self.send(&ToRoot::Gone {
                 worker: who.worker,
                 instance: who.instance,
                 died: false,

@@ -1,4 +1,9 @@
-//! A trainer or worker that does what it is told, one order at a time.
+//! A trainer or worker process that runs one command at a time.
+//!
+//! The conformance crate has such a process too. This one stays apart, because its commands
+//! depend on shared memory: every word of a version is the same number, so that a torn version
+//! shows, and a command writes the trainer's memory between sends. The other runs the scenarios
+//! of every scheme, and its commands are private to that crate.
 
 use std::time::{Duration, Instant};
 
@@ -15,9 +20,9 @@ const TENSOR: &str = "words";
 
 type Failure = Box<dyn std::error::Error>;
 
-/// What a puppet is told. Every order has one answer.
+/// What a process is told. Every command has one answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Order {
+pub enum Command {
     /// Become a trainer of so many words, with so many slots; its first version
     /// is all ones. Answered once the workers are there.
     Lead { setup: Lead, workers: u32 },
@@ -50,7 +55,7 @@ pub enum Order {
     Keep(usize),
 }
 
-/// How a puppet sets itself up as a trainer.
+/// How a process sets itself up as a trainer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Lead {
     pub model: String,
@@ -65,7 +70,7 @@ pub enum Answer {
     Done,
     /// A version was sent: how each worker fared, and how long it took.
     Sent {
-        lines: Vec<(u32, Fate)>,
+        lines: Vec<(u32, Fared)>,
         took: Duration,
     },
     /// The words of the version that came, and its number.
@@ -85,7 +90,7 @@ pub enum Answer {
 
 /// A worker's outcome.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Fate {
+pub enum Fared {
     Applied,
     Refused(String),
     Died,
@@ -109,12 +114,12 @@ impl Lead {
 
 /// Obeys until the pipe is closed.
 pub fn obey(worker: WorkerProcess) -> Result<(), Failure> {
-    let mut puppet = Puppet::default();
+    let mut process = Process::default();
     while let Some(frame) = worker.recv(None)? {
-        let order: Order = postcard::from_bytes(&frame)?;
-        let answer = match order {
-            Order::Scribble => puppet.scribble(&worker)?,
-            order => puppet.act(order)?,
+        let command: Command = postcard::from_bytes(&frame)?;
+        let answer = match command {
+            Command::Scribble => process.scribble(&worker)?,
+            command => process.act(command)?,
         };
         worker.send(&postcard::to_stdvec(&answer)?)?;
     }
@@ -122,7 +127,7 @@ pub fn obey(worker: WorkerProcess) -> Result<(), Failure> {
 }
 
 #[derive(Default)]
-struct Puppet {
+struct Process {
     weights: Tensors,
     sender: Option<Sender>,
     receiver: Option<Receiver>,
@@ -131,10 +136,10 @@ struct Puppet {
     held: Vec<Snapshot>,
 }
 
-impl Puppet {
-    fn act(&mut self, order: Order) -> Result<Answer, Failure> {
-        match order {
-            Order::Lead { setup, workers } => {
+impl Process {
+    fn act(&mut self, command: Command) -> Result<Answer, Failure> {
+        match command {
+            Command::Lead { setup, workers } => {
                 let ones = vec![1_u64; setup.words as usize];
                 self.weights.insert(TENSOR, [setup.words], ones)?;
                 let setup = setup.setup(&self.weights)?;
@@ -142,7 +147,7 @@ impl Puppet {
                 self.sender = Some(setup.connect(&self.weights, expected, PATIENCE)?);
                 Ok(Answer::Done)
             }
-            Order::Send { word, deadline } => {
+            Command::Send { word, deadline } => {
                 self.weights.slice_mut::<u64>(TENSOR)?.fill(word);
                 let sender = self.sender.as_mut().ok_or("no trainer")?;
                 let begun = Instant::now();
@@ -151,13 +156,13 @@ impl Puppet {
                     &SendOptions::new().wait(WaitFor::Applied).deadline(deadline),
                 )?;
                 let lines = report.workers.iter();
-                let lines = lines.map(|line| (line.worker.0, fate(&line.outcome)));
+                let lines = lines.map(|line| (line.worker.0, fared(&line.outcome)));
                 Ok(Answer::Sent {
                     lines: lines.collect(),
                     took: begun.elapsed(),
                 })
             }
-            Order::Join {
+            Command::Join {
                 info,
                 worker,
                 sleeps,
@@ -169,7 +174,7 @@ impl Puppet {
                 self.receiver = Some(setup.connect(PATIENCE)?);
                 Ok(Answer::Done)
             }
-            Order::Pass {
+            Command::Pass {
                 info,
                 worker,
                 sub,
@@ -181,7 +186,7 @@ impl Puppet {
                 self.cascade = Some(cascade.in_background()?);
                 Ok(Answer::Done)
             }
-            Order::Receive(timeout) => {
+            Command::Receive(timeout) => {
                 let receiver = self.receiver.as_mut().ok_or("no worker")?;
                 match receiver.receive(timeout) {
                     Ok(Some(snapshot)) => self.hold(snapshot),
@@ -192,14 +197,14 @@ impl Puppet {
                     Err(error) => Err(error.into()),
                 }
             }
-            Order::Latest => {
+            Command::Latest => {
                 let receiver = self.receiver.as_mut().ok_or("no worker")?;
                 match receiver.latest()? {
                     Some(snapshot) => self.hold(snapshot),
                     None => Ok(Answer::Nothing),
                 }
             }
-            Order::Reread { times } => {
+            Command::Reread { times } => {
                 let first = self.words()?;
                 for _ in 1..times {
                     let again = self.words()?;
@@ -209,12 +214,12 @@ impl Puppet {
                 }
                 Ok(Answer::Held(first))
             }
-            Order::Keep(count) => {
+            Command::Keep(count) => {
                 let gone = self.held.len().saturating_sub(count);
                 self.held.drain(..gone);
                 Ok(Answer::Done)
             }
-            Order::Scribble => Err("a loop of its own".into()),
+            Command::Scribble => Err("a loop of its own".into()),
         }
     }
 
@@ -253,12 +258,12 @@ fn word(snapshot: &Snapshot) -> Result<u64, Failure> {
     }
 }
 
-fn fate(outcome: &Outcome) -> Fate {
+fn fared(outcome: &Outcome) -> Fared {
     match outcome {
-        Outcome::Applied => Fate::Applied,
-        Outcome::Refused { reason } => Fate::Refused(reason.clone()),
-        Outcome::Died => Fate::Died,
-        Outcome::Late => Fate::Late,
-        _ => Fate::Other,
+        Outcome::Applied => Fared::Applied,
+        Outcome::Refused { reason } => Fared::Refused(reason.clone()),
+        Outcome::Died => Fared::Died,
+        Outcome::Late => Fared::Late,
+        _ => Fared::Other,
     }
 }

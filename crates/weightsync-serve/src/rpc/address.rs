@@ -1,4 +1,4 @@
-//! Where a sender is found: an address that is final before anybody listens there.
+//! Chooses a sender's address: it is final before anybody listens there.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -7,32 +7,31 @@ use std::path::Path;
 
 use weightsync_engine::transport::Endpoint;
 use weightsync_engine::{ModelId, Result};
-use weightsync_net::place::PortFile;
-pub(super) use weightsync_net::place::{bad, host_and_port, local_ip, reached, resolve};
+use weightsync_net::address::PortFile;
+pub(super) use weightsync_net::address::{bad, host_and_port, local_ip, reached, resolve};
 
 use super::error::RpcError;
 
 /// How many ports are tried.
 const TRIES: u64 = 64;
 
-/// The lowest port that is chosen without being told.
+/// The lowest port that is chosen automatically.
 const LOWEST: u16 = 20_000;
 
-/// The ports from which the system serves programs that name none.
+/// The ports that the system assigns to programs that name none.
 const RANGE: &str = "/proc/sys/net/ipv4/ip_local_port_range";
 
-/// The address for a sender that was told this one: where its port is 0, a free port.
-/// With a run directory the port is kept there, and is the same for every sender of
-/// these models.
+/// The sender's address for this setting: port 0 is replaced by a free port. With a run
+/// directory the port is kept there, and is the same for every sender of these models.
 ///
-/// **Guarantee.** Nobody listens there afterwards who did not before: it was looked at
-/// and let go. So that nobody else is given it meanwhile, it is a port that the system
-/// assigns to no program automatically, where there are such.
+/// **Guarantee.** The port was free when it was checked, and nobody listens on it afterwards
+/// because of the check. Where possible the port is one that the system does not assign
+/// automatically, so that no other program gets it meanwhile.
 ///
 /// # Errors
 ///
 /// If there is no free port, or the run directory cannot be used.
-pub(super) fn address(
+pub(super) fn allocate(
     listen: SocketAddr,
     fresh: &Endpoint,
     run_dir: Option<&Path>,
@@ -46,19 +45,19 @@ pub(super) fn address(
         return Ok(at(free_port(listen.ip(), fresh)?));
     };
     let file = PortFile::new(dir, "rpc", models);
-    let port = match file.kept()? {
+    let port = match file.saved()? {
         Some(port) => port,
-        // Another one may be quicker.
+        // Another process may be quicker.
         None => file.keep(free_port(listen.ip(), fresh)?)?,
     };
     Ok(at(port))
 }
 
-/// Listens at a place.
+/// Listens on an address.
 ///
 /// # Errors
 ///
-/// If somebody else does.
+/// If another process listens there.
 pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
     let listener = TcpListener::bind(addr).map_err(|source| match source.kind() {
         ErrorKind::AddrInUse => RpcError::Taken { addr },
@@ -67,8 +66,8 @@ pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
     Ok(listener?)
 }
 
-/// A port that nobody listens at. What is tried follows from the endpoint's name,
-/// which is random, and the same for a run directory.
+/// A port on which nobody listens. The ports to try follow from the endpoint's name, which is
+/// random, but the same for a run directory.
 fn free_port(host: IpAddr, fresh: &Endpoint) -> Result<u16> {
     let ports = match ephemeral_from() {
         Some(end) if end > LOWEST + 1000 => Some(LOWEST..end),

@@ -108,7 +108,7 @@ pub(crate) enum Order {
 
 /// What a process says.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Said {
+pub(crate) enum Notice {
     /// A trainer: by this one joins.
     Info(InitInfo),
     /// A trainer: it has published its first version.
@@ -204,8 +204,8 @@ impl Sent {
 
 /// Says something to who started this process. Where nobody is there any more, it
 /// ends.
-pub(crate) fn say(said: &Said) {
-    let line = serde_json::to_string(said).expect("plain data");
+pub(crate) fn emit(message: &Notice) {
+    let line = serde_json::to_string(message).expect("plain data");
     let mut out = std::io::stdout().lock();
     if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
         std::process::exit(4);

@@ -1,4 +1,4 @@
-//! Where a sender is found: what schemes at ports have in common.
+//! Addresses of senders: the parts that all schemes with ports share.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -114,7 +114,7 @@ impl PortFile {
     /// # Errors
     ///
     /// [`Error::File`], also if there is something else in it.
-    pub fn kept(&self) -> Result<Option<u16>> {
+    pub fn saved(&self) -> Result<Option<u16>> {
         let mut text = String::new();
         let read = fs::File::open(&self.0).and_then(|file| file.take(64).read_to_string(&mut text));
         match read {
@@ -152,7 +152,7 @@ impl PortFile {
         let _ = fs::remove_file(&beside);
         put?;
         let none = || self.failed("reading", io::Error::other("it has no port in it"));
-        self.kept()?.ok_or_else(none)
+        self.saved()?.ok_or_else(none)
     }
 
     fn failed(&self, action: &'static str, source: io::Error) -> Error {
@@ -176,16 +176,16 @@ mod tests {
             PortFile::new(dir.path(), scheme, &models)
         };
         let first = file("rpc", &["policy"]);
-        assert_eq!(first.kept().unwrap(), None);
+        assert_eq!(first.saved().unwrap(), None);
         assert_eq!(first.keep(7070).unwrap(), 7070);
         assert_eq!(file("rpc", &["policy"]).keep(8080).unwrap(), 7070);
-        assert_eq!(first.kept().unwrap(), Some(7070));
+        assert_eq!(first.saved().unwrap(), Some(7070));
         for (scheme, models) in [
             ("distributed", &["policy"][..]),
             ("rpc", &["critic"]),
             ("rpc", &["policy", "critic"]),
         ] {
-            assert_eq!(file(scheme, models).kept().unwrap(), None, "{models:?}");
+            assert_eq!(file(scheme, models).saved().unwrap(), None, "{models:?}");
         }
         let names = std::fs::read_dir(dir.path()).unwrap();
         assert_eq!(names.count(), 1, "nothing is left next to it");
@@ -197,7 +197,7 @@ mod tests {
         let file = PortFile::new(dir.path(), "rpc", &["policy".parse().unwrap()]);
         for wrong in ["", "seven", "0", "70000"] {
             std::fs::write(&file.0, wrong).unwrap();
-            for error in [file.kept().unwrap_err(), file.keep(7070).unwrap_err()] {
+            for error in [file.saved().unwrap_err(), file.keep(7070).unwrap_err()] {
                 assert!(error.to_string().contains("is no port"), "{wrong}: {error}");
             }
         }

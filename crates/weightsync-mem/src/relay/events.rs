@@ -1,4 +1,4 @@
-//! What a relay learns of its workers, until it is told.
+//! Events of a relay's workers, until the relay takes them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
@@ -20,7 +20,7 @@ const MAX_TICKETS: usize = 4096;
 /// A worker as its segment knows it: its number, and what it chose when it first
 /// joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Seated {
+pub struct WorkerInstance {
     /// Its number.
     pub worker: WorkerId,
     /// Its choice.
@@ -36,7 +36,7 @@ pub enum Event {
         /// Names it in the answer.
         ticket: u64,
         /// Who it is.
-        who: Seated,
+        who: WorkerInstance,
         /// Its process.
         pid: u32,
         /// The models it wants; [`Models::ALL`] for every one there is.
@@ -53,7 +53,7 @@ pub enum Event {
     /// A worker can use nothing that comes, and says why.
     Unusable {
         /// Who.
-        who: Seated,
+        who: WorkerInstance,
         /// Its words.
         reason: String,
     },
@@ -61,7 +61,7 @@ pub enum Event {
     /// is [no such version](super::Relay::no_such_version).
     Asks {
         /// Who.
-        who: Seated,
+        who: WorkerInstance,
         /// The question's number.
         question: u64,
         /// Which version.
@@ -70,12 +70,12 @@ pub enum Event {
     /// A worker does not wait for its answer any more.
     Withdraws {
         /// Who.
-        who: Seated,
+        who: WorkerInstance,
     },
     /// A worker has closed its end, or died.
     Gone {
         /// Who.
-        who: Seated,
+        who: WorkerInstance,
         /// Whether it died.
         died: bool,
     },
@@ -85,7 +85,7 @@ pub enum Event {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Who.
-    pub who: Seated,
+    pub who: WorkerInstance,
     /// The sequence number of the newest set it has taken; 0 before the first.
     pub taken: u64,
     /// The last question whose answer it needs no more.
@@ -103,19 +103,19 @@ pub struct Progress {
 pub(crate) struct Relayed {
     /// The sender's process, wherever that is.
     pub(crate) sender: u32,
-    news: Mutex<News>,
+    queue: Mutex<EventQueue>,
 }
 
 #[derive(Debug, Default)]
-struct News {
+struct EventQueue {
     events: VecDeque<Event>,
     /// The last that each reader has said of questions: an earlier question of the same
     /// reader is over with a later one, so one place for each is enough, however much it says.
-    said: BTreeMap<Seated, Said>,
+    questions: BTreeMap<WorkerInstance, Question>,
     tickets: BTreeMap<u64, Ticket>,
     last_ticket: u64,
     /// How far each reader was when that was last told.
-    told: BTreeMap<Key, Notified>,
+    reported: BTreeMap<Key, Notified>,
 }
 
 #[derive(Debug)]
@@ -127,7 +127,7 @@ struct Notified {
 
 /// What a reader says of questions.
 #[derive(Debug)]
-enum Said {
+enum Question {
     Asks(u64, Want),
     Withdraws,
 }
@@ -135,134 +135,142 @@ enum Said {
 /// A worker that waits to be let in.
 #[derive(Debug)]
 pub(crate) struct Ticket {
-    pub(crate) newcomer: service::Newcomer,
+    pub(crate) request: service::JoinRequest,
     pub(crate) socket: Arc<Socket>,
     pub(crate) control: Mapping,
 }
 
 impl Relayed {
     pub(crate) fn new(sender: u32) -> Self {
-        let news = Mutex::default();
-        Self { sender, news }
+        let queue = Mutex::default();
+        Self { sender, queue }
     }
 
     /// A worker that waits, which does so no more.
     pub(super) fn take(&self, ticket: u64) -> Option<Ticket> {
-        self.news().tickets.remove(&ticket)
+        self.queue().tickets.remove(&ticket)
     }
 
     /// All that wait.
     pub(super) fn take_all(&self) -> impl Iterator<Item = Ticket> {
-        std::mem::take(&mut self.news().tickets).into_values()
+        std::mem::take(&mut self.queue().tickets).into_values()
     }
 
     /// Whether a worker still waits.
     pub(super) fn waits(&self, ticket: u64) -> bool {
-        let news = self.news();
-        let ticket = news.tickets.get(&ticket);
+        let queue = self.queue();
+        let ticket = queue.tickets.get(&ticket);
         ticket.is_some_and(|ticket| !service::is_gone(&ticket.socket))
     }
 
     /// All is told once more, but of those that left.
-    pub(super) fn tell_again(&self) {
-        self.news().told.retain(|_, told| told.gone);
+    pub(super) fn report_again(&self) {
+        self.queue().reported.retain(|_, reported| reported.gone);
     }
 
     /// Keeps a worker waiting until it is admitted or denied; gives it back if too
     /// many wait.
     pub(crate) fn ask_in(&self, ticket: Ticket, seen: Epoch) -> Result<(), Ticket> {
-        let mut news = self.news();
+        let mut queue = self.queue();
         // Those that have given up meanwhile make room, and nobody need hear of them.
-        let before = news.tickets.len();
-        news.tickets.retain(|_, one| !service::is_gone(&one.socket));
-        if news.tickets.len() < before {
-            let News {
+        let before = queue.tickets.len();
+        queue
+            .tickets
+            .retain(|_, one| !service::is_gone(&one.socket));
+        if queue.tickets.len() < before {
+            let EventQueue {
                 events, tickets, ..
-            } = &mut *news;
+            } = &mut *queue;
             events.retain(|event| match event {
                 Event::Joins { ticket, .. } => tickets.contains_key(ticket),
                 _ => true,
             });
         }
-        if news.tickets.len() >= MAX_TICKETS {
+        if queue.tickets.len() >= MAX_TICKETS {
             return Err(ticket);
         }
-        news.last_ticket += 1;
-        let number = news.last_ticket;
-        let newcomer = &ticket.newcomer;
+        queue.last_ticket += 1;
+        let number = queue.last_ticket;
+        let request = &ticket.request;
         let event = Event::Joins {
             ticket: number,
-            who: Seated {
-                worker: newcomer.worker,
-                instance: newcomer.instance,
+            who: WorkerInstance {
+                worker: request.worker,
+                instance: request.instance,
             },
             pid: ticket.socket.peer_pid(),
-            models: newcomer.models,
-            delivery: newcomer.delivery,
-            device: newcomer.device.clone(),
+            models: request.models,
+            delivery: request.delivery,
+            device: request.device.clone(),
             seen,
         };
-        news.events.push_back(event);
-        news.tickets.insert(number, ticket);
+        queue.events.push_back(event);
+        queue.tickets.insert(number, ticket);
         Ok(())
     }
 
     pub(crate) fn note_question(&self, reader: (Key, &Reader), question: u64, want: Want) {
-        let said = Said::Asks(question, want);
-        self.news().said.insert(who(reader), said);
+        let questions = Question::Asks(question, want);
+        self.queue().questions.insert(who(reader), questions);
     }
 
     pub(crate) fn note_withdrawal(&self, reader: (Key, &Reader)) {
-        self.news().said.insert(who(reader), Said::Withdraws);
+        self.queue()
+            .questions
+            .insert(who(reader), Question::Withdraws);
     }
 
     /// A reader goes: how far it came is told before that.
     pub(crate) fn note_gone(&self, state: &State, key: Key, going: Departure) {
-        let mut news = self.news();
+        let mut queue = self.queue();
         let Some(reader) = state.readers.get(&key) else {
             return;
         };
-        let mut events = std::mem::take(&mut news.events);
-        let told = news.told.remove(&key);
-        let was_gone = told.as_ref().is_some_and(|told| told.gone);
+        let mut events = std::mem::take(&mut queue.events);
+        let reported = queue.reported.remove(&key);
+        let was_gone = reported.as_ref().is_some_and(|reported| reported.gone);
         // Nobody waits for the answer.
-        news.said.remove(&who((key, reader)));
-        news.note(&mut events, (key, reader), told);
-        news.told.remove(&key);
+        queue.questions.remove(&who((key, reader)));
+        queue.note(&mut events, (key, reader), reported);
+        queue.reported.remove(&key);
         if !was_gone && !reader.has_left() {
             events.push_back(Event::Gone {
                 who: who((key, reader)),
                 died: going == Departure::Died,
             });
         }
-        news.events = events;
+        queue.events = events;
     }
 
     /// Readers that have left and of whom that has not been told.
     pub(super) fn leaving(&self, state: &State) -> Vec<Key> {
-        let news = self.news();
+        let queue = self.queue();
         let is_news = |(key, reader): &(&Key, &Reader)| {
-            reader.has_left() && news.told.get(*key).is_none_or(|told| !told.gone)
+            reader.has_left()
+                && queue
+                    .reported
+                    .get(*key)
+                    .is_none_or(|reported| !reported.gone)
         };
         let leaving = state.readers.iter().filter(is_news);
         leaving.map(|(key, _)| *key).collect()
     }
 
     pub(crate) fn look(&self, state: &State) -> Vec<Event> {
-        let mut news = self.news();
-        let mut events = std::mem::take(&mut news.events);
-        let said = std::mem::take(&mut news.said).into_iter();
-        events.extend(said.map(|(who, said)| match said {
-            Said::Asks(question, want) => Event::Asks {
+        let mut queue = self.queue();
+        let mut events = std::mem::take(&mut queue.events);
+        let questions = std::mem::take(&mut queue.questions).into_iter();
+        events.extend(questions.map(|(who, questions)| match questions {
+            Question::Asks(question, want) => Event::Asks {
                 who,
                 question,
                 want,
             },
-            Said::Withdraws => Event::Withdraws { who },
+            Question::Withdraws => Event::Withdraws { who },
         }));
         for (key, reader) in &state.readers {
-            let told = news.told.remove(key);
-            news.note(&mut events, (*key, reader), told);
+            let reported = queue.reported.remove(key);
+            queue.note(&mut events, (*key, reader), reported);
         }
         // A worker that leaves and joins again with the same number has left first.
         let joins = |event: &Event| matches!(event, Event::Joins { .. });
@@ -270,34 +278,34 @@ impl Relayed {
         events.into()
     }
 
-    fn news(&self) -> MutexGuard<'_, News> {
+    fn queue(&self) -> MutexGuard<'_, EventQueue> {
         // Whole events are pushed, so it holds after a panic.
-        self.news.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl News {
-    /// Tells what has changed of a reader since `told`.
+impl EventQueue {
+    /// Tells what has changed of a reader since `reported`.
     fn note(
         &mut self,
         events: &mut VecDeque<Event>,
         (key, reader): (Key, &Reader),
-        told: Option<Notified>,
+        reported: Option<Notified>,
     ) {
         let who = who((key, reader));
         let progress = progress(who, reader);
         let unusable = reader.unusable.is_some();
         let gone = reader.has_left();
-        let changed = |told: &Notified| told.progress != progress;
-        if told.as_ref().is_none_or(changed) {
+        let changed = |reported: &Notified| reported.progress != progress;
+        if reported.as_ref().is_none_or(changed) {
             events.push_back(Event::Progress(progress.clone()));
         }
-        let was = |what: fn(&Notified) -> bool| told.as_ref().is_some_and(what);
-        if let (Some(reason), false) = (&reader.unusable, was(|told| told.unusable)) {
+        let was = |what: fn(&Notified) -> bool| reported.as_ref().is_some_and(what);
+        if let (Some(reason), false) = (&reader.unusable, was(|reported| reported.unusable)) {
             let reason = reason.clone();
             events.push_back(Event::Unusable { who, reason });
         }
-        if gone && !was(|told| told.gone) {
+        if gone && !was(|reported| reported.gone) {
             events.push_back(Event::Gone { who, died: false });
         }
         let now = Notified {
@@ -305,11 +313,11 @@ impl News {
             unusable,
             gone,
         };
-        self.told.insert(key, now);
+        self.reported.insert(key, now);
     }
 }
 
-fn progress(who: Seated, reader: &Reader) -> Progress {
+fn progress(who: WorkerInstance, reader: &Reader) -> Progress {
     // The sequence number first: it is stored last.
     let loaded = reader.applied();
     let control = reader.control();
@@ -328,8 +336,8 @@ fn progress(who: Seated, reader: &Reader) -> Progress {
     }
 }
 
-fn who((key, reader): (Key, &Reader)) -> Seated {
-    Seated {
+fn who((key, reader): (Key, &Reader)) -> WorkerInstance {
+    WorkerInstance {
         worker: key.0,
         instance: reader.instance,
     }
