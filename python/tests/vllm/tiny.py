@@ -42,7 +42,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 1024,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -75,14 +75,14 @@ def change(model: torch.nn.Module, seed: int, share: float = 1.0) -> None:
             parameter += noise
 
 
-def greedy(model: Any) -> list[list[int]]:
+def greedy(model: Any, length: int = LENGTH) -> list[list[int]]:
     """What transformers generates."""
     answers = []
     for prompt in PROMPTS:
         tokens = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=LENGTH,
+            max_new_tokens=length,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -98,7 +98,7 @@ def engine_settings(folder: Path) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "dtype": "float32",
-        "max_model_len": 128,
+        "max_model_len": 1024,
         "max_num_seqs": 4,
         "weight_transfer_config": {"backend": "weightsync"},
     }
@@ -120,6 +120,12 @@ def requests(llm: Any, length: int = LENGTH) -> list[Any]:
     return llm.generate(prompts, sampling, use_tqdm=False)
 
 
+def surroundings(*paths: Path) -> dict[str, str]:
+    """What a process of its own is started with: it finds what this one does."""
+    known = [str(path) for path in paths] + [one for one in sys.path if one]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(known)}
+
+
 class Server:
     """A vLLM server in processes of its own."""
 
@@ -128,6 +134,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.model = str(folder)
         self._folder = folder
         self._log = folder / f"server-{self.port}.log"
         self.start()
@@ -148,6 +155,7 @@ class Server:
                 + ["--host", "127.0.0.1", "--port", str(self.port), *arguments],
                 stdout=log,
                 stderr=log,
+                env=surroundings(),
                 start_new_session=True,
             )
 
@@ -172,7 +180,7 @@ class Server:
             told = self.post(
                 "v1/completions",
                 {
-                    "model": str(self._folder),
+                    "model": self.model,
                     "prompt": prompt,
                     "max_tokens": LENGTH,
                     "temperature": 0,

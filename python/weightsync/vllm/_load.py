@@ -29,6 +29,7 @@ def load(place: Place, tensors: Iterable[tuple[str, Any]]) -> None:
     )
 
     with _surroundings(place):
+        _repack_experts(place.model)
         initialize_layerwise_reload(place.model)
         try:
             place.model.load_weights(tensors)
@@ -49,6 +50,22 @@ def load_first(place: Place) -> None:
             f"is {place.vllm_config.load_config.load_format!r}"
         )
     load(place, read(place.model_config, place.model))
+
+
+def _repack_experts(model: Any) -> None:
+    """Has vLLM arrange the experts for its kernels once more, as in its first load.
+
+    On the CPU it does so in the first load alone: from the second on the kernels would read
+    tensors that are not in their arrangement, and answer with something else, without an error.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 @contextlib.contextmanager
