@@ -8,6 +8,7 @@ use pyo3::types::PyType;
 use weightsync_engine::{Error, MappingError, MemoryError, Remedy};
 
 pyo3::import_exception!(weightsync.errors, LifecycleError);
+pyo3::import_exception!(weightsync.errors, ModelError);
 pyo3::import_exception!(weightsync.errors, SettingError);
 pyo3::import_exception!(weightsync.errors, WrongTypeError);
 pyo3::import_exception!(weightsync.errors, WrongWeightsError);

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use weightsync_engine::{Error, ModelId, Outcome, Version, WaitFor, WorkerId};
 
-use crate::errors::{exception, make};
+use crate::errors::{ModelError, exception, make};
 use crate::options::{Seconds, timeout_of};
 use crate::wait::released;
 
@@ -24,10 +24,10 @@ impl Report {
         versions_of(&self.0.versions)
     }
 
-    /// The version that was sent; of the first model, if there were several.
+    /// The version that was sent; a `ModelError` if there were several models.
     #[getter]
-    fn version(&self) -> u64 {
-        self.0.versions.first().map_or(0, |(_, version)| version.0)
+    fn version(&self) -> PyResult<u64> {
+        only(&self.versions())
     }
 
     /// Bytes of the tensors that were sent.
@@ -406,15 +406,24 @@ impl WorkerStatus {
         self.0.versions.iter().map(|version| version.0).collect()
     }
 
-    /// The version of the first model.
+    /// The newest version it has loaded; a `ModelError` if there are several models.
     #[getter]
-    fn version(&self) -> u64 {
-        self.0.version().0
+    fn version(&self) -> PyResult<u64> {
+        match self.0.versions[..] {
+            [] => Ok(0),
+            [version] => Ok(version.0),
+            _ => Err(ModelError::new_err(format!(
+                "version is for one model, and worker {} runs {}: use versions",
+                self.0.worker,
+                self.0.versions.len()
+            ))),
+        }
     }
 
     fn __repr__(&self) -> String {
-        let (worker, pid, version) = (self.0.worker, self.0.pid, self.0.version());
-        format!("<WorkerStatus {worker} (pid {pid}): {version}>")
+        let versions: Vec<_> = self.0.versions.iter().map(Version::to_string).collect();
+        let (worker, pid, versions) = (self.0.worker, self.0.pid, versions.join(", "));
+        format!("<WorkerStatus {worker} (pid {pid}): {versions}>")
     }
 }
 
@@ -450,13 +459,19 @@ impl PendingSend {
         versions_of(self.0.versions())
     }
 
+    /// The version that is sent; a `ModelError` if there are several models.
     #[getter]
-    fn version(&self) -> u64 {
-        self.0.version().0
+    fn version(&self) -> PyResult<u64> {
+        only(&self.versions())
     }
 
     fn __repr__(&self) -> String {
-        format!("<PendingSend {}>", self.0.version())
+        let versions: Vec<_> = self
+            .versions()
+            .values()
+            .map(|one| format!("v{one}"))
+            .collect();
+        format!("<PendingSend {}>", versions.join(", "))
     }
 }
 
@@ -464,6 +479,18 @@ pub fn versions_of(versions: &[(ModelId, Version)]) -> BTreeMap<String, u64> {
     let versions = versions.iter();
     let named = versions.map(|(model, version)| (model.to_string(), version.0));
     named.collect()
+}
+
+/// The version of a call for one model.
+fn only(versions: &BTreeMap<String, u64>) -> PyResult<u64> {
+    if versions.len() > 1 {
+        let models: Vec<_> = versions.keys().map(String::as_str).collect();
+        return Err(ModelError::new_err(format!(
+            "version is for one model, and {} were sent: use versions",
+            models.join(", ")
+        )));
+    }
+    Ok(versions.values().next().copied().unwrap_or(0))
 }
 
 fn level_word(level: WaitFor) -> &'static str {

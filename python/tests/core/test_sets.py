@@ -305,7 +305,8 @@ def test_calls_for_one_model_are_refused_with_several():
     with all_ended(sender, receiver, reader):
         meet(sender, receiver, reader)
         for _ in range(2):
-            sender.send(model="policy", wait="sent")
+            report = sender.send(model="policy", wait="sent")
+            assert report.version == report.versions["policy"]
         for end in (receiver, reader):
             _refused("versions", lambda: end.version)
             _refused("receive_set", lambda: end.receive(0))
@@ -324,6 +325,10 @@ def test_calls_for_one_model_are_refused_with_several():
         _refused("versions", lambda: background.version)
         assert background.versions == old
         background.shutdown()
+        _refused("versions", lambda: sender.send(wait="sent").version)
+        _refused("versions", lambda: sender.send_async(wait="sent").version)
+        with pytest.raises(weightsync.ModelError, match="use versions"):
+            sender.workers[0].version  # noqa: B018
         del seen
 
 
