@@ -21,6 +21,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     tools::NEXTEST.provide(places)?;
     python::TESTS.provide(places)?;
     python::OLDEST.provide(places)?;
+    python::VLLM.provide(places)?;
 
     let mut passed: Vec<String> = Vec::new();
     let mut pass = |name: &str, took: Duration| {

@@ -32,8 +32,9 @@ usage: cargo xtask <command>
   test                            every test, with what the tests need set up first
   test quick                      the tests for daily work, in some 3 minutes
   ci                              every check, then every test
-  pytest [--oldest] [ARGS]        every test of the Python package, or those that ARGS ask for; with
-                                  --oldest those that also run with the oldest torch
+  pytest [--oldest | --vllm] [ARGS]  every test of the Python package, or those that ARGS ask for;
+                                  with --oldest those that also run with the oldest torch, with
+                                  --vllm those of vLLM's engines
   wheel                           the Python package, built
   arrows                          the crate graph, held against the design's table
   bench GROUP [--json] [--plot]   one group of benchmarks

@@ -28,8 +28,11 @@ const WITH_OLDEST: &[&str] = &[
 /// tests that the other has not begun, and tests that share a fixture of their file stay together.
 const SIDE_BY_SIDE: &[&str] = &["--numprocesses=2", "--dist=loadscope"];
 
-/// Builds and installs the package, and tests it with the environment in `python`, and a part of it
-/// with the one in `oldest`.
+/// The tests with vLLM's engines, which run in an environment of their own.
+const WITH_VLLM: &str = "python/tests/vllm";
+
+/// Builds and installs the package, and tests it with the environment in `python`, a part of it
+/// with the one in `oldest`, and its engines with the one in `vllm`.
 ///
 /// `timeout` is the limit of each test in seconds where it is not that of pyproject.toml. When a
 /// test fails, pytest's summary is the last thing printed.
@@ -37,6 +40,7 @@ pub fn run(
     places: &Places,
     python: &Path,
     oldest: &Path,
+    vllm: &Path,
     timeout: Option<u32>,
 ) -> Result<(), Error> {
     let wheel = wheel::build(places, python)?;
@@ -46,6 +50,9 @@ pub fn run(
     let oldest = wheel::install_over(places, oldest, "oldest", &wheel)?;
     let mut with_oldest = timed(pytest(places, &oldest), timeout);
     step::run_reported("the oldest torch", with_oldest.args(WITH_OLDEST))?;
+    let vllm = wheel::install_over(places, vllm, "vllm", &wheel)?;
+    let mut with_vllm = timed(pytest(places, &vllm), timeout);
+    step::run_reported("vLLM", with_vllm.arg(WITH_VLLM))?;
     let mut tests = timed(pytest(places, &own), timeout);
     step::run_reported("python tests", tests.args(SIDE_BY_SIDE)).map(drop)
 }
@@ -63,12 +70,19 @@ fn timed(mut tests: Command, timeout: Option<u32>) -> Command {
 }
 
 /// `cargo xtask pytest [ARGS]`: all of the above, or only the tests that the arguments ask for; after
-/// `--oldest` with the oldest torch.
+/// `--oldest` with the oldest torch, after `--vllm` with vLLM.
 pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
     match args {
         [] => {
             let python = python::TESTS.provide(places)?;
-            run(places, &python, &python::OLDEST.provide(places)?, None)
+            let oldest = python::OLDEST.provide(places)?;
+            run(
+                places,
+                &python,
+                &oldest,
+                &python::VLLM.provide(places)?,
+                None,
+            )
         }
         ["--oldest", rest @ ..] => {
             let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
@@ -76,6 +90,13 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
             let own = wheel::install_over(places, &oldest, "oldest", &wheel)?;
             let chosen = if rest.is_empty() { WITH_OLDEST } else { rest };
             step::run_last("the oldest torch", pytest(places, &own).args(chosen))
+        }
+        ["--vllm", rest @ ..] => {
+            let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
+            let vllm = python::VLLM.provide(places)?;
+            let own = wheel::install_over(places, &vllm, "vllm", &wheel)?;
+            let chosen = if rest.is_empty() { &[WITH_VLLM] } else { rest };
+            step::run_last("vLLM", pytest(places, &own).args(chosen))
         }
         chosen => {
             let own = installed(places)?;

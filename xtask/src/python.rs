@@ -32,6 +32,14 @@ pub const OLDEST: Environment = Environment {
     with_dependencies: false,
 };
 
+/// What the tests of `weightsync.vllm` run in: vLLM for the CPU, with the torch that it brings.
+pub const VLLM: Environment = Environment {
+    name: "vllm",
+    requirements: "python/requirements-vllm.txt",
+    imports: "vllm, torch, transformers, pytest, pytest_timeout",
+    with_dependencies: false,
+};
+
 /// What the scripts in `bench/peers/net` run in: made for `cargo xtask bench net` alone. What loads
 /// only where more is installed says so itself when it is measured.
 pub const NET: Environment = Environment {
@@ -410,7 +418,7 @@ mod tests {
 
     #[test]
     fn every_requirement_is_pinned() {
-        for environment in [TESTS, OLDEST, NET] {
+        for environment in [TESTS, OLDEST, VLLM, NET] {
             let path = Path::new(env!("CARGO_MANIFEST_DIR"))
                 .join("..")
                 .join(environment.requirements);

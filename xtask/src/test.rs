@@ -52,6 +52,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     }
     let python = python::TESTS.provide(places)?;
     let oldest = python::OLDEST.provide(places)?;
+    let vllm = python::VLLM.provide(places)?;
 
     let (level, value) = OPT_LEVEL;
     let mut doc = places.cargo();
@@ -61,7 +62,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
 
     step::run("loom", &mut loom(places, &nextest))?;
 
-    pytest::run(places, &python, &oldest, soak.pytest_timeout())?;
+    pytest::run(places, &python, &oldest, &vllm, soak.pytest_timeout())?;
 
     let mut tests = places.command(&nextest);
     tests
