@@ -59,6 +59,9 @@ async fn lifeline(State(mut app): State<App>) -> Response {
                 () = lines.closed() => return,
                 () = app.stopping.wait() => {
                     let _ = lines.send(line(&FromWorker::Left {})).await;
+                    // The sender disconnects once it has noted that, so its next report shows it.
+                    // The server that stops bounds this wait.
+                    lines.closed().await;
                     return;
                 }
             }
